@@ -1,0 +1,58 @@
+# `make` alone lists what there is.  Every target that runs Python makes the environment first.
+
+VENV ?= .venv
+PYTHON ?=
+ARGS ?=
+TESTS ?=
+WORKERS ?= 2
+BIN := $(VENV)/bin
+READY := $(VENV)/.complete
+
+# What another project's shell set-up adds would leak into the environment.
+unexport PYTHONHOME PYTHONPATH
+export PYTHON
+
+# An environment whose Python was since removed is made anew.
+GONE := $(shell test -x $(BIN)/python || echo FORCE)
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test quick nightly bench lint format clean FORCE
+
+help: ## list the targets
+	@echo 'usage: make TARGET [ARGS="--flag=value ..."] [VENV=.venv] [PYTHON=python3.12]'
+	@echo
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-10s %s\n", $$1, $$2}'
+
+env: $(READY) ## make the environment, or bring it up to date
+	@:
+
+$(READY): setup.cfg pyproject.toml $(GONE)
+	@sh launch/make_env.sh $(VENV)
+
+demo: $(READY) ## train a sparse GPT and its dense twin here; ARGS="--help" lists the flags
+	@$(BIN)/python -m experiments.gpt13b_sparse $(ARGS)
+
+test: $(READY) ## run the tests; TESTS="tests/sparsity -k layout" runs some
+	$(BIN)/python -m pytest -n $(WORKERS) $(TESTS)
+
+quick: $(READY) ## run the tests that are not marked slow
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow and not nightly' $(TESTS)
+
+nightly: $(READY) ## run the tests that are too long for every day
+	$(BIN)/python -m pytest -m nightly $(TESTS)
+
+bench: $(READY) ## time the kernels and the training step, sparse beside dense
+	@$(BIN)/python -m experiments.kernel_bench $(ARGS)
+	@$(BIN)/python -m experiments.step_bench $(ARGS)
+
+lint: $(READY) ## check style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY) ## repair style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove environments, caches and builds; run folders stay
+	rm -rf .venv .venv*/ build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,292 @@
+"""The flags that the experiments share.
+
+An experiment ends with
+
+    if __name__ == "__main__":
+        flags.run(main, __doc__)
+
+where `main(values)` reads `values.density` and the like.
+"""
+
+from collections.abc import Callable, Sequence
+
+from absl import flags as absl_flags
+
+from experiments import command_line, contradictions
+from experiments.command_line import Flag, Group
+from experiments.contradictions import given
+from sparse_dataflow.models.sizes import PROJECTIONS, SIZES
+
+__all__ = ["DATA", "GROUPS", "MODEL", "RUN", "SPARSITY", "TRAINING"]
+__all__ += ["as_dict", "check", "define", "given", "run", "without"]
+
+_MODULE = __name__
+_COUNT = ("0 or more", lambda n: n >= 0)
+_AT_LEAST_ONE = ("1 or more", lambda n: n >= 1)
+
+
+def _patterns() -> tuple[str, ...]:
+    from sparse_dataflow.sparsity.patterns import PATTERNS
+
+    return tuple(PATTERNS)
+
+
+def _one_of(*names: str):
+    return lambda: names
+
+
+MODEL = Group(
+    "Model",
+    "which GPT is trained",
+    (
+        Flag(
+            "scale",
+            "choice",
+            "auto",
+            "Named size; auto is the largest that trains in this machine's memory and time.",
+            _one_of("auto", *SIZES),
+        ),
+        Flag(
+            "sequence",
+            "integer",
+            0,
+            "Tokens in a sequence; 0 is the scale's own length.",
+            legal=_COUNT,
+        ),
+        Flag(
+            "positions",
+            "choice",
+            "learned",
+            "How a token knows its place.",
+            _one_of("learned", "rotary"),
+        ),
+        Flag(
+            "norm",
+            "choice",
+            "layernorm",
+            "Normalisation before each half of a block.",
+            _one_of("layernorm", "rmsnorm"),
+        ),
+        Flag(
+            "parametrization",
+            "choice",
+            "standard",
+            "supar scales initialisation and learning rate with width and density.",
+            _one_of("standard", "supar"),
+        ),
+        Flag(
+            "remat",
+            "choice",
+            "none",
+            "Activations computed again in the backward pass: none, all but matmuls, or all.",
+            _one_of("none", "dots", "full"),
+            fixed=False,
+        ),
+        Flag(
+            "dtype",
+            "choice",
+            "auto",
+            "Type of activations; masters stay float32. auto is the faster one on this machine.",
+            _one_of("auto", "float32", "bfloat16"),
+        ),
+    ),
+)
+SPARSITY = Group(
+    "Sparsity",
+    "which blocks of the weights exist",
+    (
+        Flag("pattern", "choice", "pixelfly", "Rule that chooses the stored blocks.", _patterns),
+        Flag(
+            "density",
+            "number",
+            0.125,
+            "Fraction of blocks stored.",
+            legal=("in (0, 1]", lambda d: 0 < d <= 1),
+        ),
+        Flag("block", "integer", 64, "Side of a square block, in features.", legal=_AT_LEAST_ONE),
+        Flag(
+            "rank",
+            "integer",
+            0,
+            "Width of an added gated low-rank term; 0 is none.",
+            legal=_COUNT,
+        ),
+        Flag(
+            "sparse_projections",
+            "list",
+            "all",
+            "Projections that are block-sparse; the others stay dense.",
+            _one_of(*PROJECTIONS),
+        ),
+    ),
+)
+TRAINING = Group(
+    "Training",
+    "how long, and how",
+    (
+        Flag(
+            "minutes",
+            "number",
+            2.5,
+            "Training time of each model, in minutes; compiling and evaluating are not counted.",
+            legal=("above 0", lambda m: m > 0),
+        ),
+        Flag(
+            "steps",
+            "integer",
+            0,
+            "Optimizer steps of each model; 0 is as many as --minutes allows.",
+            legal=_COUNT,
+        ),
+        Flag(
+            "batch",
+            "integer",
+            0,
+            "Sequences in an optimizer step; 0 is the scale's own number.",
+            legal=_COUNT,
+        ),
+        Flag(
+            "accumulation",
+            "integer",
+            1,
+            "Micro-batches that an optimizer step is cut into, to save memory.",
+            legal=_AT_LEAST_ONE,
+        ),
+        Flag(
+            "learning_rate",
+            "number",
+            0.0,
+            "Peak of the warm-up and cosine schedule; 0 is the scale's own.",
+            legal=_COUNT,
+        ),
+        Flag(
+            "warmup",
+            "number",
+            0.1,
+            "Fraction of the training spent warming up.",
+            legal=("in [0, 1)", lambda w: 0 <= w < 1),
+        ),
+        Flag("weight_decay", "number", 0.1, "Decoupled decay of AdamW, on matrices.", legal=_COUNT),
+        Flag("seed", "integer", 0, "Draws the weights, data order and patterns.", legal=_COUNT),
+        Flag(
+            "twin",
+            "switch",
+            "auto",
+            "Train the dense twin as well, for the same time; auto does so at laptop scales.",
+            _one_of("auto", "yes", "no"),
+        ),
+    ),
+)
+DATA = Group(
+    "Data",
+    "what is learned",
+    (
+        Flag(
+            "corpus",
+            "text",
+            "python_stdlib",
+            "python_stdlib, sotu, a folder or file (.txt, .jsonl), or a tfds name such as c4/en.",
+        ),
+        Flag(
+            "tokenizer",
+            "choice",
+            "bpe",
+            "bpe is trained on the corpus; gpt2 is GPT-2's own.",
+            _one_of("bpe", "gpt2"),
+        ),
+        Flag(
+            "vocab_size",
+            "integer",
+            0,
+            "Tokens that bpe learns, at least 257; 0 is the scale's own number.",
+            legal=("0, or at least 257", lambda v: v == 0 or v > 256),
+        ),
+    ),
+)
+RUN = Group(
+    "Run",
+    "where the results go",
+    (
+        Flag("out", "text", "", "Run folder to make; empty is runs/EXPERIMENT-DATE.", fixed=False),
+        Flag("resume", "text", "", "Run folder to go on with, under its own flags.", fixed=False),
+        Flag(
+            "eval_every",
+            "integer",
+            0,
+            "Steps between evaluations on held-out documents; 0 is ten a run.",
+            legal=_COUNT,
+            fixed=False,
+        ),
+        Flag(
+            "checkpoint_every",
+            "integer",
+            0,
+            "Steps between checkpoints; 0 is at every evaluation.",
+            legal=_COUNT,
+            fixed=False,
+        ),
+    ),
+)
+GROUPS = (MODEL, SPARSITY, TRAINING, DATA, RUN)
+
+
+def without(*names: str, groups: Sequence[Group] = GROUPS) -> tuple[Group, ...]:
+    """The groups less the named flags, for an experiment that has no use for them."""
+    kept = [
+        Group(g.title, g.help, tuple(f for f in g.flags if f.name not in names)) for g in groups
+    ]
+    return tuple(group for group in kept if group.flags)
+
+
+def define(
+    groups: Sequence[Group] = GROUPS, values: absl_flags.FlagValues = absl_flags.FLAGS
+) -> None:
+    """Registers the flags on `values`; calling it again changes nothing."""
+    command_line.define(groups, values, _MODULE)
+
+
+def run(
+    main: Callable[[absl_flags.FlagValues], int | None],
+    doc: str,
+    groups: Sequence[Group] = GROUPS,
+    argv: Sequence[str] | None = None,
+    values: absl_flags.FlagValues = absl_flags.FLAGS,
+) -> None:
+    """An experiment's entry point: parse, check, `main(values)`, exit.
+
+    Args:
+      main: called with the checked values; its result is the exit status, None for 0.
+      doc: the experiment's docstring, the first part of its help page.
+      groups: the experiment's flags.
+      argv: program name, then arguments; `sys.argv` where None.
+      values: where the flags live.
+
+    Raises:
+      SystemExit: always. Status 2 after "error: ..." for a UserError, 130 after Ctrl-C.
+    """
+    define(groups, values)
+
+    def prepare(parsed):
+        contradictions.check(parsed, groups)
+        contradictions.adopt(parsed)
+
+    command_line.run(main, doc, groups, prepare, values, argv)
+
+
+def as_dict(values: absl_flags.FlagValues, groups: Sequence[Group] = GROUPS) -> dict:
+    """Every flag but --out and --resume, as JSON; belongs under "flags" in a run's config.json.
+
+    Where main replaces an "auto" by what it chose (`values.scale = "nano"`), the choice is kept,
+    and a run resumed on another machine stays what it was.
+    """
+    names = [f.name for g in groups for f in g.flags if f.name not in ("out", "resume")]
+    return {name: contradictions.plain(values[name].value) for name in names}
+
+
+def check(values: absl_flags.FlagValues, groups: Sequence[Group] = GROUPS) -> None:
+    """Refuses values out of range and flags that contradict each other or the resumed run.
+
+    Raises:
+      UserError: naming the flags and what would be legal.
+    """
+    contradictions.check(values, groups)

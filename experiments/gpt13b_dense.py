@@ -1,0 +1,22 @@
+"""Dense GPT-13B: the twin of gpt13b_sparse, alone (arXiv 2304.05511).
+
+    python -m experiments.gpt13b_dense                  a laptop: about 3 minutes
+    python -m experiments.gpt13b_dense --scale=13b      a GPU with 80 GB or more
+
+Leaves runs/gpt13b_dense-DATE/ with report.html, metrics and checkpoints.
+"""
+
+from experiments import flags
+
+
+def main(values):
+    """Trains and reports; see `gpt_run.run`."""
+    from experiments import gpt_run
+
+    gpt_run.run("gpt13b_dense", values, GROUPS, sparse=False)
+
+
+GROUPS = flags.without("pattern", "density", "block", "rank", "sparse_projections", "twin")
+
+if __name__ == "__main__":
+    flags.run(main, __doc__, GROUPS)

@@ -1,0 +1,151 @@
+"""Gathers a finished run into its report."""
+
+import dataclasses
+import json
+import os
+import shlex
+from pathlib import Path
+
+import numpy as np
+
+from sparse_dataflow.data.prompts import heldout_prompts
+from sparse_dataflow.evaluation.generate import continue_greedily
+from sparse_dataflow.models import gpt
+from sparse_dataflow.planning import cost, memory
+from sparse_dataflow.reporting.report import (
+    Continuation,
+    LayoutData,
+    ReportData,
+    VariantData,
+    read_metrics,
+    write_report,
+)
+from sparse_dataflow.training.loop import Trainer
+from sparse_dataflow.training.sections import section_seconds
+
+CONTINUATIONS = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """Where the report lies, and its first sentence."""
+
+    path: Path
+    headline: str
+
+
+def write(folder: Path, config: dict, trainers: list[Trainer], corpus, tokenizer, chip) -> Written:
+    """Writes report.json and report.html of a finished run."""
+    variants = [_variant(folder, trainer, chip) for trainer in trainers]
+    sparse = [t for t in trainers if t.model.sparse_projections]
+    model = (sparse or trainers)[0].model
+    sequence = trainers[0].training.sequence
+    dense_flops = cost.flops_per_token(dataclasses.replace(model, linears=()), sequence)
+    data = ReportData(
+        title=config["experiment"],
+        command=shlex.join(config["command"][0].split() + config["command"][1:]),
+        date=config["date"],
+        machine=config["machine"],
+        versions=config["versions"],
+        corpus=f"{corpus.name} ({corpus.content_hash[:12]})",
+        tokenizer=f"{tokenizer.vocab_size} tokens ({tokenizer.content_hash[:12]})",
+        notes=_notes(config, trainers),
+        variants=variants,
+        layouts=_layouts(model),
+        flop_ceiling=cost.flop_ceiling(model, sequence) if sparse else None,
+        projection_share=dense_flops.projection_share,
+        continuations=_continuations(trainers, corpus, tokenizer),
+    )
+    partial = folder / "report.json.new"
+    partial.write_text(json.dumps(data.to_json()) + "\n")
+    os.replace(partial, folder / "report.json")
+    write_report(data, folder / "report.html")
+    return Written(folder / "report.html", _headline(variants))
+
+
+def _variant(folder, trainer, chip):
+    training, model = trainer.training, trainer.model
+    history = read_metrics(folder / trainer.name / "metrics.jsonl")
+    train = [row for row in history if row["kind"] == "train"]
+    evaluation = [row for row in history if row["kind"] == "final"][-1]
+    tokens_a_step = training.batch * training.sequence
+    step_seconds = float(np.median([tokens_a_step / r["tokens_per_second"] for r in train]))
+    flops = cost.flops_per_token(model, training.sequence).total
+    plan = memory.training_bytes(
+        model,
+        training.batch // training.micro_batches,
+        training.sequence,
+        accumulation=training.micro_batches,
+    )
+    return VariantData(
+        name=trainer.name,
+        loss=evaluation["loss"],
+        bits_per_byte=evaluation["bits_per_byte"],
+        stored_parameters=memory.parameter_count(model),
+        training_bytes=plan.total,
+        tokens_per_second=tokens_a_step / step_seconds,
+        step_seconds=step_seconds,
+        flops_per_token=flops,
+        steps=trainer.step,
+        tokens=trainer.tokens,
+        train_seconds=trainer.seconds,
+        mfu=cost.mfu(flops, tokens_a_step / step_seconds, chip, model.compute_dtype),
+        history=history,
+        section_seconds=section_seconds(model, training, trainer.state, step_seconds),
+        memory=plan.categories,
+    )
+
+
+def _notes(config, trainers):
+    return [
+        f"{t.name}: {t.model.num_layers} layers of width {t.model.d_model}, sequences of "
+        f"{t.training.sequence} tokens, {t.training.batch} a step, peak learning rate "
+        f"{t.training.learning_rate:g}, {t.model.compute_dtype}."
+        for t in trainers
+    ] + [
+        "Held-out documents are whole files whose hashed name falls into one twentieth.",
+        "Sections of a step are timed by themselves, forward and backward, at the run's shapes.",
+    ]
+
+
+def _layouts(model):
+    drawn = []
+    for projection, layers in gpt.layouts(model).items():
+        for number, layout in enumerate(layers):
+            drawn.append(
+                LayoutData(
+                    projection=projection,
+                    layer=number,
+                    in_blocks=layout.in_blocks,
+                    out_blocks=layout.out_blocks,
+                    block=layout.block,
+                    mask=np.stack([layout.rows, layout.cols], axis=1).tolist(),
+                    fan_in=int(layout.fan_in.max()),
+                    fan_out=int(layout.fan_out.max()),
+                    balanced=layout.balanced,
+                )
+            )
+    return drawn
+
+
+def _continuations(trainers, corpus, tokenizer):
+    length = min(32, trainers[0].training.sequence // 2)
+    prompts = heldout_prompts(corpus, tokenizer, CONTINUATIONS, length)
+    ids = np.stack([prompt.prompt_ids for prompt in prompts])
+    written = {
+        t.name: continue_greedily(t.model, t.state.params, t.state.tables, ids, length)
+        for t in trainers
+    }
+    return [
+        Continuation(
+            prompt.prompt,
+            prompt.continuation,
+            {name: tokenizer.decode(rows[i]) for name, rows in written.items()},
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def _headline(variants):
+    parts = [f"{v.name} {v.bits_per_byte:.4f} after {v.tokens:,} tokens" for v in variants]
+    return "held-out bits per byte: " + ", ".join(parts)

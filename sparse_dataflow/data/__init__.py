@@ -1,0 +1,1 @@
+"""Real text as shuffled, resumable batches of tokens."""

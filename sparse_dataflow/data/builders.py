@@ -1,0 +1,93 @@
+"""tfds builders of the corpora that are made on this machine.
+
+Importing this module imports tensorflow_datasets (about half a second, no tensorflow).
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import tensorflow_datasets as tfds
+
+from sparse_dataflow.data.documents import Document, PythonStdlibSource, Source
+from sparse_dataflow.data.splits import Split, split_for
+
+SPLITS = ("train", "validation")
+
+
+class _LocalDatasetInfo(tfds.core.DatasetInfo):
+    def initialize_from_bucket(self) -> None:
+        """These corpora exist on this machine only: nothing to ask the network for."""
+
+
+class DocumentsBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """Stores the documents of a `Source` as records {"id", "text"}, split by `splits.py`.
+
+    The metadata kept with the records says how many documents the source yielded for each split
+    and the digest of each (`documents_digest`), so that what is stored can be checked against what
+    was read. Records are kept in the order of the source.
+    """
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def __init__(self, source: Source, **kwargs):
+        self._source = source
+        config = tfds.core.BuilderConfig(
+            name=source.fingerprint, version=self.VERSION, description=str(source)
+        )
+        super().__init__(config=config, file_format="array_record", **kwargs)
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        return _LocalDatasetInfo(
+            builder=self,
+            description=type(self).__doc__,
+            features=tfds.features.FeaturesDict(
+                {"id": tfds.features.Text(), "text": tfds.features.Text()}
+            ),
+            metadata=tfds.core.MetadataDict(documents={}, digests={}),
+            disable_shuffling=True,
+        )
+
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict:
+        del dl_manager
+        split = split_for(document.id for document in self._source.documents())
+        return {name: self._generate_examples(name, split) for name in SPLITS}
+
+    def _generate_examples(self, name: str, split: Split) -> Iterator[tuple[int, dict]]:
+        digest, count = hashlib.sha256(), 0
+        for whole in self._source.documents():
+            for part, document in split.parts(whole):
+                if part == name:
+                    _add_to_digest(digest, document)
+                    yield count, {"id": document.id, "text": document.text}
+                    count += 1
+        self.info.metadata["documents"][name] = count
+        self.info.metadata["digests"][name] = digest.hexdigest()
+
+
+class PythonStdlib(DocumentsBuilder):
+    """Source code of an interpreter's standard library, tests left out; one document a file."""
+
+    def __init__(self, source: Source | None = None, **kwargs):
+        super().__init__(source or PythonStdlibSource.of_this_interpreter(), **kwargs)
+
+
+class Sotu(DocumentsBuilder, skip_registration=True):
+    """State of the Union addresses (English, public domain); one document a speech."""
+
+
+class LocalText(DocumentsBuilder, skip_registration=True):
+    """A user's own .txt and .jsonl files."""
+
+
+def documents_digest(documents: Iterable[Document]) -> str:
+    """sha256 (hex) over the ids and texts, in order, each preceded by its length in bytes."""
+    digest = hashlib.sha256()
+    for document in documents:
+        _add_to_digest(digest, document)
+    return digest.hexdigest()
+
+
+def _add_to_digest(digest, document: Document) -> None:
+    for text in (document.id, document.text):
+        data = text.encode()
+        digest.update(len(data).to_bytes(8, "big") + data)

@@ -1,0 +1,67 @@
+"""Prepared files that survive a kill at any moment and two processes preparing them at once.
+
+Everything is written to a temporary neighbour and renamed when it is whole, under a lock that the
+operating system drops when its holder dies.
+"""
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from sparse_dataflow.errors import UserError
+
+_STORAGE_ERRORS = {
+    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.ENAMETOOLONG,
+    errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS,
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def exclusive(cache_dir: Path, key: str) -> Iterator[None]:
+    """Holds the lock named `key` of the cache folder, which is made if it is missing.
+
+    Raises:
+      UserError: the folder cannot be written, or its disk is full, here or inside the block.
+    """
+    import filelock
+
+    locks = cache_dir / "locks"
+    try:
+        locks.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_write(cache_dir, error) from error
+    try:
+        with filelock.FileLock(locks / (re.sub(r"[^\w.-]+", "_", key) + ".lock")):
+            yield
+    except OSError as error:
+        if error.errno not in _STORAGE_ERRORS:
+            raise
+        raise _cannot_write(cache_dir, error) from error
+
+
+def _cannot_write(cache_dir: Path, error: OSError) -> UserError:
+    return UserError(
+        f"The data cache {cache_dir} cannot be written ({error.strerror or error}). "
+        "Free some space there, or name a writable folder."
+    )
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a temporary neighbour of `path` that takes its place if the block succeeds.
+
+    Call it under `exclusive`: what an earlier process left half-written is removed first.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.unlink(missing_ok=True)
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

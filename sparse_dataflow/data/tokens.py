@@ -1,0 +1,172 @@
+"""Each split as one flat array of tokens on disk, mapped into memory.
+
+A document's tokens are followed by the end of text. Files are named by the hashes of corpus and
+tokenizer, made whole or not at all, and checked when they are opened.
+"""
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sparse_dataflow.data.cache import exclusive, replacing
+from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.documents import Document
+from sparse_dataflow.data.tokenizer import Tokenizer, pieces_of
+from sparse_dataflow.errors import UserError
+
+_FORMAT = 1
+_BATCH_CHARACTERS = 2**21
+# Beyond this, a checksum at every start would be felt, and only the length is checked.
+_CHECKSUM_BYTES = 2**30
+
+
+@dataclass(frozen=True, eq=False)
+class SplitTokens:
+    """One tokenised split.
+
+    Attributes:
+      tokens: uint16 or uint32 [count], read-only, mapped from disk.
+      documents: number of documents.
+      text_bytes: their length in UTF-8.
+    """
+
+    tokens: np.ndarray
+    documents: int
+    text_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class CorpusTokens:
+    """Both splits of a corpus, tokenised."""
+
+    train: SplitTokens
+    validation: SplitTokens
+
+
+@dataclass(frozen=True)
+class _Meta:
+    format: int
+    corpus: str
+    tokenizer: str
+    count: int
+    documents: int
+    text_bytes: int
+    crc32: int
+
+
+def prepare_tokens(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path) -> CorpusTokens:
+    """Opens the tokens of both splits, tokenising them the first time, a few MiB at once.
+
+    Raises:
+      UserError: the cache folder cannot be written.
+    """
+    cache_dir = Path(cache_dir).expanduser()
+    key = f"{corpus.content_hash[:16]}-{tokenizer.content_hash[:16]}"
+    folder = cache_dir / "tokens" / key
+    return CorpusTokens(
+        *(
+            _open_or_make(getattr(corpus, split), split, corpus, tokenizer, cache_dir, folder)
+            for split in ("train", "validation")
+        )
+    )
+
+
+def _open_or_make(documents, split, corpus, tokenizer, cache_dir, folder) -> SplitTokens:
+    array, meta = folder / f"{split}.npy", folder / f"{split}.json"
+    opened = _open(array, meta, corpus, tokenizer)
+    if opened is None:
+        with exclusive(cache_dir, f"tokens-{folder.name}-{split}"):
+            opened = _open(array, meta, corpus, tokenizer)
+            if opened is None:
+                _make(documents, array, meta, corpus, tokenizer)
+                opened = _open(array, meta, corpus, tokenizer)
+    if opened is None:
+        raise UserError(f"The tokens just written to {array} do not read back; check the disk.")
+    return opened
+
+
+def _open(array: Path, meta: Path, corpus: Corpus, tokenizer: Tokenizer) -> SplitTokens | None:
+    """None where the files are missing, damaged or of something else: they are made again."""
+    try:
+        stated = _Meta(**json.loads(meta.read_bytes()))
+        tokens = np.load(array, mmap_mode="r")
+    except (OSError, ValueError, TypeError, EOFError):
+        return None
+    wanted = (_FORMAT, corpus.content_hash, tokenizer.content_hash)
+    if (stated.format, stated.corpus, stated.tokenizer) != wanted:
+        return None
+    if tokens.shape != (stated.count,) or tokens.dtype != _dtype(tokenizer):
+        return None
+    if tokens.nbytes <= _CHECKSUM_BYTES and zlib.crc32(tokens) != stated.crc32:
+        return None
+    return SplitTokens(tokens, stated.documents, stated.text_bytes)
+
+
+def _make(
+    documents: Iterable[Document], array: Path, meta: Path, corpus: Corpus, tokenizer: Tokenizer
+) -> None:
+    dtype = _dtype(tokenizer)
+    count = number = text_bytes = crc32 = 0
+    with replacing(array) as temporary:
+        with temporary.open("wb") as file:
+            header_size = _write_header(file, dtype, 0)
+            for batch in _batches(documents):
+                ids_of_pieces = tokenizer.encode_batch([text for text, _ in batch])
+                for (text, ends_document), ids in zip(batch, ids_of_pieces):
+                    ids = np.append(ids, tokenizer.eot_id) if ends_document else ids
+                    data = ids.astype(dtype).tobytes()
+                    file.write(data)
+                    crc32 = zlib.crc32(data, crc32)
+                    count += len(ids)
+                    number += ends_document
+                    text_bytes += len(text.encode())
+            file.seek(0)
+            # numpy leaves room in the header for the length to grow.
+            if _write_header(file, dtype, count) != header_size:
+                raise AssertionError("the .npy header changed its size")
+    stated = _Meta(
+        format=_FORMAT,
+        corpus=corpus.content_hash,
+        tokenizer=tokenizer.content_hash,
+        count=count,
+        documents=number,
+        text_bytes=text_bytes,
+        crc32=crc32,
+    )
+    with replacing(meta) as temporary:
+        temporary.write_text(json.dumps(asdict(stated)))
+
+
+def _dtype(tokenizer: Tokenizer) -> np.dtype:
+    return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+
+
+def _write_header(file, dtype: np.dtype, count: int) -> int:
+    np.lib.format.write_array_header_1_0(
+        file,
+        {
+            "descr": np.lib.format.dtype_to_descr(dtype),
+            "fortran_order": False,
+            "shape": (count,),
+        },
+    )
+    return file.tell()
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, bool]]]:
+    """Lists of (piece of a document, whether it is the last one), bounded in characters."""
+    batch, size = [], 0
+    for document in documents:
+        pieces = [*pieces_of(document.text)] or [""]
+        for index, piece in enumerate(pieces):
+            batch.append((piece, index == len(pieces) - 1))
+            size += len(piece)
+            if size >= _BATCH_CHARACTERS:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,8 @@
+"""The one exception that speaks to the user."""
+
+
+class UserError(ValueError):
+    """A request that cannot be served; its text is one or two plain sentences naming the legal values.
+
+    Experiments print it without a stack trace and exit with status 2.
+    """

@@ -1,0 +1,103 @@
+"""The block-sparse matmul: one function, one implementation chosen per platform."""
+
+import functools
+import math
+
+import jax
+import numpy as np
+from absl import logging
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.kernels.block_sparse_matmul import reference, xla, xla_static
+from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
+
+IMPLEMENTATIONS = ("reference", "xla", "xla_static")
+
+MAX_STATIC_GROUPS = 128
+"""Groups of equal support, over columns and rows, past which specialising costs too much compile
+time (about 0.05 s each on a laptop)."""
+
+
+def block_sparse_matmul(
+    x: jax.Array, values: jax.Array, tables: LayoutTables, implementation: str | None = None
+) -> jax.Array:
+    """`x @ W` where only some blocks of W are stored; differentiable in x and values.
+
+    The gradient of values exists at stored blocks only; nothing of W's dense size is made.
+
+    Args:
+      x: float [..., in_features].
+      values: float [nnz, block, block], as `BlockLayout` orders them.
+      tables: `BlockLayout.tables()`.  Concrete (numpy) tables may be specialised at trace time;
+        traced ones are data, so that a changed layout runs in the same program.
+      implementation: one of IMPLEMENTATIONS, or None to choose by platform and tables.
+
+    Returns:
+      [..., out_features] in x's dtype; products accumulate in float32 (float64 for float64).
+
+    Raises:
+      UserError: if shapes disagree or a named implementation cannot run.
+    """
+    _check(x, values, tables)
+    name = implementation or _choose(tables, values.shape[-1])
+    tokens = math.prod(x.shape[:-1])
+    flat = x.reshape(tokens, x.shape[-1])
+    if name == "reference":
+        y = reference.block_sparse_matmul(flat, values, tables)
+    elif name == "xla":
+        y = xla.block_sparse_matmul(flat, values, jax.tree.map(jax.numpy.asarray, tables))
+    elif name == "xla_static":
+        if not is_concrete(tables):
+            raise UserError(
+                "implementation 'xla_static' needs concrete numpy tables, and these are traced; "
+                "legal here: reference, xla."
+            )
+        y = xla_static.block_sparse_matmul(flat, values, _layout_of(tables, values.shape[-1]))
+    else:
+        raise UserError(f"implementation {name!r} is unknown; legal: {', '.join(IMPLEMENTATIONS)}.")
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def is_concrete(tables: LayoutTables) -> bool:
+    """Whether the tables are numpy arrays, known while tracing."""
+    return all(isinstance(table, np.ndarray) for table in tables)
+
+
+def _check(x, values, tables):
+    if values.ndim != 3 or values.shape[1] != values.shape[2]:
+        raise UserError(f"values have shape {values.shape}; legal: [nnz, block, block].")
+    stored = tables.in_slot.size
+    if is_concrete(tables):
+        stored = np.count_nonzero(tables.in_slot >= 0)
+    if len(values) > stored or (is_concrete(tables) and len(values) < stored):
+        raise UserError(f"values hold {len(values)} blocks; the layout stores {stored}.")
+    features = len(tables.out_index) * values.shape[-1]
+    if x.ndim < 1 or x.shape[-1] != features:
+        raise UserError(f"x has shape {x.shape}; the layout reads [..., {features}].")
+    if x.dtype != values.dtype or not jax.numpy.issubdtype(x.dtype, jax.numpy.floating):
+        raise UserError(f"x is {x.dtype} and values are {values.dtype}; legal: one float dtype.")
+
+
+def _choose(tables, block):
+    name = "xla"
+    if jax.default_backend() == "cpu" and is_concrete(tables):
+        layout = _layout_of(tables, block)
+        groups = len(xla_static.column_groups(layout)) + len(xla_static.row_groups(layout))
+        name = "xla_static" if groups <= MAX_STATIC_GROUPS else "xla"
+    _log_choice(name, jax.default_backend())
+    return name
+
+
+@functools.cache
+def _log_choice(name, platform):
+    logging.info("block_sparse_matmul: implementation %s on %s", name, platform)
+
+
+def _layout_of(tables, block):
+    return _cached_layout(tuple(t.tobytes() for t in tables), tuple(t.shape for t in tables), block)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_layout(contents, shapes, block):
+    arrays = [np.frombuffer(c, np.int32).reshape(s) for c, s in zip(contents, shapes)]
+    return BlockLayout.from_tables(LayoutTables(*arrays), block)

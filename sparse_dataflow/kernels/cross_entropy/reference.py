@@ -1,0 +1,19 @@
+"""Cross-entropy with the full logits written out."""
+
+import jax
+import jax.numpy as jnp
+
+
+def token_losses(x: jax.Array, embedding: jax.Array, targets: jax.Array) -> jax.Array:
+    """-log softmax(x Eᵀ)[target] for each token; see `api.token_losses`."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    logits = jnp.matmul(x, embedding.T, preferred_element_type=wide)
+    log_probability = jax.nn.log_softmax(logits)
+    return -jnp.take_along_axis(log_probability, targets[:, None], axis=1)[:, 0]
+
+
+def weighted_loss(
+    x: jax.Array, embedding: jax.Array, targets: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """Sum of weights * token_losses."""
+    return jnp.sum(token_losses(x, embedding, targets) * weights)

@@ -1,0 +1,205 @@
+"""A GPT as an ordered list of sections: `embed`, equal `block`s, `head`.
+
+Executors know a model only through these pure functions over nested dicts of arrays:
+
+    params = {"embed": ..., "blocks": every leaf stacked [num_layers, ...], "head": ...}
+    tables = {projection: LayoutTables stacked [num_layers, ...]}, of the sparse projections
+
+Shapes in names: B batch, T tokens, D d_model, H heads, N = B * T.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.kernels.attention.api import causal_attention
+from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
+from sparse_dataflow.models.linear import Linear, projection_layout
+from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
+from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
+
+
+class Embed(nnx.Module):
+    """Token embedding, plus learned positions where the config says so."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        shape = (config.vocab_size, config.d_model)
+        self.tokens = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
+        self.learned = config.positions == "learned"
+        if self.learned:
+            shape = (config.max_len, config.d_model)
+            self.positions = nnx.Param(0.01 * jax.random.normal(rngs.params(), shape))
+        self.dtype = jnp.dtype(config.compute_dtype)
+
+    def __call__(self, tokens_BxT):
+        x_BxTxD = self.tokens[...].astype(self.dtype)[tokens_BxT]
+        if self.learned:
+            x_BxTxD += self.positions[...].astype(self.dtype)[: tokens_BxT.shape[1]]
+        return x_BxTxD
+
+
+class Block(nnx.Module):
+    """Pre-norm transformer block (arXiv 2005.14165, section 2.1).
+
+    The features of `qkv` are ordered [head, (query, key, value), head_dim], so that cutting the
+    projection by columns keeps heads whole.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        # Residual branches start small so that their sum over depth keeps its scale (GPT-2).
+        residual = 1 / math.sqrt(2 * config.num_layers)
+        self.norm1 = _norm(config, rngs)
+        self.qkv = Linear(config, "qkv", gain=1.0, rngs=rngs)
+        self.attn_out = Linear(config, "attn_out", gain=residual, rngs=rngs)
+        self.norm2 = _norm(config, rngs)
+        self.mlp_in = Linear(config, "mlp_in", gain=1.0, rngs=rngs)
+        self.mlp_out = Linear(config, "mlp_out", gain=residual, rngs=rngs)
+        self.num_heads = config.num_heads
+        self.rotary = config.positions == "rotary"
+
+    def __call__(self, x_BxTxD, tables):
+        B, T, _ = x_BxTxD.shape
+        qkv = self.qkv(self.norm1(x_BxTxD), tables.get("qkv"))
+        q, k, v = jnp.moveaxis(qkv.reshape(B, T, self.num_heads, 3, -1), 3, 0)
+        if self.rotary:
+            q, k = _rotate(q), _rotate(k)
+        attended = causal_attention(q, k, v).reshape(x_BxTxD.shape)
+        x_BxTxD += self.attn_out(attended, tables.get("attn_out"))
+        hidden = jax.nn.gelu(self.mlp_in(self.norm2(x_BxTxD), tables.get("mlp_in")))
+        return x_BxTxD + self.mlp_out(hidden, tables.get("mlp_out"))
+
+
+class Head(nnx.Module):
+    """Final norm; the output layer is the token embedding (tied)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.norm = _norm(config, rngs)
+
+    def __call__(self, x_BxTxD):
+        return self.norm(x_BxTxD)
+
+
+def init(config: ModelConfig, key: jax.Array) -> dict:
+    """Draws the parameters, float32; see the module docstring for their structure."""
+
+    def draw(section):
+        def pure(key):
+            module = section(config, rngs=nnx.Rngs(params=key))
+            return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+        return pure
+
+    embed_key, blocks_key, head_key = jax.random.split(key, 3)
+    return {
+        "embed": draw(Embed)(embed_key),
+        "blocks": jax.vmap(draw(Block))(jax.random.split(blocks_key, config.num_layers)),
+        "head": draw(Head)(head_key),
+    }
+
+
+def layouts(config: ModelConfig) -> dict[str, list[BlockLayout]]:
+    """The initial layouts of the sparse projections, one a layer.
+
+    Raises:
+      UserError: if a projection has no such balanced layout.
+    """
+    return {
+        projection: [projection_layout(config, projection, i) for i in range(config.num_layers)]
+        for projection in PROJECTIONS
+        if config.linear(projection).kind == "block_sparse"
+    }
+
+
+def layout_tables(layouts: dict[str, list[BlockLayout]]) -> dict[str, LayoutTables]:
+    """Numpy tables stacked over layers; every layer of a projection must store equally many blocks
+    in lines of equal length, as balanced layouts do."""
+    return {
+        projection: LayoutTables(*map(np.stack, zip(*(layout.tables() for layout in layers))))
+        for projection, layers in layouts.items()
+    }
+
+
+def embed(config: ModelConfig, params: dict, tokens_BxT: jax.Array) -> jax.Array:
+    """Section 0: int32 [B, T] -> [B, T, D] in the compute dtype.
+
+    Raises:
+      UserError: if T exceeds the learned positions.
+    """
+    if config.positions == "learned" and tokens_BxT.shape[1] > config.max_len:
+        raise UserError(
+            f"Sequence of {tokens_BxT.shape[1]} tokens is longer than the model's "
+            f"{config.max_len} positions; legal: 1 to {config.max_len}, or --positions=rotary."
+        )
+    return _apply(Embed, config, params)(tokens_BxT)
+
+
+def block(
+    config: ModelConfig, params: dict, tables: dict[str, LayoutTables], x_BxTxD: jax.Array
+) -> jax.Array:
+    """One middle section: [B, T, D] -> [B, T, D], with one layer's params and tables."""
+    return _apply(Block, config, params)(x_BxTxD, tables)
+
+
+def bind_block(config: ModelConfig) -> Callable[[dict], Block]:
+    """One layer's params -> its Block module, to reach a part of it by name."""
+    return lambda params: nnx.merge(_graph(Block, config), params)
+
+
+def head(config: ModelConfig, params: dict, x_BxTxD: jax.Array) -> jax.Array:
+    """Last section without the output layer: the final norm, [B, T, D] -> [B, T, D]."""
+    return _apply(Head, config, params)(x_BxTxD)
+
+
+def head_loss(
+    config: ModelConfig,
+    params: dict,
+    embedding_VxD: jax.Array,
+    x_BxTxD: jax.Array,
+    targets_BxT: jax.Array,
+    weights_BxT: jax.Array,
+) -> jax.Array:
+    """Last section: float32 sum of weights * negative log-likelihood, in nats."""
+    x = head(config, params, x_BxTxD)
+    x_NxD = x.reshape(-1, x.shape[-1])
+    return cross_entropy.weighted_loss(
+        x_NxD, embedding_VxD.astype(x.dtype), targets_BxT.reshape(-1), weights_BxT.reshape(-1)
+    )
+
+
+def logits(config: ModelConfig, params: dict, x_BxTxD: jax.Array) -> jax.Array:
+    """Float32 [B, T, vocab] logits of the last block's output."""
+    x = head(config, params["head"], x_BxTxD)
+    embedding = params["embed"]["tokens"].astype(x.dtype)
+    return jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=jnp.float32)
+
+
+def _apply(section, config, params):
+    return nnx.merge(_graph(section, config), params)
+
+
+@functools.cache
+def _graph(section, config):
+    """The section's structure without its arrays."""
+    abstract = nnx.eval_shape(lambda: section(config, rngs=nnx.Rngs(0)))
+    return nnx.split(abstract, nnx.Param)[0]
+
+
+def _norm(config, rngs):
+    kind = {"layernorm": nnx.LayerNorm, "rmsnorm": nnx.RMSNorm}[config.norm]
+    return kind(config.d_model, epsilon=1e-5, dtype=jnp.dtype(config.compute_dtype), rngs=rngs)
+
+
+def _rotate(x_BxTxHxK):
+    """Rotary positions (arXiv 2104.09864, section 3.4), base 10,000, halves paired."""
+    T, width = x_BxTxHxK.shape[1], x_BxTxHxK.shape[-1]
+    frequency = 10_000.0 ** (-jnp.arange(0, width, 2) / width)
+    angle = (jnp.arange(T)[:, None] * frequency)[:, None, :]
+    sin, cos = jnp.sin(angle).astype(x_BxTxHxK.dtype), jnp.cos(angle).astype(x_BxTxHxK.dtype)
+    first, second = jnp.split(x_BxTxHxK, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,0 +1,81 @@
+"""The pluggable linear layer: dense, block-sparse, or block-sparse plus low-rank."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
+from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
+from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
+from sparse_dataflow.sparsity.patterns import make_layout
+
+PROJECTION_OUTPUT = "projection_output"
+"""Name under which a remat policy may keep every projection's result."""
+
+
+def projection_layout(config: ModelConfig, projection: str, layer: int) -> BlockLayout | None:
+    """The initial layout of one projection of one layer; None where it is dense.
+
+    Raises:
+      UserError: if the spec has no balanced layout; the legal values are named.
+    """
+    spec = config.linear(projection)
+    if spec.kind == "dense":
+        return None
+    phase = config.seed + layer * len(PROJECTIONS) + PROJECTIONS.index(projection)
+    in_features, out_features = config.projection_shape(projection)
+    return make_layout(spec.pattern, in_features, out_features, spec.block, spec.density, phase)
+
+
+class Linear(nnx.Module):
+    """y = x W + b, with W stored as the config's LinearSpec of this projection says.
+
+    Parameters, all float32:
+      kernel [in, out] (dense), or values [nnz, block, block] (block-sparse; see BlockLayout);
+      bias [out]; and, with rank r > 0, a_kernel [in, r], b_kernel [r, out] and gate [] of the
+      gated low-rank term (arXiv 2112.00029, section 3.3), whose gate starts at 1 and b_kernel at 0.
+
+    Weights are drawn normal with variance gain² / (inputs that one output reads as stored).
+    """
+
+    def __init__(self, config: ModelConfig, projection: str, *, gain: float, rngs: nnx.Rngs):
+        spec = config.linear(projection)
+        in_features, out_features = config.projection_shape(projection)
+        layout = projection_layout(config, projection, layer=0)
+        self.sparse = layout is not None
+        shape = (in_features, out_features)
+        reads = in_features
+        if layout is not None:
+            shape = (layout.nnz, layout.block, layout.block)
+            reads = in_features * layout.density
+        weight = nnx.Param(_normal(rngs, shape, gain / math.sqrt(reads)))
+        if self.sparse:
+            self.values = weight
+        else:
+            self.kernel = weight
+        self.bias = nnx.Param(jnp.zeros(out_features))
+        self.rank = spec.rank
+        if spec.rank:
+            self.a_kernel = nnx.Param(
+                _normal(rngs, (in_features, spec.rank), 1 / math.sqrt(in_features))
+            )
+            self.b_kernel = nnx.Param(jnp.zeros((spec.rank, out_features)))
+            self.gate = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x: jax.Array, tables: LayoutTables | None) -> jax.Array:
+        """[..., in] -> [..., out] in x's dtype; `tables` are this layer's where it is sparse."""
+        cast = lambda parameter: parameter[...].astype(x.dtype)  # noqa: E731
+        if self.sparse:
+            y = block_sparse_matmul(x, cast(self.values), tables)
+        else:
+            y = x @ cast(self.kernel)
+        if self.rank:
+            y += cast(self.gate) * ((x @ cast(self.a_kernel)) @ cast(self.b_kernel))
+        return checkpoint_name(y + cast(self.bias), PROJECTION_OUTPUT)
+
+
+def _normal(rngs, shape, scale):
+    return jax.random.normal(rngs.params(), shape, jnp.float32) * scale

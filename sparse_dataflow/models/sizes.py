@@ -1,0 +1,158 @@
+"""What a model is: one frozen config, and the named sizes from laptop to a trillion parameters."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from sparse_dataflow.errors import UserError
+
+PROJECTIONS = ("qkv", "attn_out", "mlp_in", "mlp_out")
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearSpec:
+    """How one projection is stored and multiplied.
+
+    Attributes:
+      kind: "dense" or "block_sparse".
+      pattern: name in `sparsity.patterns.PATTERNS`; which blocks exist (block_sparse only).
+      density: fraction of blocks stored, in (0, 1] (block_sparse only).
+      block: side of a square block, in features (block_sparse only).
+      rank: width of an added gated low-rank term `x A B` (Pixelfly, arXiv 2112.00029); 0 for none.
+    """
+
+    kind: str = "dense"
+    pattern: str = "pixelfly"
+    density: float = 1.0
+    block: int = 64
+    rank: int = 0
+
+    def __post_init__(self):
+        if self.kind not in ("dense", "block_sparse"):
+            raise UserError(f"linear kind {self.kind!r} is unknown; legal: dense, block_sparse.")
+        if not 0 < self.density <= 1:
+            raise UserError(f"density {self.density} is not in (0, 1].")
+        if self.block < 1 or self.rank < 0:
+            raise UserError(f"block {self.block} must be >= 1 and rank {self.rank} >= 0.")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A GPT, as in GPT-3 (arXiv 2005.14165, section 2.1): pre-norm, GELU, tied embeddings.
+
+    Attributes:
+      num_layers: number of equal `block` sections.
+      d_model: residual width; a multiple of num_heads.
+      num_heads: attention heads of width d_model // num_heads.
+      d_ff: MLP width (4 d_model in GPT-3).
+      vocab_size: tokens known to the embedding.
+      max_len: longest sequence, in tokens (the number of learned positions).
+      linears: (projection name, LinearSpec) pairs or a mapping of them; missing names are dense.
+      norm: "layernorm" or "rmsnorm".
+      positions: "learned" or "rotary".
+      remat: activation checkpointing of a block: "none", "dots" (keep matmul outputs) or "full".
+      compute_dtype: dtype of activations and of the weights' working copy; masters are float32.
+      parametrization: "standard", or "supar" to scale init and learning rate with width and density
+        (arXiv 2405.15743).
+      seed: draws the pseudo-random patterns.
+    """
+
+    num_layers: int
+    d_model: int
+    num_heads: int
+    d_ff: int
+    vocab_size: int
+    max_len: int
+    linears: tuple[tuple[str, LinearSpec], ...] | Mapping[str, LinearSpec] = ()
+    norm: str = "layernorm"
+    positions: str = "learned"
+    remat: str = "none"
+    compute_dtype: str = "float32"
+    parametrization: str = "standard"
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "max_len"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} {getattr(self, name)} must be at least 1.")
+        if self.d_model % self.num_heads:
+            legal = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0]
+            raise UserError(
+                f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}; "
+                f"legal head counts: {', '.join(map(str, legal))}."
+            )
+        _one_of("norm", self.norm, ("layernorm", "rmsnorm"))
+        _one_of("positions", self.positions, ("learned", "rotary"))
+        head_dim = self.d_model // self.num_heads
+        if self.positions == "rotary" and head_dim % 2:
+            raise UserError(
+                f"rotary positions need an even head width, and d_model {self.d_model} over "
+                f"{self.num_heads} heads is {head_dim}; legal: fewer heads, or learned positions."
+            )
+        _one_of("remat", self.remat, ("none", "dots", "full"))
+        _one_of("compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
+        _one_of("parametrization", self.parametrization, ("standard", "supar"))
+        linears = tuple(sorted(dict(self.linears).items()))
+        for name, _ in linears:
+            _one_of("projection", name, PROJECTIONS)
+        object.__setattr__(self, "linears", linears)
+
+    def linear(self, projection: str) -> LinearSpec:
+        """The spec of one projection; dense where none was given."""
+        return dict(self.linears).get(projection, LinearSpec())
+
+    def projection_shape(self, projection: str) -> tuple[int, int]:
+        """(input features, output features) of one projection."""
+        return {
+            "qkv": (self.d_model, 3 * self.d_model),
+            "attn_out": (self.d_model, self.d_model),
+            "mlp_in": (self.d_model, self.d_ff),
+            "mlp_out": (self.d_ff, self.d_model),
+        }[projection]
+
+    def with_linears(self, spec: LinearSpec, projections=PROJECTIONS) -> "ModelConfig":
+        """This model with `spec` on the named projections."""
+        linears = {**dict(self.linears), **{p: spec for p in projections}}
+        return dataclasses.replace(self, linears=linears)
+
+    @property
+    def sparse_projections(self) -> tuple[str, ...]:
+        """Names of the block-sparse projections."""
+        return tuple(name for name, spec in self.linears if spec.kind == "block_sparse")
+
+    def to_json(self) -> dict:
+        """A JSON-able dict; `from_json` is its inverse."""
+        return {**dataclasses.asdict(self), "linears": {k: vars(v) for k, v in self.linears}}
+
+    @classmethod
+    def from_json(cls, fields: Mapping) -> "ModelConfig":
+        """The config that `to_json` wrote."""
+        linears = {k: LinearSpec(**v) for k, v in fields["linears"].items()}
+        return cls(**{**fields, "linears": linears})
+
+
+def _one_of(what: str, value: str, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise UserError(f"{what} {value!r} is unknown; legal: {', '.join(legal)}.")
+
+
+def _size(num_layers, d_model, num_heads, vocab_size, max_len):
+    return ModelConfig(num_layers, d_model, num_heads, 4 * d_model, vocab_size, max_len)
+
+
+# Laptop scales are wide and shallow with short sequences and a small vocabulary, so that
+# projections hold at least 85% of the FLOPs, as they hold about 95% in the 13B; a narrow replica
+# hides what sparsity does.  125m to 13b and 175b follow GPT-3 (arXiv 2005.14165, table 2.1), 22b and 1t
+# Frontier (arXiv 2312.12705).
+SIZES: dict[str, ModelConfig] = {
+    "nano": _size(2, 1024, 8, 2048, 128),
+    "micro": _size(4, 1024, 8, 2048, 256),
+    "mini": _size(6, 1536, 12, 4096, 256),
+    "125m": _size(12, 768, 12, 50257, 2048),
+    "350m": _size(24, 1024, 16, 50257, 2048),
+    "1.3b": _size(24, 2048, 16, 50257, 2048),
+    "6.7b": _size(32, 4096, 32, 50257, 2048),
+    "13b": _size(40, 5120, 40, 50257, 2048),
+    "22b": _size(48, 6144, 48, 51200, 2048),
+    "175b": _size(96, 12288, 96, 51200, 2048),
+    "1t": _size(128, 25600, 160, 51200, 2048),
+}

@@ -1,0 +1,1 @@
+"""What a run costs: FLOPs, bytes and rates; every other part reads its numbers from here."""

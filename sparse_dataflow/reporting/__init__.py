@@ -1,0 +1,1 @@
+"""A run's results as one self-contained HTML file."""

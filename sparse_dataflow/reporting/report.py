@@ -1,0 +1,276 @@
+"""A run's results as data, and the one self-contained HTML file that shows them."""
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import pathlib
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.reporting import page
+from sparse_dataflow.reporting.quantities import visible
+
+VARIANTS = ("dense", "sparse")
+
+
+@dataclasses.dataclass(frozen=True)
+class VariantData:
+    """One trained model: its quality, its cost and its history.
+
+    Attributes:
+      name: "dense" or "sparse".
+      loss: held-out loss, nats per token.
+      bits_per_byte: held-out loss in bits per byte of text, comparable between tokenizers.
+      stored_parameters: parameters that exist (the stored blocks of a sparse weight alone).
+      training_bytes: memory of a training step, bytes.
+      tokens_per_second: training throughput.
+      step_seconds: median wall-clock of an optimizer step, seconds.
+      flops_per_token: floating-point operations of a training step, per token.
+      steps: optimizer steps made.
+      tokens: tokens trained on.
+      train_seconds: wall-clock of the steps, seconds.
+      mfu: model FLOPs utilisation, a fraction of one; None where the peak is unknown.
+      history: rows of metrics.jsonl, kinds "train" and "eval".
+      section_seconds: where a step's time goes, section -> seconds, in order of execution.
+      memory: category -> bytes.
+    A measurement that was not made is None and prints as a dash.
+    """
+
+    name: str
+    loss: float | None
+    bits_per_byte: float | None
+    stored_parameters: int | None
+    training_bytes: int | None
+    tokens_per_second: float | None
+    step_seconds: float | None
+    flops_per_token: float | None
+    steps: int
+    tokens: int
+    train_seconds: float
+    mfu: float | None = None
+    history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    section_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    memory: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutData:
+    """Which blocks of one projection's weight exist.
+
+    Attributes:
+      projection: "qkv", "attn_out", "mlp_in" or "mlp_out".
+      layer: index of the transformer block; None where all layers share the layout.
+      in_blocks: input blocks (rows of the picture).
+      out_blocks: output blocks (columns of the picture).
+      block: side of a block, in features.
+      mask: the stored blocks, pairs [input block, output block].
+      fan_in: stored blocks that an output block reads (the most, where they differ).
+      fan_out: stored blocks that an input block feeds (the most, where they differ).
+      balanced: whether all output blocks share one fan-in and all input blocks one fan-out.
+
+    Raises:
+      UserError: on construction, where a stored block lies outside the grid.
+    """
+
+    projection: str
+    layer: int | None
+    in_blocks: int
+    out_blocks: int
+    block: int
+    mask: list[list[int]]
+    fan_in: int
+    fan_out: int
+    balanced: bool
+
+    def __post_init__(self):
+        for row, column in self.mask:
+            if not (0 <= row < self.in_blocks and 0 <= column < self.out_blocks):
+                raise UserError(
+                    f"Block [{row}, {column}] of {self.projection} is outside its grid of "
+                    f"{self.in_blocks} × {self.out_blocks} blocks."
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+    """A held-out prompt, how it really goes on, and what each variant wrote after it.
+
+    Attributes:
+      prompt: held-out text that every variant was given.
+      truth: the text that follows the prompt in the document.
+      by_variant: variant name -> generated text, without the prompt.
+    """
+
+    prompt: str
+    truth: str
+    by_variant: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportData:
+    """All that a report shows; kept as RUN/report.json.
+
+    Attributes:
+      title: heading of the page.
+      command: the exact command that made the run.
+      date: when, as text.
+      machine: chip, cores and memory.
+      versions: package -> version.
+      corpus: what the model was trained on.
+      tokenizer: how text became tokens.
+      notes: plain sentences shown under the headline.
+      variants: one or two, of different names.
+      layouts: the sparse weights' layouts; empty for a dense run.
+      flop_ceiling: dense FLOPs over sparse FLOPs of a step: the speed-up that no kernel can exceed.
+      projection_share: share of a dense step's FLOPs in the projections, a fraction of one.
+      continuations: generated text, side by side.
+
+    Raises:
+      UserError: on construction, where there is no variant, one twice, or one of unknown name.
+    """
+
+    title: str
+    command: str
+    date: str
+    machine: str
+    versions: dict[str, str]
+    corpus: str
+    tokenizer: str
+    notes: list[str]
+    variants: list[VariantData]
+    layouts: list[LayoutData] = dataclasses.field(default_factory=list)
+    flop_ceiling: float | None = None
+    projection_share: float | None = None
+    continuations: list[Continuation] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self):
+        names = [v.name for v in self.variants]
+        if not names or len(set(names)) < len(names) or not set(names) <= set(VARIANTS):
+            raise UserError(
+                f"A report needs each variant once, of {', '.join(VARIANTS)}; got {names}."
+            )
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "ReportData":
+        """The report of a parsed report.json.
+
+        Raises:
+          UserError: where a key is missing or unknown.
+        """
+        parts = {"variants": VariantData, "layouts": LayoutData, "continuations": Continuation}
+        nested = {
+            key: [_construct(part, item) for item in data[key]]
+            for key, part in parts.items()
+            if isinstance(data, Mapping) and key in data
+        }
+        return _construct(cls, data, nested)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values alone: numpy values become Python's, non-finite numbers None."""
+        return _plain(self)
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, in the order of their steps as they stand.
+
+    A killed writer leaves a torn line: it is passed over with a warning.  A resumed run repeats the
+    steps after its last checkpoint: the later row of a kind and step replaces the earlier.  A file
+    that does not exist holds no rows.
+    """
+    path = pathlib.Path(path)
+    if not path.exists():
+        return []
+    rows: dict[Any, dict[str, Any]] = {}
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            logging.getLogger(__name__).warning("%s: line %d is torn; passed over.", path, number)
+            continue
+        rows[(row.get("kind"), row["step"]) if "step" in row else number] = row
+    return list(rows.values())
+
+
+def write_report(data: ReportData, path: str | os.PathLike) -> None:
+    """Writes `data` as one HTML file that needs no network; a reader never sees half of it.
+
+    Raises:
+      UserError: where the file cannot be written; what stood there before is untouched.
+    """
+    path = pathlib.Path(path)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("sparse_dataflow.reporting", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Texts of the run may hold anything; Markup (our own figures) is left as it is.
+        finalize=lambda value: visible(value) if type(value) is str else value,
+    )
+    html = environment.get_template("template.html.jinja").render(page.contents(data))
+    try:
+        _replace(path, html.encode("utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"The report could not be written to {path}: {error.strerror or error}. "
+            "Free some space or name a folder that can be written; the run itself is kept."
+        ) from error
+
+
+def _replace(path: pathlib.Path, content: bytes) -> None:
+    """Puts `content` at `path` in one step: written beside it, flushed to disk, then renamed."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes files that only their owner reads; a report is for anyone.
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        pathlib.Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _construct(cls: type, data: Any, replaced: Mapping[str, Any] | None = None) -> Any:
+    if not isinstance(data, Mapping):
+        raise UserError(f"{cls.__name__} must be a JSON object, not {type(data).__name__}.")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    unknown = sorted(set(data) - set(fields))
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in data
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if unknown or missing:
+        raise UserError(
+            f"{cls.__name__} has unknown keys {unknown} and lacks {missing}; "
+            f"legal: {', '.join(fields)}."
+        )
+    return cls(**{**data, **(replaced or {})})
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

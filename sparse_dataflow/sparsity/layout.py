@@ -1,0 +1,183 @@
+"""Which blocks of a weight exist: a checked, immutable block layout and its index tables."""
+
+import dataclasses
+import functools
+import hashlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparse_dataflow.errors import UserError
+
+
+class LayoutTables(NamedTuple):
+    """The index tables of a layout as arrays, so that a changed layout never recompiles.
+
+    `values` of a layout are stored as [nnz, block, block], sorted by (output block, input block).
+    Lines of an unbalanced layout are padded to the longest: a padding position has slot -1 and
+    index 0.
+
+    Attributes:
+      in_index: int32 [out_blocks, fan_in], the input block that each position reads.
+      in_slot: int32 [out_blocks, fan_in], its place in `values`.
+      out_index: int32 [in_blocks, fan_out], the output block that each position feeds.
+      out_slot: int32 [in_blocks, fan_out], its place in `values`.
+    """
+
+    in_index: Any
+    in_slot: Any
+    out_index: Any
+    out_slot: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockLayout:
+    """The stored blocks of one weight of shape [in_features, out_features].
+
+    Layouts compare and hash by content.
+
+    Attributes:
+      block: side of a square block, in features.
+      in_blocks: input blocks in the grid.
+      out_blocks: output blocks in the grid.
+      rows: int32 [nnz], input block of each stored block.
+      cols: int32 [nnz], output block of each stored block; (cols, rows) ascend strictly.
+    """
+
+    block: int
+    in_blocks: int
+    out_blocks: int
+    rows: np.ndarray
+    cols: np.ndarray
+
+    def __post_init__(self):
+        if min(self.block, self.in_blocks, self.out_blocks) < 1:
+            raise UserError("A layout needs block, in_blocks and out_blocks of at least 1.")
+        for name, bound in (("rows", self.in_blocks), ("cols", self.out_blocks)):
+            index = np.asarray(getattr(self, name))
+            if index.ndim != 1 or index.size == 0:
+                raise UserError(f"Layout {name} must be one list of at least one block index.")
+            if not np.issubdtype(index.dtype, np.integer):
+                raise UserError(f"Layout {name} are {index.dtype}; legal: integers.")
+            if index.min() < 0 or index.max() >= bound:
+                raise UserError(
+                    f"Layout {name} reach from {index.min()} to {index.max()}; legal: 0 to {bound - 1}."
+                )
+            index = index.astype(np.int32)
+            index.setflags(write=False)
+            object.__setattr__(self, name, index)
+        if self.rows.shape != self.cols.shape:
+            raise UserError(f"Layout has {self.rows.size} rows but {self.cols.size} cols.")
+        order = self.cols.astype(np.int64) * self.in_blocks + self.rows
+        if np.any(np.diff(order) <= 0):
+            raise UserError(
+                "Stored blocks must be sorted by output, then input block, without duplicates."
+            )
+
+    @classmethod
+    def from_mask(cls, mask: np.ndarray, block: int) -> "BlockLayout":
+        """The layout that stores the True blocks of a bool [in_blocks, out_blocks] mask."""
+        mask = np.asarray(mask)
+        if mask.ndim != 2 or mask.dtype != np.bool_:
+            raise UserError(f"A mask is a bool matrix, not {mask.dtype} of rank {mask.ndim}.")
+        cols, rows = np.nonzero(mask.T)
+        return cls(block, *mask.shape, rows, cols)
+
+    @classmethod
+    def from_tables(cls, tables: LayoutTables, block: int) -> "BlockLayout":
+        """The layout whose `tables()` these concrete arrays are."""
+        mask = np.zeros((len(tables.out_index), len(tables.in_index)), bool)
+        cols, position = np.nonzero(np.asarray(tables.in_slot) >= 0)
+        mask[np.asarray(tables.in_index)[cols, position], cols] = True
+        return cls.from_mask(mask, block)
+
+    @property
+    def nnz(self) -> int:
+        """Number of stored blocks."""
+        return int(self.rows.size)
+
+    @property
+    def density(self) -> float:
+        """Fraction of blocks stored."""
+        return self.nnz / (self.in_blocks * self.out_blocks)
+
+    @property
+    def in_features(self) -> int:
+        """Rows of the weight."""
+        return self.in_blocks * self.block
+
+    @property
+    def out_features(self) -> int:
+        """Columns of the weight."""
+        return self.out_blocks * self.block
+
+    @functools.cached_property
+    def fan_in(self) -> np.ndarray:
+        """Int [out_blocks]: how many input blocks each output block reads."""
+        return np.bincount(self.cols, minlength=self.out_blocks)
+
+    @functools.cached_property
+    def fan_out(self) -> np.ndarray:
+        """Int [in_blocks]: how many output blocks each input block feeds."""
+        return np.bincount(self.rows, minlength=self.in_blocks)
+
+    @property
+    def balanced(self) -> bool:
+        """Whether fan-in and fan-out are constant (house plan, invariant 1)."""
+        return bool(np.ptp(self.fan_in) == 0 and np.ptp(self.fan_out) == 0)
+
+    @functools.cached_property
+    def mask(self) -> np.ndarray:
+        """Bool [in_blocks, out_blocks]: which blocks are stored."""
+        mask = np.zeros((self.in_blocks, self.out_blocks), bool)
+        mask[self.rows, self.cols] = True
+        mask.setflags(write=False)
+        return mask
+
+    @functools.cached_property
+    def slots(self) -> np.ndarray:
+        """Int [in_blocks, out_blocks]: place of each block in `values`, -1 where not stored."""
+        slots = np.full((self.in_blocks, self.out_blocks), -1)
+        slots[self.rows, self.cols] = np.arange(self.nnz)
+        slots.setflags(write=False)
+        return slots
+
+    @functools.cached_property
+    def content_hash(self) -> str:
+        """Sha256 over grid, block and stored positions, in hex."""
+        head = np.array([self.block, self.in_blocks, self.out_blocks], np.int64).tobytes()
+        return hashlib.sha256(head + self.rows.tobytes() + self.cols.tobytes()).hexdigest()
+
+    def __eq__(self, other):
+        return isinstance(other, BlockLayout) and self.content_hash == other.content_hash
+
+    def __hash__(self):
+        return hash(self.content_hash)
+
+    def tables(self) -> LayoutTables:
+        """The index tables, as int32 numpy arrays."""
+        by_row = np.lexsort((self.cols, self.rows))
+        in_index, in_slot = _padded(self.cols, self.rows, np.arange(self.nnz), self.fan_in)
+        out_index, out_slot = _padded(self.rows[by_row], self.cols[by_row], by_row, self.fan_out)
+        return LayoutTables(in_index, in_slot, out_index, out_slot)
+
+    def to_dense(self, values: Any) -> np.ndarray:
+        """The dense [in_features, out_features] matrix of values [nnz, block, block]."""
+        values = np.asarray(values)
+        dense = np.zeros((self.in_blocks, self.out_blocks, self.block, self.block), values.dtype)
+        dense[self.rows, self.cols] = values
+        return dense.transpose(0, 2, 1, 3).reshape(self.in_features, self.out_features)
+
+    def from_dense(self, dense: Any) -> np.ndarray:
+        """Values [nnz, block, block] at the stored blocks of a dense matrix."""
+        grid = (self.in_blocks, self.block, self.out_blocks, self.block)
+        return np.asarray(dense).reshape(grid).transpose(0, 2, 1, 3)[self.rows, self.cols]
+
+
+def _padded(line, index, slot, counts):
+    """Tables [len(counts), max(counts)] of entries that are sorted by line."""
+    position = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
+    indices = np.zeros((len(counts), counts.max()), np.int32)
+    slots = np.full_like(indices, -1)
+    indices[line, position], slots[line, position] = index, slot
+    return indices, slots

@@ -1,0 +1,210 @@
+"""Static patterns: a registry of functions that choose the stored blocks.
+
+A pattern is balanced by construction.  On a grid of in_blocks x out_blocks let `ring` be
+gcd(in_blocks, out_blocks); a pattern picks `degree` disjoint permutations of the ring, and each
+ring cell stands for a (in_blocks / ring) x (out_blocks / ring) rectangle of blocks.  So square
+and rectangular grids follow the same rules, every output block reads degree * in_blocks / ring
+input blocks, and the rectangles give wide runs of equal support.
+
+A pattern of your own:
+
+    @register("every_third")
+    def every_third(in_blocks, out_blocks, degree, phase):
+        ring = math.gcd(in_blocks, out_blocks)
+        return from_permutations([(np.arange(ring) + 3 * k) % ring for k in range(degree)],
+                                 in_blocks, out_blocks)
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.sparsity.layout import BlockLayout
+
+Pattern = Callable[[int, int, int, int], np.ndarray]
+"""(in_blocks, out_blocks, degree, phase) -> bool [in_blocks, out_blocks].
+
+`phase` numbers the weights of a model in order of depth: a pattern may use it to mix other
+blocks in every layer, or as a seed.
+"""
+
+PATTERNS: dict[str, Pattern] = {}
+
+
+def register(name: str) -> Callable[[Pattern], Pattern]:
+    """Decorator that makes a pattern known under `name`; raises ValueError if it is taken."""
+
+    def add(pattern: Pattern) -> Pattern:
+        if name in PATTERNS:
+            raise ValueError(f"pattern {name!r} is already registered")
+        PATTERNS[name] = pattern
+        return pattern
+
+    return add
+
+
+def make_layout(
+    pattern: str, in_features: int, out_features: int, block: int, density: float, phase: int = 0
+) -> BlockLayout:
+    """The balanced layout of a named pattern.
+
+    Args:
+      pattern: a name in PATTERNS.
+      in_features: rows of the weight, a multiple of block.
+      out_features: columns of the weight, a multiple of block.
+      block: side of a block, in features.
+      density: fraction of blocks stored; see `legal_densities`.
+      phase: number of this weight in the model, from 0.
+
+    Raises:
+      UserError: if the pattern is unknown, the block does not divide, or no balanced layout has
+        this density; the legal values are named.
+    """
+    if pattern not in PATTERNS:
+        raise UserError(f"Pattern {pattern!r} is unknown; legal: {', '.join(sorted(PATTERNS))}.")
+    if block < 1 or in_features % block or out_features % block:
+        width = math.gcd(in_features, out_features)
+        legal = [b for b in range(8, min(width, 512) + 1) if width % b == 0]
+        raise UserError(
+            f"Block {block} does not divide a {in_features} x {out_features} weight; "
+            f"legal blocks up to 512: {', '.join(map(str, legal)) or 'none from 8 up'}."
+        )
+    in_blocks, out_blocks = in_features // block, out_features // block
+    ring = math.gcd(in_blocks, out_blocks)
+    degree = round(density * ring)
+    if degree < 1 or degree > ring or not math.isclose(degree, density * ring, rel_tol=1e-6):
+        raise UserError(
+            f"Density {density:g} has no balanced layout on a grid of {in_blocks} x {out_blocks} "
+            f"blocks of {block}; legal: multiples of 1/{ring} ({1 / ring:.4g}) up to 1."
+        )
+    if degree == ring:
+        mask = np.ones((in_blocks, out_blocks), bool)
+    else:
+        mask = PATTERNS[pattern](in_blocks, out_blocks, degree, phase)
+    return BlockLayout.from_mask(mask, block)
+
+
+def legal_densities(in_features: int, out_features: int, block: int) -> list[float]:
+    """The densities that `make_layout` accepts for this weight, ascending."""
+    ring = math.gcd(in_features // block, out_features // block)
+    return [k / ring for k in range(1, ring + 1)]
+
+
+def from_permutations(
+    permutations: Iterable[np.ndarray], in_blocks: int, out_blocks: int
+) -> np.ndarray:
+    """Mask of a union of ring permutations, each ring cell spread to its rectangle of blocks.
+
+    Args:
+      permutations: int [ring] arrays; output cell j reads input cell p[j].  Disjoint
+        permutations give a balanced mask.
+      in_blocks: input blocks of the grid.
+      out_blocks: output blocks of the grid.
+
+    Returns:
+      bool [in_blocks, out_blocks].
+    """
+    ring = math.gcd(in_blocks, out_blocks)
+    cells = np.zeros((ring, ring), bool)
+    for permutation in permutations:
+        cells[permutation, np.arange(ring)] = True
+    return np.kron(cells, np.ones((in_blocks // ring, out_blocks // ring), bool))
+
+
+def _butterfly_permutations(ring: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """All `ring` permutations of a generalised block butterfly: (strides, compound moves).
+
+    The ring splits into `odd` groups of `low` cells, low its largest power of two.  Cell
+    (group, i) pairs with (group + k, i xor s); a stride moves one coordinate by a power of two, as
+    a butterfly factor does, a compound move the others.  All are disjoint.
+    """
+    low = ring & -ring
+    odd = ring // low
+    cell = np.arange(ring)
+    group, place = cell // low, cell % low
+    strides, compound = [], []
+    for shift in range(odd):
+        for flip in range(low):
+            if shift == flip == 0:
+                continue
+            permutation = (group + shift) % odd * low + (place ^ flip)
+            nearest = min(shift, odd - shift)
+            one_bit = flip & (flip - 1) == 0 and nearest & (nearest - 1) == 0
+            single = one_bit and (shift == 0 or flip == 0)
+            (strides if single else compound).append(permutation)
+    return strides, compound
+
+
+@register("pixelfly")
+def pixelfly(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarray:
+    """Flat block butterfly: the diagonal and the smallest strides (arXiv 2112.00029, section 3.2).
+
+    The same in every layer; pair it with a low-rank term (`rank`) for global mixing.
+    """
+    ring = math.gcd(in_blocks, out_blocks)
+    strides, compound = _butterfly_permutations(ring)
+    return from_permutations([np.arange(ring), *strides, *compound][:degree], in_blocks, out_blocks)
+
+
+@register("butterfly")
+def butterfly(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarray:
+    """Block butterfly factors over depth: the diagonal and strides that rotate with `phase`.
+
+    Successive weights hold successive factors of a butterfly (arXiv 1903.05895, section 3), so
+    that every output block depends on every input block after log2(ring) weights.
+    """
+    ring = math.gcd(in_blocks, out_blocks)
+    strides, compound = _butterfly_permutations(ring)
+    start = phase * (degree - 1) % max(1, len(strides))
+    rotated = strides[start:] + strides[:start]
+    return from_permutations([np.arange(ring), *rotated, *compound][:degree], in_blocks, out_blocks)
+
+
+@register("cyclic")
+def cyclic(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarray:
+    """Power-of-two strides around the ring, rotated with `phase`; balanced for any grid."""
+    ring = math.gcd(in_blocks, out_blocks)
+    powers = [1 << k for k in range((ring - 1).bit_length())]
+    start = phase * (degree - 1) % max(1, len(powers))
+    rest = [stride for stride in range(1, ring) if stride not in powers]
+    strides = [0, *powers[start:], *powers[:start], *rest][:degree]
+    cell = np.arange(ring)
+    return from_permutations([(cell + stride) % ring for stride in strides], in_blocks, out_blocks)
+
+
+@register("banded")
+def banded(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarray:
+    """A band of neighbours around the diagonal, closed to a ring."""
+    ring = math.gcd(in_blocks, out_blocks)
+    cell = np.arange(ring)
+    offsets = range(-((degree - 1) // 2), degree // 2 + 1)
+    return from_permutations([(cell + offset) % ring for offset in offsets], in_blocks, out_blocks)
+
+
+@register("random")
+def random(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarray:
+    """A random balanced mask, seeded by `phase`: degree-preserving swaps of a shuffled band."""
+    rng = np.random.default_rng([phase, in_blocks, out_blocks, degree])
+    mask = banded(in_blocks, out_blocks, degree, phase)
+    mask = mask[rng.permutation(in_blocks)][:, rng.permutation(out_blocks)]
+    rows, cols = np.nonzero(mask)
+    for _ in range(30):
+        order = rng.permutation(len(rows) // 2 * 2).reshape(2, -1)
+        (r1, r2), (c1, c2) = rows[order], cols[order]
+        new = np.concatenate([r1 * out_blocks + c2, r2 * out_blocks + c1])
+        _, inverse, counts = np.unique(new, return_inverse=True, return_counts=True)
+        alone = (counts[inverse] == 1).reshape(2, -1).all(0)
+        swap = alone & ~mask[r1, c2] & ~mask[r2, c1]
+        first, second = order[:, swap]
+        mask[rows[first], cols[first]] = mask[rows[second], cols[second]] = False
+        cols[first], cols[second] = cols[second].copy(), cols[first].copy()
+        mask[rows[first], cols[first]] = mask[rows[second], cols[second]] = True
+    return mask
+
+
+@register("dense")
+def dense(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarray:
+    """Every block.  Only density 1 is legal."""
+    raise UserError("Pattern 'dense' stores every block; its only legal density is 1.")

@@ -1,0 +1,396 @@
+"""Checkpoints of a run: asynchronous, checked by digest, the newest and the best kept.
+
+Layout of the folder, where a step is a decimal number without leading zeros:
+
+    <step>/state/         orbax's files: the arrays, under their names in the state's tree
+    <step>/extra.json     {"extra": ..., "state": {name: {"shape", "dtype"}}}
+    <step>/manifest.json  every file with its size and SHA-256, the step and its metric
+    <step>.saving/        being written, or left by a kill; renamed to <step> once it is whole
+    <step>.pruning/       being deleted
+    <step>.damaged/       set aside by `restore`
+
+A checkpoint appears under its step by one rename, after all its bytes are on disk; older ones are
+deleted only after that. So a kill at any moment leaves every whole checkpoint whole.
+"""
+
+import json
+import math
+import operator
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import logging
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.training import manifest, named_arrays
+from sparse_dataflow.training.json_difference import differences
+
+_STEP = re.compile(r"0|[1-9][0-9]{0,17}")
+_LEFTOVER = re.compile(r"[0-9]+\.(saving|pruning)")
+_DAMAGED = re.compile(r"[0-9]+\.damaged(-[0-9]+)?")
+
+
+class Checkpoints:
+    """The checkpoints in one folder, written by one process and thread.
+
+    Leave its `with` block, or call `wait`, before the process ends: Python cannot finish a save
+    while it shuts down.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int = 3,
+        *,
+        config: Mapping[str, Any],
+        read_only: bool = False,
+    ):
+        """Makes the folder, proves that it can be written and removes what a kill left unfinished.
+
+        Args:
+          folder: one variant's `checkpoints` folder.
+          keep: how many of the newest checkpoints stay, beside the best one.
+          config: JSON-able; what must be the same for a checkpoint to fit, such as the resolved
+            model and optimizer. It is stored in each checkpoint and compared on restore.
+          read_only: for a reader beside or after the run: nothing in the folder is touched.
+
+        Raises:
+          UserError: `keep` below 1, a folder that cannot be written, or several jax processes.
+        """
+        if keep < 1:
+            raise UserError(f"keep={keep} checkpoints: at least 1 must be kept.")
+        if jax.process_count() > 1:
+            raise UserError(
+                f"Checkpoints are written by one process; this run has {jax.process_count()}."
+            )
+        self._folder = Path(folder).absolute()
+        self._keep = keep
+        self._config = json.loads(json.dumps(config))
+        self._read_only = read_only
+        self._worker: threading.Thread | None = None
+        self._failure: UserError | None = None
+        self._known_whole: set[int] = set()
+        self._orbax = named_arrays.make_checkpointer()
+        if not read_only:
+            self._prepare_folder()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            self.wait()
+        except UserError:  # Already logged; what ended the block is worth more to the reader.
+            if error is None:
+                raise
+
+    def steps(self) -> list[int]:
+        """Steps of the finished checkpoints, oldest first. Their bytes are checked on restore."""
+        return sorted(self._facts())
+
+    def save(
+        self, step: int, state: Any, extra: Mapping[str, Any], metric: float | None = None
+    ) -> bool:
+        """Starts to save a checkpoint and returns as soon as `state` may be changed or donated.
+
+        Waits for the save before it, if that is still under way.
+
+        Args:
+          step: 0 or more. A whole checkpoint of this step is kept as it is.
+          state: a pytree of arrays (jax, numpy or typed random keys).
+          extra: JSON-able facts, returned by `restore`; `config` is added under that name.
+          metric: lower is better; the checkpoint with the lowest finite one is the best.
+
+        Returns:
+          Whether a save was started; false where a whole checkpoint of this step exists.
+
+        Raises:
+          UserError: this or the save before it could not be written, or a checkpoint of this step
+            was made under another config. The partial files are gone and every whole checkpoint
+            is still there.
+        """
+        if self._read_only:
+            raise ValueError(f"{self._folder} was opened read-only")
+        step = operator.index(step)
+        if not 0 <= step < 10**18:
+            raise ValueError(f"step {step} is not between 0 and 10**18")
+        if metric is not None:
+            metric = float(metric) if math.isfinite(metric) else None
+        self.wait()
+        final = self._folder / str(step)
+        arrays = named_arrays.flatten(state)
+        about = {
+            "extra": dict(extra) | {"config": self._config},
+            "state": named_arrays.describe(arrays),
+        }
+        about_text = json.dumps(about).encode()
+        if len(about_text) > manifest.MAX_BYTES:
+            raise ValueError(f"extra holds {len(about_text)} of {manifest.MAX_BYTES} bytes")
+        if self._is_whole(step):
+            return False
+        saving = self._folder / f"{step}.saving"
+        try:
+            if final.exists() or final.is_symlink():
+                self._set_aside(final, "it is in the way of a new checkpoint of that step")
+            _remove(saving)
+            saving.mkdir(parents=True)
+            named_arrays.start_writing(self._orbax, saving / "state", arrays)
+        except OSError as error:
+            raise self._failed(step, error) from error
+        except BaseException:
+            shutil.rmtree(saving, ignore_errors=True)
+            raise
+        self._worker = threading.Thread(
+            target=self._finish, args=(step, about_text, metric), name="finish-checkpoint"
+        )
+        self._worker.start()
+        return True
+
+    def wait(self) -> None:
+        """Returns once no save is under way.
+
+        Raises:
+          UserError: the last save could not be written; told once.
+        """
+        if self._worker is not None:
+            self._worker.join()
+            self._worker = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def restore(
+        self, abstract_state: Any, step: int | None = None
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """The newest whole checkpoint, or the one of `step`, to the same bits as saved.
+
+        A damaged checkpoint is named in a warning and moved to `<step>.damaged`; without `step`
+        the one before it is taken. Training that goes on from an older `step` leaves the newer
+        checkpoints, and they stay the newest: move them away first.
+
+        Args:
+          abstract_state: the tree to fill; leaves have `shape` and `dtype`. A leaf whose
+            `sharding` names devices is placed so, a numpy leaf stays in numpy, any other becomes
+            an uncommitted array on the default device.
+          step: which checkpoint, or None for the newest whole one.
+
+        Returns:
+          (state, extra), or None where there is no checkpoint.
+
+        Raises:
+          UserError: checkpoints exist but none is whole; `step` is missing or damaged; it was made
+            under another config or holds other arrays; or the files may not be read.
+        """
+        self.wait()
+        try:
+            steps = sorted((int(path.name) for path in self._folders(_STEP)), reverse=True)
+        except OSError as error:
+            raise UserError(f"{self._folder} cannot be read: {_reason(error)}.") from error
+        if step is not None:
+            if step not in steps:
+                known = ", ".join(map(str, reversed(steps))) or "none"
+                raise UserError(
+                    f"{self._folder} has no checkpoint of step {step}; it has: {known}."
+                )
+            steps = [step]
+        pruned = False
+        for candidate in steps:
+            path = self._folder / str(candidate)
+            try:
+                extra, arrays = self._checked(path)
+            except manifest.Damaged as damage:
+                if path.exists():
+                    self._set_aside(path, str(damage))
+                else:  # By the writer that this reader runs beside.
+                    pruned = True
+                continue
+            except OSError as error:
+                raise UserError(f"{path} cannot be read: {_reason(error)}.") from error
+            self._known_whole.add(candidate)
+            self._refuse_other(path, "was made under another config", extra["config"], self._config)
+            wanted = named_arrays.describe(named_arrays.flatten(abstract_state))
+            self._refuse_other(path, "holds other arrays", arrays, wanted)
+            return named_arrays.read(self._orbax, path / "state", abstract_state), extra
+        if step is not None:
+            raise UserError(
+                f"The checkpoint of step {step} in {self._folder} is damaged; "
+                f"finished ones there: {', '.join(map(str, self.steps())) or 'none'}."
+            )
+        if pruned:
+            return self.restore(abstract_state)
+        damaged = [path.name for path in self._folders(_DAMAGED)] + [
+            path.name for path in self._folders(_STEP)
+        ]
+        if not damaged:
+            return None
+        raise UserError(
+            f"No whole checkpoint in {self._folder}: {', '.join(damaged)} cannot be used. "
+            "Start in a new run folder, or remove them to start afresh."
+        )
+
+    def _checked(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(extra, description of the arrays) of a checkpoint whose every byte was verified."""
+        step = manifest.verify(path).get("step")
+        if str(step) != path.name:
+            raise manifest.Damaged(f"it is a copy of step {step}")
+        about = manifest.load_json(path / "extra.json")
+        match about:
+            case {"extra": {"config": dict()} as extra, "state": dict(arrays)}:
+                return extra, arrays
+        raise manifest.Damaged("its extra.json is not that of a checkpoint")
+
+    def _prepare_folder(self) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for path in self._folders(_LEFTOVER):
+                _remove(path)
+            probe = self._folder / "0.saving"
+            probe.mkdir()
+            probe.rmdir()
+        except OSError as error:
+            raise UserError(
+                f"Checkpoints cannot be written to {self._folder}: {_reason(error)}. "
+                "Choose a run folder that can be written."
+            ) from error
+
+    def _finish(self, step: int, about: bytes, metric: float | None) -> None:
+        """Ends a save in the background: files, manifest, rename, and only then pruning."""
+        saving, final = self._folder / f"{step}.saving", self._folder / str(step)
+        try:
+            self._orbax.wait_until_finished()
+            (saving / "extra.json").write_bytes(about)
+            manifest.write(saving, {"step": step, "metric": metric})
+            saving.rename(final)
+            manifest.flush_folder(self._folder)
+        except Exception as error:
+            failure = self._failed(step, error)
+            failure.__cause__ = error
+            self._failure = failure
+            logging.error("%s", failure)
+            return
+        self._known_whole.add(step)
+        try:
+            self._prune(step)
+        except OSError as error:
+            logging.warning(
+                "Old checkpoints in %s could not be deleted: %s.", self._folder, _reason(error)
+            )
+
+    def _prune(self, just_saved: int) -> None:
+        facts = self._facts()
+        kept = {just_saved, *sorted(facts)[-self._keep :]}
+        rated = [step for step, fact in facts.items() if isinstance(fact.get("metric"), float)]
+        if rated:
+            kept.add(min(rated, key=lambda step: (facts[step]["metric"], -step)))
+        for step in sorted(facts.keys() - kept):
+            doomed = self._folder / f"{step}.pruning"
+            _remove(doomed)
+            # A reader sees a whole checkpoint or none, never one half deleted.
+            (self._folder / str(step)).rename(doomed)
+            self._known_whole.discard(step)
+            _remove(doomed)
+
+    def _failed(self, step: int, error: Exception) -> UserError:
+        saving = self._folder / f"{step}.saving"
+        for _ in range(10):
+            shutil.rmtree(saving, ignore_errors=True)
+            if not saving.exists():
+                break
+            time.sleep(0.1)  # Where one array failed, orbax may still be writing another.
+        steps = self.steps()
+        left = f"the last whole one is step {steps[-1]}" if steps else "there is no earlier one"
+        return UserError(
+            f"The checkpoint of step {step} could not be written to {self._folder} "
+            f"({_reason(error)}); {left}. Make room or choose another run folder."
+        )
+
+    def _is_whole(self, step: int) -> bool:
+        path = self._folder / str(step)
+        if not path.is_dir() or path.is_symlink():
+            return False
+        if step in self._known_whole:
+            return True
+        try:
+            extra, _ = self._checked(path)
+        except manifest.Damaged as damage:
+            self._set_aside(path, str(damage))
+            return False
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {_reason(error)}.") from error
+        self._refuse_other(path, "was made under another config", extra["config"], self._config)
+        self._known_whole.add(step)
+        return True
+
+    def _set_aside(self, path: Path, reason: str) -> None:
+        self._known_whole.discard(int(path.name))
+        if self._read_only:
+            logging.warning("Checkpoint %s cannot be used: %s.", path, reason)
+            return
+        aside, count = path.with_name(f"{path.name}.damaged"), 1
+        while aside.exists() or aside.is_symlink():
+            count += 1
+            aside = path.with_name(f"{path.name}.damaged-{count}")
+        try:
+            path.rename(aside)
+        except OSError as error:
+            raise UserError(
+                f"Checkpoint {path} cannot be used ({reason}) and could not be moved aside: "
+                f"{_reason(error)}."
+            ) from error
+        logging.warning("Checkpoint %s cannot be used: %s. It is now %s.", path, reason, aside.name)
+
+    def _facts(self) -> dict[int, dict[str, Any]]:
+        facts = {}
+        for path in self._folders(_STEP):
+            try:
+                fact = manifest.read(path)
+            except (manifest.Damaged, OSError):
+                continue
+            if fact.get("step") == int(path.name):
+                facts[int(path.name)] = fact
+        return facts
+
+    def _folders(self, pattern: re.Pattern[str]) -> Iterator[Path]:
+        if not self._folder.is_dir():
+            return
+        for path in sorted(self._folder.iterdir()):
+            if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                yield path
+
+    def _refuse_other(self, path: Path, what: str, saved: Any, wanted: Any) -> None:
+        found = list(differences(saved, wanted))
+        if not found:
+            return
+        shown = "; ".join(
+            f"{key} is {there} there and {here} here" for key, there, here in found[:4]
+        )
+        more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+        raise UserError(
+            f"Checkpoint {path} {what}: {shown}{more}. "
+            "Give the values it was made with, or start in a new run folder."
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """What the system said, found in orbax's and tensorstore's long messages too."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    if code:
+        return os.strerror(int(code[1]))
+    return (str(error).strip() or repr(error)).splitlines()[0][:200]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)

@@ -1,0 +1,253 @@
+"""One model's training: a step at a time, with metrics, evaluation, checkpoints and resume."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from sparse_dataflow.data.batches import EvalBatches, TrainBatches, bits_per_byte
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.training.checkpoint import Checkpoints
+from sparse_dataflow.training.metrics import MetricsWriter, Progress, say
+from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
+from sparse_dataflow.training.step import (
+    TrainState,
+    initial_state,
+    make_eval_step,
+    make_train_step,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingData:
+    """What a model is trained and judged on.
+
+    Attributes:
+      train: shuffled batches, addressed by step.
+      validation: held-out windows for the periodic evaluations.
+      validation_bytes: UTF-8 bytes of their targets.
+      final: all held-out windows, for the evaluation after the last step.
+      final_bytes: UTF-8 bytes of their targets.
+      tokenizer_hash: part of a checkpoint's identity.
+    """
+
+    train: TrainBatches
+    validation: EvalBatches
+    validation_bytes: int
+    final: EvalBatches
+    final_bytes: int
+    tokenizer_hash: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The programs of one model, compiled for its shapes before any clock starts."""
+
+    train_step: Callable
+    eval_step: Callable
+    seconds: float
+
+
+def compile_programs(
+    model: ModelConfig, training: TrainingConfig, data: TrainingData, state: TrainState
+) -> Compiled:
+    """Compiles train and eval step ahead of time; the train step donates its state."""
+    start = time.perf_counter()
+    train_step = jax.jit(make_train_step(model, training, state.tables), donate_argnums=0)
+    eval_step = jax.jit(make_eval_step(model, state.tables))
+    tokens = data.train[0]["tokens"]
+    held_out = data.validation[0]
+    return Compiled(
+        train_step.lower(state._replace(tables=()), tokens, np.float32(0)).compile(),
+        eval_step.lower(state.params, held_out["tokens"], held_out["weights"]).compile(),
+        time.perf_counter() - start,
+    )
+
+
+class Trainer:
+    """Trains one model to its last step; `advance` does one step and whatever is due after it.
+
+    The state on disk is one folder: `metrics.jsonl`, `tensorboard/`, `checkpoints/`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        model: ModelConfig,
+        training: TrainingConfig,
+        data: TrainingData,
+        programs: Compiled,
+        *,
+        eval_every: int,
+        checkpoint_every: int,
+        keep: int = 3,
+        mfu: Callable[[float], float | None] = lambda tokens_per_second: None,
+        position: int = 0,
+    ):
+        """Opens the folder and continues from its newest whole checkpoint, if there is one.
+
+        Args:
+          name: of the variant, "sparse" or "dense".
+          folder: made if missing.
+          model: its config, part of a checkpoint's identity.
+          training: likewise.
+          data: what to train on.
+          programs: from `compile_programs`.
+          eval_every: steps between evaluations on the held-out windows.
+          checkpoint_every: steps between checkpoints.
+          keep: checkpoints to keep, beside the best.
+          mfu: tokens per second -> model FLOPs utilisation, or None where the peak is unknown.
+          position: row of the progress bar.
+
+        Raises:
+          UserError: the folder cannot be written, or holds checkpoints of another config.
+        """
+        self.name, self.model, self.training = name, model, training
+        self._data, self._programs, self._mfu = data, programs, mfu
+        self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
+        self._learning_rate = learning_rate_schedule(training)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be made: {error.strerror}.") from error
+        identity = {
+            "model": model.to_json(),
+            "training": dataclasses.asdict(training),
+            "tokenizer": data.tokenizer_hash,
+        }
+        self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=identity)
+        self.state = initial_state(model, training)
+        self.seconds = 0.0
+        restored = self._checkpoints.restore(self.state)
+        if restored:
+            self.state, extra = restored
+            self.seconds = extra["seconds"]
+        self.step = int(self.state.step)
+        self._batches = data.train.iterate(self.step)
+        self._metrics = MetricsWriter(folder, self.step)
+        self._progress = Progress(name, training.steps, self.step, position)
+        self.last_evaluation: dict | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is done."""
+        return self.step >= self.training.steps
+
+    def advance(self) -> None:
+        """One optimizer step, then evaluation and checkpoint where they are due.
+
+        Raises:
+          UserError: a loss or gradient is not finite; names step, parameter group and the last
+            good checkpoint.
+        """
+        tokens = next(self._batches)["tokens"]
+        learning_rate = self._learning_rate(self.step)
+        start = time.perf_counter()
+        bare, report = self._programs.train_step(
+            self.state._replace(tables=()), tokens, np.float32(learning_rate)
+        )
+        report = jax.tree.map(float, jax.device_get(report))
+        elapsed = time.perf_counter() - start
+        self.state = bare._replace(tables=self.state.tables)
+        self.step += 1
+        self._refuse_non_finite(report)
+        self.seconds += elapsed
+        speed = tokens.shape[0] * (tokens.shape[1] - 1) / elapsed
+        self._metrics.write(
+            {
+                "kind": "train",
+                "step": self.step,
+                "tokens": self.tokens,
+                "seconds": self.seconds,
+                "loss": report.loss,
+                "learning_rate": learning_rate,
+                "gradient_norm": math.hypot(*report.gradient_norms.values()),
+                "tokens_per_second": speed,
+                "mfu": self._mfu(speed),
+            }
+        )
+        left = self.seconds / self.step * (self.training.steps - self.step)
+        self._progress.update(self.step, f"loss {report.loss:.3f}  {speed:,.0f} tokens/s", left)
+        if self.step % self._eval_every == 0 or self.finished:
+            self.evaluate()
+        if self.step % self._checkpoint_every == 0 or self.finished:
+            self.save()
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens seen."""
+        return self.step * self.training.batch * self.training.sequence
+
+    def evaluate(self) -> dict:
+        """Loss and bits per byte over the periodic held-out windows; also a row "eval"."""
+        data = self._data
+        self.last_evaluation = self._evaluate("eval", data.validation, data.validation_bytes)
+        return self.last_evaluation
+
+    def evaluate_finally(self) -> dict:
+        """The same over all held-out windows; also a row "final"."""
+        return self._evaluate("final", self._data.final, self._data.final_bytes)
+
+    def _evaluate(self, kind, batches, total_bytes):
+        total = sum(
+            float(self._programs.eval_step(self.state.params, batch["tokens"], batch["weights"]))
+            for batch in batches
+        )
+        row = {
+            "kind": kind,
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "loss": total / batches.total_tokens,
+            "bits_per_byte": bits_per_byte(total, total_bytes),
+        }
+        self._metrics.write(row)
+        return row
+
+    def save(self) -> None:
+        """Starts a checkpoint of the present step (nothing if there is one)."""
+        fresh = self.last_evaluation and self.last_evaluation["step"] == self.step
+        metric = self.last_evaluation["bits_per_byte"] if fresh else None
+        extra = {"seconds": self.seconds, "data_position": self.step, "bits_per_byte": metric}
+        self._checkpoints.save(self.step, self.state, extra, metric)
+
+    def close(self) -> None:
+        """Waits for the checkpoint under way and closes the files."""
+        self._progress.close()
+        self._metrics.close()
+        self._checkpoints.wait()
+
+    def _refuse_non_finite(self, report):
+        broken = [g for g, norm in report.gradient_norms.items() if not math.isfinite(norm)]
+        if math.isfinite(report.loss) and not broken:
+            return
+        self._checkpoints.wait()
+        good = self._checkpoints.steps()
+        raise UserError(
+            f"{self.name}: step {self.step} is not finite (loss {report.loss}; gradients of "
+            f"{', '.join(broken) or 'no group'}). Last good checkpoint: "
+            f"{f'step {good[-1]}' if good else 'none'}; try a lower --learning_rate."
+        )
+
+
+def advance_side_by_side(trainers: list[Trainer], stop: Callable[[], bool]) -> Iterator[Trainer]:
+    """Advances each trainer by turns until all are finished or `stop()`; yields who advanced.
+
+    The turn goes to whoever has done the smaller part of its own steps, so that a machine whose
+    speed drifts is shared fairly. When stopped, every trainer is saved first.
+    """
+    while running := [t for t in trainers if not t.finished]:
+        if stop():
+            for trainer in running:
+                trainer.save()
+                say(f"{trainer.name:>6} saved at step {trainer.step}")
+            return
+        trainer = min(running, key=lambda t: t.step / t.training.steps)
+        trainer.advance()
+        yield trainer

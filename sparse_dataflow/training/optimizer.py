@@ -1,0 +1,104 @@
+"""AdamW with warm-up and cosine decay, decoupled decay masks and density-aware learning rates."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import optax
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.sizes import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """How a model is trained.
+
+    Attributes:
+      steps: optimizer steps of the whole run.
+      batch: sequences in an optimizer step.
+      sequence: tokens in a sequence.
+      micro_batches: parts the batch is accumulated over; must divide batch.
+      learning_rate: peak of the schedule.
+      warmup: fraction of the steps spent in linear warm-up, in [0, 1).
+      weight_decay: decoupled decay of matrices (biases, norms and gates have none).
+      clip: largest global gradient norm.
+      seed: draws parameters and data order.
+    """
+
+    steps: int
+    batch: int
+    sequence: int
+    micro_batches: int = 1
+    learning_rate: float = 1e-3
+    warmup: float = 0.1
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.steps < 1:
+            raise UserError(f"A run needs 1 step or more, not {self.steps}.")
+        if self.micro_batches < 1 or self.batch % self.micro_batches:
+            raise UserError(
+                f"A batch of {self.batch} does not split into {self.micro_batches} micro-batches."
+            )
+
+
+FINAL_LEARNING_RATE = 0.1
+"""Where the cosine ends, as a fraction of the peak (GPT-3, arXiv 2005.14165, appendix B)."""
+
+
+def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
+    """Step (from 0) -> learning rate: linear warm-up, then cosine to FINAL_LEARNING_RATE."""
+    warmup = round(training.warmup * training.steps)
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=training.learning_rate / (warmup + 1),
+        peak_value=training.learning_rate,
+        warmup_steps=warmup,
+        decay_steps=training.steps,
+        end_value=training.learning_rate * FINAL_LEARNING_RATE,
+    )
+    return lambda step: float(schedule(step))
+
+
+def make_optimizer(model: ModelConfig, training: TrainingConfig) -> optax.GradientTransformation:
+    """Clipping, Adam (b1 0.9, b2 0.95 as GPT-3), decoupled decay, per-parameter scale.
+
+    Its updates are to be multiplied by minus the learning rate, which a train step takes as an
+    argument, so that a schedule is data.
+    """
+    multipliers = lambda params: learning_rate_multipliers(model, params)  # noqa: E731
+
+    def scale(updates, state, params=None):
+        return jax.tree.map(lambda u, m: u * m, updates, multipliers(updates)), state
+
+    return optax.chain(
+        optax.clip_by_global_norm(training.clip),
+        optax.scale_by_adam(b1=0.9, b2=0.95),
+        optax.add_decayed_weights(training.weight_decay, mask=decay_mask),
+        optax.GradientTransformation(lambda params: optax.EmptyState(), scale),
+    )
+
+
+def decay_mask(params: dict) -> dict:
+    """True where weight decay applies: matrices of projections and embeddings."""
+    decayed = ("kernel", "values", "a_kernel", "b_kernel", "tokens", "positions")
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in decayed, params)
+
+
+def learning_rate_multipliers(model: ModelConfig, params: dict) -> dict:
+    """Learning rate of each parameter relative to the schedule's.
+
+    With SuPar (arXiv 2405.15743, table 1) a weight stored at density d learns at 1/d: a step of
+    Adam then changes an output by as much as in the dense layer, for a sum over d times as many
+    inputs.  The initial variance follows the stored fan-in under either parametrization.
+    """
+
+    def multiplier(path, _):
+        names = [key.key for key in path]
+        if model.parametrization == "supar" and names[-1] == "values":
+            return 1 / model.linear(names[-2]).density
+        return 1.0
+
+    return jax.tree_util.tree_map_with_path(multiplier, params)

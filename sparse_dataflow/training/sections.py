@@ -1,0 +1,115 @@
+"""Where a step's time goes: each section timed by itself, forward and backward, at the run's shapes.
+
+Isolated times leave out what fusion between sections saves or costs; "other" is what they do not
+explain of the measured step.
+"""
+
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_dataflow.kernels.attention.api import causal_attention
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
+from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
+from sparse_dataflow.training.step import TrainState
+
+
+def section_seconds(
+    model: ModelConfig, training: TrainingConfig, state: TrainState, step_seconds: float
+) -> dict[str, float]:
+    """Seconds of one training step by section, in order of execution, over all layers.
+
+    Args:
+      model: its config.
+      training: gives the micro-batch's shape.
+      state: parameters and layouts to time with; not changed.
+      step_seconds: the measured step, which the parts are set against.
+
+    Returns:
+      {"embed", each projection, "attention", "norms and GELU", "head and loss", "optimizer",
+      "other"} -> seconds; "other" is at least 0.
+    """
+    rows = training.batch // training.micro_batches
+    B, T, D, F = rows, training.sequence, model.d_model, model.d_ff
+    rng = np.random.default_rng(0)
+    dtype = jnp.dtype(model.compute_dtype)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    layer = jax.tree.map(lambda leaf: leaf[0], state.params["blocks"])
+    tables = jax.tree.map(lambda table: table[0], state.tables)
+    block = gpt.bind_block(model)
+
+    def projection(name):
+        x = draw(B, T, model.projection_shape(name)[0])
+        return _seconds(
+            lambda params, x: getattr(block(params), name)(x, tables.get(name)), (layer, x)
+        )
+
+    def elementwise(params, x, hidden):
+        bound = block(params)
+        return bound.norm1(x), bound.norm2(x), jax.nn.gelu(hidden)
+
+    def head(params, embedding, x, targets, weights):
+        return gpt.head_loss(model, params, embedding, x, targets, weights)
+
+    heads = (B, T, model.num_heads, D // model.num_heads)
+    targets = jnp.asarray(rng.integers(model.vocab_size, size=(B, T)), jnp.int32)
+    weights = jnp.full((B, T), 1 / (B * T), jnp.float32)
+    embed_params, head_params = state.params["embed"], state.params["head"]
+    once = {
+        "embed": _seconds(
+            lambda params, tokens: gpt.embed(model, params, tokens), (embed_params,), targets
+        ),
+        "head and loss": _seconds(
+            head, (head_params, embed_params["tokens"], draw(B, T, D)), targets, weights
+        ),
+    }
+    every_layer = {
+        "qkv": projection("qkv"),
+        "attention": _seconds(causal_attention, tuple(draw(*heads) for _ in range(3))),
+        **{name: projection(name) for name in PROJECTIONS[1:]},
+        "norms and GELU": _seconds(elementwise, (layer, draw(B, T, D), draw(B, T, F))),
+    }
+    parts = {
+        "embed": training.micro_batches * once["embed"],
+        **{
+            name: training.micro_batches * model.num_layers * seconds
+            for name, seconds in every_layer.items()
+        },
+        "head and loss": training.micro_batches * once["head and loss"],
+        "optimizer": _optimizer_seconds(model, training, state),
+    }
+    return {**parts, "other": max(0.0, step_seconds - sum(parts.values()))}
+
+
+def _seconds(function: Callable, inputs: tuple, *data) -> float:
+    """Median of `function(*inputs, *data)` forward and backward, with gradients in the inputs.
+
+    Data are arguments and not constants, which XLA would spend minutes folding.
+    """
+
+    @jax.jit
+    def both(inputs, data):
+        y, pull = jax.vjp(lambda *inputs: function(*inputs, *data), *inputs)
+        return y, pull(jax.tree.map(jnp.ones_like, y))
+
+    return _median(lambda: both(inputs, data))
+
+
+def _optimizer_seconds(model, training, state):
+    optimizer = make_optimizer(model, training)
+    update = jax.jit(optimizer.update)
+    return _median(lambda: update(state.params, state.moments, state.params))
+
+
+def _median(run, repeats=5):
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))

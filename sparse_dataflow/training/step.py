@@ -1,0 +1,93 @@
+"""The training state and the pure functions that advance and evaluate it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sparse_dataflow.execution import whole
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
+
+
+class TrainState(NamedTuple):
+    """All that a checkpoint holds in arrays.
+
+    Attributes:
+      step: int32 [], optimizer steps done; also the data position.
+      params: float32 masters; see `gpt`.
+      moments: the optimizer's state.
+      tables: layout tables (int32) of the sparse projections.
+      key: random key for everything drawn while training.
+    """
+
+    step: Any
+    params: Any
+    moments: Any
+    tables: Any
+    key: Any
+
+
+class StepReport(NamedTuple):
+    """What a step tells: float32 [] loss in nats per token, and {group: gradient norm}."""
+
+    loss: Any
+    gradient_norms: Any
+
+
+def initial_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
+    """Parameters, zero moments and the model's own layouts, drawn from the training seed."""
+    tables = gpt.layout_tables(gpt.layouts(model))
+    optimizer = make_optimizer(model, training)
+
+    @jax.jit
+    def draw():
+        init_key, key = jax.random.split(jax.random.key(training.seed))
+        params = gpt.init(model, init_key)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), (), key)
+
+    return draw()._replace(tables=tables)
+
+
+def make_train_step(model: ModelConfig, training: TrainingConfig, tables: dict) -> Callable:
+    """(state, int32 [batch, sequence + 1] tokens, learning rate) -> (state, StepReport).
+
+    `tables` are the layouts to specialise to; the state's own pass through untouched.
+    """
+    optimizer = make_optimizer(model, training)
+
+    def train_step(state: TrainState, tokens: jax.Array, learning_rate: jax.Array):
+        with jax.named_scope("loss_and_gradients"):
+            loss, gradients = whole.loss_and_gradients(
+                model, state.params, tables, tokens, training.micro_batches
+            )
+        with jax.named_scope("optimizer"):
+            updates, moments = optimizer.update(gradients, state.moments, state.params)
+            updates = jax.tree.map(lambda u: -learning_rate * u, updates)
+            params = optax.apply_updates(state.params, updates)
+        report = StepReport(loss, group_norms(gradients))
+        return state._replace(step=state.step + 1, params=params, moments=moments), report
+
+    return train_step
+
+
+def make_eval_step(model: ModelConfig, tables: dict) -> Callable:
+    """(params, tokens, weights) -> float32 [] sum of weighted losses in nats."""
+
+    def eval_step(params: dict, tokens: jax.Array, weights: jax.Array) -> jax.Array:
+        return whole.loss(model, params, tables, tokens, weights)
+
+    return eval_step
+
+
+def group_norms(tree: dict) -> dict[str, jax.Array]:
+    """Euclidean norm by parameter group: "embed", "head" and "blocks.<module>"."""
+    squares: dict[str, jax.Array] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        names = [key.key for key in path]
+        group = ".".join(names[:2]) if names[0] == "blocks" else names[0]
+        squares[group] = squares.get(group, 0.0) + jnp.sum(jnp.square(leaf))
+    return {group: jnp.sqrt(total) for group, total in squares.items()}

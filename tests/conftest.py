@@ -1,0 +1,30 @@
+import math
+
+import jax
+import pytest
+
+
+@pytest.fixture(scope="session")
+def array_sizes():
+    """array_sizes(function, *arguments) -> elements of each array in the function's program.
+
+    Reads the jaxpr and all jaxprs inside it, so it counts what loops, custom gradients and remat
+    make; nothing runs, and arguments may be ShapeDtypeStructs.
+    """
+
+    def sizes(function, *arguments):
+        variables = _variables(jax.make_jaxpr(function)(*arguments).jaxpr)
+        return [math.prod(getattr(variable.aval, "shape", ())) for variable in variables]
+
+    return sizes
+
+
+def _variables(jaxpr):
+    yield from (*jaxpr.invars, *jaxpr.constvars, *jaxpr.outvars)
+    for equation in jaxpr.eqns:
+        yield from equation.outvars
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _variables(inner)

@@ -1,0 +1,25 @@
+import random
+
+import pytest
+
+from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.documents import Document
+
+
+@pytest.fixture(scope="session")
+def prose():
+    """A corpus in memory of 40 + 6 documents of several languages and a little code."""
+    words = ["the", "block", "of", "weights", "dünn", "疎", "через", "λ\tx", "=", "f(y)\n"]
+    words += ["if", "123", "4.5e-6", "'q'", "\r\n", "🙂"]
+    random_ = random.Random(0)
+
+    def document(name):
+        text = " ".join(random_.choices(words, k=random_.randint(50, 400)))
+        return Document(name, text + "\n")
+
+    return Corpus(
+        name="prose",
+        train=[document(f"t{i}") for i in range(40)],
+        validation=[document(f"v{i}") for i in range(6)],
+        content_hash="ab" * 32,
+    )

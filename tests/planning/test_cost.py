@@ -1,0 +1,222 @@
+"""FLOPs by section: the published ceilings, sums, scaling and the pieces of MFU."""
+
+import dataclasses
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
+from sparse_dataflow.planning import cost
+from sparse_dataflow.planning.hardware import CHIPS, Chip
+
+MLP = ("mlp_in", "mlp_out")
+
+
+def sparse_spec(density, rank=0):
+    return LinearSpec("block_sparse", density=density, rank=rank)
+
+
+def sparse(config, density, projections=PROJECTIONS, rank=0):
+    return config.with_linears(sparse_spec(density, rank), projections)
+
+
+@st.composite
+def configs(draw, ranks=(0, 32)):
+    heads = draw(st.integers(1, 4))
+    d_model = heads * 64 * draw(st.integers(1, 4))
+    spec = st.builds(
+        sparse_spec,
+        st.sampled_from([1 / 16, 1 / 8, 0.3, 0.5, 1.0]),
+        st.sampled_from(ranks),
+    )
+    return ModelConfig(
+        num_layers=draw(st.integers(1, 6)),
+        d_model=d_model,
+        num_heads=heads,
+        d_ff=d_model * draw(st.integers(1, 4)),
+        vocab_size=draw(st.integers(256, 60_000)),
+        max_len=4096,
+        linears=draw(st.dictionaries(st.sampled_from(PROJECTIONS), spec)),
+        remat=draw(st.sampled_from(["none", "dots", "full"])),
+    )
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "projections", "published"),
+    [
+        (0.5, PROJECTIONS, 1.85),
+        (0.75, PROJECTIONS, 3.22),
+        (0.8, PROJECTIONS, 3.79),
+        (0.875, PROJECTIONS, 5.13),
+        (0.9375, PROJECTIONS, 7.27),
+        (0.875, MLP, 2.16),
+    ],
+)
+def test_ceiling_of_13b_with_whole_attention_and_gpt2_vocabulary(sparsity, projections, published):
+    config = sparse(SIZES["13b"], 1 - sparsity, projections)
+    assert config.vocab_size == 50257
+    assert round(cost.flop_ceiling(config, 2048), 2) == published
+
+
+def test_ceiling_of_13b_with_causal_half_is_higher():
+    config = sparse(SIZES["13b"], 1 / 8)
+    assert cost.flop_ceiling(config, 2048, causal_half=True) == pytest.approx(5.894, abs=0.001)
+
+
+@given(configs(ranks=(0,)), st.integers(1, 4096), st.booleans())
+def test_ceiling_lies_between_one_and_inverse_density(config, sequence, causal_half):
+    lowest = min(cost.stored_fractions(config).values())
+    ceiling = cost.flop_ceiling(config, sequence, causal_half=causal_half)
+    assert 1 <= ceiling + 1e-12
+    assert ceiling <= 1 / lowest + 1e-12
+
+
+@given(configs(), st.integers(1, 4096), st.booleans(), st.booleans())
+def test_total_is_sum_of_sections(config, sequence, causal_half, training):
+    flops = cost.flops_per_token(config, sequence, causal_half=causal_half, training=training)
+    parts = [getattr(flops, f.name) for f in dataclasses.fields(flops) if f.name != "recompute"]
+    assert flops.total == pytest.approx(sum(parts))
+    assert flops.hardware_total == pytest.approx(flops.total + flops.recompute)
+    assert flops.projections == pytest.approx(sum(getattr(flops, p) for p in PROJECTIONS))
+    assert 0 < flops.projection_share < 1
+    assert flops.embed == 0
+
+
+@given(configs(), st.integers(1, 4096))
+def test_training_is_three_forwards(config, sequence):
+    forward = cost.flops_per_token(config, sequence, training=False)
+    train = cost.flops_per_token(config, sequence)
+    for name, value in forward.sections.items():
+        assert train.sections[name] == pytest.approx(3 * value)
+    assert forward.recompute == 0
+
+
+@given(configs(), st.integers(1, 4096), st.integers(2, 5))
+def test_blocks_scale_linearly_in_layers_and_the_head_not_at_all(config, sequence, times):
+    deeper = dataclasses.replace(config, num_layers=times * config.num_layers)
+    once, more = (cost.flops_per_token(c, sequence) for c in (config, deeper))
+    for name in (*PROJECTIONS, "attention"):
+        assert more.sections[name] == pytest.approx(times * once.sections[name])
+    assert more.recompute == pytest.approx(times * once.recompute)
+    assert more.head == once.head
+
+
+@given(configs(ranks=(0,)), st.integers(1, 4096))
+def test_density_one_costs_what_dense_costs(config, sequence):
+    dense = dataclasses.replace(config, linears={})
+    assert cost.flops_per_token(sparse(config, 1.0), sequence) == cost.flops_per_token(
+        dense, sequence
+    )
+
+
+@given(configs(), st.integers(1, 2048))
+def test_attention_grows_with_the_sequence_and_is_half_when_causal(config, sequence):
+    half, whole = (
+        cost.flops_per_token(config, sequence, causal_half=half) for half in (True, False)
+    )
+    assert whole.attention == pytest.approx(2 * half.attention)
+    longer = cost.flops_per_token(config, 2 * sequence)
+    assert longer.attention == pytest.approx(2 * half.attention)
+    assert longer.projections == half.projections
+
+
+def test_stored_density_of_the_layout_replaces_the_one_asked_for():
+    config = sparse(SIZES["nano"], 1 / 8)
+    asked = cost.flops_per_token(config, 128)
+    real = cost.flops_per_token(config, 128, {"mlp_in": 0.25})
+    assert real.mlp_in == pytest.approx(2 * asked.mlp_in)
+    assert real.mlp_out == asked.mlp_out
+    assert cost.stored_fractions(SIZES["nano"]) == dict.fromkeys(PROJECTIONS, 1.0)
+
+
+def test_low_rank_term_adds_its_two_products():
+    config, rank = sparse(SIZES["nano"], 1 / 8), 64
+    with_rank = sparse(SIZES["nano"], 1 / 8, rank=rank)
+    added = (
+        cost.flops_per_token(with_rank, 128, training=False).mlp_in
+        - cost.flops_per_token(config, 128, training=False).mlp_in
+    )
+    assert added == 2 * config.num_layers * rank * (config.d_model + config.d_ff)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_recompute_is_what_jax_executes_for_a_rematerialised_block(remat):
+    config = dataclasses.replace(SIZES["nano"], num_layers=1, d_model=64, num_heads=1, d_ff=256)
+    config = dataclasses.replace(config, remat=remat)
+    sequence = 32
+    executed = _dot_flops_of_block_step(config, sequence) / sequence
+    flops = cost.flops_per_token(config, sequence, causal_half=False)
+    assert executed == pytest.approx(flops.hardware_total - flops.head)
+
+
+def _dot_flops_of_block_step(config, sequence):
+    """FLOPs of the products in the gradient of a plain one-head block, as jax traces it."""
+    keys = jax.random.split(jax.random.key(0), len(PROJECTIONS))
+    weights = {
+        name: jax.random.normal(key, config.projection_shape(name))
+        for name, key in zip(PROJECTIONS, keys)
+    }
+
+    # Only products count; a sine around them keeps every product's input and output needed.
+    def block(x, w):
+        q, k, v = jnp.split(jnp.sin(x) @ w["qkv"], 3, axis=-1)
+        scores = jnp.sin(jnp.einsum("bqd,bkd->bqk", q, k))
+        x = x + jnp.einsum("bqk,bkd->bqd", scores, v) @ w["attn_out"]
+        return x + jnp.sin(jnp.sin(x) @ w["mlp_in"]) @ w["mlp_out"]
+
+    policy = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+    if config.remat != "none":
+        block = jax.checkpoint(block, policy=policy[config.remat])
+    x = jnp.ones((1, sequence, config.d_model))
+    step = jax.make_jaxpr(jax.grad(lambda x, w: jnp.sum(jnp.sin(block(x, w))), (0, 1)))
+    return _dot_flops(step(x, weights).jaxpr)
+
+
+def _dot_flops(jaxpr):
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            width = 1
+            for axis in contracted:
+                width *= left[axis]
+            total += 2 * equation.outvars[0].aval.size * width
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                total += _dot_flops(inner)
+    return total
+
+
+def test_mfu_is_rate_over_peak_and_none_without_a_peak():
+    assert cost.mfu(1e9, 312e12 / 1e9 / 2, CHIPS["a100-80gb"], "bfloat16") == pytest.approx(0.5)
+    assert cost.mfu(1e9, 312e12 / 1e9, CHIPS["a100-80gb"], "bfloat16", chips=4) == pytest.approx(
+        0.25
+    )
+    assert cost.mfu(1e9, 1e3, Chip("unheard-of"), "bfloat16") is None
+    assert cost.mfu(1e9, 1e3, CHIPS["tpu-v4"], "float64") is None
+
+
+def test_illegal_requests_name_the_legal_values():
+    config = SIZES["nano"]
+    with pytest.raises(UserError, match="mlp_out"):
+        cost.flops_per_token(config, 128, {"mlp": 0.5})
+    with pytest.raises(UserError, match=r"\(0, 1\]"):
+        cost.flops_per_token(config, 128, {"mlp_in": 0.0})
+    with pytest.raises(UserError, match="at least 1"):
+        cost.flops_per_token(config, 0)
+
+
+def test_importing_costs_loads_no_jax():
+    code = (
+        "import sys, sparse_dataflow.planning.cost, sparse_dataflow.planning.memory;"
+        "sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,262 @@
+"""Parameter counts against GPT-3's, bytes by category, and which scale fits."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import whole
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
+from sparse_dataflow.planning import memory
+
+EIGHTH = dict.fromkeys(PROJECTIONS, LinearSpec("block_sparse", density=1 / 8))
+GIB = 2**30
+
+
+@st.composite
+def configs(draw):
+    heads = draw(st.integers(1, 4))
+    d_model = heads * 64 * draw(st.integers(1, 4))
+    spec = st.builds(
+        LinearSpec,
+        st.just("block_sparse"),
+        density=st.sampled_from([1 / 16, 1 / 8, 0.5, 1.0]),
+        rank=st.sampled_from([0, 32]),
+    )
+    return ModelConfig(
+        num_layers=draw(st.integers(1, 6)),
+        d_model=d_model,
+        num_heads=heads,
+        d_ff=d_model * draw(st.integers(1, 4)),
+        vocab_size=draw(st.integers(256, 60_000)),
+        max_len=draw(st.integers(1, 4096)),
+        linears=draw(st.dictionaries(st.sampled_from(PROJECTIONS), spec)),
+        norm=draw(st.sampled_from(["layernorm", "rmsnorm"])),
+        positions=draw(st.sampled_from(["learned", "rotary"])),
+        remat=draw(st.sampled_from(["none", "dots", "full"])),
+        compute_dtype=draw(st.sampled_from(["float32", "bfloat16"])),
+    )
+
+
+@pytest.mark.parametrize(
+    ("scale", "published", "tolerance"),
+    [
+        ("125m", 125e6, 0.01),
+        ("350m", 356e6, 0.01),
+        ("1.3b", 1.3e9, 0.02),
+        ("6.7b", 6.7e9, 0.01),
+        ("13b", 12.925e9, 0.0058),  # 12.85 to 13.0
+        ("22b", 22e9, 0.02),
+        ("175b", 175e9, 0.01),
+        ("1t", 1e12, 0.03),
+    ],
+)
+def test_parameters_of_the_published_sizes(scale, published, tolerance):
+    assert memory.parameter_count(SIZES[scale]) == pytest.approx(published, rel=tolerance)
+
+
+def test_parameters_of_a_small_model_counted_by_hand():
+    config = ModelConfig(
+        num_layers=2, d_model=128, num_heads=2, d_ff=512, vocab_size=1000, max_len=64
+    )
+    block = 4 * 128 + (128 * 384 + 384) + (128 * 128 + 128) + (128 * 512 + 512) + (512 * 128 + 128)
+    dense = 1064 * 128 + 2 * block + 256
+    assert memory.parameter_count(config) == dense
+    rms = dataclasses.replace(config, norm="rmsnorm", positions="rotary")
+    assert memory.parameter_count(rms) == dense - 64 * 128 - 5 * 128
+    spec = LinearSpec("block_sparse", density=0.5, rank=8)
+    low_rank = config.with_linears(spec, ("mlp_in",))
+    added = 8 * (128 + 512) + 1 - 128 * 512 // 2
+    assert memory.parameter_count(low_rank) == dense + 2 * added
+
+
+@pytest.mark.parametrize(
+    ("norm", "positions", "rank", "density"),
+    [("layernorm", "learned", 0, 1 / 4), ("rmsnorm", "rotary", 16, 1 / 2)],
+)
+def test_parameters_are_those_that_the_model_draws(norm, positions, rank, density):
+    config = ModelConfig(3, 512, 8, 2048, 300, 64, norm=norm, positions=positions)
+    spec = LinearSpec("block_sparse", density=density, rank=rank)
+    config = config.with_linears(spec, ("qkv", "mlp_in", "mlp_out"))
+    drawn = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
+    stored = {name: layers[0].density for name, layers in gpt.layouts(config).items()}
+    expected = sum(leaf.size for leaf in jax.tree.leaves(drawn))
+    assert memory.parameter_count(config, stored) == expected
+
+
+def test_stored_density_of_the_layout_is_what_is_counted():
+    config = SIZES["nano"].with_linears(LinearSpec("block_sparse", density=1 / 8))
+    blocks = (1024 // 64) * (4096 // 64)
+    one_more = memory.parameter_count(config, {"mlp_in": (blocks // 8 + 1) / blocks})
+    assert one_more - memory.parameter_count(config) == config.num_layers * 64 * 64
+
+
+@given(configs(), st.integers(2, 5))
+def test_parameters_scale_linearly_in_layers(config, times):
+    def count(layers):
+        return memory.parameter_count(dataclasses.replace(config, num_layers=layers))
+
+    n = config.num_layers
+    assert count(times * n) - count(n) == (times - 1) * (count(2 * n) - count(n))
+    assert count(2 * n) > count(n)
+
+
+@given(configs())
+def test_density_one_stores_what_dense_stores(config):
+    full = config.with_linears(LinearSpec("block_sparse", density=1.0))
+    dense = dataclasses.replace(config, linears={})
+    assert memory.parameter_count(full) == memory.parameter_count(dense)
+    of_full, of_dense = (memory.training_bytes(c, 1, 64) for c in (full, dense))
+    assert dataclasses.replace(of_full, layout_tables=0) == of_dense
+    assert of_full.layout_tables > 0
+
+
+@given(configs(), st.integers(1, 8), st.integers(1, 512), st.integers(1, 4))
+def test_totals_are_sums_of_categories(config, batch, sequence, accumulation):
+    plan = memory.training_bytes(config, batch, sequence, accumulation=accumulation)
+    parts = [getattr(plan, f.name) for f in dataclasses.fields(plan)]
+    assert plan.total == sum(parts)
+    assert plan.state + plan.layout_tables + plan.activations + plan.logits == plan.total
+    count = memory.parameter_count(config)
+    assert plan.state - plan.working_copy == count * 4 * (4 + (accumulation > 1))
+
+
+@given(configs(), st.integers(2, 6))
+def test_working_copy_is_whole_without_remat_and_of_one_block_with_it(config, layers):
+    def copy(**changes):
+        changed = dataclasses.replace(config, **changes)
+        return memory.training_bytes(changed, 1, 16).working_copy
+
+    deep = dataclasses.replace(config, num_layers=layers)
+    assert copy(compute_dtype="float32") == 0
+    whole_copy = copy(compute_dtype="bfloat16", remat="none", num_layers=layers)
+    assert whole_copy == 2 * memory.parameter_count(deep)
+    for remat in ("dots", "full"):
+        partial = copy(compute_dtype="bfloat16", remat=remat, num_layers=layers)
+        assert partial == copy(compute_dtype="bfloat16", remat="none", num_layers=1) < whole_copy
+
+
+@given(configs(), st.integers(1, 8), st.integers(1, 512))
+def test_activations_are_linear_in_the_batch_and_fall_with_remat(config, batch, sequence):
+    config = dataclasses.replace(config, num_layers=4)
+    once, twice = (memory.training_bytes(config, b, sequence) for b in (batch, 2 * batch))
+    assert twice.activations == 2 * once.activations
+    assert twice.state == once.state
+    none, dots, full = (
+        memory.training_bytes(dataclasses.replace(config, remat=r), batch, sequence).activations
+        for r in ("none", "dots", "full")
+    )
+    assert none > dots > full
+    fused = memory.training_bytes(config, batch, sequence, fused_attention=True)
+    assert fused.activations < once.activations
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_activations_and_logits_are_what_xla_allocates_for_the_model(remat):
+    layers = whole.UNROLL_LAYERS + 1  # scanned, as on an accelerator
+    config = ModelConfig(layers, 256, 4, 1024, 512, 128, remat=remat)
+    batch = 4
+    params = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((batch, config.max_len + 1), jnp.int32)
+    step = jax.jit(lambda params, tokens: whole.loss_and_gradients(config, params, {}, tokens))
+    compiled = step.lower(params, tokens).compile().memory_analysis()
+    plan = memory.training_bytes(config, batch, config.max_len)
+    assert plan.parameters == pytest.approx(compiled.argument_size_in_bytes, rel=0.01)
+    assert plan.gradients == pytest.approx(compiled.output_size_in_bytes, rel=0.01)
+    planned = plan.activations + plan.logits
+    assert planned == pytest.approx(compiled.temp_size_in_bytes, rel=0.2)
+
+
+def test_logits_are_held_a_chunk_at_a_time():
+    config = SIZES["125m"]
+    small, large = (
+        memory.training_bytes(config, 8, 2048, logits_chunk=chunk) for chunk in (256, 1024)
+    )
+    assert small.logits == 2 * 256 * config.vocab_size * 4
+    assert large.logits == 4 * small.logits
+    one = memory.training_bytes(config, 1, 16, logits_chunk=1024)
+    assert one.logits == 2 * 16 * config.vocab_size * 4
+
+
+def test_table_shows_every_category_and_the_total():
+    plan = memory.scale_plan("13b")
+    lines = plan.table().splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        *(name.replace("_", " ") for name in plan.categories),
+        "total",
+    ]
+    assert lines[-1].endswith("100.0%")
+    assert f"{plan.total / GIB:.3f} GiB" in lines[-1]
+
+
+def test_13b_needs_what_its_state_needs_and_an_eighth_of_its_blocks_much_less():
+    dense = memory.scale_plan("13b")
+    assert dense.state - dense.working_copy == 16 * memory.parameter_count(SIZES["13b"])
+    assert dense.state < dense.total < 1.05 * dense.state
+    assert memory.scale_plan("13b", EIGHTH).total < dense.total / 5
+
+
+@given(st.integers(0, 2**46), st.booleans(), st.sampled_from(memory.LARGE_SCALES))
+def test_the_largest_fitting_scale_fits_and_the_next_does_not(capacity, sparse, up_to):
+    linears = EIGHTH if sparse else None
+    scale = memory.largest_scale_that_fits(capacity, linears, up_to)
+    candidates = memory.LARGE_SCALES[: memory.LARGE_SCALES.index(up_to) + 1]
+    position = -1 if scale == "nano" else candidates.index(scale)
+    if position >= 0:
+        assert memory.scale_plan(scale, linears).total <= capacity
+    if position + 1 < len(candidates):
+        assert memory.scale_plan(candidates[position + 1], linears).total > capacity
+
+
+def test_large_scales_are_sizes_in_growing_order():
+    counts = [memory.parameter_count(SIZES[scale]) for scale in memory.LARGE_SCALES]
+    assert counts == sorted(counts)
+    assert memory.LAPTOP_SCALE in SIZES
+
+
+def test_auto_scale_leaves_a_tenth_of_the_memory_and_never_leaves_a_cpu_at_nano():
+    need = memory.scale_plan("1.3b").total
+    assert memory.choose_scale(math.ceil(need / 0.9) + 1, "gpu") == "1.3b"
+    assert memory.choose_scale(need, "gpu") == "350m"
+    assert memory.choose_scale(2**50, "cpu") == "nano"
+    assert memory.choose_scale(None, "tpu") == "nano"
+    assert memory.choose_scale(2**50, "tpu") == "13b"
+    assert memory.choose_scale(2**50, "tpu", up_to="175b") == "175b"
+
+
+def test_scale_message_is_one_line_with_both_numbers():
+    need = math.ceil(memory.scale_plan("13b").total / GIB)
+    assert memory.scale_message(24 * GIB, "nano") == (
+        f"13B in training needs {need} GiB; this machine has 24: running the 'nano' scale; "
+        "on a pod pass --scale=13b"
+    )
+    need = math.ceil(memory.scale_plan("13b", EIGHTH).total / GIB)
+    assert memory.scale_message(int(7.56 * GIB), "nano", EIGHTH) == (
+        f"13B in training needs {need} GiB; this machine has 7.5: running the 'nano' scale; "
+        "on a pod pass --scale=13b"
+    )
+
+
+def test_scale_message_gives_the_reason_where_memory_is_not_it():
+    assert "too slow" in memory.scale_message(512 * GIB, "nano")
+    assert "pod" not in memory.scale_message(512 * GIB, "13b")
+
+
+def test_illegal_requests_name_the_legal_values():
+    config = SIZES["nano"]
+    with pytest.raises(UserError, match="batch 0 must be at least 1"):
+        memory.training_bytes(config, 0, 128)
+    with pytest.raises(UserError, match="accumulation 0"):
+        memory.training_bytes(config, 1, 128, accumulation=0)
+    with pytest.raises(UserError, match=r"nano.*13b"):
+        memory.scale_plan("13")
+    with pytest.raises(UserError, match=r"nano.*13b"):
+        memory.scale_message(GIB, "tiny")
+    with pytest.raises(UserError, match="125m"):
+        memory.largest_scale_that_fits(GIB, up_to="nano")

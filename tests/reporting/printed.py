@@ -1,0 +1,16 @@
+"""Printed quantities read back, to compare what a reader sees with the data."""
+
+import re
+
+SCALES = {
+    "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18, "Z": 1e21, "Y": 1e24,
+    "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50,
+    "µs": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "%": 0.01,
+}  # fmt: skip
+
+
+def parse(text: str) -> float:
+    """The value of a printed quantity."""
+    text = text.replace("FLOP", "").replace("−", "-").replace(",", "")
+    parts = re.findall(r"(-?[\d.]+)\s*([A-Za-zµ%]*)", text)
+    return sum(float(number) * SCALES[unit] for number, unit in parts)

@@ -1,0 +1,119 @@
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import report_sample
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_dataflow.reporting import figures, svg
+
+HISTORIES = {name: report_sample.variant(name).history for name in ("dense", "sparse")}
+
+
+def paths(picture: str, colour: str) -> list[np.ndarray]:
+    """Corner points [n, 2] of every sub-path filled with a colour."""
+    found = []
+    for element in ElementTree.fromstring(picture).iter("path"):
+        if f"fill: var(--{colour})" in element.get("style", ""):
+            for part in element.get("d").split("M")[1:]:
+                numbers = [float(n) for n in re.findall(r"-?[\d.]+", part)]
+                found.append(np.array(numbers).reshape(-1, 2))
+    return found
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=200))
+def test_smoothing_stays_within_the_data(values):
+    smooth = figures.smooth(np.array(values))
+    assert smooth.shape == (len(values),)
+    assert smooth.min() >= min(values) - 1e-9 and smooth.max() <= max(values) + 1e-9
+
+
+def test_smoothing_neither_lags_nor_adds_noise():
+    line = np.linspace(5, 2, 200)
+    np.testing.assert_allclose(figures.smooth(line)[:190], line[:190], atol=1e-9)
+    noise = np.random.default_rng(0).standard_normal(200)
+    assert figures.smooth(noise)[5:].std() < 0.5
+
+
+def test_series_keeps_finite_points_in_order():
+    rows = [{"kind": "train", "step": s, "loss": loss}
+            for s, loss in ((3, 1.0), (1, 2.0), (2, float("nan")), (4, None))]  # fmt: skip
+    rows.append({"kind": "eval", "step": 0, "loss": 9.0})
+    np.testing.assert_array_equal(figures.series(rows, "train", "step", "loss"), [[1, 2], [3, 1]])
+
+
+@pytest.mark.parametrize("x", ["tokens", "seconds"])
+def test_curves_mark_every_evaluation_in_its_variants_colour(x):
+    picture, clipped = figures.loss_curves(HISTORIES, x, "key")
+    assert clipped
+    for name, rows in HISTORIES.items():
+        marks = [e for e in ElementTree.fromstring(picture).iter("use")
+                 if f"fill: var(--{name})" in e.get("style", "")]  # fmt: skip
+        evaluations = sum(row["kind"] == "eval" for row in rows)
+        # One more stands in the legend.
+        assert len(marks) == evaluations + 1
+    assert "bits per byte" in picture
+
+
+def test_bits_per_byte_are_drawn_only_where_they_follow_from_the_loss():
+    assert figures.bits_per_nat(HISTORIES) == pytest.approx(report_sample.BITS_PER_NAT)
+    other = [{**row, "bits_per_byte": 1.0} for row in HISTORIES["dense"] if row["kind"] == "eval"]
+    histories = {"dense": other, "sparse": HISTORIES["sparse"]}
+    assert figures.bits_per_nat(histories) is None
+    assert "bits per byte" not in figures.loss_curves(histories, "tokens", "key")[0]
+
+
+@pytest.mark.parametrize("rows", [[], [{"kind": "train", "step": 1}]])
+def test_no_points_no_figure(rows):
+    assert figures.loss_curves({"sparse": rows}, "tokens", "key") is None
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["dense", "sparse"]),
+        st.dictionaries(st.sampled_from("abcde"), st.floats(0.1, 10), min_size=1),
+        min_size=1,
+    )
+)
+def test_bars_are_as_long_as_their_values(parts):
+    totals = dict.fromkeys(parts, "all")
+    picture = figures.stacked_bars(parts, "abcde", totals, "key", "Bars")
+    largest = max(sum(values.values()) for values in parts.values())
+    for i, name in enumerate("abcde"):
+        drawn = [np.ptp(p[:, 0]) for p in paths(picture, f"part{i}")]
+        values = [values.get(name, 0.0) for values in parts.values()]
+        expected = [0.8 * figures.WIDTH * value / largest for value in values]
+        assert drawn == pytest.approx(expected, abs=1.1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 9), columns=st.integers(1, 9), cell=st.sampled_from([2.0, 5.0]),
+    data=st.data(),
+)  # fmt: skip
+def test_a_picture_fills_the_stored_blocks_and_no_other(rows, columns, cell, data):
+    block = st.tuples(st.integers(0, rows - 1), st.integers(0, columns - 1))
+    mask = data.draw(st.sets(block))
+    picture = figures.block_picture(rows, columns, sorted(mask), cell, "key", "A layout")
+    filled = set()
+    for corners in paths(picture, "sparse"):
+        (left, top), (right, bottom) = corners.min(axis=0) / cell, corners.max(axis=0) / cell
+        assert bottom - top <= 1 + 1e-2
+        filled |= {(int(top + 0.5 * (bottom - top)), c)
+                   for c in range(int(left + 0.01), int(np.ceil(right - 0.01)))}  # fmt: skip
+    assert filled == mask
+    assert f"{len(mask)} of {rows * columns} blocks are stored" in picture
+
+
+def test_figures_take_their_colours_from_the_page():
+    picture = figures.loss_curves(HISTORIES, "tokens", "key")[0]
+    picture += figures.stacked_bars({"dense": {"a": 1.0}}, ["a"], {"dense": "$1$"}, "k", "Bars")
+    picture += figures.block_picture(2, 2, [[0, 0]], 5, "k2", "<Layout>")
+    assert not re.search(r"#[0-9a-f]{6}\b", picture)
+    assert "http" not in picture and "<style" not in picture and "&lt;Layout&gt;" in picture
+    used = set(re.findall(r"var\(--([a-z0-9-]+)\)", picture))
+    assert used <= set(svg.COLOUR)
+    assert set(re.findall(r' id="(key|k|k2)-', picture)) == {"key", "k", "k2"}

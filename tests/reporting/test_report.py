@@ -1,0 +1,338 @@
+import dataclasses
+import errno
+import html.parser
+import math
+import os
+import re
+
+import pytest
+import report_sample
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from printed import parse
+from report_sample import bare
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.reporting import page, quantities
+from sparse_dataflow.reporting.report import (
+    Continuation,
+    LayoutData,
+    ReportData,
+    write_report,
+)
+
+VOID = {"meta", "br", "hr", "img", "input", "link", "base", "wbr", "source", "area", "col"}
+
+
+class Page(html.parser.HTMLParser):
+    """A parsed page; refuses elements that do not nest.
+
+    Attributes:
+      elements: (tag, attributes) of each element.
+      text: what is said outside figures, said: outside of `pre` too; drawn: said in figures.
+      pre: content of each `pre`, to the letter.
+      rows: measure -> its cells in the headline table; small: measure -> what stands under them.
+    """
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.elements, self.text, self.drawn, self.pre = [], [], [], [], []
+        self.rows, self.small, self.row, self.said = {}, {}, None, []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+        self.tags = [tag for tag, _ in self.elements]
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, attributes))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.row = dict(attributes).get("data-measure")
+            if self.row:
+                self.rows[self.row], self.small[self.row] = [], ""
+        if tag == "td" and self.row:
+            self.rows[self.row].append("")
+        if tag == "pre":
+            self.pre.append("")
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, attributes))
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data):
+        inside = self.open[-1] if self.open else None
+        if "svg" in self.open:
+            self.drawn.append(data)
+        elif inside != "style":
+            self.text.append(data)
+        if inside not in ("style", "pre"):
+            self.said.append(data)
+        if inside == "pre":
+            self.pre[-1] += data
+        if self.row and inside == "td":
+            self.rows[self.row][-1] += data.strip()
+        if self.row and inside == "small":
+            self.small[self.row] += data
+
+    def values(self, name: str) -> list[str]:
+        return [
+            value for _, attributes in self.elements for key, value in attributes if key == name
+        ]
+
+
+def rendered(tmp_path_factory, data: ReportData) -> str:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    write_report(data, path)
+    return path.read_text(encoding="utf-8")
+
+
+def unmeasured(name: str):
+    """A variant whose run broke down: nothing that it says is a number."""
+    rows = [{**row, "loss": math.nan} for row in report_sample.variant(name).history]
+    fields = {"loss": math.nan, "bits_per_byte": None, "tokens_per_second": math.inf, "mfu": None}
+    sections = {"qkv": math.nan, "mlp": 0.1}
+    return report_sample.variant(name, history=rows, section_seconds=sections, memory={}, **fields)
+
+
+SAMPLES = {
+    "both": lambda: report_sample.report(),
+    "dense": lambda: report_sample.report("dense", layouts=[], flop_ceiling=None),
+    "sparse": lambda: report_sample.report("sparse"),
+    "unmeasured": lambda: report_sample.report(
+        variants=[unmeasured("dense"), unmeasured("sparse")]
+    ),
+    "bare": lambda: bare(continuations=[], notes=[], versions={}, projection_share=None),
+}
+
+
+@pytest.fixture(scope="module", params=SAMPLES)
+def sample(request, tmp_path_factory):
+    data = SAMPLES[request.param]()
+    return data, rendered(tmp_path_factory, data)
+
+
+def test_the_page_is_self_contained(sample):
+    _, text = sample
+    parsed = Page(text)
+    loads = {
+        "script",
+        "link",
+        "img",
+        "image",
+        "iframe",
+        "object",
+        "embed",
+        "base",
+        "audio",
+        "video",
+    }
+    assert not loads & set(parsed.tags)
+    assert not parsed.values("src") and not parsed.values("srcset") and not parsed.values("action")
+    assert "http:" not in text and "https:" not in text and "@import" not in text
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
+    assert text.startswith("<!doctype html>") and "default-src 'none'" in text
+
+
+def test_every_reference_within_the_page_finds_its_one_target(sample):
+    _, text = sample
+    parsed = Page(text)
+    ids = parsed.values("id")
+    assert len(ids) == len(set(ids))
+    targets = parsed.values("href")
+    assert targets and all(target.startswith("#") for target in targets)
+    named = [name for value in parsed.values("aria-labelledby") for name in value.split()]
+    drawn = re.findall(r"url\(#([^)]*)\)", text)
+    assert {target[1:] for target in targets} | set(named) | set(drawn) <= set(ids)
+    assert all(dict(a).get("aria-labelledby") for t, a in parsed.elements if t == "svg")
+
+
+def test_no_number_is_missing_by_accident(sample):
+    _, text = sample
+    parsed = Page(text)
+    assert not re.search(r"\b(nan|inf|null|undefined|None)\b", " ".join(parsed.said + parsed.drawn))
+
+
+def test_every_part_of_the_run_is_on_the_page(sample):
+    data, text = sample
+    parsed = Page(text)
+    words = "".join(parsed.text)
+    for said in (data.title, data.date, data.machine, data.corpus, data.tokenizer, *data.notes):
+        assert said in words
+    assert "\n" + data.command in parsed.pre
+    assert all(f"{name}=={version}" in words for name, version in data.versions.items())
+    pictures = {(layout.projection, str(layout.mask)) for layout in data.layouts}
+    charts = 2 * any(math.isfinite(row["loss"]) for v in data.variants for row in v.history)
+    bars = any(v.section_seconds for v in data.variants) + any(v.memory for v in data.variants)
+    assert parsed.tags.count("svg") == len(pictures) + charts + bars
+    assert ("No training history" in words) == (not charts)
+    assert parsed.tags.count("article") == len(data.continuations)
+
+
+@pytest.mark.parametrize(("name", "other"), [("dense", "sparse"), ("sparse", "dense")])
+def test_one_variant_alone_is_compared_with_nothing(tmp_path_factory, name, other):
+    parsed = Page(rendered(tmp_path_factory, report_sample.report(name, layouts=[])))
+    assert parsed.rows and all(len(cells) == 1 for cells in parsed.rows.values())
+    assert f"of-{name}" in parsed.values("class") and f"of-{other}" not in parsed.values("class")
+
+
+MEASURED = {
+    "loss": st.floats(0.1, 20),
+    "bits_per_byte": st.floats(0.1, 20),
+    "stored_parameters": st.integers(1000, 10**13),
+    "training_bytes": st.integers(1000, 10**15),
+    "tokens_per_second": st.floats(1, 1e8),
+    "step_seconds": st.floats(1e-3, 1e3),
+    "flops_per_token": st.floats(1e3, 1e15),
+    "mfu": st.none() | st.floats(0.01, 1),
+}
+QUALITY = ("loss", "bits_per_byte")
+HIGHER_IS_BETTER = ("tokens_per_second", "mfu")
+SAYS_LOWER = ("lower", "fewer", "less", "shorter", "slower")
+
+
+@settings(max_examples=30, deadline=None)
+@given(dense=st.fixed_dictionaries(MEASURED), sparse=st.fixed_dictionaries(MEASURED))
+def test_the_numbers_in_the_table_are_those_of_the_data(tmp_path_factory, dense, sparse):
+    new = {"dense": dense, "sparse": sparse}
+    variants = [dataclasses.replace(v, **new[v.name]) for v in bare().variants]
+    parsed = Page(rendered(tmp_path_factory, bare(variants=variants, continuations=[])))
+    for field in MEASURED:
+        pair = (dense[field], sparse[field])
+        cells = parsed.rows[field]
+        near = {"abs": 5.1e-4} if field in QUALITY else {"rel": 5.1e-3}
+        for cell, value in zip(cells, pair):
+            if value is None:
+                assert cell == quantities.MISSING
+            else:
+                assert parse(cell) == pytest.approx(value, **near)
+        if None in pair:
+            assert cells[2] == quantities.MISSING
+        elif cells[2] == "equal":
+            assert pair[0] == pytest.approx(pair[1], rel=6e-3)
+        else:
+            check_verdict(field, *pair, cells[2], parsed.small[field])
+
+
+def check_verdict(field: str, dense: float, sparse: float, verdict: str, under: str):
+    """The verdict has the size, the direction and the judgement of the two values."""
+    number, word = verdict.split()
+    if field in QUALITY:
+        share = abs(sparse - dense) / dense
+        assert parse(number) == pytest.approx(share, abs=5.1e-4)
+    else:
+        times = max(dense, sparse) / min(dense, sparse)
+        assert parse(number.removesuffix("×")) == pytest.approx(times, rel=5.1e-3)
+    assert (word in SAYS_LOWER) == (sparse < dense)
+    assert ("worse" in under) == ((sparse < dense) == (field in HIGHER_IS_BETTER))
+
+
+def test_the_speed_ratio_stands_beside_its_ceiling(tmp_path_factory):
+    variants = [dataclasses.replace(v, tokens_per_second=250.0 if v.name == "sparse" else 100.0)
+                for v in bare().variants]  # fmt: skip
+    parsed = Page(rendered(tmp_path_factory, bare(variants=variants, flop_ceiling=4.0)))
+    assert parsed.rows["tokens_per_second"][2] == "2.50× faster"
+    assert parsed.small["tokens_per_second"] == "FLOP ceiling 4.00×, 62% of it reached"
+    parsed = Page(rendered(tmp_path_factory, bare(flop_ceiling=None)))
+    assert "eiling" not in "".join(parsed.text)
+
+
+@pytest.mark.parametrize(
+    ("dense", "sparse", "said"),
+    [
+        ((1.345, 60), (1.234, 61), "sparse model is ahead, at 1.234 bits per byte"),
+        ((1.234, 60), (1.345, 60), "dense twin is ahead, at 1.234 bits per byte"),
+        ((1.2341, 60), (1.2342, 60), "level at 1.234 bits per byte"),
+        ((1.345, 60), (1.234, 30), "sparse model is at 1.234 bits per byte of held-out text after"),
+        ((None, 60), (1.234, 60), "is ahead, at 2.598 nats per token"),
+    ],
+)
+def test_the_headline_says_how_it_came_out(dense, sparse, said):
+    new = {"dense": dense, "sparse": sparse}
+    variants = [
+        dataclasses.replace(v, bits_per_byte=new[v.name][0], train_seconds=new[v.name][1])
+        for v in sorted(bare().variants, key=lambda v: v.name)
+    ]
+    sentence = page.headline(variants)
+    assert said in sentence
+    clocks_agree = abs(dense[1] - sparse[1]) <= 1
+    assert ("equal wall-clock" in sentence) == clocks_agree
+
+
+def test_the_headline_claims_nothing_without_an_evaluation():
+    variants = [dataclasses.replace(v, loss=None, bits_per_byte=math.nan) for v in bare().variants]
+    assert page.headline(variants).startswith("No held-out evaluation")
+
+
+MARKUP = (
+    "<b>",
+    "</pre>",
+    "<script>alert(1)</script>",
+    "<!--",
+    "-->",
+    "&lt;",
+    "&#0;",
+    "]]>",
+    "{{ 1 }}",
+)
+ANY_TEXT = st.lists(
+    st.sampled_from([*MARKUP, " ", "\n", "\r", "\t", "\0", "\x1b", "\u202e", "\ud800", "'", '"'])
+    | st.characters()
+).map("".join)
+
+
+@settings(max_examples=40, deadline=None)
+@given(prompt=ANY_TEXT, truth=ANY_TEXT, dense=ANY_TEXT, sparse=ANY_TEXT, title=ANY_TEXT)
+def test_any_text_is_shown_as_it_is(tmp_path_factory, prompt, truth, dense, sparse, title):
+    written = Continuation(prompt, truth, {"sparse": sparse, "dense": dense})
+    data = bare(continuations=[written], title=title, command=title, notes=[title])
+    parsed = Page(rendered(tmp_path_factory, data))
+    # A parser drops the newline that begins a pre; ours keeps it.
+    expected = ["\n" + quantities.visible(t) for t in (prompt, dense, sparse, truth, title)]
+    assert parsed.pre[:5] == expected
+    assert not {"script", "b"} & set(parsed.tags)
+
+
+def test_layers_that_share_a_layout_share_its_picture():
+    layouts = [report_sample.layout("qkv", 4, 12, layer, 2) for layer in (0, 1, 2, 5)]
+    layouts += [report_sample.layout("qkv", 4, 12, layer, 3) for layer in (3,)]
+    pictures, left_out = page.layout_pictures(layouts)
+    assert [p["where"] for p in pictures] == ["layers 0–2, 5", "layer 3"]
+    assert left_out == 0
+    assert (pictures[0]["fan_in"], pictures[0]["fan_out"]) == ("2", "6")
+
+
+def test_an_unbalanced_layout_says_so(tmp_path_factory):
+    layout = LayoutData("qkv", None, 2, 3, 64, [[0, 0], [1, 0], [0, 1]], 2, 2, False)
+    words = "".join(Page(rendered(tmp_path_factory, bare(layouts=[layout]))).text)
+    assert "not balanced" in words and "fan-in 0 to 2, fan-out 1 to 2" in words
+
+
+@given(st.dictionaries(st.text(max_size=5), st.floats(0, 10) | st.just(math.nan), max_size=20))
+def test_folding_small_parts_keeps_their_sum(values):
+    kept = set(list(values)[:8])
+    folded = page.fold(values, kept)
+    assert set(folded) <= kept | {"other"}
+    finite = [v for v in values.values() if math.isfinite(v)]
+    assert math.fsum(folded.values()) == pytest.approx(math.fsum(finite))
+
+
+def test_a_full_disk_leaves_the_old_report(tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+    path.write_text("old")
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="No space left"):
+        write_report(bare(), path)
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["report.html"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    path = tmp_path / "missing" / "report.html"
+    with pytest.raises(UserError, match=re.escape(str(path))):
+        write_report(bare(), path)

@@ -1,0 +1,78 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import report_sample
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from report_sample import bare
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.reporting.report import LayoutData, ReportData, read_metrics
+
+
+@pytest.mark.parametrize("data", [report_sample.report(), report_sample.report("dense"), bare()])
+def test_report_json_round_trips(data):
+    text = json.dumps(data.to_json(), allow_nan=False)
+    assert ReportData.from_json(json.loads(text)) == data
+
+
+def test_numpy_values_and_non_finite_numbers_become_json():
+    variant = report_sample.variant("dense", loss=np.float32(2.5), mfu=math.inf, history=[])
+    layout = LayoutData("qkv", 0, 2, 2, 64, np.array([[0, 1]]), np.int64(1), 1, True)
+    written = bare(variants=[variant], layouts=[layout]).to_json()
+    json.dumps(written, allow_nan=False)
+    assert written["variants"][0]["loss"] == 2.5 and written["variants"][0]["mfu"] is None
+    assert written["layouts"][0]["mask"] == [[0, 1]]
+
+
+def without(data: dict, key: str) -> dict:
+    return {k: v for k, v in data.items() if k != key}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: without(d, "command"), "command"),
+        (lambda d: {**d, "colour": 1}, "colour"),
+        (lambda d: {**d, "variants": []}, "dense, sparse"),
+        (lambda d: {**d, "variants": d["variants"][:1] * 2}, "once"),
+        (lambda d: {**d, "variants": [{**d["variants"][0], "name": "third"}]}, "third"),
+        (lambda d: {**d, "variants": [without(d["variants"][0], "loss")]}, "loss"),
+        (lambda d: {**d, "variants": ["dense"]}, "JSON object"),
+        (lambda d: [d], "JSON object"),
+    ],
+)
+def test_a_report_of_another_shape_is_refused_in_words(change, said):
+    with pytest.raises(UserError, match=said):
+        ReportData.from_json(change(bare().to_json()))
+
+
+def test_a_block_outside_its_grid_is_refused():
+    with pytest.raises(UserError, match="outside its grid of 2 × 2"):
+        LayoutData("qkv", 0, 2, 2, 64, [[0, 2]], 1, 1, True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_torn_metrics_file_keeps_its_whole_rows(tmp_path_factory, data):
+    rows = report_sample.history(0, 6, 0.4, 64, 0.5)
+    lines = [json.dumps(row).encode() + b"\n" for row in rows]
+    content = b"".join(lines)
+    cut = data.draw(st.integers(0, len(content)))
+    path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
+    path.write_bytes(content[:cut])
+    # A line that lacks its newline alone is whole.
+    ends = np.cumsum([len(line) for line in lines]) - 1
+    assert read_metrics(path) == rows[: int((ends <= cut).sum())]
+
+
+def test_a_resumed_runs_rows_replace_the_repeated_ones(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = [{"kind": "train", "step": s, "loss": 1.0} for s in (1, 2, 3)]
+    again = [{"kind": "train", "step": s, "loss": 2.0} for s in (3, 4)]
+    text = "".join(json.dumps(row) + "\n" for row in first) + '{"kind": "tra\n'
+    path.write_text(text + "".join(json.dumps(row) + "\n" for row in again))
+    assert read_metrics(path) == [*first[:2], *again]
+    assert read_metrics(tmp_path / "none.jsonl") == []

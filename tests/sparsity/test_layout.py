@@ -1,0 +1,160 @@
+"""A layout: order of its blocks, its tables, its dense form, and what it refuses."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.sparsity.layout import BlockLayout
+
+masks = hnp.arrays(bool, hnp.array_shapes(min_dims=2, max_dims=2, min_side=1, max_side=7)).filter(
+    np.any
+)
+blocks = st.integers(1, 5)
+
+
+def eye(n, block=2):
+    return BlockLayout.from_mask(np.eye(n, dtype=bool), block)
+
+
+@settings(deadline=None)
+@given(masks, blocks)
+def test_a_mask_comes_back(mask, block):
+    layout = BlockLayout.from_mask(mask, block)
+    np.testing.assert_array_equal(layout.mask, mask)
+    assert layout.nnz == mask.sum()
+    assert layout.density == mask.mean()
+    assert (layout.in_features, layout.out_features) == (
+        mask.shape[0] * block,
+        mask.shape[1] * block,
+    )
+    np.testing.assert_array_equal(layout.fan_in, mask.sum(0))
+    np.testing.assert_array_equal(layout.fan_out, mask.sum(1))
+    assert layout.balanced == (len(set(mask.sum(0))) == 1 and len(set(mask.sum(1))) == 1)
+
+
+@settings(deadline=None)
+@given(masks, blocks)
+def test_blocks_are_stored_by_output_then_input(mask, block):
+    layout = BlockLayout.from_mask(mask, block)
+    stored = [(c, r) for c in range(mask.shape[1]) for r in range(mask.shape[0]) if mask[r, c]]
+    assert list(zip(layout.cols.tolist(), layout.rows.tolist())) == stored
+    for slot, (col, row) in enumerate(stored):
+        assert layout.slots[row, col] == slot
+    np.testing.assert_array_equal(layout.slots == -1, ~mask)
+
+
+@settings(deadline=None)
+@given(masks, blocks, st.integers(0, 9))
+def test_dense_form_element_by_element(mask, block, seed):
+    layout = BlockLayout.from_mask(mask, block)
+    values = np.random.default_rng(seed).normal(size=(layout.nnz, block, block))
+    dense = layout.to_dense(values)
+    assert dense.shape == (layout.in_features, layout.out_features)
+    for i in range(layout.in_features):
+        for j in range(layout.out_features):
+            slot = layout.slots[i // block, j // block]
+            expected = values[slot, i % block, j % block] if slot >= 0 else 0
+            assert dense[i, j] == expected
+    np.testing.assert_array_equal(layout.from_dense(dense), values)
+
+
+@settings(deadline=None)
+@given(masks)
+def test_tables_list_what_each_line_reads_and_feeds(mask):
+    layout = BlockLayout.from_mask(mask, 1)
+    tables = layout.tables()
+    lines = (
+        (tables.in_index, tables.in_slot, layout.mask.T, layout.slots.T),
+        (tables.out_index, tables.out_slot, layout.mask, layout.slots),
+    )
+    for index, slot, line_masks, line_slots in lines:
+        assert index.dtype == slot.dtype == np.int32
+        width = max(line.sum() for line in line_masks)
+        assert index.shape == slot.shape == (len(line_masks), width)
+        for line in range(len(line_masks)):
+            stored = np.flatnonzero(line_masks[line])
+            padding = width - len(stored)
+            assert index[line].tolist() == [*stored, *[0] * padding]
+            assert slot[line].tolist() == [*line_slots[line, stored], *[-1] * padding]
+
+
+@settings(deadline=None)
+@given(masks, blocks)
+def test_tables_give_the_layout_back(mask, block):
+    layout = BlockLayout.from_mask(mask, block)
+    assert BlockLayout.from_tables(layout.tables(), block) == layout
+
+
+@settings(deadline=None)
+@given(masks, masks, blocks, blocks)
+def test_layouts_are_equal_by_content(mask, other_mask, block, other_block):
+    layout, other = (
+        BlockLayout.from_mask(mask, block),
+        BlockLayout.from_mask(other_mask, other_block),
+    )
+    same = block == other_block and np.array_equal(mask, other_mask)
+    assert (layout == other) == same
+    assert (layout.content_hash == other.content_hash) == same
+    twin = BlockLayout(
+        block, *mask.shape, layout.rows.astype(np.int64), layout.cols.astype(np.int64)
+    )
+    assert twin == layout and hash(twin) == hash(layout) and len({twin, layout}) == 1
+
+
+def test_equal_layouts_share_a_compiled_program():
+    traces = []
+
+    def double(x, layout):
+        traces.append(layout)
+        return 2 * x
+
+    jitted = jax.jit(double, static_argnums=1)
+    jitted(1.0, eye(3))
+    jitted(1.0, eye(3))
+    assert len(traces) == 1
+    jitted(1.0, eye(4))
+    assert len(traces) == 2
+
+
+def test_a_layout_cannot_be_changed():
+    rows, cols = np.array([0, 1]), np.array([0, 1])
+    layout = BlockLayout(2, 2, 2, rows, cols)
+    rows[0] = 1
+    assert layout == eye(2)
+    for array in (layout.rows, layout.cols, layout.mask, layout.slots):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+    with pytest.raises(AttributeError):
+        layout.block = 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ((0, 2, 2, [0], [0]), "of at least 1"),
+        ((2, 0, 2, [0], [0]), "of at least 1"),
+        ((2, 2, 2, [], []), "at least one block"),
+        ((2, 2, 2, [[0]], [[0]]), "one list"),
+        ((2, 2, 2, [0.0], [0]), "rows are float64; legal: integers"),
+        ((2, 2, 2, [0, 2], [0, 1]), "rows reach from 0 to 2; legal: 0 to 1"),
+        ((2, 2, 3, [0, 1], [0, 3]), "cols reach from 0 to 3; legal: 0 to 2"),
+        ((2, 2, 2, [-1], [0]), "rows reach from -1 to -1; legal: 0 to 1"),
+        ((2, 2, 2, [0, 1], [0]), "2 rows but 1 cols"),
+        ((2, 2, 2, [0, 1], [1, 0]), "sorted by output"),
+        ((2, 2, 2, [1, 0], [0, 0]), "sorted by output"),
+        ((2, 2, 2, [1, 1], [0, 0]), "without duplicates"),
+    ],
+)
+def test_an_illegal_layout_is_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        BlockLayout(*fields)
+
+
+@pytest.mark.parametrize("mask", [np.ones(4, bool), np.ones((2, 2)), np.zeros((2, 2), bool)])
+def test_an_illegal_mask_is_refused(mask):
+    with pytest.raises(UserError, match=r"bool matrix|at least one block"):
+        BlockLayout.from_mask(mask, 2)

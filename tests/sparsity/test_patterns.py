@@ -1,0 +1,219 @@
+"""Patterns: balance on any grid, what each one connects, mixing over depth, refusals."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.sparsity import patterns
+from sparse_dataflow.sparsity.layout import BlockLayout
+from sparse_dataflow.sparsity.patterns import (
+    PATTERNS,
+    from_permutations,
+    legal_densities,
+    make_layout,
+    register,
+)
+
+NAMES = sorted(set(PATTERNS) - {"dense"})
+RING_NAMES = sorted(set(NAMES) - {"random"})
+names = st.sampled_from(NAMES)
+
+
+def square(pattern, ring, degree, phase=0):
+    """Mask of a pattern on a ring x ring grid."""
+    return make_layout(pattern, ring * 8, ring * 8, 8, degree / ring, phase).mask
+
+
+@st.composite
+def grids(draw, longest=24):
+    in_blocks, out_blocks = draw(st.integers(1, longest)), draw(st.integers(1, longest))
+    if draw(st.booleans()):  # Coprime counts have a ring of 1; draw multiples often.
+        out_blocks = in_blocks * draw(st.integers(1, 4))
+    degree = draw(st.integers(1, math.gcd(in_blocks, out_blocks)))
+    return in_blocks, out_blocks, degree
+
+
+def test_all_patterns_of_the_plan_are_registered():
+    assert {"pixelfly", "butterfly", "cyclic", "random", "banded", "dense"} <= set(PATTERNS)
+
+
+@settings(max_examples=200, deadline=None)
+@given(names, grids(), st.integers(0, 60), st.sampled_from([1, 8, 24]))
+def test_every_pattern_is_balanced_and_as_dense_as_asked(pattern, grid, phase, block):
+    in_blocks, out_blocks, degree = grid
+    ring = math.gcd(in_blocks, out_blocks)
+    density = degree / ring
+    layout = make_layout(pattern, in_blocks * block, out_blocks * block, block, density, phase)
+    assert (layout.in_blocks, layout.out_blocks, layout.block) == (in_blocks, out_blocks, block)
+    assert layout.balanced
+    assert set(layout.fan_in) == {degree * in_blocks // ring}
+    assert set(layout.fan_out) == {degree * out_blocks // ring}
+    assert math.isclose(layout.density, density)
+    again = make_layout(pattern, in_blocks * block, out_blocks * block, block, density, phase)
+    assert again == layout
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(PATTERNS)), grids())
+def test_density_one_stores_every_block(pattern, grid):
+    in_blocks, out_blocks, _ = grid
+    assert make_layout(pattern, in_blocks * 4, out_blocks * 4, 4, 1.0).mask.all()
+
+
+@settings(deadline=None)
+@given(st.sampled_from(RING_NAMES), grids(), st.integers(0, 20))
+def test_a_rectangular_grid_spreads_a_square_one(pattern, grid, phase):
+    in_blocks, out_blocks, degree = grid
+    ring = math.gcd(in_blocks, out_blocks)
+    layout = make_layout(pattern, in_blocks * 8, out_blocks * 8, 8, degree / ring, phase)
+    rectangle = np.ones((in_blocks // ring, out_blocks // ring), bool)
+    np.testing.assert_array_equal(
+        layout.mask, np.kron(square(pattern, ring, degree, phase), rectangle)
+    )
+
+
+@pytest.mark.parametrize("ring", [4, 8, 16, 32])
+def test_pixelfly_is_the_flat_butterfly(ring):
+    i, j = np.indices((ring, ring))
+    for degree in range(1, ring.bit_length() + 1):
+        strides = [0, *(1 << k for k in range(degree - 1))]
+        np.testing.assert_array_equal(square("pixelfly", ring, degree), np.isin(i ^ j, strides))
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["pixelfly", "banded"]), st.integers(2, 24), st.data())
+def test_pixelfly_and_banded_are_equal_in_every_layer_and_nested(pattern, ring, data):
+    degree = data.draw(st.integers(1, ring - 1))
+    mask = square(pattern, ring, degree)
+    np.testing.assert_array_equal(square(pattern, ring, degree, phase=3), mask)
+    assert np.all(square(pattern, ring, degree + 1)[mask])
+    assert mask.diagonal().all()
+
+
+def mixing(pattern, ring, degree, layers):
+    """Whether each output depends on each input after so many successive weights, any start."""
+    for start in range(6):
+        reached = np.eye(ring, dtype=int)
+        for phase in range(start, start + layers):
+            reached = np.minimum(reached @ square(pattern, ring, degree, phase), 1)
+        if not reached.all():
+            return False
+    return True
+
+
+@pytest.mark.parametrize("pattern", ["butterfly", "cyclic"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
+def test_rotating_patterns_mix_everything_in_logarithmic_depth(pattern, stages):
+    ring = 2**stages
+    for degree in range(2, stages + 2):
+        assert mixing(pattern, ring, degree, stages)
+    assert not mixing(pattern, ring, 2, stages - 1)  # 2^(stages - 1) paths reach no more inputs.
+
+
+@pytest.mark.parametrize("pattern", ["butterfly", "cyclic"])
+@pytest.mark.parametrize("ring", [3, 5, 6, 7, 9, 12, 20])
+def test_rotating_patterns_mix_everything_on_any_ring(pattern, ring):
+    assert mixing(pattern, ring, degree=2, layers=2 * ring.bit_length())
+
+
+def test_pixelfly_alone_does_not_mix_where_butterfly_does():
+    assert mixing("butterfly", 16, degree=2, layers=4)
+    assert not mixing("pixelfly", 16, degree=2, layers=8)
+
+
+@pytest.mark.parametrize("ring", [5, 6, 8, 13])
+def test_cyclic_moves_by_powers_of_two(ring):
+    i, j = np.indices((ring, ring))
+    np.testing.assert_array_equal(square("cyclic", ring, 4), np.isin((i - j) % ring, [0, 1, 2, 4]))
+
+
+@settings(deadline=None)
+@given(st.integers(2, 24), st.data())
+def test_banded_reads_the_nearest_on_the_ring(ring, data):
+    degree = data.draw(st.integers(1, ring))
+    i, j = np.indices((ring, ring))
+    distance = np.minimum((i - j) % ring, (j - i) % ring)
+    mask = square("banded", ring, degree)
+    assert distance[mask].max() <= degree // 2
+    assert mask[distance <= (degree - 1) // 2].all()
+
+
+def test_random_stores_every_block_equally_often():
+    seeds = 400
+    masks = [make_layout("random", 48, 96, 8, 1 / 3, phase).mask for phase in range(seeds)]
+    assert len({mask.tobytes() for mask in masks}) == seeds
+    deviation = math.sqrt(1 / 3 * 2 / 3 / seeds)
+    assert np.abs(np.mean(masks, axis=0) - 1 / 3).max() < 4.5 * deviation
+    together = np.mean([mask[0, 0] & mask[1, 1] for mask in masks])
+    assert abs(together - 1 / 9) < 0.08  # A shuffled band alone keeps far pairs apart.
+
+
+def test_a_pattern_of_ones_own(monkeypatch):
+    monkeypatch.setattr(patterns, "PATTERNS", dict(PATTERNS))
+
+    @register("every_third")
+    def every_third(in_blocks, out_blocks, degree, phase):
+        ring = math.gcd(in_blocks, out_blocks)
+        return from_permutations(
+            [(np.arange(ring) + 3 * k) % ring for k in range(degree)], in_blocks, out_blocks
+        )
+
+    layout = make_layout("every_third", 80, 160, 8, 0.3)
+    assert layout.balanced and set(layout.fan_in) == {3}
+    assert np.flatnonzero(layout.mask[:, 0]).tolist() == [0, 3, 6]
+    with pytest.raises(ValueError, match="'every_third' is already registered"):
+        register("every_third")(every_third)
+
+
+def test_permutations_say_what_each_output_reads():
+    mask = from_permutations([np.array([1, 2, 0])], 3, 3)
+    assert [np.flatnonzero(mask[:, j]).tolist() for j in range(3)] == [[1], [2], [0]]
+
+
+def test_an_unknown_pattern_is_refused_with_the_names():
+    with pytest.raises(UserError, match=r"'pixelfy' is unknown; legal: .*pixelfly"):
+        make_layout("pixelfy", 64, 64, 8, 0.5)
+
+
+@pytest.mark.parametrize("block", [-8, 0, 48])
+def test_a_block_that_does_not_divide_is_refused_with_blocks_that_do(block):
+    with pytest.raises(UserError, match="does not divide a 256 x 768 weight") as refusal:
+        make_layout("cyclic", 256, 768, block, 1.0)
+    legal = re.findall(r"\d+", str(refusal.value).split("legal blocks up to 512:")[1])
+    assert legal == ["8", "16", "32", "64", "128", "256"]
+    for block in map(int, legal):
+        assert isinstance(make_layout("cyclic", 256, 768, block, 1.0), BlockLayout)
+
+
+def test_features_without_a_usable_block_are_refused():
+    with pytest.raises(UserError, match="none from 8 up"):
+        make_layout("cyclic", 7, 11, 4, 1.0)
+
+
+@pytest.mark.parametrize("density", [-0.5, 0.0, 0.01, 0.3, 1.5, 17 / 16])
+def test_a_density_without_balanced_layout_is_refused(density):
+    with pytest.raises(UserError, match=r"no balanced layout.*legal: multiples of 1/16 \(0.0625\)"):
+        make_layout("random", 256, 768, 16, density)
+
+
+@settings(deadline=None)
+@given(grids(), st.sampled_from([1, 8]))
+def test_legal_densities_are_those_that_are_accepted(grid, block):
+    in_blocks, out_blocks, _ = grid
+    shape = in_blocks * block, out_blocks * block
+    densities = legal_densities(*shape, block)
+    assert densities == sorted(densities) and densities[-1] == 1
+    for density in densities:
+        assert math.isclose(make_layout("cyclic", *shape, block, density).density, density)
+        with pytest.raises(UserError):
+            make_layout("cyclic", *shape, block, density + densities[0] / 2)
+
+
+def test_dense_pattern_has_one_density():
+    with pytest.raises(UserError, match="only legal density is 1"):
+        make_layout("dense", 64, 64, 8, 0.5)
