@@ -32,12 +32,20 @@ def check(values: absl_flags.FlagValues, groups: Sequence[Group]) -> None:
 
 
 def adopt(values: absl_flags.FlagValues) -> None:
-    """With --resume, takes the saved run's value for every flag not given, and its folder."""
+    """With --resume, takes the saved run's value for every flag not given, and its folder.
+
+    Raises:
+      UserError: the run's config.json holds a value that its flag cannot have.
+    """
     if "resume" not in values or not values.resume:
         return
     for name, value in _saved_flags(values.resume).items():
         if name in values and not given(values, name):
-            values[name].value = tuple(value) if isinstance(value, list) else value
+            try:
+                values[name].value = values[name].parser.parse(_typed(value))
+            except (TypeError, ValueError) as error:
+                path = Path(values.resume) / "config.json"
+                raise UserError(f"{path} is damaged: its --{name}={value} {error}") from None
     if "out" in values:
         values["out"].value = values.resume
 

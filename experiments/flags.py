@@ -95,7 +95,7 @@ SPARSITY = Group(
     "Sparsity",
     "which blocks of the weights exist",
     (
-        Flag("pattern", "choice", "pixelfly", "Rule that chooses the stored blocks.", _patterns),
+        Flag("pattern", "choice", "monarch", "Rule that chooses the stored blocks.", _patterns),
         Flag(
             "density",
             "number",
@@ -269,6 +269,7 @@ def run(
     def prepare(parsed):
         contradictions.check(parsed, groups)
         contradictions.adopt(parsed)
+        command_line.check_ranges(groups, parsed)
 
     command_line.run(main, doc, groups, prepare, values, argv)
 

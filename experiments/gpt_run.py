@@ -4,9 +4,9 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
+import shlex
 import signal
 import sys
 import time
@@ -15,38 +15,28 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from experiments import flags, recipes, run_report
+from experiments import flags, memory_check, recipes, run_folder, run_report
+from experiments.recipes import Variant
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import load_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
-from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution.host_memory import keep_freed_memory
-from sparse_dataflow.models.sizes import SIZES, ModelConfig
 from sparse_dataflow.planning import cost, hardware, memory
 from sparse_dataflow.training.loop import (
+    Compiled,
     Trainer,
     TrainingData,
     advance_side_by_side,
     compile_programs,
 )
 from sparse_dataflow.training.metrics import say
-from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.step import initial_state
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sparse_dataflow"
 EVALUATION_WINDOWS = 128
 FINAL_WINDOWS = 2048
 EVALUATIONS_A_RUN = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """One model of a run: its name ("sparse" or "dense"), what it is and how it is trained."""
-
-    name: str
-    model: ModelConfig
-    training: TrainingConfig
 
 
 def run(experiment: str, values, groups, sparse: bool) -> None:
@@ -62,152 +52,87 @@ def run(experiment: str, values, groups, sparse: bool) -> None:
       UserError: in words, before the first step where it can be known then.
     """
     keep_freed_memory()
-    folder = _run_folder(experiment, values)
-    backend = jax.default_backend()
-    chip = hardware.detect(["float32" if values.dtype == "auto" else values.dtype])
-    values.scale = _scale(values, backend, chip, recipes.linears(values) if sparse else {})
-    names = ["sparse" if sparse else "dense"]
-    if sparse:
-        if values.twin == "auto":
-            values.twin = "yes" if values.scale in recipes.LAPTOP_SCALES else "no"
-        names += ["dense"] * (values.twin == "yes")
+    with run_folder.opened(experiment, values) as folder:
+        chip = hardware.detect(["float32" if values.dtype == "auto" else values.dtype])
+        names = _settle(values, chip, sparse)
+        saved = run_folder.read(folder, experiment, names) if values.resume else None
+        # Refuses what cannot be trained, before any work.
+        memory_check.refuse_too_large(values, recipes.variants(values, names), chip.memory_bytes)
 
-    dense = recipes.model_config(values, values.scale, SIZES[values.scale].vocab_size, backend)
-    if sparse:
-        recipes.sparse_config(values, dense)  # refuses an illegal layout before any work
-    corpus = load_corpus(values.corpus, CACHE)
-    vocab_size = values.vocab_size or SIZES[values.scale].vocab_size
-    tokenizer = load_tokenizer(values.tokenizer, corpus, vocab_size, CACHE)
+        corpus = load_corpus(values.corpus, CACHE)
+        tokenizer = load_tokenizer(values.tokenizer, corpus, recipes.vocab_size(values), CACHE)
+        if saved:
+            run_folder.refuse_other_data(folder, saved, corpus, tokenizer)
+        variants = recipes.variants(values, names, tokenizer.vocab_size)
+        data = _training_data(values, variants[0], corpus, tokenizer)
+        programs = {}
+        for v in variants:
+            say(f"{v.name:>6}: compiling")
+            programs[v.name] = compile_programs(v.model, v.training, data)
+        if saved:
+            steps = {v.name: saved["variants"][v.name]["training"]["steps"] for v in variants}
+        else:
+            steps = _planned_steps(values, variants, programs, data)
+        variants = [
+            dataclasses.replace(v, training=dataclasses.replace(v.training, steps=steps[v.name]))
+            for v in variants
+        ]
+        if saved:
+            run_folder.refuse_other_variants(folder, saved, variants)
+        else:
+            saved = _config(experiment, values, groups, variants, corpus, tokenizer, chip)
+            run_folder.start(folder, saved, tokenizer)
+
+        with _stop_on_signals() as stop, contextlib.ExitStack() as stack:
+            trainers = []
+            for position, v in enumerate(variants):
+                t = _trainer(values, v, folder, data, programs[v.name], chip, position)
+                stack.callback(t.close)
+                trainers.append(t)
+                if values.resume:
+                    say(f"{t.name:>6}: goes on after step {t.step} of {t.training.steps}")
+            finished = _train(trainers, stop)
+        if not finished:
+            again = f"python -m experiments.{experiment} --resume={shlex.quote(str(folder))}"
+            say(f"stopped; go on with: {again}")
+            return
+        report = run_report.write(folder, saved, trainers, corpus, tokenizer, chip)
+        say(report.headline)
+        say(f"report: {report.path}")
+
+
+def _settle(values, chip, sparse) -> list[str]:
+    """`recipes.settle`, in one line where the scale was chosen here; returns variants' names."""
+    chosen = values.scale == "auto"
+    names = recipes.settle(values, jax.default_backend(), chip.memory_bytes, sparse)
+    if chosen and chip.memory_bytes is not None:
+        specs = recipes.linears(values) if sparse else {}
+        say(memory.scale_message(chip.memory_bytes, values.scale, specs))
+        fit = memory_check.fitting(recipes.variants(values, names), chip.memory_bytes)
+        if fit and fit != (values.remat, values.accumulation):
+            values.remat, values.accumulation = fit
+            say(f"to fit the memory: --remat={fit[0]} --accumulation={fit[1]}")
+    return names
+
+
+def _training_data(values, variant, corpus, tokenizer) -> TrainingData:
     tokens = prepare_tokens(corpus, tokenizer, CACHE)
     say(
         f"corpus {corpus.name}: {tokens.train.documents:,} documents, "
         f"{len(tokens.train.tokens):,} training tokens; "
         f"{tokens.validation.documents:,} documents held out"
     )
-    dense = dataclasses.replace(dense, vocab_size=tokenizer.vocab_size)
-    models = {"dense": dense, "sparse": recipes.sparse_config(values, dense) if sparse else None}
-    shape = recipes.training_config(values, values.scale, dense, steps=1)
-    held_out = tokens.validation.tokens
-    periodic = EvalBatches(held_out, shape.batch, shape.sequence, EVALUATION_WINDOWS)
-    final = EvalBatches(held_out, shape.batch, shape.sequence, FINAL_WINDOWS)
-    data = TrainingData(
-        TrainBatches(tokens.train.tokens, shape.batch, shape.sequence, seed=values.seed),
+    shape = variant.training.batch, variant.training.sequence
+    periodic = EvalBatches(tokens.validation.tokens, *shape, EVALUATION_WINDOWS)
+    final = EvalBatches(tokens.validation.tokens, *shape, FINAL_WINDOWS)
+    return TrainingData(
+        TrainBatches(tokens.train.tokens, *shape, seed=values.seed),
         periodic,
         periodic.total_bytes(tokenizer.token_bytes),
         final,
         final.total_bytes(tokenizer.token_bytes),
         tokenizer.content_hash,
     )
-
-    programs, variants = {}, []
-    for name in names:
-        training = recipes.training_config(values, values.scale, models[name], steps=1)
-        say(f"{name:>6}: compiling")
-        programs[name] = compile_programs(
-            models[name], training, data, initial_state(models[name], training)
-        )
-        variants.append(Variant(name, models[name], training))
-    config_file = folder / "config.json"
-    if values.resume:
-        config = json.loads(config_file.read_text())
-        _refuse_other_experiment(config, experiment, values.resume)
-        steps = {name: config["variants"][name]["training"]["steps"] for name in names}
-    else:
-        steps = _planned_steps(values, variants, programs, data)
-    variants = [
-        dataclasses.replace(v, training=dataclasses.replace(v.training, steps=steps[v.name]))
-        for v in variants
-    ]
-    if not values.resume:
-        config = {
-            "experiment": experiment,
-            "command": [f"python -m experiments.{experiment}", *sys.argv[1:]],
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "versions": _versions(),
-            "machine": f"{chip.name} ({platform.machine()})",
-            "flags": flags.as_dict(values, groups),
-            "corpus": {"name": corpus.name, "hash": corpus.content_hash},
-            "tokenizer": tokenizer.content_hash,
-            "variants": {
-                v.name: {
-                    "model": v.model.to_json(),
-                    "training": dataclasses.asdict(v.training),
-                }
-                for v in variants
-            },
-        }
-        _write_new(folder, config, tokenizer)
-
-    trainers = [
-        Trainer(
-            v.name,
-            folder / v.name,
-            v.model,
-            v.training,
-            data,
-            programs[v.name],
-            eval_every=values.eval_every or max(1, v.training.steps // EVALUATIONS_A_RUN),
-            checkpoint_every=values.checkpoint_every
-            or values.eval_every
-            or max(1, v.training.steps // EVALUATIONS_A_RUN),
-            mfu=_mfu(v, chip),
-            position=position,
-        )
-        for position, v in enumerate(variants)
-    ]
-    if values.resume:
-        for t in trainers:
-            say(f"{t.name:>6}: goes on after step {t.step} of {t.training.steps}")
-    finished = _train(trainers)
-    if not finished:
-        say(f"stopped; go on with: python -m experiments.{experiment} --resume={folder}")
-        return
-    report = run_report.write(folder, config, trainers, corpus, tokenizer, chip)
-    say(report.headline)
-    say(f"report: {report.path}")
-
-
-def _scale(values, backend, chip, linears):
-    if values.scale != "auto":
-        return values.scale
-    scale = memory.choose_scale(chip.memory_bytes, backend, linears)
-    if chip.memory_bytes is not None:
-        say(memory.scale_message(chip.memory_bytes, scale, linears))
-    return scale
-
-
-def _run_folder(experiment, values):
-    """The run's folder, proven writable; nothing is kept of one that is refused."""
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(values.out or f"runs/{experiment}-{stamp}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(
-            f"Run folder {folder} cannot be written: {error.strerror}; name another with --out."
-        ) from error
-    return folder
-
-
-def _write_new(folder, config, tokenizer):
-    try:
-        tokenizer.save(folder / "tokenizer.json")
-        partial = folder / "config.json.new"
-        partial.write_text(json.dumps(config, indent=1) + "\n")
-        partial.replace(folder / "config.json")
-    except OSError as error:
-        raise UserError(f"Run folder {folder} cannot be written: {error.strerror}.") from error
-
-
-def _refuse_other_experiment(config, experiment, folder):
-    if config["experiment"] != experiment:
-        raise UserError(
-            f"{folder} is a run of {config['experiment']}; go on with it by "
-            f"python -m experiments.{config['experiment']} --resume={folder}."
-        )
 
 
 def _planned_steps(values, variants, programs, data):
@@ -234,23 +159,47 @@ def _planned_steps(values, variants, programs, data):
     return steps
 
 
-def _mfu(variant, chip):
+def _config(experiment, values, groups, variants, corpus, tokenizer, chip) -> dict:
+    return {
+        "experiment": experiment,
+        "command": [f"python -m experiments.{experiment}", *sys.argv[1:]],
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": _versions(),
+        "machine": f"{chip.name} ({platform.machine()})",
+        "flags": flags.as_dict(values, groups),
+        "corpus": {"name": corpus.name, "hash": corpus.content_hash},
+        "tokenizer": tokenizer.content_hash,
+        "variants": {v.name: v.to_json() for v in variants},
+    }
+
+
+def _trainer(
+    values, variant: Variant, folder: Path, data: TrainingData, programs: Compiled, chip, position
+) -> Trainer:
+    tenth = max(1, variant.training.steps // EVALUATIONS_A_RUN)
     flops = cost.flops_per_token(variant.model, variant.training.sequence).total
-    dtype = variant.model.compute_dtype
-    return lambda tokens_per_second: cost.mfu(flops, tokens_per_second, chip, dtype)
+    return Trainer(
+        variant.name,
+        folder / variant.name,
+        variant.model,
+        variant.training,
+        data,
+        programs,
+        eval_every=values.eval_every or tenth,
+        checkpoint_every=values.checkpoint_every or values.eval_every or tenth,
+        mfu=lambda speed: cost.mfu(flops, speed, chip, variant.model.compute_dtype),
+        position=position,
+    )
 
 
-def _train(trainers) -> bool:
-    """Trains all to the end; False if a signal stopped them, after saving."""
-    with _stop_on_signals() as stop, contextlib.ExitStack() as stack:
+def _train(trainers: list[Trainer], stop) -> bool:
+    """Trains and evaluates all to the end; False if `stop()` came before, after saving."""
+    for _ in advance_side_by_side(trainers, stop):
+        pass
+    finished = all(trainer.finished for trainer in trainers)
+    if finished:
         for trainer in trainers:
-            stack.callback(trainer.close)
-        for _ in advance_side_by_side(trainers, stop):
-            pass
-        finished = all(trainer.finished for trainer in trainers)
-        if finished:
-            for trainer in trainers:
-                trainer.evaluate_finally()
+            trainer.evaluate_finally()
     return finished
 
 

@@ -2,12 +2,27 @@
 
 import dataclasses
 
+from experiments.contradictions import GPT2_VOCABULARY
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import SIZES, LinearSpec, ModelConfig
+from sparse_dataflow.planning import memory
 from sparse_dataflow.training.optimizer import TrainingConfig
 
-LAPTOP_SCALES = ("nano", "micro", "mini")
+LAPTOP_SCALES = ("pico", "nano", "micro", "mini")
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One model of a run: its name ("sparse" or "dense"), what it is and how it is trained."""
+
+    name: str
+    model: ModelConfig
+    training: TrainingConfig
+
+    def to_json(self) -> dict:
+        """As under "variants" in a run's config.json."""
+        return {"model": self.model.to_json(), "training": dataclasses.asdict(self.training)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +43,7 @@ class Recipe:
 # Laptop rates: the best of a sweep for each model by itself, at the demo's own length.  Larger
 # scales: GPT-3's batch and rate (arXiv 2005.14165, table 2.1), the sparse one doubled.
 RECIPES = {
+    "pico": Recipe(8, 2e-3, 4e-3),
     "nano": Recipe(16, 1e-3, 2e-3),
     "micro": Recipe(8, 1e-3, 2e-3),
     "mini": Recipe(8, 6e-4, 1.2e-3),
@@ -42,7 +58,58 @@ RECIPES = {
 }
 
 
-def model_config(values, scale: str, vocab_size: int, backend: str) -> ModelConfig:
+def settle(values, backend: str, memory_bytes: int | None, sparse: bool) -> list[str]:
+    """Replaces every "auto" by what it stands for here; returns the names of the variants.
+
+    Args:
+      values: flags; `scale`, `dtype` and `twin` are set.
+      backend: as `jax.default_backend()` names it.
+      memory_bytes: of one device; None where it is not known.
+      sparse: whether the experiment is the block-sparse one.
+    """
+    if values.scale == "auto":
+        specs = linears(values) if sparse else {}
+        values.scale = memory.choose_scale(memory_bytes, backend, specs)
+    values.dtype = _dtype(values, backend)
+    if not sparse:
+        return ["dense"]
+    if values.twin == "auto":
+        values.twin = "yes" if values.scale in LAPTOP_SCALES else "no"
+    return ["sparse", "dense"] if values.twin == "yes" else ["sparse"]
+
+
+def vocab_size(values) -> int:
+    """The vocabulary that the flags ask for."""
+    if values.tokenizer == "gpt2":
+        return GPT2_VOCABULARY
+    return values.vocab_size or SIZES[values.scale].vocab_size
+
+
+def variants(values, names: list[str], tokens: int | None = None) -> list[Variant]:
+    """The models that settled flags describe, with the steps that --steps says, else one.
+
+    Args:
+      values: flags without an "auto"; see `settle`.
+      names: of the variants.
+      tokens: the tokenizer's vocabulary; None stands for the one that is asked for.
+
+    Raises:
+      UserError: no such model, layout or cut of the batch; names the legal values.
+    """
+    dense = model_config(values, values.scale, tokens or vocab_size(values))
+    models = {name: sparse_config(values, dense) if name == "sparse" else dense for name in names}
+    return [
+        Variant(name, model, training_config(values, values.scale, model, values.steps or 1))
+        for name, model in models.items()
+    ]
+
+
+def _dtype(values, backend):
+    automatic = "float32" if backend == "cpu" else "bfloat16"
+    return automatic if values.dtype == "auto" else values.dtype
+
+
+def model_config(values, scale: str, vocab_size: int, backend: str = "") -> ModelConfig:
     """The dense model that the flags describe.
 
     Raises:
@@ -54,14 +121,13 @@ def model_config(values, scale: str, vocab_size: int, backend: str) -> ModelConf
             f"--sequence={values.sequence} is longer than the {size.max_len} positions of "
             f"{scale!r}; legal: 1 to {size.max_len}, or --positions=rotary."
         )
-    automatic = "float32" if backend == "cpu" else "bfloat16"
     return dataclasses.replace(
         size,
         vocab_size=vocab_size,
         norm=values.norm,
         positions=values.positions,
         remat=values.remat,
-        compute_dtype=automatic if values.dtype == "auto" else values.dtype,
+        compute_dtype=_dtype(values, backend),
         parametrization=values.parametrization,
         seed=values.seed,
     )
@@ -85,13 +151,24 @@ def sparse_config(values, dense: ModelConfig) -> ModelConfig:
 
 
 def training_config(values, scale: str, model: ModelConfig, steps: int) -> TrainingConfig:
-    """How `model` is trained for `steps` steps."""
+    """How `model` is trained for `steps` steps.
+
+    Raises:
+      UserError: the batch cannot be cut into the micro-batches asked for; names the legal ones.
+    """
     recipe = RECIPES[scale]
+    batch = values.batch or recipe.batch
+    if batch % values.accumulation:
+        raise UserError(
+            f"The batch of {batch} sequences cannot be cut into --accumulation="
+            f"{values.accumulation} equal micro-batches; legal: "
+            f"{', '.join(str(n) for n in range(1, batch + 1) if batch % n == 0)}."
+        )
     sparse = bool(model.sparse_projections)
     own_rate = recipe.sparse_learning_rate if sparse else recipe.learning_rate
     return TrainingConfig(
         steps=steps,
-        batch=values.batch or recipe.batch,
+        batch=batch,
         sequence=values.sequence or model.max_len,
         micro_batches=values.accumulation,
         learning_rate=values.learning_rate or own_rate,

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from sparse_dataflow.data.prompts import heldout_prompts
+from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation.generate import continue_greedily
 from sparse_dataflow.models import gpt
 from sparse_dataflow.planning import cost, memory
@@ -21,6 +22,7 @@ from sparse_dataflow.reporting.report import (
     write_report,
 )
 from sparse_dataflow.training.loop import Trainer
+from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.sections import section_seconds
 
 CONTINUATIONS = 10
@@ -35,7 +37,11 @@ class Written:
 
 
 def write(folder: Path, config: dict, trainers: list[Trainer], corpus, tokenizer, chip) -> Written:
-    """Writes report.json and report.html of a finished run."""
+    """Writes report.json and report.html of a finished run.
+
+    Raises:
+      UserError: they cannot be written; the run itself is kept.
+    """
     variants = [_variant(folder, trainer, chip) for trainer in trainers]
     sparse = [t for t in trainers if t.model.sparse_projections]
     model = (sparse or trainers)[0].model
@@ -57,8 +63,14 @@ def write(folder: Path, config: dict, trainers: list[Trainer], corpus, tokenizer
         continuations=_continuations(trainers, corpus, tokenizer),
     )
     partial = folder / "report.json.new"
-    partial.write_text(json.dumps(data.to_json()) + "\n")
-    os.replace(partial, folder / "report.json")
+    try:
+        partial.write_text(json.dumps(data.to_json()) + "\n")
+        os.replace(partial, folder / "report.json")
+    except OSError as error:
+        raise UserError(
+            f"The report cannot be written to {folder} ({error.strerror or error}). The run is "
+            f"kept; make room there, then go on with --resume={folder}."
+        ) from error
     write_report(data, folder / "report.html")
     return Written(folder / "report.html", _headline(variants))
 
@@ -69,7 +81,9 @@ def _variant(folder, trainer, chip):
     train = [row for row in history if row["kind"] == "train"]
     evaluation = [row for row in history if row["kind"] == "final"][-1]
     tokens_a_step = training.batch * training.sequence
-    step_seconds = float(np.median([tokens_a_step / r["tokens_per_second"] for r in train]))
+    # A run whose metrics were lost is timed by its clock, which the checkpoints keep.
+    seconds = [tokens_a_step / r["tokens_per_second"] for r in train]
+    step_seconds = float(np.median(seconds or [trainer.seconds / trainer.step]))
     flops = cost.flops_per_token(model, training.sequence).total
     plan = memory.training_bytes(
         model,
@@ -129,11 +143,16 @@ def _layouts(model):
 
 
 def _continuations(trainers, corpus, tokenizer):
+    """None at all where the held-out documents or the sequences are too short for a prompt."""
     length = min(32, trainers[0].training.sequence // 2)
-    prompts = heldout_prompts(corpus, tokenizer, CONTINUATIONS, length)
+    try:
+        prompts = heldout_prompts(corpus, tokenizer, CONTINUATIONS, max(1, length))
+    except UserError as error:
+        say(f"no continuations in the report: {error}")
+        return []
     ids = np.stack([prompt.prompt_ids for prompt in prompts])
     written = {
-        t.name: continue_greedily(t.model, t.state.params, t.state.tables, ids, length)
+        t.name: continue_greedily(t.model, t.state.params, t.state.tables, ids, ids.shape[1])
         for t in trainers
     }
     return [

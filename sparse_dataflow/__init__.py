@@ -1,0 +1,1 @@
+"""Block-sparse weights that pay while a language model trains."""

@@ -2,7 +2,7 @@
 
 
 class UserError(ValueError):
-    """A request that cannot be served; its text is one or two plain sentences naming the legal values.
+    """A request that cannot be served, told in one or two plain sentences with the legal values.
 
     Experiments print it without a stack trace and exit with status 2.
     """

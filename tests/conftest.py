@@ -19,6 +19,14 @@ def array_sizes():
     return sizes
 
 
+@pytest.fixture(scope="module")
+def quick_compile():
+    """Programs of this module compile in half the time and run slower; what they compute stays."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def _variables(jaxpr):
     yield from (*jaxpr.invars, *jaxpr.constvars, *jaxpr.outvars)
     for equation in jaxpr.eqns:

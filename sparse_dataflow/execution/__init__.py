@@ -1,0 +1,1 @@
+"""Executors: how the sections of a model flow over devices and time."""

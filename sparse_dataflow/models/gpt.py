@@ -38,6 +38,7 @@ class Embed(nnx.Module):
         self.dtype = jnp.dtype(config.compute_dtype)
 
     def __call__(self, tokens_BxT):
+        """Int32 [B, T] -> [B, T, D] in the compute dtype."""
         x_BxTxD = self.tokens[...].astype(self.dtype)[tokens_BxT]
         if self.learned:
             x_BxTxD += self.positions[...].astype(self.dtype)[: tokens_BxT.shape[1]]
@@ -64,6 +65,7 @@ class Block(nnx.Module):
         self.rotary = config.positions == "rotary"
 
     def __call__(self, x_BxTxD, tables):
+        """[B, T, D] -> [B, T, D]; `tables` maps a sparse projection to this layer's tables."""
         B, T, _ = x_BxTxD.shape
         qkv = self.qkv(self.norm1(x_BxTxD), tables.get("qkv"))
         q, k, v = jnp.moveaxis(qkv.reshape(B, T, self.num_heads, 3, -1), 3, 0)
@@ -82,6 +84,7 @@ class Head(nnx.Module):
         self.norm = _norm(config, rngs)
 
     def __call__(self, x_BxTxD):
+        """[B, T, D] -> [B, T, D], normalised."""
         return self.norm(x_BxTxD)
 
 

@@ -21,7 +21,7 @@ class LinearSpec:
     """
 
     kind: str = "dense"
-    pattern: str = "pixelfly"
+    pattern: str = "monarch"
     density: float = 1.0
     block: int = 64
     rank: int = 0
@@ -141,9 +141,10 @@ def _size(num_layers, d_model, num_heads, vocab_size, max_len):
 
 # Laptop scales are wide and shallow with short sequences and a small vocabulary, so that
 # projections hold at least 85% of the FLOPs, as they hold about 95% in the 13B; a narrow replica
-# hides what sparsity does.  125m to 13b and 175b follow GPT-3 (arXiv 2005.14165, table 2.1), 22b and 1t
-# Frontier (arXiv 2312.12705).
+# hides what sparsity does.  125m to 13b and 175b follow GPT-3 (arXiv 2005.14165, table 2.1), 22b
+# and 1t Frontier (arXiv 2312.12705).
 SIZES: dict[str, ModelConfig] = {
+    "pico": _size(2, 128, 2, 512, 64),  # tests: steps of milliseconds
     "nano": _size(2, 1024, 8, 2048, 128),
     "micro": _size(4, 1024, 8, 2048, 256),
     "mini": _size(6, 1536, 12, 4096, 256),

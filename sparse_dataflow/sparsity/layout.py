@@ -61,7 +61,8 @@ class BlockLayout:
                 raise UserError(f"Layout {name} are {index.dtype}; legal: integers.")
             if index.min() < 0 or index.max() >= bound:
                 raise UserError(
-                    f"Layout {name} reach from {index.min()} to {index.max()}; legal: 0 to {bound - 1}."
+                    f"Layout {name} reach from {index.min()} to {index.max()}; "
+                    f"legal: 0 to {bound - 1}."
                 )
             index = index.astype(np.int32)
             index.setflags(write=False)

@@ -162,6 +162,38 @@ def butterfly(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.nd
     return from_permutations([np.arange(ring), *rotated, *compound][:degree], in_blocks, out_blocks)
 
 
+@register("monarch")
+def monarch(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarray:
+    """Groups of `degree` ring cells, all blocks inside a group stored; strides rotate with `phase`.
+
+    Each weight is block-diagonal up to a permutation, as a Monarch factor is (arXiv 2204.00595,
+    section 3), so that a group is one dense product.  The cells of a group lie `stride` apart on
+    the narrower side of the weight and side by side on the wider one; successive weights use
+    other strides, and blocks mix over depth as in a butterfly of radix `degree`.
+
+    Raises:
+      UserError: if `degree` does not divide the ring.
+    """
+    ring = math.gcd(in_blocks, out_blocks)
+    if ring % degree:
+        legal = [f"{k}/{ring}" for k in range(1, ring + 1) if ring % k == 0]
+        raise UserError(
+            f"Pattern 'monarch' has no density of {degree}/{ring} on a grid of {in_blocks} x "
+            f"{out_blocks} blocks; legal: {', '.join(legal)}."
+        )
+    groups = ring // degree
+    strides = [s for s in range(1, groups + 1) if groups % s == 0]
+    # The shift keeps a projection from meeting the same stride in every layer.
+    stride = strides[(phase + phase // len(strides)) % len(strides)]
+    cell = np.arange(ring).reshape(-1, degree, stride).swapaxes(1, 2).reshape(groups, degree)
+    apart, together = cell, np.arange(ring).reshape(groups, degree)
+    reads, feeds = (apart, together) if in_blocks <= out_blocks else (together, apart)
+    permutations = np.empty((degree, ring), int)
+    for k in range(degree):
+        permutations[k, feeds] = np.roll(reads, k, axis=1)
+    return from_permutations(permutations, in_blocks, out_blocks)
+
+
 @register("cyclic")
 def cyclic(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarray:
     """Power-of-two strides around the ring, rotated with `phase`; balanced for any grid."""

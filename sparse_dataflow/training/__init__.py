@@ -1,0 +1,1 @@
+"""Optimizer, state, loop, checkpoints and metrics."""

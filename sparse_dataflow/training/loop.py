@@ -11,12 +11,13 @@ import numpy as np
 
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches, bits_per_byte
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.checkpoint import Checkpoints
 from sparse_dataflow.training.metrics import MetricsWriter, Progress, say
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
 from sparse_dataflow.training.step import (
-    TrainState,
+    group_norms,
     initial_state,
     make_eval_step,
     make_train_step,
@@ -53,17 +54,17 @@ class Compiled:
     seconds: float
 
 
-def compile_programs(
-    model: ModelConfig, training: TrainingConfig, data: TrainingData, state: TrainState
-) -> Compiled:
+def compile_programs(model: ModelConfig, training: TrainingConfig, data: TrainingData) -> Compiled:
     """Compiles train and eval step ahead of time; the train step donates its state."""
     start = time.perf_counter()
-    train_step = jax.jit(make_train_step(model, training, state.tables), donate_argnums=0)
-    eval_step = jax.jit(make_eval_step(model, state.tables))
+    tables = gpt.layout_tables(gpt.layouts(model))
+    state = jax.eval_shape(lambda: initial_state(model, training)._replace(tables=()))
+    train_step = jax.jit(make_train_step(model, training, tables), donate_argnums=0)
+    eval_step = jax.jit(make_eval_step(model, tables))
     tokens = data.train[0]["tokens"]
     held_out = data.validation[0]
     return Compiled(
-        train_step.lower(state._replace(tables=()), tokens, np.float32(0)).compile(),
+        train_step.lower(state, tokens, np.float32(0)).compile(),
         eval_step.lower(state.params, held_out["tokens"], held_out["weights"]).compile(),
         time.perf_counter() - start,
     )
@@ -116,8 +117,10 @@ class Trainer:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{folder} cannot be made: {error.strerror}.") from error
+        # Remat changes what is computed twice, not what is computed.
+        model_fields = {k: v for k, v in model.to_json().items() if k != "remat"}
         identity = {
-            "model": model.to_json(),
+            "model": model_fields,
             "training": dataclasses.asdict(training),
             "tokenizer": data.tokenizer_hash,
         }
@@ -130,6 +133,7 @@ class Trainer:
             self.seconds = extra["seconds"]
         self.step = int(self.state.step)
         self._batches = data.train.iterate(self.step)
+        self._parameter_norms = jax.jit(group_norms)
         self._metrics = MetricsWriter(folder, self.step)
         self._progress = Progress(name, training.steps, self.step, position)
         self.last_evaluation: dict | None = None
@@ -156,7 +160,7 @@ class Trainer:
         elapsed = time.perf_counter() - start
         self.state = bare._replace(tables=self.state.tables)
         self.step += 1
-        self._refuse_non_finite(report)
+        self._refuse_non_finite("gradients", report.gradient_norms, report.loss)
         self.seconds += elapsed
         speed = tokens.shape[0] * (tokens.shape[1] - 1) / elapsed
         self._metrics.write(
@@ -211,28 +215,41 @@ class Trainer:
         return row
 
     def save(self) -> None:
-        """Starts a checkpoint of the present step (nothing if there is one)."""
+        """Starts a checkpoint of the present step (nothing if there is one).
+
+        Raises:
+          UserError: a parameter is not finite, or the folder cannot be written.
+        """
+        norms = jax.device_get(self._parameter_norms(self.state.params))
+        self._refuse_non_finite("parameters", norms)
         fresh = self.last_evaluation and self.last_evaluation["step"] == self.step
         metric = self.last_evaluation["bits_per_byte"] if fresh else None
         extra = {"seconds": self.seconds, "data_position": self.step, "bits_per_byte": metric}
         self._checkpoints.save(self.step, self.state, extra, metric)
 
     def close(self) -> None:
-        """Waits for the checkpoint under way and closes the files."""
-        self._progress.close()
-        self._metrics.close()
-        self._checkpoints.wait()
+        """Waits for the checkpoint under way and closes the files.
 
-    def _refuse_non_finite(self, report):
-        broken = [g for g, norm in report.gradient_norms.items() if not math.isfinite(norm)]
-        if math.isfinite(report.loss) and not broken:
+        Raises:
+          UserError: the last rows or the checkpoint could not be written.
+        """
+        self._progress.close()
+        try:
+            self._metrics.close()
+        finally:
+            self._checkpoints.wait()
+
+    def _refuse_non_finite(self, what, norms, loss=0.0):
+        broken = [group for group, norm in norms.items() if not math.isfinite(norm)]
+        if math.isfinite(loss) and not broken:
             return
         self._checkpoints.wait()
         good = self._checkpoints.steps()
         raise UserError(
-            f"{self.name}: step {self.step} is not finite (loss {report.loss}; gradients of "
-            f"{', '.join(broken) or 'no group'}). Last good checkpoint: "
-            f"{f'step {good[-1]}' if good else 'none'}; try a lower --learning_rate."
+            f"{self.name}: step {self.step} is not finite ({what} of "
+            f"{', '.join(broken) or 'no group'}{f', loss {loss}' if loss else ''}). Last good "
+            f"checkpoint: {f'step {good[-1]}' if good else 'none'}; start a new run with a lower "
+            "--learning_rate."
         )
 
 

@@ -1,45 +1,118 @@
 """Where a run's numbers go: JSONL and TensorBoard files, and a progress bar or plain lines."""
 
+import contextlib
 import json
 import os
+import platform
 import sys
 import time
 from pathlib import Path
 
 from tqdm import tqdm
 
+from sparse_dataflow.errors import UserError
 from sparse_dataflow.reporting.report import read_metrics
+
+_NUMBERS = {
+    "train": ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second"),
+    "eval": ("tokens", "seconds", "loss", "bits_per_byte"),
+}
 
 
 class MetricsWriter:
     """Appends rows to `metrics.jsonl` and scalars to `tensorboard/` in one variant's folder.
 
-    Opening at step s drops rows past s, which a killed run wrote after its last checkpoint.
+    Opening at step s drops rows past s, which a killed run wrote after its last checkpoint, and a
+    finished run's last evaluation, which is made again.
+
+    Raises:
+      UserError: from every method, where the files cannot be written; the rows before stay.
     """
 
     def __init__(self, folder: Path, step: int = 0):
-        from tensorboardX import SummaryWriter
-
-        self._path = folder / "metrics.jsonl"
-        rows = [row for row in read_metrics(self._path) if row["step"] <= step]
-        rewritten = self._path.with_suffix(".new")
-        rewritten.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        os.replace(rewritten, self._path)
-        self._file = self._path.open("a")
-        self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self._folder = folder
+        path = folder / "metrics.jsonl"
+        with self._storage():
+            found = [row for row in read_metrics(path) if row.get("kind") != "final"]
+            rows = [row for row in found if _is_whole(row)]
+            if len(rows) < len(found):
+                say(f"{path}: {len(found) - len(rows)} rows are damaged; passed over.")
+            rewritten = path.with_suffix(".new")
+            rewritten.write_text(
+                "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
+            )
+            os.replace(rewritten, path)
+            self._file = path.open("a")
+            self._events = _EventFile(folder / "tensorboard", step + 1)
 
     def write(self, row: dict) -> None:
         """Adds one row: {"kind", "step", ...numbers}."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        for name, value in row.items():
-            if name not in ("kind", "step") and value is not None:
-                self._tensorboard.add_scalar(f"{row['kind']}/{name}", value, row["step"])
+        with self._storage():
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+            scalars = {
+                f"{row['kind']}/{name}": value
+                for name, value in row.items()
+                if name not in ("kind", "step") and value is not None
+            }
+            self._events.add(row["step"], scalars)
 
     def close(self) -> None:
         """Flushes and closes both files."""
-        self._file.close()
-        self._tensorboard.close()
+        with self._storage(), contextlib.closing(self._events):
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _storage(self):
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"Metrics cannot be written to {self._folder} ({error.strerror or error}). "
+                "Make room there, then go on with --resume."
+            ) from error
+
+
+def _is_whole(row: dict) -> bool:
+    numbers = (row.get(name) for name in ("step", *_NUMBERS.get(row.get("kind"), ("kind",))))
+    return all(isinstance(number, int | float) for number in numbers)
+
+
+class _EventFile:
+    """Scalars for TensorBoard, written in the caller's thread.
+
+    tensorboardX's own SummaryWriter writes from a thread that dies of a full disk, and then leaves
+    the training waiting on its queue for ever.
+    """
+
+    def __init__(self, folder: Path, first_step: int, every: float = 10.0):
+        """Opens a new file whose steps, from `first_step` on, hide those of earlier files."""
+        from tensorboardX.proto import event_pb2
+        from tensorboardX.record_writer import RecordWriter
+
+        folder.mkdir(exist_ok=True)
+        # The names of earlier files sort before: the time comes first.
+        name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}"
+        self._event, self._every = event_pb2.Event, every
+        self._writer = RecordWriter(str(folder / name))
+        self._put(file_version="brain.Event:2")
+        self._put(step=first_step, session_log=event_pb2.SessionLog(status="START"))
+        self._writer.flush()
+        self._flushed = time.monotonic()
+
+    def add(self, step: int, scalars: dict[str, float]) -> None:
+        """Adds {name: value} at `step`; reaches the disk within about `every` seconds."""
+        values = [{"tag": name, "simple_value": value} for name, value in scalars.items()]
+        self._put(step=step, summary={"value": values})
+        if time.monotonic() - self._flushed > self._every:
+            self._writer.flush()
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _put(self, **fields):
+        self._writer.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
 class Progress:

@@ -39,6 +39,10 @@ class TrainingConfig:
     def __post_init__(self):
         if self.steps < 1:
             raise UserError(f"A run needs 1 step or more, not {self.steps}.")
+        if min(self.batch, self.sequence) < 1:
+            raise UserError(f"batch {self.batch} and sequence {self.sequence} must be at least 1.")
+        if not 0 <= self.warmup < 1:
+            raise UserError(f"warmup {self.warmup} is a fraction of the steps; legal: [0, 1).")
         if self.micro_batches < 1 or self.batch % self.micro_batches:
             raise UserError(
                 f"A batch of {self.batch} does not split into {self.micro_batches} micro-batches."
@@ -51,7 +55,7 @@ FINAL_LEARNING_RATE = 0.1
 
 def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
     """Step (from 0) -> learning rate: linear warm-up, then cosine to FINAL_LEARNING_RATE."""
-    warmup = round(training.warmup * training.steps)
+    warmup = min(round(training.warmup * training.steps), training.steps - 1)
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=training.learning_rate / (warmup + 1),
         peak_value=training.learning_rate,

@@ -1,4 +1,4 @@
-"""Where a step's time goes: each section timed by itself, forward and backward, at the run's shapes.
+"""Where a step's time goes: each section timed by itself, forward and backward.
 
 Isolated times leave out what fusion between sections saves or costs; "other" is what they do not
 explain of the measured step.

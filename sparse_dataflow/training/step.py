@@ -1,5 +1,7 @@
 """The training state and the pure functions that advance and evaluate it."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,6 +43,12 @@ class StepReport(NamedTuple):
 def initial_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
     """Parameters, zero moments and the model's own layouts, drawn from the training seed."""
     tables = gpt.layout_tables(gpt.layouts(model))
+    # The length of the training draws nothing, and is known only after the first states are.
+    return _draw(model, dataclasses.replace(training, steps=1))()._replace(tables=tables)
+
+
+@functools.cache
+def _draw(model, training):
     optimizer = make_optimizer(model, training)
 
     @jax.jit
@@ -49,7 +57,7 @@ def initial_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
         params = gpt.init(model, init_key)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), (), key)
 
-    return draw()._replace(tables=tables)
+    return draw
 
 
 def make_train_step(model: ModelConfig, training: TrainingConfig, tables: dict) -> Callable:

@@ -13,6 +13,8 @@ from sparse_dataflow.models.linear import Linear, projection_layout
 from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.sparsity.patterns import make_layout
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 WIDE = ModelConfig(num_layers=2, d_model=256, num_heads=4, d_ff=1024, vocab_size=40, max_len=12)
 
 
@@ -26,6 +28,17 @@ def split(spec, projection="mlp_in", gain=1.0):
     layer = nnx.eval_shape(lambda: Linear(config, projection, gain=gain, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(layer, nnx.Param)
     return graph, nnx.to_pure_dict(state)
+
+
+def draw(spec, projection, gain):
+    """The initial parameters of a layer."""
+    config = WIDE.with_linears(spec)
+
+    def initial():
+        layer = Linear(config, projection, gain=gain, rngs=nnx.Rngs(0))
+        return nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+
+    return jax.jit(initial)()
 
 
 def arbitrary(params, seed=0):
@@ -86,17 +99,6 @@ def test_the_low_rank_term_starts_at_nothing_and_learns():
     np.testing.assert_array_equal(gated, apply({**drawn, "gate": np.float32(0)}))
     gradient = jax.jit(jax.grad(lambda params: jnp.sum(jnp.square(apply(params)))))(drawn)
     assert np.abs(gradient["b_kernel"]).max() > 0
-
-
-def draw(spec, projection, gain):
-    """The initial parameters of a layer."""
-    config = WIDE.with_linears(spec)
-
-    def initial():
-        layer = Linear(config, projection, gain=gain, rngs=nnx.Rngs(0))
-        return nnx.to_pure_dict(nnx.state(layer, nnx.Param))
-
-    return jax.jit(initial)()
 
 
 @pytest.mark.parametrize(("projection", "gain"), [("qkv", 1.0), ("mlp_out", 0.25)])

@@ -1,0 +1,1 @@
+"""Cross-entropy of a tied output layer."""

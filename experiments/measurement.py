@@ -1,0 +1,65 @@
+"""Paired timing, and results kept as JSON with what made them."""
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+
+
+def paired_seconds(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, np.ndarray]:
+    """Times each run once a round, in turn, so that all meet the same machine.
+
+    Args:
+      runs: name -> function that starts work and returns its arrays.
+      rounds: how often; two untimed rounds come first.
+
+    Returns:
+      name -> float [rounds] seconds; element i of every name belongs to the same round.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds + 2):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            if number >= 2:
+                times[name].append(time.perf_counter() - start)
+    return {name: np.asarray(seconds) for name, seconds in times.items()}
+
+
+def paired_ratio(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float, float]:
+    """Median, lower and upper quartile of the ratio, round by round."""
+    ratio = numerator / denominator
+    low, middle, high = np.percentile(ratio, [25, 50, 75])
+    return float(middle), float(low), float(high)
+
+
+def provenance(machine: str) -> dict:
+    """Command, date, machine and versions of this process, for a result file."""
+    module = Path(sys.argv[0]).stem
+    return {
+        "command": f"python -m experiments.{module} {shlex.join(sys.argv[1:])}".strip(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")},
+        },
+    }
+
+
+def keep(folder: str, name: str, result: dict) -> Path:
+    """Writes FOLDER/NAME.json, NAME in lower-case words joined by "-" or "_"; returns its path."""
+    slug = re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")
+    path = Path(folder) / f"{slug}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path

@@ -1,0 +1,102 @@
+"""Refuses at start-up what this machine's memory cannot train, and names what it can."""
+
+import dataclasses
+import math
+
+from experiments import recipes
+from experiments.recipes import Variant
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.sizes import SIZES
+from sparse_dataflow.planning import memory
+from sparse_dataflow.planning.hardware import GIB
+
+
+def needed_bytes(variants: list[Variant]) -> int:
+    """Memory of training the variants by turns on one device.
+
+    The masters, moments and tables of all stay; a step's own memory is there once, the largest.
+    """
+    plans = [
+        memory.training_bytes(
+            v.model,
+            v.training.batch // v.training.micro_batches,
+            v.training.sequence,
+            accumulation=v.training.micro_batches,
+        )
+        for v in variants
+    ]
+    stays = [plan.parameters + plan.moments + plan.layout_tables for plan in plans]
+    return sum(stays) + max(plan.total - kept for plan, kept in zip(plans, stays))
+
+
+def fitting(variants: list[Variant], memory_bytes: int) -> tuple[str, int] | None:
+    """(remat, accumulation) under which the variants fit, with the fewest micro-batches, or None.
+
+    What the variants have is left as it is where that fits.
+    """
+    batch, micro = variants[0].training.batch, variants[0].training.micro_batches
+    for parts in (n for n in range(micro, batch + 1) if batch % n == 0):
+        for remat in dict.fromkeys((variants[0].model.remat, "full")):
+            if needed_bytes(_with(variants, remat, parts)) <= memory_bytes * memory.USABLE:
+                return remat, parts
+    return None
+
+
+def refuse_too_large(values, variants: list[Variant], memory_bytes: int | None) -> None:
+    """Refuses variants that the memory cannot train.
+
+    Args:
+      values: settled flags; named in the answer.
+      variants: what they describe.
+      memory_bytes: of one device; nothing is refused where it is None.
+
+    Raises:
+      UserError: with both figures, and flags or a scale that fit.
+    """
+    if memory_bytes is None:
+        return
+    need = needed_bytes(variants)
+    if need <= memory_bytes * memory.USABLE:
+        return
+    raise UserError(
+        f"Training --scale={values.scale} needs {math.ceil(need / GIB):,} GiB with these flags, "
+        f"and this machine has {math.floor(memory_bytes / GIB):,}; "
+        f"{_advice(values, variants, memory_bytes)}."
+    )
+
+
+def _advice(values, variants, memory_bytes):
+    fit = fitting(variants, memory_bytes)
+    if fit:
+        return f"it fits with --remat={fit[0]} --accumulation={fit[1]}"
+    names = [v.name for v in variants]
+    if len(variants) > 1 and fitting(variants[:1], memory_bytes):
+        remat, parts = fitting(variants[:1], memory_bytes)
+        return f"it fits with --twin=no --remat={remat} --accumulation={parts}"
+    wanted = values.scale
+    smaller = list(SIZES)[: list(SIZES).index(wanted)]
+    try:
+        for scale in reversed(smaller):
+            values.scale = scale
+            fit = fitting(recipes.variants(values, names), memory_bytes)
+            if fit:
+                return (
+                    f"the largest that fits is --scale={scale} --remat={fit[0]} "
+                    f"--accumulation={fit[1]}"
+                )
+    except UserError:  # These flags describe no smaller model.
+        pass
+    finally:
+        values.scale = wanted
+    return "no smaller scale fits with these flags"
+
+
+def _with(variants, remat, parts):
+    return [
+        dataclasses.replace(
+            v,
+            model=dataclasses.replace(v.model, remat=remat),
+            training=dataclasses.replace(v.training, micro_batches=parts),
+        )
+        for v in variants
+    ]

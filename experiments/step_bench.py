@@ -1,0 +1,134 @@
+"""The whole training step, dense and sparse, paired in one run.
+
+Both steps run in turn on the same random tokens: forward, backward, clipping and AdamW at the
+scale's own batch. Prints step time, tokens/s, MFU, the ratio of each round (median and quartiles)
+and the FLOP ceiling of the scale, and keeps them as JSON.
+
+    python -m experiments.step_bench
+    python -m experiments.step_bench --scale=micro --density=0.25
+"""
+
+from experiments import flags
+from experiments.command_line import Flag, Group
+
+BENCHMARK = Group(
+    "Benchmark",
+    "how it is timed",
+    (
+        Flag("rounds", "integer", 11, "Timed rounds.", legal=("1 or more", lambda n: n > 0)),
+        Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),
+    ),
+)
+GROUPS = (
+    *flags.without(
+        "minutes", "steps", "twin", groups=(flags.MODEL, flags.SPARSITY, flags.TRAINING)
+    ),
+    BENCHMARK,
+)
+
+
+def main(values):
+    """Runs the benchmark; see the module docstring."""
+    from sparse_dataflow.execution.host_memory import keep_freed_memory
+
+    keep_freed_memory()
+    import types
+
+    import jax
+    import numpy as np
+
+    from experiments import measurement, recipes
+    from sparse_dataflow.planning import cost, hardware, memory
+
+    asked = {flag.name: values[flag.name].value for group in GROUPS for flag in group.flags}
+    settings = types.SimpleNamespace(**asked, twin="yes", steps=1, vocab_size=0)
+    chip = hardware.detect(["float32" if values.dtype == "auto" else values.dtype])
+    recipes.settle(settings, jax.default_backend(), chip.memory_bytes, sparse=True)
+    dense_run, sparse_run = recipes.variants(settings, ["dense", "sparse"])
+    dense, sparse, training = dense_run.model, sparse_run.model, dense_run.training
+    scale = settings.scale
+    models = {"dense": dense, "sparse": sparse}
+    rng = np.random.default_rng(values.seed)
+    shape = (training.batch, training.sequence + 1)
+    tokens = rng.integers(dense.vocab_size, size=shape, dtype=np.int32)
+    runs, compile_seconds = {}, {}
+    for name, model in models.items():
+        runs[name], compile_seconds[name] = _step(model, training, tokens)
+    seconds = measurement.paired_seconds(runs, values.rounds)
+    ratio, low, high = measurement.paired_ratio(seconds["dense"], seconds["sparse"])
+    ceiling = cost.flop_ceiling(sparse, training.sequence)
+    share = cost.flops_per_token(dense, training.sequence).projection_share
+    rows = {}
+    for name, model in models.items():
+        step = float(np.median(seconds[name]))
+        speed = training.batch * training.sequence / step
+        flops = cost.flops_per_token(model, training.sequence).total
+        rows[name] = {
+            "step_ms": 1e3 * step,
+            "tokens_per_second": speed,
+            "mfu": cost.mfu(flops, speed, chip, model.compute_dtype),
+            "stored_parameters": memory.parameter_count(model),
+            "compile_seconds": compile_seconds[name],
+        }
+    print(
+        f"{chip.name}: scale {scale}, {training.batch} x {training.sequence} tokens, "
+        f"{dense.compute_dtype}, {values.pattern} at density {values.density:g}, block "
+        f"{values.block}; projections hold {share:.1%} of the dense FLOPs"
+    )
+    for name, row in rows.items():
+        used = "" if row["mfu"] is None else f"  MFU {row['mfu']:.1%}"
+        print(
+            f"{name:>6}: {row['step_ms']:8.1f} ms a step  {row['tokens_per_second']:9,.0f} "
+            f"tokens/s{used}  compile {row['compile_seconds']:.1f} s"
+        )
+    print(
+        f"dense / sparse: {ratio:.2f}x (quartiles {low:.2f}-{high:.2f}); FLOP ceiling "
+        f"{ceiling:.2f}x, reached {ratio / ceiling:.0%}"
+    )
+    if values.keep:
+        result = {
+            **measurement.provenance(chip.name),
+            "inputs": "uniform random tokens",
+            "scale": scale,
+            "batch": training.batch,
+            "sequence": training.sequence,
+            "density": values.density,
+            "pattern": values.pattern,
+            "block": values.block,
+            "projection_share": share,
+            "flop_ceiling": ceiling,
+            "ratio": ratio,
+            "ratio_low": low,
+            "ratio_high": high,
+            "rows": rows,
+        }
+        path = measurement.keep(values.keep, f"step_bench_{chip.name}_{scale}", result)
+        print(f"kept in {path}")
+
+
+def _step(model, training, tokens):
+    """(function that makes one step on its own state, seconds to compile)."""
+    import time
+
+    import jax
+    import numpy as np
+
+    from sparse_dataflow.training.step import initial_state, make_train_step
+
+    state = initial_state(model, training)
+    step = jax.jit(make_train_step(model, training, state.tables), donate_argnums=0)
+    state = state._replace(tables=())
+    start = time.perf_counter()
+    compiled = step.lower(state, tokens, np.float32(0)).compile()
+    seconds = time.perf_counter() - start
+
+    def run():
+        nonlocal state
+        state, report = compiled(state, tokens, np.float32(1e-4))
+        return report
+
+    return run, seconds
+
+
+if __name__ == "__main__":
+    flags.run(main, __doc__, GROUPS)

@@ -1,0 +1,165 @@
+"""The optimizer: schedule, what decays, rates by density, and AdamW as optax has it."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.training.optimizer import (
+    FINAL_LEARNING_RATE,
+    TrainingConfig,
+    decay_mask,
+    learning_rate_multipliers,
+    learning_rate_schedule,
+    make_optimizer,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+MODEL = ModelConfig(
+    num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12
+).with_linears(LinearSpec("block_sparse", "cyclic", density=0.5, block=8, rank=2), ["qkv"])
+MODEL = MODEL.with_linears(LinearSpec("block_sparse", "cyclic", density=0.25, block=8), ["mlp_out"])
+SUPAR = dataclasses.replace(MODEL, parametrization="supar")
+TRAINING = TrainingConfig(steps=20, batch=4, sequence=8, weight_decay=0.3, clip=0.7)
+
+
+def draw_like_params(seed, scale=1.0):
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda key: gpt.init(MODEL, key), jax.random.key(0))
+    return jax.tree.map(lambda s: scale * rng.normal(size=s.shape).astype(np.float32), shapes)
+
+
+def by_path(tree):
+    return {
+        "/".join(key.key for key in path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+schedules = st.builds(
+    TrainingConfig,
+    steps=st.integers(1, 300),
+    batch=st.just(1),
+    sequence=st.just(1),
+    learning_rate=st.sampled_from([1e-4, 1e-2]),
+    warmup=st.sampled_from([0.0, 0.01, 0.1, 0.5, 0.9, 0.99]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedules)
+def test_the_schedule_warms_up_then_falls_to_its_end(training):
+    schedule = learning_rate_schedule(training)
+    peak = training.learning_rate
+    rates = [schedule(step) for step in range(training.steps + 1)]
+    top = int(np.argmax(rates))
+    assert abs(top - training.warmup * training.steps) <= 1
+    assert rates[top] == pytest.approx(peak, rel=1e-6)
+    assert rates[0] > 0
+    if top > 1:
+        np.testing.assert_allclose(np.diff(rates[: top + 1]), peak / (top + 1), rtol=1e-3)
+    assert np.all(np.diff(rates[top:]) < 0)
+    assert rates[-1] == pytest.approx(peak * FINAL_LEARNING_RATE, rel=1e-3)
+
+
+def test_half_way_down_is_half_the_way():
+    schedule = learning_rate_schedule(TrainingConfig(110, 1, 1, learning_rate=1.0, warmup=1 / 11))
+    assert schedule(60) == pytest.approx((1 + FINAL_LEARNING_RATE) / 2, rel=1e-5)
+    assert schedule(35) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2, rel=1e-5)
+
+
+def test_matrices_decay_and_nothing_else():
+    decayed = {path for path, leaf in by_path(decay_mask(draw_like_params(0))).items() if leaf}
+    assert decayed == {
+        "embed/tokens",
+        "embed/positions",
+        "blocks/qkv/values",
+        "blocks/qkv/a_kernel",
+        "blocks/qkv/b_kernel",
+        "blocks/attn_out/kernel",
+        "blocks/mlp_in/kernel",
+        "blocks/mlp_out/values",
+    }
+
+
+def test_only_sparse_weights_under_supar_have_rates_of_their_own():
+    params = draw_like_params(0)
+    assert set(by_path(learning_rate_multipliers(MODEL, params)).values()) == {1.0}
+    multipliers = by_path(learning_rate_multipliers(SUPAR, params))
+    others = {path: m for path, m in multipliers.items() if m != 1}
+    assert others == {"blocks/qkv/values": 2.0, "blocks/mlp_out/values": 4.0}
+
+
+def train(optimizer, steps=4, scale=lambda updates: updates):
+    """Parameters after a few steps on gradients drawn beforehand, some above the clip."""
+    params = draw_like_params(0)
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    for step in range(steps):
+        gradients = draw_like_params(step + 1, scale=10.0 ** (step % 3 - 3))
+        updates, state = update(gradients, state, params)
+        params = jax.tree.map(np.add, params, scale(updates))
+    return params
+
+
+def test_without_supar_it_is_optax_adamw():
+    rate = 0.01
+    ours = train(
+        make_optimizer(MODEL, TRAINING),
+        scale=lambda updates: jax.tree.map(lambda u: -rate * u, updates),
+    )
+    theirs = train(
+        optax.chain(
+            optax.clip_by_global_norm(TRAINING.clip),
+            optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.3, mask=decay_mask),
+        )
+    )
+    for path, leaf in by_path(ours).items():
+        np.testing.assert_allclose(leaf, by_path(theirs)[path], rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_clipped_to_their_global_norm():
+    optimizer = make_optimizer(MODEL, dataclasses.replace(TRAINING, clip=1e-3))
+    params = draw_like_params(0)
+    state = optimizer.init(params)
+    _, state = jax.jit(optimizer.update)(draw_like_params(1, scale=50.0), state, params)
+    adam = next(part for part in state if hasattr(part, "mu"))
+    assert optax.tree.norm(adam.mu) / (1 - 0.9) == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_supar_moves_sparse_weights_further_by_the_inverse_density():
+    params, gradients = draw_like_params(0), draw_like_params(1)
+    moves = []
+    for model in (MODEL, SUPAR):
+        optimizer = make_optimizer(model, TRAINING)
+        updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
+        moves.append(by_path(updates))
+    for path, standard in moves[0].items():
+        factor = {"blocks/qkv/values": 2, "blocks/mlp_out/values": 4}.get(path, 1)
+        np.testing.assert_allclose(moves[1][path], factor * standard, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"steps": 0}, "1 step or more, not 0"),
+        ({"micro_batches": 3}, "batch of 4 does not split into 3 micro-batches"),
+        ({"micro_batches": 0}, "batch of 4 does not split into 0 micro-batches"),
+        ({"batch": 0}, "batch 0 and sequence 8 must be at least 1"),
+        ({"sequence": 0}, "sequence 0 must be at least 1"),
+        ({"warmup": 1.0}, r"warmup 1.0 .* legal: \[0, 1\)"),
+        ({"warmup": -0.1}, r"warmup -0.1 .* legal: \[0, 1\)"),
+    ],
+)
+def test_illegal_training_is_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(TRAINING, **fields)
