@@ -1,7 +1,6 @@
 """The main job: train a GPT, sparse, dense or both side by side, into one run folder."""
 
 import contextlib
-import dataclasses
 import datetime
 import importlib.metadata
 import os
@@ -34,9 +33,9 @@ from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.step import initial_state
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sparse_dataflow"
-EVALUATION_WINDOWS = 128
+EVALUATION_WINDOWS = 64
 FINAL_WINDOWS = 2048
-EVALUATIONS_A_RUN = 10
+EVALUATIONS_A_RUN = 8
 
 
 def run(experiment: str, values, groups, sparse: bool) -> None:
@@ -64,22 +63,19 @@ def run(experiment: str, values, groups, sparse: bool) -> None:
         if saved:
             run_folder.refuse_other_data(folder, saved, corpus, tokenizer)
         variants = recipes.variants(values, names, tokenizer.vocab_size)
+        if saved:
+            variants = [
+                v.with_steps(saved["variants"][v.name]["training"]["steps"]) for v in variants
+            ]
+            run_folder.refuse_other_variants(folder, saved, variants)
         data = _training_data(values, variants[0], corpus, tokenizer)
         programs = {}
         for v in variants:
             say(f"{v.name:>6}: compiling")
             programs[v.name] = compile_programs(v.model, v.training, data)
-        if saved:
-            steps = {v.name: saved["variants"][v.name]["training"]["steps"] for v in variants}
-        else:
+        if not saved:
             steps = _planned_steps(values, variants, programs, data)
-        variants = [
-            dataclasses.replace(v, training=dataclasses.replace(v.training, steps=steps[v.name]))
-            for v in variants
-        ]
-        if saved:
-            run_folder.refuse_other_variants(folder, saved, variants)
-        else:
+            variants = [v.with_steps(steps[v.name]) for v in variants]
             saved = _config(experiment, values, groups, variants, corpus, tokenizer, chip)
             run_folder.start(folder, saved, tokenizer)
 
@@ -176,7 +172,7 @@ def _config(experiment, values, groups, variants, corpus, tokenizer, chip) -> di
 def _trainer(
     values, variant: Variant, folder: Path, data: TrainingData, programs: Compiled, chip, position
 ) -> Trainer:
-    tenth = max(1, variant.training.steps // EVALUATIONS_A_RUN)
+    eval_every = values.eval_every or max(1, variant.training.steps // EVALUATIONS_A_RUN)
     flops = cost.flops_per_token(variant.model, variant.training.sequence).total
     return Trainer(
         variant.name,
@@ -185,8 +181,8 @@ def _trainer(
         variant.training,
         data,
         programs,
-        eval_every=values.eval_every or tenth,
-        checkpoint_every=values.checkpoint_every or values.eval_every or tenth,
+        eval_every=eval_every,
+        checkpoint_every=values.checkpoint_every or 2 * eval_every,
         mfu=lambda speed: cost.mfu(flops, speed, chip, variant.model.compute_dtype),
         position=position,
     )

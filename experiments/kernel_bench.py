@@ -48,6 +48,7 @@ def main(values):
     from experiments import measurement
     from sparse_dataflow.planning import hardware
 
+    layouts = _layouts(values)
     chip = hardware.detect([values.dtype])
     rows = []
     print(
@@ -58,17 +59,16 @@ def main(values):
         f"{'shape':>11} {'pattern':>10} {'implementation':>14} {'dense ms':>9} {'sparse ms':>9} "
         f"{'ratio':>6} {'quartiles':>11} {'compile s':>9}"
     )
-    for shape in _shapes(values.shapes):
-        for pattern in values.patterns:
-            for row in _measure(shape, pattern, values):
-                rows.append(row)
-                print(
-                    f"{row['shape']:>11} {pattern:>10} {row['implementation']:>14} "
-                    f"{row['dense_ms']:9.1f} {row['sparse_ms']:9.1f} {row['ratio']:6.2f} "
-                    f"{row['ratio_low']:5.2f}-{row['ratio_high']:5.2f} "
-                    f"{row['compile_seconds']:9.2f}",
-                    flush=True,
-                )
+    for pattern, layout in layouts:
+        for row in _measure(pattern, layout, values):
+            rows.append(row)
+            print(
+                f"{row['shape']:>11} {pattern:>10} {row['implementation']:>14} "
+                f"{row['dense_ms']:9.1f} {row['sparse_ms']:9.1f} {row['ratio']:6.2f} "
+                f"{row['ratio_low']:5.2f}-{row['ratio_high']:5.2f} "
+                f"{row['compile_seconds']:9.2f}",
+                flush=True,
+            )
     if values.keep:
         result = {**measurement.provenance(chip.name), "inputs": "normal, unit variance"}
         settings = {name: values[name].value for name in ("tokens", "density", "block", "dtype")}
@@ -78,6 +78,17 @@ def main(values):
             {**result, **settings, "rows": rows},
         )
         print(f"\nkept in {path}")
+
+
+def _layouts(values):
+    """[(pattern, layout)] of every shape, made before anything is timed: one may be refused."""
+    from sparse_dataflow.sparsity.patterns import make_layout
+
+    return [
+        (pattern, make_layout(pattern, *shape, values.block, values.density))
+        for shape in _shapes(values.shapes)
+        for pattern in values.patterns
+    ]
 
 
 def _shapes(text):
@@ -92,7 +103,7 @@ def _shapes(text):
     return shapes
 
 
-def _measure(shape, pattern, values):
+def _measure(pattern, layout, values):
     import time
 
     import jax
@@ -101,10 +112,8 @@ def _measure(shape, pattern, values):
 
     from experiments import measurement
     from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
-    from sparse_dataflow.sparsity.patterns import make_layout
 
-    in_features, out_features = shape
-    layout = make_layout(pattern, in_features, out_features, values.block, values.density)
+    in_features, out_features = layout.in_features, layout.out_features
     tables = layout.tables()
     rng = np.random.default_rng(0)
     draw = lambda *s: jnp.asarray(rng.normal(size=s), values.dtype)  # noqa: E731

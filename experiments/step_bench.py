@@ -38,13 +38,16 @@ def main(values):
     import numpy as np
 
     from experiments import measurement, recipes
+    from sparse_dataflow.models.sizes import SIZES
     from sparse_dataflow.planning import cost, hardware, memory
 
     asked = {flag.name: values[flag.name].value for group in GROUPS for flag in group.flags}
-    settings = types.SimpleNamespace(**asked, twin="yes", steps=1, vocab_size=0)
+    settings = types.SimpleNamespace(**asked, twin="yes", steps=1)
     chip = hardware.detect(["float32" if values.dtype == "auto" else values.dtype])
     recipes.settle(settings, jax.default_backend(), chip.memory_bytes, sparse=True)
-    dense_run, sparse_run = recipes.variants(settings, ["dense", "sparse"])
+    dense_run, sparse_run = recipes.variants(
+        settings, ["dense", "sparse"], SIZES[settings.scale].vocab_size
+    )
     dense, sparse, training = dense_run.model, sparse_run.model, dense_run.training
     scale = settings.scale
     models = {"dense": dense, "sparse": sparse}

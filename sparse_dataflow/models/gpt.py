@@ -16,11 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
-from sparse_dataflow.models.linear import Linear, projection_layout
+from sparse_dataflow.kernels.gelu.api import gelu
+from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
+from sparse_dataflow.models.linear import PROJECTION_OUTPUT, Linear, projection_layout
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 
@@ -73,8 +76,22 @@ class Block(nnx.Module):
             q, k = _rotate(q), _rotate(k)
         attended = causal_attention(q, k, v).reshape(x_BxTxD.shape)
         x_BxTxD += self.attn_out(attended, tables.get("attn_out"))
-        hidden = jax.nn.gelu(self.mlp_in(self.norm2(x_BxTxD), tables.get("mlp_in")))
-        return x_BxTxD + self.mlp_out(hidden, tables.get("mlp_out"))
+        return x_BxTxD + self._mlp(self.norm2(x_BxTxD), tables)
+
+    def _mlp(self, x_BxTxD, tables):
+        if self.mlp_in.plain_sparse and self.mlp_out.plain_sparse:
+            inside, outside = self.mlp_in.cast(x_BxTxD.dtype), self.mlp_out.cast(x_BxTxD.dtype)
+            y = sparse_mlp(
+                x_BxTxD,
+                inside["values"],
+                inside["bias"],
+                outside["values"],
+                tables["mlp_in"],
+                tables["mlp_out"],
+            )
+            return checkpoint_name(y + outside["bias"], PROJECTION_OUTPUT)
+        hidden = gelu(self.mlp_in(x_BxTxD, tables.get("mlp_in")))
+        return self.mlp_out(hidden, tables.get("mlp_out"))
 
 
 class Head(nnx.Module):

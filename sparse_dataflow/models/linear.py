@@ -67,15 +67,24 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array, tables: LayoutTables | None) -> jax.Array:
         """[..., in] -> [..., out] in x's dtype; `tables` are this layer's where it is sparse."""
-        cast = lambda parameter: parameter[...].astype(x.dtype)  # noqa: E731
+        own = self.cast(x.dtype)
         if self.sparse:
-            y = block_sparse_matmul(x, cast(self.values), tables)
+            y = block_sparse_matmul(x, own["values"], tables)
         else:
-            y = _matmul(x, cast(self.kernel))
+            y = _matmul(x, own["kernel"])
         if self.rank:
-            inner = _matmul(x, cast(self.a_kernel))
-            y += cast(self.gate) * _matmul(inner, cast(self.b_kernel))
-        return checkpoint_name(y + cast(self.bias), PROJECTION_OUTPUT)
+            y += own["gate"] * _matmul(_matmul(x, own["a_kernel"]), own["b_kernel"])
+        return checkpoint_name(y + own["bias"], PROJECTION_OUTPUT)
+
+    @property
+    def plain_sparse(self) -> bool:
+        """Block-sparse without a low-rank term."""
+        return self.sparse and not self.rank
+
+    def cast(self, dtype: jnp.dtype) -> dict[str, jax.Array]:
+        """The parameters by name, in the compute dtype."""
+        params = nnx.to_pure_dict(nnx.state(self, nnx.Param))
+        return {name: leaf.astype(dtype) for name, leaf in params.items()}
 
 
 def _matmul(x, kernel):

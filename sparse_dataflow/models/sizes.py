@@ -145,7 +145,7 @@ def _size(num_layers, d_model, num_heads, vocab_size, max_len):
 # and 1t Frontier (arXiv 2312.12705).
 SIZES: dict[str, ModelConfig] = {
     "pico": _size(2, 128, 2, 512, 64),  # tests: steps of milliseconds
-    "nano": _size(2, 1024, 8, 2048, 128),
+    "nano": _size(2, 1024, 8, 3072, 128),
     "micro": _size(4, 1024, 8, 2048, 256),
     "mini": _size(6, 1536, 12, 4096, 256),
     "125m": _size(12, 768, 12, 50257, 2048),

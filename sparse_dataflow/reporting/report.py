@@ -195,7 +195,8 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             row = None
-        if not isinstance(row, dict) or type(row.get("step", 0)) is not int:
+        whole = isinstance(row, dict) and isinstance(row.get("kind", ""), str)
+        if not whole or type(row.get("step", 0)) is not int:
             logging.getLogger(__name__).warning("%s: line %d is torn; passed over.", path, number)
             continue
         rows[(row.get("kind"), row["step"]) if "step" in row else number] = row

@@ -1,6 +1,7 @@
 """The whole executor: however it runs a model, the loss and the gradients are the same."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +27,16 @@ MODEL = dataclasses.replace(
 )
 
 
+@functools.cache
+def shapes(config):
+    return jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
+
+
 def arbitrary_params(config, seed=0):
     rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
-    return jax.tree.map(lambda leaf: 0.2 * rng.normal(size=leaf.shape).astype(np.float32), shapes)
+    return jax.tree.map(
+        lambda leaf: 0.2 * rng.normal(size=leaf.shape).astype(np.float32), shapes(config)
+    )
 
 
 def tokens_of(config, batch=4, length=11, seed=0):
@@ -83,9 +90,8 @@ def test_gradients_are_those_of_the_plain_loss(result):
     assert_same(result, plain_result)
 
 
-@pytest.mark.parametrize("micro_batches", [2, 4])
-def test_accumulation_is_one_batch(result, micro_batches):
-    assert_same(result, run(micro_batches=micro_batches))
+def test_accumulation_is_one_batch(result):
+    assert_same(result, run(micro_batches=2))
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])

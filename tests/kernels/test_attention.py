@@ -30,7 +30,7 @@ def exact_attention(query, key, value):
     return result
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.tuples(
         st.integers(1, 3), st.integers(1, 20), st.integers(1, 4), st.sampled_from([1, 8, 16])

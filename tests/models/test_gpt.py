@@ -1,6 +1,7 @@
 """A GPT by its properties: causality, dense equivalence, positions, scale, what it stores."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -31,6 +32,11 @@ def variants(*names):
     return pytest.mark.parametrize("config", [VARIANTS[name] for name in names], ids=names)
 
 
+@functools.cache
+def shapes(config):
+    return jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
+
+
 def arbitrary_params(config, seed=0):
     """Parameters none of which is at a special value, so that each of them matters."""
     rng = np.random.default_rng(seed)
@@ -39,8 +45,7 @@ def arbitrary_params(config, seed=0):
         center = 1.0 if path[-1].key in ("scale", "gate") else 0.0
         return (center + 0.2 * rng.normal(size=leaf.shape)).astype(np.float32)
 
-    shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+    return jax.tree_util.tree_map_with_path(draw, shapes(config))
 
 
 def tokens_of(config, batch=2, length=10, seed=0):
@@ -193,22 +198,21 @@ def test_activations_start_at_one_scale_whatever_the_density():
     for spec in specs:
         config = base.with_linears(spec)
 
-        def branch_scale(key, x, config=config):
+        def branch_scale(key, tables, x, config=config):
             blocks = gpt.init(config, key)["blocks"]
-            added = whole.apply_blocks(config, blocks, tables_of(config), x) - x
-            return jnp.std(added)
+            return jnp.std(whole.apply_blocks(config, blocks, tables, x) - x)
 
-        scales.append(float(jax.jit(branch_scale)(jax.random.key(0), x)))
+        scales.append(float(jax.jit(branch_scale)(jax.random.key(0), tables_of(config), x)))
     assert np.ptp(scales) < 0.1 * scales[0], scales
 
 
 @variants(*VARIANTS)
 def test_parameters_are_those_that_planning_counts(config):
-    shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
-    drawn = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    leaves = jax.tree.leaves(shapes(config))
+    drawn = sum(math.prod(leaf.shape) for leaf in leaves)
     stored = {name: layers[0].density for name, layers in gpt.layouts(config).items()}
     assert drawn == parameter_count(config, stored)
-    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(shapes))
+    assert all(leaf.dtype == np.float32 for leaf in leaves)
 
 
 def test_layers_start_different_and_keys_decide():

@@ -20,7 +20,6 @@ from sparse_dataflow.sparsity.patterns import (
 )
 
 NAMES = sorted(set(PATTERNS) - {"dense"})
-RING_NAMES = sorted(set(NAMES) - {"random"})
 names = st.sampled_from(NAMES)
 
 
@@ -29,23 +28,35 @@ def square(pattern, ring, degree, phase=0):
     return make_layout(pattern, ring * 8, ring * 8, 8, degree / ring, phase).mask
 
 
+def legal_degrees(pattern, ring):
+    """Monarch's groups must share the ring out; every other pattern takes any degree."""
+    return [k for k in range(1, ring + 1) if pattern != "monarch" or ring % k == 0]
+
+
 @st.composite
-def grids(draw, longest=24):
-    in_blocks, out_blocks = draw(st.integers(1, longest)), draw(st.integers(1, longest))
+def grids(draw, pattern="cyclic"):
+    """(in_blocks, out_blocks, degree)."""
+    in_blocks, out_blocks = draw(st.integers(1, 24)), draw(st.integers(1, 24))
     if draw(st.booleans()):  # Coprime counts have a ring of 1; draw multiples often.
         out_blocks = in_blocks * draw(st.integers(1, 4))
-    degree = draw(st.integers(1, math.gcd(in_blocks, out_blocks)))
+    if draw(st.booleans()):
+        in_blocks, out_blocks = out_blocks, in_blocks
+    degree = draw(st.sampled_from(legal_degrees(pattern, math.gcd(in_blocks, out_blocks))))
     return in_blocks, out_blocks, degree
 
 
+patterned_grids = names.flatmap(lambda name: st.tuples(st.just(name), grids(name)))
+
+
 def test_all_patterns_of_the_plan_are_registered():
-    assert {"pixelfly", "butterfly", "cyclic", "random", "banded", "dense"} <= set(PATTERNS)
+    plan = {"pixelfly", "butterfly", "monarch", "cyclic", "random", "banded", "dense"}
+    assert plan <= set(PATTERNS)
 
 
 @settings(max_examples=200, deadline=None)
-@given(names, grids(), st.integers(0, 60), st.sampled_from([1, 8, 24]))
-def test_every_pattern_is_balanced_and_as_dense_as_asked(pattern, grid, phase, block):
-    in_blocks, out_blocks, degree = grid
+@given(patterned_grids, st.integers(0, 60), st.sampled_from([1, 8, 24]))
+def test_every_pattern_is_balanced_and_as_dense_as_asked(patterned_grid, phase, block):
+    pattern, (in_blocks, out_blocks, degree) = patterned_grid
     ring = math.gcd(in_blocks, out_blocks)
     density = degree / ring
     layout = make_layout(pattern, in_blocks * block, out_blocks * block, block, density, phase)
@@ -66,7 +77,7 @@ def test_density_one_stores_every_block(pattern, grid):
 
 
 @settings(deadline=None)
-@given(st.sampled_from(RING_NAMES), grids(), st.integers(0, 20))
+@given(st.sampled_from(["pixelfly", "butterfly", "cyclic", "banded"]), grids(), st.integers(0, 20))
 def test_a_rectangular_grid_spreads_a_square_one(pattern, grid, phase):
     in_blocks, out_blocks, degree = grid
     ring = math.gcd(in_blocks, out_blocks)
@@ -124,6 +135,33 @@ def test_rotating_patterns_mix_everything_on_any_ring(pattern, ring):
 def test_pixelfly_alone_does_not_mix_where_butterfly_does():
     assert mixing("butterfly", 16, degree=2, layers=4)
     assert not mixing("pixelfly", 16, degree=2, layers=8)
+
+
+@settings(deadline=None)
+@given(grids("monarch"), st.integers(0, 20))
+def test_monarch_is_block_diagonal_up_to_a_permutation(grid, phase):
+    """Lines fall into ring / degree groups of equal support, which share nothing."""
+    in_blocks, out_blocks, degree = grid
+    ring = math.gcd(in_blocks, out_blocks)
+    mask = make_layout("monarch", in_blocks, out_blocks, 1, degree / ring, phase).mask
+    for lines in (mask, mask.T):
+        supports = np.unique(lines, axis=0)
+        assert len(supports) == ring // degree
+        assert np.all(supports.sum(0) == 1)
+
+
+@pytest.mark.parametrize("ring", [4, 6, 8, 9, 16, 20, 32])
+def test_monarch_mixes_everything_over_depth(ring):
+    for degree in legal_degrees("monarch", ring)[1:]:
+        strides = legal_degrees("monarch", ring // degree)
+        depth = math.ceil(math.log(ring, degree) - 1e-9)
+        assert not mixing("monarch", ring, degree, depth - 1)
+        assert mixing("monarch", ring, degree, 2 * len(strides) + depth)
+
+
+def test_monarch_groups_must_share_the_ring_out():
+    with pytest.raises(UserError, match=r"no density of 3/8 .* legal: 1/8, 2/8, 4/8, 8/8"):
+        make_layout("monarch", 64, 64, 8, 3 / 8)
 
 
 @pytest.mark.parametrize("ring", [5, 6, 8, 13])

@@ -8,10 +8,10 @@ import numpy as np
 from absl import logging
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul import reference, xla, xla_static
+from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu, reference, xla, xla_static
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 
-IMPLEMENTATIONS = ("reference", "xla", "xla_static")
+IMPLEMENTATIONS = ("reference", "xla", "xla_static", "pallas_tpu")
 
 MAX_STATIC_GROUPS = 128
 """Groups of equal support, over columns and rows, past which specialising costs too much compile
@@ -39,9 +39,9 @@ def block_sparse_matmul(
       UserError: if shapes disagree or a named implementation cannot run.
     """
     _check(x, values, tables)
-    name = implementation or _choose(tables, values.shape[-1])
     tokens = math.prod(x.shape[:-1])
     flat = x.reshape(tokens, x.shape[-1])
+    name = implementation or _choose(flat, values, tables)
     if name == "reference":
         y = reference.block_sparse_matmul(flat, values, tables)
     elif name == "xla":
@@ -52,7 +52,14 @@ def block_sparse_matmul(
                 "implementation 'xla_static' needs concrete numpy tables, and these are traced; "
                 "legal here: reference, xla."
             )
-        y = xla_static.block_sparse_matmul(flat, values, _layout_of(tables, values.shape[-1]))
+        y = xla_static.block_sparse_matmul(flat, values, layout_of(tables, values.shape[-1]))
+    elif name == "pallas_tpu":
+        if platform() != "tpu":
+            raise UserError(
+                f"implementation 'pallas_tpu' runs on tpu, and this is {platform()}; "
+                "legal here: reference, xla."
+            )
+        y = pallas_tpu.block_sparse_matmul(flat, values, tables)
     else:
         raise UserError(f"implementation {name!r} is unknown; legal: {', '.join(IMPLEMENTATIONS)}.")
     return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -78,22 +85,45 @@ def _check(x, values, tables):
         raise UserError(f"x is {x.dtype} and values are {values.dtype}; legal: one float dtype.")
 
 
-def _choose(tables, block):
-    name = "xla"
-    if jax.default_backend() == "cpu" and is_concrete(tables):
-        layout = _layout_of(tables, block)
+def platform() -> str:
+    """The platform compiled for: that of the abstract mesh's device, else of the default one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def _choose(x, values, tables):
+    name, reason = "xla", ""
+    if platform() == "tpu":
+        reason = pallas_tpu.supported(x, values, tables) or _partitioned()
+        name = "xla" if reason else "pallas_tpu"
+    elif platform() == "cpu" and is_concrete(tables):
+        layout = layout_of(tables, values.shape[-1])
         groups = len(xla_static.column_groups(layout)) + len(xla_static.row_groups(layout))
         name = "xla_static" if groups <= MAX_STATIC_GROUPS else "xla"
-    _log_choice(name, jax.default_backend())
+    _log_choice(name, platform(), reason)
     return name
 
 
+def _partitioned():
+    """Why the compiler might have to split the op, which it cannot do inside a kernel."""
+    mesh = jax.sharding.get_abstract_mesh()
+    whole = jax.device_count() == 1
+    if not mesh.empty:
+        manual = jax.sharding.AxisType.Manual
+        whole = all(
+            size == 1 or kind == manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types)
+        )
+    return "" if whole else "arrays may be sharded, and this is not inside shard_map."
+
+
 @functools.cache
-def _log_choice(name, platform):
-    logging.info("block_sparse_matmul: implementation %s on %s", name, platform)
+def _log_choice(name, platform, reason):
+    because = reason and f", as {reason}"
+    logging.info("block_sparse_matmul: implementation %s on %s%s", name, platform, because)
 
 
-def _layout_of(tables, block):
+def layout_of(tables: LayoutTables, block: int) -> BlockLayout:
+    """The layout of concrete tables; cached by content."""
     return _cached_layout(tuple(t.tobytes() for t in tables), tuple(t.shape for t in tables), block)
 
 

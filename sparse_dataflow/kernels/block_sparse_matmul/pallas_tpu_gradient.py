@@ -1,0 +1,284 @@
+"""dW at the stored blocks on a TPU, and with it the derivative of the activation.
+
+Grid: (groups of lines, token tiles), tokens innermost.  A group's weight tiles are summed in VMEM
+in float32 while all tokens pass; then each stored block is written straight to its slot, or added
+to what an accumulator holds there, while later lines are still multiplied.  The operand that a
+line gathers from (x, or dy where it is the narrower) is kept whole for a tile of tokens,
+transposed once, and read from HBM once a group; the other operand is read once.  With a GELU, dy
+times its derivative at the pre-activation is made here, in the one pass that reads dy once, and
+is a second result, which dx then reads instead of dy and the pre-activation.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_tables
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_products import precision
+from sparse_dataflow.kernels.block_sparse_matmul.tuning import GradientTiles
+from sparse_dataflow.kernels.gelu.api import value_and_derivative
+
+
+def line_gradient(
+    whole: jax.Array,
+    lined: jax.Array,
+    tables: pallas_tpu_tables.TileTables,
+    tiles: GradientTiles,
+    *,
+    result: jax.ShapeDtypeStruct,
+    transposed: bool,
+    preactivation: jax.Array | None = None,
+    accumulator: jax.Array | None = None,
+    vmem_bytes: int,
+    interpret=False,
+) -> tuple[jax.Array, ...]:
+    """Products of the columns of two operands, summed over tokens, at stored blocks.
+
+    Args:
+      whole: [tokens, features], whose tiles the entries of a line index: x, or dy with
+        `transposed`.
+      lined: [tokens, lines * tile]: dy, or x with `transposed`.
+      tables: the lines, by tile of `lined`.
+      tiles: the tile sizes.
+      result: shape and dtype of dW, [nnz, block, block].
+      transposed: whether the lines are the weight's rows.
+      preactivation: [tokens, lines * tile] where a GELU came after the product.
+      accumulator: float32 of dW's shape that dW is added to; its buffer becomes the result's.
+      vmem_bytes: VMEM limit of the kernel.
+      interpret: as in `pl.pallas_call`.
+
+    Returns:
+      (dW,), and with `preactivation` (dW, dy of the product in dy's dtype, dbias float32
+      [1, lines * tile]).
+    """
+    ratio = tables.position.shape[2]
+    block = result.shape[1]
+    tile = ratio * block
+    tokens = len(whole)
+    tables = pallas_tpu_tables.padded(tables, tiles.lines, tiles.entries)
+    entries, blocks = tables.index.shape[1], tables.slot.shape[1]
+    width = tiles.lines * tile
+    wide = pl.BlockSpec((tiles.tokens, width), lambda group, i, *_: (i, group))
+    kept = pl.BlockSpec((tiles.tokens, whole.shape[1]), lambda group, i, *_: (i, 0))
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    operands = [(whole, kept), (lined, wide), (preactivation, wide), (accumulator, anywhere)]
+    operands = [(array, spec) for array, spec in operands if array is not None]
+    results = [(result, anywhere)]
+    activated = preactivation is not None
+    if activated:
+        flat = pl.BlockSpec((1, width), lambda group, i, *_: (0, group))
+        results.append((jax.ShapeDtypeStruct(lined.shape, lined.dtype), wide))
+        results.append((jax.ShapeDtypeStruct((1, lined.shape[1]), jnp.float32), flat))
+    scratch = [
+        pltpu.VMEM((whole.shape[1], tiles.tokens), whole.dtype),
+        pltpu.VMEM((tiles.lines, entries, tile, tile), jnp.float32),
+        pltpu.VMEM((2, blocks, block, block), result.dtype),
+        pltpu.SemaphoreType.DMA((2,)),
+    ]
+    if not activated and tokens % tiles.tokens:
+        scratch.append(pltpu.VMEM((tiles.tokens, width), lined.dtype))
+    if accumulator is not None:
+        scratch.append(pltpu.VMEM((2, blocks, block, block), jnp.float32))
+        scratch.append(pltpu.SemaphoreType.DMA((2,)))
+    groups = len(tables.count) // tiles.lines
+    kernel = functools.partial(
+        _kernel,
+        tiles=tiles,
+        tokens=tokens,
+        ratio=ratio,
+        transposed=transposed,
+        activated=activated,
+        adds=accumulator is not None,
+    )
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(groups, pl.cdiv(tokens, tiles.tokens)),
+            in_specs=[spec for _, spec in operands],
+            out_specs=[spec for _, spec in results],
+            scratch_shapes=scratch,
+        ),
+        out_shape=[shape for shape, _ in results],
+        input_output_aliases={} if accumulator is None else {3 + len(operands): 0},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_bytes
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * tokens * result.size,
+            bytes_accessed=(groups * whole.size + lined.size * (1 + 2 * activated))
+            * whole.dtype.itemsize
+            + result.size * result.dtype.itemsize,
+            transcendentals=lined.size * activated,
+        ),
+        interpret=interpret,
+        name="block_sparse_weight_gradient",
+    )(*(table.reshape(-1) for table in tables), *(array for array, _ in operands))
+
+
+def _kernel(
+    count_ref,
+    index_ref,
+    position_ref,
+    slot_ref,
+    whole_ref,
+    lined_ref,
+    *refs,
+    tiles,
+    tokens,
+    ratio,
+    transposed,
+    activated,
+    adds,
+):
+    refs = list(refs)
+    preactivation_ref = refs.pop(0) if activated else None
+    accumulator_hbm = refs.pop(0) if adds else None
+    result_hbm = refs.pop(0)
+    derived_ref, bias_ref = (refs.pop(0), refs.pop(0)) if activated else (None, None)
+    turned_ref, sums_ref, outgoing, sent, *refs = refs
+    group, i = pl.program_id(0), pl.program_id(1)
+    last = i == pl.num_programs(1) - 1
+    entries = sums_ref.shape[1]
+    blocks = outgoing.shape[1]
+    tile = sums_ref.shape[2]
+    block = outgoing.shape[2]
+    ragged = tokens % tiles.tokens
+
+    def own_rows(array):
+        """Zeros where the last token tile reaches past the last token, and reads anything."""
+        if not ragged:
+            return array
+        row = lax.broadcasted_iota(jnp.int32, array.shape, 0) + i * tiles.tokens
+        return jnp.where(row < tokens, array, 0)
+
+    @pl.loop(0, turned_ref.shape[0] // tile)
+    def _(part):
+        features = pl.ds(pl.multiple_of(part * tile, tile), tile)
+        turned_ref[features, :] = own_rows(whole_ref[:, features]).T
+
+    masked_ref = refs.pop(0) if ragged and not activated else None
+    factor_ref = derived_ref if activated else masked_ref if ragged else lined_ref
+
+    def prepare(columns):
+        """The other factor's columns, with the activation's derivative and without foreign rows."""
+        if activated:
+            slope = value_and_derivative(preactivation_ref[:, columns].astype(jnp.float32))[1]
+            derived = own_rows(lined_ref[:, columns].astype(jnp.float32) * slope)
+            derived_ref[:, columns] = derived.astype(derived_ref.dtype)
+            bias = jnp.sum(derived, axis=0, keepdims=True)
+            bias_ref[:, columns] = jnp.where(i == 0, bias, bias_ref[:, columns] + bias)
+        elif ragged:
+            masked_ref[:, columns] = own_rows(lined_ref[:, columns])
+
+    incoming, received = refs if adds else (None, None)
+
+    @pl.when(i == 0)
+    def _():
+        sums_ref[...] = jnp.zeros_like(sums_ref)
+
+    def blocks_of(c, act):
+        """`act(place, slot)` on each stored block of line c of the group."""
+        first = (group * tiles.lines + c) * blocks
+
+        @pl.loop(0, blocks)
+        def _(p):
+            slot = slot_ref[first + p]
+
+            @pl.when(slot >= 0)
+            def _():
+                act(p, slot)
+
+    def sends(c, act):
+        half = lax.rem(c, 2)
+        copy = lambda p, slot: pltpu.make_async_copy(  # noqa: E731
+            outgoing.at[half, p], result_hbm.at[slot], sent.at[half]
+        )
+        blocks_of(c, lambda p, slot: act(copy(p, slot)))
+
+    def receives(c, act):
+        half = lax.rem(c, 2)
+        copy = lambda p, slot: pltpu.make_async_copy(  # noqa: E731
+            accumulator_hbm.at[slot], incoming.at[half, p], received.at[half]
+        )
+        blocks_of(c, lambda p, slot: act(copy(p, slot)))
+
+    start, wait = (lambda copy: copy.start()), (lambda copy: copy.wait())
+
+    def round_off(c):
+        """The sums of line c to their slots."""
+        half = lax.rem(c, 2)
+
+        @pl.when(c >= 2)
+        def _():
+            sends(c - 2, wait)
+
+        if adds:
+
+            @pl.when(c + 1 < tiles.lines)
+            def _():
+                receives(c + 1, start)
+
+            receives(c, wait)
+        line = group * tiles.lines + c
+
+        @pl.loop(0, count_ref[line])
+        def _(entry):
+            for other in range(ratio):
+                for own in range(ratio):
+                    at = ((line * entries + entry) * ratio + other) * ratio + own
+                    position = position_ref[at]
+
+                    @pl.when(position >= 0)
+                    def _(other=other, own=own, position=position):
+                        part = sums_ref[
+                            c, entry, pl.ds(other * block, block), pl.ds(own * block, block)
+                        ]
+                        part = part.T if transposed else part
+                        if adds:
+                            part = part + incoming[half, position]
+                        outgoing[half, position] = part.astype(outgoing.dtype)
+
+        sends(c, start)
+
+    if adds:
+
+        @pl.when(last)
+        def _():
+            receives(0, start)
+
+    @pl.loop(0, tiles.lines)
+    def _(c):
+        line = group * tiles.lines + c
+        columns = pl.ds(pl.multiple_of(c * tile, tile), tile)
+        prepare(columns)
+
+        @pl.loop(0, pl.cdiv(count_ref[line], tiles.entries))
+        def _(chunk):
+            first = chunk * tiles.entries
+            gathered = [
+                turned_ref[
+                    pl.ds(pl.multiple_of(index_ref[line * entries + first + k] * tile, tile), tile)
+                ]
+                for k in range(tiles.entries)
+            ]
+            products = jnp.dot(
+                jnp.concatenate(gathered, axis=0),
+                factor_ref[:, columns],
+                precision=precision(factor_ref.dtype),
+                preferred_element_type=jnp.float32,
+            )
+            sums_ref[c, pl.ds(first, tiles.entries)] += products.reshape(-1, tile, tile)
+
+        @pl.when(last)
+        def _():
+            round_off(c)
+
+    @pl.when(last)
+    def _():
+        for c in range(max(0, tiles.lines - 2), tiles.lines):
+            sends(c, wait)

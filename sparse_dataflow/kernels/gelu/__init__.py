@@ -1,0 +1,1 @@
+"""GELU with a gradient that keeps only its input."""

@@ -1,0 +1,27 @@
+"""GELU, tanh form (arXiv 1606.08415, section 2), whose gradient keeps only its input.
+
+Autodiff would keep the tanh beside it: one more pass over the widest activation of a block.
+"""
+
+import jax
+import jax.numpy as jnp
+
+_SCALE, _CUBIC = 0.7978845608028654, 0.044715  # sqrt(2 / pi), and the paper's constant
+
+
+@jax.custom_vjp
+def gelu(x: jax.Array) -> jax.Array:
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³))), elementwise, in x's dtype."""
+    return value_and_derivative(x)[0]
+
+
+def value_and_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(gelu(x), its derivative at x), elementwise, in x's dtype."""
+    square = x * x
+    tanh = jnp.tanh(_SCALE * x * (1 + _CUBIC * square))
+    half = 0.5 * (1 + tanh)
+    slope = half + 0.5 * x * (1 - tanh * tanh) * _SCALE * (1 + 3 * _CUBIC * square)
+    return x * half, slope
+
+
+gelu.defvjp(lambda x: (gelu(x), x), lambda x, dy: (dy * value_and_derivative(x)[1],))

@@ -1,0 +1,1 @@
+"""The block-sparse MLP as one op."""

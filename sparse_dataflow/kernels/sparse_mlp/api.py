@@ -1,0 +1,120 @@
+"""Two block-sparse products around a GELU as one op: the hidden activations stay in chunks.
+
+A chunk is a run of hidden blocks that one dot of `mlp_in` makes and one dot of `mlp_out` reads
+(patterns put them side by side, see `patterns.monarch`); as a whole the hidden layer is never
+assembled, sliced or, but for its pre-activation, kept.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from sparse_dataflow.kernels.block_sparse_matmul import api as matmul
+from sparse_dataflow.kernels.block_sparse_matmul import xla_static
+from sparse_dataflow.kernels.gelu.api import gelu, value_and_derivative
+from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
+
+
+def sparse_mlp(
+    x: jax.Array,
+    values_in: jax.Array,
+    bias_in: jax.Array,
+    values_out: jax.Array,
+    tables_in: LayoutTables,
+    tables_out: LayoutTables,
+) -> jax.Array:
+    """gelu(x W_in + bias_in) W_out, differentiable in its first four arguments.
+
+    Args:
+      x: float [..., in_features].
+      values_in: stored blocks of W_in, [nnz, block, block].
+      bias_in: [hidden_features].
+      values_out: stored blocks of W_out.
+      tables_in: layout of W_in; see `block_sparse_matmul`.
+      tables_out: layout of W_out.
+
+    Returns:
+      [..., out_features] in x's dtype.
+    """
+    if chunked := _chunked(tables_in, tables_out, values_in.shape[-1], values_out.shape[-1]):
+        flat = x.reshape(-1, x.shape[-1])
+        y = _chunked_mlp(flat, values_in, bias_in, values_out, *chunked)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+    hidden = matmul.block_sparse_matmul(x, values_in, tables_in) + bias_in
+    return matmul.block_sparse_matmul(gelu(hidden), values_out, tables_out)
+
+
+def _chunked(tables_in, tables_out, block_in, block_out):
+    """Both layouts where this is a CPU, they are known, and their hidden groups are the same."""
+    known = matmul.is_concrete(tables_in) and matmul.is_concrete(tables_out)
+    if jax.default_backend() != "cpu" or not known or block_in != block_out:
+        return None
+    layouts = matmul.layout_of(tables_in, block_in), matmul.layout_of(tables_out, block_out)
+    return layouts if _chunks(*layouts) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _chunks(layout_in: BlockLayout, layout_out: BlockLayout):
+    """((input blocks, hidden blocks, output blocks), ...); () where the groups differ, or an input
+    or output block belongs to more than one of them."""
+    made = {hidden: rows for rows, hidden in xla_static.column_groups(layout_in)}
+    read = {hidden: cols for cols, hidden in xla_static.row_groups(layout_out)}
+    inputs, outputs = sum(made.values(), ()), sum(read.values(), ())
+    once = sorted(inputs) == list(range(layout_in.in_blocks)) and sorted(outputs) == list(
+        range(layout_out.out_blocks)
+    )
+    if made.keys() != read.keys() or not once or len(made) > matmul.MAX_STATIC_GROUPS // 2:
+        return ()
+    return tuple((made[hidden], hidden, read[hidden]) for hidden in made)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _chunked_mlp(x, values_in, bias_in, values_out, layout_in, layout_out):
+    return _forward(x, values_in, bias_in, values_out, layout_in, layout_out)[0]
+
+
+def _forward(x, values_in, bias_in, values_out, layout_in, layout_out):
+    block = layout_in.block
+    pieces, kept = [], []
+    for rows, hidden, cols in _chunks(layout_in, layout_out):
+        weight_in = xla_static.group_weight(values_in, layout_in, rows, hidden)
+        weight_out = xla_static.group_weight(values_out, layout_out, hidden, cols)
+        bias = xla_static.take(bias_in[None], hidden, block)
+        pre = _dot(xla_static.take(x, rows, block), weight_in, 1, 0) + bias
+        pieces.append((cols, _dot(gelu(pre), weight_out, 1, 0)))
+        kept.append(pre)
+    y = xla_static.assemble(pieces, block)
+    return y, (x, values_in, bias_in, values_out, kept)
+
+
+def _backward(layout_in, layout_out, saved, dy):
+    x, values_in, bias_in, values_out, kept = saved
+    block = layout_in.block
+    dx_pieces, dbias_pieces, dw_in, dw_out = [], [], [], []
+    for (rows, hidden, cols), pre in zip(_chunks(layout_in, layout_out), kept):
+        weight_in = xla_static.group_weight(values_in, layout_in, rows, hidden)
+        weight_out = xla_static.group_weight(values_out, layout_out, hidden, cols)
+        dy_chunk = xla_static.take(dy, cols, block)
+        h, slope = value_and_derivative(pre)
+        dpre = _dot(dy_chunk, weight_out, 1, 1) * slope
+        dw_out.append((hidden, cols, _wide_dot(h, dy_chunk)))
+        dw_in.append((rows, hidden, _wide_dot(xla_static.take(x, rows, block), dpre)))
+        dbias_pieces.append((hidden, jnp.sum(dpre, axis=0, keepdims=True)))
+        dx_pieces.append((rows, _dot(dpre, weight_in, 1, 1)))
+    dx = xla_static.assemble(dx_pieces, block)
+    dbias = xla_static.assemble(dbias_pieces, block)[0].astype(bias_in.dtype)
+    dvalues_in = xla_static.stored_gradient(dw_in, layout_in).astype(values_in.dtype)
+    dvalues_out = xla_static.stored_gradient(dw_out, layout_out).astype(values_out.dtype)
+    return dx.astype(x.dtype), dvalues_in, dbias, dvalues_out
+
+
+_chunked_mlp.defvjp(_forward, _backward)
+
+
+def _dot(a, b, a_axis, b_axis):
+    return xla_static.dot(a, b, a_axis, b_axis).astype(a.dtype)
+
+
+def _wide_dot(a, b):
+    return xla_static.dot(a, b, 0, 0)

@@ -1,0 +1,133 @@
+"""Runs the main job as a user does, at the scale 'pico', and compares what two runs left."""
+
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+ROOT = Path(__file__).parents[2]
+PICO = ("--scale=pico", "--block=16", "--density=0.25")
+PLAN = ("--steps=12", "--checkpoint_every=3", "--eval_every=6")
+TIMES = ("seconds", "tokens_per_second", "mfu")
+TIMEOUT = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class MainJob:
+    """The experiments in processes of their own, with a corpus and caches of the tests."""
+
+    corpus: Path
+    cache: Path
+    compiled: Path
+
+    def run(
+        self, *arguments, experiment="gpt13b_sparse", events=(), cwd=None, cache=None
+    ) -> subprocess.CompletedProcess:
+        """`python -m experiments.EXPERIMENT ARGUMENTS` to its end.
+
+        `events` are (regular expression of a path, n, what) for `eventful_run`.
+        """
+        start = ["-m", f"experiments.{experiment}"]
+        if events:
+            start = [str(Path(__file__).with_name("eventful_run.py")), json.dumps(events)]
+            start.append(experiment)
+        return subprocess.run(
+            [sys.executable, *start, *map(str, arguments)],
+            cwd=cwd or self.corpus.parent,
+            env=self.environment | ({"XDG_CACHE_HOME": str(cache)} if cache else {}),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
+
+    def new(self, folder: Path, *arguments, **options) -> subprocess.CompletedProcess:
+        """A new run of the tests' plan into `folder`."""
+        corpus = f"--corpus={self.corpus}"
+        return self.run(*PICO, *PLAN, corpus, f"--out={folder}", *arguments, **options)
+
+    def resume(self, folder: Path, *arguments, **options) -> subprocess.CompletedProcess:
+        """Goes on with the run in `folder`."""
+        return self.run(f"--resume={folder}", *arguments, **options)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(ROOT),
+            "XDG_CACHE_HOME": str(self.cache),
+            # Compiling is most of a run's time here; a program from the cache is the same program.
+            "JAX_COMPILATION_CACHE_DIR": str(self.compiled),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+
+
+def write_corpus(folder: Path, documents: int = 60, seed: int = 0) -> Path:
+    """A folder of English-like .txt files, the same for the same seed."""
+    draw = random.Random(seed)
+    words = "the of and to in is it was for on are as with his they at be this have from".split()
+    words += ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(3, 7))) for _ in range(200)]
+    folder.mkdir(parents=True)
+    for number in range(documents):
+        lines = (" ".join(draw.choices(words, k=12)) for _ in range(60))
+        (folder / f"{number:02}.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def rows(folder: Path, variant: str) -> list[dict]:
+    """All lines of metrics.jsonl, as they stand."""
+    lines = (folder / variant / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def checkpoint_steps(folder: Path, variant: str) -> list[int]:
+    """Steps of the finished checkpoints."""
+    found = (folder / variant / "checkpoints").glob("*")
+    return sorted(int(path.name) for path in found if path.name.isdigit())
+
+
+def arrays(folder: Path, variant: str, step: int) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint, by name."""
+    path = folder / variant / "checkpoints" / str(step) / "state"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(path.absolute())
+
+
+def assert_same_results(folder: Path, other: Path, steps: int = 12) -> None:
+    """Both runs ended at the same bits and tell the same numbers, but for times."""
+    names = sorted(json.loads((other / "config.json").read_text())["variants"])
+    assert sorted(json.loads((folder / "config.json").read_text())["variants"]) == names
+    for variant in names:
+        mine, theirs = arrays(folder, variant, steps), arrays(other, variant, steps)
+        assert mine.keys() == theirs.keys()
+        assert {"step", "key"} <= mine.keys()
+        assert any(name.startswith("moments") for name in mine)
+        for name in mine:
+            assert mine[name].dtype == theirs[name].dtype, name
+            assert mine[name].tobytes() == theirs[name].tobytes(), name
+        assert untimed(rows(folder, variant)) == untimed(rows(other, variant))
+    assert (folder / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes()
+    assert (folder / "report.html").exists()
+    reports = (json.loads((path / "report.json").read_text()) for path in (folder, other))
+    results = [[(v["name"], v["loss"], v["steps"]) for v in r["variants"]] for r in reports]
+    assert results[0] == results[1]
+
+
+def untimed(of: list[dict]) -> list[dict]:
+    """Rows without what depends on the clock."""
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in of]
+
+
+def complaint(done: subprocess.CompletedProcess, status: int = 2) -> str:
+    """What a refused process says: one line, without a trace."""
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, done.stderr
+    return errors[0]

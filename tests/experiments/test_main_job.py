@@ -1,0 +1,159 @@
+"""The main job end to end: what it leaves in the run folder, and that its numbers agree."""
+
+import json
+import struct
+
+import pytest
+from main_job import assert_same_results, checkpoint_steps, rows
+
+from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.planning import memory
+from sparse_dataflow.reporting.report import ReportData
+from sparse_dataflow.training.optimizer import TrainingConfig
+
+TRAIN_KEYS = {
+    "kind", "step", "tokens", "seconds", "loss", "learning_rate", "gradient_norm",
+    "tokens_per_second", "mfu",
+}  # fmt: skip
+EVAL_KEYS = {"kind", "step", "tokens", "seconds", "loss", "bits_per_byte"}
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def report_of(folder):
+    return ReportData.from_json(json.loads((folder / "report.json").read_text()))
+
+
+def test_the_config_says_all_and_loads_again(undisturbed, job):
+    config = config_of(undisturbed)
+    assert config["experiment"] == "gpt13b_sparse"
+    assert config["command"][0] == "python -m experiments.gpt13b_sparse"
+    assert "--density=0.25" in config["command"] and config["date"].startswith("20")
+    assert {"python", "jax", "jaxlib", "sparse_dataflow"} <= config["versions"].keys()
+    assert config["flags"]["scale"] == "pico" and config["flags"]["twin"] == "yes"
+    assert "auto" not in config["flags"].values()
+    assert config["corpus"]["name"] == str(job.corpus)
+    tokenizer = Tokenizer.load(undisturbed / "tokenizer.json")
+    assert tokenizer.content_hash == config["tokenizer"]
+    assert list(config["variants"]) == ["sparse", "dense"]
+    for name, variant in config["variants"].items():
+        model = ModelConfig.from_json(variant["model"])
+        assert model.to_json() == variant["model"]
+        assert bool(model.sparse_projections) == (name == "sparse")
+        assert model.vocab_size == tokenizer.vocab_size
+        assert TrainingConfig(**variant["training"]).steps == 12
+
+
+@pytest.mark.parametrize("variant", ["sparse", "dense"])
+def test_metrics_hold_every_step_once(undisturbed, variant):
+    found = rows(undisturbed, variant)
+    train = [row for row in found if row["kind"] == "train"]
+    assert [row["step"] for row in train] == list(range(1, 13))
+    assert all(row.keys() == TRAIN_KEYS for row in train)
+    evaluations = [row for row in found if row["kind"] != "train"]
+    assert all(row.keys() == EVAL_KEYS for row in evaluations)
+    assert [(r["kind"], r["step"]) for r in evaluations] == [
+        ("eval", 6),
+        ("eval", 12),
+        ("final", 12),
+    ]
+    assert all(row["tokens"] == row["step"] * 8 * 64 for row in found)
+    assert train[-1]["loss"] < train[0]["loss"] - 0.5
+    assert 0 < evaluations[-1]["bits_per_byte"] < evaluations[0]["bits_per_byte"]
+    clock = [row["seconds"] for row in train]
+    assert clock == sorted(clock) and clock[0] > 0
+    assert all(row["tokens_per_second"] > 0 and 0 < row["mfu"] for row in train)
+    assert checkpoint_steps(undisturbed, variant) == [6, 9, 12]
+
+
+@pytest.mark.parametrize("variant", ["sparse", "dense"])
+def test_tensorboard_holds_the_same_numbers(undisturbed, variant):
+    from tensorboardX.proto.event_pb2 import Event
+
+    (path,) = (undisturbed / variant / "tensorboard").iterdir()
+    data, losses = path.read_bytes(), {}
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        event = Event.FromString(data[12 : 12 + length])
+        data = data[16 + length :]
+        losses |= {(v.tag, event.step): v.simple_value for v in event.summary.value}
+    for row in rows(undisturbed, variant):
+        assert losses[f"{row['kind']}/loss", row["step"]] == pytest.approx(row["loss"])
+
+
+def test_the_report_says_what_the_metrics_say(undisturbed):
+    report, config = report_of(undisturbed), config_of(undisturbed)
+    assert [v.name for v in report.variants] == ["sparse", "dense"]
+    for variant in report.variants:
+        found = rows(undisturbed, variant.name)
+        final = found[-1]
+        assert (variant.loss, variant.bits_per_byte) == (final["loss"], final["bits_per_byte"])
+        assert (variant.steps, variant.tokens) == (12, 12 * 8 * 64)
+        assert variant.train_seconds == final["seconds"]
+        speeds = [row["tokens_per_second"] for row in found if row["kind"] == "train"]
+        assert min(speeds) <= variant.tokens_per_second <= max(speeds)
+        assert variant.step_seconds == pytest.approx(8 * 64 / variant.tokens_per_second)
+        model = ModelConfig.from_json(config["variants"][variant.name]["model"])
+        assert variant.stored_parameters == memory.parameter_count(model)
+        assert sum(variant.memory.values()) == variant.training_bytes
+        assert set(variant.section_seconds) >= {"qkv", "attention", "head and loss", "optimizer"}
+        assert variant.history == found
+    sparse, dense = report.variants
+    assert sparse.stored_parameters < dense.stored_parameters
+    assert dense.flops_per_token / sparse.flops_per_token == pytest.approx(report.flop_ceiling)
+    assert 0 < report.projection_share < 1
+    drawn = {layout.projection for layout in report.layouts if layout.balanced}
+    assert drawn == set(config["flags"]["sparse_projections"])
+    assert len(report.continuations) == 10
+    assert all(c.prompt and set(c.by_variant) == {"sparse", "dense"} for c in report.continuations)
+
+
+def test_the_page_needs_no_network(undisturbed):
+    page = (undisturbed / "report.html").read_text()
+    assert "gpt13b_sparse" in page and "python -m experiments.gpt13b_sparse" in page
+    for reference in ('src="http', 'href="http', "@import", "url(http"):
+        assert reference not in page
+    for variant in report_of(undisturbed).variants:
+        assert f"{variant.stored_parameters:,}" in page
+
+
+@pytest.mark.slow
+def test_the_dense_experiment_alone_keeps_its_plan(job, undisturbed, tmp_path):
+    """The steps that were planned from --minutes stay, however fast the machine is later."""
+    folder = tmp_path / "run"
+    flags = ("--scale=pico", "--minutes=0.02", f"--corpus={job.corpus}", f"--out={folder}")
+    stop = (r"dense/checkpoints/\d+\.saving", 1, "SIGINT")
+    done = job.run(*flags, experiment="gpt13b_dense", events=[stop])
+    assert done.returncode == 0, done.stderr
+    steps = config_of(folder)["variants"]["dense"]["training"]["steps"]
+    assert f"{steps} steps planned" in done.stderr and f"--resume={folder}" in done.stderr
+    assert steps > 1
+    done = job.resume(folder, experiment="gpt13b_dense")
+    assert done.returncode == 0 and "planned" not in done.stderr, done.stderr
+    train = [row for row in rows(folder, "dense") if row["kind"] == "train"]
+    assert [row["step"] for row in train] == list(range(1, steps + 1))
+    assert [v.name for v in report_of(folder).variants] == ["dense"]
+    assert not (folder / "sparse").exists() and (folder / "report.html").exists()
+    assert report_of(folder).flop_ceiling is None
+
+
+@pytest.mark.slow
+def test_the_sparse_model_without_its_twin_is_the_same_model(job, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    done = job.new(folder, "--notwin")
+    assert done.returncode == 0, done.stderr
+    assert not (folder / "dense").exists() and list(config_of(folder)["variants"]) == ["sparse"]
+    assert [v.name for v in report_of(folder).variants] == ["sparse"]
+    losses = [[row["loss"] for row in rows(path, "sparse")] for path in (folder, undisturbed)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_a_finished_run_that_is_resumed_only_reports_again(job, copy, undisturbed):
+    (copy / "report.html").unlink()
+    done = job.resume(copy)
+    assert done.returncode == 0, done.stderr
+    assert_same_results(copy, undisturbed)

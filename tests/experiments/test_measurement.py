@@ -1,0 +1,61 @@
+"""Paired timing by a clock of the test's own, and results that say what made them."""
+
+import datetime
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from experiments import measurement
+
+positive = hnp.arrays(float, 7, elements=st.floats(1e-3, 1e3))
+
+
+def test_runs_are_timed_in_turn_after_two_rounds_of_warming_up(monkeypatch):
+    now, order = 0.0, []
+
+    def take(name, seconds):
+        def run():
+            nonlocal now
+            order.append(name)
+            now += seconds * len(order)
+            return np.zeros(1)
+
+        return run
+
+    clock = types.SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr(measurement, "time", clock)
+    times = measurement.paired_seconds({"dense": take("dense", 2), "sparse": take("sparse", 1)}, 3)
+    assert order == ["dense", "sparse"] * 5
+    np.testing.assert_allclose(times["dense"], [2 * 5, 2 * 7, 2 * 9])
+    np.testing.assert_allclose(times["sparse"], [6, 8, 10])
+
+
+@given(positive, positive)
+def test_the_ratio_is_taken_round_by_round(sparse, slowness):
+    middle, low, high = measurement.paired_ratio(3 * sparse * slowness, sparse * slowness)
+    assert (middle, low, high) == pytest.approx((3, 3, 3))
+    middle, low, high = measurement.paired_ratio(slowness, sparse)
+    assert low <= middle <= high
+    assert middle == pytest.approx(np.median(slowness / sparse))
+
+
+def test_provenance_is_enough_to_repeat_it(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/a/clone/experiments/step_bench.py", "--keep=my results"])
+    found = measurement.provenance("abacus")
+    assert found["command"] == "python -m experiments.step_bench '--keep=my results'"
+    assert found["machine"] == "abacus"
+    assert {"python", "jax", "jaxlib", "flax"} <= found["versions"].keys()
+    age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(found["date"])
+    assert datetime.timedelta(0) <= age < datetime.timedelta(minutes=1)
+
+
+def test_a_result_is_kept_under_a_plain_name(tmp_path):
+    path = measurement.keep(str(tmp_path / "new" / "folder"), "step_Intel(R) X, 2 GHz!", {"a": [1]})
+    assert path == tmp_path / "new" / "folder" / "step_intel-r-x-2-ghz.json"
+    assert json.loads(path.read_text()) == {"a": [1]}

@@ -1,0 +1,254 @@
+"""What the TPU kernels do beyond the shared suite: fusion, accumulation, tiles, tile tables."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from simulated import simulated_tpu, targeted_tpu
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.kernels.block_sparse_matmul import api, pallas_tpu, tuning
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import tile_tables
+from sparse_dataflow.kernels.gelu.api import value_and_derivative
+from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
+from sparse_dataflow.sparsity.patterns import make_layout
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+TOKENS = 37
+
+
+def draw(layout, tokens, dtype, seed=0):
+    """(x, values, dy, bias, residual), standard normal."""
+    rng = np.random.default_rng(seed)
+    wide = (tokens, layout.out_features)
+    shapes = ((tokens, layout.in_features), (layout.nnz, layout.block, layout.block), wide)
+    arrays = [rng.normal(size=shape).astype(dtype) for shape in (*shapes, wide)]
+    return *arrays[:3], rng.normal(size=layout.out_features).astype(np.float32), arrays[3]
+
+
+def exact(layout, x, values, dy, bias, residual):
+    """(y, dx, dvalues, dbias) of gelu(x W + bias) + residual, in float64."""
+    x, values, dy, bias, residual = (
+        np.asarray(array, np.float64) for array in (x, values, dy, bias, residual)
+    )
+    dense = layout.to_dense(values)
+    with jax.enable_x64(True):
+        hidden, slope = map(np.asarray, value_and_derivative(jnp.asarray(x @ dense + bias)))
+    dz = dy * slope
+    return hidden + residual, dz @ dense.T, layout.from_dense(x.T @ dz), dz.sum(0)
+
+
+def fused(x, values, dy, bias, residual, tables, **options):
+    """(y, dx, dvalues, dbias, dresidual) of the kernels."""
+
+    def product(x, values, bias, residual):
+        return pallas_tpu.block_sparse_matmul(
+            x, values, tables, bias=bias, activation="gelu", residual=residual, **options
+        )
+
+    y, pullback = jax.vjp(product, x, values, bias, residual)
+    return y, *pullback(dy)
+
+
+def assert_all_close(actual, expected, dtype):
+    tolerance = 2e-5 if dtype == np.float32 else 2e-2
+    for got, right in zip(actual, expected):
+        assert got.shape == right.shape
+        error = np.abs(np.asarray(got, np.float64) - right)
+        assert np.all(error <= tolerance * (np.abs(right).max() + 1)), error.max()
+
+
+def widened(tables, fan_in, fan_out):
+    """The same tables with padding up to these fans, so that layouts share one program."""
+    fans = (fan_in, fan_in, fan_out, fan_out)
+    fills = (0, -1, 0, -1)
+    return LayoutTables(
+        *(
+            np.pad(table, ((0, 0), (0, fan - table.shape[1])), constant_values=fill)
+            for table, fan, fill in zip(tables, fans, fills)
+        )
+    )
+
+
+@pytest.mark.parametrize(("block", "dtype"), [(128, "float32"), (64, "bfloat16"), (32, "float32")])
+def test_any_layout_runs_fused_in_one_program(block, dtype):
+    """Irregular layouts with empty lines, widths and tokens that are no multiple of a tile."""
+    in_blocks, out_blocks, stored = 3, 5, 8
+    programs = []
+
+    @jax.jit
+    def program(*operands):
+        programs.append(1)
+        return fused(*operands)
+
+    @settings(max_examples=6, deadline=None)
+    @given(places=st.permutations(range(in_blocks * out_blocks)), seed=st.integers(0, 99))
+    def check(places, seed):
+        mask = np.zeros(in_blocks * out_blocks, bool)
+        mask[places[:stored]] = True
+        layout = BlockLayout.from_mask(mask.reshape(in_blocks, out_blocks), block)
+        operands = draw(layout, TOKENS, jnp.dtype(dtype), seed)
+        with simulated_tpu():
+            actual = program(*operands, widened(layout.tables(), in_blocks, out_blocks))
+        assert_all_close(actual, exact(layout, *operands), jnp.dtype(dtype))
+        np.testing.assert_array_equal(actual[4], operands[2])
+
+    check()
+    assert len(programs) == 1
+
+
+SMALL_TILES = tuning.TuningConfig(
+    forward=tuning.ProductTiles(tokens=32, rows=16, lines=2, entries=1),
+    input_gradient=tuning.ProductTiles(tokens=64, rows=64, lines=1, entries=2),
+    weight_gradient=tuning.GradientTiles(tokens=128, lines=2, entries=2),
+    vmem_bytes=16 << 20,
+    cores=2,
+)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_many_small_tiles_agree_with_few(keep):
+    """Several tiles of everything, over two cores, and the pre-activation kept or made again."""
+    layout = BlockLayout.from_mask(np.random.default_rng(1).random((4, 3)) < 0.7, 128)
+    operands = draw(layout, 200, np.float32)
+    tables = layout.tables()
+    with simulated_tpu("TPU v5", 2):
+        run = jax.jit(lambda *o: fused(*o, tables, tuning=SMALL_TILES, keep_preactivation=keep))
+        actual = run(*operands)
+    assert_all_close(actual, exact(layout, *operands), np.float32)
+
+
+@pytest.mark.parametrize("shape", [(256, 512), (512, 256)], ids=["by column", "by row"])
+@pytest.mark.parametrize(("block", "dtype"), [(64, "bfloat16"), (128, "float32")])
+def test_weight_gradients_add_into_a_float32_accumulator(shape, block, dtype):
+    layout = make_layout("cyclic", *shape, block, 0.5)
+    x, values, dy, *_ = draw(layout, 130, jnp.dtype(dtype))
+    accumulator = values.astype(np.float32)
+    with simulated_tpu():
+        total = jax.jit(
+            lambda x, dy, a: pallas_tpu.weight_gradient(x, dy, layout.tables(), accumulator=a)
+        )(x, dy, accumulator)
+    dense = np.asarray(x, np.float64).T @ np.asarray(dy, np.float64)
+    assert total.dtype == jnp.float32
+    assert_all_close([total], [accumulator + layout.from_dense(dense)], np.float32)
+
+
+@settings(deadline=None)
+@given(
+    mask=hnp.arrays(bool, hnp.array_shapes(min_dims=2, max_dims=2, max_side=9)),
+    ratio=st.sampled_from([1, 2, 4]),
+    traced=st.booleans(),
+)
+def test_tile_tables_name_every_stored_block_once(mask, ratio, traced):
+    mask[0, 0] = True
+    layout = BlockLayout.from_mask(mask, 32)
+    build = jax.jit(tile_tables, static_argnums=(2, 3)) if traced else tile_tables
+    tables = layout.tables()
+    sides = [
+        (tables.in_index, tables.in_slot, layout.slots),
+        (tables.out_index, tables.out_slot, layout.slots.T),
+    ]
+    for index, slot, slots in sides:
+        count, tile, position, line_slot = map(np.asarray, build(index, slot, len(slots), ratio))
+        found = np.full([-(-side // ratio) * ratio for side in slots.shape], -1)
+        for line, entry, other, own in np.argwhere(position >= 0):
+            assert entry < count[line]
+            place = tile[line, entry] * ratio + other, line * ratio + own
+            assert found[place] == -1
+            found[place] = line_slot[line, position[line, entry, other, own]]
+        inside = tuple(map(slice, slots.shape))
+        np.testing.assert_array_equal(found[inside], slots)
+        assert (found >= 0).sum() == layout.nnz
+        if not traced:
+            assert tile.shape[1] == count.max()
+
+
+CHIPS = [("TPU v4", 2), ("TPU v5 lite", 1), ("TPU v5", 2), ("TPU v6 lite", 1)]
+PROJECTIONS = [(5120, 15360), (5120, 5120), (5120, 20480), (20480, 5120)]
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip[0])
+def test_default_tiles_of_13b_fit_every_chip(chip):
+    for shape in PROJECTIONS:
+        for block in (64, 128):
+            layout = make_layout("pixelfly", *shape, block, 1 / 8)
+            x = jax.ShapeDtypeStruct((4096, shape[0]), jnp.bfloat16)
+            values = jax.ShapeDtypeStruct((layout.nnz, block, block), jnp.bfloat16)
+            with targeted_tpu(*chip):
+                assert pallas_tpu.supported(x, values, layout.tables(), activated=True) is None
+                config = pallas_tpu.default_tuning(x, values, layout.tables())
+                assert config.vmem_bytes == tuning.device().vmem_capacity_bytes
+            assert config.cores == chip[1]
+            assert config.forward.tokens >= 128  # Every weight read serves so many tokens.
+
+
+def kernels_chosen(layout, name=None, chip=CHIPS[1]):
+    """How many Pallas kernels a forward and backward pass through the API has."""
+    x, values, dy, *_ = draw(layout, 8, np.float32)
+
+    def gradients(x, values, dy):
+        y, pullback = jax.vjp(
+            lambda x, v: api.block_sparse_matmul(x, v, layout.tables(), name), x, values
+        )
+        return y, pullback(dy)
+
+    return str(jax.make_jaxpr(gradients)(x, values, dy)).count("pallas_call[")
+
+
+def test_the_kernels_are_chosen_where_they_run():
+    layout, other = make_layout("cyclic", 256, 256, 64, 0.5), make_layout("cyclic", 64, 64, 16, 0.5)
+    with targeted_tpu():
+        assert kernels_chosen(layout) == 3
+        assert kernels_chosen(layout, "xla") == 0
+        assert kernels_chosen(other) == 0
+    assert kernels_chosen(layout) == 0
+
+
+def test_sharded_arrays_fall_back():
+    layout = make_layout("cyclic", 256, 256, 64, 0.5)
+    with targeted_tpu():
+        mesh = jax.sharding.get_abstract_mesh().update(axis_sizes=(2,))
+        with jax.sharding.use_abstract_mesh(mesh):
+            assert kernels_chosen(layout) == 0
+
+
+def refused(layout, dtype="float32", **options):
+    x, values, *_ = draw(layout, 8, jnp.dtype(dtype))
+    with pytest.raises(UserError) as refusal, targeted_tpu():
+        pallas_tpu.block_sparse_matmul(x, values, layout.tables(), **options)
+    return str(refusal.value)
+
+
+def test_what_cannot_run_is_refused_in_words():
+    legal = make_layout("cyclic", 256, 256, 64, 0.5)
+    assert "legal: 32, 64, 128, 256" in refused(make_layout("cyclic", 64, 64, 16, 0.5))
+    assert "legal: one of bfloat16, float32" in refused(legal, "float16")
+    assert "legal: gelu" in refused(legal, activation="relu")
+    with pytest.raises(UserError, match="runs on tpu, and this is cpu; legal here"):
+        kernels_chosen(legal, "pallas_tpu")
+
+
+def test_what_no_vmem_holds_is_refused():
+    layout = make_layout("cyclic", 128 * 4096, 128, 128, 1.0)
+    x = jax.ShapeDtypeStruct((8, layout.in_features), jnp.float32)
+    values = jax.ShapeDtypeStruct((layout.nnz, 128, 128), jnp.float32)
+    with targeted_tpu("TPU v4", 1):
+        assert "fits VMEM" in pallas_tpu.supported(x, values, layout.tables())
+
+
+def test_a_float32_accumulator_is_asked_for():
+    layout = make_layout("cyclic", 256, 256, 64, 0.5)
+    x, values, dy, *_ = draw(layout, 8, jnp.bfloat16)
+    with pytest.raises(UserError, match="legal: float32"), targeted_tpu():
+        pallas_tpu.weight_gradient(x, dy, layout.tables(), accumulator=jnp.asarray(values))
+
+
+def test_tuning_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SMALL_TILES.cores = 1

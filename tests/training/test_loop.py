@@ -1,0 +1,104 @@
+import jax
+import numpy as np
+import pytest
+
+from sparse_dataflow.data.batches import EvalBatches, TrainBatches
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.reporting.report import read_metrics
+from sparse_dataflow.training.loop import Compiled, Trainer, TrainingData, advance_side_by_side
+from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.training.step import StepReport
+
+MODEL = ModelConfig(1, 8, 1, 32, 300, 4)
+TRAINING = TrainingConfig(steps=9, batch=2, sequence=4)
+TOKENS = np.arange(200, dtype=np.uint16)
+HELD_OUT = EvalBatches(TOKENS, 2, 4, 4)
+DATA = TrainingData(TrainBatches(TOKENS, 2, 4), HELD_OUT, 16, HELD_OUT, 16, "hash")
+
+
+def trainer(folder, bad_step=None, bad="gradients", training=TRAINING, **options):
+    """A trainer whose "program" adds one to every parameter, and breaks at a step."""
+
+    def train_step(state, tokens, learning_rate):
+        step = int(state.step) + 1
+        broken = step == bad_step
+        params = jax.tree.map(lambda p: p + 1, state.params)
+        if broken:
+            params["blocks"]["qkv"]["kernel"] = params["blocks"]["qkv"]["kernel"] * np.nan
+        norms = {"embed": 1.0, "blocks.qkv": np.nan if broken and bad == "gradients" else 1.0}
+        loss = np.inf if broken and bad == "loss" else 2.0
+        return state._replace(step=state.step + 1, params=params), StepReport(loss, norms)
+
+    programs = Compiled(train_step, lambda *_: 3.0, 0.0)
+    every = {"eval_every": 4, "checkpoint_every": 2} | options
+    return Trainer("sparse", folder, MODEL, training, DATA, programs, **every)
+
+
+def train(trainers, stop=lambda: False):
+    try:
+        return list(advance_side_by_side(trainers, stop))
+    finally:
+        for t in trainers:
+            t.close()
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ("gradients", r"step 5 is not finite \(gradients of blocks\.qkv, loss 2\.0\)"),
+        ("loss", r"step 5 is not finite \(gradients of no group, loss inf\)"),
+        # A step may break its parameters with finite gradients; the checkpoint after it finds out.
+        ("parameters", r"step 6 is not finite \(parameters of blocks\.qkv\)"),
+    ],
+)
+def test_a_broken_step_is_named_and_never_saved(tmp_path, bad, words):
+    t = trainer(tmp_path, 5, bad)
+    with pytest.raises(UserError, match=rf"sparse: {words}.*Last good checkpoint: step 4;"):
+        train([t])
+    again = trainer(tmp_path)
+    again.close()
+    assert again.step == 4
+    assert all(bool(np.isfinite(leaf).all()) for leaf in jax.tree.leaves(again.state.params))
+
+
+def test_a_resumed_trainer_repeats_nothing_in_its_metrics(tmp_path):
+    whole = trainer(tmp_path / "whole")
+    train([whole])
+    stops = iter([False] * 5 + [True])
+    train([trainer(tmp_path / "cut")], lambda: next(stops))
+    assert [r["step"] for r in read_metrics(tmp_path / "cut/metrics.jsonl")] == [1, 2, 3, 4, 4, 5]
+    with (tmp_path / "cut/metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 6, "tokens": 48, "sec')  # a kill while writing
+    train([trainer(tmp_path / "cut")])
+    facts = [
+        [(r["kind"], r["step"], r["tokens"]) for r in read_metrics(tmp_path / name)]
+        for name in ("whole/metrics.jsonl", "cut/metrics.jsonl")
+    ]
+    assert facts[0] == facts[1]
+    assert [f for f in facts[0] if f[0] == "eval"] == [("eval", s, 8 * s) for s in (4, 8, 9)]
+
+
+def test_turns_go_to_whoever_has_done_less_of_its_own_steps(tmp_path):
+    from dataclasses import replace
+
+    short = trainer(tmp_path / "short", training=replace(TRAINING, steps=3))
+    long = trainer(tmp_path / "long")
+    order = train([short, long])
+    assert [order[: 4 * n].count(short) for n in (1, 2, 3)] == [1, 2, 3]
+    assert len(order) == 12
+
+
+def test_only_remat_may_change_between_a_checkpoint_and_its_resumption(tmp_path):
+    from dataclasses import replace
+
+    train([trainer(tmp_path)])
+    every = {"eval_every": 4, "checkpoint_every": 2}
+    programs = Compiled(None, None, 0.0)
+    remat = replace(MODEL, remat="full")
+    t = Trainer("sparse", tmp_path, remat, TRAINING, DATA, programs, **every)
+    t.close()
+    assert t.finished
+    with pytest.raises(UserError, match=r"another config.*norm"):
+        other = replace(MODEL, norm="rmsnorm")
+        Trainer("sparse", tmp_path, other, TRAINING, DATA, programs, **every)

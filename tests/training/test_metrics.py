@@ -1,0 +1,111 @@
+import json
+import struct
+
+import pytest
+from checkpoint_states import in_new_process
+from tensorboardX.proto import event_pb2
+
+from sparse_dataflow.training.metrics import MetricsWriter
+
+
+def train_row(step, **changed):
+    numbers = {"tokens": 8 * step, "seconds": 0.5 * step, "loss": 3.0, "learning_rate": 1e-3}
+    speed = {"gradient_norm": 1.0, "tokens_per_second": 16.0, "mfu": None}
+    return {"kind": "train", "step": step, **numbers, **speed, **changed}
+
+
+def eval_row(step, kind="eval"):
+    return {
+        "kind": kind, "step": step, "tokens": 8, "seconds": 0.5, "loss": 3.0, "bits_per_byte": 1.5
+    }  # fmt: skip
+
+
+def written(folder, rows, step=0):
+    writer = MetricsWriter(folder, step)
+    for row in rows:
+        writer.write(row)
+    writer.close()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(path):
+    """The events of one TensorBoard file, read as records: length, checksum, data, checksum."""
+    data, found = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        found.append(event_pb2.Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    return found
+
+
+def test_rows_past_the_checkpoint_and_the_last_evaluation_are_dropped(tmp_path):
+    rows = [train_row(1), eval_row(1), train_row(2), train_row(3)]
+    assert written(tmp_path, [*rows, eval_row(3, "final")]) == [*rows, eval_row(3, "final")]
+    assert written(tmp_path, [], step=3) == rows
+    assert written(tmp_path, [train_row(3, loss=2.0)], step=2) == [
+        *rows[:3],
+        train_row(3, loss=2.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"\x00\xff\xfe\n",
+        b'{"kind": "train", "step": 2',
+        b"[1, 2]\n",
+        b'{"step": 2}\n',
+        b'{"kind": "train", "step": "2"}\n',
+        b'{"kind": "train", "step": [2]}\n',
+        b'{"kind": "train", "step": 2, "loss": 3.0}\n',
+        b'{"kind": ["train"], "step": 2}\n',
+    ],
+)
+def test_damaged_rows_are_passed_over_in_words(tmp_path, damage, capfd, caplog):
+    written(tmp_path, [train_row(1)])
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(damage)
+    assert written(tmp_path, [train_row(2)], step=1) == [train_row(1), train_row(2)]
+    assert "passed over" in capfd.readouterr().err + caplog.text
+
+
+def test_tensorboard_reads_every_number_and_hides_repeated_steps(tmp_path):
+    written(tmp_path, [train_row(1), train_row(2), eval_row(2)])
+    written(tmp_path, [train_row(2)], step=1)
+    first, second = (events(path) for path in sorted((tmp_path / "tensorboard").iterdir()))
+    assert first[0].file_version == second[0].file_version == "brain.Event:2"
+    start = event_pb2.SessionLog.START
+    assert [(e.step, e.session_log.status) for e in (first[1], second[1])] == [
+        (1, start),
+        (2, start),
+    ]
+    scalars = [{v.tag: v.simple_value for v in event.summary.value} for event in first[2:]]
+    assert [event.step for event in first[2:]] == [1, 2, 2]
+    assert scalars[1]["train/tokens"] == 16 and scalars[2] == {
+        "eval/tokens": 8, "eval/seconds": 0.5, "eval/loss": 3.0, "eval/bits_per_byte": 1.5
+    }  # fmt: skip
+    assert "train/mfu" not in scalars[0]
+
+
+def test_a_full_disk_is_told_at_once_and_keeps_the_rows_before(tmp_path):
+    told = in_new_process(
+        """
+        import pathlib, resource, sys
+        from sparse_dataflow.errors import UserError
+        from sparse_dataflow.training.metrics import MetricsWriter
+        row = {"kind": "train", "step": 1} | {f"number_{i}": 1.0 for i in range(40)}
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, resource.RLIM_INFINITY))
+        writer = MetricsWriter(pathlib.Path(sys.argv[1]))
+        for action in (lambda: [writer.write(row) for _ in range(99)], writer.close):
+            try:
+                action()
+            except UserError as error:
+                print("TOLD", error)
+        """,
+        tmp_path,
+    )
+    assert told.count("TOLD Metrics cannot be written") >= 1
+    assert f"{tmp_path} (File too large). Make room there" in told
+    assert "Traceback" not in told and "Exception" not in told
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len([json.loads(line) for line in lines[:3]]) == 3
