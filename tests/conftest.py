@@ -3,6 +3,10 @@ import math
 import jax
 import pytest
 
+# The interpreter of TPU kernels runs on the threads that dispatched work would occupy: with two
+# cores it sometimes waits for itself.  Read once, when the CPU client starts.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+
 
 @pytest.fixture(scope="session")
 def array_sizes():

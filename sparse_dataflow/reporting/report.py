@@ -14,7 +14,6 @@ import jinja2
 import numpy as np
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.reporting import page
 from sparse_dataflow.reporting.quantities import visible
 
 VARIANTS = ("dense", "sparse")
@@ -209,6 +208,9 @@ def write_report(data: ReportData, path: str | os.PathLike) -> None:
     Raises:
       UserError: where the file cannot be written; what stood there before is untouched.
     """
+    # It imports matplotlib, which takes a second that only a report is worth.
+    from sparse_dataflow.reporting import page
+
     path = pathlib.Path(path)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("sparse_dataflow.reporting", "."),

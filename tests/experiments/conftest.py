@@ -33,14 +33,15 @@ def job(shared):
 
 
 @pytest.fixture(scope="session")
-def undisturbed(job, shared):
+def undisturbed(job, shared, tmp_path_factory):
     """The folder of a whole run of the tests' plan; not to be changed."""
     folder, lock = shared
     with lock:
         if not (folder / "undisturbed").exists():
-            done = job.new(folder / "undisturbed.new")
+            attempt = tmp_path_factory.mktemp("attempt") / "run"
+            done = job.new(attempt)
             assert done.returncode == 0, done.stderr
-            (folder / "undisturbed.new").rename(folder / "undisturbed")
+            attempt.rename(folder / "undisturbed")
     return folder / "undisturbed"
 
 

@@ -47,6 +47,7 @@ def test_kernel_bench(job, tmp_path):
         assert f"{row['ratio']:.2f}" in done.stdout
 
 
+@pytest.mark.slow
 def test_step_bench(job, tmp_path):
     folder = tmp_path / "kept"
     flags = ("--scale=pico", "--block=16", "--density=0.25", "--rounds=1", f"--keep={folder}")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from simulated import targeted_tpu
 
 from sparse_dataflow.kernels.block_sparse_matmul.api import MAX_STATIC_GROUPS
 from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
@@ -119,7 +120,7 @@ def assert_close(actual, right, dtype):
         np.testing.assert_allclose(np.asarray(result, np.float64), expected, atol=atol, rtol=0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     drawn_layouts(),
     st.sampled_from([(), (1,), (7,), (2, 5)]),
@@ -179,9 +180,9 @@ def test_many_groups_are_two_products(array_sizes):
     assert assembled(array_sizes, mlp_layouts("monarch", most + 1, 1, wide=2, block=1))
 
 
-def test_no_chunks_where_the_default_backend_is_no_cpu(array_sizes, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert assembled(array_sizes, mlp_layouts("monarch"))
+def test_no_chunks_in_a_program_for_an_accelerator(array_sizes):
+    with targeted_tpu():
+        assert assembled(array_sizes, mlp_layouts("monarch"))
 
 
 @pytest.mark.parametrize("pattern", ["monarch", "butterfly", "random"])

@@ -26,7 +26,7 @@ IN_ORDER = [
     "other",
 ]
 TRAINING = TrainingConfig(steps=1, batch=4, sequence=16, micro_batches=2, learning_rate=1e-3)
-SPARSE = SIZES["pico"].with_linears(LinearSpec("block_sparse", "monarch", 1 / 4, block=16, rank=2))
+SPARSE = SIZES["pico"].with_linears(LinearSpec("block_sparse", "monarch", 1 / 4, block=16))
 
 
 @pytest.mark.parametrize("model", [SIZES["pico"], SPARSE], ids=["dense", "sparse"])

@@ -48,7 +48,7 @@ def sparse_mlp(
 def _chunked(tables_in, tables_out, block_in, block_out):
     """Both layouts where this is a CPU, they are known, and their hidden groups are the same."""
     known = matmul.is_concrete(tables_in) and matmul.is_concrete(tables_out)
-    if jax.default_backend() != "cpu" or not known or block_in != block_out:
+    if matmul.platform() != "cpu" or not known or block_in != block_out:
         return None
     layouts = matmul.layout_of(tables_in, block_in), matmul.layout_of(tables_out, block_out)
     return layouts if _chunks(*layouts) else None
