@@ -73,22 +73,26 @@ def _advice(values, variants, memory_bytes):
     if len(variants) > 1 and fitting(variants[:1], memory_bytes):
         remat, parts = fitting(variants[:1], memory_bytes)
         return f"it fits with --twin=no --remat={remat} --accumulation={parts}"
+    smaller = list(SIZES)[: list(SIZES).index(values.scale)]
+    for scale in reversed(smaller):
+        fit = _fitting_scale(values, scale, names, memory_bytes)
+        if fit:
+            return (
+                f"the largest scale that fits is --scale={scale} --remat={fit[0]} "
+                f"--accumulation={fit[1]}"
+            )
+    return "no smaller scale fits with these flags"
+
+
+def _fitting_scale(values, scale, names, memory_bytes):
     wanted = values.scale
-    smaller = list(SIZES)[: list(SIZES).index(wanted)]
     try:
-        for scale in reversed(smaller):
-            values.scale = scale
-            fit = fitting(recipes.variants(values, names), memory_bytes)
-            if fit:
-                return (
-                    f"the largest that fits is --scale={scale} --remat={fit[0]} "
-                    f"--accumulation={fit[1]}"
-                )
-    except UserError:  # These flags describe no smaller model.
-        pass
+        values.scale = scale
+        return fitting(recipes.variants(values, names), memory_bytes)
+    except UserError:  # These flags describe no model of that scale.
+        return None
     finally:
         values.scale = wanted
-    return "no smaller scale fits with these flags"
 
 
 def _with(variants, remat, parts):

@@ -165,8 +165,8 @@ def _activation_bytes_per_token(config: ModelConfig, sequence: int, fused_attent
     The counts are those of XLA's buffer assignment for a scanned pre-norm block with
     `jax.nn.dot_product_attention` and tanh GELU in float32: a block under remat "full" keeps its
     input; "dots" keeps as well the projections' outputs that the backward reads (qkv 3 d,
-    attn_out d, mlp_in d_ff); "none" keeps 12 d + 5 d_ff (norms, q, k, v in both layouts, GELU's
-    intermediates) and the scores twice, as logits and as probabilities.  In bfloat16 XLA
+    attn_out d, mlp_in d_ff); "none" keeps 12 d + 2 d_ff (norms, q, k, v in both layouts, GELU's
+    input and output) and the scores twice, as logits and as probabilities.  In bfloat16 XLA
     allocates up to a third more on a CPU, where it widens elementwise operations to float32.
     """
     compute = COMPUTE_BYTES[config.compute_dtype]
@@ -177,7 +177,7 @@ def _activation_bytes_per_token(config: ModelConfig, sequence: int, fused_attent
     kept = {
         "full": d * compute,
         "dots": (5 * d + d_ff) * compute,
-        "none": whole_block,
+        "none": whole_block - 3 * d_ff * compute,
     }[config.remat]
     return config.num_layers * kept + whole_block + 3 * d * compute
 

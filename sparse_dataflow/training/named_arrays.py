@@ -1,6 +1,10 @@
 """A state tree as named arrays, through orbax to files and back to the same bits."""
 
+import errno
 import logging as std_logging
+import os
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,8 +56,13 @@ def start_writing(
     """Writes named arrays in the background; returns once they may be changed or donated.
 
     `checkpointer.wait_until_finished` ends the writing and raises what went wrong.
+
+    Raises:
+      OSError: the arrays are larger than the room on the disk; nothing is written then.
     """
     raw = {name: _raw(leaf) for name, leaf in arrays.items() if leaf.size}
+    if sum(leaf.nbytes for leaf in raw.values()) > shutil.disk_usage(folder.parent).free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with jax.transfer_guard("allow"):  # Orbax's transfers are meant, whatever the loop forbids.
         checkpointer.save(folder, args=ocp.args.PyTreeSave(raw))
 
@@ -127,6 +136,24 @@ def _hush_orbax() -> None:
     logger = logging.get_absl_logger()
     if _worth_reading not in logger.filters:
         logger.addFilter(_worth_reading)
+        # Where one array cannot be written the others fail too, after orbax has stopped listening.
+        std_logging.getLogger("asyncio").addFilter(_is_heard)
+        sys.unraisablehook = _without_late_failures(sys.unraisablehook)
+
+
+def _is_heard(record: std_logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return "never retrieved" not in text or "OCDBT" not in text
+
+
+def _without_late_failures(hook):
+    """`hook` for all but the replies of tensorstore's threads to an event loop that is gone."""
+
+    def report(unraisable):
+        if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    return report
 
 
 def _worth_reading(record: std_logging.LogRecord) -> bool:

@@ -69,7 +69,6 @@ def test_step_bench(job, tmp_path):
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--shapes=64", "--shapes=64 is not a list such as 512x2048"),
         ("--shapes=64x128,0x8", "--shapes=64x128,0x8 is not a list"),
         ("--shapes=64x128,64x120", "Block 16 does not divide a 64 x 120 weight; legal blocks"),
     ],

@@ -103,7 +103,8 @@ def test_the_report_says_what_the_metrics_say(undisturbed):
         assert variant.history == found
     sparse, dense = report.variants
     assert sparse.stored_parameters < dense.stored_parameters
-    assert dense.flops_per_token / sparse.flops_per_token == pytest.approx(report.flop_ceiling)
+    # The ceiling counts the whole attention square, the FLOPs a token its causal half.
+    assert 1 < report.flop_ceiling <= dense.flops_per_token / sparse.flops_per_token
     assert 0 < report.projection_share < 1
     drawn = {layout.projection for layout in report.layouts if layout.balanced}
     assert drawn == set(config["flags"]["sparse_projections"])
@@ -117,7 +118,7 @@ def test_the_page_needs_no_network(undisturbed):
     for reference in ('src="http', 'href="http', "@import", "url(http"):
         assert reference not in page
     for variant in report_of(undisturbed).variants:
-        assert f"{variant.stored_parameters:,}" in page
+        assert f"{variant.bits_per_byte:.3f}" in page
 
 
 @pytest.mark.slow
