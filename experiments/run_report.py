@@ -18,11 +18,10 @@ from sparse_dataflow.reporting.report import (
     LayoutData,
     ReportData,
     VariantData,
-    read_metrics,
     write_report,
 )
 from sparse_dataflow.training.loop import Trainer
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.metrics import read_metrics, say
 from sparse_dataflow.training.sections import section_seconds
 
 CONTINUATIONS = 10

@@ -1,8 +1,6 @@
 """A run's results as data, and the one self-contained HTML file that shows them."""
 
 import dataclasses
-import json
-import logging
 import math
 import os
 import pathlib
@@ -174,32 +172,6 @@ class ReportData:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values alone: numpy values become Python's, non-finite numbers None."""
         return _plain(self)
-
-
-def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, in the order of their steps as they stand.
-
-    A killed writer leaves a torn line: it is passed over with a warning.  A resumed run repeats the
-    steps after its last checkpoint: the later row of a kind and step replaces the earlier.  A file
-    that does not exist holds no rows.
-    """
-    path = pathlib.Path(path)
-    if not path.exists():
-        return []
-    rows: dict[Any, dict[str, Any]] = {}
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        whole = isinstance(row, dict) and isinstance(row.get("kind", ""), str)
-        if not whole or type(row.get("step", 0)) is not int:
-            logging.getLogger(__name__).warning("%s: line %d is torn; passed over.", path, number)
-            continue
-        rows[(row.get("kind"), row["step"]) if "step" in row else number] = row
-    return list(rows.values())
 
 
 def write_report(data: ReportData, path: str | os.PathLike) -> None:

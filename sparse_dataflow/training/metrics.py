@@ -2,21 +2,48 @@
 
 import contextlib
 import json
+import logging
 import os
 import platform
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.reporting.report import read_metrics
 
 _NUMBERS = {
     "train": ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second"),
     "eval": ("tokens", "seconds", "loss", "bits_per_byte"),
 }
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, in the order of their steps as they stand.
+
+    A killed writer leaves a torn line: it is passed over with a warning.  A resumed run repeats the
+    steps after its last checkpoint: the later row of a kind and step replaces the earlier.  A file
+    that does not exist holds no rows.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    rows: dict[Any, dict[str, Any]] = {}
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        whole = isinstance(row, dict) and isinstance(row.get("kind", ""), str)
+        if not whole or type(row.get("step", 0)) is not int:
+            logging.getLogger(__name__).warning("%s: line %d is torn; passed over.", path, number)
+            continue
+        rows[(row.get("kind"), row["step"]) if "step" in row else number] = row
+    return list(rows.values())
 
 
 class MetricsWriter:

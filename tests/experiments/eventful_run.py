@@ -3,8 +3,9 @@
     python eventful_run.py '[[PATH, N, WHAT], ...]' EXPERIMENT ARGUMENTS...
 
 One after the other, at the N-th file operation whose path matches the regular expression PATH, WHAT
-happens: a signal's name sends it to this process, "full" makes the disk refuse more than 20 kB a
-file.
+happens: a signal's name sends it to this process, "SIGINT again" sends one once the program has
+noted the first (to Python, two that come together are one), "full" makes the disk refuse more than
+20 kB a file.
 """
 
 import json
@@ -14,6 +15,7 @@ import resource
 import runpy
 import signal
 import sys
+import time
 
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 happenings = json.loads(sys.argv[1])
@@ -34,6 +36,12 @@ def watch(event, arguments):
     seen = 0
     if what == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    elif what == "SIGINT again":
+        give_up = time.monotonic() + 60
+        while signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            assert time.monotonic() < give_up, "the first SIGINT was not noted"
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
     else:
         os.kill(os.getpid(), getattr(signal, what))
 

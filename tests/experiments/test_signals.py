@@ -36,9 +36,9 @@ def test_a_stopped_run_says_how_to_go_on_and_ends_at_the_same_bits(job, undistur
     assert_same_results(folder, undisturbed)
 
 
-@pytest.mark.nightly  # two signals that come together are one to Python: now and then it ends at 0
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once_and_loses_no_checkpoint(job, tmp_path):
-    second = (r"dense/checkpoints/\d+\.saving", 1, "SIGINT")
+    second = (r"dense/checkpoints/\d+\.saving", 1, "SIGINT again")
     done = job.new(tmp_path / "run", events=[(FIRST_SAVE, 1, "SIGINT"), second])
     assert_quiet(done, 130)
     assert "Ctrl-C again to stop at once" in done.stderr

@@ -4,12 +4,10 @@ import math
 import numpy as np
 import pytest
 import report_sample
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from report_sample import bare
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.reporting.report import LayoutData, ReportData, read_metrics
+from sparse_dataflow.reporting.report import LayoutData, ReportData
 
 
 @pytest.mark.parametrize("data", [report_sample.report(), report_sample.report("dense"), bare()])
@@ -52,27 +50,3 @@ def test_a_report_of_another_shape_is_refused_in_words(change, said):
 def test_a_block_outside_its_grid_is_refused():
     with pytest.raises(UserError, match="outside its grid of 2 × 2"):
         LayoutData("qkv", 0, 2, 2, 64, [[0, 2]], 1, 1, True)
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_a_torn_metrics_file_keeps_its_whole_rows(tmp_path_factory, data):
-    rows = report_sample.history(0, 6, 0.4, 64, 0.5)
-    lines = [json.dumps(row).encode() + b"\n" for row in rows]
-    content = b"".join(lines)
-    cut = data.draw(st.integers(0, len(content)))
-    path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
-    path.write_bytes(content[:cut])
-    # A line that lacks its newline alone is whole.
-    ends = np.cumsum([len(line) for line in lines]) - 1
-    assert read_metrics(path) == rows[: int((ends <= cut).sum())]
-
-
-def test_a_resumed_runs_rows_replace_the_repeated_ones(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    first = [{"kind": "train", "step": s, "loss": 1.0} for s in (1, 2, 3)]
-    again = [{"kind": "train", "step": s, "loss": 2.0} for s in (3, 4)]
-    text = "".join(json.dumps(row) + "\n" for row in first) + '{"kind": "tra\n'
-    path.write_text(text + "".join(json.dumps(row) + "\n" for row in again))
-    assert read_metrics(path) == [*first[:2], *again]
-    assert read_metrics(tmp_path / "none.jsonl") == []

@@ -5,8 +5,8 @@ import pytest
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.reporting.report import read_metrics
 from sparse_dataflow.training.loop import Compiled, Trainer, TrainingData, advance_side_by_side
+from sparse_dataflow.training.metrics import read_metrics
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.step import StepReport
 

@@ -1,11 +1,14 @@
 import json
 import struct
 
+import numpy as np
 import pytest
 from checkpoint_states import in_new_process
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensorboardX.proto import event_pb2
 
-from sparse_dataflow.training.metrics import MetricsWriter
+from sparse_dataflow.training.metrics import MetricsWriter, read_metrics
 
 
 def train_row(step, **changed):
@@ -92,7 +95,7 @@ def test_a_full_disk_is_told_at_once_and_keeps_the_rows_before(tmp_path):
         """
         import pathlib, resource, sys
         from sparse_dataflow.errors import UserError
-        from sparse_dataflow.training.metrics import MetricsWriter
+        from sparse_dataflow.training.metrics import MetricsWriter, read_metrics
         row = {"kind": "train", "step": 1} | {f"number_{i}": 1.0 for i in range(40)}
         resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, resource.RLIM_INFINITY))
         writer = MetricsWriter(pathlib.Path(sys.argv[1]))
@@ -109,3 +112,27 @@ def test_a_full_disk_is_told_at_once_and_keeps_the_rows_before(tmp_path):
     assert "Traceback" not in told and "Exception" not in told
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert len([json.loads(line) for line in lines[:3]]) == 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_torn_metrics_file_keeps_its_whole_rows(tmp_path_factory, data):
+    rows = [{"kind": "train", "step": step, "loss": 1 / step} for step in range(1, 7)]
+    lines = [json.dumps(row).encode() + b"\n" for row in rows]
+    content = b"".join(lines)
+    cut = data.draw(st.integers(0, len(content)))
+    path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
+    path.write_bytes(content[:cut])
+    # A line that lacks its newline alone is whole.
+    ends = np.cumsum([len(line) for line in lines]) - 1
+    assert read_metrics(path) == rows[: int((ends <= cut).sum())]
+
+
+def test_a_resumed_runs_rows_replace_the_repeated_ones(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = [{"kind": "train", "step": s, "loss": 1.0} for s in (1, 2, 3)]
+    again = [{"kind": "train", "step": s, "loss": 2.0} for s in (3, 4)]
+    text = "".join(json.dumps(row) + "\n" for row in first) + '{"kind": "tra\n'
+    path.write_text(text + "".join(json.dumps(row) + "\n" for row in again))
+    assert read_metrics(path) == [*first[:2], *again]
+    assert read_metrics(tmp_path / "none.jsonl") == []
