@@ -1,5 +1,7 @@
-"""Causal attention against softmax written out in numpy's float64."""
+"""Every implementation of causal attention against softmax written out in numpy's float64."""
 
+import functools
+import logging
 import math
 
 import jax
@@ -9,7 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.kernels import dispatch
+from sparse_dataflow.kernels.attention import api, reference, splash
 from sparse_dataflow.kernels.attention.api import causal_attention
+
+SUITE = {
+    "reference": reference.causal_attention,
+    "xla": functools.partial(causal_attention, implementation="xla"),
+    "splash": functools.partial(splash.causal_attention, interpret=True),
+}
+every_implementation = pytest.mark.parametrize("name", SUITE)
 
 
 def draw(shape, dtype, seed=0):
@@ -30,6 +42,7 @@ def exact_attention(query, key, value):
     return result
 
 
+@pytest.mark.parametrize("name", ["reference", "xla"])
 @settings(max_examples=10, deadline=None)
 @given(
     st.tuples(
@@ -38,9 +51,19 @@ def exact_attention(query, key, value):
     st.sampled_from(["float32", "bfloat16"]),
     st.integers(0, 9),
 )
-def test_attention_is_a_causal_softmax(shape, dtype, seed):
+def test_attention_is_a_causal_softmax(name, shape, dtype, seed):
+    check_against_exact(name, shape, dtype, seed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("tokens", "width"), [(128, 64), (256, 128), (384, 40)])
+def test_splash_attention_is_a_causal_softmax(tokens, width, dtype):
+    check_against_exact("splash", (2, tokens, 2, width), dtype, seed=tokens)
+
+
+def check_against_exact(name, shape, dtype, seed):
     operands = draw(shape, dtype, seed)
-    attended = jax.jit(causal_attention)(*operands)
+    attended = jax.jit(SUITE[name])(*operands)
     assert attended.shape == shape and attended.dtype == dtype
     # Scores are rounded to the dtype; a softmax turns their absolute error into a relative one.
     tolerance = 30 * float(jnp.finfo(dtype).eps)
@@ -49,17 +72,19 @@ def test_attention_is_a_causal_softmax(shape, dtype, seed):
     )
 
 
-def test_softmax_keeps_its_precision_over_many_equal_keys_in_bfloat16():
-    """1,000 weights of 1/1000 sum to 1 in float32; summed in bfloat16 they stick at a half."""
-    shape = (1, 1000, 1, 8)
+@every_implementation
+def test_softmax_keeps_its_precision_over_many_equal_keys_in_bfloat16(name):
+    """1,024 weights of 1/1024 sum to 1 in float32; summed in bfloat16 they stick at a quarter."""
+    shape = (1, 1024, 1, 8)
     zeros, ones = jnp.zeros(shape, jnp.bfloat16), jnp.ones(shape, jnp.bfloat16)
-    attended = np.asarray(causal_attention(zeros, zeros, ones), np.float32)
+    attended = np.asarray(SUITE[name](zeros, zeros, ones), np.float32)
     np.testing.assert_allclose(attended, 1, rtol=2**-7)
 
 
 @pytest.mark.parametrize("argument", [0, 1, 2])
-def test_gradients_match_finite_differences(argument):
-    query, key, value = draw((2, 5, 2, 4), "float64", seed=3)
+@pytest.mark.parametrize(("name", "tokens"), [("reference", 5), ("xla", 5), ("splash", 128)])
+def test_gradients_match_finite_differences(name, tokens, argument):
+    query, key, value = draw((2, tokens, 2, 4), "float64", seed=3)
     cotangent, direction = draw(query.shape, "float64", seed=4)[:2]
     operands = [query, key, value]
 
@@ -69,7 +94,7 @@ def test_gradients_match_finite_differences(argument):
         return np.sum(exact_attention(*moved) * cotangent)
 
     narrow = [a.astype(np.float32) for a in operands]
-    loss = lambda *a: jnp.sum(causal_attention(*a) * cotangent.astype(np.float32))  # noqa: E731
+    loss = lambda *a: jnp.sum(SUITE[name](*a) * cotangent.astype(np.float32))  # noqa: E731
     gradient = jax.jit(jax.grad(loss, argnums=argument))(*narrow)
     slope = (exact(1e-5) - exact(-1e-5)) / 2e-5
     assert np.sum(np.asarray(gradient, np.float64) * direction) == pytest.approx(slope, rel=1e-4)
@@ -83,3 +108,57 @@ def test_no_gradient_from_the_past_to_the_future():
         assert np.all(reach[np.triu_indices(6, 1)] == 0)
         # The first query sees one key, so that its weight is 1 and moves with nothing.
         assert np.all(reach[np.tril_indices(6)][1:] > 0)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "said"),
+    [
+        ("flash", "'flash' cannot run: it is unknown; legal: reference, xla, cudnn, splash"),
+        ("cudnn", "runs on gpu, and this is cpu; legal here: reference, xla"),
+        ("splash", "runs on tpu, and this is cpu; legal here: reference, xla"),
+    ],
+)
+def test_a_named_implementation_that_cannot_run_is_refused_in_words(implementation, said):
+    with pytest.raises(UserError, match=said):
+        causal_attention(*draw((1, 4, 1, 8), "float32"), implementation)
+
+
+def test_operands_of_unequal_shape_are_refused_in_words():
+    query, key, value = draw((1, 4, 1, 8), "float32")
+    with pytest.raises(UserError, match=r"got float32 \[1, 3, 1, 8\], float32 \[1, 4, 1, 8\]"):
+        causal_attention(query, key[:, :3], value)
+    with pytest.raises(UserError, match="one dtype"):
+        causal_attention(query, key, value.astype(np.float16))
+
+
+@pytest.mark.parametrize(
+    ("platform", "shape", "dtype", "chosen", "said"),
+    [
+        ("tpu", (1, 256, 2, 64), "bfloat16", "splash", ""),
+        ("tpu", (1, 100, 2, 64), "bfloat16", "xla", "multiples of 128 tokens, not 100"),
+        ("tpu", (1, 256, 2, 512), "bfloat16", "xla", "head sizes up to 256, not 512"),
+        ("tpu", (1, 256, 2, 64), "float16", "xla", "take bfloat16 or float32, not float16"),
+        ("cpu", (1, 256, 2, 64), "bfloat16", "xla", ""),
+    ],
+)
+def test_the_platforms_kernel_is_chosen_unless_it_refuses_which_is_said_once(
+    monkeypatch, caplog, platform, shape, dtype, chosen, said
+):
+    monkeypatch.setattr(dispatch, "platform", lambda: platform)
+    monkeypatch.setattr(dispatch, "partitioned", lambda: "")
+    dispatch.log_choice.cache_clear()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert api._choose(jax.ShapeDtypeStruct(shape, dtype)) == chosen
+    lines = [r.getMessage() for r in caplog.records if "causal_attention" in r.getMessage()]
+    assert len(lines) == 1 and f"implementation {chosen} on {platform}" in lines[0]
+    assert said in lines[0]
+
+
+def test_cudnns_own_refusal_becomes_the_reason(monkeypatch, caplog):
+    """Without a GPU jax finds no cuDNN, or cuDNN refuses float32: either way XLA runs."""
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    dispatch.log_choice.cache_clear()
+    with caplog.at_level(logging.INFO):
+        assert api._choose(jax.ShapeDtypeStruct((1, 128, 2, 64), "float32")) == "xla"
+    assert "cuDNN" in caplog.text or "fp16" in caplog.text

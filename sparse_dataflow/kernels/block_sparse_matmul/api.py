@@ -5,9 +5,9 @@ import math
 
 import jax
 import numpy as np
-from absl import logging
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu, reference, xla, xla_static
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 
@@ -54,9 +54,9 @@ def block_sparse_matmul(
             )
         y = xla_static.block_sparse_matmul(flat, values, layout_of(tables, values.shape[-1]))
     elif name == "pallas_tpu":
-        if platform() != "tpu":
+        if dispatch.platform() != "tpu":
             raise UserError(
-                f"implementation 'pallas_tpu' runs on tpu, and this is {platform()}; "
+                f"implementation 'pallas_tpu' runs on tpu, and this is {dispatch.platform()}; "
                 "legal here: reference, xla."
             )
         y = pallas_tpu.block_sparse_matmul(flat, values, tables)
@@ -85,41 +85,17 @@ def _check(x, values, tables):
         raise UserError(f"x is {x.dtype} and values are {values.dtype}; legal: one float dtype.")
 
 
-def platform() -> str:
-    """The platform compiled for: that of the abstract mesh's device, else of the default one."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
-
-
 def _choose(x, values, tables):
     name, reason = "xla", ""
-    if platform() == "tpu":
-        reason = pallas_tpu.supported(x, values, tables) or _partitioned()
+    if dispatch.platform() == "tpu":
+        reason = pallas_tpu.supported(x, values, tables) or dispatch.partitioned()
         name = "xla" if reason else "pallas_tpu"
-    elif platform() == "cpu" and is_concrete(tables):
+    elif dispatch.platform() == "cpu" and is_concrete(tables):
         layout = layout_of(tables, values.shape[-1])
         groups = len(xla_static.column_groups(layout)) + len(xla_static.row_groups(layout))
         name = "xla_static" if groups <= MAX_STATIC_GROUPS else "xla"
-    _log_choice(name, platform(), reason)
+    dispatch.log_choice("block_sparse_matmul", name, dispatch.platform(), reason)
     return name
-
-
-def _partitioned():
-    """Why the compiler might have to split the op, which it cannot do inside a kernel."""
-    mesh = jax.sharding.get_abstract_mesh()
-    whole = jax.device_count() == 1
-    if not mesh.empty:
-        manual = jax.sharding.AxisType.Manual
-        whole = all(
-            size == 1 or kind == manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types)
-        )
-    return "" if whole else "arrays may be sharded, and this is not inside shard_map."
-
-
-@functools.cache
-def _log_choice(name, platform, reason):
-    because = reason and f", as {reason}"
-    logging.info("block_sparse_matmul: implementation %s on %s%s", name, platform, because)
 
 
 def layout_of(tables: LayoutTables, block: int) -> BlockLayout:

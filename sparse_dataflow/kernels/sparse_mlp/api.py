@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.block_sparse_matmul import api as matmul
 from sparse_dataflow.kernels.block_sparse_matmul import xla_static
 from sparse_dataflow.kernels.gelu.api import gelu, value_and_derivative
@@ -48,7 +49,7 @@ def sparse_mlp(
 def _chunked(tables_in, tables_out, block_in, block_out):
     """Both layouts where this is a CPU, they are known, and their hidden groups are the same."""
     known = matmul.is_concrete(tables_in) and matmul.is_concrete(tables_out)
-    if matmul.platform() != "cpu" or not known or block_in != block_out:
+    if dispatch.platform() != "cpu" or not known or block_in != block_out:
         return None
     layouts = matmul.layout_of(tables_in, block_in), matmul.layout_of(tables_out, block_out)
     return layouts if _chunks(*layouts) else None
