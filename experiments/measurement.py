@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import json
+import math
 import platform
 import re
 import shlex
@@ -15,24 +16,38 @@ import jax
 import numpy as np
 
 
-def paired_seconds(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, np.ndarray]:
+def paired_seconds(
+    runs: Mapping[str, Callable[[], object]], rounds: int, enough: float = 0.0
+) -> dict[str, np.ndarray]:
     """Times each run once a round, in turn, so that all meet the same machine.
 
     Args:
       runs: name -> function that starts work and returns its arrays.
       rounds: how often; two untimed rounds come first.
+      enough: seconds that one timing takes at least: a shorter run is started several times in a
+        row, which hides the cost of starting it where work is queued, as on a GPU.
 
     Returns:
-      name -> float [rounds] seconds; element i of every name belongs to the same round.
+      name -> float [rounds] seconds of one call; element i of every name belongs to the same round.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
+    calls = dict.fromkeys(runs, 1)
     for number in range(rounds + 2):
         for name, run in runs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
+            seconds = _seconds_a_call(run, calls[name])
+            if number == 1:
+                calls[name] = max(1, math.ceil(enough / seconds))
             if number >= 2:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(seconds)
     return {name: np.asarray(seconds) for name, seconds in times.items()}
+
+
+def _seconds_a_call(run, calls):
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = run()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls
 
 
 def paired_ratio(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float, float]:

@@ -15,7 +15,7 @@ def quick_compile(monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
-KERNEL = ("--block=16", "--density=0.25", "--tokens=64", "--rounds=1")
+KERNEL = ("--blocks=16", "--densities=0.25", "--tokens=64", "--rounds=1")
 
 
 def kept(done, folder):
@@ -36,14 +36,24 @@ def check_ratio(found):
 
 def test_kernel_bench(job, tmp_path):
     folder = tmp_path / "kept"
-    done = job.run("--shapes=64x128,128x64", *KERNEL, f"--keep={folder}", experiment="kernel_bench")
-    result = kept(done, folder)
-    assert (result["tokens"], result["density"], result["block"]) == (64, 0.25, 16)
-    measured = {(r["shape"], r["pattern"], r["implementation"]) for r in result["rows"]}
-    assert len(measured) == len(result["rows"]) == 2 * 3 * 2
-    for row in result["rows"]:
+    flags = ("--shapes=64x128,128x64", *KERNEL, "--peers", f"--keep={folder}")
+    done = job.run(*flags, experiment="kernel_bench")
+    rows = kept(done, folder)["rows"]
+    names = ("shape", "pattern", "product", "implementation")
+    measured = {tuple(row[name] for name in names) for row in rows}
+    ours = {m for m in measured if m[3].startswith("xla")}
+    assert len(ours) == 2 * 3 * 4 * 2
+    peers = measured - ours
+    assert {m[2] for m in peers} == {"forward"} and "jax_bcsr" in {m[3] for m in peers}
+    assert len(measured) == len(rows)
+    for row in rows:
         check_ratio(row)
+        assert (row["tokens"], row["density"], row["block"]) == (64, 0.25, 16)
         assert row["ratio"] == pytest.approx(row["dense_ms"] / row["sparse_ms"])  # of one round
+        assert row["of_ideal"] == pytest.approx(row["ratio"] / 4)
+        assert row["of_ideal"] == pytest.approx(row["stored_tflops"] / row["dense_tflops"])
+        flops = 2 * 64 * 64 * 128 * (3 if row["product"] == "forward_backward" else 1)
+        assert row["dense_tflops"] * row["dense_ms"] * 1e9 == pytest.approx(flops)
         assert f"{row['ratio']:.2f}" in done.stdout
 
 
@@ -70,11 +80,15 @@ def test_step_bench(job, tmp_path):
     ("flag", "words"),
     [
         ("--shapes=64x128,0x8", "--shapes=64x128,0x8 is not a list"),
+        ("--shapes=13c", "nor one of"),
+        ("--tokens=64,-1", "--tokens=64,-1 is not a list such as 2048,4096"),
+        ("--densities=half", "--densities=half is not a list such as 0.5,0.125"),
+        ("--patterns=auto,random", "mixes auto with names"),
         ("--shapes=64x128,64x120", "Block 16 does not divide a 64 x 120 weight; legal blocks"),
     ],
 )
 def test_kernel_bench_refuses_shapes_before_it_times_any(job, tmp_path, flag, words):
     folder = tmp_path / "kept"
-    done = job.run(flag, *KERNEL, f"--keep={folder}", experiment="kernel_bench")
+    done = job.run(*KERNEL, flag, f"--keep={folder}", experiment="kernel_bench")
     assert words in complaint(done)
     assert done.stdout == "" and not folder.exists()

@@ -36,6 +36,21 @@ def test_runs_are_timed_in_turn_after_two_rounds_of_warming_up(monkeypatch):
     np.testing.assert_allclose(times["sparse"], [6, 8, 10])
 
 
+def test_a_short_run_is_started_again_until_the_time_is_enough(monkeypatch):
+    now, calls = 0.0, []
+
+    def run():
+        nonlocal now
+        calls.append(now)
+        now += 0.25
+        return np.zeros(1)
+
+    monkeypatch.setattr(measurement, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    times = measurement.paired_seconds({"short": run}, 3, enough=0.9)
+    assert len(calls) == 2 + 3 * 4
+    np.testing.assert_allclose(times["short"], 0.25)
+
+
 @given(positive, positive)
 def test_the_ratio_is_taken_round_by_round(sparse, slowness):
     middle, low, high = measurement.paired_ratio(3 * sparse * slowness, sparse * slowness)

@@ -11,16 +11,15 @@ from jax import lax
 
 from sparse_dataflow.sparsity.layout import LayoutTables
 
-TOKEN_TILE = 256
-"""Tokens gathered at once; bounds the gathered copy to fan_in * TOKEN_TILE rows of a block."""
+GATHERED_BYTES = 64 * 2**20
+"""Bound of the gathered copy of a tile of tokens.  Untiled is fastest while it fits."""
 
 
 @jax.custom_vjp
 def block_sparse_matmul(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
     """`x @ W` for x [tokens, in_features], values [nnz, block, block]; result in x's dtype."""
     weight = _lines(values, tables.in_slot)
-    weight = weight.reshape(weight.shape[0], -1, weight.shape[-1]).swapaxes(1, 2)
-    return _over_tiles(lambda x: _gathered_dot(x, tables.in_index, weight), x)
+    return _product(x, tables.in_index, weight.reshape(len(weight), -1, weight.shape[-1]))
 
 
 def _forward(x, values, tables):
@@ -30,21 +29,17 @@ def _forward(x, values, tables):
 def _backward(saved, dy):
     x, values, tables = saved
     block = values.shape[-1]
-    # [in_blocks, block (in), fan_out * block (out)]: contraction over the minor axis.
-    weight = _lines(values, tables.out_slot).swapaxes(1, 2)
-    weight = weight.reshape(*weight.shape[:2], -1)
+    weight = _lines(values, tables.out_slot).swapaxes(2, 3)
+    dx = _product(dy, tables.out_index, weight.reshape(len(weight), -1, block))
 
     def tile(dy, x):
-        dx = _gathered_dot(dy, tables.out_index, weight)
-        x_lines = _gather(x, tables.in_index, block)
-        dy_blocks = _blocks(dy, block)
-        dw = lax.dot_general(
-            x_lines, dy_blocks, (((1,), (1,)), ((0,), (0,))), preferred_element_type=_wide(x.dtype)
-        )
-        return dx, dw
+        # A left side that contracts over its major axis is slow on a CPU: dy is transposed.
+        dy_blocks = _blocks(dy, block).transpose(1, 2, 0)
+        return _wide_dot(dy_blocks, _gather(x, tables.in_index, block), (2, 0), (0, 1))
 
-    dx, dw = _over_tiles(tile, dy, x, summed=(False, True))
-    dw = dw.reshape(-1, block, block)
+    dw = _over_tiles(tile, _tile(x, tables.in_index, block), dy, x, summed=True)
+    # [out_blocks, block (out), fan_in * block (in)], turned and brought into the order of values.
+    dw = dw.reshape(len(dw), block, -1, block).transpose(0, 2, 3, 1).reshape(-1, block, block)
     slots = tables.in_slot.reshape(-1)
     if len(dw) == len(values):
         dw = dw[jnp.argsort(slots)]
@@ -56,10 +51,6 @@ def _backward(saved, dy):
 block_sparse_matmul.defvjp(_forward, _backward)
 
 
-def _wide(dtype):
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _lines(values, slots):
     """Values by table line, [lines, positions, block, block]; padding (slot -1) reads zeros."""
     if slots.size != len(values):
@@ -67,67 +58,72 @@ def _lines(values, slots):
     return values[slots]
 
 
-def _gather(x, index, block):
-    """[tokens, features] -> [lines, tokens, positions * block], the blocks that each line reads."""
-    lines, positions = index.shape
-    return _blocks(x, block)[index].swapaxes(1, 2).reshape(lines, len(x), positions * block)
+def _product(x, index, weight):
+    """Lines' inputs times weight [lines, positions * block, block], as [tokens, lines * block]."""
+    block = weight.shape[-1]
+
+    def tile(x):
+        y = _wide_dot(_gather(x, index, block), weight, (2, 1), (1, 0))
+        return y.astype(x.dtype).swapaxes(0, 1).reshape(len(x), len(weight) * block)
+
+    return _over_tiles(tile, _tile(x, index, block), x)
 
 
 def _blocks(x, block):
-    """[tokens, features] -> [blocks, tokens, block]."""
-    return x.reshape(len(x), x.shape[1] // block, block).swapaxes(0, 1)
+    """[tokens, features] -> [tokens, blocks, block]."""
+    return x.reshape(len(x), x.shape[1] // block, block)
 
 
-def _gathered_dot(x, index, weight):
-    """Lines' inputs times weight [lines, block, positions * block], as [tokens, lines * block]."""
-    y = lax.dot_general(
-        _gather(x, index, weight.shape[1]),
-        weight,
-        (((2,), (2,)), ((0,), (0,))),
-        preferred_element_type=_wide(x.dtype),
+def _gather(x, index, block):
+    """[tokens, features] -> [tokens, lines, positions * block], the blocks that each line reads."""
+    lines, positions = index.shape
+    gathered = _blocks(x, block)[:, index.reshape(-1)]
+    return gathered.reshape(len(x), lines, positions * block)
+
+
+def _wide_dot(a, b, a_axes, b_axes):
+    """Contracts the first axis named for each side, with the second as batch axis."""
+    (a_sum, a_batch), (b_sum, b_batch) = a_axes, b_axes
+    return lax.dot_general(
+        a,
+        b,
+        (((a_sum,), (b_sum,)), ((a_batch,), (b_batch,))),
+        preferred_element_type=jnp.promote_types(a.dtype, jnp.float32),
     )
-    return y.swapaxes(0, 1).reshape(len(x), len(index) * weight.shape[1]).astype(x.dtype)
 
 
-def _over_tiles(function, *arrays, summed=(False,)):
-    """`function` over tiles of tokens; outputs are concatenated, or summed over tiles.
+def _tile(x, index, block):
+    """Tokens whose gathered copy stays within GATHERED_BYTES, at least one."""
+    return max(1, GATHERED_BYTES // (index.size * block * x.dtype.itemsize))
+
+
+def _over_tiles(function, tile, *arrays, summed=False):
+    """`function` over tiles of tokens; results are concatenated, or summed over tiles.
 
     The last, shorter tile runs by itself, so any number of tokens works.
     """
     tokens = len(arrays[0])
-    whole = tokens // TOKEN_TILE
+    whole = tokens // tile
     parts = []
-    if whole:
-        tiles = [a[: whole * TOKEN_TILE].reshape(whole, TOKEN_TILE, -1) for a in arrays]
+    if whole > 1:
+        tiles = [a[: whole * tile].reshape(whole, tile, -1) for a in arrays]
         parts.append(_whole_tiles(function, tiles, summed))
-    if tokens % TOKEN_TILE or not whole:
-        parts.append(_as_tuple(function(*(a[whole * TOKEN_TILE :] for a in arrays))))
-    results = [
-        sum(p) if is_sum else (p[0] if len(p) == 1 else jnp.concatenate(p))
-        for p, is_sum in zip(zip(*parts), summed)
-    ]
-    return results[0] if len(results) == 1 else tuple(results)
+    elif whole:
+        parts.append(function(*(a[:tile] for a in arrays)))
+    if tokens % tile or not whole:
+        parts.append(function(*(a[whole * tile :] for a in arrays)))
+    if summed:
+        return sum(parts)
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _whole_tiles(function, tiles, summed):
-    if tiles[0].shape[0] == 1:
-        return _as_tuple(function(*(t[0] for t in tiles)))
-    shapes = _as_tuple(jax.eval_shape(function, *(t[0] for t in tiles)))
-    start = tuple(
-        jnp.zeros(s.shape, s.dtype) if is_sum else () for s, is_sum in zip(shapes, summed)
-    )
+    if not summed:
+        stack = lax.map(lambda tile: function(*tile), tuple(tiles))
+        return stack.reshape(-1, stack.shape[-1])
+    shape = jax.eval_shape(function, *(t[0] for t in tiles))
 
-    def body(carry, tile):
-        outputs = _as_tuple(function(*tile))
-        carry = tuple(c + o if is_sum else () for c, o, is_sum in zip(carry, outputs, summed))
-        return carry, tuple(() if is_sum else o for o, is_sum in zip(outputs, summed))
+    def body(total, tile):
+        return total + function(*tile), None
 
-    sums, stacks = lax.scan(body, start, tuple(tiles))
-    return tuple(
-        total if is_sum else stack.reshape(-1, stack.shape[-1])
-        for total, stack, is_sum in zip(sums, stacks, summed)
-    )
-
-
-def _as_tuple(value):
-    return value if isinstance(value, tuple) else (value,)
+    return lax.scan(body, jnp.zeros(shape.shape, shape.dtype), tuple(tiles))[0]
