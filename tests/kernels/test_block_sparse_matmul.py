@@ -45,7 +45,6 @@ SUITE = [
         "pallas_tpu",
         (128, 64, 256, 32),
         ("float32", "bfloat16"),
-        stored_blocks_only=False,  # test_pallas_tpu_compiles.py bounds what the real compiler makes
         examples=3,
         environment=simulated_tpu,
     ),

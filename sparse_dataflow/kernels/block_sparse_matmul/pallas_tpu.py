@@ -27,6 +27,7 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import (
     tile_tables,
 )
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import Operand, TuningConfig
+from sparse_dataflow.kernels.gelu.api import value_and_derivative
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 BLOCKS = (32, 64, 128, 256)
@@ -163,21 +164,20 @@ def default_tuning(
 
 
 def _tuning(x, values, lines, activated):
-    info = sizes.device()
-    # A sixteenth is left to the compiler's own temporaries.
-    budget = info.vmem_capacity_bytes * 15 // 16
+    info, budget = sizes.device(), sizes.budget()
     by_column, by_row = lines
     forward = _operand(x, values, by_column, len(by_row.count))
     backward = _operand(x, values, by_row, len(by_column.count))
-    gradient = backward if _by_row(by_column, by_row, activated) else forward
-    tiles = (
-        sizes.product_tiles(forward, 3, budget),
-        sizes.product_tiles(backward, 1, budget),
-        sizes.gradient_tiles(gradient, activated, budget, info.num_cores),
-    )
-    if None in tiles:
-        return None
-    return TuningConfig(*tiles, vmem_bytes=info.vmem_capacity_bytes, cores=info.num_cores)
+    products = sizes.product_tiles(forward, 3, budget), sizes.product_tiles(backward, 1, budget)
+    for fuse in (True, False):
+        activated = activated and fuse
+        gradient = backward if _by_row(by_column, by_row, activated) else forward
+        gradient = sizes.gradient_tiles(gradient, activated, budget, info.num_cores)
+        if None not in (*products, gradient):
+            return TuningConfig(
+                *products, gradient, info.vmem_capacity_bytes, info.num_cores, fuse_derivative=fuse
+            )
+    return None
 
 
 def _operand(x, values, lines, others):
@@ -187,7 +187,6 @@ def _operand(x, values, lines, others):
         features=others * max(block, sizes.LANES),
         lines=len(lines.count),
         entries=lines.index.shape[1],
-        blocks=lines.slot.shape[1],
         block=block,
         itemsize=x.dtype.itemsize,
     )
@@ -221,20 +220,24 @@ def _forward(options, x, values, bias, residual, by_column, by_row):
 def _backward(options, saved, dy):
     x, values, bias, has_residual, kept, by_column, by_row = saved
     tokens_gradient, dbias = dy, None
+    lines = (by_column, by_row)
     if options.gelu:
         linear = dataclasses.replace(options, gelu=False)
-        lines = (by_column, by_row)
         before = kept or _product(linear, x, values, bias, None, *lines, keep=False)
+    if options.gelu and options.tuning.fuse_derivative:
         dvalues, tokens_gradient, dbias = _weight_gradient(
             options, x, dy, values, *lines, preactivation=before[0]
         )
     else:
-        dvalues = _weight_gradient(options, x, dy, values, by_column, by_row)[0]
-    dx = _input_gradient(options, tokens_gradient, values, by_column, by_row)[:, : x.shape[1]]
+        if options.gelu:
+            slope = value_and_derivative(before[0].astype(jnp.float32))[1]
+            tokens_gradient = (dy.astype(jnp.float32) * slope).astype(dy.dtype)
+        dvalues = _weight_gradient(options, x, tokens_gradient, values, *lines)[0]
+    dx = _input_gradient(options, tokens_gradient, values, *lines)[:, : x.shape[1]]
     if bias is None:
         dbias = None
     elif dbias is None:
-        dbias = jnp.sum(dy, axis=0, dtype=jnp.float32)
+        dbias = jnp.sum(tokens_gradient, axis=0, dtype=jnp.float32)
     dbias = None if dbias is None else dbias.reshape(bias.shape).astype(bias.dtype)
     return dx, dvalues, dbias, dy if has_residual else None, None, None
 

@@ -18,14 +18,12 @@ class TileTables(NamedTuple):
     Attributes:
       count: [lines], how many tiles the line has; further entries are padding.
       index: [lines, entries], the tile of the other side that an entry reads.
-      position: [lines, entries, ratio, ratio], where in the line's stored blocks the block at
-        (other side, line's side) of a tile is; -1 where none is stored.
-      slot: [lines, blocks], place in `values` of each of the line's stored blocks; -1 is padding.
+      slot: [lines, entries, ratio, ratio], place in `values` of the block at (other side, line's
+        side) of a tile; -1 where none is stored.
     """
 
     count: Any
     index: Any
-    position: Any
     slot: Any
 
 
@@ -48,26 +46,24 @@ def tile_tables(index: Any, slot: Any, others: int, ratio: int) -> TileTables:
     index = xp.pad(xp.asarray(index), ((0, extra), (0, 0)))
     fan = slot.shape[1]
     slot, index = slot.reshape(-1, ratio * fan), index.reshape(-1, ratio * fan)
-    blocks = slot.shape[1]
-    place = np.broadcast_to(np.arange(blocks, dtype=np.int32), slot.shape)
+    places = np.broadcast_to(np.arange(slot.shape[1], dtype=np.int32), slot.shape)
     if ratio == 1:
-        position = xp.where(slot >= 0, place, -1)
-        count = xp.max(position, axis=1) + 1
-        return _int32(xp, count, xp.where(slot >= 0, index, 0), position[..., None, None], slot)
+        count = xp.max(xp.where(slot >= 0, places, -1), axis=1) + 1
+        return _int32(xp, count, xp.where(slot >= 0, index, 0), slot[..., None, None])
     line = np.broadcast_to(np.arange(len(slot))[:, None], slot.shape)
     tiles = -(-others // ratio)
     tile = xp.where(slot >= 0, index // ratio, tiles)
     # Padding falls into a column beyond the last tile, and is cut off.
     used = _filled(xp, (len(slot), tiles + 1), 0, (line, tile), 1)[:, :tiles]
     count = used.sum(axis=1)
-    entries = max(1, int(count.max())) if concrete else min(blocks, tiles)
+    entries = max(1, int(count.max())) if concrete else min(slot.shape[1], tiles)
     rank = xp.where(used, xp.cumsum(used, axis=1) - 1, entries)
     rank = xp.pad(rank, ((0, 0), (0, 1)), constant_values=entries)
     entry = xp.take_along_axis(rank, tile, axis=1)
     order = _filled(xp, (len(slot), entries + 1), 0, (line, entry), tile)[:, :entries]
-    at = (line, entry, index % ratio, place // fan)
-    position = _filled(xp, (len(slot), entries + 1, ratio, ratio), -1, at, place)[:, :entries]
-    return _int32(xp, count, order, position, slot)
+    at = (line, entry, index % ratio, places // fan)
+    stored = _filled(xp, (len(slot), entries + 1, ratio, ratio), -1, at, slot)[:, :entries]
+    return _int32(xp, count, order, stored)
 
 
 def padded(tables: TileTables, lines: int, entries: int) -> TileTables:
@@ -77,8 +73,7 @@ def padded(tables: TileTables, lines: int, entries: int) -> TileTables:
     return TileTables(
         pad(tables.count, 0, extra[0]),
         pad(tables.index, 0, *extra),
-        pad(tables.position, -1, *extra, 0, 0),
-        pad(tables.slot, -1, extra[0], 0),
+        pad(tables.slot, -1, *extra, 0, 0),
     )
 
 
