@@ -38,7 +38,7 @@ def block_sparse_matmul(
     Raises:
       UserError: if shapes disagree or a named implementation cannot run.
     """
-    _check(x, values, tables)
+    check_operands(x, values, tables)
     tokens = math.prod(x.shape[:-1])
     flat = x.reshape(tokens, x.shape[-1])
     name = implementation or _choose(flat, values, tables)
@@ -70,7 +70,8 @@ def is_concrete(tables: LayoutTables) -> bool:
     return all(isinstance(table, np.ndarray) for table in tables)
 
 
-def _check(x, values, tables):
+def check_operands(x: jax.Array, values: jax.Array, tables: LayoutTables) -> None:
+    """Raises UserError where shapes or dtypes disagree; nothing is read but those."""
     if values.ndim != 3 or values.shape[1] != values.shape[2]:
         raise UserError(f"values have shape {values.shape}; legal: [nnz, block, block].")
     stored = tables.in_slot.size
@@ -94,7 +95,7 @@ def platform() -> str:
 def _choose(x, values, tables):
     name, reason = "xla", ""
     if platform() == "tpu":
-        reason = pallas_tpu.supported(x, values, tables) or _partitioned()
+        reason = pallas_tpu.supported(x, values, tables) or partitioned()
         name = "xla" if reason else "pallas_tpu"
     elif platform() == "cpu" and is_concrete(tables):
         layout = layout_of(tables, values.shape[-1])
@@ -104,8 +105,8 @@ def _choose(x, values, tables):
     return name
 
 
-def _partitioned():
-    """Why the compiler might have to split the op, which it cannot do inside a kernel."""
+def partitioned() -> str:
+    """Why the compiler might have to split the op, which it cannot do inside a kernel; else ''."""
     mesh = jax.sharding.get_abstract_mesh()
     whole = jax.device_count() == 1
     if not mesh.empty:

@@ -1,7 +1,8 @@
 """Tile sizes of the TPU kernels, and what they cost in VMEM."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from jax.experimental.pallas import tpu as pltpu
 
@@ -137,27 +138,37 @@ def sublanes(itemsize: int) -> int:
 def product_tiles(operand: Operand, wide_blocks: int, vmem_bytes: int) -> ProductTiles | None:
     """The largest token tile that fits; None where none does.
 
-    Two buffers hide the copy of the next token tile.  Where they leave less than ENOUGH_TOKENS,
-    one buffer for more tokens is faster: the weights' traffic outweighs the operand's.
-
     Args:
       operand: the kept operand and the weight's lines.
       wide_blocks: token tiles of the result's width that are read or written (y, the
         pre-activation, the residual).
       vmem_bytes: what may be used.
     """
-    best = {
-        buffers: next(
-            (
-                tiles
-                for tokens in token_tiles(operand.tokens, operand.itemsize, 1024)
-                if (tiles := _widest(operand, tokens, buffers, wide_blocks, vmem_bytes))
-            ),
-            None,
-        )
-        for buffers in (2, 1)
-    }
-    double, single = best[2], best[1]
+    return largest(
+        operand.tokens,
+        operand.itemsize,
+        lambda tokens, buffers: _widest(operand, tokens, buffers, wide_blocks, vmem_bytes),
+    )
+
+
+def largest(tokens: int, itemsize: int, fitting: Callable[[int, int], Any]) -> Any:
+    """The tiles of the largest token tile that fits; None where none does.
+
+    Two buffers hide the copy of the next token tile.  Where they leave less than ENOUGH_TOKENS,
+    one buffer for more tokens is faster: the weights' traffic outweighs the operand's.
+
+    Args:
+      tokens: rows of the operand.
+      itemsize: bytes of an element.
+      fitting: (tokens, buffers) -> tiles, or None where they do not fit.
+    """
+    best = {}
+    for buffers in (1, 2):
+        for tile in token_tiles(tokens, itemsize, 1024):
+            if tiles := fitting(tile, buffers):
+                best[buffers] = tiles
+                break
+    double, single = best.get(2), best.get(1)
     enough = double and double.tokens >= min(ENOUGH_TOKENS, single.tokens)
     return double if enough else single
 
@@ -174,7 +185,7 @@ def _widest(operand, tokens, buffers, wide_blocks, vmem_bytes):
 
 def streams(operand: Operand) -> Iterator[StreamTiles]:
     """Ways to stream a weight, the best first: dots of 1024, and 4 chunks in flight."""
-    for length in (1024, 512, LANES):
+    for length in (1024, 512, 256, LANES):
         entries = even(operand.entries, max(1, length // operand.tile))
         for ahead in (4, 2):
             yield StreamTiles(entries, ahead)
@@ -190,13 +201,14 @@ def product_bytes(operand: Operand, tiles: ProductTiles, wide_blocks: int) -> in
     """VMEM bytes of a product; Pallas double-buffers what it copies."""
     kept = tiles.buffers * tiles.tokens * operand.features * operand.itemsize
     results = 2 * wide_blocks * tiles.tokens * tiles.lines * operand.tile * operand.itemsize
-    return kept + results + stream_bytes(operand, tiles.stream) + dot_bytes(operand, tiles)
+    dots = dot_bytes(operand, tiles.stream, tiles.tokens, tiles.rows)
+    return kept + results + stream_bytes(operand, tiles.stream) + dots
 
 
-def dot_bytes(operand: Operand, tiles: ProductTiles) -> int:
+def dot_bytes(operand: Operand, stream: StreamTiles, tokens: int, rows: int) -> int:
     """VMEM bytes of a line's float32 sums, and of one dot's gathered operand and result."""
-    sums = tiles.tokens * operand.tile * 4
-    return sums + tiles.rows * operand.tile * (tiles.stream.entries * operand.itemsize + 8)
+    sums = tokens * operand.tile * 4
+    return sums + rows * operand.tile * (stream.entries * operand.itemsize + 8)
 
 
 def gradient_tiles(
