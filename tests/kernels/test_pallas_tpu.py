@@ -229,8 +229,29 @@ def test_what_cannot_run_is_refused_in_words():
     assert "legal: 32, 64, 128, 256" in refused(make_layout("cyclic", 64, 64, 16, 0.5))
     assert "legal: one of bfloat16, float32" in refused(legal, "float16")
     assert "legal: gelu" in refused(legal, activation="relu")
+    assert "bias has shape (3,); legal: (256,)" in refused(legal, bias=np.ones(3))
+    assert "residual has shape (8, 1); legal: (8, 256)" in refused(legal, residual=np.ones((8, 1)))
     with pytest.raises(UserError, match="runs on tpu, and this is cpu; legal here"):
         kernels_chosen(legal, "pallas_tpu")
+
+
+def test_ranks_and_widths_are_checked():
+    layout = make_layout("cyclic", 256, 256, 64, 0.5)
+    x, values, dy, *_ = draw(layout, 8, np.float32)
+    wrong = [
+        (lambda: pallas_tpu.block_sparse_matmul(x[0], values, layout.tables()), "legal: .tokens"),
+        (lambda: pallas_tpu.block_sparse_matmul(x, values[:, 0], layout.tables()), "legal: .token"),
+        (lambda: pallas_tpu.block_sparse_matmul(x[:, :64], values, layout.tables()), "x has shape"),
+        (
+            lambda: pallas_tpu.weight_gradient(
+                x, dy[:4], layout.tables(), accumulator=jnp.asarray(values)
+            ),
+            r"dy has shape \(4, 256\); legal: \(8, 256\)",
+        ),
+    ]
+    for call, message in wrong:
+        with pytest.raises(UserError, match=message), targeted_tpu():
+            call()
 
 
 def test_what_no_vmem_holds_is_refused():

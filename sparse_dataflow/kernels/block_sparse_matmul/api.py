@@ -9,7 +9,7 @@ from absl import logging
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu, reference, xla, xla_static
-from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
+from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, check_shapes
 
 IMPLEMENTATIONS = ("reference", "xla", "xla_static", "pallas_tpu")
 
@@ -71,12 +71,13 @@ def is_concrete(tables: LayoutTables) -> bool:
 
 
 def check_operands(x: jax.Array, values: jax.Array, tables: LayoutTables) -> None:
-    """Raises UserError where shapes or dtypes disagree; nothing is read but those."""
+    """Raises UserError where shapes or dtypes disagree, or concrete tables are no layout's."""
     if values.ndim != 3 or values.shape[1] != values.shape[2]:
         raise UserError(f"values have shape {values.shape}; legal: [nnz, block, block].")
+    check_shapes(tables)
     stored = tables.in_slot.size
     if is_concrete(tables):
-        stored = np.count_nonzero(tables.in_slot >= 0)
+        stored = layout_of(tables, values.shape[-1]).nnz
     if len(values) > stored or (is_concrete(tables) and len(values) < stored):
         raise UserError(f"values hold {len(values)} blocks; the layout stores {stored}.")
     features = len(tables.out_index) * values.shape[-1]

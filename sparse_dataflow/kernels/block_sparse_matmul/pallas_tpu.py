@@ -91,13 +91,17 @@ def block_sparse_matmul(
       [tokens, out_features] in x's dtype; sums, bias, activation and residual in float32.
 
     Raises:
-      UserError: if `supported` has a reason against it, or the activation is unknown.
+      UserError: if `supported` has a reason against it, shapes disagree, or the activation is
+        unknown.
     """
     if reason := supported(x, values, tables, activated=activation is not None):
         raise UserError(f"block_sparse_matmul on TPU: {reason}")
     if activation not in (None, "gelu"):
         raise UserError(f"activation {activation!r} is unknown; legal: gelu, or None.")
     out_features = len(tables.in_index) * values.shape[1]
+    _check_shape("x", x, (len(x), len(tables.out_index) * values.shape[1]))
+    _check_shape("bias", bias, (out_features,))
+    _check_shape("residual", residual, (len(x), out_features))
     if len(x) == 0:
         empty = jnp.zeros((0, out_features), x.dtype)
         return empty if residual is None else empty + residual
@@ -127,13 +131,18 @@ def weight_gradient(
       interpret: as in `pl.pallas_call`.
 
     Raises:
-      UserError: if `supported` has a reason against it, or the accumulator is not float32.
+      UserError: if `supported` has a reason against it, shapes disagree, or the accumulator is not
+        float32.
     """
     values = jax.ShapeDtypeStruct(accumulator.shape, x.dtype)
     if reason := supported(x, values, tables):
         raise UserError(f"weight_gradient on TPU: {reason}")
     if accumulator.dtype != jnp.float32:
         raise UserError(f"The accumulator is {accumulator.dtype}; legal: float32.")
+    _check_shape("x", x, (len(x), len(tables.out_index) * accumulator.shape[1]))
+    _check_shape("dy", dy, (len(x), len(tables.in_index) * accumulator.shape[1]))
+    if dy.dtype != x.dtype:
+        raise UserError(f"dy is {dy.dtype}; legal: {x.dtype}, as x is.")
     if len(x) == 0:
         return accumulator
     lines = lines_of(tables, accumulator.shape[1])
@@ -143,11 +152,19 @@ def weight_gradient(
     )[0]
 
 
+def _check_shape(name, array, legal):
+    if array is not None and array.shape != legal:
+        raise UserError(f"{name} has shape {array.shape}; legal: {legal}.")
+
+
 def supported(
     x: jax.Array, values: jax.Array, tables: LayoutTables, *, activated: bool = False
 ) -> str | None:
     """Why these operands cannot run on the TPU compiled for, in words; None where they can."""
     block = values.shape[-1]
+    if x.ndim != 2 or values.shape != (len(values), block, block):
+        legal = "[tokens, in_features] and [nnz, block, block]"
+        return f"x has shape {x.shape} and values have {values.shape}; legal: {legal}."
     if block not in BLOCKS:
         return f"block {block} does not fit the tiles; legal: {', '.join(map(str, BLOCKS))}."
     if x.dtype != values.dtype or x.dtype not in DTYPES:
