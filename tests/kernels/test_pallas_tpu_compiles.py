@@ -109,8 +109,8 @@ def temporary_bytes(program):
 
 def padded_copies(layout):
     """What of the weights may be copied: XLA keeps 64-blocks without padding, and pads its copy
-    of values to 128 lanes for the kernels, and theirs of dW."""
-    return 8 * layout.nnz * layout.block**2 if layout.block < 128 else 0
+    of values to 128 lanes for the kernels, and theirs of dW; tables of tiles take a little too."""
+    return 8 * layout.nnz * layout.block**2 + 8 * MIB if layout.block < 128 else 0
 
 
 SHAPES = [
