@@ -16,6 +16,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.kernels.block_sparse_matmul import api, sharded
+from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
+from sparse_dataflow.kernels.sparse_mlp.sharded import parallel_sparse_mlp
 from sparse_dataflow.sparsity.patterns import make_layout
 
 TOKENS, SHARDS = (6, 5), 4
@@ -71,15 +73,19 @@ def compare(implementation, side, kind):
             for array, spec in zip((x, values[pieces.order], dy), specs)
         ]
         tables = jax.tree.map(lambda table: jax.device_put(table, on_mesh(held)), pieces.tables)
-        with tpu() if implementation == "pallas_tpu" else contextlib.nullcontext():
+        with interpreter(implementation):
             actual = program(*placed, tables)
             jax.block_until_ready(actual)
         right = list(one_device(*map(jnp.asarray, (x, values, dy)), layout.tables()))
         right[2] = right[2][pieces.order]
         for mine, other in zip(actual, right):
             errors.append(float(np.abs(mine - other).max() / np.abs(other).max()))
-    with tpu() if implementation == "pallas_tpu" else contextlib.nullcontext():
-        text = program.lower(*placed, tables).compile().as_text()
+    with interpreter(implementation):
+        return report(program, (*placed, tables), errors)
+
+
+def report(program, operands, errors):
+    text = program.lower(*operands).compile().as_text()
     names = ("all-gather", "all-to-all", "collective-permute", "all-reduce")
     return {
         "error": max(errors),
@@ -88,8 +94,62 @@ def compare(implementation, side, kind):
     }
 
 
+def compare_mlp(implementation, kind):
+    """The same of the sparse MLP, its hidden layer cut over the tensor axis."""
+    mesh = jax.make_mesh((2, SHARDS), ("data", "model"), axis_types=(kind, kind))
+    first = make_layout("random", 128, 512, 32, 0.5, 0)
+    second = make_layout("random", 512, 128, 32, 0.5, 1)
+    cuts = sharded.cut_columns(first, SHARDS), sharded.cut_rows(second, SHARDS)
+    rng = np.random.default_rng(0)
+    shapes = ((*TOKENS, 128), (first.nnz, 32, 32), (512,), (second.nnz, 32, 32), (*TOKENS, 128))
+    scales = (1, 1 / 8, 1, 1 / 16, 1)
+    operands = [(s * rng.normal(size=n)).astype(np.float32) for s, n in zip(scales, shapes)]
+    specs = (P("data"), P("model"), P("model"), P("model"), P("data"))
+
+    def gradients(*operands):
+        *operands, dy, tables = operands
+        run = lambda *o: parallel_sparse_mlp(  # noqa: E731
+            *o, *tables, mesh, "model", data_axes=("data",), implementation=implementation
+        )
+        y, pullback = jax.vjp(run, *operands)
+        return y, *pullback(dy)
+
+    def one_device(*operands):
+        *operands, dy = operands
+        tables = first.tables(), second.tables()
+        run = lambda *o: sparse_mlp(*o, *tables, implementation="products")  # noqa: E731
+        y, pullback = jax.vjp(run, *operands)
+        return y, *pullback(dy)
+
+    order = [slice(None), cuts[0].order, slice(None), cuts[1].order, slice(None)]
+    placed = [
+        jax.device_put(array[at], NamedSharding(mesh, spec))
+        for array, at, spec in zip(operands, order, specs)
+    ]
+    tables = jax.device_put(tuple(c.tables for c in cuts), NamedSharding(mesh, P("model")))
+    outputs = [NamedSharding(mesh, spec) for spec in (specs[0], *specs[:4])]
+    program = jax.jit(gradients, out_shardings=tuple(outputs))
+    right = one_device(*operands)
+    with interpreter(implementation):
+        actual = jax.block_until_ready(program(*placed, tables))
+        errors = [
+            float(np.abs(mine - other[at]).max() / np.abs(other).max())
+            for mine, other, at in zip(actual, right, (order[0], *order[:4]))
+        ]
+        return report(program, (*placed, tables), errors)
+
+
+def interpreter(implementation):
+    return tpu() if implementation == "pallas_tpu" else contextlib.nullcontext()
+
+
 if __name__ == "__main__":
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     implementation, side, kind = sys.argv[1:]
     assert jax.device_count() == 8
-    print(json.dumps(compare(implementation, side, getattr(AxisType, kind))))
+    kind = getattr(AxisType, kind)
+    if side == "mlp":
+        found = compare_mlp(implementation, kind)
+    else:
+        found = compare(implementation, side, kind)
+    print(json.dumps(found))

@@ -112,14 +112,16 @@ SMALL_TILES = tuning.TuningConfig(
 )
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_many_small_tiles_agree_with_few(keep):
-    """Several tiles of everything, over two cores, and the pre-activation kept or made again."""
+@pytest.mark.parametrize(("keep", "fuse"), [(True, True), (False, True), (True, False)])
+def test_many_small_tiles_agree_with_few(keep, fuse):
+    """Several tiles of everything, over two cores; the pre-activation kept or made again; the
+    GELU's derivative in dW's kernel or before it."""
+    tiles = dataclasses.replace(SMALL_TILES, fuse_derivative=fuse)
     layout = BlockLayout.from_mask(np.random.default_rng(1).random((4, 3)) < 0.7, 128)
     operands = draw(layout, 200, np.float32)
     tables = layout.tables()
     with simulated_tpu("TPU v5", 2):
-        run = jax.jit(lambda *o: fused(*o, tables, tuning=SMALL_TILES, keep_preactivation=keep))
+        run = jax.jit(lambda *o: fused(*o, tables, tuning=tiles, keep_preactivation=keep))
         actual = run(*operands)
     assert_all_close(actual, exact(layout, *operands), np.float32)
 

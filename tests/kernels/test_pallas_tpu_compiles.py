@@ -18,6 +18,7 @@ from simulated import targeted_tpu
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu, sharded
 from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu as mlp
+from sparse_dataflow.kernels.sparse_mlp.sharded import parallel_sparse_mlp
 from sparse_dataflow.sparsity.patterns import make_layout
 
 pytest.importorskip(
@@ -233,32 +234,34 @@ def test_the_sparse_mlp_compiles(device, block, dtype, tokens, density):
 
 
 @pytest.mark.parametrize("name", ["v5p", *map(nightly, ("v4", "v5e", "v6e"))])
-def test_an_mlp_over_four_chips_moves_no_weights(name):
+@pytest.mark.parametrize("whole", [True, False], ids=["fused", "products"])
+def test_an_mlp_over_four_chips_moves_no_weights(name, whole):
     """mlp_in cut by column, mlp_out by row, tokens over the other axis."""
-    mesh = Mesh(np.array(described(name)).reshape(2, 2), ("data", "model"))
+    mesh = Mesh(np.array(described(name)[:4]).reshape(2, 2), ("data", "model"))
     layouts = [make_layout("pixelfly", *PROJECTIONS[p], 128, 1 / 8) for p in ("in", "mlp")]
     cuts = sharded.cut_columns(layouts[0], 2), sharded.cut_rows(layouts[1], 2)
     over = {"mesh": mesh, "axis": "model", "data_axes": ("data",)}
 
-    def gradients(x, values_in, values_out, dy, tables_in, tables_out):
-        def run(x, values_in, values_out):
-            hidden = gelu(sharded.column_parallel(x, values_in, tables_in, **over))
-            return sharded.row_parallel(hidden, values_out, tables_out, **over)
+    def products(x, values_in, bias, values_out, tables_in, tables_out):
+        hidden = sharded.column_parallel(x, values_in, tables_in, **over) + bias.astype(x.dtype)
+        return sharded.row_parallel(gelu(hidden), values_out, tables_out, **over)
 
-        y, pullback = jax.vjp(run, x, values_in, values_out)
+    def gradients(x, values_in, bias, values_out, dy, *tables):
+        run = functools.partial(parallel_sparse_mlp, **over) if whole else products
+        y, pullback = jax.vjp(lambda *o: run(*o, *tables), x, values_in, bias, values_out)
         return y, *pullback(dy)
 
     tokens, held = (NamedSharding(mesh, PartitionSpec(axis)) for axis in ("data", "model"))
-    (x, first, _, _), (_, second, dy, _) = map(operands, layouts)
-    arguments = [x, first, second, dy, *(cut.tables for cut in cuts)]
-    shardings = (tokens, held, held, tokens, held, held)
+    (x, first, _, bias), (_, second, dy, _) = map(operands, layouts)
+    arguments = [x, first, bias, second, dy, *(cut.tables for cut in cuts)]
+    shardings = (tokens, held, held, held, tokens, held, held)
     program = (
-        jax.jit(gradients, in_shardings=shardings, out_shardings=(tokens, *shardings[:3]))
+        jax.jit(gradients, in_shardings=shardings, out_shardings=(tokens, *shardings[:4]))
         .trace(*arguments)
         .lower(lowering_platforms=("tpu",))
         .compile()
     )
     text = program.as_text()
-    assert kernels_in(program) == 6
+    assert kernels_in(program) == (4 if whole else 6)
     assert "all-reduce" in text
-    assert not any(name in text for name in ("all-gather", "all-to-all", "collective-permute"))
+    assert not any(moved in text for moved in ("all-gather", "all-to-all", "collective-permute"))

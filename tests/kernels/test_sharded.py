@@ -61,6 +61,22 @@ def test_eight_devices_agree_with_one(implementation, side, kind):
     assert found["programs"] == 1  # For two layouts.
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("implementation", "kind"),
+    [
+        ("products", "Auto"),
+        pytest.param("pallas_tpu", "Auto", marks=pytest.mark.nightly),
+        pytest.param("products", "Explicit", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_sharded_mlp_agrees_with_one_device(implementation, kind):
+    found = on_eight_devices(implementation, "mlp", kind)
+    assert found["error"] < 5e-6
+    moved = {name: count for name, count in found["collectives"].items() if name != "all-reduce"}
+    assert not any(moved.values())
+
+
 @st.composite
 def cuts(draw):
     """(layout, shards, by columns); some layouts with equal counts on one side only."""

@@ -136,7 +136,7 @@ def column_parallel(
     Raises:
       UserError: if tables, tokens or axes do not fit the mesh.
     """
-    _check(x, tables, mesh, axis, data_axes)
+    check_mesh(x, tables, mesh, axis, data_axes)
     return _parallel(_Cut(mesh, axis, data_axes, True, implementation), x, values, tables)
 
 
@@ -168,11 +168,14 @@ def row_parallel(
     Raises:
       UserError: if tables, tokens or axes do not fit the mesh.
     """
-    _check(x, tables, mesh, axis, data_axes)
+    check_mesh(x, tables, mesh, axis, data_axes)
     return _parallel(_Cut(mesh, axis, data_axes, False, implementation), x, values, tables)
 
 
-def _check(x, tables, mesh, axis, data_axes):
+def check_mesh(
+    x: jax.Array, tables: LayoutTables, mesh: Mesh, axis: str, data_axes: tuple[str, ...]
+) -> None:
+    """Raises UserError where stacked tables, tokens or axes do not fit the mesh."""
     unknown = {axis, *data_axes} - set(mesh.axis_names)
     if unknown or axis in data_axes:
         raise UserError(
