@@ -197,6 +197,18 @@ def test_default_tiles_of_13b_fit_every_chip(chip, density, activated):
                 assert product.buffers == 2 or chip[0] == "TPU v4"
 
 
+@pytest.mark.parametrize("tokens", [1024, 2048, 3000, 600])
+def test_all_cores_get_equally_many_token_tiles(tokens):
+    layout = make_layout("cyclic", 512, 512, 128, 0.5)
+    x, values, *_ = (
+        jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in draw(layout, tokens, "f4")
+    )
+    with targeted_tpu("TPU v5", 2):
+        config = pallas_tpu.default_tuning(x, values, layout.tables())
+    for tiles in (config.forward, config.input_gradient):
+        assert -(-tokens // tiles.tokens) % 2 == 0 and tiles.tokens >= 512
+
+
 def kernels_chosen(layout, name=None, chip=CHIPS[2]):
     """How many Pallas kernels a forward and backward pass through the API has."""
     x, values, dy, *_ = draw(layout, 8, np.float32)

@@ -54,7 +54,10 @@ def tuning_of(
     """
     info, budget = sizes.device(), sizes.budget()
     forward, backward = (operand_of(x, values, lines, transposed) for transposed in (False, True))
-    products = sizes.product_tiles(forward, 3, budget), sizes.product_tiles(backward, 1, budget)
+    products = (
+        sizes.product_tiles(forward, 3, budget, info.num_cores),
+        sizes.product_tiles(backward, 1, budget, info.num_cores),
+    )
     for fuse in (True, False):
         activated = activated and fuse
         gradient = backward if gathers_from_dy(lines, activated) else forward

@@ -135,7 +135,9 @@ def sublanes(itemsize: int) -> int:
     return 32 // itemsize
 
 
-def product_tiles(operand: Operand, wide_blocks: int, vmem_bytes: int) -> ProductTiles | None:
+def product_tiles(
+    operand: Operand, wide_blocks: int, vmem_bytes: int, cores: int
+) -> ProductTiles | None:
     """The largest token tile that fits; None where none does.
 
     Args:
@@ -143,30 +145,36 @@ def product_tiles(operand: Operand, wide_blocks: int, vmem_bytes: int) -> Produc
       wide_blocks: token tiles of the result's width that are read or written (y, the
         pre-activation, the residual).
       vmem_bytes: what may be used.
+      cores: cores that share the tokens.
     """
     return largest(
         operand.tokens,
         operand.itemsize,
+        cores,
         lambda tokens, buffers: _widest(operand, tokens, buffers, wide_blocks, vmem_bytes),
     )
 
 
-def largest(tokens: int, itemsize: int, fitting: Callable[[int, int], Any]) -> Any:
+def largest(tokens: int, itemsize: int, cores: int, fitting: Callable[[int, int], Any]) -> Any:
     """The tiles of the largest token tile that fits; None where none does.
 
     Two buffers hide the copy of the next token tile.  Where they leave less than ENOUGH_TOKENS,
-    one buffer for more tokens is faster: the weights' traffic outweighs the operand's.
+    one buffer for more tokens is faster: the weights' traffic outweighs the operand's.  Half the
+    tokens are better where only so all cores have equally many tiles.
 
     Args:
       tokens: rows of the operand.
       itemsize: bytes of an element.
+      cores: cores that share the tokens.
       fitting: (tokens, buffers) -> tiles, or None where they do not fit.
     """
     best = {}
     for buffers in (1, 2):
         for tile in token_tiles(tokens, itemsize, 1024):
             if tiles := fitting(tile, buffers):
-                best[buffers] = tiles
+                shared = tile > sublanes(itemsize) and even_tiles(tokens, tile // 2, cores)
+                halve = shared and not even_tiles(tokens, tile, cores)
+                best[buffers] = fitting(tile // 2, buffers) if halve else tiles
                 break
     double, single = best.get(2), best.get(1)
     enough = double and double.tokens >= min(ENOUGH_TOKENS, single.tokens)
@@ -244,6 +252,11 @@ def gradient_bytes(operand: Operand, tiles: GradientTiles, activated: bool) -> i
     written = 4 * tiles.entries * operand.entry_bytes * 4 // operand.itemsize
     values = tiles.entries * operand.tile * (tiles.tokens * operand.itemsize + operand.tile * 8)
     return sums + kept + other + written + values
+
+
+def even_tiles(tokens: int, tile: int, cores: int) -> bool:
+    """Whether so many cores get equally many tiles."""
+    return -(-tokens // tile) % cores == 0
 
 
 def token_tiles(tokens: int, itemsize: int, most: int, least: int | None = None) -> Iterator[int]:

@@ -95,7 +95,8 @@ def fused_tuning(unfused: MlpTuning, shape: MlpShape, vmem_bytes: int) -> MlpTun
       vmem_bytes: what may be used.
     """
     first, second = unfused.product_in, unfused.product_out
-    forward, backward = forward_tiles(shape, vmem_bytes), backward_tiles(shape, vmem_bytes)
+    forward = forward_tiles(shape, vmem_bytes, first.cores)
+    backward = backward_tiles(shape, vmem_bytes, first.cores)
     pair = pair_traffic(shape, first.forward, second.forward)
     if forward and forward_traffic(shape, forward) > pair:
         forward = None
@@ -105,15 +106,15 @@ def fused_tuning(unfused: MlpTuning, shape: MlpShape, vmem_bytes: int) -> MlpTun
     return dataclasses.replace(unfused, forward=forward, backward=backward)
 
 
-def forward_tiles(shape: MlpShape, vmem_bytes: int) -> MlpTiles | None:
+def forward_tiles(shape: MlpShape, vmem_bytes: int, cores: int) -> MlpTiles | None:
     """The largest token tile that fits; None where none does."""
-    return _largest(shape, (shape.by_hidden, shape.by_result), forward_bytes, vmem_bytes)
+    return _largest(shape, (shape.by_hidden, shape.by_result), forward_bytes, vmem_bytes, cores)
 
 
-def backward_tiles(shape: MlpShape, vmem_bytes: int) -> MlpTiles | None:
+def backward_tiles(shape: MlpShape, vmem_bytes: int, cores: int) -> MlpTiles | None:
     """The largest token tile that fits; None where none does."""
     operands = (shape.by_hidden, shape.by_hidden_row, shape.by_input_row)
-    return _largest(shape, operands, backward_bytes, vmem_bytes)
+    return _largest(shape, operands, backward_bytes, vmem_bytes, cores)
 
 
 def forward_bytes(shape: MlpShape, tiles: MlpTiles) -> int:
@@ -144,7 +145,7 @@ def _dots(tiles, *operands):
     )
 
 
-def _largest(shape, operands, need, vmem_bytes):
+def _largest(shape, operands, need, vmem_bytes, cores):
     def fitting(tokens, buffers):
         for streams in zip(*map(products.streams, operands)):
             for lines in (4, 2, 1):
@@ -153,7 +154,7 @@ def _largest(shape, operands, need, vmem_bytes):
                     return tiles
         return None
 
-    return products.largest(shape.tokens, shape.by_hidden.itemsize, fitting)
+    return products.largest(shape.tokens, shape.by_hidden.itemsize, cores, fitting)
 
 
 def forward_traffic(shape: MlpShape, tiles: MlpTiles) -> int:
