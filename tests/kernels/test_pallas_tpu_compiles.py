@@ -114,7 +114,7 @@ def padded_copies(layout):
     return 8 * layout.nnz * layout.block**2 + 8 * MIB if layout.block < 128 else 0
 
 
-EVERY_DAY = [("qkv", 128, "1/8"), ("out", 64, "1/8"), ("in", 128, "1/8"), ("mlp", 128, "1/2")]
+EVERY_DAY = [("out", 64, "1/8"), ("in", 128, "1/8"), ("mlp", 128, "1/2")]
 EVERY_SHAPE = [
     (projection, block, density)
     for projection in PROJECTIONS
