@@ -29,6 +29,8 @@ def on_eight_devices(*arguments):
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "PYTHONPATH": str(ROOT),
+        # Threads of XLA's pool: the devices' interpreters wait for each other, each on one.
+        "NPROC": "32",
     }
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/kernels/sharded_products.py"), *arguments],
