@@ -13,7 +13,8 @@ def array_sizes():
     """array_sizes(function, *arguments) -> elements of each array in the function's program.
 
     Reads the jaxpr and all jaxprs inside it, so it counts what loops, custom gradients and remat
-    make; nothing runs, and arguments may be ShapeDtypeStructs.
+    make; nothing runs, and arguments may be ShapeDtypeStructs.  Inside a Pallas kernel it does not
+    look: what is made there lies on the chip, in memory that the kernel's tuning bounds.
     """
 
     def sizes(function, *arguments):
@@ -35,6 +36,8 @@ def _variables(jaxpr):
     yield from (*jaxpr.invars, *jaxpr.constvars, *jaxpr.outvars)
     for equation in jaxpr.eqns:
         yield from equation.outvars
+        if equation.primitive.name == "pallas_call":
+            continue
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 inner = getattr(inner, "jaxpr", inner)

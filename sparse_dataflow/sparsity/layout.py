@@ -51,8 +51,11 @@ class BlockLayout:
     cols: np.ndarray
 
     def __post_init__(self):
-        if min(self.block, self.in_blocks, self.out_blocks) < 1:
-            raise UserError("A layout needs block, in_blocks and out_blocks of at least 1.")
+        sides = (self.block, self.in_blocks, self.out_blocks)
+        if not all(isinstance(side, int | np.integer) for side in sides) or min(sides) < 1:
+            raise UserError(
+                f"block, in_blocks and out_blocks are {sides}; legal: integers of at least 1."
+            )
         for name, bound in (("rows", self.in_blocks), ("cols", self.out_blocks)):
             index = np.asarray(getattr(self, name))
             if index.ndim != 1 or index.size == 0:
@@ -86,11 +89,26 @@ class BlockLayout:
 
     @classmethod
     def from_tables(cls, tables: LayoutTables, block: int) -> "BlockLayout":
-        """The layout whose `tables()` these concrete arrays are."""
-        mask = np.zeros((len(tables.out_index), len(tables.in_index)), bool)
-        cols, position = np.nonzero(np.asarray(tables.in_slot) >= 0)
-        mask[np.asarray(tables.in_index)[cols, position], cols] = True
-        return cls.from_mask(mask, block)
+        """The layout whose `tables()`, or wider padded ones, these concrete arrays are.
+
+        Raises:
+          UserError: if they are of another dtype or rank, index what is not there, or are no
+            layout's.
+        """
+        check_shapes(tables)
+        in_index, in_slot, out_index, out_slot = map(np.asarray, tables)
+        grid = len(out_index), len(in_index)
+        cols, rows, slot = _entries(in_index, in_slot, "in", grid[0])
+        by_slot = np.argsort(slot)
+        if not np.array_equal(slot[by_slot], np.arange(slot.size)):
+            raise UserError(f"in_slot must name each of its {slot.size} blocks once, from 0.")
+        layout = cls(block, *grid, rows[by_slot], cols[by_slot])
+        rows, cols, slot = _entries(out_index, out_slot, "out", grid[1])
+        if slot.size != layout.nnz or not np.array_equal(np.sort(slot), np.arange(slot.size)):
+            raise UserError(f"out_slot must name each of the {layout.nnz} blocks once.")
+        if np.any(layout.slots[rows, cols] != slot):
+            raise UserError("out_index and out_slot store other blocks than in_index and in_slot.")
+        return layout
 
     @property
     def nnz(self) -> int:
@@ -173,6 +191,30 @@ class BlockLayout:
         """Values [nnz, block, block] at the stored blocks of a dense matrix."""
         grid = (self.in_blocks, self.block, self.out_blocks, self.block)
         return np.asarray(dense).reshape(grid).transpose(0, 2, 1, 3)[self.rows, self.cols]
+
+
+def check_shapes(tables: LayoutTables) -> None:
+    """Raises UserError unless all tables, concrete or traced, are int32 and of fitting shapes."""
+    for name, table in zip(LayoutTables._fields, tables, strict=True):
+        if table.dtype != np.int32 or table.ndim != 2:
+            raise UserError(
+                f"{name} is {table.dtype} of shape {table.shape}; legal: int32 [lines, fan]."
+            )
+    for side in ("in", "out"):
+        index, slot = (getattr(tables, f"{side}_{kind}").shape for kind in ("index", "slot"))
+        if index != slot:
+            raise UserError(f"{side}_index has shape {index} and {side}_slot {slot}; legal: one.")
+
+
+def _entries(index, slot, side, bound):
+    """(line, index, slot) of each stored position, index checked against its bound."""
+    line, position = np.nonzero(slot >= 0)
+    index, slot = index[line, position], slot[line, position]
+    if index.size and (index.min() < 0 or index.max() >= bound):
+        raise UserError(
+            f"{side}_index reaches from {index.min()} to {index.max()}; legal: 0 to {bound - 1}."
+        )
+    return line, index, slot
 
 
 def _padded(line, index, slot, counts):

@@ -20,7 +20,7 @@ from simulated import simulated_tpu
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import api
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
-from sparse_dataflow.sparsity.layout import BlockLayout
+from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 from sparse_dataflow.sparsity.patterns import PATTERNS, make_layout
 
 
@@ -45,7 +45,6 @@ SUITE = [
         "pallas_tpu",
         (128, 64, 256, 32),
         ("float32", "bfloat16"),
-        stored_blocks_only=False,  # test_pallas_tpu_compiles.py bounds what the real compiler makes
         examples=3,
         environment=simulated_tpu,
     ),
@@ -228,7 +227,7 @@ def test_changed_tables_run_in_the_same_program(implementation):
         layout = make_layout("random", 8 * block, 4 * block, block, 0.5, phase)
         operands = draw_operands(layout, (6,), "float32", phase)
         assert_close(products(*operands, layout.tables()), operands, layout)
-    assert len(traces) == 1
+    assert len(traces) == products._cache_size() == 1
 
 
 @with_runtime_tables
@@ -342,6 +341,29 @@ def test_bad_input_is_refused():
 def test_values_of_another_layout_are_refused(nnz):
     message = refused(values_shape=(nnz, 8, 8))
     assert f"{nnz} blocks" in message and f"{LAYOUT.nnz}" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"in_index": LAYOUT.tables().in_index + 0.5}, "in_index is float64"),
+        ({"in_index": LAYOUT.tables().in_index + 4}, "in_index reaches from .* legal: 0 to 3"),
+        ({"in_slot": LAYOUT.tables().in_slot[::-1]}, "sorted by output"),
+        ({"out_slot": LAYOUT.tables().out_slot[0]}, r"legal: int32 \[lines, fan\]"),
+    ],
+)
+def test_tables_of_no_layout_are_refused_before_anything_is_compiled(changes, message):
+    operands = operand_shapes(LAYOUT, (4,), "float32")[:2]
+    tables = LAYOUT.tables()._replace(**changes)
+    with pytest.raises(UserError, match=message):
+        jax.eval_shape(lambda x, v: block_sparse_matmul(x, v, tables), *operands)
+
+
+def test_traced_tables_are_checked_as_far_as_is_known():
+    operands = draw_operands(LAYOUT, (4,), "float32")[:2]
+    wrong = [table.astype(np.float32) for table in LAYOUT.tables()]
+    with pytest.raises(UserError, match="in_index is float32"):
+        jax.jit(block_sparse_matmul)(*operands, LayoutTables(*wrong))
 
 
 def test_an_implementation_that_cannot_run_says_so():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from simulated import targeted_tpu
 
+from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.api import MAX_STATIC_GROUPS
 from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
 from sparse_dataflow.sparsity.layout import BlockLayout
@@ -198,3 +199,25 @@ def test_nothing_of_the_dense_size_is_made(array_sizes):
     layouts = mlp_layouts("monarch", degree=1)
     dense = layouts[0].in_features * layouts[0].out_features
     assert max(sizes_of(array_sizes, layouts)) < dense
+
+
+def test_chunks_that_are_asked_for_and_cannot_be_are_refused():
+    def refusal(layouts, traced=False):
+        operands, _ = draw_operands(layouts, (3,), "float32")
+        tables = [layout.tables() for layout in layouts]
+        run = lambda tables: sparse_mlp(*operands, *tables, implementation="chunked")  # noqa: E731
+        with pytest.raises(UserError, match="Legal: products") as refused:
+            jax.jit(run)(tables) if traced else run(tables)
+        return str(refused.value)
+
+    assert "same few hidden groups" in refusal(mlp_layouts("butterfly"))
+    assert "these are traced" in refusal(mlp_layouts("monarch"), traced=True)
+
+
+@pytest.mark.parametrize("implementation", ["products", "chunked"])
+def test_named_implementations_agree(implementation):
+    layouts = mlp_layouts("monarch")
+    operands, dy = draw_operands(layouts, (5,), "float32")
+    tables = [layout.tables() for layout in layouts]
+    y = sparse_mlp(*operands, *tables, implementation=implementation)
+    assert_close([y], exact(operands, dy, layouts)[:1], "float32")

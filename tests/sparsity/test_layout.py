@@ -136,10 +136,13 @@ def test_a_layout_cannot_be_changed():
     ("fields", "message"),
     [
         ((0, 2, 2, [0], [0]), "of at least 1"),
+        ((2.0, 2, 2, [0], [0]), r"are \(2.0, 2, 2\); legal: integers"),
+        ((2, float("nan"), 2, [0], [0]), "legal: integers"),
         ((2, 0, 2, [0], [0]), "of at least 1"),
         ((2, 2, 2, [], []), "at least one block"),
         ((2, 2, 2, [[0]], [[0]]), "one list"),
         ((2, 2, 2, [0.0], [0]), "rows are float64; legal: integers"),
+        ((2, 2, 2, [0], [float("nan")]), "cols are float64; legal: integers"),
         ((2, 2, 2, [0, 2], [0, 1]), "rows reach from 0 to 2; legal: 0 to 1"),
         ((2, 2, 3, [0, 1], [0, 3]), "cols reach from 0 to 3; legal: 0 to 2"),
         ((2, 2, 2, [-1], [0]), "rows reach from -1 to -1; legal: 0 to 1"),
@@ -158,3 +161,38 @@ def test_an_illegal_layout_is_refused(fields, message):
 def test_an_illegal_mask_is_refused(mask):
     with pytest.raises(UserError, match=r"bool matrix|at least one block"):
         BlockLayout.from_mask(mask, 2)
+
+
+RIGHT = BlockLayout.from_mask(np.array([[1, 0, 1], [1, 1, 0]], bool), 2).tables()
+
+
+def changed(table, at, value):
+    """RIGHT with one entry changed."""
+    array = getattr(RIGHT, table).copy()
+    array[at] = value
+    return RIGHT._replace(**{table: array})
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (RIGHT._replace(in_index=RIGHT.in_index.astype(np.float32)), "in_index is float32"),
+        (RIGHT._replace(in_index=np.full((3, 2), np.nan)), "in_index is float64.*legal: int32"),
+        (RIGHT._replace(out_slot=RIGHT.out_slot.astype(np.int64)), "out_slot is int64"),
+        (RIGHT._replace(out_slot=RIGHT.out_slot[0]), r"shape \(2,\); legal: int32 \[lines, fan\]"),
+        (RIGHT._replace(in_slot=RIGHT.in_slot[:2]), r"in_index has shape \(3, 2\) and in_slot"),
+        (changed("in_index", (0, 1), 2), "in_index reaches from 0 to 2; legal: 0 to 1"),
+        (changed("in_index", (0, 1), -1), "in_index reaches from -1"),
+        (changed("out_index", (1, 0), 3), "out_index reaches from 0 to 3; legal: 0 to 2"),
+        (changed("in_slot", (0, 1), 0), "in_slot must name each of its 4 blocks once"),
+        (changed("in_slot", (0, 1), 9), "in_slot must name each"),
+        (changed("in_index", (0, 1), 0), "without duplicates"),
+        (RIGHT._replace(in_slot=RIGHT.in_slot[[1, 0, 2]]), "in_slot must|sorted by output"),
+        (changed("out_slot", (0, 0), 1), "out_slot must name each of the 4 blocks once"),
+        (changed("out_slot", (0, 0), -1), "out_slot must name each"),
+        (changed("out_index", (0, 0), 1), "store other blocks"),
+    ],
+)
+def test_tables_of_no_layout_are_refused(tables, message):
+    with pytest.raises(UserError, match=message):
+        BlockLayout.from_tables(tables, 2)

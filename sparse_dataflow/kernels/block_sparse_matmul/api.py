@@ -9,7 +9,7 @@ import numpy as np
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu, reference, xla, xla_static
-from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
+from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, check_shapes
 
 IMPLEMENTATIONS = ("reference", "xla", "xla_static", "pallas_tpu")
 
@@ -38,7 +38,7 @@ def block_sparse_matmul(
     Raises:
       UserError: if shapes disagree or a named implementation cannot run.
     """
-    _check(x, values, tables)
+    check_operands(x, values, tables)
     tokens = math.prod(x.shape[:-1])
     flat = x.reshape(tokens, x.shape[-1])
     name = implementation or _choose(flat, values, tables)
@@ -70,12 +70,14 @@ def is_concrete(tables: LayoutTables) -> bool:
     return all(isinstance(table, np.ndarray) for table in tables)
 
 
-def _check(x, values, tables):
+def check_operands(x: jax.Array, values: jax.Array, tables: LayoutTables) -> None:
+    """Raises UserError where shapes or dtypes disagree, or concrete tables are no layout's."""
     if values.ndim != 3 or values.shape[1] != values.shape[2]:
         raise UserError(f"values have shape {values.shape}; legal: [nnz, block, block].")
+    check_shapes(tables)
     stored = tables.in_slot.size
     if is_concrete(tables):
-        stored = np.count_nonzero(tables.in_slot >= 0)
+        stored = layout_of(tables, values.shape[-1]).nnz
     if len(values) > stored or (is_concrete(tables) and len(values) < stored):
         raise UserError(f"values hold {len(values)} blocks; the layout stores {stored}.")
     features = len(tables.out_index) * values.shape[-1]

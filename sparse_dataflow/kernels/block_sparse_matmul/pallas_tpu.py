@@ -22,11 +22,17 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import tuning as sizes
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_gradient import line_gradient
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_products import line_product
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import (
-    smem_bytes,
-    tile_tables,
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import (
+    Lines,
+    gathers_from_dy,
+    lines_of,
+    pad_to,
+    tile_of,
+    tuning_of,
 )
-from sparse_dataflow.kernels.block_sparse_matmul.tuning import Operand, TuningConfig
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import smem_bytes
+from sparse_dataflow.kernels.block_sparse_matmul.tuning import TuningConfig
+from sparse_dataflow.kernels.gelu.api import value_and_derivative
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 BLOCKS = (32, 64, 128, 256)
@@ -37,8 +43,16 @@ DTYPES = ("bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
-    """What is fixed when the op is traced."""
+class Options:
+    """What is fixed when the op is traced.
+
+    Attributes:
+      out_features: width of y.
+      gelu: whether a GELU follows the product.
+      keep_preactivation: whether its input is kept for the backward pass.
+      tuning: tile sizes.
+      interpret: as in `pl.pallas_call`.
+    """
 
     out_features: int
     gelu: bool
@@ -77,20 +91,24 @@ def block_sparse_matmul(
       [tokens, out_features] in x's dtype; sums, bias, activation and residual in float32.
 
     Raises:
-      UserError: if `supported` has a reason against it, or the activation is unknown.
+      UserError: if `supported` has a reason against it, shapes disagree, or the activation is
+        unknown.
     """
     if reason := supported(x, values, tables, activated=activation is not None):
         raise UserError(f"block_sparse_matmul on TPU: {reason}")
     if activation not in (None, "gelu"):
         raise UserError(f"activation {activation!r} is unknown; legal: gelu, or None.")
     out_features = len(tables.in_index) * values.shape[1]
+    _check_shape("x", x, (len(x), len(tables.out_index) * values.shape[1]))
+    _check_shape("bias", bias, (out_features,))
+    _check_shape("residual", residual, (len(x), out_features))
     if len(x) == 0:
         empty = jnp.zeros((0, out_features), x.dtype)
         return empty if residual is None else empty + residual
-    lines = _both(tables, values.shape[1])
-    tuning = tuning or _tuning(x, values, lines, activation is not None)
-    options = _Options(out_features, activation is not None, keep_preactivation, tuning, interpret)
-    return _matmul(options, x, values, bias, residual, *lines)
+    lines = lines_of(tables, values.shape[1])
+    tuning = tuning or tuning_of(x, values, lines, activation is not None)
+    options = Options(out_features, activation is not None, keep_preactivation, tuning, interpret)
+    return product_of_lines(options, x, values, bias, residual, lines)
 
 
 def weight_gradient(
@@ -113,19 +131,30 @@ def weight_gradient(
       interpret: as in `pl.pallas_call`.
 
     Raises:
-      UserError: if `supported` has a reason against it, or the accumulator is not float32.
+      UserError: if `supported` has a reason against it, shapes disagree, or the accumulator is not
+        float32.
     """
     values = jax.ShapeDtypeStruct(accumulator.shape, x.dtype)
     if reason := supported(x, values, tables):
         raise UserError(f"weight_gradient on TPU: {reason}")
     if accumulator.dtype != jnp.float32:
         raise UserError(f"The accumulator is {accumulator.dtype}; legal: float32.")
+    _check_shape("x", x, (len(x), len(tables.out_index) * accumulator.shape[1]))
+    _check_shape("dy", dy, (len(x), len(tables.in_index) * accumulator.shape[1]))
+    if dy.dtype != x.dtype:
+        raise UserError(f"dy is {dy.dtype}; legal: {x.dtype}, as x is.")
     if len(x) == 0:
         return accumulator
-    lines = _both(tables, accumulator.shape[1])
-    tuning = tuning or _tuning(x, values, lines, False)
-    options = _Options(dy.shape[1], False, False, tuning, interpret)
-    return _weight_gradient(options, x, dy, accumulator, *lines, accumulator=accumulator)[0]
+    lines = lines_of(tables, accumulator.shape[1])
+    tuning = tuning or tuning_of(x, values, lines, False)
+    return gradient_of_lines(
+        tuning, x, dy, accumulator, lines, accumulator=accumulator, interpret=interpret
+    )[0]
+
+
+def _check_shape(name, array, legal):
+    if array is not None and array.shape != legal:
+        raise UserError(f"{name} has shape {array.shape}; legal: {legal}.")
 
 
 def supported(
@@ -133,16 +162,19 @@ def supported(
 ) -> str | None:
     """Why these operands cannot run on the TPU compiled for, in words; None where they can."""
     block = values.shape[-1]
+    if x.ndim != 2 or values.shape != (len(values), block, block):
+        legal = "[tokens, in_features] and [nnz, block, block]"
+        return f"x has shape {x.shape} and values have {values.shape}; legal: {legal}."
     if block not in BLOCKS:
         return f"block {block} does not fit the tiles; legal: {', '.join(map(str, BLOCKS))}."
     if x.dtype != values.dtype or x.dtype not in DTYPES:
         return f"x is {x.dtype} and values are {values.dtype}; legal: one of {', '.join(DTYPES)}."
-    lines = _both(tables, block)
+    lines = lines_of(tables, block)
     most = sizes.device().smem_capacity_bytes * 7 // 8
     need = max(map(smem_bytes, lines))
     if need > most:
         return f"its tables need {need} bytes of scalar memory; legal: up to {most}."
-    if len(x) and _tuning(x, values, lines, activated) is None:
+    if len(x) and tuning_of(x, values, lines, activated) is None:
         features = max(x.shape[-1], len(tables.in_index) * block)
         return f"no tile of its {features} features fits VMEM; legal: narrower or sharded weights."
     return None
@@ -159,104 +191,71 @@ def default_tuning(
       tables: layout tables, concrete or traced.
       activated: whether the GELU is fused.
     """
-    return _tuning(x, values, _both(tables, values.shape[-1]), activated)
-
-
-def _tuning(x, values, lines, activated):
-    info = sizes.device()
-    # A sixteenth is left to the compiler's own temporaries.
-    budget = info.vmem_capacity_bytes * 15 // 16
-    by_column, by_row = lines
-    forward = _operand(x, values, by_column, len(by_row.count))
-    backward = _operand(x, values, by_row, len(by_column.count))
-    gradient = backward if _by_row(by_column, by_row, activated) else forward
-    tiles = (
-        sizes.product_tiles(forward, 3, budget),
-        sizes.product_tiles(backward, 1, budget),
-        sizes.gradient_tiles(gradient, activated, budget, info.num_cores),
-    )
-    if None in tiles:
-        return None
-    return TuningConfig(*tiles, vmem_bytes=info.vmem_capacity_bytes, cores=info.num_cores)
-
-
-def _operand(x, values, lines, others):
-    block = values.shape[-1]
-    return Operand(
-        tokens=len(x),
-        features=others * max(block, sizes.LANES),
-        lines=len(lines.count),
-        entries=lines.index.shape[1],
-        blocks=lines.slot.shape[1],
-        block=block,
-        itemsize=x.dtype.itemsize,
-    )
-
-
-def _both(tables, block):
-    """Tile tables by output column and by input row."""
-    ratio = max(1, sizes.LANES // block)
-    in_blocks, out_blocks = len(tables.out_index), len(tables.in_index)
-    by_column = tile_tables(tables.in_index, tables.in_slot, in_blocks, ratio)
-    return by_column, tile_tables(tables.out_index, tables.out_slot, out_blocks, ratio)
-
-
-def _by_row(by_column, by_row, activated):
-    """Whether dW gathers from dy: where it is narrower, unless the one pass over dy is needed."""
-    return not activated and len(by_column.count) < len(by_row.count)
+    return tuning_of(x, values, lines_of(tables, values.shape[-1]), activated)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(options, x, values, bias, residual, by_column, by_row):
-    return _product(options, x, values, bias, residual, by_column, by_row, keep=False)[0]
+def product_of_lines(
+    options: Options,
+    x: jax.Array,
+    values: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    lines: Lines,
+) -> jax.Array:
+    """As `block_sparse_matmul`, of operands that are `supported`, with the weight's tile tables."""
+    return _product(options, x, values, bias, residual, lines, keep=False)[0]
 
 
-def _forward(options, x, values, bias, residual, by_column, by_row):
+def _forward(options, x, values, bias, residual, lines):
     keep = options.gelu and options.keep_preactivation
-    y, *kept = _product(options, x, values, bias, residual, by_column, by_row, keep=keep)
+    y, *kept = _product(options, x, values, bias, residual, lines, keep=keep)
     # The residual's gradient is dy; of the array itself only the presence is known again.
-    return y, (x, values, bias, residual is not None, kept, by_column, by_row)
+    return y, (x, values, bias, residual is not None, kept, lines)
 
 
 def _backward(options, saved, dy):
-    x, values, bias, has_residual, kept, by_column, by_row = saved
-    tokens_gradient, dbias = dy, None
+    x, values, bias, has_residual, kept, lines = saved
+    tuning, interpret = options.tuning, options.interpret
+    derived, dbias, before = dy, None, None
     if options.gelu:
         linear = dataclasses.replace(options, gelu=False)
-        lines = (by_column, by_row)
-        before = kept or _product(linear, x, values, bias, None, *lines, keep=False)
-        dvalues, tokens_gradient, dbias = _weight_gradient(
-            options, x, dy, values, *lines, preactivation=before[0]
+        (before,) = kept or _product(linear, x, values, bias, None, lines, keep=False)
+    if options.gelu and tuning.fuse_derivative:
+        dvalues, derived, dbias = gradient_of_lines(
+            tuning, x, dy, values, lines, preactivation=before, interpret=interpret
         )
     else:
-        dvalues = _weight_gradient(options, x, dy, values, by_column, by_row)[0]
-    dx = _input_gradient(options, tokens_gradient, values, by_column, by_row)[:, : x.shape[1]]
+        if options.gelu:
+            slope = value_and_derivative(before.astype(jnp.float32))[1]
+            derived = (dy.astype(jnp.float32) * slope).astype(dy.dtype)
+        (dvalues,) = gradient_of_lines(tuning, x, derived, values, lines, interpret=interpret)
+    dx = _input_gradient(options, derived, values, lines)[:, : x.shape[1]]
     if bias is None:
         dbias = None
     elif dbias is None:
-        dbias = jnp.sum(dy, axis=0, dtype=jnp.float32)
+        dbias = jnp.sum(derived, axis=0, dtype=jnp.float32)
     dbias = None if dbias is None else dbias.reshape(bias.shape).astype(bias.dtype)
-    return dx, dvalues, dbias, dy if has_residual else None, None, None
+    return dx, dvalues, dbias, dy if has_residual else None, None
 
 
-_matmul.defvjp(_forward, _backward)
+product_of_lines.defvjp(_forward, _backward)
 
 
-def _product(options, x, values, bias, residual, by_column, by_row, keep):
-    tile = _tile(values)
-    wide = len(by_column.count) * tile
+def _product(options, x, values, bias, residual, lines, keep):
+    by_column, by_row = lines
+    wide = len(by_column.count) * tile_of(values)
     if bias is not None:
-        bias = _pad(bias.astype(jnp.float32)[None], 1, wide)
-    rows = sizes.sublanes(x.dtype.itemsize)
+        bias = pad_to(bias.astype(jnp.float32)[None], wide, rows=1)
     results = line_product(
-        _pad(x, rows, len(by_row.count) * tile),
+        pad_to(x, len(by_row.count) * tile_of(values)),
         values,
         by_column,
         options.tuning.forward,
         transposed=False,
         bias=bias,
         gelu=options.gelu,
-        residual=None if residual is None else _pad(residual, rows, wide),
+        residual=None if residual is None else pad_to(residual, wide),
         keep=keep,
         vmem_bytes=options.tuning.vmem_bytes,
         cores=options.tuning.cores,
@@ -265,11 +264,10 @@ def _product(options, x, values, bias, residual, by_column, by_row, keep):
     return [result[: len(x), : options.out_features] for result in results]
 
 
-def _input_gradient(options, dy, values, by_column, by_row):
-    tile = _tile(values)
-    rows = sizes.sublanes(dy.dtype.itemsize)
+def _input_gradient(options, dy, values, lines):
+    by_column, by_row = lines
     (dx,) = line_product(
-        _pad(dy, rows, len(by_column.count) * tile),
+        pad_to(dy, len(by_column.count) * tile_of(values)),
         values,
         by_row,
         options.tuning.input_gradient,
@@ -281,36 +279,49 @@ def _input_gradient(options, dy, values, by_column, by_row):
     return dx[: len(dy)]
 
 
-def _weight_gradient(
-    options, x, dy, values, by_column, by_row, preactivation=None, accumulator=None
-):
-    tile = _tile(values)
-    rows = sizes.sublanes(x.dtype.itemsize)
+def gradient_of_lines(
+    tuning: TuningConfig,
+    x: jax.Array,
+    dy: jax.Array,
+    values: jax.Array,
+    lines: Lines,
+    *,
+    preactivation: jax.Array | None = None,
+    accumulator: jax.Array | None = None,
+    interpret=False,
+) -> tuple[jax.Array, ...]:
+    """dW at the stored blocks.
+
+    Args:
+      tuning: tile sizes.
+      x: [tokens, in_features].
+      dy: [tokens, out_features].
+      values: [nnz, block, block]; only shape and dtype are read.
+      lines: the weight's.
+      preactivation: [tokens, out_features] where a GELU came after the product.
+      accumulator: float32 of values' shape that dW is added to.
+      interpret: as in `pl.pallas_call`.
+
+    Returns:
+      (dW,), and with `preactivation` (dW, dy times the GELU's derivative, its sum over tokens
+      [1, out_features] in float32).
+    """
+    by_column, by_row = lines
+    tile, features = tile_of(values), dy.shape[1]
     width = len(by_column.count) * tile
-    sides = _pad(x, rows, len(by_row.count) * tile), _pad(dy, rows, width)
-    transposed = _by_row(by_column, by_row, preactivation is not None)
+    sides = pad_to(x, len(by_row.count) * tile), pad_to(dy, width)
+    transposed = gathers_from_dy(lines, preactivation is not None)
     dvalues, *derived = line_gradient(
         *(sides[::-1] if transposed else sides),
         by_row if transposed else by_column,
-        options.tuning.weight_gradient,
+        tuning.weight_gradient,
         result=jax.ShapeDtypeStruct(values.shape, values.dtype),
         transposed=transposed,
-        preactivation=None if preactivation is None else _pad(preactivation, rows, width),
+        preactivation=None if preactivation is None else pad_to(preactivation, width),
         accumulator=accumulator,
-        vmem_bytes=options.tuning.vmem_bytes,
-        interpret=options.interpret,
+        vmem_bytes=tuning.vmem_bytes,
+        interpret=interpret,
     )
     if derived:
-        features = dy.shape[1]
         derived = [derived[0][: len(dy), :features], derived[1][:, :features]]
     return dvalues, *derived
-
-
-def _tile(values):
-    return max(values.shape[-1], sizes.LANES)
-
-
-def _pad(array, rows, columns):
-    """Rows up to a multiple of `rows`, columns up to `columns`, with zeros; itself where even."""
-    extra = (-len(array) % rows, columns - array.shape[1])
-    return array if extra == (0, 0) else jnp.pad(array, [(0, e) for e in extra])

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_tables
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_products import precision
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import precision
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import GradientTiles
 from sparse_dataflow.kernels.gelu.api import value_and_derivative
 
@@ -55,12 +55,12 @@ def line_gradient(
       (dW,), and with `preactivation` (dW, dy of the product in dy's dtype, dbias float32
       [1, lines * tile]).
     """
-    ratio = tables.position.shape[2]
+    ratio = tables.slot.shape[2]
     block = result.shape[1]
     tile = ratio * block
     tokens = len(whole)
     tables = pallas_tpu_tables.padded(tables, tiles.lines, tiles.entries)
-    entries, blocks = tables.index.shape[1], tables.slot.shape[1]
+    entries, blocks = tables.index.shape[1], tiles.entries * ratio**2
     width = tiles.lines * tile
     wide = pl.BlockSpec((tiles.tokens, width), lambda group, i, *_: (i, group))
     kept = pl.BlockSpec((tiles.tokens, whole.shape[1]), lambda group, i, *_: (i, 0))
@@ -97,14 +97,14 @@ def line_gradient(
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=len(tables),
             grid=(groups, pl.cdiv(tokens, tiles.tokens)),
             in_specs=[spec for _, spec in operands],
             out_specs=[spec for _, spec in results],
             scratch_shapes=scratch,
         ),
         out_shape=[shape for shape, _ in results],
-        input_output_aliases={} if accumulator is None else {3 + len(operands): 0},
+        input_output_aliases={} if accumulator is None else {len(tables) + len(operands) - 1: 0},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_bytes
         ),
@@ -123,7 +123,6 @@ def line_gradient(
 def _kernel(
     count_ref,
     index_ref,
-    position_ref,
     slot_ref,
     whole_ref,
     lined_ref,
@@ -181,9 +180,12 @@ def _kernel(
     def _():
         sums_ref[...] = jnp.zeros_like(sums_ref)
 
-    def blocks_of(c, act):
-        """`act(place, slot)` on each stored block of line c of the group."""
-        first = (group * tiles.lines + c) * blocks
+    chunks = entries // tiles.entries
+    parts = tiles.lines * chunks
+
+    def blocks_of(number, act):
+        """`act(p, slot)` on each stored block p of chunk `number` of the group."""
+        first = (group * parts + number) * blocks
 
         @pl.loop(0, blocks)
         def _(p):
@@ -193,57 +195,52 @@ def _kernel(
             def _():
                 act(p, slot)
 
-    def sends(c, act):
-        half = lax.rem(c, 2)
+    def sends(number, act):
+        half = lax.rem(number, 2)
         copy = lambda p, slot: pltpu.make_async_copy(  # noqa: E731
             outgoing.at[half, p], result_hbm.at[slot], sent.at[half]
         )
-        blocks_of(c, lambda p, slot: act(copy(p, slot)))
+        blocks_of(number, lambda p, slot: act(copy(p, slot)))
 
-    def receives(c, act):
-        half = lax.rem(c, 2)
+    def receives(number, act):
+        half = lax.rem(number, 2)
         copy = lambda p, slot: pltpu.make_async_copy(  # noqa: E731
             accumulator_hbm.at[slot], incoming.at[half, p], received.at[half]
         )
-        blocks_of(c, lambda p, slot: act(copy(p, slot)))
+        blocks_of(number, lambda p, slot: act(copy(p, slot)))
 
     start, wait = (lambda copy: copy.start()), (lambda copy: copy.wait())
 
-    def round_off(c):
-        """The sums of line c to their slots."""
-        half = lax.rem(c, 2)
+    def round_off(c, chunk):
+        """The sums of a chunk of line c to their slots."""
+        number = c * chunks + chunk
+        half = lax.rem(number, 2)
 
-        @pl.when(c >= 2)
+        @pl.when(number >= 2)
         def _():
-            sends(c - 2, wait)
+            sends(number - 2, wait)
 
         if adds:
 
-            @pl.when(c + 1 < tiles.lines)
+            @pl.when(number + 1 < parts)
             def _():
-                receives(c + 1, start)
+                receives(number + 1, start)
 
-            receives(c, wait)
-        line = group * tiles.lines + c
+            receives(number, wait)
 
-        @pl.loop(0, count_ref[line])
-        def _(entry):
+        @pl.loop(0, tiles.entries)
+        def _(k):
             for other in range(ratio):
                 for own in range(ratio):
-                    at = ((line * entries + entry) * ratio + other) * ratio + own
-                    position = position_ref[at]
+                    p = (k * ratio + other) * ratio + own
+                    rows, columns = pl.ds(other * block, block), pl.ds(own * block, block)
+                    part = sums_ref[c, chunk * tiles.entries + k, rows, columns]
+                    part = part.T if transposed else part
+                    if adds:
+                        part = part + incoming[half, p]
+                    outgoing[half, p] = part.astype(outgoing.dtype)
 
-                    @pl.when(position >= 0)
-                    def _(other=other, own=own, position=position):
-                        part = sums_ref[
-                            c, entry, pl.ds(other * block, block), pl.ds(own * block, block)
-                        ]
-                        part = part.T if transposed else part
-                        if adds:
-                            part = part + incoming[half, position]
-                        outgoing[half, position] = part.astype(outgoing.dtype)
-
-        sends(c, start)
+        sends(number, start)
 
     if adds:
 
@@ -276,9 +273,11 @@ def _kernel(
 
         @pl.when(last)
         def _():
-            round_off(c)
+            @pl.loop(0, chunks)
+            def _(chunk):
+                round_off(c, chunk)
 
     @pl.when(last)
     def _():
-        for c in range(max(0, tiles.lines - 2), tiles.lines):
-            sends(c, wait)
+        for number in range(max(0, parts - 2), parts):
+            sends(number, wait)

@@ -18,14 +18,12 @@ class TileTables(NamedTuple):
     Attributes:
       count: [lines], how many tiles the line has; further entries are padding.
       index: [lines, entries], the tile of the other side that an entry reads.
-      position: [lines, entries, ratio, ratio], where in the line's stored blocks the block at
-        (other side, line's side) of a tile is; -1 where none is stored.
-      slot: [lines, blocks], place in `values` of each of the line's stored blocks; -1 is padding.
+      slot: [lines, entries, ratio, ratio], place in `values` of the block at (other side, line's
+        side) of a tile; -1 where none is stored.
     """
 
     count: Any
     index: Any
-    position: Any
     slot: Any
 
 
@@ -43,31 +41,29 @@ def tile_tables(index: Any, slot: Any, others: int, ratio: int) -> TileTables:
     """
     concrete = isinstance(index, np.ndarray) and isinstance(slot, np.ndarray)
     xp: Any = np if concrete else jnp
-    extra = -len(slot) % ratio
-    slot = xp.pad(xp.asarray(slot), ((0, extra), (0, 0)), constant_values=-1)
-    index = xp.pad(xp.asarray(index), ((0, extra), (0, 0)))
-    fan = slot.shape[1]
-    slot, index = slot.reshape(-1, ratio * fan), index.reshape(-1, ratio * fan)
-    blocks = slot.shape[1]
-    place = np.broadcast_to(np.arange(blocks, dtype=np.int32), slot.shape)
+    index, slot = xp.asarray(index, np.int32), xp.asarray(slot, np.int32)
     if ratio == 1:
-        position = xp.where(slot >= 0, place, -1)
-        count = xp.max(position, axis=1) + 1
-        return _int32(xp, count, xp.where(slot >= 0, index, 0), position[..., None, None], slot)
-    line = np.broadcast_to(np.arange(len(slot))[:, None], slot.shape)
+        places = xp.where(slot >= 0, xp.arange(slot.shape[1]), -1)
+        stored = xp.where(slot >= 0, index, 0)
+        return _int32(xp, xp.max(places, axis=1) + 1, stored, slot[..., None, None])
+    extra = -len(slot) % ratio
+    slot = xp.pad(slot, ((0, extra), (0, 0)), constant_values=-1)
+    index = xp.pad(index, ((0, extra), (0, 0)))
     tiles = -(-others // ratio)
-    tile = xp.where(slot >= 0, index // ratio, tiles)
-    # Padding falls into a column beyond the last tile, and is cut off.
-    used = _filled(xp, (len(slot), tiles + 1), 0, (line, tile), 1)[:, :tiles]
+    grid = (_placed if concrete else _compared)(index, slot, tiles * ratio)
+    grid = grid.reshape(-1, ratio, tiles, ratio).transpose(0, 2, 3, 1)
+    used = (grid >= 0).any((2, 3))
     count = used.sum(axis=1)
-    entries = max(1, int(count.max())) if concrete else min(blocks, tiles)
-    rank = xp.where(used, xp.cumsum(used, axis=1) - 1, entries)
-    rank = xp.pad(rank, ((0, 0), (0, 1)), constant_values=entries)
-    entry = xp.take_along_axis(rank, tile, axis=1)
-    order = _filled(xp, (len(slot), entries + 1), 0, (line, entry), tile)[:, :entries]
-    at = (line, entry, index % ratio, place // fan)
-    position = _filled(xp, (len(slot), entries + 1, ratio, ratio), -1, at, place)[:, :entries]
-    return _int32(xp, count, order, position, slot)
+    if concrete:
+        order = np.argsort(~used, axis=1, kind="stable")[:, : max(1, count.max())]
+        return _int32(np, count, order, np.take_along_axis(grid, order[..., None, None], axis=1))
+    # Comparisons for what would be a sort and a scatter: a TPU is slow at both, its compiler too.
+    entries = min(ratio * slot.shape[1], tiles)
+    rank = jnp.where(used, jnp.cumsum(used, axis=1) - 1, entries)
+    chosen = rank[:, None] == jnp.arange(entries)[:, None]
+    order = jnp.where(chosen, jnp.arange(tiles), 0).max(axis=2)
+    stored = jnp.where(chosen[..., None, None], grid[:, None], -1).max(axis=2)
+    return _int32(jnp, count, order, stored)
 
 
 def padded(tables: TileTables, lines: int, entries: int) -> TileTables:
@@ -77,8 +73,7 @@ def padded(tables: TileTables, lines: int, entries: int) -> TileTables:
     return TileTables(
         pad(tables.count, 0, extra[0]),
         pad(tables.index, 0, *extra),
-        pad(tables.position, -1, *extra, 0, 0),
-        pad(tables.slot, -1, extra[0], 0),
+        pad(tables.slot, -1, *extra, 0, 0),
     )
 
 
@@ -87,13 +82,18 @@ def smem_bytes(tables: TileTables) -> int:
     return sum(4 * table.size for table in jax.tree.leaves(tables))
 
 
-def _filled(xp, shape, value, at, items):
-    """An int32 array of `value` with `items` at the index arrays `at`."""
-    if xp is jnp:
-        return jnp.full(shape, value, jnp.int32).at[at].set(items)
-    array = np.full(shape, value, np.int32)
-    array[at] = items
-    return array
+def _placed(index, slot, others):
+    """The slot of every pair of a line and one of `others`; -1 where nothing is stored."""
+    grid = np.full((len(slot), others), -1, np.int32)
+    line, position = np.nonzero(slot >= 0)
+    grid[line, index[line, position]] = slot[line, position]
+    return grid
+
+
+def _compared(index, slot, others):
+    """As `_placed`, of traced tables."""
+    here = index[:, None] == jnp.arange(others)[:, None]
+    return jnp.where(here, slot[:, None], -1).max(axis=2)
 
 
 def _int32(xp, *tables):

@@ -10,11 +10,15 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.block_sparse_matmul import api as matmul
 from sparse_dataflow.kernels.block_sparse_matmul import xla_static
 from sparse_dataflow.kernels.gelu.api import gelu, value_and_derivative
+from sparse_dataflow.kernels.sparse_mlp import pallas_tpu
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
+
+IMPLEMENTATIONS = ("products", "chunked", "pallas_tpu")
 
 
 def sparse_mlp(
@@ -24,6 +28,7 @@ def sparse_mlp(
     values_out: jax.Array,
     tables_in: LayoutTables,
     tables_out: LayoutTables,
+    implementation: str | None = None,
 ) -> jax.Array:
     """gelu(x W_in + bias_in) W_out, differentiable in its first four arguments.
 
@@ -34,25 +39,82 @@ def sparse_mlp(
       values_out: stored blocks of W_out.
       tables_in: layout of W_in; see `block_sparse_matmul`.
       tables_out: layout of W_out.
+      implementation: one of IMPLEMENTATIONS, or None to choose by platform and layouts:
+        "products" are two block-sparse matmuls; "chunked" is for known layouts of equal hidden
+        groups on a CPU; "pallas_tpu" keeps the hidden layer in VMEM where that pays.
 
     Returns:
       [..., out_features] in x's dtype.
+
+    Raises:
+      UserError: if shapes disagree or a named implementation cannot run.
     """
-    if chunked := _chunked(tables_in, tables_out, values_in.shape[-1], values_out.shape[-1]):
-        flat = x.reshape(-1, x.shape[-1])
-        y = _chunked_mlp(flat, values_in, bias_in, values_out, *chunked)
-        return y.reshape(*x.shape[:-1], y.shape[-1])
-    hidden = matmul.block_sparse_matmul(x, values_in, tables_in) + bias_in
-    return matmul.block_sparse_matmul(gelu(hidden), values_out, tables_out)
+    _check(x, values_in, bias_in, values_out, tables_in, tables_out)
+    flat = x.reshape(-1, x.shape[-1])
+    operands = (flat, values_in, bias_in, values_out)
+    refusals = {
+        "products": lambda: "",
+        "chunked": lambda: _unchunked(values_in, values_out, tables_in, tables_out),
+        "pallas_tpu": lambda: _off_tpu(flat, values_in, values_out, tables_in, tables_out),
+    }
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise UserError(
+            f"implementation {implementation!r} is unknown; legal: {', '.join(IMPLEMENTATIONS)}."
+        )
+    if implementation is None:
+        implementation = _choose(refusals)
+    elif reason := refusals[implementation]():
+        raise UserError(f"implementation {implementation!r} cannot run: {reason} Legal: products.")
+    if implementation == "chunked":
+        layouts = _layouts(values_in, tables_in, tables_out)
+        y = _chunked_mlp(*operands, *layouts)
+    elif implementation == "pallas_tpu":
+        y = pallas_tpu.sparse_mlp(*operands, tables_in, tables_out)
+    else:
+        hidden = matmul.block_sparse_matmul(x, values_in, tables_in) + bias_in
+        return matmul.block_sparse_matmul(gelu(hidden.astype(x.dtype)), values_out, tables_out)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _chunked(tables_in, tables_out, block_in, block_out):
-    """Both layouts where this is a CPU, they are known, and their hidden groups are the same."""
-    known = matmul.is_concrete(tables_in) and matmul.is_concrete(tables_out)
-    if dispatch.platform() != "cpu" or not known or block_in != block_out:
-        return None
-    layouts = matmul.layout_of(tables_in, block_in), matmul.layout_of(tables_out, block_out)
-    return layouts if _chunks(*layouts) else None
+def _check(x, values_in, bias_in, values_out, tables_in, tables_out):
+    matmul.check_operands(x, values_in, tables_in)
+    features = len(tables_in.in_index) * values_in.shape[-1]
+    matmul.check_operands(jax.ShapeDtypeStruct((0, features), x.dtype), values_out, tables_out)
+    if bias_in.shape != (features,):
+        raise UserError(f"bias_in has shape {bias_in.shape}; mlp_in makes ({features},).")
+
+
+def _choose(refusals):
+    """The implementation of the platform compiled for, or products where it refuses."""
+    platform = dispatch.platform()
+    best = {"cpu": "chunked", "tpu": "pallas_tpu"}.get(platform, "products")
+    reason = refusals[best]()
+    name = "products" if reason else best
+    dispatch.log_choice("sparse_mlp", name, platform, reason)
+    return name
+
+
+def _off_tpu(flat, values_in, values_out, tables_in, tables_out):
+    if dispatch.platform() != "tpu":
+        return f"it runs on tpu, and this is {dispatch.platform()}."
+    reason = pallas_tpu.supported(flat, values_in, values_out, tables_in, tables_out)
+    return reason or dispatch.partitioned()
+
+
+def _unchunked(values_in, values_out, tables_in, tables_out):
+    if not (matmul.is_concrete(tables_in) and matmul.is_concrete(tables_out)):
+        return "it needs concrete numpy tables, and these are traced."
+    if values_in.shape[-1] != values_out.shape[-1]:
+        return "it needs one block for both layouts."
+    if not _chunks(*_layouts(values_in, tables_in, tables_out)):
+        return "the two layouts do not have the same few hidden groups."
+    return ""
+
+
+def _layouts(values_in, tables_in, tables_out):
+    return tuple(
+        matmul.layout_of(tables, values_in.shape[-1]) for tables in (tables_in, tables_out)
+    )
 
 
 @functools.lru_cache(maxsize=1024)

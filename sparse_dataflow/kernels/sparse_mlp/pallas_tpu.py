@@ -1,0 +1,202 @@
+"""The sparse MLP on a TPU: the fused kernels where they pay, else two block-sparse products.
+
+Nothing of the hidden layer outlives the forward pass; the backward pass makes it again from x.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu as products
+from sparse_dataflow.kernels.block_sparse_matmul import tuning as sizes
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import (
+    lines_of,
+    operand_of,
+    pad_to,
+    tile_of,
+    tuning_of,
+)
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import smem_bytes
+from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_kernels as kernels
+from sparse_dataflow.kernels.sparse_mlp.tuning import MlpShape, MlpTuning, fused_tuning
+from sparse_dataflow.sparsity.layout import LayoutTables
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What is fixed when the op is traced."""
+
+    tuning: MlpTuning
+    out_features: int
+    interpret: object
+
+
+def sparse_mlp(
+    x: jax.Array,
+    values_in: jax.Array,
+    bias_in: jax.Array,
+    values_out: jax.Array,
+    tables_in: LayoutTables,
+    tables_out: LayoutTables,
+    *,
+    tuning: MlpTuning | None = None,
+    interpret=False,
+) -> jax.Array:
+    """gelu(x W_in + bias_in) W_out, differentiable in its first four arguments.
+
+    Args:
+      x: bfloat16 or float32 [tokens, in_features].
+      values_in: [nnz, block, block] in x's dtype.
+      bias_in: [hidden_features], any float dtype.
+      values_out: [nnz, block, block] in x's dtype.
+      tables_in: layout of W_in, concrete or traced.
+      tables_out: layout of W_out.
+      tuning: tile sizes; None for `default_tuning`.
+      interpret: as in `pl.pallas_call`.
+
+    Returns:
+      [tokens, out_features] in x's dtype; sums, bias and activation in float32.
+
+    Raises:
+      UserError: if `supported` has a reason against it.
+    """
+    if reason := supported(x, values_in, values_out, tables_in, tables_out):
+        raise UserError(f"sparse_mlp on TPU: {reason}")
+    out_features = len(tables_out.in_index) * values_out.shape[1]
+    if len(x) == 0:
+        return jnp.zeros((0, out_features), x.dtype)
+    tuning = tuning or default_tuning(x, values_in, values_out, tables_in, tables_out)
+    options = _Options(tuning, out_features, interpret)
+    lines = lines_of(tables_in, values_in.shape[1]), lines_of(tables_out, values_out.shape[1])
+    # Two products keep the pre-activation by themselves.
+    run = _pair if tuning.forward is None else _mlp
+    return run(options, x, values_in, bias_in, values_out, *lines)
+
+
+def supported(
+    x: jax.Array,
+    values_in: jax.Array,
+    values_out: jax.Array,
+    tables_in: LayoutTables,
+    tables_out: LayoutTables,
+) -> str | None:
+    """Why these operands cannot run on the TPU compiled for, in words; None where they can."""
+    return products.supported(x, values_in, tables_in, activated=True) or products.supported(
+        x, values_out, tables_out
+    )
+
+
+def default_tuning(
+    x: jax.Array,
+    values_in: jax.Array,
+    values_out: jax.Array,
+    tables_in: LayoutTables,
+    tables_out: LayoutTables,
+) -> MlpTuning:
+    """Tile sizes on the TPU compiled for; what of the MLP is fused there."""
+    lines_in = lines_of(tables_in, values_in.shape[1])
+    lines_out = lines_of(tables_out, values_out.shape[1])
+    unfused = MlpTuning(
+        forward=None,
+        backward=None,
+        product_in=tuning_of(x, values_in, lines_in, True),
+        product_out=tuning_of(x, values_out, lines_out, False),
+        gradient_in=tuning_of(x, values_in, lines_in, False).weight_gradient,
+    )
+    most = sizes.device().smem_capacity_bytes * 7 // 8
+    alike = tile_of(values_in) == tile_of(values_out)
+    if not alike or sum(map(smem_bytes, (*lines_in, *lines_out))) > most:
+        return unfused
+    shape = MlpShape(
+        by_hidden=operand_of(x, values_in, lines_in, False),
+        by_result=operand_of(x, values_out, lines_out, False),
+        by_hidden_row=operand_of(x, values_out, lines_out, True),
+        by_input_row=operand_of(x, values_in, lines_in, True),
+        bytes_in=_stored_bytes(values_in),
+        bytes_out=_stored_bytes(values_out),
+    )
+    return fused_tuning(unfused, shape, sizes.budget())
+
+
+def _stored_bytes(values):
+    return values.shape[0] * values.shape[1] * tile_of(values) * values.dtype.itemsize
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp(options, x, values_in, bias_in, values_out, lines_in, lines_out):
+    y = kernels.forward(
+        pad_to(x, _rows(lines_in, values_in)),
+        values_in,
+        _bias(bias_in, lines_in, values_in),
+        values_out,
+        lines_in[0],
+        lines_out[0],
+        options.tuning.forward,
+        **_limits(options),
+    )
+    return y[: len(x), : options.out_features]
+
+
+def _forward(options, *operands):
+    return _mlp(options, *operands), operands
+
+
+def _backward(options, operands, dy):
+    x, values_in, bias_in, values_out, lines_in, lines_out = operands
+    tuning = options.tuning
+    if tuning.backward is None:
+        pair = lambda *differentiated: _pair(options, *differentiated, lines_in, lines_out)  # noqa: E731
+        return *jax.vjp(pair, *operands[:4])[1](dy), None, None
+    # Padding rows of dy are zero, so that those of the hidden layer add nothing below.
+    wide_x = pad_to(x, _rows(lines_in, values_in))
+    wide_dy = pad_to(dy, len(lines_out[0].count) * tile_of(values_out))
+    dx, hidden, derived, dbias = kernels.backward(
+        wide_x,
+        wide_dy,
+        values_in,
+        _bias(bias_in, lines_in, values_in),
+        values_out,
+        lines_in,
+        lines_out[1],
+        tuning.backward,
+        **_limits(options),
+    )
+    gradient = functools.partial(products.gradient_of_lines, interpret=options.interpret)
+    tiles_in = dataclasses.replace(tuning.product_in, weight_gradient=tuning.gradient_in)
+    (dvalues_in,) = gradient(tiles_in, wide_x, derived, values_in, lines_in)
+    (dvalues_out,) = gradient(tuning.product_out, hidden, wide_dy, values_out, lines_out)
+    dbias = dbias[0, : len(bias_in)].astype(bias_in.dtype)
+    return dx[: len(x), : x.shape[1]], dvalues_in, dbias, dvalues_out, None, None
+
+
+_mlp.defvjp(_forward, _backward)
+
+
+def _pair(options, x, values_in, bias_in, values_out, lines_in, lines_out):
+    """The MLP as two products, the first with bias and GELU in its epilogue."""
+    tuning, interpret = options.tuning, options.interpret
+    first = products.Options(len(bias_in), True, True, tuning.product_in, interpret)
+    second = products.Options(options.out_features, False, False, tuning.product_out, interpret)
+    hidden = products.product_of_lines(first, x, values_in, bias_in, None, lines_in)
+    return products.product_of_lines(second, hidden, values_out, None, None, lines_out)
+
+
+def _rows(lines, values):
+    """Features of a weight's input side, padded to tiles."""
+    return len(lines[1].count) * tile_of(values)
+
+
+def _bias(bias, lines, values):
+    return pad_to(bias.astype(jnp.float32)[None], len(lines[0].count) * tile_of(values), rows=1)
+
+
+def _limits(options):
+    config = options.tuning.product_in
+    return {
+        "vmem_bytes": config.vmem_bytes,
+        "cores": config.cores,
+        "interpret": options.interpret,
+    }

@@ -1,0 +1,325 @@
+"""The sparse MLP's fused TPU kernels: hidden activations of a tile of tokens stay in VMEM.
+
+Grid: (cores, token tiles, groups of result columns), columns innermost.  Before its first result
+column a token tile passes `mlp_in`, bias and GELU, a tile column at a time, into VMEM; the result
+columns then read it there.  Both weights stream by once a token tile.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import Rows, Stream, stream_shape
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import TileTables
+from sparse_dataflow.kernels.gelu.api import value_and_derivative
+from sparse_dataflow.kernels.sparse_mlp.tuning import MlpTiles
+
+_STREAM_TABLES = len(TileTables._fields)
+
+
+def forward(
+    x: jax.Array,
+    values_in: jax.Array,
+    bias_in: jax.Array,
+    values_out: jax.Array,
+    lines_in: TileTables,
+    lines_out: TileTables,
+    tiles: MlpTiles,
+    *,
+    vmem_bytes: int,
+    cores: int,
+    interpret=False,
+) -> jax.Array:
+    """gelu(x W_in + bias_in) W_out.
+
+    Args:
+      x: [tokens, in features], multiples of a register's rows and of the tile.
+      values_in: [nnz, block, block] of W_in.
+      bias_in: float32 [1, hidden], hidden a multiple of the tile.
+      values_out: stored blocks of W_out.
+      lines_in: W_in by hidden column.
+      lines_out: W_out by result column.
+      tiles: the tile sizes.
+      vmem_bytes: VMEM limit of the kernel.
+      cores: cores to spread the token tiles over.
+      interpret: as in `pl.pallas_call`.
+
+    Returns:
+      [tokens, result columns * tile] in x's dtype.
+    """
+    columns = len(lines_out.count)
+    first, lines_in = stream_shape(values_in, lines_in, tiles.streams[0], 1, False)
+    second, lines_out = stream_shape(values_out, lines_out, tiles.streams[1], tiles.lines, False)
+    tile = first.tile
+    cores, own = _split(len(x), tiles.tokens, cores)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        functools.partial(_forward_kernel, tiles=tiles, first=first, second=second),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2 * _STREAM_TABLES,
+            grid=(cores, own, second.lines // tiles.lines),
+            in_specs=[anywhere] * 3 + [pl.BlockSpec((first.lines, tile), lambda *_: (0, 0))],
+            out_specs=pl.BlockSpec(
+                (tiles.tokens, tiles.lines * tile), lambda core, i, step, *_: (core * own + i, step)
+            ),
+            scratch_shapes=[
+                pltpu.VMEM((tiles.tokens, tile), jnp.float32),
+                pltpu.VMEM((tiles.tokens, bias_in.shape[1]), x.dtype),
+                *Rows.scratch(x, tiles.tokens, tiles.buffers),
+                *first.scratch(values_in.dtype),
+                *second.scratch(values_out.dtype),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct((len(x), columns * tile), x.dtype),
+        compiler_params=_parameters(vmem_bytes),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * len(x) * (values_in.size + values_out.size),
+            bytes_accessed=(len(x) * (x.shape[1] + columns * tile)) * x.dtype.itemsize
+            + cores * own * (values_in.size + values_out.size) * x.dtype.itemsize,
+            transcendentals=len(x) * bias_in.shape[1],
+        ),
+        interpret=interpret,
+        name="sparse_mlp",
+    )(*_flat(lines_in), *_flat(lines_out), x, values_in, values_out, bias_in.reshape(-1, tile))
+
+
+def _forward_kernel(*refs, tiles, first, second):
+    refs = list(refs)
+    tables = [_take(refs, _STREAM_TABLES) for _ in range(2)]
+    x_hbm, in_hbm, out_hbm, bias_ref, y_ref, sum_ref, hidden_ref = _take(refs, 7)
+    core, i, step = (pl.program_id(axis) for axis in range(3))
+    own = pl.num_programs(1)
+    x = Rows(x_hbm, *_take(refs, 2))
+    weights_in = _stream(first, own, tables[0], in_hbm, refs)
+    weights_out = _stream(second, own, tables[1], out_hbm, refs)
+
+    @pl.when((i == 0) & (step == 0))
+    def _():
+        x.begin(core * own)
+        weights_in.begin()
+        weights_out.begin()
+
+    @pl.when(step == 0)
+    def _():
+        x.turn(core * own, i, own)
+
+        @pl.loop(0, first.lines)
+        def _(line):
+            columns = _columns(line, first.tile)
+
+            def activate(rows, total):
+                hidden = value_and_derivative(total + bias_ref[pl.ds(line, 1), :])[0]
+                hidden_ref[rows, columns] = hidden.astype(hidden_ref.dtype)
+
+            weights_in.line(i, line, x.at(i), tiles.rows, sum_ref, activate)
+
+    @pl.loop(0, tiles.lines)
+    def _(c):
+        def finish(rows, total):
+            y_ref[rows, _columns(c, second.tile)] = total.astype(y_ref.dtype)
+
+        weights_out.line(i, step * tiles.lines + c, hidden_ref, tiles.rows, sum_ref, finish)
+
+
+def backward(
+    x: jax.Array,
+    dy: jax.Array,
+    values_in: jax.Array,
+    bias_in: jax.Array,
+    values_out: jax.Array,
+    lines_in: tuple[TileTables, TileTables],
+    lines_out: TileTables,
+    tiles: MlpTiles,
+    *,
+    vmem_bytes: int,
+    cores: int,
+    interpret=False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(dx, hidden, gradient of the pre-activation, dbias), the hidden layer made again.
+
+    Hidden activations and their gradient are written once, for the two dW to read.
+
+    Args:
+      x: as in `forward`.
+      dy: [tokens, out features].
+      values_in: stored blocks of W_in.
+      bias_in: as in `forward`.
+      values_out: stored blocks of W_out.
+      lines_in: W_in by hidden column, and by input row.
+      lines_out: W_out by hidden row.
+      tiles: the tile sizes.
+      vmem_bytes: VMEM limit of the kernel.
+      cores: cores to spread the token tiles over.
+      interpret: as in `pl.pallas_call`.
+
+    Returns:
+      dx [tokens, input rows * tile] and two [tokens, hidden] in x's dtype; float32 [1, hidden].
+    """
+    hidden_lines, input_lines = (len(lines.count) for lines in lines_in)
+    again, by_column = stream_shape(values_in, lines_in[0], tiles.streams[0], tiles.lines, False)
+    down, by_hidden = stream_shape(values_out, lines_out, tiles.streams[1], tiles.lines, True)
+    last, by_row = stream_shape(values_in, lines_in[1], tiles.streams[2], tiles.lines, True)
+    tile, width = again.tile, tiles.lines * again.tile
+    steps = again.lines // tiles.lines
+    cores, own = _split(len(x), tiles.tokens, cores)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    wide = (tiles.tokens, width)
+    hidden = pl.BlockSpec(
+        wide, lambda core, i, step, *_: (core * own + i, jnp.minimum(step, steps - 1))
+    )
+    results = pl.BlockSpec(
+        wide, lambda core, i, step, *_: (core * own + i, jnp.maximum(step - steps, 0))
+    )
+    bias = pl.BlockSpec((1, width), lambda core, i, step, *_: (0, jnp.minimum(step, steps - 1)))
+    dbias = pl.BlockSpec(
+        (1, 1, width), lambda core, i, step, *_: (core * own + i, 0, jnp.minimum(step, steps - 1))
+    )
+    hidden_shape = jax.ShapeDtypeStruct((len(x), hidden_lines * tile), x.dtype)
+    stored = 2 * values_in.size + values_out.size
+    dx, h, dpre, dbias_tiles = pl.pallas_call(
+        functools.partial(
+            _backward_kernel, tiles=tiles, streams=(again, down, last), tokens=len(x)
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3 * _STREAM_TABLES,
+            grid=(cores, own, steps + last.lines // tiles.lines),
+            in_specs=[anywhere] * 4 + [bias],
+            out_specs=[results, hidden, hidden, dbias],
+            scratch_shapes=[
+                pltpu.VMEM((tiles.tokens, tile), jnp.float32),
+                pltpu.VMEM((tiles.tokens, tile), jnp.float32),
+                pltpu.VMEM((tiles.tokens, again.lines * tile), x.dtype),
+                *Rows.scratch(x, tiles.tokens, tiles.buffers),
+                *Rows.scratch(dy, tiles.tokens, tiles.buffers),
+                *again.scratch(values_in.dtype),
+                *down.scratch(values_out.dtype),
+                *last.scratch(values_in.dtype),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((len(x), input_lines * tile), x.dtype),
+            hidden_shape,
+            hidden_shape,
+            jax.ShapeDtypeStruct((cores * own, 1, hidden_lines * tile), jnp.float32),
+        ],
+        compiler_params=_parameters(vmem_bytes),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * len(x) * stored,
+            bytes_accessed=(2 * x.size + dy.size + 2 * hidden_shape.size + cores * own * stored)
+            * x.dtype.itemsize,
+            transcendentals=hidden_shape.size,
+        ),
+        interpret=interpret,
+        name="sparse_mlp_gradient",
+    )(
+        *_flat(by_column),
+        *_flat(by_hidden),
+        *_flat(by_row),
+        x,
+        dy,
+        values_in,
+        values_out,
+        bias_in,
+    )
+    return dx, h, dpre, jnp.sum(dbias_tiles, axis=0)
+
+
+def _backward_kernel(*refs, tiles, streams, tokens):
+    refs = list(refs)
+    tables = [_take(refs, _STREAM_TABLES) for _ in streams]
+    x_hbm, dy_hbm, in_hbm, out_hbm, bias_ref = _take(refs, 5)
+    dx_ref, hidden_ref, dpre_ref, dbias_ref = _take(refs, 4)
+    sum_ref, pre_ref, kept_ref = _take(refs, 3)
+    core, i, step = (pl.program_id(axis) for axis in range(3))
+    own = pl.num_programs(1)
+    number = core * own + i
+    x, dy = (Rows(hbm, *_take(refs, 2)) for hbm in (x_hbm, dy_hbm))
+    again, down, last = (
+        _stream(shape, own, table, hbm, refs)
+        for shape, table, hbm in zip(streams, tables, (in_hbm, out_hbm, in_hbm))
+    )
+    tile = streams[0].tile
+    steps = streams[0].lines // tiles.lines
+
+    @pl.when((i == 0) & (step == 0))
+    def _():
+        for stream in (again, down, last):
+            stream.begin()
+        for operand in (x, dy):
+            operand.begin(number)
+
+    @pl.when(step == 0)
+    def _():
+        for operand in (x, dy):
+            operand.turn(core * own, i, own)
+
+    @pl.when(step < steps)
+    def _():
+        @pl.loop(0, tiles.lines)
+        def _(c):
+            columns, line = _columns(c, tile), step * tiles.lines + c
+
+            def preactivate(rows, total):
+                pre_ref[rows, :] = total + bias_ref[:, columns]
+
+            def derive(rows, total):
+                hidden, slope = value_and_derivative(pre_ref[rows, :])
+                derived = total * slope
+                hidden_ref[rows, columns] = hidden.astype(hidden_ref.dtype)
+                rounded = derived.astype(kept_ref.dtype)
+                dpre_ref[rows, columns] = rounded
+                kept_ref[rows, _columns(line, tile)] = rounded
+                row = lax.broadcasted_iota(jnp.int32, derived.shape, 0) + rows.start
+                owned = jnp.where(row + number * tiles.tokens < tokens, derived, 0)
+                bias = jnp.sum(owned, axis=0, keepdims=True)
+                before = jnp.where(rows.start == 0, 0, dbias_ref[0, :, columns])
+                dbias_ref[0, :, columns] = before + bias
+
+            again.line(i, line, x.at(i), tiles.rows, sum_ref, preactivate)
+            down.line(i, line, dy.at(i), tiles.rows, sum_ref, derive)
+
+    @pl.when(step >= steps)
+    def _():
+        @pl.loop(0, tiles.lines)
+        def _(c):
+            def finish(rows, total):
+                dx_ref[rows, _columns(c, tile)] = total.astype(dx_ref.dtype)
+
+            line = (step - steps) * tiles.lines + c
+            last.line(i, line, kept_ref, tiles.rows, sum_ref, finish)
+
+
+def _take(refs, number):
+    """The first of `refs`, which are removed."""
+    taken = refs[:number]
+    del refs[:number]
+    return taken
+
+
+def _stream(shape, passes, tables, hbm, refs):
+    return Stream(shape, passes, *tables, hbm, *_take(refs, 3 if shape.ratio > 1 else 2))
+
+
+def _columns(line, tile):
+    return pl.ds(pl.multiple_of(line * tile, tile), tile)
+
+
+def _split(tokens, tile, cores):
+    """(cores used, token tiles of each)."""
+    token_tiles = pl.cdiv(tokens, tile)
+    cores = cores if token_tiles % cores == 0 else 1
+    return cores, token_tiles // cores
+
+
+def _flat(tables):
+    return [table.reshape(-1) for table in tables]
+
+
+def _parameters(vmem_bytes):
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem_bytes
+    )

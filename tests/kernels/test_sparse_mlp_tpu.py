@@ -1,0 +1,170 @@
+"""The fused sparse MLP's TPU kernels, interpreted, against the dense MLP in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from simulated import simulated_tpu, targeted_tpu
+from test_sparse_mlp import assert_close, draw_operands, exact
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.kernels.sparse_mlp import api, pallas_tpu, tuning
+from sparse_dataflow.sparsity.layout import BlockLayout
+from sparse_dataflow.sparsity.patterns import make_layout
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def irregular(block, seed=0):
+    """Layouts of 3 blocks to 5 to 4, with empty lines on either side."""
+    rng = np.random.default_rng(seed)
+    masks = [rng.random(shape) < 0.5 for shape in ((3, 5), (5, 4))]
+    masks[0][:, 1] = masks[1][2] = False
+    masks[0][2] = masks[1][:, 3] = False
+    return tuple(BlockLayout.from_mask(mask, block) for mask in masks)
+
+
+def gradients(operands, dy, tables, tiles=None):
+    """(y, gradients in the four operands) of the kernels."""
+    y, pull = jax.vjp(lambda *o: pallas_tpu.sparse_mlp(*o, *tables, tuning=tiles), *operands)
+    return y, *pull(dy)
+
+
+def tables_of(layouts):
+    return [layout.tables() for layout in layouts]
+
+
+def default_tuning(operands, tables):
+    x, values_in, _, values_out = operands
+    return pallas_tpu.default_tuning(x, values_in, values_out, *tables)
+
+
+def small(tiles, **sizes):
+    return dataclasses.replace(tiles, tokens=16, rows=16, lines=2, **sizes)
+
+
+@pytest.mark.parametrize(("block", "dtype"), [(128, "float32"), (64, "bfloat16")])
+def test_irregular_layouts_and_ragged_widths(block, dtype):
+    layouts = irregular(block)
+    operands, dy = draw_operands(layouts, (37,), dtype)
+    with simulated_tpu():
+        tables = tables_of(layouts)
+        tiles = default_tuning(operands, tables)
+        assert tiles.forward and tiles.backward
+        actual = jax.jit(lambda o, dy: gradients(o, dy, tables, tiles))(operands, dy)
+    assert_close(actual, exact(operands, dy, layouts), dtype)
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_many_tiles_over_two_cores(buffers):
+    """Token tiles, result groups and weight chunks, several of each."""
+    layouts = irregular(128, seed=1)
+    operands, dy = draw_operands(layouts, (50,), "float32")
+    with simulated_tpu("TPU v5", 2):
+        tables = tables_of(layouts)
+        tiles = default_tuning(operands, tables)
+        one = tuning.StreamTiles(entries=1, ahead=3)
+        tiles = dataclasses.replace(
+            tiles,
+            forward=small(tiles.forward, buffers=buffers, streams=(one,) * 2),
+            backward=small(tiles.backward, buffers=buffers, streams=(one,) * 3),
+        )
+        actual = jax.jit(lambda o, dy: gradients(o, dy, tables, tiles))(operands, dy)
+    assert_close(actual, exact(operands, dy, layouts), "float32")
+
+
+def test_a_backward_pass_of_single_products():
+    """What a chip with little VMEM does after a fused forward pass."""
+    layouts = irregular(128, seed=2)
+    operands, dy = draw_operands(layouts, (20,), "float32")
+    with simulated_tpu():
+        tables = tables_of(layouts)
+        tiles = dataclasses.replace(default_tuning(operands, tables), backward=None)
+        actual = jax.jit(lambda o, dy: gradients(o, dy, tables, tiles))(operands, dy)
+    assert_close(actual, exact(operands, dy, layouts), "float32")
+
+
+def test_a_changed_layout_runs_in_the_same_program():
+    @jax.jit
+    def program(operands, dy, tables):
+        return gradients(operands, dy, tables)
+
+    for phase in range(2):
+        layouts = tuple(
+            make_layout("random", *shape, 128, 0.5, phase) for shape in ((256, 512), (512, 256))
+        )
+        operands, dy = draw_operands(layouts, (9,), "float32", phase)
+        with simulated_tpu():
+            actual = program(operands, dy, tables_of(layouts))
+        assert_close(actual, exact(operands, dy, layouts), "float32")
+    assert program._cache_size() == 1
+
+
+def structs(tokens, block, density, shape=(5120, 20480)):
+    """(x, values_in, bias, values_out) of GPT-13B's MLP, and its tables."""
+    layouts = [make_layout("pixelfly", *s, block, density) for s in (shape, shape[::-1])]
+    shapes = ((tokens, shape[0]), *((layout.nnz, block, block) for layout in layouts))
+    x, first, second = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
+    return (x, first, jax.ShapeDtypeStruct((shape[1],), jnp.float32), second), tables_of(layouts)
+
+
+def chosen_at_13b(chip, block, density):
+    with targeted_tpu(*chip):
+        return default_tuning(*structs(2048, block, density))
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("chip", [("TPU v5 lite", 1), ("TPU v6 lite", 1), ("TPU v5", 2)])
+def test_13b_is_fused_both_ways_where_vmem_is_large(chip, block):
+    tiles = chosen_at_13b(chip, block, 1 / 8)
+    assert tiles.forward.tokens >= 512 and tiles.backward.tokens >= 512
+
+
+def test_16_mib_of_vmem_fuse_13b_only_where_it_saves_traffic():
+    """v4 holds 256 tokens' hidden layer, 10 MiB: each weight is read twice as often as by a
+    product alone, which only a sparse enough MLP pays back."""
+    sparse, half = (chosen_at_13b(("TPU v4", 2), 128, density) for density in (1 / 8, 1 / 2))
+    assert sparse.forward.tokens == 256 and sparse.backward is None
+    assert half.forward is None and half.backward is None
+
+
+def test_the_hidden_layer_never_leaves_a_forward_pass(array_sizes):
+    operands, tables = structs(64, 128, 1 / 2, (256, 1024))
+    hidden = 64 * 1024
+    run = lambda *o: api.sparse_mlp(*o, *tables)  # noqa: E731
+    with targeted_tpu():
+        assert hidden not in array_sizes(run, *operands)
+        assert hidden in array_sizes(jax.grad(lambda *o: run(*o).sum().astype(float)), *operands)
+    with targeted_tpu():
+        products = lambda *o: api.sparse_mlp(*o, *tables, implementation="products")  # noqa: E731
+        assert hidden in array_sizes(products, *operands)
+
+
+def test_no_tokens_are_no_work():
+    operands, tables = structs(0, 128, 1 / 2, (256, 512))
+    operands = [jnp.ones(operand.shape, operand.dtype) for operand in operands]
+    with simulated_tpu():
+        y, *grads = gradients(operands, jnp.ones((0, 256), jnp.bfloat16), tables)
+    assert y.shape == (0, 256)
+    for gradient, operand in zip(grads, operands):
+        np.testing.assert_array_equal(gradient, np.zeros_like(operand))
+
+
+def test_what_cannot_run_is_refused_in_words():
+    operands, tables = structs(8, 128, 1 / 2, (256, 512))
+    operands = [jnp.ones(operand.shape, operand.dtype) for operand in operands]
+    with pytest.raises(UserError, match=r"runs on tpu, and this is cpu\. Legal: products"):
+        api.sparse_mlp(*operands, *tables, implementation="pallas_tpu")
+    with pytest.raises(UserError, match="'fast' is unknown; legal: products, chunked, pallas_tpu"):
+        api.sparse_mlp(*operands, *tables, implementation="fast")
+    with pytest.raises(UserError, match=r"bias_in has shape \(5,\); mlp_in makes \(512,\)"):
+        api.sparse_mlp(*operands[:2], jnp.ones(5), operands[3], *tables)
+    with pytest.raises(UserError, match=r"x has shape \(0, 512\); the layout reads \[..., 256\]"):
+        api.sparse_mlp(*operands, tables[0], tables[0])
+    with targeted_tpu(), pytest.raises(UserError, match="legal: 32, 64, 128, 256"):
+        small_blocks, small_tables = structs(8, 16, 1 / 2, (32, 64))
+        jax.eval_shape(
+            lambda *o: api.sparse_mlp(*o, *small_tables, implementation="pallas_tpu"), *small_blocks
+        )
