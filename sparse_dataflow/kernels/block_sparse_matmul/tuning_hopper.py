@@ -32,3 +32,26 @@ class ProductTiles:
     group: int
     slice_columns: int
     slices: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientTiles:
+    """Tiles of dW.
+
+    Attributes:
+      side: largest side of the part of a block that one consumer sums, at most 128.
+      width: blocks of one column that one consumer sums side by side.
+      depth: tokens of one stage.
+      stages: stages of the ring.
+      splits: shares of the tokens that are summed apart.
+      slice_bytes: bytes of a row of a slice of results on its way out.
+      slices: slices of a consumer in flight.
+    """
+
+    side: int
+    width: int
+    depth: int
+    stages: int
+    splits: int
+    slice_bytes: int
+    slices: int

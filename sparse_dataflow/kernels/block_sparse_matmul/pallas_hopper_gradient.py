@@ -1,0 +1,404 @@
+"""dW at the stored blocks on a Hopper GPU: a producer follows the table, two consumers multiply.
+
+A unit is what one consumer sums: `width` stored blocks of one block column (two of 64, four of
+32), or a tile of 128 x 128 of a larger block.  wgmma makes 64 rows at least, so a block of 32 is
+multiplied together with its neighbour, whose half is dropped: half the rate.  Units are
+numbered column by column, so that the two of a program mostly share a column: then dy is copied
+once for both.  One persistent program a multiprocessor takes pairs of units, one after another;
+for each it passes over all tokens (or a share of them, with `splits`) through a ring of stages.
+
+What bounds the rate is the L2 cache: at block 128 a pair reads 2 * 3 * 128 bytes a token for
+2 * 128² multiply-adds, 48 bytes a cycle and multiprocessor at the full rate of the tensor cores;
+at block 64, 80.  Fewer pairs than multiprocessors, or a last wave that is mostly empty, leaves
+some idle; splitting the tokens evens that out, at the price of partial sums that XLA adds up.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_products import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    swizzled,
+)
+from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import (
+    CONSUMERS,
+    SLICE_ROWS,
+    GradientTiles,
+)
+
+
+class Units(NamedTuple):
+    """Stored blocks in groups of `width` of one column.
+
+    Attributes:
+      total: int32 [1], groups that there are.
+      column: int32 [units], block column of each; those past `total` are undefined.
+      index: int32 [units * width], block row of each stored block.
+      slot: int32 [units * width], its place in values, -1 where a column has no more.
+    """
+
+    total: jax.Array
+    column: jax.Array
+    index: jax.Array
+    slot: jax.Array
+
+
+def units(index: jax.Array, slot: jax.Array, stored: int, width: int) -> Units:
+    """Groups the stored blocks of each column.
+
+    Args:
+      index: int32 [columns, fan], as `LayoutTables.in_index`.
+      slot: int32 [columns, fan], -1 at the end of shorter lines.
+      stored: number of stored blocks.
+      width: blocks of a group.
+    """
+    columns, fan = index.shape
+    most = min(columns * pl.cdiv(fan, width), (stored + columns * (width - 1)) // width)
+    groups = (jnp.sum(slot >= 0, axis=1, dtype=jnp.int32) + width - 1) // width
+    ends = jnp.cumsum(groups)
+    unit = jnp.arange(most, dtype=jnp.int32)
+    column = jnp.minimum(jnp.searchsorted(ends, unit, side="right"), columns - 1)
+    position = (unit - (ends - groups)[column]) * width
+    place = position[:, None] + jnp.arange(width, dtype=jnp.int32)
+    inside = place < fan
+    place = jnp.minimum(place, fan - 1)
+    return Units(
+        ends[-1:].astype(jnp.int32),
+        column.astype(jnp.int32),
+        index[column[:, None], place].reshape(-1),
+        jnp.where(inside, slot[column[:, None], place], -1).reshape(-1),
+    )
+
+
+def line_gradient(
+    x: jax.Array,
+    dy: jax.Array,
+    index: jax.Array,
+    slot: jax.Array,
+    tiles: GradientTiles,
+    *,
+    result: jax.ShapeDtypeStruct,
+    accumulator: jax.Array | None = None,
+    multiprocessors: int,
+) -> jax.Array:
+    """xᵀ dy at the stored blocks, or accumulator + that.
+
+    Args:
+      x: bfloat16 [tokens, in_features].
+      dy: bfloat16 [tokens, out_features].
+      index: int32 [out_blocks, fan], as `LayoutTables.in_index`.
+      slot: int32 [out_blocks, fan].
+      tiles: the tile sizes.
+      result: [nnz, block, block], bfloat16 or float32.
+      accumulator: float32 of the result's shape.
+      multiprocessors: of the device.
+
+    Returns:
+      The result; float32 with an accumulator.
+    """
+    block = result.shape[1]
+    parts = max(1, block // tiles.side)
+    grouped = units(index, slot, result.shape[0], tiles.width)
+    steps = pl.cdiv(pl.cdiv(len(x), tiles.depth), tiles.splits)
+    plan = _Plan(tiles, block, parts, steps)
+    partial = tiles.splits > 1
+    adds = accumulator is not None and not partial
+    dtype = jnp.dtype(jnp.float32 if partial or adds else result.dtype)
+    shape = jax.ShapeDtypeStruct((tiles.splits, *result.shape), dtype)
+
+    def body(total, column, index, slot, x, dy, *refs):
+        refs = list(refs)
+        before = refs.pop(0) if adds else None
+        arrays = _Arrays(total, column, index, slot, x, dy, before, refs.pop(0))
+        _kernel(plan, arrays, _Scratch(*refs))
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=shape,
+        scratch_types=_scratch(plan, x.dtype, dtype),
+        grid=(multiprocessors,),
+        grid_names=("program",),
+        num_threads=CONSUMERS + 1,
+        thread_name="group",
+        kernel_name="block_sparse_weight_gradient",
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+    )
+    sums = kernel(*grouped, x, dy, *([accumulator] if adds else []))
+    total = jnp.sum(sums, axis=0) if partial else sums[0]
+    if accumulator is not None and partial:
+        total = accumulator + total
+    return total if accumulator is not None else total.astype(result.dtype)
+
+
+class _Plan(NamedTuple):
+    """What is fixed when the kernel is traced; `parts`² tiles make a block, `steps` a share."""
+
+    tiles: GradientTiles
+    block: int
+    parts: int
+    steps: int
+
+    @property
+    def side(self):
+        """Side of what is copied of a block."""
+        return min(self.block, self.tiles.side)
+
+    @property
+    def rows(self):
+        """Rows of a block's sum."""
+        return max(self.side, SLICE_ROWS)
+
+    @property
+    def height(self):
+        """Rows of a block in a slice of results."""
+        return min(self.side, SLICE_ROWS)
+
+    def row_of(self, index, part):
+        """(first column of x, first row among the sums) of a tile of a block row."""
+        row = index * self.block + part * self.side
+        above = lax.rem(row, self.rows) if self.side < self.rows else 0
+        return row - above, above
+
+
+class _Arrays(NamedTuple):
+    """Arrays in device memory."""
+
+    total: Any
+    column: Any
+    index: Any
+    slot: Any
+    x: Any
+    dy: Any
+    before: Any
+    out: Any
+
+
+class _Scratch(NamedTuple):
+    """Shared memory: the ring, its barriers, and slices of results on their way out."""
+
+    x: Any
+    dy: Any
+    full: Any
+    empty: Any
+    results: Any
+    arrived: Any
+
+
+def _scratch(plan, dtype, result_dtype):
+    tiles = plan.tiles
+    stages = {"num_barriers": tiles.stages}
+    width = min(plan.side, tiles.slice_bytes // result_dtype.itemsize)
+    # A unit's slices go round the places in shared memory whole times.
+    slices = tiles.width * (plan.rows // SLICE_ROWS) * (plan.side // width)
+    slots = max(slots for slots in range(1, tiles.slices + 1) if slices % slots == 0)
+    return _Scratch(
+        x=swizzled((tiles.stages, CONSUMERS, tiles.width, tiles.depth, plan.rows), dtype),
+        dy=swizzled((tiles.stages, CONSUMERS, tiles.depth, plan.side), dtype),
+        full=plgpu.Barrier(num_arrivals=CONSUMERS * (tiles.width + 1), **stages),
+        empty=plgpu.Barrier(num_arrivals=CONSUMERS, **stages),
+        results=swizzled((CONSUMERS, slots, SLICE_ROWS, width), result_dtype),
+        arrived=plgpu.Barrier(num_barriers=(CONSUMERS, slots)),
+    )
+
+
+class _Unit(NamedTuple):
+    """One consumer's share: places of its blocks, and which tile of them."""
+
+    column: Any
+    index: list
+    slot: list
+    row_part: Any
+    column_part: Any
+
+
+def _kernel(plan, arrays, scratch):
+    group = lax.axis_index("group")
+
+    def consumer():
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        _over_pairs(plan, arrays, functools.partial(_consume, plan, arrays, scratch, group))
+        plgpu.wait_smem_to_gmem(0)
+
+    def producer():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        _over_pairs(plan, arrays, functools.partial(_produce, plan, arrays, scratch))
+
+    lax.cond(group < CONSUMERS, consumer, producer)
+
+
+def _over_pairs(plan, arrays, act):
+    """`act(share of the tokens, last unit, units of the pair, first step)` on each pair."""
+    count = arrays.total[0] * plan.parts**2
+    pairs = lax.div(count + CONSUMERS - 1, CONSUMERS)
+
+    def unit_of(number):
+        number = lax.min(number, count - 1)
+        unit, part = lax.div(number, plan.parts**2), lax.rem(number, plan.parts**2)
+        first = unit * plan.tiles.width
+        places = range(plan.tiles.width)
+        return _Unit(
+            arrays.column[unit],
+            [arrays.index[first + place] for place in places],
+            [arrays.slot[first + place] for place in places],
+            lax.rem(part, plan.parts),
+            lax.div(part, plan.parts),
+        )
+
+    @plgpu.nd_loop((pairs * plan.tiles.splits,), collective_axes="program")
+    def _(info):
+        number, share = lax.div(info.index[0], plan.tiles.splits), lax.rem(
+            info.index[0], plan.tiles.splits
+        )
+        pair = [unit_of(number * CONSUMERS + place) for place in range(CONSUMERS)]
+        # An odd number leaves the last pair one unit, which both consumers sum and one writes.
+        alone = number * CONSUMERS + 1 >= count
+        act(share, alone, pair, info.local_index * plan.steps)
+
+
+def _shared(pair):
+    """Whether both units multiply the same columns of dy."""
+    first, second = pair
+    return (first.column == second.column) & (first.column_part == second.column_part)
+
+
+def _produce(plan, arrays, scratch, share, alone, pair, first):
+    del alone
+    tiles, side = plan.tiles, plan.side
+    shared = _shared(pair)
+
+    @pl.loop(0, plan.steps)
+    def _(part):
+        step = first + part
+        stage = lax.rem(step, tiles.stages)
+        tokens = pl.ds((share * plan.steps + part) * tiles.depth, tiles.depth)
+
+        @pl.when(step >= tiles.stages)
+        def _():
+            plgpu.barrier_wait(scratch.empty.at[stage])
+
+        def copy_dy(place):
+            unit = pair[place]
+            columns = pl.ds(unit.column * plan.block + unit.column_part * side, side)
+            plgpu.copy_gmem_to_smem(
+                arrays.dy.at[tokens, columns], scratch.dy.at[stage, place], scratch.full.at[stage]
+            )
+
+        copy_dy(0)
+
+        @pl.when(shared)
+        def _():
+            plgpu.barrier_arrive(scratch.full.at[stage])
+
+        @pl.when(jnp.logical_not(shared))
+        def _():
+            copy_dy(1)
+
+        for place, unit in enumerate(pair):
+            for number, index in enumerate(unit.index):
+                row, _ = plan.row_of(index, unit.row_part)
+                plgpu.copy_gmem_to_smem(
+                    arrays.x.at[tokens, pl.ds(row, plan.rows)],
+                    scratch.x.at[stage, place, number],
+                    scratch.full.at[stage],
+                )
+
+
+def _consume(plan, arrays, scratch, group, share, alone, pair, first):
+    tiles = plan.tiles
+    unit = jax.tree.map(lambda a, b: lax.select(group == 0, a, b), *pair)
+    which = lax.select(_shared(pair), 0, group)
+
+    def stage_of(step):
+        return lax.rem(first + step, tiles.stages)
+
+    @functools.partial(
+        pl.run_scoped,
+        sum_refs=[plgpu.ACC((plan.rows, plan.side), jnp.float32)] * tiles.width,
+    )
+    def _(sum_refs):
+        @pl.loop(0, plan.steps)
+        def _(step):
+            stage = stage_of(step)
+            plgpu.barrier_wait(scratch.full.at[stage])
+            for number, sum_ref in enumerate(sum_refs):
+                x = scratch.x.at[stage, group, number]
+                plgpu.wgmma(sum_ref, x.transpose((1, 0)), scratch.dy.at[stage, which])
+            plgpu.wgmma_wait(tiles.width)
+
+            # Those of the step before have read their stage.
+            @pl.when(step > 0)
+            def _():
+                plgpu.barrier_arrive(scratch.empty.at[stage_of(step - 1)])
+
+        totals = [sum_ref[...] for sum_ref in sum_refs]
+        plgpu.barrier_arrive(scratch.empty.at[stage_of(plan.steps - 1)])
+
+        @pl.when((group == 0) | jnp.logical_not(alone))
+        def _():
+            _finish(plan, arrays, scratch, group, share, unit, totals)
+
+
+def _finish(plan, arrays, scratch, group, share, unit, totals):
+    """Writes a unit's sums to its slots, a slice at a time, or adds them to what is there."""
+    results, side = scratch.results.at[group], plan.side
+    slots, _, width = results.shape
+    # Where a unit may lack a block, a slice may have no copy under way that could be counted.
+    pending = slots - 1 if plan.tiles.width == 1 else 0
+    places = [
+        (block, row, column)
+        for block in range(plan.tiles.width)
+        for row in range(0, plan.rows, SLICE_ROWS)
+        for column in range(0, side, width)
+    ]
+
+    def copied(number):
+        """(block's place in values, shared memory, rows and columns of the block) of a slice."""
+        block, row, column = places[number]
+        _, above = plan.row_of(unit.index[block], unit.row_part)
+        rows = pl.ds(unit.row_part * side + row, plan.height)
+        columns = pl.ds(unit.column_part * side + column, width)
+        smem = results.at[number % slots, pl.ds(above, plan.height)]
+        return unit.slot[block], smem, (rows, columns)
+
+    def load(number):
+        slot, smem, place = copied(number)
+        plgpu.copy_gmem_to_smem(
+            arrays.before.at[lax.max(slot, 0), *place],
+            smem,
+            scratch.arrived.at[group, number % slots],
+        )
+
+    def store(number):
+        slot, smem, place = copied(number)
+
+        @pl.when(slot >= 0)
+        def _():
+            plgpu.copy_smem_to_gmem(smem, arrays.out.at[share, slot, *place])
+
+    if arrays.before is not None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        load(0)
+    for number, (block, row, column) in enumerate(places):
+        value = totals[block][row : row + SLICE_ROWS, column : column + width]
+        at = number % slots
+        if arrays.before is None:
+            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+        else:
+            plgpu.barrier_wait(scratch.arrived.at[group, at])
+            value += results[at]
+        results[at] = value.astype(results.dtype)
+        plgpu.commit_smem()
+        store(number)
+        if arrays.before is not None and number + 1 < len(places):
+            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+            load(number + 1)
