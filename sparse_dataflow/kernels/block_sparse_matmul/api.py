@@ -8,10 +8,18 @@ import numpy as np
 from absl import logging
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu, reference, xla, xla_static
+from sparse_dataflow.kernels.block_sparse_matmul import (
+    pallas_hopper,
+    pallas_tpu,
+    reference,
+    xla,
+    xla_static,
+)
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 
-IMPLEMENTATIONS = ("reference", "xla", "xla_static", "pallas_tpu")
+IMPLEMENTATIONS = ("reference", "xla", "xla_static", "pallas_tpu", "pallas_hopper")
+
+_GPU = ("gpu", "cuda")
 
 MAX_STATIC_GROUPS = 128
 """Groups of equal support, over columns and rows, past which specialising costs too much compile
@@ -60,6 +68,13 @@ def block_sparse_matmul(
                 "legal here: reference, xla."
             )
         y = pallas_tpu.block_sparse_matmul(flat, values, tables)
+    elif name == "pallas_hopper":
+        if platform() not in _GPU:
+            raise UserError(
+                f"implementation 'pallas_hopper' runs on gpu, and this is {platform()}; "
+                "legal here: reference, xla."
+            )
+        y = pallas_hopper.block_sparse_matmul(flat, values, tables)
     else:
         raise UserError(f"implementation {name!r} is unknown; legal: {', '.join(IMPLEMENTATIONS)}.")
     return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -96,6 +111,9 @@ def _choose(x, values, tables):
     if platform() == "tpu":
         reason = pallas_tpu.supported(x, values, tables) or _partitioned()
         name = "xla" if reason else "pallas_tpu"
+    elif platform() in _GPU:
+        reason = pallas_hopper.supported(x, values, tables) or _partitioned()
+        name = "xla" if reason else "pallas_hopper"
     elif platform() == "cpu" and is_concrete(tables):
         layout = layout_of(tables, values.shape[-1])
         groups = len(xla_static.column_groups(layout)) + len(xla_static.row_groups(layout))

@@ -129,7 +129,6 @@ def line_gradient(
         thread_name="group",
         kernel_name="block_sparse_weight_gradient",
         compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
     )
@@ -254,15 +253,23 @@ def _over_pairs(plan, arrays, act):
             lax.div(part, plan.parts),
         )
 
-    @plgpu.nd_loop((pairs * plan.tiles.splits,), collective_axes="program")
-    def _(info):
-        number, share = lax.div(info.index[0], plan.tiles.splits), lax.rem(
-            info.index[0], plan.tiles.splits
-        )
-        pair = [unit_of(number * CONSUMERS + place) for place in range(CONSUMERS)]
+    def pair_of(item):
+        first = lax.div(item, plan.tiles.splits) * CONSUMERS
+        return [unit_of(first + place) for place in range(CONSUMERS)]
+
+    @plgpu.nd_loop(
+        (pairs * plan.tiles.splits,),
+        collective_axes="program",
+        init_carry=pair_of(lax.axis_index("program")),
+    )
+    def _(info, carry):
+        (item,), pair = info.index, carry
+        # On its way while this pair is multiplied.
+        following = pair_of(item + lax.axis_size("program"))
         # An odd number leaves the last pair one unit, which both consumers sum and one writes.
-        alone = number * CONSUMERS + 1 >= count
-        act(share, alone, pair, info.local_index * plan.steps)
+        alone = lax.div(item, plan.tiles.splits) * CONSUMERS + 1 >= count
+        act(lax.rem(item, plan.tiles.splits), alone, pair, info.local_index * plan.steps)
+        return following
 
 
 def _shared(pair):

@@ -128,7 +128,6 @@ def line_product(
         kernel_name="block_sparse_input_gradient" if transposed else "block_sparse_matmul",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
     )
