@@ -128,6 +128,8 @@ def line_product(
         kernel_name="block_sparse_input_gradient" if transposed else "block_sparse_matmul",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
+            # Slices of results are written over what was read in them only where there is one.
+            unsafe_no_auto_barriers=elementwise is None,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
     )
