@@ -165,7 +165,7 @@ class _Plan(NamedTuple):
     def row_of(self, index, part):
         """(first column of x, first row among the sums) of a tile of a block row."""
         row = index * self.block + part * self.side
-        above = lax.rem(row, self.rows) if self.side < self.rows else 0
+        above = pl.multiple_of(lax.rem(row, self.rows), self.side) if self.side < self.rows else 0
         return row - above, above
 
 
@@ -200,8 +200,9 @@ def _scratch(plan, dtype, result_dtype):
     # A unit's slices go round the places in shared memory whole times.
     slices = tiles.width * (plan.rows // SLICE_ROWS) * (plan.side // width)
     slots = max(slots for slots in range(1, tiles.slices + 1) if slices % slots == 0)
+    rows = (tiles.stages, CONSUMERS, tiles.width, tiles.depth, plan.rows)
     return _Scratch(
-        x=swizzled((tiles.stages, CONSUMERS, tiles.width, tiles.depth, plan.rows), dtype),
+        x=swizzled(rows, dtype, plan.side),  # wgmma wants both operands swizzled alike.
         dy=swizzled((tiles.stages, CONSUMERS, tiles.depth, plan.side), dtype),
         full=plgpu.Barrier(num_arrivals=CONSUMERS * (tiles.width + 1), **stages),
         empty=plgpu.Barrier(num_arrivals=CONSUMERS, **stages),

@@ -47,9 +47,9 @@ def transforms(columns: int, dtype) -> tuple:
     )
 
 
-def swizzled(shape: tuple[int, ...], dtype) -> Any:
-    """A scratch array of shared memory in that layout."""
-    return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1], dtype))
+def swizzled(shape: tuple[int, ...], dtype, columns: int | None = None) -> Any:
+    """A scratch array of shared memory in the layout of rows of `columns`, or of its own."""
+    return plgpu.SMEM(shape, dtype, transforms=transforms(columns or shape[-1], dtype))
 
 
 def line_product(
@@ -387,7 +387,11 @@ def _finish(plan, arrays, results, slice_of, first_column, total):
     for number, (row, column) in enumerate(plan.slices):
         part = total[row : row + SLICE_ROWS, column : column + width]
         if arrays.bias is not None:
-            bias = plgpu.load(arrays.bias.at[pl.ds(first_column + column, width)])
+            bias = plgpu.load(
+                arrays.bias.at[pl.ds(first_column + column, width)],
+                layout=plgpu.Layout.WGMMA.reduce(0),
+                optimized=False,
+            )
             part = part + lax.broadcast_in_dim(bias, part.shape, (1,))
         if arrays.kept is not None:
             write(arrays.kept, (row, column), part)
