@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from simulated_hopper import simulated_hopper, targeted_gpu
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import api, pallas_hopper
 from sparse_dataflow.kernels.block_sparse_matmul import tuning_hopper as tuning
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_gradient import units
 from sparse_dataflow.kernels.gelu.api import value_and_derivative
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 from sparse_dataflow.sparsity.patterns import make_layout
@@ -204,28 +202,6 @@ def test_gradients_follow_finite_differences():
     products = [np.asarray(g, np.float64) * d for g, d in zip(gradients, directions)]
     size = sum(np.sqrt(np.sum(p**2)) for p in products)
     assert abs(sum(p.sum() for p in products) - slope) <= 2e-2 * size
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    mask=hnp.arrays(bool, hnp.array_shapes(min_dims=2, max_dims=2, max_side=9)),
-    width=st.sampled_from([1, 2, 4]),
-    padding=st.integers(0, 3),
-)
-def test_units_name_every_stored_block_once(mask, width, padding):
-    mask[0, 0] = True
-    layout = BlockLayout.from_mask(mask, 32)
-    tables = widened(layout.tables(), layout.fan_in.max() + padding, layout.fan_out.max())
-    total, column, index, slot = map(
-        np.asarray, units(tables.in_index, tables.in_slot, layout.nnz, width)
-    )
-    named = []
-    for unit in range(total[0]):
-        for place in range(unit * width, (unit + 1) * width):
-            if slot[place] >= 0:
-                named.append((slot[place], index[place], column[unit]))
-    assert named == list(zip(range(layout.nnz), layout.rows, layout.cols))
-    assert total[0] == sum(-(-fan // width) for fan in layout.fan_in)
 
 
 PROJECTIONS = [(5120, 15360), (5120, 5120), (5120, 20480), (20480, 5120)]

@@ -18,6 +18,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import tuning_hopper as sizes
@@ -236,7 +237,8 @@ def _backward(options, saved, dy):
         linear = dataclasses.replace(options, gelu=False)
         before = kept or _product(linear, x, values, bias, None, tables, keep=False)
         slope = value_and_derivative(before[0].astype(jnp.float32))[1]
-        dz = (dy.astype(jnp.float32) * slope).astype(dy.dtype)
+        # The barrier keeps XLA from making it once more, in float32, for the bias.
+        dz = lax.optimization_barrier((dy.astype(jnp.float32) * slope).astype(dy.dtype))
     dvalues = _weight_gradient(options.tuning, x, dz, values, tables, None)
     dx = _input_gradient(options.tuning, dz, values, tables, None)
     dbias = None

@@ -4,7 +4,8 @@ A unit is what one consumer sums: `width` stored blocks of one block column (two
 32), or a tile of 128 x 128 of a larger block.  wgmma makes 64 rows at least, so a block of 32 is
 multiplied together with its neighbour, whose half is dropped: half the rate.  Units are
 numbered column by column, so that the two of a program mostly share a column: then dy is copied
-once for both.  One persistent program a multiprocessor takes pairs of units, one after another;
+once for both.  A column that stores fewer blocks than the longest leaves units empty; a pair of
+them is skipped.  One persistent program a multiprocessor takes pairs of units, one after another;
 for each it passes over all tokens (or a share of them, with `splits`) through a ring of stages.
 
 What bounds the rate is the L2 cache: at block 128 a pair reads 2 * 3 * 128 bytes a token for
@@ -32,49 +33,6 @@ from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import (
     SLICE_ROWS,
     GradientTiles,
 )
-
-
-class Units(NamedTuple):
-    """Stored blocks in groups of `width` of one column.
-
-    Attributes:
-      total: int32 [1], groups that there are.
-      column: int32 [units], block column of each; those past `total` are undefined.
-      index: int32 [units * width], block row of each stored block.
-      slot: int32 [units * width], its place in values, -1 where a column has no more.
-    """
-
-    total: jax.Array
-    column: jax.Array
-    index: jax.Array
-    slot: jax.Array
-
-
-def units(index: jax.Array, slot: jax.Array, stored: int, width: int) -> Units:
-    """Groups the stored blocks of each column.
-
-    Args:
-      index: int32 [columns, fan], as `LayoutTables.in_index`.
-      slot: int32 [columns, fan], -1 at the end of shorter lines.
-      stored: number of stored blocks.
-      width: blocks of a group.
-    """
-    columns, fan = index.shape
-    most = min(columns * pl.cdiv(fan, width), (stored + columns * (width - 1)) // width)
-    groups = (jnp.sum(slot >= 0, axis=1, dtype=jnp.int32) + width - 1) // width
-    ends = jnp.cumsum(groups)
-    unit = jnp.arange(most, dtype=jnp.int32)
-    column = jnp.minimum(jnp.searchsorted(ends, unit, side="right"), columns - 1)
-    position = (unit - (ends - groups)[column]) * width
-    place = position[:, None] + jnp.arange(width, dtype=jnp.int32)
-    inside = place < fan
-    place = jnp.minimum(place, fan - 1)
-    return Units(
-        ends[-1:].astype(jnp.int32),
-        column.astype(jnp.int32),
-        index[column[:, None], place].reshape(-1),
-        jnp.where(inside, slot[column[:, None], place], -1).reshape(-1),
-    )
 
 
 def line_gradient(
@@ -105,18 +63,17 @@ def line_gradient(
     """
     block = result.shape[1]
     parts = max(1, block // tiles.side)
-    grouped = units(index, slot, result.shape[0], tiles.width)
     steps = pl.cdiv(pl.cdiv(len(x), tiles.depth), tiles.splits)
-    plan = _Plan(tiles, block, parts, steps)
+    plan = _Plan(tiles, block, parts, steps, columns=len(index), fan=index.shape[1])
     partial = tiles.splits > 1
     adds = accumulator is not None and not partial
     dtype = jnp.dtype(jnp.float32 if partial or adds else result.dtype)
     shape = jax.ShapeDtypeStruct((tiles.splits, *result.shape), dtype)
 
-    def body(total, column, index, slot, x, dy, *refs):
+    def body(index, slot, x, dy, *refs):
         refs = list(refs)
         before = refs.pop(0) if adds else None
-        arrays = _Arrays(total, column, index, slot, x, dy, before, refs.pop(0))
+        arrays = _Arrays(index, slot, x, dy, before, refs.pop(0))
         _kernel(plan, arrays, _Scratch(*refs))
 
     kernel = plgpu.kernel(
@@ -132,7 +89,8 @@ def line_gradient(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
     )
-    sums = kernel(*grouped, x, dy, *([accumulator] if adds else []))
+    before = [accumulator] if adds else []
+    sums = kernel(index.reshape(-1), slot.reshape(-1), x, dy, *before)
     total = jnp.sum(sums, axis=0) if partial else sums[0]
     if accumulator is not None and partial:
         total = accumulator + total
@@ -146,6 +104,23 @@ class _Plan(NamedTuple):
     block: int
     parts: int
     steps: int
+    columns: int
+    fan: int
+
+    @property
+    def groups(self):
+        """Units of a column, of whole blocks."""
+        return pl.cdiv(self.fan, self.tiles.width)
+
+    @property
+    def units(self):
+        """Units of all columns."""
+        return self.columns * self.groups * self.parts**2
+
+    @property
+    def items(self):
+        """Pairs of units, times the shares of the tokens."""
+        return pl.cdiv(self.units, CONSUMERS) * self.tiles.splits
 
     @property
     def side(self):
@@ -172,8 +147,6 @@ class _Plan(NamedTuple):
 class _Arrays(NamedTuple):
     """Arrays in device memory."""
 
-    total: Any
-    column: Any
     index: Any
     slot: Any
     x: Any
@@ -237,40 +210,59 @@ def _kernel(plan, arrays, scratch):
 
 
 def _over_pairs(plan, arrays, act):
-    """`act(share of the tokens, last unit, units of the pair, first step)` on each pair."""
-    count = arrays.total[0] * plan.parts**2
-    pairs = lax.div(count + CONSUMERS - 1, CONSUMERS)
+    """`act(share of the tokens, units of the pair, first step)` on each pair that is not empty."""
 
-    def unit_of(number):
-        number = lax.min(number, count - 1)
+    def place_of(number):
+        """(column, first position, tile of a block) of a unit."""
         unit, part = lax.div(number, plan.parts**2), lax.rem(number, plan.parts**2)
-        first = unit * plan.tiles.width
-        places = range(plan.tiles.width)
-        return _Unit(
-            arrays.column[unit],
-            [arrays.index[first + place] for place in places],
-            [arrays.slot[first + place] for place in places],
-            lax.rem(part, plan.parts),
-            lax.div(part, plan.parts),
-        )
+        column, group = lax.div(unit, plan.groups), lax.rem(unit, plan.groups)
+        return lax.min(column, plan.columns - 1), group * plan.tiles.width, part
 
-    def pair_of(item):
+    def loads_of(item):
+        """What the table says of a pair's blocks, on its way."""
         first = lax.div(item, plan.tiles.splits) * CONSUMERS
-        return [unit_of(first + place) for place in range(CONSUMERS)]
+        loads = []
+        for unit in range(CONSUMERS):
+            column, position, _ = place_of(first + unit)
+            for place in range(plan.tiles.width):
+                at = column * plan.fan + lax.min(position + place, plan.fan - 1)
+                loads.append((arrays.index[at], arrays.slot[at]))
+        return loads
+
+    def pair_of(item, loads):
+        first = lax.div(item, plan.tiles.splits) * CONSUMERS
+        pair = []
+        for number in range(CONSUMERS):
+            column, position, part = place_of(first + number)
+            # An odd number leaves the last pair one unit; the other is empty.
+            inside = first + number < plan.units
+            index, slot = zip(*loads[number * plan.tiles.width :][: plan.tiles.width])
+            slot = [
+                lax.select(inside & (position + place < plan.fan), slot, -1)
+                for place, slot in enumerate(slot)
+            ]
+            row_part, column_part = lax.rem(part, plan.parts), lax.div(part, plan.parts)
+            pair.append(_Unit(column, list(index), slot, row_part, column_part))
+        return pair
 
     @plgpu.nd_loop(
-        (pairs * plan.tiles.splits,),
+        (plan.items,),
         collective_axes="program",
-        init_carry=pair_of(lax.axis_index("program")),
+        init_carry=(jnp.int32(0), loads_of(lax.axis_index("program"))),
     )
     def _(info, carry):
-        (item,), pair = info.index, carry
+        (item,) = info.index
+        step, loads = carry
         # On its way while this pair is multiplied.
-        following = pair_of(item + lax.axis_size("program"))
-        # An odd number leaves the last pair one unit, which both consumers sum and one writes.
-        alone = lax.div(item, plan.tiles.splits) * CONSUMERS + 1 >= count
-        act(lax.rem(item, plan.tiles.splits), alone, pair, info.local_index * plan.steps)
-        return following
+        following = loads_of(item + lax.axis_size("program"))
+        pair = pair_of(item, loads)
+        some = (pair[0].slot[0] >= 0) | (pair[1].slot[0] >= 0)
+
+        @pl.when(some)
+        def _():
+            act(lax.rem(item, plan.tiles.splits), pair, step)
+
+        return step + lax.select(some, plan.steps, 0), following
 
 
 def _shared(pair):
@@ -279,8 +271,7 @@ def _shared(pair):
     return (first.column == second.column) & (first.column_part == second.column_part)
 
 
-def _produce(plan, arrays, scratch, share, alone, pair, first):
-    del alone
+def _produce(plan, arrays, scratch, share, pair, first):
     tiles, side = plan.tiles, plan.side
     shared = _shared(pair)
 
@@ -321,7 +312,7 @@ def _produce(plan, arrays, scratch, share, alone, pair, first):
                 )
 
 
-def _consume(plan, arrays, scratch, group, share, alone, pair, first):
+def _consume(plan, arrays, scratch, group, share, pair, first):
     tiles = plan.tiles
     unit = jax.tree.map(lambda a, b: lax.select(group == 0, a, b), *pair)
     which = lax.select(_shared(pair), 0, group)
@@ -351,7 +342,7 @@ def _consume(plan, arrays, scratch, group, share, alone, pair, first):
         totals = [sum_ref[...] for sum_ref in sum_refs]
         plgpu.barrier_arrive(scratch.empty.at[stage_of(plan.steps - 1)])
 
-        @pl.when((group == 0) | jnp.logical_not(alone))
+        @pl.when(unit.slot[0] >= 0)
         def _():
             _finish(plan, arrays, scratch, group, share, unit, totals)
 

@@ -104,13 +104,12 @@ def line_product(
     )
     elementwise = preactivation if residual is None else residual
     optional = [bias, elementwise]
-    count = jnp.sum(slot >= 0, axis=1, dtype=jnp.int32)
     result = jax.ShapeDtypeStruct((tokens, lines * block), x.dtype)
 
-    def body(count, index, slot, x, values, *refs):
+    def body(index, slot, x, values, *refs):
         refs = list(refs)
         given = [refs.pop(0) if operand is not None else None for operand in optional]
-        arrays = _Arrays(count, index, slot, x, values, *given, refs.pop(0), None)
+        arrays = _Arrays(index, slot, x, values, *given, refs.pop(0), None)
         if keep:
             arrays = arrays._replace(kept=refs.pop(0))
         _kernel(plan, arrays, _Scratch(*refs))
@@ -134,7 +133,7 @@ def line_product(
         ),
     )
     operands = [operand for operand in optional if operand is not None]
-    return tuple(kernel(count, index.reshape(-1), slot.reshape(-1), x, values, *operands))
+    return tuple(kernel(index.reshape(-1), slot.reshape(-1), x, values, *operands))
 
 
 class _Plan(NamedTuple):
@@ -184,7 +183,6 @@ class _Plan(NamedTuple):
 class _Arrays(NamedTuple):
     """Arrays in device memory."""
 
-    count: Any
     index: Any
     slot: Any
     x: Any
@@ -254,24 +252,46 @@ def _kernel(plan, arrays, scratch):
 def _over_tiles(plan, arrays, act):
     """`act(row tile, column, stored blocks, first step)` on each tile; the steps of all."""
 
-    def count_of(number):
+    def line_of(number):
         _, column = plan.place(lax.min(number, plan.total - 1))
-        return arrays.count[lax.div(column, plan.parts)]
+        return lax.div(column, plan.parts)
+
+    def last_of(number):
+        return arrays.slot[(line_of(number) + 1) * plan.fan - 1]
 
     @plgpu.nd_loop(
         (plan.total,),
         collective_axes="cluster",
-        init_carry=(jnp.int32(0), count_of(lax.axis_index("cluster"))),
+        init_carry=(jnp.int32(0), last_of(lax.axis_index("cluster"))),
     )
     def end(info, carry):
-        step, count = carry
+        (number,) = info.index
+        step, last = carry
         # On its way while this tile is multiplied.
-        following = count_of(info.index[0] + lax.axis_size("cluster"))
-        rows, column = plan.place(info.index[0])
+        following = last_of(number + lax.axis_size("cluster"))
+        count = _stored(plan, arrays, line_of(number), last)
+        rows, column = plan.place(number)
         act(rows, column, count, step)
         return step + count * plan.steps, following
 
     return end[0]
+
+
+def _stored(plan, arrays, line, last):
+    """Stored blocks of a line; looked for only where its last position is padding."""
+
+    def halve(_, bounds):
+        # Position `low` is stored or before the first, position `high` is padding.
+        low, high = bounds
+        middle = lax.div(low + high, 2)
+        stored = arrays.slot[line * plan.fan + middle] >= 0
+        return lax.select(stored, middle, low), lax.select(stored, high, middle)
+
+    def search():
+        bounds = jnp.int32(-1), jnp.int32(plan.fan - 1)
+        return lax.fori_loop(0, plan.fan.bit_length(), halve, bounds)[1]
+
+    return lax.cond(last >= 0, lambda: jnp.int32(plan.fan), search)
 
 
 def _first_row(plan, row_tile):
