@@ -14,6 +14,7 @@ from simulated_hopper import simulated_hopper, targeted_gpu
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import api, pallas_hopper
 from sparse_dataflow.kernels.block_sparse_matmul import tuning_hopper as tuning
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_plan import stored_of
 from sparse_dataflow.kernels.gelu.api import value_and_derivative
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 from sparse_dataflow.sparsity.patterns import make_layout
@@ -114,7 +115,7 @@ def test_any_layout_runs_fused_in_one_program():
         programs.append(1)
         return fused(*operands)
 
-    @settings(max_examples=5, deadline=None)
+    @settings(max_examples=3, deadline=None)
     @given(places=st.permutations(range(in_blocks * out_blocks)), seed=st.integers(0, 99))
     def check(places, seed):
         mask = np.zeros(in_blocks * out_blocks, bool)
@@ -202,6 +203,15 @@ def test_gradients_follow_finite_differences():
     products = [np.asarray(g, np.float64) * d for g, d in zip(gradients, directions)]
     size = sum(np.sqrt(np.sum(p**2)) for p in products)
     assert abs(sum(p.sum() for p in products) - slope) <= 2e-2 * size
+
+
+@settings(max_examples=30, deadline=None)
+@given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=6), padding=st.integers(0, 9))
+def test_the_stored_blocks_of_a_line_are_counted(counts, padding):
+    fan = max(1, max(counts) + padding)
+    slot = np.where(np.arange(fan) < np.array(counts)[:, None], 7, -1)
+    for line, count in enumerate(counts):
+        assert stored_of(jnp.asarray(slot.reshape(-1)), fan, line, slot[line, -1]) == count
 
 
 PROJECTIONS = [(5120, 15360), (5120, 5120), (5120, 20480), (20480, 5120)]

@@ -152,7 +152,7 @@ def weight_gradient(
         raise UserError(f"The accumulator is {accumulator.dtype}; legal: float32.")
     if len(x) == 0:
         return accumulator
-    tuning = tuning or default_tuning(x, values, tables)
+    tuning = tuning or default_tuning(x, values, tables, accumulate=True)
     return _weight_gradient(tuning, x, dy, values, tables, accumulator)
 
 
@@ -178,6 +178,7 @@ def default_tuning(
     *,
     residual: bool = False,
     derivative: bool = False,
+    accumulate: bool = False,
 ) -> TuningConfig:
     """Tile sizes for these shapes on the GPU compiled for.
 
@@ -187,6 +188,7 @@ def default_tuning(
       tables: layout tables, concrete or traced.
       residual: whether the forward product reads one.
       derivative: whether the input's gradient is multiplied by an activation's derivative.
+      accumulate: whether the values' gradient is added to an accumulator.
     """
     stored, block = values.shape[:2]
     in_blocks, out_blocks = len(tables.out_index), len(tables.in_index)
@@ -195,7 +197,7 @@ def default_tuning(
     return TuningConfig(
         sizes.product_tiles(tokens, widths[0], out_blocks, block, residual, programs),
         sizes.product_tiles(tokens, widths[1], in_blocks, block, derivative, programs),
-        sizes.gradient_tiles(tokens, stored, block, programs),
+        sizes.gradient_tiles(tokens, stored, block, accumulate, programs),
         multiprocessors=programs,
     )
 

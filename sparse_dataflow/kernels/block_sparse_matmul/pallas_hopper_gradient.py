@@ -23,11 +23,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_products import (
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_memory import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     swizzled,
 )
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_results import Results
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import (
     CONSUMERS,
     SLICE_ROWS,
@@ -320,6 +321,10 @@ def _consume(plan, arrays, scratch, group, share, pair, first):
     def stage_of(step):
         return lax.rem(first + step, tiles.stages)
 
+    results = Results(plan, arrays, scratch, group, share, unit)
+    present = unit.slot[0] >= 0
+    pl.when(present)(results.begin)
+
     @functools.partial(
         pl.run_scoped,
         sum_refs=[plgpu.ACC((plan.rows, plan.side), jnp.float32)] * tiles.width,
@@ -342,62 +347,6 @@ def _consume(plan, arrays, scratch, group, share, pair, first):
         totals = [sum_ref[...] for sum_ref in sum_refs]
         plgpu.barrier_arrive(scratch.empty.at[stage_of(plan.steps - 1)])
 
-        @pl.when(unit.slot[0] >= 0)
+        @pl.when(present)
         def _():
-            _finish(plan, arrays, scratch, group, share, unit, totals)
-
-
-def _finish(plan, arrays, scratch, group, share, unit, totals):
-    """Writes a unit's sums to its slots, a slice at a time, or adds them to what is there."""
-    results, side = scratch.results.at[group], plan.side
-    slots, _, width = results.shape
-    # Where a unit may lack a block, a slice may have no copy under way that could be counted.
-    pending = slots - 1 if plan.tiles.width == 1 else 0
-    places = [
-        (block, row, column)
-        for block in range(plan.tiles.width)
-        for row in range(0, plan.rows, SLICE_ROWS)
-        for column in range(0, side, width)
-    ]
-
-    def copied(number):
-        """(block's place in values, shared memory, rows and columns of the block) of a slice."""
-        block, row, column = places[number]
-        _, above = plan.row_of(unit.index[block], unit.row_part)
-        rows = pl.ds(unit.row_part * side + row, plan.height)
-        columns = pl.ds(unit.column_part * side + column, width)
-        smem = results.at[number % slots, pl.ds(above, plan.height)]
-        return unit.slot[block], smem, (rows, columns)
-
-    def load(number):
-        slot, smem, place = copied(number)
-        plgpu.copy_gmem_to_smem(
-            arrays.before.at[lax.max(slot, 0), *place],
-            smem,
-            scratch.arrived.at[group, number % slots],
-        )
-
-    def store(number):
-        slot, smem, place = copied(number)
-
-        @pl.when(slot >= 0)
-        def _():
-            plgpu.copy_smem_to_gmem(smem, arrays.out.at[share, slot, *place])
-
-    if arrays.before is not None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        load(0)
-    for number, (block, row, column) in enumerate(places):
-        value = totals[block][row : row + SLICE_ROWS, column : column + width]
-        at = number % slots
-        if arrays.before is None:
-            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-        else:
-            plgpu.barrier_wait(scratch.arrived.at[group, at])
-            value += results[at]
-        results[at] = value.astype(results.dtype)
-        plgpu.commit_smem()
-        store(number)
-        if arrays.before is not None and number + 1 < len(places):
-            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-            load(number + 1)
+            results.write(totals)

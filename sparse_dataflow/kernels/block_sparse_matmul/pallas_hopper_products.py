@@ -26,30 +26,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_memory import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    swizzled,
+)
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_plan import ProductPlan, stored_of
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import (
     CONSUMERS,
     SLICE_ROWS,
     ProductTiles,
 )
 from sparse_dataflow.kernels.gelu.api import value_and_derivative
-
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
-"""Registers a thread; 2 x 128 x 232 + 128 x 40 of the 65,536 of a multiprocessor."""
-
-
-def transforms(columns: int, dtype) -> tuple:
-    """The layout that TMA writes and wgmma reads: tiles of 8 rows, swizzled over their bytes."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(columns * itemsize * 8)
-    return (
-        plgpu.TilingTransform((8, swizzle // itemsize)),
-        plgpu.SwizzleTransform(swizzle),
-    )
-
-
-def swizzled(shape: tuple[int, ...], dtype, columns: int | None = None) -> Any:
-    """A scratch array of shared memory in the layout of rows of `columns`, or of its own."""
-    return plgpu.SMEM(shape, dtype, transforms=transforms(columns or shape[-1], dtype))
 
 
 def line_product(
@@ -92,7 +80,7 @@ def line_product(
     parts = block // tiles.columns
     clusters = multiprocessors // tiles.cluster
     row_tiles = pl.cdiv(tokens, CONSUMERS * tiles.rows * tiles.cluster)
-    plan = _Plan(
+    plan = ProductPlan(
         tiles=tiles,
         block=block,
         fan=fan,
@@ -134,50 +122,6 @@ def line_product(
     )
     operands = [operand for operand in optional if operand is not None]
     return tuple(kernel(index.reshape(-1), slot.reshape(-1), x, values, *operands))
-
-
-class _Plan(NamedTuple):
-    """What is fixed when the kernel is traced; `columns` counts tiles of the result's width."""
-
-    tiles: ProductTiles
-    block: int
-    fan: int
-    columns: int
-    row_tiles: int
-    transposed: bool
-    gelu: bool
-    derivative: bool
-
-    @property
-    def total(self):
-        return self.columns * self.row_tiles
-
-    @property
-    def parts(self):
-        """Tile columns of a block."""
-        return self.block // self.tiles.columns
-
-    @property
-    def steps(self):
-        """Stages of a block."""
-        return self.block // self.tiles.depth
-
-    @property
-    def slices(self):
-        """Places (row, column) of the slices in which a consumer's results are written."""
-        return [
-            (row, column)
-            for row in range(0, self.tiles.rows, SLICE_ROWS)
-            for column in range(0, self.tiles.columns, self.tiles.slice_columns)
-        ]
-
-    def place(self, number):
-        """(row tile, column) of a tile: columns in turn, each for a whole group of row tiles."""
-        of_group = self.tiles.group * self.columns
-        first = lax.div(number, of_group) * self.tiles.group
-        width = lax.min(self.tiles.group, self.row_tiles - first)
-        rest = lax.rem(number, of_group)
-        return first + lax.rem(rest, width), lax.div(rest, width)
 
 
 class _Arrays(NamedTuple):
@@ -269,29 +213,12 @@ def _over_tiles(plan, arrays, act):
         step, last = carry
         # On its way while this tile is multiplied.
         following = last_of(number + lax.axis_size("cluster"))
-        count = _stored(plan, arrays, line_of(number), last)
+        count = stored_of(arrays.slot, plan.fan, line_of(number), last)
         rows, column = plan.place(number)
         act(rows, column, count, step)
         return step + count * plan.steps, following
 
     return end[0]
-
-
-def _stored(plan, arrays, line, last):
-    """Stored blocks of a line; looked for only where its last position is padding."""
-
-    def halve(_, bounds):
-        # Position `low` is stored or before the first, position `high` is padding.
-        low, high = bounds
-        middle = lax.div(low + high, 2)
-        stored = arrays.slot[line * plan.fan + middle] >= 0
-        return lax.select(stored, middle, low), lax.select(stored, high, middle)
-
-    def search():
-        bounds = jnp.int32(-1), jnp.int32(plan.fan - 1)
-        return lax.fori_loop(0, plan.fan.bit_length(), halve, bounds)[1]
-
-    return lax.cond(last >= 0, lambda: jnp.int32(plan.fan), search)
 
 
 def _first_row(plan, row_tile):

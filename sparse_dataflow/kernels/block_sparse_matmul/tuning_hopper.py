@@ -27,7 +27,7 @@ _MEMORY_RATE = 4.0e12
 _MULTIPLY_RATE = 5.3e12
 """FLOP/s of one multiprocessor at 700 TFLOP/s of 132."""
 
-_MOST_STAGES = 6
+_MOST_STAGES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +65,10 @@ class GradientTiles:
     Attributes:
       side: largest side of the part of a block that one consumer sums, at most 128.
       width: blocks of one column that one consumer sums.
-      depth: tokens of one stage, a multiple of 16.
+      depth: tokens of one stage, a multiple of 64 (of `side`, where that is less).
       stages: stages of the ring.
       splits: shares of the tokens that are summed apart.
-      slices: slices of a consumer in flight, 64 rows of `slice_bytes` each.
+      slices: slices of a consumer in flight, 64 rows of `slice_bytes` each; at least 2.
       slice_bytes: bytes of a slice's row; what one swizzled row holds.
     """
 
@@ -161,13 +161,18 @@ def product_tiles(
     return _fitted(tiles, functools.partial(product_bytes, elementwise=elementwise))
 
 
-def gradient_tiles(tokens: int, stored: int, block: int, multiprocessors: int) -> GradientTiles:
+def gradient_tiles(
+    tokens: int, stored: int, block: int, accumulate: bool, multiprocessors: int
+) -> GradientTiles:
     """Tiles of dW: the tokens in as many shares as waves of programs and partial sums repay.
+
+    Of an accumulator, many small slices are under way at once: reading it delays the end.
 
     Args:
       tokens: rows of both operands.
       stored: number of stored blocks.
       block: side of a block.
+      accumulate: whether an accumulator is read.
       multiprocessors: of the device.
     """
     side, width = min(block, 128), 2 if block < 128 else 1
@@ -182,7 +187,13 @@ def gradient_tiles(tokens: int, stored: int, block: int, multiprocessors: int) -
 
     shares = range(1, 1 + max(1, min(8, tokens // 512)))
     tiles = GradientTiles(
-        side, width, depth=64, stages=_MOST_STAGES, splits=min(shares, key=seconds)
+        side,
+        width,
+        depth=64,
+        stages=_MOST_STAGES,
+        splits=min(shares, key=seconds),
+        slices=4 if accumulate else 2,
+        slice_bytes=64 if accumulate else 128,
     )
     return _fitted(tiles, functools.partial(gradient_bytes, block=block))
 
