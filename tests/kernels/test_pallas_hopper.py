@@ -272,6 +272,8 @@ def test_what_cannot_run_is_refused_in_words():
     assert "legal: 32, 64, 128, 256" in refused(make_layout("cyclic", 64, 64, 16, 0.5))
     assert "legal: bfloat16" in refused(legal, np.float32)
     assert "legal: gelu" in refused(legal, activation="relu")
+    assert "legal: (256,)" in refused(legal, bias=np.zeros(8, np.float32))
+    assert "legal: bfloat16 (8, 256)" in refused(legal, residual=np.zeros((8, 256), np.float32))
     assert "compute capability 9.0" in refused(legal, kind="NVIDIA A100-SXM4-80GB")
     with pytest.raises(UserError, match="runs on gpu, and this is cpu; legal here"):
         kernels_chosen(legal, "pallas_hopper")

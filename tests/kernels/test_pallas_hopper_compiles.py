@@ -12,6 +12,7 @@ from simulated_hopper import targeted_gpu
 
 import sparse_dataflow.planning
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper
+from sparse_dataflow.kernels.sparse_mlp import pallas_hopper as hopper_mlp
 from sparse_dataflow.sparsity.patterns import make_layout
 
 pytest.importorskip(
@@ -162,6 +163,24 @@ def test_other_blocks_and_tokens_compile(compiled, block, density, tokens):
     program, report = compiled(products, [*operands(layout, tokens), layout.tables()])
     assert kernels(program) == 3
     assert_registers_suffice(report)
+
+
+def test_the_mlp_is_six_kernels_and_keeps_three_activations_at_most(compiled):
+    layouts = [make_layout("pixelfly", *PROJECTIONS[name], 128, DENSITY) for name in ("in", "mlp")]
+    (x, values_in, _), (_, values_out, dy) = map(operands, layouts)
+    bias = jax.ShapeDtypeStruct((layouts[0].out_features,), jnp.float32)
+
+    def mlp(x, values_in, bias, values_out, dy, *tables):
+        y, pullback = jax.vjp(
+            lambda *o: hopper_mlp.sparse_mlp(*o, *tables), x, values_in, bias, values_out
+        )
+        return y, *pullback(dy)
+
+    arguments = [x, values_in, bias, values_out, dy, *(layout.tables() for layout in layouts)]
+    program, report = compiled(mlp, arguments)
+    assert kernels(program) == 6
+    assert_registers_suffice(report)
+    assert temporary_bytes(program) <= 3 * TOKENS * layouts[0].out_features * 2 + 2**20
 
 
 def test_a_layout_that_is_known_compiles_too(compiled):

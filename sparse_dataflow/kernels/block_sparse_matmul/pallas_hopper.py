@@ -85,12 +85,45 @@ def block_sparse_matmul(
     _refuse("block_sparse_matmul", supported(x, values, tables))
     if activation not in (None, "gelu"):
         raise UserError(f"activation {activation!r} is unknown; legal: gelu, or None.")
+    result = jax.ShapeDtypeStruct((len(x), len(tables.in_index) * values.shape[1]), x.dtype)
+    _check_bias(bias, result)
+    _check_alike("The residual", residual, result)
     if len(x) == 0:
-        empty = jnp.zeros((0, len(tables.in_index) * values.shape[1]), x.dtype)
+        empty = jnp.zeros(result.shape, result.dtype)
         return empty if residual is None else empty + residual
     tuning = tuning or default_tuning(x, values, tables, residual=residual is not None)
     options = _Options(activation is not None, keep_preactivation, tuning)
     return _matmul(options, x, values, bias, residual, jax.tree.map(jnp.asarray, tables))
+
+
+def value_and_preactivation(
+    x: jax.Array,
+    values: jax.Array,
+    tables: LayoutTables,
+    *,
+    bias: jax.Array | None = None,
+    tuning: TuningConfig | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(gelu(z), z) of z = x W + bias in one kernel, for whoever writes the backward pass.
+
+    Args:
+      x: bfloat16 [tokens, in_features].
+      values: bfloat16 [nnz, block, block].
+      tables: `BlockLayout.tables()`.
+      bias: [out_features], any float dtype.
+      tuning: tile sizes; None for `default_tuning`.
+
+    Raises:
+      UserError: if `supported` has a reason against it.
+    """
+    _refuse("value_and_preactivation", supported(x, values, tables))
+    result = jax.ShapeDtypeStruct((len(x), len(tables.in_index) * values.shape[1]), x.dtype)
+    _check_bias(bias, result)
+    if len(x) == 0:
+        empty = jnp.zeros(result.shape, result.dtype)
+        return empty, empty
+    options = _Options(True, True, tuning or default_tuning(x, values, tables))
+    return tuple(_product(options, x, values, bias, None, tables, keep=True))
 
 
 def input_gradient(
@@ -120,6 +153,7 @@ def input_gradient(
     features = len(tables.out_index) * values.shape[1]
     x = jax.ShapeDtypeStruct((len(dy), features), dy.dtype)
     _refuse("input_gradient", supported(x, values, tables))
+    _check_alike("The pre-activation", preactivation, x)
     if len(dy) == 0:
         return jnp.zeros(x.shape, x.dtype)
     tuning = tuning or default_tuning(x, values, tables, derivative=preactivation is not None)
@@ -131,28 +165,35 @@ def weight_gradient(
     dy: jax.Array,
     tables: LayoutTables,
     *,
-    accumulator: jax.Array,
+    accumulator: jax.Array | None = None,
+    values: jax.ShapeDtypeStruct | None = None,
     tuning: TuningConfig | None = None,
 ) -> jax.Array:
-    """accumulator + xᵀ dy at the stored blocks, added as the sums are written.
+    """xᵀ dy at the stored blocks, or accumulator + that, added as the sums are written.
 
     Args:
       x: bfloat16 [tokens, in_features].
       dy: bfloat16 [tokens, out_features].
       tables: `BlockLayout.tables()`.
       accumulator: float32 [nnz, block, block], the sum over earlier micro-batches.
+      values: shape and dtype of the gradient where there is no accumulator.
       tuning: tile sizes; None for `default_tuning`.
+
+    Returns:
+      Float32 with an accumulator, else in the values' dtype.
 
     Raises:
       UserError: if `supported` has a reason against it, or the accumulator is not float32.
     """
-    values = jax.ShapeDtypeStruct(accumulator.shape, x.dtype)
+    accumulate = accumulator is not None
+    if accumulate:
+        values = jax.ShapeDtypeStruct(accumulator.shape, x.dtype)
     _refuse("weight_gradient", supported(x, values, tables))
-    if accumulator.dtype != jnp.float32:
+    if accumulate and accumulator.dtype != jnp.float32:
         raise UserError(f"The accumulator is {accumulator.dtype}; legal: float32.")
     if len(x) == 0:
-        return accumulator
-    tuning = tuning or default_tuning(x, values, tables, accumulate=True)
+        return accumulator if accumulate else jnp.zeros(values.shape, values.dtype)
+    tuning = tuning or default_tuning(x, values, tables, accumulate=accumulate)
     return _weight_gradient(tuning, x, dy, values, tables, accumulator)
 
 
@@ -205,6 +246,18 @@ def default_tuning(
 def _refuse(name, reason):
     if reason:
         raise UserError(f"{name} on Hopper GPUs: {reason}")
+
+
+def _check_bias(bias, result):
+    if bias is not None and bias.shape != result.shape[1:]:
+        raise UserError(f"The bias has shape {bias.shape}; legal: {result.shape[1:]}.")
+
+
+def _check_alike(name, array, result):
+    if array is not None and (array.shape, array.dtype) != (result.shape, result.dtype):
+        raise UserError(
+            f"{name} is {array.dtype} {array.shape}; legal: {result.dtype} {result.shape}."
+        )
 
 
 def _not_hopper():
