@@ -77,6 +77,14 @@ def kernels(program):
     return program.as_text().count('custom_call_target="mosaic_gpu')
 
 
+def shares(layout, tokens=TOKENS):
+    """Shares of the tokens in dW's last wave; more than one are a kernel of their own."""
+    x, values, _ = operands(layout, tokens)
+    with targeted_gpu():
+        tuning = pallas_hopper.default_tuning(x, values, layout.tables())
+    return tuning.weight_gradient.splits
+
+
 def temporary_bytes(program):
     return program.memory_analysis().temp_size_in_bytes
 
@@ -94,9 +102,27 @@ def assert_registers_suffice(report):
 def test_all_three_products_compile_without_a_copy_of_anything(compiled, projection, block):
     layout = make_layout("pixelfly", *PROJECTIONS[projection], block, DENSITY)
     program, report = compiled(products, [*operands(layout), layout.tables()])
-    assert kernels(program) == 3
+    assert kernels(program) == 3 + (shares(layout) > 1)
     assert_registers_suffice(report)
-    assert temporary_bytes(program) <= 2**20
+    assert temporary_bytes(program) <= (2**20 if shares(layout) == 1 else 2**25)
+
+
+def test_a_last_wave_in_shares_is_no_copy_of_the_gradient(compiled):
+    layout = make_layout("pixelfly", *PROJECTIONS["qkv"], 128, DENSITY)
+    tokens = 16384
+    x, values, dy = operands(layout, tokens)
+    arguments = [x, dy, layout.tables()]
+
+    def gradient(x, dy, tables):
+        return pallas_hopper.weight_gradient(x, dy, tables, values=values)
+
+    program, report = compiled(gradient, arguments)
+    assert kernels(program) == 2
+    assert_registers_suffice(report)
+    last = 2 * (layout.nnz // 2 % 132)  # Blocks of the last wave, two a program.
+    sums = last * layout.block**2 * 4
+    gradient_bytes = layout.nnz * layout.block**2 * 2
+    assert temporary_bytes(program) <= (shares(layout, tokens) + 1) * sums + gradient_bytes + 2**20
 
 
 def test_the_fused_product_keeps_two_activations_and_nothing_else(compiled):
@@ -115,7 +141,7 @@ def test_the_fused_product_keeps_two_activations_and_nothing_else(compiled):
         return y, *pullback(dy)
 
     program, report = compiled(fused, [*operands(layout), layout.tables(), bias])
-    assert kernels(program) == 3
+    assert kernels(program) == 3 + (shares(layout) > 1)
     assert_registers_suffice(report)
     preactivation = TOKENS * layout.out_features * 2
     assert temporary_bytes(program) <= 2 * preactivation + 2**20
@@ -178,7 +204,7 @@ def test_the_mlp_is_six_kernels_and_keeps_three_activations_at_most(compiled):
 
     arguments = [x, values_in, bias, values_out, dy, *(layout.tables() for layout in layouts)]
     program, report = compiled(mlp, arguments)
-    assert kernels(program) == 6
+    assert kernels(program) == 6 + sum(shares(layout) > 1 for layout in layouts)
     assert_registers_suffice(report)
     assert temporary_bytes(program) <= 3 * TOKENS * layouts[0].out_features * 2 + 2**20
 

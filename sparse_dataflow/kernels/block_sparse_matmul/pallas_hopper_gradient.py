@@ -6,34 +6,25 @@ multiplied together with its neighbour, whose half is dropped: half the rate.  U
 numbered column by column, so that the two of a program mostly share a column: then dy is copied
 once for both.  A column that stores fewer blocks than the longest leaves units empty; a pair of
 them is skipped.  One persistent program a multiprocessor takes pairs of units, one after another;
-for each it passes over all tokens (or a share of them, with `splits`) through a ring of stages.
+for each it passes over all tokens through a ring of stages.
 
 What bounds the rate is the L2 cache: at block 128 a pair reads 2 * 3 * 128 bytes a token for
 2 * 128² multiply-adds, 48 bytes a cycle and multiprocessor at the full rate of the tensor cores;
-at block 64, 80.  Fewer pairs than multiprocessors, or a last wave that is mostly empty, leaves
-some idle; splitting the tokens evens that out, at the price of partial sums that XLA adds up.
-"""
+at block 64, 80.
 
-import functools
-from typing import Any, NamedTuple
+Pairs rarely fill a whole number of waves.  Where the last wave repays it, a second kernel sums its
+pairs in shares of the tokens, in float32, one share a program; XLA adds the shares.
+"""
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_memory import (
-    CONSUMER_REGISTERS,
-    PRODUCER_REGISTERS,
-    swizzled,
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_gradient_kernel import (
+    GradientPlan,
+    unit_sums,
 )
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_results import Results
-from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import (
-    CONSUMERS,
-    SLICE_ROWS,
-    GradientTiles,
-)
+from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import CONSUMERS, GradientTiles
 
 
 def line_gradient(
@@ -62,291 +53,43 @@ def line_gradient(
     Returns:
       The result; float32 with an accumulator.
     """
-    block = result.shape[1]
-    parts = max(1, block // tiles.side)
-    steps = pl.cdiv(pl.cdiv(len(x), tiles.depth), tiles.splits)
-    plan = _Plan(tiles, block, parts, steps, columns=len(index), fan=index.shape[1])
-    partial = tiles.splits > 1
-    adds = accumulator is not None and not partial
-    dtype = jnp.dtype(jnp.float32 if partial or adds else result.dtype)
-    shape = jax.ShapeDtypeStruct((tiles.splits, *result.shape), dtype)
-
-    def body(index, slot, x, dy, *refs):
-        refs = list(refs)
-        before = refs.pop(0) if adds else None
-        arrays = _Arrays(index, slot, x, dy, before, refs.pop(0))
-        _kernel(plan, arrays, _Scratch(*refs))
-
-    kernel = plgpu.kernel(
-        body,
-        out_type=shape,
-        scratch_types=_scratch(plan, x.dtype, dtype),
-        grid=(multiprocessors,),
-        grid_names=("program",),
-        num_threads=CONSUMERS + 1,
-        thread_name="group",
-        kernel_name="block_sparse_weight_gradient",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-        ),
+    stored, block = result.shape[:2]
+    stages = pl.cdiv(len(x), tiles.depth)
+    plan = GradientPlan(tiles, block, *index.shape, steps=stages, first=0, pairs=0)
+    pairs = pl.cdiv(plan.units, CONSUMERS)
+    last = pairs % multiprocessors if tiles.splits > 1 else 0
+    # A block of several units is summed by one kernel.
+    whole = (pairs - last) * CONSUMERS // plan.parts**2 * plan.parts**2 // CONSUMERS
+    operands = (x, dy, index, slot)
+    total = accumulator
+    if accumulator is None:
+        total = jax.ShapeDtypeStruct(result.shape, result.dtype)
+    if whole:
+        plan = plan._replace(pairs=whole)
+        total = jax.ShapeDtypeStruct(total.shape, total.dtype)
+        total = unit_sums(*operands, plan, total, accumulator, multiprocessors=multiprocessors)
+    elif accumulator is None:
+        total = jnp.zeros(total.shape, total.dtype)
+    if whole == pairs:
+        return total
+    plan = plan._replace(
+        first=whole,
+        pairs=pairs - whole,
+        shares=tiles.splits,
+        steps=pl.cdiv(stages, tiles.splits),
+        apart=True,
     )
-    before = [accumulator] if adds else []
-    sums = kernel(index.reshape(-1), slot.reshape(-1), x, dy, *before)
-    total = jnp.sum(sums, axis=0) if partial else sums[0]
-    if accumulator is not None and partial:
-        total = accumulator + total
-    return total if accumulator is not None else total.astype(result.dtype)
+    shape = jax.ShapeDtypeStruct((plan.shares * plan.blocks, block, block), jnp.float32)
+    sums = unit_sums(*operands, plan, shape, multiprocessors=multiprocessors)
+    sums = sums.reshape(plan.shares, plan.blocks, block, block).sum(0)
+    slots = _slots(slot, plan)
+    if accumulator is not None:
+        sums = sums + accumulator[jnp.maximum(slots, 0)]
+    return total.at[jnp.where(slots < 0, stored, slots)].set(sums.astype(total.dtype), mode="drop")
 
 
-class _Plan(NamedTuple):
-    """What is fixed when the kernel is traced; `parts`² tiles make a block, `steps` a share."""
-
-    tiles: GradientTiles
-    block: int
-    parts: int
-    steps: int
-    columns: int
-    fan: int
-
-    @property
-    def groups(self):
-        """Units of a column, of whole blocks."""
-        return pl.cdiv(self.fan, self.tiles.width)
-
-    @property
-    def units(self):
-        """Units of all columns."""
-        return self.columns * self.groups * self.parts**2
-
-    @property
-    def items(self):
-        """Pairs of units, times the shares of the tokens."""
-        return pl.cdiv(self.units, CONSUMERS) * self.tiles.splits
-
-    @property
-    def side(self):
-        """Side of what is copied of a block."""
-        return min(self.block, self.tiles.side)
-
-    @property
-    def rows(self):
-        """Rows of a block's sum."""
-        return max(self.side, SLICE_ROWS)
-
-    @property
-    def height(self):
-        """Rows of a block in a slice of results."""
-        return min(self.side, SLICE_ROWS)
-
-    def row_of(self, index, part):
-        """(first column of x, first row among the sums) of a tile of a block row."""
-        row = index * self.block + part * self.side
-        above = pl.multiple_of(lax.rem(row, self.rows), self.side) if self.side < self.rows else 0
-        return row - above, above
-
-
-class _Arrays(NamedTuple):
-    """Arrays in device memory."""
-
-    index: Any
-    slot: Any
-    x: Any
-    dy: Any
-    before: Any
-    out: Any
-
-
-class _Scratch(NamedTuple):
-    """Shared memory: the ring, its barriers, and slices of results on their way out."""
-
-    x: Any
-    dy: Any
-    full: Any
-    empty: Any
-    results: Any
-    arrived: Any
-
-
-def _scratch(plan, dtype, result_dtype):
-    tiles = plan.tiles
-    stages = {"num_barriers": tiles.stages}
-    width = min(plan.side, tiles.slice_bytes // result_dtype.itemsize)
-    # A unit's slices go round the places in shared memory whole times.
-    slices = tiles.width * (plan.rows // SLICE_ROWS) * (plan.side // width)
-    slots = max(slots for slots in range(1, tiles.slices + 1) if slices % slots == 0)
-    rows = (tiles.stages, CONSUMERS, tiles.width, tiles.depth, plan.rows)
-    return _Scratch(
-        x=swizzled(rows, dtype, plan.side),  # wgmma wants both operands swizzled alike.
-        dy=swizzled((tiles.stages, CONSUMERS, tiles.depth, plan.side), dtype),
-        full=plgpu.Barrier(num_arrivals=CONSUMERS * (tiles.width + 1), **stages),
-        empty=plgpu.Barrier(num_arrivals=CONSUMERS, **stages),
-        results=swizzled((CONSUMERS, slots, SLICE_ROWS, width), result_dtype),
-        arrived=plgpu.Barrier(num_barriers=(CONSUMERS, slots)),
-    )
-
-
-class _Unit(NamedTuple):
-    """One consumer's share: places of its blocks, and which tile of them."""
-
-    column: Any
-    index: list
-    slot: list
-    row_part: Any
-    column_part: Any
-
-
-def _kernel(plan, arrays, scratch):
-    group = lax.axis_index("group")
-
-    def consumer():
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        _over_pairs(plan, arrays, functools.partial(_consume, plan, arrays, scratch, group))
-        plgpu.wait_smem_to_gmem(0)
-
-    def producer():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _over_pairs(plan, arrays, functools.partial(_produce, plan, arrays, scratch))
-
-    lax.cond(group < CONSUMERS, consumer, producer)
-
-
-def _over_pairs(plan, arrays, act):
-    """`act(share of the tokens, units of the pair, first step)` on each pair that is not empty."""
-
-    def place_of(number):
-        """(column, first position, tile of a block) of a unit."""
-        unit, part = lax.div(number, plan.parts**2), lax.rem(number, plan.parts**2)
-        column, group = lax.div(unit, plan.groups), lax.rem(unit, plan.groups)
-        return lax.min(column, plan.columns - 1), group * plan.tiles.width, part
-
-    def loads_of(item):
-        """What the table says of a pair's blocks, on its way."""
-        first = lax.div(item, plan.tiles.splits) * CONSUMERS
-        loads = []
-        for unit in range(CONSUMERS):
-            column, position, _ = place_of(first + unit)
-            for place in range(plan.tiles.width):
-                at = column * plan.fan + lax.min(position + place, plan.fan - 1)
-                loads.append((arrays.index[at], arrays.slot[at]))
-        return loads
-
-    def pair_of(item, loads):
-        first = lax.div(item, plan.tiles.splits) * CONSUMERS
-        pair = []
-        for number in range(CONSUMERS):
-            column, position, part = place_of(first + number)
-            # An odd number leaves the last pair one unit; the other is empty.
-            inside = first + number < plan.units
-            index, slot = zip(*loads[number * plan.tiles.width :][: plan.tiles.width])
-            slot = [
-                lax.select(inside & (position + place < plan.fan), slot, -1)
-                for place, slot in enumerate(slot)
-            ]
-            row_part, column_part = lax.rem(part, plan.parts), lax.div(part, plan.parts)
-            pair.append(_Unit(column, list(index), slot, row_part, column_part))
-        return pair
-
-    @plgpu.nd_loop(
-        (plan.items,),
-        collective_axes="program",
-        init_carry=(jnp.int32(0), loads_of(lax.axis_index("program"))),
-    )
-    def _(info, carry):
-        (item,) = info.index
-        step, loads = carry
-        # On its way while this pair is multiplied.
-        following = loads_of(item + lax.axis_size("program"))
-        pair = pair_of(item, loads)
-        some = (pair[0].slot[0] >= 0) | (pair[1].slot[0] >= 0)
-
-        @pl.when(some)
-        def _():
-            act(lax.rem(item, plan.tiles.splits), pair, step)
-
-        return step + lax.select(some, plan.steps, 0), following
-
-
-def _shared(pair):
-    """Whether both units multiply the same columns of dy."""
-    first, second = pair
-    return (first.column == second.column) & (first.column_part == second.column_part)
-
-
-def _produce(plan, arrays, scratch, share, pair, first):
-    tiles, side = plan.tiles, plan.side
-    shared = _shared(pair)
-
-    @pl.loop(0, plan.steps)
-    def _(part):
-        step = first + part
-        stage = lax.rem(step, tiles.stages)
-        tokens = pl.ds((share * plan.steps + part) * tiles.depth, tiles.depth)
-
-        @pl.when(step >= tiles.stages)
-        def _():
-            plgpu.barrier_wait(scratch.empty.at[stage])
-
-        def copy_dy(place):
-            unit = pair[place]
-            columns = pl.ds(unit.column * plan.block + unit.column_part * side, side)
-            plgpu.copy_gmem_to_smem(
-                arrays.dy.at[tokens, columns], scratch.dy.at[stage, place], scratch.full.at[stage]
-            )
-
-        copy_dy(0)
-
-        @pl.when(shared)
-        def _():
-            plgpu.barrier_arrive(scratch.full.at[stage])
-
-        @pl.when(jnp.logical_not(shared))
-        def _():
-            copy_dy(1)
-
-        for place, unit in enumerate(pair):
-            for number, index in enumerate(unit.index):
-                row, _ = plan.row_of(index, unit.row_part)
-                plgpu.copy_gmem_to_smem(
-                    arrays.x.at[tokens, pl.ds(row, plan.rows)],
-                    scratch.x.at[stage, place, number],
-                    scratch.full.at[stage],
-                )
-
-
-def _consume(plan, arrays, scratch, group, share, pair, first):
-    tiles = plan.tiles
-    unit = jax.tree.map(lambda a, b: lax.select(group == 0, a, b), *pair)
-    which = lax.select(_shared(pair), 0, group)
-
-    def stage_of(step):
-        return lax.rem(first + step, tiles.stages)
-
-    results = Results(plan, arrays, scratch, group, share, unit)
-    present = unit.slot[0] >= 0
-    pl.when(present)(results.begin)
-
-    @functools.partial(
-        pl.run_scoped,
-        sum_refs=[plgpu.ACC((plan.rows, plan.side), jnp.float32)] * tiles.width,
-    )
-    def _(sum_refs):
-        @pl.loop(0, plan.steps)
-        def _(step):
-            stage = stage_of(step)
-            plgpu.barrier_wait(scratch.full.at[stage])
-            for number, sum_ref in enumerate(sum_refs):
-                x = scratch.x.at[stage, group, number]
-                plgpu.wgmma(sum_ref, x.transpose((1, 0)), scratch.dy.at[stage, which])
-            plgpu.wgmma_wait(tiles.width)
-
-            # Those of the step before have read their stage.
-            @pl.when(step > 0)
-            def _():
-                plgpu.barrier_arrive(scratch.empty.at[stage_of(step - 1)])
-
-        totals = [sum_ref[...] for sum_ref in sum_refs]
-        plgpu.barrier_arrive(scratch.empty.at[stage_of(plan.steps - 1)])
-
-        @pl.when(present)
-        def _():
-            results.write(totals)
+def _slots(slot, plan):
+    """The slots of the plan's blocks, -1 where a column lacks one."""
+    padding = -slot.shape[1] % plan.tiles.width
+    slots = jnp.pad(slot, ((0, 0), (0, padding)), constant_values=-1).reshape(-1)
+    return slots[plan.first_block : plan.first_block + plan.blocks]

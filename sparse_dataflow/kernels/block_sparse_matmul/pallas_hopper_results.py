@@ -15,8 +15,8 @@ class Results:
       slots: slices in shared memory at once.
     """
 
-    def __init__(self, plan, arrays, scratch, group, share, unit):
-        self.plan, self.arrays, self.share, self.unit = plan, arrays, share, unit
+    def __init__(self, plan, arrays, scratch, group, unit):
+        self.plan, self.arrays, self.unit = plan, arrays, unit
         self.slices, self.arrived, self.group = scratch.results.at[group], scratch.arrived, group
         self.slots, _, self.width = self.slices.shape
         # Where a unit may lack a block, a slice may have no copy under way that could be counted.
@@ -55,26 +55,26 @@ class Results:
                 self._load(following)
 
     def _slice(self, number):
-        """(block's place in values, shared memory, rows and columns of the block)."""
+        """(block of the unit, shared memory, rows and columns of the block)."""
         plan, unit = self.plan, self.unit
         block, row, column = self.places[number]
         _, above = plan.row_of(unit.index[block], unit.row_part)
         rows = pl.ds(unit.row_part * plan.side + row, plan.height)
         columns = pl.ds(unit.column_part * plan.side + column, self.width)
         smem = self.slices.at[number % self.slots, pl.ds(above, plan.height)]
-        return unit.slot[block], smem, (rows, columns)
+        return block, smem, (rows, columns)
 
     def _load(self, number):
-        slot, smem, place = self._slice(number)
+        block, smem, place = self._slice(number)
         plgpu.copy_gmem_to_smem(
-            self.arrays.before.at[lax.max(slot, 0), *place],
+            self.arrays.before.at[lax.max(self.unit.target[block], 0), *place],
             smem,
             self.arrived.at[self.group, number % self.slots],
         )
 
     def _store(self, number):
-        slot, smem, place = self._slice(number)
+        block, smem, place = self._slice(number)
 
-        @pl.when(slot >= 0)
+        @pl.when(self.unit.slot[block] >= 0)
         def _():
-            plgpu.copy_smem_to_gmem(smem, self.arrays.out.at[self.share, slot, *place])
+            plgpu.copy_smem_to_gmem(smem, self.arrays.out.at[self.unit.target[block], *place])

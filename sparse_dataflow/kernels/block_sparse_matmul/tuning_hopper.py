@@ -27,6 +27,9 @@ _MEMORY_RATE = 4.0e12
 _MULTIPLY_RATE = 5.3e12
 """FLOP/s of one multiprocessor at 700 TFLOP/s of 132."""
 
+_LAUNCH_SECONDS = 1e-5
+"""Of one more kernel and two elementwise passes."""
+
 _MOST_STAGES = 8
 
 
@@ -67,7 +70,7 @@ class GradientTiles:
       width: blocks of one column that one consumer sums.
       depth: tokens of one stage, a multiple of 64 (of `side`, where that is less).
       stages: stages of the ring.
-      splits: shares of the tokens that are summed apart.
+      splits: shares of the tokens that the last wave's pairs are summed in.
       slices: slices of a consumer in flight, 64 rows of `slice_bytes` each; at least 2.
       slice_bytes: bytes of a slice's row; what one swizzled row holds.
     """
@@ -164,7 +167,7 @@ def product_tiles(
 def gradient_tiles(
     tokens: int, stored: int, block: int, accumulate: bool, multiprocessors: int
 ) -> GradientTiles:
-    """Tiles of dW: the tokens in as many shares as waves of programs and partial sums repay.
+    """Tiles of dW: the last wave in as many shares as repay the passes over their sums.
 
     Of an accumulator, many small slices are under way at once: reading it delays the end.
 
@@ -179,13 +182,18 @@ def gradient_tiles(
     pairs = -(-(stored * (block // side) ** 2) // (width * CONSUMERS))
     flops = 2 * tokens * side * max(side, SLICE_ROWS) * width * CONSUMERS
 
-    def seconds(splits):
-        waves = -(-pairs * splits // multiprocessors)
-        # Written and read once more in float32, where one share writes the result itself.
-        extra = stored * block**2 * 8 * splits if splits > 1 else 0
-        return waves * flops / splits / _MULTIPLY_RATE + extra / _MEMORY_RATE
+    last = pairs % multiprocessors
 
-    shares = range(1, 1 + max(1, min(8, tokens // 512)))
+    def seconds(splits):
+        """What of the last wave depends on the shares."""
+        waves = -(-last * splits // multiprocessors) / splits
+        if splits == 1:
+            return waves * flops / _MULTIPLY_RATE
+        sums = last * CONSUMERS * width * side * max(side, SLICE_ROWS) * 4
+        moved = (2 * splits + 1) * sums
+        return waves * flops / _MULTIPLY_RATE + moved / _MEMORY_RATE + _LAUNCH_SECONDS
+
+    shares = range(1, 1 + max(1, min(16, tokens // 256)))
     tiles = GradientTiles(
         side,
         width,
