@@ -230,7 +230,7 @@ def test_default_tiles_of_13b_fit_shared_memory(tokens):
         assert tuning.product_bytes(config.input_gradient, False) <= tuning.SHARED_BYTES
         assert tuning.gradient_bytes(config.weight_gradient, block) <= tuning.SHARED_BYTES
         assert min(config.forward.stages, config.weight_gradient.stages) >= 3
-        assert config.weight_gradient.splits <= max(1, tokens // 512)
+        assert config.weight_gradient.splits <= max(1, tokens // 256)
 
 
 def kernels_chosen(layout, name=None, dtype=jnp.bfloat16):

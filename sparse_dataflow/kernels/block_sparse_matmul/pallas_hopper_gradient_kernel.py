@@ -206,13 +206,19 @@ def _kernel(plan, arrays, scratch):
 
     def producer():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _over_pairs(plan, arrays, functools.partial(_produce, plan, arrays, scratch))
+        total = _over_pairs(plan, arrays, functools.partial(_produce, plan, arrays, scratch))
+
+        # No barrier is left with a phase that nobody saw.
+        @pl.loop(lax.max(0, total - plan.tiles.stages), total)
+        def _(step):
+            plgpu.barrier_wait(scratch.empty.at[lax.rem(step, plan.tiles.stages)])
 
     lax.cond(group < CONSUMERS, consumer, producer)
 
 
 def _over_pairs(plan, arrays, act):
-    """`act(share of the tokens, units of the pair, first step)` on each pair that is not empty."""
+    """`act(share of the tokens, units of the pair, first step)` on each pair that is not empty;
+    the steps of all."""
 
     def place_of(number):
         """(column, first position, tile of a block) of a unit."""
@@ -257,7 +263,7 @@ def _over_pairs(plan, arrays, act):
         collective_axes="program",
         init_carry=(jnp.int32(0), loads_of(lax.axis_index("program"))),
     )
-    def _(info, carry):
+    def end(info, carry):
         (item,) = info.index
         step, loads = carry
         # On its way while this pair is multiplied.
@@ -270,6 +276,8 @@ def _over_pairs(plan, arrays, act):
             act(lax.rem(item, plan.shares), pair, step)
 
         return step + lax.select(some, plan.steps, 0), following
+
+    return end[0]
 
 
 def _shared(pair):
