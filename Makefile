@@ -16,12 +16,12 @@ export PYTHON
 GONE := $(shell test -x $(BIN)/python || echo FORCE)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick nightly bench lint format clean FORCE
+.PHONY: help env demo test quick nightly aot-gpu bench lint format clean FORCE
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="--flag=value ..."] [VENV=.venv] [PYTHON=python3.12]'
 	@echo
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-10s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-10s %s\n", $$1, $$2}'
 
 env: $(READY) ## make the environment, or bring it up to date
 	@:
@@ -40,6 +40,10 @@ quick: $(READY) ## run the tests that are not marked slow
 
 nightly: $(READY) ## run the tests that are too long for every day
 	$(BIN)/python -m pytest -m nightly $(TESTS)
+
+aot-gpu: ## compile the Hopper kernels for an H200, without one (fetches CUDA: 4 GB in .venv-gpu)
+	@sh launch/make_env.sh .venv-gpu dev,cuda
+	.venv-gpu/bin/python -m pytest tests/kernels/test_pallas_hopper_compiles.py $(TESTS)
 
 bench: $(READY) ## time the kernels and the training step, sparse beside dense
 	@$(BIN)/python -m experiments.kernel_bench $(ARGS)

@@ -1,12 +1,13 @@
 #!/bin/sh
-# make_env.sh FOLDER: makes the virtual environment FOLDER with this project in it, or brings it up
-# to date with setup.cfg.
+# make_env.sh FOLDER [EXTRAS]: makes the virtual environment FOLDER with this project in it, or
+# brings it up to date with setup.cfg; EXTRAS are setup.cfg's, without a space (dev).
 #
 # FOLDER/.complete says that an environment is whole.  It is away while one is being changed, so
 # whatever Ctrl-C, a full disk or a lost network leaves behind is made anew the next time.
 
 set -u
 env=$1
+extras=${2:-dev}
 here=$(dirname "$0")
 complete=$env/.complete
 
@@ -31,7 +32,7 @@ fi
 # pip ends on Ctrl-C as it does on an error; here the two differ.
 trap 'echo "stopped; make starts $env anew next time" >&2; exit 130' INT TERM
 
-if ! "$env/bin/python" -m pip install -qq --disable-pip-version-check --no-compile -e "$here/..[dev]"; then
+if ! "$env/bin/python" -m pip install -qq --disable-pip-version-check --no-compile -e "$here/..[$extras]"; then
     # pip downloads and resolves before it installs, so what was whole most likely still is.
     [ -n "$saved" ] && mv "$saved" "$complete"
     echo "error: pip could not install what setup.cfg names; its own message is above." >&2

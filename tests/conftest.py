@@ -1,7 +1,13 @@
 import math
+import os
 
 import jax
 import pytest
+
+# The interpreter of GPU kernels blocks threads of XLA's pool, which has one a core, while other
+# threads of the same kernel wait for one: with two cores it sometimes waits for ever.  XLA reads
+# the size of the pool here, once.
+os.environ.setdefault("NPROC", "16")
 
 # The interpreter of TPU kernels runs on the threads that dispatched work would occupy: with two
 # cores it sometimes waits for itself.  Read once, when the CPU client starts.

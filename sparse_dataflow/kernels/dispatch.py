@@ -7,9 +7,13 @@ from absl import logging
 
 
 def platform() -> str:
-    """The platform compiled for: that of the abstract mesh's device, else of the default one."""
+    """The platform compiled for: that of the abstract mesh's device, else of the default one.
+
+    "cpu", "tpu" or, whoever made it, "gpu".
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
+    name = jax.default_backend() if device is None else device.platform
+    return "gpu" if name in ("cuda", "rocm") else name
 
 
 def partitioned() -> str:

@@ -46,10 +46,10 @@ def causal_attention(
 
 
 def _choose(query):
-    fastest = {"gpu": "cudnn", "tpu": "splash"}.get(_platform(), "xla")
+    fastest = {"gpu": "cudnn", "tpu": "splash"}.get(dispatch.platform(), "xla")
     reason = _refusal(fastest, query)
     name = "xla" if reason else fastest
-    dispatch.log_choice("causal_attention", name, _platform(), reason)
+    dispatch.log_choice("causal_attention", name, dispatch.platform(), reason)
     return name
 
 
@@ -57,16 +57,11 @@ def _refusal(name, query):
     """Why a named implementation cannot run here; empty where it can."""
     if name not in IMPLEMENTATIONS:
         return f"it is unknown; legal: {', '.join(IMPLEMENTATIONS)}."
-    home = {"cudnn": "gpu", "splash": "tpu"}.get(name, _platform())
-    if home != _platform():
-        return f"it runs on {home}, and this is {_platform()}; legal here: reference, xla."
+    home = {"cudnn": "gpu", "splash": "tpu"}.get(name, dispatch.platform())
+    if home != dispatch.platform():
+        return f"it runs on {home}, and this is {dispatch.platform()}; legal here: reference, xla."
     if name == "cudnn":
         return cudnn.supported(query)
     if name == "splash":
         return splash.supported(query) or dispatch.partitioned()
     return ""
-
-
-def _platform():
-    name = dispatch.platform()
-    return "gpu" if name in ("cuda", "rocm") else name

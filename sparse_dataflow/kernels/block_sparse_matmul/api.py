@@ -8,10 +8,19 @@ import numpy as np
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels import dispatch
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu, reference, xla, xla_static
+from sparse_dataflow.kernels.block_sparse_matmul import (
+    pallas_hopper,
+    pallas_tpu,
+    reference,
+    xla,
+    xla_static,
+)
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, check_shapes
 
-IMPLEMENTATIONS = ("reference", "xla", "xla_static", "pallas_tpu")
+_KERNELS = {"pallas_tpu": ("tpu", pallas_tpu), "pallas_hopper": ("gpu", pallas_hopper)}
+"""Mosaic kernels: the platform that they run on, and their module."""
+
+IMPLEMENTATIONS = ("reference", "xla", "xla_static", *_KERNELS)
 
 MAX_STATIC_GROUPS = 128
 """Groups of equal support, over columns and rows, past which specialising costs too much compile
@@ -53,13 +62,14 @@ def block_sparse_matmul(
                 "legal here: reference, xla."
             )
         y = xla_static.block_sparse_matmul(flat, values, layout_of(tables, values.shape[-1]))
-    elif name == "pallas_tpu":
-        if dispatch.platform() != "tpu":
+    elif name in _KERNELS:
+        home, kernels = _KERNELS[name]
+        if dispatch.platform() != home:
             raise UserError(
-                f"implementation 'pallas_tpu' runs on tpu, and this is {dispatch.platform()}; "
+                f"implementation {name!r} runs on {home}, and this is {dispatch.platform()}; "
                 "legal here: reference, xla."
             )
-        y = pallas_tpu.block_sparse_matmul(flat, values, tables)
+        y = kernels.block_sparse_matmul(flat, values, tables)
     else:
         raise UserError(f"implementation {name!r} is unknown; legal: {', '.join(IMPLEMENTATIONS)}.")
     return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -89,10 +99,11 @@ def check_operands(x: jax.Array, values: jax.Array, tables: LayoutTables) -> Non
 
 def _choose(x, values, tables):
     name, reason = "xla", ""
-    if dispatch.platform() == "tpu":
-        reason = pallas_tpu.supported(x, values, tables) or dispatch.partitioned()
-        name = "xla" if reason else "pallas_tpu"
-    elif dispatch.platform() == "cpu" and is_concrete(tables):
+    for kernel, (home, kernels) in _KERNELS.items():
+        if dispatch.platform() == home:
+            reason = kernels.supported(x, values, tables) or dispatch.partitioned()
+            name = "xla" if reason else kernel
+    if dispatch.platform() == "cpu" and is_concrete(tables):
         layout = layout_of(tables, values.shape[-1])
         groups = len(xla_static.column_groups(layout)) + len(xla_static.row_groups(layout))
         name = "xla_static" if groups <= MAX_STATIC_GROUPS else "xla"

@@ -15,10 +15,13 @@ from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.block_sparse_matmul import api as matmul
 from sparse_dataflow.kernels.block_sparse_matmul import xla_static
 from sparse_dataflow.kernels.gelu.api import gelu, value_and_derivative
-from sparse_dataflow.kernels.sparse_mlp import pallas_tpu
+from sparse_dataflow.kernels.sparse_mlp import pallas_hopper, pallas_tpu
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 
-IMPLEMENTATIONS = ("products", "chunked", "pallas_tpu")
+_KERNELS = {"pallas_tpu": ("tpu", pallas_tpu), "pallas_hopper": ("gpu", pallas_hopper)}
+"""Mosaic kernels: the platform that they run on, and their module."""
+
+IMPLEMENTATIONS = ("products", "chunked", *_KERNELS)
 
 
 def sparse_mlp(
@@ -41,7 +44,8 @@ def sparse_mlp(
       tables_out: layout of W_out.
       implementation: one of IMPLEMENTATIONS, or None to choose by platform and layouts:
         "products" are two block-sparse matmuls; "chunked" is for known layouts of equal hidden
-        groups on a CPU; "pallas_tpu" keeps the hidden layer in VMEM where that pays.
+        groups on a CPU; "pallas_tpu" keeps the hidden layer in VMEM where that pays;
+        "pallas_hopper" puts the GELU and its derivative into the products' epilogues.
 
     Returns:
       [..., out_features] in x's dtype.
@@ -52,24 +56,20 @@ def sparse_mlp(
     _check(x, values_in, bias_in, values_out, tables_in, tables_out)
     flat = x.reshape(-1, x.shape[-1])
     operands = (flat, values_in, bias_in, values_out)
-    refusals = {
-        "products": lambda: "",
-        "chunked": lambda: _unchunked(values_in, values_out, tables_in, tables_out),
-        "pallas_tpu": lambda: _off_tpu(flat, values_in, values_out, tables_in, tables_out),
-    }
+    stored = (values_in, values_out, tables_in, tables_out)
     if implementation not in (None, *IMPLEMENTATIONS):
         raise UserError(
             f"implementation {implementation!r} is unknown; legal: {', '.join(IMPLEMENTATIONS)}."
         )
     if implementation is None:
-        implementation = _choose(refusals)
-    elif reason := refusals[implementation]():
+        implementation = _choose(flat, *stored)
+    elif reason := _refusal(implementation, flat, *stored):
         raise UserError(f"implementation {implementation!r} cannot run: {reason} Legal: products.")
     if implementation == "chunked":
         layouts = _layouts(values_in, tables_in, tables_out)
         y = _chunked_mlp(*operands, *layouts)
-    elif implementation == "pallas_tpu":
-        y = pallas_tpu.sparse_mlp(*operands, tables_in, tables_out)
+    elif implementation in _KERNELS:
+        y = _KERNELS[implementation][1].sparse_mlp(*operands, tables_in, tables_out)
     else:
         hidden = matmul.block_sparse_matmul(x, values_in, tables_in) + bias_in
         return matmul.block_sparse_matmul(gelu(hidden.astype(x.dtype)), values_out, tables_out)
@@ -84,21 +84,26 @@ def _check(x, values_in, bias_in, values_out, tables_in, tables_out):
         raise UserError(f"bias_in has shape {bias_in.shape}; mlp_in makes ({features},).")
 
 
-def _choose(refusals):
+def _choose(flat, *stored):
     """The implementation of the platform compiled for, or products where it refuses."""
     platform = dispatch.platform()
-    best = {"cpu": "chunked", "tpu": "pallas_tpu"}.get(platform, "products")
-    reason = refusals[best]()
+    best = {"cpu": "chunked", **{home: name for name, (home, _) in _KERNELS.items()}}[platform]
+    reason = _refusal(best, flat, *stored)
     name = "products" if reason else best
     dispatch.log_choice("sparse_mlp", name, platform, reason)
     return name
 
 
-def _off_tpu(flat, values_in, values_out, tables_in, tables_out):
-    if dispatch.platform() != "tpu":
-        return f"it runs on tpu, and this is {dispatch.platform()}."
-    reason = pallas_tpu.supported(flat, values_in, values_out, tables_in, tables_out)
-    return reason or dispatch.partitioned()
+def _refusal(name, flat, *stored):
+    """Why an implementation cannot run here; empty where it can."""
+    if name == "products":
+        return ""
+    if name == "chunked":
+        return _unchunked(*stored)
+    home, kernels = _KERNELS[name]
+    if dispatch.platform() != home:
+        return f"it runs on {home}, and this is {dispatch.platform()}."
+    return kernels.supported(flat, *stored) or dispatch.partitioned()
 
 
 def _unchunked(values_in, values_out, tables_in, tables_out):

@@ -1,0 +1,351 @@
+"""The block-sparse matmul in Mosaic GPU kernels for Hopper (H100, H200), all three products.
+
+Tables are data in device memory, so a changed layout runs in the same program, and only stored
+blocks are ever read or written.  Blocks of 128 and 256 fill the tensor cores.  Smaller ones cost
+more: each stored block meets its own tokens' features, so a block of 64 reads twice, and one of 32
+four times, as much from the L2 cache for a multiply-add; wgmma reads both operands from shared
+memory, which bounds a block of 32 to two thirds of the rate, and dW of 32 multiplies 64 rows and
+keeps 32.  Nothing is padded in memory: TMA fills what lies outside an array with zeros and writes
+none of it, so any number of tokens works.
+
+float32 is not taken: wgmma would round it to tf32.  XLA runs it.
+
+With `plgpu.force_gpu_interpret_mode()` around the trace, the kernels run on a CPU.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.kernels.block_sparse_matmul import tuning_hopper as sizes
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_gradient import line_gradient
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_products import line_product
+from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import TuningConfig
+from sparse_dataflow.kernels.gelu.api import value_and_derivative
+from sparse_dataflow.sparsity.layout import LayoutTables
+
+BLOCKS = (32, 64, 128, 256)
+"""Legal blocks."""
+
+DTYPES = ("bfloat16",)
+"""Legal dtypes of x and values."""
+
+NEEDED_JAX = (0, 11)
+"""The first jax whose Mosaic GPU has what the kernels use, and an interpreter for it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What is fixed when the op is traced."""
+
+    gelu: bool
+    keep_preactivation: bool
+    tuning: TuningConfig
+
+
+def block_sparse_matmul(
+    x: jax.Array,
+    values: jax.Array,
+    tables: LayoutTables,
+    *,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    keep_preactivation: bool = True,
+    tuning: TuningConfig | None = None,
+) -> jax.Array:
+    """activation(x W + bias) + residual, differentiable in x, values, bias and residual.
+
+    One kernel forward.  Backward, dy times the activation's derivative is one elementwise pass of
+    XLA, as both gradients read each of it many times; `input_gradient` fuses the derivative of
+    the activation *before* this product instead, where it costs nothing.
+
+    Args:
+      x: bfloat16 [tokens, in_features].
+      values: bfloat16 [nnz, block, block], as `BlockLayout` orders them.
+      tables: `BlockLayout.tables()`, concrete or traced.
+      bias: [out_features], any float dtype.
+      activation: None or "gelu" (tanh form, `kernels.gelu`; its tanh is the hardware's, right to
+        about 11 bits, three more than bfloat16 holds).
+      residual: bfloat16 [tokens, out_features].
+      keep_preactivation: whether the backward pass finds the activation's input, or makes it
+        again by another product; without an activation nothing is kept.
+      tuning: tile sizes; None for `default_tuning`.
+
+    Returns:
+      bfloat16 [tokens, out_features]; sums, bias, activation and residual in float32.
+
+    Raises:
+      UserError: if `supported` has a reason against it, or the activation is unknown.
+    """
+    _refuse("block_sparse_matmul", supported(x, values, tables))
+    if activation not in (None, "gelu"):
+        raise UserError(f"activation {activation!r} is unknown; legal: gelu, or None.")
+    result = jax.ShapeDtypeStruct((len(x), len(tables.in_index) * values.shape[1]), x.dtype)
+    _check_bias(bias, result)
+    _check_alike("The residual", residual, result)
+    if len(x) == 0:
+        empty = jnp.zeros(result.shape, result.dtype)
+        return empty if residual is None else empty + residual
+    tuning = tuning or default_tuning(x, values, tables, residual=residual is not None)
+    options = _Options(activation is not None, keep_preactivation, tuning)
+    return _matmul(options, x, values, bias, residual, jax.tree.map(jnp.asarray, tables))
+
+
+def value_and_preactivation(
+    x: jax.Array,
+    values: jax.Array,
+    tables: LayoutTables,
+    *,
+    bias: jax.Array | None = None,
+    tuning: TuningConfig | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(gelu(z), z) of z = x W + bias in one kernel, for whoever writes the backward pass.
+
+    Args:
+      x: bfloat16 [tokens, in_features].
+      values: bfloat16 [nnz, block, block].
+      tables: `BlockLayout.tables()`.
+      bias: [out_features], any float dtype.
+      tuning: tile sizes; None for `default_tuning`.
+
+    Raises:
+      UserError: if `supported` has a reason against it.
+    """
+    _refuse("value_and_preactivation", supported(x, values, tables))
+    result = jax.ShapeDtypeStruct((len(x), len(tables.in_index) * values.shape[1]), x.dtype)
+    _check_bias(bias, result)
+    if len(x) == 0:
+        empty = jnp.zeros(result.shape, result.dtype)
+        return empty, empty
+    options = _Options(True, True, tuning or default_tuning(x, values, tables))
+    return tuple(_product(options, x, values, bias, None, tables, keep=True))
+
+
+def input_gradient(
+    dy: jax.Array,
+    values: jax.Array,
+    tables: LayoutTables,
+    *,
+    preactivation: jax.Array | None = None,
+    tuning: TuningConfig | None = None,
+) -> jax.Array:
+    """dy Wᵀ, times the GELU's derivative where the product's input was a GELU's value.
+
+    Args:
+      dy: bfloat16 [tokens, out_features].
+      values: bfloat16 [nnz, block, block].
+      tables: `BlockLayout.tables()`.
+      preactivation: bfloat16 [tokens, in_features], the input of the GELU whose value this
+        product multiplied; the result is then the gradient of that input.
+      tuning: tile sizes; None for `default_tuning`.
+
+    Returns:
+      bfloat16 [tokens, in_features].
+
+    Raises:
+      UserError: if `supported` has a reason against it.
+    """
+    features = len(tables.out_index) * values.shape[1]
+    x = jax.ShapeDtypeStruct((len(dy), features), dy.dtype)
+    _refuse("input_gradient", supported(x, values, tables))
+    _check_alike("The pre-activation", preactivation, x)
+    if len(dy) == 0:
+        return jnp.zeros(x.shape, x.dtype)
+    tuning = tuning or default_tuning(x, values, tables, derivative=preactivation is not None)
+    return _input_gradient(tuning, dy, values, tables, preactivation)
+
+
+def weight_gradient(
+    x: jax.Array,
+    dy: jax.Array,
+    tables: LayoutTables,
+    *,
+    accumulator: jax.Array | None = None,
+    values: jax.ShapeDtypeStruct | None = None,
+    tuning: TuningConfig | None = None,
+) -> jax.Array:
+    """xᵀ dy at the stored blocks, or accumulator + that, added as the sums are written.
+
+    Args:
+      x: bfloat16 [tokens, in_features].
+      dy: bfloat16 [tokens, out_features].
+      tables: `BlockLayout.tables()`.
+      accumulator: float32 [nnz, block, block], the sum over earlier micro-batches.
+      values: shape and dtype of the gradient where there is no accumulator.
+      tuning: tile sizes; None for `default_tuning`.
+
+    Returns:
+      Float32 with an accumulator, else in the values' dtype.
+
+    Raises:
+      UserError: if `supported` has a reason against it, or the accumulator is not float32.
+    """
+    accumulate = accumulator is not None
+    if accumulate:
+        values = jax.ShapeDtypeStruct(accumulator.shape, x.dtype)
+    _refuse("weight_gradient", supported(x, values, tables))
+    if accumulate and accumulator.dtype != jnp.float32:
+        raise UserError(f"The accumulator is {accumulator.dtype}; legal: float32.")
+    if len(x) == 0:
+        return accumulator if accumulate else jnp.zeros(values.shape, values.dtype)
+    tuning = tuning or default_tuning(x, values, tables, accumulate=accumulate)
+    return _weight_gradient(tuning, x, dy, values, tables, accumulator)
+
+
+def supported(x: jax.Array, values: jax.Array, tables: LayoutTables) -> str | None:
+    """Why these operands cannot run on the GPU compiled for, in words; None where they can."""
+    del tables  # Any layout runs: its tables lie in device memory.
+    if jax.__version_info__ < NEEDED_JAX:
+        return f"this is jax {jax.__version__}; legal: {'.'.join(map(str, NEEDED_JAX))} or newer."
+    if reason := _not_hopper():
+        return reason
+    block = values.shape[-1]
+    if block not in BLOCKS:
+        return f"block {block} does not fit the tiles; legal: {', '.join(map(str, BLOCKS))}."
+    if x.dtype != values.dtype or x.dtype not in DTYPES:
+        return f"x is {x.dtype} and values are {values.dtype}; legal: {', '.join(DTYPES)}."
+    return None
+
+
+def default_tuning(
+    x: jax.Array,
+    values: jax.Array,
+    tables: LayoutTables,
+    *,
+    residual: bool = False,
+    derivative: bool = False,
+    accumulate: bool = False,
+) -> TuningConfig:
+    """Tile sizes for these shapes on the GPU compiled for.
+
+    Args:
+      x: [tokens, in_features]; only shapes are read.
+      values: [nnz, block, block].
+      tables: layout tables, concrete or traced.
+      residual: whether the forward product reads one.
+      derivative: whether the input's gradient is multiplied by an activation's derivative.
+      accumulate: whether the values' gradient is added to an accumulator.
+    """
+    stored, block = values.shape[:2]
+    in_blocks, out_blocks = len(tables.out_index), len(tables.in_index)
+    programs = sizes.multiprocessors()
+    tokens, widths = len(x), (in_blocks * block, out_blocks * block)
+    return TuningConfig(
+        sizes.product_tiles(tokens, widths[0], out_blocks, block, residual, programs),
+        sizes.product_tiles(tokens, widths[1], in_blocks, block, derivative, programs),
+        sizes.gradient_tiles(tokens, stored, block, accumulate, programs),
+        multiprocessors=programs,
+    )
+
+
+def _refuse(name, reason):
+    if reason:
+        raise UserError(f"{name} on Hopper GPUs: {reason}")
+
+
+def _check_bias(bias, result):
+    if bias is not None and bias.shape != result.shape[1:]:
+        raise UserError(f"The bias has shape {bias.shape}; legal: {result.shape[1:]}.")
+
+
+def _check_alike(name, array, result):
+    if array is not None and (array.shape, array.dtype) != (result.shape, result.dtype):
+        raise UserError(
+            f"{name} is {array.dtype} {array.shape}; legal: {result.dtype} {result.shape}."
+        )
+
+
+def _not_hopper():
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        # A description has a name only.
+        hopper = any(name in device.device_kind for name in ("H100", "H200", "H800", "H20"))
+        kind = device.device_kind
+    else:
+        device = jax.devices()[0]
+        kind = device.device_kind
+        hopper = getattr(device, "compute_capability", None) == "9.0"
+    return None if hopper else f"this is {kind}; legal: GPUs of compute capability 9.0."
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(options, x, values, bias, residual, tables):
+    return _product(options, x, values, bias, residual, tables, keep=False)[0]
+
+
+def _forward(options, x, values, bias, residual, tables):
+    keep = options.gelu and options.keep_preactivation
+    y, *kept = _product(options, x, values, bias, residual, tables, keep=keep)
+    # The residual's gradient is dy; of the array itself only the presence is known again.
+    return y, (x, values, bias, residual is not None, kept, tables)
+
+
+def _backward(options, saved, dy):
+    x, values, bias, has_residual, kept, tables = saved
+    dz = dy
+    if options.gelu:
+        linear = dataclasses.replace(options, gelu=False)
+        before = kept or _product(linear, x, values, bias, None, tables, keep=False)
+        slope = value_and_derivative(before[0].astype(jnp.float32))[1]
+        # The barrier keeps XLA from making it once more, in float32, for the bias.
+        dz = lax.optimization_barrier((dy.astype(jnp.float32) * slope).astype(dy.dtype))
+    dvalues = _weight_gradient(options.tuning, x, dz, values, tables, None)
+    dx = _input_gradient(options.tuning, dz, values, tables, None)
+    dbias = None
+    if bias is not None:
+        dbias = jnp.sum(dz, axis=0, dtype=jnp.float32).astype(bias.dtype)
+    return dx, dvalues, dbias, dy if has_residual else None, None
+
+
+_matmul.defvjp(_forward, _backward)
+
+
+def _product(options, x, values, bias, residual, tables, keep):
+    # With both, XLA adds the residual: a kernel keeps or reads one array beside its result.
+    fused, after = (None, residual) if keep else (residual, None)
+    y, *kept = line_product(
+        x,
+        values,
+        tables.in_index,
+        tables.in_slot,
+        options.tuning.forward,
+        transposed=False,
+        bias=None if bias is None else bias.astype(jnp.float32),
+        gelu=options.gelu,
+        residual=fused,
+        keep=keep,
+        multiprocessors=options.tuning.multiprocessors,
+    )
+    return [y if after is None else y + after, *kept]
+
+
+def _input_gradient(tuning, dy, values, tables, preactivation):
+    (dx,) = line_product(
+        dy,
+        values,
+        jnp.asarray(tables.out_index),
+        jnp.asarray(tables.out_slot),
+        tuning.input_gradient,
+        transposed=True,
+        preactivation=preactivation,
+        multiprocessors=tuning.multiprocessors,
+    )
+    return dx
+
+
+def _weight_gradient(tuning, x, dy, values, tables, accumulator):
+    return line_gradient(
+        x,
+        dy,
+        jnp.asarray(tables.in_index),
+        jnp.asarray(tables.in_slot),
+        tuning.weight_gradient,
+        result=jax.ShapeDtypeStruct(values.shape, values.dtype),
+        accumulator=accumulator,
+        multiprocessors=tuning.multiprocessors,
+    )

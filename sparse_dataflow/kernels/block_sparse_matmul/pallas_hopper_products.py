@@ -1,0 +1,350 @@
+"""y = xW and dx = dy Wᵀ on a Hopper GPU: a producer follows the table, two consumers multiply.
+
+One persistent program a multiprocessor (or a pair of them, a cluster) takes tiles of the result,
+[2 * rows tokens, columns], one after another.  Its producer warp group reads the line of the table
+and copies, for each stored block, the block and the tokens' features that it meets into a ring of
+stages; each of two consumer warp groups multiplies its half of the tokens by the same block
+(wgmma), releases the stage, and writes its results through shared memory.  The ring runs on from
+tile to tile, so that loads for the next tile pass while results are written, and the two
+consumers, which only the ring ties together, drift apart until one multiplies while the other
+writes.
+
+What bounds the rate is the L2 cache.  A block column of width c reads each token's features once
+a stored block, so a tile of t tokens costs 2 (t + c) bytes for t c multiply-adds a feature: at
+block 128 and 256 tokens, 48 bytes a cycle and multiprocessor at the full rate of the tensor cores
+(a dense tile of 256 x 128 reads as much), and at block 64, 80.  A cluster of two shares each block
+by multicast, which leaves 40 and 72.  Tiles are taken column by column within a group of token
+tiles whose features fit half the L2 cache, so that device memory is read about once.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_memory import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    swizzled,
+)
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_plan import ProductPlan, stored_of
+from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import (
+    CONSUMERS,
+    SLICE_ROWS,
+    ProductTiles,
+)
+from sparse_dataflow.kernels.gelu.api import value_and_derivative
+
+
+def line_product(
+    x: jax.Array,
+    values: jax.Array,
+    index: jax.Array,
+    slot: jax.Array,
+    tiles: ProductTiles,
+    *,
+    transposed: bool,
+    bias: jax.Array | None = None,
+    gelu: bool = False,
+    residual: jax.Array | None = None,
+    preactivation: jax.Array | None = None,
+    keep: bool = False,
+    multiprocessors: int,
+) -> tuple[jax.Array, ...]:
+    """x times the stored blocks of each line.
+
+    Args:
+      x: bfloat16 [tokens, features].
+      values: bfloat16 [nnz, block, block].
+      index: int32 [lines, fan], the block of x's features that each position reads.
+      slot: int32 [lines, fan], its place in values, -1 at the end of shorter lines.
+      tiles: the tile sizes.
+      transposed: whether the blocks are used transposed, as dx does.
+      bias: float32 [lines * block], added to the product.
+      gelu: whether the sum passes a GELU.
+      residual: bfloat16 [tokens, lines * block], added last.
+      preactivation: bfloat16 [tokens, lines * block] at which the derivative of a GELU multiplies
+        the product; excludes bias, gelu, residual and keep.
+      keep: whether what enters the GELU is a second result; excludes residual.
+      multiprocessors: of the device.
+
+    Returns:
+      (y,) or (y, pre-activation), bfloat16 [tokens, lines * block].
+    """
+    tokens, block = len(x), values.shape[1]
+    lines, fan = index.shape
+    parts = block // tiles.columns
+    clusters = multiprocessors // tiles.cluster
+    row_tiles = pl.cdiv(tokens, CONSUMERS * tiles.rows * tiles.cluster)
+    plan = ProductPlan(
+        tiles=tiles,
+        block=block,
+        fan=fan,
+        columns=lines * parts,
+        row_tiles=row_tiles,
+        transposed=transposed,
+        gelu=gelu,
+        derivative=preactivation is not None,
+    )
+    elementwise = preactivation if residual is None else residual
+    optional = [bias, elementwise]
+    result = jax.ShapeDtypeStruct((tokens, lines * block), x.dtype)
+
+    def body(index, slot, x, values, *refs):
+        refs = list(refs)
+        given = [refs.pop(0) if operand is not None else None for operand in optional]
+        arrays = _Arrays(index, slot, x, values, *given, refs.pop(0), None)
+        if keep:
+            arrays = arrays._replace(kept=refs.pop(0))
+        _kernel(plan, arrays, _Scratch(*refs))
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=[result] * (1 + keep),
+        scratch_types=_scratch(plan, _slots(plan, elementwise is not None, keep), x.dtype),
+        grid=(clusters,),
+        grid_names=("cluster",),
+        cluster=(tiles.cluster,),
+        cluster_names=("member",),
+        num_threads=CONSUMERS + 1,
+        thread_name="group",
+        kernel_name="block_sparse_input_gradient" if transposed else "block_sparse_matmul",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            # Slices of results are written over what was read in them only where there is one.
+            unsafe_no_auto_barriers=elementwise is None,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+    )
+    operands = [operand for operand in optional if operand is not None]
+    return tuple(kernel(index.reshape(-1), slot.reshape(-1), x, values, *operands))
+
+
+class _Arrays(NamedTuple):
+    """Arrays in device memory."""
+
+    index: Any
+    slot: Any
+    x: Any
+    values: Any
+    bias: Any
+    elementwise: Any
+    y: Any
+    kept: Any
+
+
+class _Scratch(NamedTuple):
+    """Shared memory: the ring, its barriers, and slices of results on their way out."""
+
+    x: Any
+    block: Any
+    full: Any
+    empty: Any
+    results: Any
+    arrived: Any
+
+
+def _slots(plan, elementwise, keep):
+    """Slices of a consumer in shared memory; each tile's writes go round them whole times."""
+    writes = len(plan.slices) * (1 + keep)
+    most = writes if elementwise else plan.tiles.slices
+    return max(slots for slots in range(1, most + 1) if writes % slots == 0)
+
+
+def _scratch(plan, slots, dtype):
+    tiles = plan.tiles
+    shape = (tiles.columns, tiles.depth) if plan.transposed else (tiles.depth, tiles.columns)
+    stages = {"num_barriers": tiles.stages}
+    if tiles.cluster > 1:
+        empty = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=CONSUMERS, **stages)
+    else:
+        empty = plgpu.Barrier(num_arrivals=CONSUMERS, **stages)
+    return _Scratch(
+        x=swizzled((tiles.stages, CONSUMERS * tiles.rows, tiles.depth), dtype),
+        block=swizzled((tiles.stages, *shape), dtype),
+        full=plgpu.Barrier(num_arrivals=2, **stages),
+        empty=empty,
+        results=swizzled((CONSUMERS, slots, SLICE_ROWS, tiles.slice_columns), dtype),
+        arrived=plgpu.Barrier(num_arrivals=len(plan.slices), num_barriers=CONSUMERS),
+    )
+
+
+def _kernel(plan, arrays, scratch):
+    group = lax.axis_index("group")
+
+    def consumer():
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        _over_tiles(plan, arrays, functools.partial(_consume, plan, arrays, scratch, group))
+        plgpu.wait_smem_to_gmem(0)
+
+    def producer():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        total = _over_tiles(plan, arrays, functools.partial(_produce, plan, arrays, scratch))
+
+        # A partner's last arrivals must find this program still there.
+        @pl.loop(lax.max(0, total - plan.tiles.stages), total)
+        def _(step):
+            plgpu.barrier_wait(scratch.empty.at[lax.rem(step, plan.tiles.stages)])
+
+    lax.cond(group < CONSUMERS, consumer, producer)
+
+
+def _over_tiles(plan, arrays, act):
+    """`act(row tile, column, stored blocks, first step)` on each tile; the steps of all."""
+
+    def line_of(number):
+        _, column = plan.place(lax.min(number, plan.total - 1))
+        return lax.div(column, plan.parts)
+
+    def last_of(number):
+        return arrays.slot[(line_of(number) + 1) * plan.fan - 1]
+
+    @plgpu.nd_loop(
+        (plan.total,),
+        collective_axes="cluster",
+        init_carry=(jnp.int32(0), last_of(lax.axis_index("cluster"))),
+    )
+    def end(info, carry):
+        (number,) = info.index
+        step, last = carry
+        # On its way while this tile is multiplied.
+        following = last_of(number + lax.axis_size("cluster"))
+        count = stored_of(arrays.slot, plan.fan, line_of(number), last)
+        rows, column = plan.place(number)
+        act(rows, column, count, step)
+        return step + count * plan.steps, following
+
+    return end[0]
+
+
+def _first_row(plan, row_tile):
+    tokens = CONSUMERS * plan.tiles.rows
+    return (row_tile * plan.tiles.cluster + lax.axis_index("member")) * tokens
+
+
+def _produce(plan, arrays, scratch, row_tile, column, count, first):
+    tiles = plan.tiles
+    rows = pl.ds(_first_row(plan, row_tile), CONSUMERS * tiles.rows)
+    line = lax.div(column, plan.parts) * plan.fan
+    side = pl.ds(lax.rem(column, plan.parts) * tiles.columns, tiles.columns)
+
+    def entry(position, at):
+        index, slot = at
+        following = line + lax.min(position + 1, plan.fan - 1)
+        at = arrays.index[following], arrays.slot[following]
+        for part in range(plan.steps):
+            step = first + position * plan.steps + part
+            stage = lax.rem(step, tiles.stages)
+            depth = pl.ds(part * tiles.depth, tiles.depth)
+
+            @pl.when(step >= tiles.stages)
+            def _():
+                plgpu.barrier_wait(scratch.empty.at[stage])  # noqa: B023
+
+            plgpu.copy_gmem_to_smem(
+                arrays.x.at[rows, pl.ds(index * plan.block + part * tiles.depth, tiles.depth)],
+                scratch.x.at[stage],
+                scratch.full.at[stage],
+            )
+            plgpu.copy_gmem_to_smem(
+                arrays.values.at[slot, *((side, depth) if plan.transposed else (depth, side))],
+                scratch.block.at[stage],
+                scratch.full.at[stage],
+                collective_axes="member" if tiles.cluster > 1 else None,
+            )
+        return at
+
+    lax.fori_loop(0, count, entry, (arrays.index[line], arrays.slot[line]))
+
+
+def _consume(plan, arrays, scratch, group, row_tile, column, count, first):
+    tiles = plan.tiles
+    row = _first_row(plan, row_tile) + group * tiles.rows
+    first_column = column * tiles.columns
+    steps = count * plan.steps
+    results = scratch.results.at[group]
+
+    def stage_of(step):
+        return lax.rem(first + step, tiles.stages)
+
+    def slice_of(array, place):
+        rows, columns = place
+        return array.at[
+            pl.ds(row + rows, SLICE_ROWS),
+            pl.ds(first_column + columns, tiles.slice_columns),
+        ]
+
+    if arrays.elementwise is not None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for number, place in enumerate(plan.slices):
+            plgpu.copy_gmem_to_smem(
+                slice_of(arrays.elementwise, place), results.at[number], scratch.arrived.at[group]
+            )
+
+    @functools.partial(pl.run_scoped, sum_ref=plgpu.ACC((tiles.rows, tiles.columns), jnp.float32))
+    def _(sum_ref):
+        @pl.loop(0, steps)
+        def _(step):
+            stage = stage_of(step)
+            plgpu.barrier_wait(scratch.full.at[stage])
+            block = scratch.block.at[stage]
+            plgpu.wgmma(
+                sum_ref,
+                scratch.x.at[stage, pl.ds(group * tiles.rows, tiles.rows)],
+                block.transpose((1, 0)) if plan.transposed else block,
+            )
+            plgpu.wgmma_wait(1)
+
+            # The wgmma before this one has read its stage.
+            @pl.when(step > 0)
+            def _():
+                plgpu.barrier_arrive(scratch.empty.at[stage_of(step - 1)])
+
+        total = sum_ref[...]
+
+        @pl.when(steps > 0)
+        def _():
+            plgpu.barrier_arrive(scratch.empty.at[stage_of(steps - 1)])
+
+        if arrays.elementwise is not None:
+            plgpu.barrier_wait(scratch.arrived.at[group])
+        _finish(plan, arrays, results, slice_of, first_column, total)
+
+
+def _finish(plan, arrays, results, slice_of, first_column, total):
+    """Writes a consumer's sums: bias, activation, derivative, residual, in float32."""
+    width = plan.tiles.slice_columns
+    slots = results.shape[0]
+    written = 0
+
+    def write(array, place, value):
+        nonlocal written
+        slot = written % slots
+        written += 1
+        if arrays.elementwise is None:
+            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        results[slot] = value.astype(results.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(results.at[slot], slice_of(array, place))
+
+    for number, (row, column) in enumerate(plan.slices):
+        part = total[row : row + SLICE_ROWS, column : column + width]
+        if arrays.bias is not None:
+            bias = plgpu.load(
+                arrays.bias.at[pl.ds(first_column + column, width)],
+                layout=plgpu.Layout.WGMMA.reduce(0),
+                optimized=False,
+            )
+            part = part + lax.broadcast_in_dim(bias, part.shape, (1,))
+        if arrays.kept is not None:
+            write(arrays.kept, (row, column), part)
+        if plan.gelu:
+            part = value_and_derivative(part)[0]
+        if arrays.elementwise is not None:
+            other = results[number].astype(jnp.float32)
+            part = part * value_and_derivative(other)[1] if plan.derivative else part + other
+        write(arrays.y, (row, column), part)

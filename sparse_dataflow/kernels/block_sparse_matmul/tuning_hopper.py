@@ -1,0 +1,221 @@
+"""Tile sizes of the Hopper kernels, and what they cost in shared memory."""
+
+import dataclasses
+import functools
+
+import jax
+
+CONSUMERS = 2
+"""Warp groups that multiply, in each program."""
+
+SLICE_ROWS = 64
+"""Rows of one wgmma, and of a slice of results on its way out."""
+
+SHARED_BYTES = 232448
+"""Shared memory that one program may ask for on compute capability 9.0 (CUDA C++ Programming
+Guide, "Technical Specifications per Compute Capability": 227 KiB)."""
+
+BARRIER_BYTES = 1024
+"""Shared memory kept back for barriers and for what alignment costs."""
+
+CACHE_BYTES = 50 << 20
+"""L2 cache of an H100 or H200."""
+
+_MEMORY_RATE = 4.0e12
+"""Bytes a second that an elementwise pass reaches on an H200 (4.8e12 at most)."""
+
+_MULTIPLY_RATE = 5.3e12
+"""FLOP/s of one multiprocessor at 700 TFLOP/s of 132."""
+
+_LAUNCH_SECONDS = 1e-5
+"""Of one more kernel and two elementwise passes."""
+
+_MOST_STAGES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductTiles:
+    """Tiles of `y = xW` or `dx = dy Wᵀ`.
+
+    Attributes:
+      rows: tokens of one consumer, a multiple of 64.
+      columns: width of the result's tile; divides the block, at most 128.
+      depth: features of one stage; divides the block, at most 64.
+      stages: stages of the ring.
+      cluster: multiprocessors that share each stored block by multicast, 1 or 2.
+      group: token tiles (of a cluster) that take a column together.
+      slices: slices of a consumer in flight, [64, slice_columns] each.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    cluster: int
+    group: int
+    slices: int = 2
+
+    @property
+    def slice_columns(self) -> int:
+        """Width of a slice of results on its way out: what one swizzled row holds."""
+        return min(self.columns, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientTiles:
+    """Tiles of dW.
+
+    Attributes:
+      side: largest side of the part of a block that one consumer sums, at most 128.
+      width: blocks of one column that one consumer sums.
+      depth: tokens of one stage, a multiple of 64 (of `side`, where that is less).
+      stages: stages of the ring.
+      splits: shares of the tokens that the last wave's pairs are summed in.
+      slices: slices of a consumer in flight, 64 rows of `slice_bytes` each; at least 2.
+      slice_bytes: bytes of a slice's row; what one swizzled row holds.
+    """
+
+    side: int
+    width: int
+    depth: int
+    stages: int
+    splits: int = 1
+    slices: int = 2
+    slice_bytes: int = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningConfig:
+    """Tiles of the three products on one device.
+
+    Attributes:
+      forward: tiles of y = xW.
+      input_gradient: tiles of dx = dy Wᵀ.
+      weight_gradient: tiles of dW.
+      multiprocessors: programs that run at once.
+    """
+
+    forward: ProductTiles
+    input_gradient: ProductTiles
+    weight_gradient: GradientTiles
+    multiprocessors: int
+
+
+def product_bytes(tiles: ProductTiles, elementwise: bool) -> int:
+    """Shared memory of a product in bytes.
+
+    Args:
+      tiles: the tile sizes.
+      elementwise: whether a residual or pre-activation is read; then all of a tile's results lie
+        in shared memory at once.
+    """
+    stage = (CONSUMERS * tiles.rows + tiles.columns) * tiles.depth * 2
+    slices = tiles.rows * tiles.columns // (SLICE_ROWS * tiles.slice_columns)
+    if not elementwise:
+        slices = min(slices, tiles.slices)
+    results = CONSUMERS * slices * SLICE_ROWS * tiles.slice_columns * 2
+    return tiles.stages * stage + results + BARRIER_BYTES
+
+
+def gradient_bytes(tiles: GradientTiles, block: int) -> int:
+    """Shared memory of dW in bytes."""
+    side = min(tiles.side, block)
+    stage = CONSUMERS * (tiles.width * max(side, SLICE_ROWS) + side) * tiles.depth * 2
+    results = CONSUMERS * tiles.slices * SLICE_ROWS * min(tiles.slice_bytes, side * 4)
+    return tiles.stages * stage + results + BARRIER_BYTES
+
+
+def product_tiles(
+    tokens: int, features: int, columns: int, block: int, elementwise: bool, multiprocessors: int
+) -> ProductTiles:
+    """Tiles of a product: few waves of programs, then as many stages as shared memory holds.
+
+    256 tokens a program read each stored block least often; 128 where that leaves too few
+    programs.  Two programs share blocks (a cluster) where there are tokens for both.
+
+    Args:
+      tokens: rows of the operand.
+      features: its width.
+      columns: blocks of the result's width.
+      block: side of a block.
+      elementwise: as in `product_bytes`.
+      multiprocessors: of the device.
+    """
+    width = min(block, 128)
+
+    def waves(rows):
+        tiles = -(-tokens // (CONSUMERS * rows)) * columns * (block // width)
+        return -(-tiles // multiprocessors)
+
+    # A tile of 128 tokens reads half as much again a multiply-add: worth a quarter fewer rows.
+    rows = min((128, 64), key=lambda rows: waves(rows) * rows * (1 if rows == 128 else 1.25))
+    pair = tokens > CONSUMERS * rows and multiprocessors % 2 == 0
+    cluster = 2 if pair else 1
+    rows_of_cluster = CONSUMERS * rows * cluster
+    group = max(1, CACHE_BYTES // 2 // (rows_of_cluster * features * 2))
+    tiles = ProductTiles(
+        rows=rows,
+        columns=width,
+        depth=min(block, 64),
+        stages=_MOST_STAGES,
+        cluster=cluster,
+        group=min(group, -(-tokens // rows_of_cluster)),
+    )
+    return _fitted(tiles, functools.partial(product_bytes, elementwise=elementwise))
+
+
+def gradient_tiles(
+    tokens: int, stored: int, block: int, accumulate: bool, multiprocessors: int
+) -> GradientTiles:
+    """Tiles of dW: the last wave in as many shares as repay the passes over their sums.
+
+    Of an accumulator, many small slices are under way at once: reading it delays the end.
+
+    Args:
+      tokens: rows of both operands.
+      stored: number of stored blocks.
+      block: side of a block.
+      accumulate: whether an accumulator is read.
+      multiprocessors: of the device.
+    """
+    side, width = min(block, 128), 2 if block < 128 else 1
+    pairs = -(-(stored * (block // side) ** 2) // (width * CONSUMERS))
+    flops = 2 * tokens * side * max(side, SLICE_ROWS) * width * CONSUMERS
+
+    last = pairs % multiprocessors
+
+    def seconds(splits):
+        """What of the last wave depends on the shares."""
+        waves = -(-last * splits // multiprocessors) / splits
+        if splits == 1:
+            return waves * flops / _MULTIPLY_RATE
+        sums = last * CONSUMERS * width * side * max(side, SLICE_ROWS) * 4
+        moved = (2 * splits + 1) * sums
+        return waves * flops / _MULTIPLY_RATE + moved / _MEMORY_RATE + _LAUNCH_SECONDS
+
+    shares = range(1, 1 + max(1, min(16, tokens // 256)))
+    tiles = GradientTiles(
+        side,
+        width,
+        depth=64,
+        stages=_MOST_STAGES,
+        splits=min(shares, key=seconds),
+        slices=4 if accumulate else 2,
+        slice_bytes=64 if accumulate else 128,
+    )
+    return _fitted(tiles, functools.partial(gradient_bytes, block=block))
+
+
+def multiprocessors() -> int:
+    """Of the GPU compiled for: the abstract mesh's device, the default one, else an H200's 132."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return device.num_cores or 132
+    return getattr(jax.devices()[0], "core_count", None) or 132
+
+
+def _fitted(tiles, bytes_of):
+    """The same with as many stages as fit; two always do."""
+    stages = range(tiles.stages, 1, -1)
+    deep = (dataclasses.replace(tiles, stages=number) for number in stages)
+    return next(tiles for tiles in deep if bytes_of(tiles) <= SHARED_BYTES)

@@ -1,0 +1,216 @@
+"""The Hopper kernels pass the compiler for an H200 at 13B shapes, on a machine without one."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from simulated_hopper import targeted_gpu
+
+import sparse_dataflow.planning
+from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper
+from sparse_dataflow.kernels.sparse_mlp import pallas_hopper as hopper_mlp
+from sparse_dataflow.sparsity.patterns import make_layout
+
+pytest.importorskip(
+    "jax_cuda13_plugin", reason="compiling for a GPU needs 'sparse_dataflow[cuda]': make aot-gpu"
+)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        jax.__version_info__ < pallas_hopper.NEEDED_JAX,
+        reason=f"Mosaic GPU kernels need jax >= 0.11, not {jax.__version__}",
+    ),
+]
+
+TARGET = pathlib.Path(sparse_dataflow.planning.__file__).parent / "h200.txtpb"
+PROJECTIONS = {"qkv": (5120, 15360), "out": (5120, 5120), "in": (5120, 20480), "mlp": (20480, 5120)}
+TOKENS, DENSITY = 2048, 1 / 8
+
+
+@pytest.fixture(scope="module")
+def device():
+    """An H200 that is only described."""
+    return topologies.get_topology_desc(
+        "", platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
+    ).devices[0]
+
+
+@pytest.fixture
+def compiled(device, monkeypatch, capfd):
+    """compiled(function, arguments) -> (program, what the assembler says of each kernel)."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+
+    def compile_(function, arguments):
+        sharding = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
+        structs = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments
+        )
+        capfd.readouterr()
+        with targeted_gpu():
+            traced = jax.jit(function).trace(*structs)
+            program = traced.lower(lowering_platforms=("cuda",)).compile()
+        return program, "".join(capfd.readouterr())
+
+    return compile_
+
+
+def operands(layout, tokens=TOKENS):
+    shapes = (
+        (tokens, layout.in_features),
+        (layout.nnz, layout.block, layout.block),
+        (tokens, layout.out_features),
+    )
+    return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+
+def products(x, values, dy, tables):
+    """(y, dx, dvalues): three kernels."""
+    y, pullback = jax.vjp(lambda x, v: pallas_hopper.block_sparse_matmul(x, v, tables), x, values)
+    return y, *pullback(dy)
+
+
+def kernels(program):
+    return program.as_text().count('custom_call_target="mosaic_gpu')
+
+
+def shares(layout, tokens=TOKENS):
+    """Shares of the tokens in dW's last wave; more than one are a kernel of their own."""
+    x, values, _ = operands(layout, tokens)
+    with targeted_gpu():
+        tuning = pallas_hopper.default_tuning(x, values, layout.tables())
+    return tuning.weight_gradient.splits
+
+
+def temporary_bytes(program):
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def assert_registers_suffice(report):
+    """Of the kernels that no earlier test compiled, some, none spills."""
+    assert report.count("bytes spill stores") >= 1
+    assert report.count("bytes spill stores") == report.count(
+        " 0 bytes spill stores, 0 bytes spill loads"
+    )
+
+
+@pytest.mark.parametrize("block", [128, 64])
+@pytest.mark.parametrize("projection", list(PROJECTIONS))
+def test_all_three_products_compile_without_a_copy_of_anything(compiled, projection, block):
+    layout = make_layout("pixelfly", *PROJECTIONS[projection], block, DENSITY)
+    program, report = compiled(products, [*operands(layout), layout.tables()])
+    assert kernels(program) == 3 + (shares(layout) > 1)
+    assert_registers_suffice(report)
+    assert temporary_bytes(program) <= (2**20 if shares(layout) == 1 else 2**25)
+
+
+def test_a_last_wave_in_shares_is_no_copy_of_the_gradient(compiled):
+    layout = make_layout("pixelfly", *PROJECTIONS["qkv"], 128, DENSITY)
+    tokens = 16384
+    x, values, dy = operands(layout, tokens)
+    arguments = [x, dy, layout.tables()]
+
+    def gradient(x, dy, tables):
+        return pallas_hopper.weight_gradient(x, dy, tables, values=values)
+
+    program, report = compiled(gradient, arguments)
+    assert kernels(program) == 2
+    assert_registers_suffice(report)
+    last = 2 * (layout.nnz // 2 % 132)  # Blocks of the last wave, two a program.
+    sums = last * layout.block**2 * 4
+    gradient_bytes = layout.nnz * layout.block**2 * 2
+    assert temporary_bytes(program) <= (shares(layout, tokens) + 1) * sums + gradient_bytes + 2**20
+
+
+def test_the_fused_product_keeps_two_activations_and_nothing_else(compiled):
+    layout = make_layout("pixelfly", *PROJECTIONS["in"], 128, DENSITY)
+    bias = jax.ShapeDtypeStruct((layout.out_features,), jnp.float32)
+
+    def fused(x, values, dy, tables, bias):
+        y, pullback = jax.vjp(
+            lambda x, v, b: pallas_hopper.block_sparse_matmul(
+                x, v, tables, bias=b, activation="gelu"
+            ),
+            x,
+            values,
+            bias,
+        )
+        return y, *pullback(dy)
+
+    program, report = compiled(fused, [*operands(layout), layout.tables(), bias])
+    assert kernels(program) == 3 + (shares(layout) > 1)
+    assert_registers_suffice(report)
+    preactivation = TOKENS * layout.out_features * 2
+    assert temporary_bytes(program) <= 2 * preactivation + 2**20
+
+
+@pytest.mark.parametrize("block", [128, 64])
+def test_epilogues_need_no_second_kernel(compiled, block):
+    """mlp_out adds the residual; its gradient passes the GELU before it."""
+    layout = make_layout("pixelfly", *PROJECTIONS["mlp"], block, DENSITY)
+    bias = jax.ShapeDtypeStruct((layout.out_features,), jnp.float32)
+    x, values, dy = operands(layout)
+
+    def forward(x, values, residual, tables, bias):
+        return pallas_hopper.block_sparse_matmul(x, values, tables, bias=bias, residual=residual)
+
+    def backward(z, values, dy, tables):
+        return pallas_hopper.input_gradient(dy, values, tables, preactivation=z)
+
+    for function, arguments in [(forward, [bias]), (backward, [])]:
+        program, report = compiled(function, [x, values, dy, layout.tables(), *arguments])
+        assert kernels(program) == 1
+        assert_registers_suffice(report)
+        assert temporary_bytes(program) <= 2**20
+
+
+@pytest.mark.parametrize("block", [128, 64])
+def test_accumulation_is_part_of_the_kernel(compiled, block):
+    layout = make_layout("pixelfly", *PROJECTIONS["out"], block, DENSITY)
+    x, values, dy = operands(layout)
+    accumulator = jax.ShapeDtypeStruct(values.shape, jnp.float32)
+
+    def add(x, dy, tables, accumulator):
+        return pallas_hopper.weight_gradient(x, dy, tables, accumulator=accumulator)
+
+    program, report = compiled(add, [x, dy, layout.tables(), accumulator])
+    assert kernels(program) == 1
+    assert_registers_suffice(report)
+    assert temporary_bytes(program) <= 2**20
+
+
+@pytest.mark.parametrize(("block", "density"), [(32, 1 / 8), (256, 1 / 10)])
+@pytest.mark.parametrize("tokens", [2048, 1000])
+def test_other_blocks_and_tokens_compile(compiled, block, density, tokens):
+    layout = make_layout("pixelfly", *PROJECTIONS["out"], block, density)
+    program, report = compiled(products, [*operands(layout, tokens), layout.tables()])
+    assert kernels(program) == 3
+    assert_registers_suffice(report)
+
+
+def test_the_mlp_is_six_kernels_and_keeps_three_activations_at_most(compiled):
+    layouts = [make_layout("pixelfly", *PROJECTIONS[name], 128, DENSITY) for name in ("in", "mlp")]
+    (x, values_in, _), (_, values_out, dy) = map(operands, layouts)
+    bias = jax.ShapeDtypeStruct((layouts[0].out_features,), jnp.float32)
+
+    def mlp(x, values_in, bias, values_out, dy, *tables):
+        y, pullback = jax.vjp(
+            lambda *o: hopper_mlp.sparse_mlp(*o, *tables), x, values_in, bias, values_out
+        )
+        return y, *pullback(dy)
+
+    arguments = [x, values_in, bias, values_out, dy, *(layout.tables() for layout in layouts)]
+    program, report = compiled(mlp, arguments)
+    assert kernels(program) == 6 + sum(shares(layout) > 1 for layout in layouts)
+    assert_registers_suffice(report)
+    assert temporary_bytes(program) <= 3 * TOKENS * layouts[0].out_features * 2 + 2**20
+
+
+def test_a_layout_that_is_known_compiles_too(compiled):
+    layout = make_layout("random", *PROJECTIONS["out"], 64, DENSITY)
+    tables = layout.tables()
+    program, _ = compiled(lambda *o: products(*o, tables), operands(layout))
+    assert kernels(program) == 3
