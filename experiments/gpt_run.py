@@ -61,7 +61,7 @@ def run(experiment: str, values, groups, sparse: bool) -> None:
                 v.with_steps(saved["variants"][v.name]["training"]["steps"]) for v in variants
             ]
             run_folder.refuse_other_variants(folder, saved, variants)
-        data = _training_data(values, variants[0], corpus, tokenizer)
+        data = training_data(values, variants[0], corpus, tokenizer)
         if values.steps:
             _refuse_unfit(variants)
         programs, known = {}, {}
@@ -75,7 +75,7 @@ def run(experiment: str, values, groups, sparse: bool) -> None:
             saved = _config(experiment, values, groups, variants, corpus, tokenizer, chip)
             run_folder.start(folder, saved, tokenizer)
 
-        with _stop_on_signals() as stop, contextlib.ExitStack() as stack:
+        with stop_on_signals() as stop, contextlib.ExitStack() as stack:
             trainers = []
             for position, v in enumerate(variants):
                 t = _trainer(values, v, folder, data, programs[v.name], chip, position)
@@ -107,7 +107,8 @@ def _settle(values, chip, sparse) -> list[str]:
     return names
 
 
-def _training_data(values, variant, corpus, tokenizer) -> TrainingData:
+def training_data(values, variant, corpus, tokenizer) -> TrainingData:
+    """The batches of a variant's shape, drawn by `values.seed`, and the held-out windows."""
     tokens = prepare_tokens(corpus, tokenizer, CACHE)
     say(
         f"corpus {corpus.name}: {tokens.train.documents:,} documents, "
@@ -188,7 +189,7 @@ def _train(trainers: list[Trainer], stop) -> bool:
 
 
 @contextlib.contextmanager
-def _stop_on_signals():
+def stop_on_signals():
     """Yields a function that tells whether SIGINT or SIGTERM came; a second SIGINT interrupts."""
     came = []
 

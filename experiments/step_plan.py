@@ -1,5 +1,6 @@
 """How many steps each model of a run makes in its minutes."""
 
+import dataclasses
 import time
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 from experiments.recipes import Variant
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import update_steps
-from sparse_dataflow.training.programs import Compiled, TrainingData
+from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
 from sparse_dataflow.training.step import initial_state
 
 ROUNDS = 3
@@ -37,6 +38,22 @@ def planned_steps(
         updates = f", {1e3 * update:.0f} ms an update" if update else ""
         say(f"{v.name:>6}: {parts} ms a step{updates}, {steps[v.name]} steps planned")
     return steps
+
+
+def step_seconds(variants: dict[str, Variant], data: TrainingData, steps: int) -> dict[str, float]:
+    """Mean seconds of a step of each variant in a training of `steps`, updates included."""
+    known: dict = {}
+    programs = {
+        name: compile_programs(v.stages, v.training, data, v.evolution, known)
+        for name, v in variants.items()
+    }
+    renamed = [dataclasses.replace(v, name=name) for name, v in variants.items()]
+    seconds = _phase_seconds(renamed, programs, data)
+    return {
+        v.name: float(np.dot(_shares(v), seconds[v.name]))
+        + programs[v.name][0].update_seconds * _updates_a_step(v, steps)
+        for v in renamed
+    }
 
 
 def _shares(variant):
