@@ -12,10 +12,10 @@ from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import load_tokenizer
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution.host_memory import keep_freed_memory
-from sparse_dataflow.planning import cost, hardware
+from sparse_dataflow.planning import hardware
 from sparse_dataflow.training.loop import Trainer, advance_side_by_side
 from sparse_dataflow.training.metrics import say
-from sparse_dataflow.training.phases import refuse_unfit
+from sparse_dataflow.training.phases import refuse_unfit, run_flops
 from sparse_dataflow.training.programs import compile_programs
 
 BASELINE = "dense"
@@ -113,10 +113,8 @@ def _steps(asked, arms, seed, corpus, tokenizer):
 
 
 def _flops_a_step(variant):
-    training = variant.training
-    tokens = training.batch * training.sequence
-    parts = [(phase.model, phase.steps * tokens) for phase in variant.phases]
-    return cost.training_flops(parts, training.sequence) / training.steps
+    total = run_flops(variant.model, variant.evolution, variant.training)
+    return total / variant.training.steps
 
 
 def _train(asked, arms, arm, seed, steps, where, corpus, tokenizer, stop):

@@ -20,11 +20,8 @@ from sparse_dataflow.reporting.report import (
     VariantData,
     write_report,
 )
-from sparse_dataflow.sparsity.evolution import METHODS
-from sparse_dataflow.training.block_gradients import probed_rows
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics, say
-from sparse_dataflow.training.phases import update_steps
 from sparse_dataflow.training.sections import section_seconds
 
 CONTINUATIONS = 10
@@ -86,7 +83,7 @@ def _variant(folder, trainer, chip):
     tokens_a_step = training.batch * training.sequence
     of_phase = _step_seconds(trainer, train, tokens_a_step)
     step_seconds = float(np.dot(of_phase, [p.steps for p in trainer.phases]) / training.steps)
-    flops = _flops(trainer) / trainer.tokens
+    flops = trainer.flops / trainer.tokens
     plan = max(
         (
             memory.training_bytes(
@@ -129,20 +126,6 @@ def _step_seconds(trainer, train, tokens_a_step):
         seconds = [tokens_a_step / row["tokens_per_second"] for row in rows]
         found.append(float(np.median(seconds or [trainer.seconds / trainer.step])))
     return found
-
-
-def _flops(trainer):
-    """Model FLOPs of the whole training, its layout updates among them."""
-    training = trainer.training
-    tokens = training.batch * training.sequence
-    total = cost.training_flops(
-        [(phase.model, phase.steps * tokens) for phase in trainer.phases], training.sequence
-    )
-    if METHODS[trainer.evolution.method].reads_gradients:
-        probed = probed_rows(training.batch, training.micro_batches) * training.sequence
-        updates = len(update_steps(trainer.evolution, training.steps))
-        total += updates * cost.gradient_norms_flops(trainer.model, probed, training.sequence)
-    return total
 
 
 def _evolution_notes(folder, trainers):

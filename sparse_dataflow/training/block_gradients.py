@@ -38,8 +38,3 @@ def block_gradient_norms(
         return whole.loss(model, params, probes, tokens, weights)
 
     return jax.grad(loss)(zeros)
-
-
-def probed_rows(batch: int, micro_batches: int) -> int:
-    """Sequences that the norms are taken over: a quarter of a micro-batch, at least one."""
-    return max(1, batch // micro_batches // 4)

@@ -17,7 +17,7 @@ from sparse_dataflow.sparsity.evolution import EvolutionConfig, exchanged_share
 from sparse_dataflow.training.checkpoint import Checkpoints
 from sparse_dataflow.training.metrics import MetricsWriter, Progress, say
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
-from sparse_dataflow.training.phases import phase_before, phases, refuse_unfit
+from sparse_dataflow.training.phases import phase_before, phases, refuse_unfit, run_flops
 from sparse_dataflow.training.programs import Compiled, TrainingData, evolved
 from sparse_dataflow.training.step import group_norms, initial_state
 from sparse_dataflow.training.transitions import change_model
@@ -70,6 +70,7 @@ class Trainer:
         self.evolution = evolution or EvolutionConfig()
         refuse_unfit(model, self.evolution, training.steps)
         self.phases = phases(model, self.evolution, training.steps)
+        self.flops = run_flops(model, self.evolution, training)
         self._data, self._programs, self._mfu = data, programs, mfu
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
         self._learning_rate = learning_rate_schedule(training)

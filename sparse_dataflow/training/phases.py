@@ -4,7 +4,9 @@ import dataclasses
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.sparsity.evolution import EvolutionConfig, exchanged_share, stages
+from sparse_dataflow.planning import cost
+from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, exchanged_share, stages
+from sparse_dataflow.training.optimizer import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,23 @@ def update_steps(evolution: EvolutionConfig, steps: int) -> list[int]:
     """The steps (from 0) before which a layout is updated."""
     due = range(0, steps, evolution.every)
     return [step for step in due if exchanged_share(evolution, step, steps) > 0]
+
+
+def probed_rows(training: TrainingConfig) -> int:
+    """Sequences whose dense gradient is measured: a quarter of a micro-batch, at least one."""
+    return max(1, training.batch // training.micro_batches // 4)
+
+
+def run_flops(model: ModelConfig, evolution: EvolutionConfig, training: TrainingConfig) -> float:
+    """Model FLOPs of a whole training: of each phase's own model, and of the layout updates."""
+    found, tokens = phases(model, evolution, training.steps), training.batch * training.sequence
+    parts = [(phase.model, phase.steps * tokens) for phase in found]
+    total = cost.training_flops(parts, training.sequence)
+    if METHODS[evolution.method].reads_gradients:
+        probed = probed_rows(training) * training.sequence
+        norms = cost.gradient_norms_flops(model, probed, training.sequence)
+        total += len(update_steps(evolution, training.steps)) * norms
+    return total
 
 
 def refuse_unfit(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> None:

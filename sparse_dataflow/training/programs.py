@@ -12,8 +12,9 @@ import numpy as np
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.models import gpt
 from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, Stage
-from sparse_dataflow.training.block_gradients import block_gradient_norms, probed_rows
+from sparse_dataflow.training.block_gradients import block_gradient_norms
 from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.training.phases import probed_rows
 from sparse_dataflow.training.step import initial_state, make_eval_step, make_train_step
 from sparse_dataflow.training.transitions import change_model, update_layouts
 
@@ -118,7 +119,7 @@ def _compiled(stage, training, data):
 def _with_updates(programs, stage, training, data, evolution):
     """`programs` with what updates read; an update was made twice, and timed the second time."""
     model, method = stage.model, METHODS[evolution.method]
-    rows = probed_rows(training.batch, training.micro_batches)
+    rows = probed_rows(training)
     norms = jax.jit(functools.partial(block_gradient_norms, model))
     if method.reads_gradients:
         programs = dataclasses.replace(

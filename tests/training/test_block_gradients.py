@@ -11,7 +11,7 @@ import pytest
 from sparse_dataflow.execution import whole
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
-from sparse_dataflow.training.block_gradients import block_gradient_norms, probed_rows
+from sparse_dataflow.training.block_gradients import block_gradient_norms
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -81,8 +81,3 @@ def test_nothing_is_larger_than_one_projections_dense_gradient(array_sizes):
     dense = [size for size in sizes if size > stored]
     # Layer by layer: xᵀ dy once a projection, as it is made, shaped to blocks and squared.
     assert sum(dense) <= 4 * layer * MODEL.num_layers
-
-
-@pytest.mark.parametrize(("batch", "micro", "rows"), [(8, 1, 2), (8, 4, 1), (2, 1, 1), (64, 2, 8)])
-def test_a_quarter_of_a_micro_batch_is_read(batch, micro, rows):
-    assert probed_rows(batch, micro) == rows

@@ -11,11 +11,18 @@ from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.planning import cost
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
 from sparse_dataflow.training.loop import Trainer, advance_side_by_side
 from sparse_dataflow.training.metrics import read_metrics
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
-from sparse_dataflow.training.phases import phases, refuse_unfit, update_steps
+from sparse_dataflow.training.phases import (
+    phases,
+    probed_rows,
+    refuse_unfit,
+    run_flops,
+    update_steps,
+)
 from sparse_dataflow.training.programs import TrainingData, compile_programs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -164,3 +171,22 @@ def test_phases_cover_the_run():
         assert found[0].start == 0 and found[-1].stop == 97
         assert all(a.stop == b.start for a, b in zip(found, found[1:]))  # noqa: RUF007
         assert sum(phase.steps for phase in found) == 97
+
+
+@pytest.mark.parametrize(("batch", "micro", "rows"), [(8, 1, 2), (8, 4, 1), (2, 1, 1), (64, 2, 8)])
+def test_a_quarter_of_a_micro_batch_is_probed(batch, micro, rows):
+    assert probed_rows(TrainingConfig(1, batch, 8, micro)) == rows
+
+
+def test_flops_of_a_run_are_those_of_its_phases_and_updates():
+    tokens = TRAINING.batch * TRAINING.sequence
+    sparse = cost.flops_per_token(MODEL, 8).total
+    dense = cost.flops_per_token(phases(MODEL, EVOLUTIONS["sparse_to_dense"], 10)[1].model, 8).total
+    found = {name: run_flops(MODEL, EVOLUTIONS[name], TRAINING) for name in EVOLUTIONS}
+    assert found["sparse_to_dense"] == pytest.approx(5 * tokens * (sparse + dense))
+    assert found["set"] == pytest.approx(10 * tokens * sparse)
+    norms = cost.gradient_norms_flops(MODEL, 8, 8)
+    assert found["rigl"] == pytest.approx(
+        found["set"] + len(update_steps(EVOLUTIONS["rigl"], 10)) * norms
+    )
+    assert found["low_rank_tail"] < found["set"] < found["gradual"]
