@@ -28,6 +28,7 @@ def check(values: absl_flags.FlagValues, groups: Sequence[Group]) -> None:
     command_line.check_ranges(groups, values)
     _check_training(values)
     _check_sparsity(values)
+    _check_evolution(values)
     _check_folders(values, groups)
 
 
@@ -72,7 +73,8 @@ def _check_sparsity(values):
     if "sparse_projections" not in values:
         return
     if not values.sparse_projections:
-        named = [n for n in ("pattern", "density", "block", "rank") if given(values, n)]
+        only_sparse = ("pattern", "density", "block", "rank", "evolution")
+        named = [n for n in only_sparse if given(values, n)]
         if "twin" in values and given(values, "twin") and values.twin == "yes":
             named.append("twin")
         if named:
@@ -86,6 +88,23 @@ def _check_sparsity(values):
             f"--pattern=dense stores every block, which contradicts --density={values.density}; "
             "leave --density out or name another pattern."
         )
+
+
+def _check_evolution(values):
+    if "evolution" not in values or ("resume" in values and values.resume):
+        return
+    method = values.evolution
+    if given(values, "evolve_every") and method not in ("set", "rigl"):
+        raise UserError(
+            f"--evolve_every={values.evolve_every} is for the methods that exchange blocks, and "
+            f"--evolution={method} does not; legal: --evolution=set or rigl."
+        )
+    if given(values, "evolve_at") and method == "static":
+        raise UserError(
+            f"--evolve_at={values.evolve_at} without a method; name one with --evolution."
+        )
+    if method == "low_rank_tail" and "rank" in values and not values.rank:
+        raise UserError("--evolution=low_rank_tail adds a term of --rank; legal: 1 or more.")
 
 
 def _check_folders(values, groups):

@@ -17,7 +17,7 @@ from experiments.command_line import Flag, Group
 from experiments.contradictions import given
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES
 
-__all__ = ["DATA", "GROUPS", "MODEL", "RUN", "SPARSITY", "TRAINING"]
+__all__ = ["DATA", "EVOLUTION", "GROUPS", "MODEL", "RUN", "SPARSITY", "TRAINING"]
 __all__ += ["as_dict", "check", "define", "given", "run", "without"]
 
 _MODULE = __name__
@@ -29,6 +29,12 @@ def _patterns() -> tuple[str, ...]:
     from sparse_dataflow.sparsity.patterns import PATTERNS
 
     return tuple(PATTERNS)
+
+
+def _methods() -> tuple[str, ...]:
+    from sparse_dataflow.sparsity.evolution import METHODS
+
+    return tuple(METHODS)
 
 
 def _one_of(*names: str):
@@ -117,6 +123,36 @@ SPARSITY = Group(
             "all",
             "Projections that are block-sparse; the others stay dense.",
             _one_of(*PROJECTIONS),
+        ),
+    ),
+)
+EVOLUTION = Group(
+    "Evolution",
+    "how the stored blocks change while training",
+    (
+        Flag(
+            "evolution",
+            "choice",
+            "static",
+            "set and rigl exchange blocks, at random or by their gradient; gradual prunes a dense "
+            "model in halvings; sparse_to_dense ends dense; low_rank_tail adds --rank at the end.",
+            _methods,
+        ),
+        Flag(
+            "evolve_every",
+            "integer",
+            100,
+            "Steps between two exchanges of set and rigl.",
+            legal=_AT_LEAST_ONE,
+        ),
+        Flag(
+            "evolve_at",
+            "number",
+            0.0,
+            "Fraction of the steps at which set and rigl stop, gradual reaches --density, "
+            "sparse_to_dense becomes dense, low_rank_tail adds its term; 0 is 0.75, 0.75, 0.5, "
+            "0.7, 0.99.",
+            legal=("in [0, 1)", lambda fraction: 0 <= fraction < 1),
         ),
     ),
 )
@@ -227,7 +263,7 @@ RUN = Group(
         ),
     ),
 )
-GROUPS = (MODEL, SPARSITY, TRAINING, DATA, RUN)
+GROUPS = (MODEL, SPARSITY, EVOLUTION, TRAINING, DATA, RUN)
 
 
 def without(*names: str, groups: Sequence[Group] = GROUPS) -> tuple[Group, ...]:

@@ -16,7 +16,8 @@ def main(values):
     gpt_run.run("gpt13b_dense", values, GROUPS, sparse=False)
 
 
-GROUPS = flags.without("pattern", "density", "block", "rank", "sparse_projections", "twin")
+SPARSE_ONLY = ("pattern", "density", "block", "rank", "sparse_projections", "twin")
+GROUPS = flags.without(*SPARSE_ONLY, *(flag.name for flag in flags.EVOLUTION.flags))
 
 if __name__ == "__main__":
     flags.run(main, __doc__, GROUPS)

@@ -8,13 +8,11 @@ import platform
 import shlex
 import signal
 import sys
-import time
 from pathlib import Path
 
 import jax
-import numpy as np
 
-from experiments import flags, memory_check, recipes, run_folder, run_report
+from experiments import flags, memory_check, recipes, run_folder, run_report, step_plan
 from experiments.recipes import Variant
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.data.corpora import load_corpus
@@ -22,15 +20,10 @@ from sparse_dataflow.data.tokenizer import load_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.execution.host_memory import keep_freed_memory
 from sparse_dataflow.planning import cost, hardware, memory
-from sparse_dataflow.training.loop import (
-    Compiled,
-    Trainer,
-    TrainingData,
-    advance_side_by_side,
-    compile_programs,
-)
+from sparse_dataflow.training.loop import Trainer, advance_side_by_side
 from sparse_dataflow.training.metrics import say
-from sparse_dataflow.training.step import initial_state
+from sparse_dataflow.training.phases import refuse_unfit
+from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sparse_dataflow"
 EVALUATION_WINDOWS = 64
@@ -68,18 +61,21 @@ def run(experiment: str, values, groups, sparse: bool) -> None:
                 v.with_steps(saved["variants"][v.name]["training"]["steps"]) for v in variants
             ]
             run_folder.refuse_other_variants(folder, saved, variants)
-        data = _training_data(values, variants[0], corpus, tokenizer)
-        programs = {}
+        data = training_data(values, variants[0], corpus, tokenizer)
+        if values.steps:
+            _refuse_unfit(variants)
+        programs, known = {}, {}
         for v in variants:
             say(f"{v.name:>6}: compiling")
-            programs[v.name] = compile_programs(v.model, v.training, data)
+            programs[v.name] = compile_programs(v.stages, v.training, data, v.evolution, known)
         if not saved:
-            steps = _planned_steps(values, variants, programs, data)
+            steps = step_plan.planned_steps(values, variants, programs, data)
             variants = [v.with_steps(steps[v.name]) for v in variants]
+            _refuse_unfit(variants)
             saved = _config(experiment, values, groups, variants, corpus, tokenizer, chip)
             run_folder.start(folder, saved, tokenizer)
 
-        with _stop_on_signals() as stop, contextlib.ExitStack() as stack:
+        with stop_on_signals() as stop, contextlib.ExitStack() as stack:
             trainers = []
             for position, v in enumerate(variants):
                 t = _trainer(values, v, folder, data, programs[v.name], chip, position)
@@ -111,7 +107,8 @@ def _settle(values, chip, sparse) -> list[str]:
     return names
 
 
-def _training_data(values, variant, corpus, tokenizer) -> TrainingData:
+def training_data(values, variant, corpus, tokenizer) -> TrainingData:
+    """The batches of a variant's shape, drawn by `values.seed`, and the held-out windows."""
     tokens = prepare_tokens(corpus, tokenizer, CACHE)
     say(
         f"corpus {corpus.name}: {tokens.train.documents:,} documents, "
@@ -131,29 +128,9 @@ def _training_data(values, variant, corpus, tokenizer) -> TrainingData:
     )
 
 
-def _planned_steps(values, variants, programs, data):
-    """Steps of each variant: as many as the flag says, or as fit into its minutes.
-
-    Step times are taken in turn, on a throw-away state, so that all see the same machine; the plan
-    is kept in config.json and a resumed run keeps it.
-    """
-    if values.steps:
-        return {v.name: values.steps for v in variants}
-    states = {v.name: initial_state(v.model, v.training)._replace(tables=()) for v in variants}
-    times = {v.name: [] for v in variants}
-    tokens = data.train[0]["tokens"]
-    for _ in range(9):
-        for name in states:
-            start = time.perf_counter()
-            states[name], report = programs[name].train_step(states[name], tokens, np.float32(0))
-            jax.block_until_ready(report)
-            times[name].append(time.perf_counter() - start)
-    # The mean and not the median: a budget pays for the slow steps as well.
-    seconds = {name: float(np.mean(t[1:])) for name, t in times.items()}
-    steps = {name: max(1, round(values.minutes * 60 / s)) for name, s in seconds.items()}
-    for name in steps:
-        say(f"{name:>6}: {1e3 * seconds[name]:.0f} ms a step, {steps[name]} steps planned")
-    return steps
+def _refuse_unfit(variants):
+    for v in variants:
+        refuse_unfit(v.model, v.evolution, v.training.steps)
 
 
 def _config(experiment, values, groups, variants, corpus, tokenizer, chip) -> dict:
@@ -171,10 +148,20 @@ def _config(experiment, values, groups, variants, corpus, tokenizer, chip) -> di
 
 
 def _trainer(
-    values, variant: Variant, folder: Path, data: TrainingData, programs: Compiled, chip, position
+    values,
+    variant: Variant,
+    folder: Path,
+    data: TrainingData,
+    programs: list[Compiled],
+    chip,
+    position,
 ) -> Trainer:
     eval_every = values.eval_every or max(1, variant.training.steps // EVALUATIONS_A_RUN)
-    flops = cost.flops_per_token(variant.model, variant.training.sequence).total
+
+    def mfu(model, speed):
+        flops = cost.flops_per_token(model, variant.training.sequence).total
+        return cost.mfu(flops, speed, chip, model.compute_dtype)
+
     return Trainer(
         variant.name,
         folder / variant.name,
@@ -184,7 +171,8 @@ def _trainer(
         programs,
         eval_every=eval_every,
         checkpoint_every=values.checkpoint_every or 2 * eval_every,
-        mfu=lambda speed: cost.mfu(flops, speed, chip, variant.model.compute_dtype),
+        evolution=variant.evolution,
+        mfu=mfu,
         position=position,
     )
 
@@ -201,7 +189,7 @@ def _train(trainers: list[Trainer], stop) -> bool:
 
 
 @contextlib.contextmanager
-def _stop_on_signals():
+def stop_on_signals():
     """Yields a function that tells whether SIGINT or SIGTERM came; a second SIGINT interrupts."""
     came = []
 

@@ -15,13 +15,20 @@ def needed_bytes(variants: list[Variant]) -> int:
     """Memory of training the variants by turns on one device.
 
     The masters, moments and tables of all stay; a step's own memory is there once, the largest.
+    A variant that trains several models in turn counts as the one that needs most.
     """
     plans = [
-        memory.training_bytes(
-            v.model,
-            v.training.batch // v.training.micro_batches,
-            v.training.sequence,
-            accumulation=v.training.micro_batches,
+        max(
+            (
+                memory.training_bytes(
+                    stage.model,
+                    v.training.batch // v.training.micro_batches,
+                    v.training.sequence,
+                    accumulation=v.training.micro_batches,
+                )
+                for stage in v.stages
+            ),
+            key=lambda plan: plan.total,
         )
         for v in variants
     ]

@@ -7,18 +7,22 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import SIZES, LinearSpec, ModelConfig
 from sparse_dataflow.planning import memory
+from sparse_dataflow.sparsity.evolution import EvolutionConfig, Stage, stages
 from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.training.phases import Phase, phases
 
 LAPTOP_SCALES = ("pico", "nano", "micro", "mini")
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One model of a run: its name ("sparse" or "dense"), what it is and how it is trained."""
+    """One model of a run: its name ("sparse" or "dense"), what it is, how it is trained and how
+    its layouts change meanwhile."""
 
     name: str
     model: ModelConfig
     training: TrainingConfig
+    evolution: EvolutionConfig = dataclasses.field(default_factory=EvolutionConfig)
 
     def with_steps(self, steps: int) -> "Variant":
         """The same, trained for that many steps."""
@@ -26,7 +30,21 @@ class Variant:
 
     def to_json(self) -> dict:
         """As under "variants" in a run's config.json."""
-        return {"model": self.model.to_json(), "training": dataclasses.asdict(self.training)}
+        return {
+            "model": self.model.to_json(),
+            "training": dataclasses.asdict(self.training),
+            "evolution": dataclasses.asdict(self.evolution),
+        }
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The models that are trained in turn; UserError where the method fits no such model."""
+        return stages(self.model, self.evolution)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The same, with their steps."""
+        return phases(self.model, self.evolution, self.training.steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +91,7 @@ def settle(values, backend: str, memory_bytes: int | None, sparse: bool) -> list
       sparse: whether the experiment is the block-sparse one.
     """
     if values.scale == "auto":
-        specs = linears(values) if sparse else {}
+        specs = linears(values) if sparse and not _trains_dense(values) else {}
         values.scale = memory.choose_scale(memory_bytes, backend, specs)
     values.dtype = _dtype(values, backend)
     if not sparse:
@@ -103,10 +121,18 @@ def variants(values, names: list[str], tokens: int | None = None) -> list[Varian
     """
     dense = model_config(values, values.scale, tokens or vocab_size(values))
     models = {name: sparse_config(values, dense) if name == "sparse" else dense for name in names}
-    return [
-        Variant(name, model, training_config(values, values.scale, model, values.steps or 1))
+    found = [
+        Variant(
+            name,
+            model,
+            training_config(values, values.scale, model, values.steps or 1),
+            evolution_config(values) if name == "sparse" else EvolutionConfig(),
+        )
         for name, model in models.items()
     ]
+    for variant in found:
+        stages(variant.model, variant.evolution)
+    return found
 
 
 def _dtype(values, backend):
@@ -142,6 +168,23 @@ def linears(values) -> dict[str, LinearSpec]:
     """The block-sparse projections that the flags describe."""
     spec = LinearSpec("block_sparse", values.pattern, values.density, values.block, values.rank)
     return dict.fromkeys(values.sparse_projections, spec)
+
+
+def evolution_config(values) -> EvolutionConfig:
+    """How the layouts change; static for an experiment without these flags.
+
+    A dense stage learns at the dense recipe's rate, unless --learning_rate names one for all.
+    """
+    method = getattr(values, "evolution", "static")
+    if method == "static":
+        return EvolutionConfig()
+    recipe = RECIPES[values.scale]
+    ratio = 1.0 if values.learning_rate else recipe.learning_rate / recipe.sparse_learning_rate
+    return EvolutionConfig(method, every=values.evolve_every, at=values.evolve_at, dense_rate=ratio)
+
+
+def _trains_dense(values):
+    return getattr(values, "evolution", "static") in ("gradual", "sparse_to_dense")
 
 
 def sparse_config(values, dense: ModelConfig) -> ModelConfig:

@@ -42,8 +42,9 @@ def write(folder: Path, config: dict, trainers: list[Trainer], corpus, tokenizer
       UserError: they cannot be written; the run itself is kept.
     """
     variants = [_variant(folder, trainer, chip) for trainer in trainers]
-    sparse = [t for t in trainers if t.model.sparse_projections]
-    model = (sparse or trainers)[0].model
+    sparse = [p.model for t in trainers for p in t.phases if p.model.sparse_projections]
+    # A model that got sparser in stages is judged by its last.
+    model = (sparse or [trainers[0].model])[-1]
     sequence = trainers[0].training.sequence
     dense_flops = cost.flops_per_token(dataclasses.replace(model, linears=()), sequence)
     data = ReportData(
@@ -54,9 +55,9 @@ def write(folder: Path, config: dict, trainers: list[Trainer], corpus, tokenizer
         versions=config["versions"],
         corpus=f"{corpus.name} ({corpus.content_hash[:12]})",
         tokenizer=f"{tokenizer.vocab_size} tokens ({tokenizer.content_hash[:12]})",
-        notes=_notes(config, trainers),
+        notes=_notes(config, folder, trainers),
         variants=variants,
-        layouts=_layouts(model),
+        layouts=_layouts(trainers, model),
         flop_ceiling=cost.flop_ceiling(model, sequence) if sparse else None,
         projection_share=dense_flops.projection_share,
         continuations=_continuations(trainers, corpus, tokenizer),
@@ -80,15 +81,20 @@ def _variant(folder, trainer, chip):
     train = [row for row in history if row["kind"] == "train"]
     evaluation = [row for row in history if row["kind"] == "final"][-1]
     tokens_a_step = training.batch * training.sequence
-    # A run whose metrics were lost is timed by its clock, which the checkpoints keep.
-    seconds = [tokens_a_step / r["tokens_per_second"] for r in train]
-    step_seconds = float(np.median(seconds or [trainer.seconds / trainer.step]))
-    flops = cost.flops_per_token(model, training.sequence).total
-    plan = memory.training_bytes(
-        model,
-        training.batch // training.micro_batches,
-        training.sequence,
-        accumulation=training.micro_batches,
+    of_phase = _step_seconds(trainer, train, tokens_a_step)
+    step_seconds = float(np.dot(of_phase, [p.steps for p in trainer.phases]) / training.steps)
+    flops = trainer.flops / trainer.tokens
+    plan = max(
+        (
+            memory.training_bytes(
+                phase.model,
+                training.batch // training.micro_batches,
+                training.sequence,
+                accumulation=training.micro_batches,
+            )
+            for phase in trainer.phases
+        ),
+        key=lambda plan: plan.total,
     )
     return VariantData(
         name=trainer.name,
@@ -104,26 +110,62 @@ def _variant(folder, trainer, chip):
         train_seconds=trainer.seconds,
         mfu=cost.mfu(flops, tokens_a_step / step_seconds, chip, model.compute_dtype),
         history=history,
-        section_seconds=section_seconds(model, training, trainer.state, step_seconds),
+        section_seconds=section_seconds(model, training, trainer.state, of_phase[-1]),
         memory=plan.categories,
     )
 
 
-def _notes(config, trainers):
+def _step_seconds(trainer, train, tokens_a_step):
+    """Median seconds of a step, one a phase.
+
+    A run whose metrics were lost is timed by its clock, which the checkpoints keep.
+    """
+    found = []
+    for phase in trainer.phases:
+        rows = [row for row in train if phase.start < row["step"] <= phase.stop]
+        seconds = [tokens_a_step / row["tokens_per_second"] for row in rows]
+        found.append(float(np.median(seconds or [trainer.seconds / trainer.step])))
+    return found
+
+
+def _evolution_notes(folder, trainers):
+    """One sentence for each trainer whose layouts or model changed."""
+    notes = []
+    for t in (t for t in trainers if t.evolution.method != "static"):
+        history = read_metrics(folder / t.name / "metrics.jsonl")
+        changes = [row for row in history if row["kind"] == "evolution"]
+        seconds = sum(row["update_seconds"] for row in changes)
+        starts = ", ".join(
+            f"{memory.parameter_count(phase.model):,} parameters from step {phase.start + 1}"
+            for phase in t.phases
+        )
+        notes.append(
+            f"{t.name}: {t.evolution.method}, {starts}; {len(changes)} changes took {seconds:.1f} "
+            f"of {t.seconds:.1f} seconds. Its FLOPs and step are the mean over all steps, its "
+            "memory the most of any; sections are those of the last step."
+        )
+    return notes
+
+
+def _notes(config, folder, trainers):
     return [
         f"{t.name}: {t.model.num_layers} layers of width {t.model.d_model}, sequences of "
         f"{t.training.sequence} tokens, {t.training.batch} a step, peak learning rate "
         f"{t.training.learning_rate:g}, {t.model.compute_dtype}."
         for t in trainers
     ] + [
+        *_evolution_notes(folder, trainers),
         "Held-out documents are whole files whose hashed name falls into one twentieth.",
         "Sections of a step are timed by themselves, forward and backward, at the run's shapes.",
     ]
 
 
-def _layouts(model):
+def _layouts(trainers, model):
+    """The trained layouts; those it had while sparse, where a model ended dense."""
+    trained = [t for t in trainers if t.model == model]
+    found = gpt.layouts_of(model, trained[0].state.tables) if trained else gpt.layouts(model)
     drawn = []
-    for projection, layers in gpt.layouts(model).items():
+    for projection, layers in found.items():
         for number, layout in enumerate(layers):
             drawn.append(
                 LayoutData(

@@ -18,9 +18,8 @@ _REMAT_POLICIES = {
 def apply_blocks(config: ModelConfig, params: dict, tables: dict, x_BxTxD: jax.Array) -> jax.Array:
     """Runs all blocks on [B, T, D].
 
-    Concrete (numpy) tables are specialised at trace time and the blocks unrolled; traced tables,
-    which may change from step to step, and dense models on accelerators are scanned, so that
-    compile time does not depend on depth.
+    Concrete (numpy) tables are specialised at trace time.  Blocks are unrolled where `unrolls` says
+    so and else scanned, so that compile time does not depend on depth.
     """
 
     def one(x, layer):
@@ -39,12 +38,17 @@ def apply_blocks(config: ModelConfig, params: dict, tables: dict, x_BxTxD: jax.A
 UNROLL_LAYERS = 16
 """Deepest model that a CPU program unrolls."""
 
+UNROLL_CHANGING_LAYERS = 8
+"""The same where the tables are traced, and may change from step to step."""
+
 
 def unrolls(config: ModelConfig, tables: dict) -> bool:
     """Whether `apply_blocks` unrolls: on a CPU, where a loop forces copies of its stacked operands
-    and layouts are worth specialising, as long as compile time stays small."""
+    (a step of `nano` with traced tables takes 1.3 times as long) and known layouts are worth
+    specialising, as long as compile time stays small."""
     concrete = all(isinstance(t, np.ndarray) for t in jax.tree.leaves(tables))
-    return jax.default_backend() == "cpu" and concrete and config.num_layers <= UNROLL_LAYERS
+    deepest = UNROLL_LAYERS if concrete else UNROLL_CHANGING_LAYERS
+    return jax.default_backend() == "cpu" and config.num_layers <= deepest
 
 
 def _unstack(params, num_layers):

@@ -23,7 +23,7 @@ from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
 from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
-from sparse_dataflow.models.linear import PROJECTION_OUTPUT, Linear, projection_layout
+from sparse_dataflow.models.linear import PROJECTION_OUTPUT, Linear, Probe, projection_layout
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 
@@ -79,7 +79,8 @@ class Block(nnx.Module):
         return x_BxTxD + self._mlp(self.norm2(x_BxTxD), tables)
 
     def _mlp(self, x_BxTxD, tables):
-        if self.mlp_in.plain_sparse and self.mlp_out.plain_sparse:
+        probed = any(isinstance(tables.get(name), Probe) for name in ("mlp_in", "mlp_out"))
+        if self.mlp_in.plain_sparse and self.mlp_out.plain_sparse and not probed:
             inside, outside = self.mlp_in.cast(x_BxTxD.dtype), self.mlp_out.cast(x_BxTxD.dtype)
             y = sparse_mlp(
                 x_BxTxD,
@@ -142,6 +143,19 @@ def layout_tables(layouts: dict[str, list[BlockLayout]]) -> dict[str, LayoutTabl
     return {
         projection: LayoutTables(*map(np.stack, zip(*(layout.tables() for layout in layers))))
         for projection, layers in layouts.items()
+    }
+
+
+def layouts_of(
+    config: ModelConfig, tables: dict[str, LayoutTables]
+) -> dict[str, list[BlockLayout]]:
+    """The layouts, one a layer, that concrete tables of `layout_tables` describe."""
+    return {
+        projection: [
+            BlockLayout.from_tables(LayoutTables(*layer), config.linear(projection).block)
+            for layer in zip(*map(np.asarray, stacked))
+        ]
+        for projection, stacked in tables.items()
     }
 
 

@@ -1,10 +1,12 @@
 """The pluggable linear layer: dense, block-sparse, or block-sparse plus low-rank."""
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
@@ -28,6 +30,19 @@ def projection_layout(config: ModelConfig, projection: str, layer: int) -> Block
     phase = config.seed + layer * len(PROJECTIONS) + PROJECTIONS.index(projection)
     in_features, out_features = config.projection_shape(projection)
     return make_layout(spec.pattern, in_features, out_features, spec.block, spec.density, phase)
+
+
+class Probe(NamedTuple):
+    """Tables of a projection whose dense gradient is asked for, block by block.
+
+    Attributes:
+      tables: the layout's.
+      norms: float32 [in_blocks, out_blocks]; enters no result, and its "gradient" is the Euclidean
+        norm of every block of xᵀ dy, the gradient that the weight would have if it were dense.
+    """
+
+    tables: LayoutTables
+    norms: jax.Array
 
 
 class Linear(nnx.Module):
@@ -65,10 +80,13 @@ class Linear(nnx.Module):
             self.b_kernel = nnx.Param(jnp.zeros((spec.rank, out_features)))
             self.gate = nnx.Param(jnp.ones(()))
 
-    def __call__(self, x: jax.Array, tables: LayoutTables | None) -> jax.Array:
+    def __call__(self, x: jax.Array, tables: LayoutTables | Probe | None) -> jax.Array:
         """[..., in] -> [..., out] in x's dtype; `tables` are this layer's where it is sparse."""
         own = self.cast(x.dtype)
-        if self.sparse:
+        if isinstance(tables, Probe):
+            y = block_sparse_matmul(x, own["values"], tables.tables)
+            y = _with_gradient_norms(y, x, tables.norms)
+        elif self.sparse:
             y = block_sparse_matmul(x, own["values"], tables)
         else:
             y = _matmul(x, own["kernel"])
@@ -85,6 +103,34 @@ class Linear(nnx.Module):
         """The parameters by name, in the compute dtype."""
         params = nnx.to_pure_dict(nnx.state(self, nnx.Param))
         return {name: leaf.astype(dtype) for name, leaf in params.items()}
+
+
+@jax.custom_vjp
+def _with_gradient_norms(y, x, norms):
+    """`y`; see `Probe`."""
+    return y
+
+
+def _probe_forward(y, x, norms):
+    return y, (x, norms)
+
+
+def _probe_backward(saved, dy):
+    x, norms = saved
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    gradient = lax.dot_general(
+        x.reshape(-1, x.shape[-1]),
+        dy.reshape(-1, dy.shape[-1]),
+        (((0,), (0,)), ((), ())),
+        preferred_element_type=wide,
+    )
+    in_blocks, out_blocks = norms.shape
+    blocks = gradient.reshape(in_blocks, len(gradient) // in_blocks, out_blocks, -1)
+    found = jnp.sqrt(jnp.sum(jnp.square(blocks), axis=(1, 3)))
+    return dy, jnp.zeros_like(x), found.astype(norms.dtype)
+
+
+_with_gradient_norms.defvjp(_probe_forward, _probe_backward)
 
 
 def _matmul(x, kernel):

@@ -16,7 +16,7 @@ Pure Python: importing this module loads no jax.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
@@ -150,6 +150,35 @@ def flops_per_token(
         **{name: passes * flops for name, flops in forward.items()},
         recompute=recompute if training else 0.0,
     )
+
+
+def training_flops(parts: Iterable[tuple[ModelConfig, int]], sequence: int) -> float:
+    """Model FLOPs of a training whose model changes on the way.
+
+    Args:
+      parts: (model, tokens that it is trained on), in any order.
+      sequence: tokens a sequence.
+
+    Raises:
+      UserError: as `flops_per_token`.
+    """
+    return sum(tokens * flops_per_token(model, sequence).total for model, tokens in parts)
+
+
+def gradient_norms_flops(config: ModelConfig, tokens: int, sequence: int) -> float:
+    """FLOPs of the dense gradient's block norms over some tokens.
+
+    A forward pass, a backward pass without weight gradients, and xᵀ dy whole for every
+    block-sparse projection; a low-rank term's share of the backward is counted as one forward.
+
+    Raises:
+      UserError: as `flops_per_token`.
+    """
+    forward = flops_per_token(config, sequence, training=False)
+    sides = [config.projection_shape(name) for name in config.sparse_projections]
+    dense = 2.0 * config.num_layers * sum(fan_in * fan_out for fan_in, fan_out in sides)
+    # The backward of attention is two products for each of the forward's.
+    return tokens * (2 * forward.total + forward.attention + dense)
 
 
 def flop_ceiling(

@@ -176,9 +176,9 @@ class Checkpoints:
         checkpoints, and they stay the newest: move them away first.
 
         Args:
-          abstract_state: the tree to fill; leaves have `shape` and `dtype`. A leaf whose
-            `sharding` names devices is placed so, a numpy leaf stays in numpy, any other becomes
-            an uncommitted array on the default device.
+          abstract_state: the tree to fill, or a function from a checkpoint's step to it; leaves
+            have `shape` and `dtype`. A leaf whose `sharding` names devices is placed so, a numpy
+            leaf stays in numpy, any other becomes an uncommitted array on the default device.
           step: which checkpoint, or None for the newest whole one.
 
         Returns:
@@ -215,9 +215,10 @@ class Checkpoints:
                 raise UserError(f"{path} cannot be read: {_reason(error)}.") from error
             self._known_whole.add(candidate)
             self._refuse_other(path, "was made under another config", extra["config"], self._config)
-            wanted = named_arrays.describe(named_arrays.flatten(abstract_state))
+            tree = abstract_state(candidate) if callable(abstract_state) else abstract_state
+            wanted = named_arrays.describe(named_arrays.flatten(tree))
             self._refuse_other(path, "holds other arrays", arrays, wanted)
-            return named_arrays.read(self._orbax, path / "state", abstract_state), extra
+            return named_arrays.read(self._orbax, path / "state", tree), extra
         if step is not None:
             raise UserError(
                 f"The checkpoint of step {step} in {self._folder} is damaged; "

@@ -3,71 +3,24 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from sparse_dataflow.data.batches import EvalBatches, TrainBatches, bits_per_byte
+from sparse_dataflow.data.batches import bits_per_byte
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.sparsity.evolution import EvolutionConfig, exchanged_share
 from sparse_dataflow.training.checkpoint import Checkpoints
 from sparse_dataflow.training.metrics import MetricsWriter, Progress, say
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
-from sparse_dataflow.training.step import (
-    group_norms,
-    initial_state,
-    make_eval_step,
-    make_train_step,
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingData:
-    """What a model is trained and judged on.
-
-    Attributes:
-      train: shuffled batches, addressed by step.
-      validation: held-out windows for the periodic evaluations.
-      validation_bytes: UTF-8 bytes of their targets.
-      final: all held-out windows, for the evaluation after the last step.
-      final_bytes: UTF-8 bytes of their targets.
-      tokenizer_hash: part of a checkpoint's identity.
-    """
-
-    train: TrainBatches
-    validation: EvalBatches
-    validation_bytes: int
-    final: EvalBatches
-    final_bytes: int
-    tokenizer_hash: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """The programs of one model, compiled for its shapes before any clock starts."""
-
-    train_step: Callable
-    eval_step: Callable
-    seconds: float
-
-
-def compile_programs(model: ModelConfig, training: TrainingConfig, data: TrainingData) -> Compiled:
-    """Compiles train and eval step ahead of time; the train step donates its state."""
-    start = time.perf_counter()
-    tables = gpt.layout_tables(gpt.layouts(model))
-    state = jax.eval_shape(lambda: initial_state(model, training)._replace(tables=()))
-    train_step = jax.jit(make_train_step(model, training, tables), donate_argnums=0)
-    eval_step = jax.jit(make_eval_step(model, tables))
-    tokens = data.train[0]["tokens"]
-    held_out = data.validation[0]
-    return Compiled(
-        train_step.lower(state, tokens, np.float32(0)).compile(),
-        eval_step.lower(state.params, held_out["tokens"], held_out["weights"]).compile(),
-        time.perf_counter() - start,
-    )
+from sparse_dataflow.training.phases import phase_before, phases, refuse_unfit, run_flops
+from sparse_dataflow.training.programs import Compiled, TrainingData, evolved
+from sparse_dataflow.training.step import group_norms, initial_state
+from sparse_dataflow.training.transitions import change_model
 
 
 class Trainer:
@@ -83,12 +36,13 @@ class Trainer:
         model: ModelConfig,
         training: TrainingConfig,
         data: TrainingData,
-        programs: Compiled,
+        programs: Sequence[Compiled],
         *,
+        evolution: EvolutionConfig | None = None,
         eval_every: int,
         checkpoint_every: int,
         keep: int = 3,
-        mfu: Callable[[float], float | None] = lambda tokens_per_second: None,
+        mfu: Callable[[ModelConfig, float], float | None] = lambda model, tokens_per_second: None,
         position: int = 0,
     ):
         """Opens the folder and continues from its newest whole checkpoint, if there is one.
@@ -99,17 +53,24 @@ class Trainer:
           model: its config, part of a checkpoint's identity.
           training: likewise.
           data: what to train on.
-          programs: from `compile_programs`.
+          programs: from `compile_programs`, one a phase.
+          evolution: how the layouts or the model change, likewise; static where None.
           eval_every: steps between evaluations on the held-out windows.
           checkpoint_every: steps between checkpoints.
           keep: checkpoints to keep, beside the best.
-          mfu: tokens per second -> model FLOPs utilisation, or None where the peak is unknown.
+          mfu: (model, tokens per second) -> model FLOPs utilisation, or None where the peak is
+            unknown.
           position: row of the progress bar.
 
         Raises:
-          UserError: the folder cannot be written, or holds checkpoints of another config.
+          UserError: the folder cannot be written, or holds checkpoints of another config; the
+            evolution does not fit the model or the steps.
         """
-        self.name, self.model, self.training = name, model, training
+        self.name, self.training = name, training
+        self.evolution = evolution or EvolutionConfig()
+        refuse_unfit(model, self.evolution, training.steps)
+        self.phases = phases(model, self.evolution, training.steps)
+        self.flops = run_flops(model, self.evolution, training)
         self._data, self._programs, self._mfu = data, programs, mfu
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
         self._learning_rate = learning_rate_schedule(training)
@@ -122,21 +83,35 @@ class Trainer:
         identity = {
             "model": model_fields,
             "training": dataclasses.asdict(training),
+            "evolution": dataclasses.asdict(self.evolution),
             "tokenizer": data.tokenizer_hash,
         }
         self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=identity)
-        self.state = initial_state(model, training)
         self.seconds = 0.0
-        restored = self._checkpoints.restore(self.state)
+        restored = self._checkpoints.restore(self._abstract_state)
         if restored:
             self.state, extra = restored
             self.seconds = extra["seconds"]
+        else:
+            self.state = initial_state(self.phases[0].model, training)
         self.step = int(self.state.step)
+        self._phase = phase_before(self.phases, self.step)
         self._batches = data.train.iterate(self.step)
         self._parameter_norms = jax.jit(group_norms)
         self._metrics = MetricsWriter(folder, self.step)
         self._progress = Progress(name, training.steps, self.step, position)
         self.last_evaluation: dict | None = None
+
+    def _abstract_state(self, step):
+        """What a checkpoint of that step holds."""
+        model = self.phases[phase_before(self.phases, step)].model
+        state = jax.eval_shape(lambda: initial_state(model, self.training))
+        return state._replace(tables=gpt.layout_tables(gpt.layouts(model)))
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model of the present state."""
+        return self.phases[self._phase].model
 
     @property
     def finished(self) -> bool:
@@ -146,19 +121,25 @@ class Trainer:
     def advance(self) -> None:
         """One optimizer step, then evaluation and checkpoint where they are due.
 
+        What changes the model or its layouts comes before the step, so that a checkpoint holds the
+        state that a step left, and what follows from it is done again after a resume.
+
         Raises:
           UserError: a loss or gradient is not finite; names step, parameter group and the last
             good checkpoint.
         """
-        tokens = next(self._batches)["tokens"]
-        learning_rate = self._learning_rate(self.step)
+        batch = next(self._batches)
+        self._evolve(batch)
+        tokens = batch["tokens"]
+        learning_rate = self._learning_rate(self.step) * self.phases[self._phase].rate
         start = time.perf_counter()
-        bare, report = self._programs.train_step(
-            self.state._replace(tables=()), tokens, np.float32(learning_rate)
+        after, report = self._programs[self._phase].train_step(
+            self.state._replace(tables=self._program_tables), tokens, np.float32(learning_rate)
         )
         report = jax.tree.map(float, jax.device_get(report))
         elapsed = time.perf_counter() - start
-        self.state = bare._replace(tables=self.state.tables)
+        # Layouts that a program is specialised to stay here.
+        self.state = after._replace(tables=after.tables or self.state.tables)
         self.step += 1
         self._refuse_non_finite("gradients", report.gradient_norms, report.loss)
         self.seconds += elapsed
@@ -173,7 +154,7 @@ class Trainer:
                 "learning_rate": learning_rate,
                 "gradient_norm": math.hypot(*report.gradient_norms.values()),
                 "tokens_per_second": speed,
-                "mfu": self._mfu(speed),
+                "mfu": self._mfu(self.model, speed),
             }
         )
         left = self.seconds / self.step * (self.training.steps - self.step)
@@ -182,6 +163,37 @@ class Trainer:
             self.evaluate()
         if self.step % self._checkpoint_every == 0 or self.finished:
             self.save()
+
+    def _evolve(self, batch):
+        """Changes the model or its layouts where that is due before the next step."""
+        share = exchanged_share(self.evolution, self.step, self.training.steps)
+        start = time.perf_counter()
+        if self.step == self.phases[self._phase].stop:
+            before, after = self.phases[self._phase : self._phase + 2]
+            self.state = change_model(self.state, before.model, after.model)
+            self._phase += 1
+        elif share:
+            programs = self._programs[self._phase]
+            self.state = evolved(self.state, self.model, programs, self.evolution, share, batch)
+        else:
+            return
+        elapsed = time.perf_counter() - start
+        self.seconds += elapsed
+        self._metrics.write(
+            {
+                "kind": "evolution",
+                "step": self.step + 1,
+                "tokens": self.tokens,
+                "seconds": self.seconds,
+                "update_seconds": elapsed,
+                "exchanged": share,
+                "parameters": sum(leaf.size for leaf in jax.tree.leaves(self.state.params)),
+            }
+        )
+
+    @property
+    def _program_tables(self):
+        return self.state.tables if self._programs[self._phase].runtime_layouts else ()
 
     @property
     def tokens(self) -> int:
@@ -199,8 +211,9 @@ class Trainer:
         return self._evaluate("final", self._data.final, self._data.final_bytes)
 
     def _evaluate(self, kind, batches, total_bytes):
+        eval_step, tables = self._programs[self._phase].eval_step, self._program_tables
         total = sum(
-            float(self._programs.eval_step(self.state.params, batch["tokens"], batch["weights"]))
+            float(eval_step(self.state.params, tables, batch["tokens"], batch["weights"]))
             for batch in batches
         )
         row = {

@@ -17,6 +17,7 @@ from sparse_dataflow.errors import UserError
 _NUMBERS = {
     "train": ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second"),
     "eval": ("tokens", "seconds", "loss", "bits_per_byte"),
+    "evolution": ("tokens", "seconds", "update_seconds", "exchanged", "parameters"),
 }
 
 

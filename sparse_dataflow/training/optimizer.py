@@ -85,6 +85,14 @@ def make_optimizer(model: ModelConfig, training: TrainingConfig) -> optax.Gradie
     )
 
 
+def map_moments(function: Callable[[dict], dict], moments: optax.OptState) -> optax.OptState:
+    """The optimizer's state with `function` of both trees of moments, shaped like the params."""
+    return tuple(
+        part._replace(mu=function(part.mu), nu=function(part.nu)) if hasattr(part, "mu") else part
+        for part in moments
+    )
+
+
 def decay_mask(params: dict) -> dict:
     """True where weight decay applies: matrices of projections and embeddings."""
     decayed = ("kernel", "values", "a_kernel", "b_kernel", "tokens", "positions")

@@ -60,14 +60,19 @@ def _draw(model, training):
     return draw
 
 
-def make_train_step(model: ModelConfig, training: TrainingConfig, tables: dict) -> Callable:
+def make_train_step(
+    model: ModelConfig, training: TrainingConfig, tables: dict | None = None
+) -> Callable:
     """(state, int32 [batch, sequence + 1] tokens, learning rate) -> (state, StepReport).
 
-    `tables` are the layouts to specialise to; the state's own pass through untouched.
+    `tables` are the layouts to specialise to; the state's own pass through untouched.  Without
+    them the state's own are used, and may change from step to step.
     """
     optimizer = make_optimizer(model, training)
+    fixed = tables
 
     def train_step(state: TrainState, tokens: jax.Array, learning_rate: jax.Array):
+        tables = state.tables if fixed is None else fixed
         with jax.named_scope("loss_and_gradients"):
             loss, gradients = whole.loss_and_gradients(
                 model, state.params, tables, tokens, training.micro_batches
@@ -82,11 +87,15 @@ def make_train_step(model: ModelConfig, training: TrainingConfig, tables: dict) 
     return train_step
 
 
-def make_eval_step(model: ModelConfig, tables: dict) -> Callable:
-    """(params, tokens, weights) -> float32 [] sum of weighted losses in nats."""
+def make_eval_step(model: ModelConfig, tables: dict | None = None) -> Callable:
+    """(params, tables, tokens, weights) -> float32 [] sum of weighted losses in nats.
 
-    def eval_step(params: dict, tokens: jax.Array, weights: jax.Array) -> jax.Array:
-        return whole.loss(model, params, tables, tokens, weights)
+    `tables` as for `make_train_step`.
+    """
+    fixed = tables
+
+    def eval_step(params: dict, tables, tokens: jax.Array, weights: jax.Array) -> jax.Array:
+        return whole.loss(model, params, tables if fixed is None else fixed, tokens, weights)
 
     return eval_step
 

@@ -100,7 +100,9 @@ def test_remat_changes_nothing(result, remat):
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_scanning_traced_tables_changes_nothing(result, remat):
+@pytest.mark.parametrize("unrolled", [True, False])
+def test_traced_tables_change_nothing(result, remat, unrolled, monkeypatch):
+    monkeypatch.setattr(whole, "UNROLL_CHANGING_LAYERS", 2 if unrolled else 1)
     assert_same(result, run(dataclasses.replace(MODEL, remat=remat), traced_tables=True))
 
 
@@ -128,9 +130,10 @@ def test_what_unrolls():
     assert whole.unrolls(MODEL, tables_of(MODEL)) and whole.unrolls(DENSE, {})
     deep = dataclasses.replace(MODEL, num_layers=whole.UNROLL_LAYERS + 1)
     assert not whole.unrolls(deep, tables_of(deep))
-    traced = []
-    jax.eval_shape(lambda tables: traced.append(whole.unrolls(MODEL, tables)), tables_of(MODEL))
-    assert traced == [False]
+    for layers in (whole.UNROLL_CHANGING_LAYERS, whole.UNROLL_CHANGING_LAYERS + 1):
+        deep, traced = dataclasses.replace(MODEL, num_layers=layers), []
+        jax.eval_shape(lambda t, m=deep, to=traced: to.append(whole.unrolls(m, t)), tables_of(deep))
+        assert traced == [layers <= whole.UNROLL_CHANGING_LAYERS]
 
 
 def test_a_program_for_changing_layouts_does_not_grow_with_depth(array_sizes):
@@ -141,7 +144,8 @@ def test_a_program_for_changing_layouts_does_not_grow_with_depth(array_sizes):
             array_sizes(step, arbitrary_params(config), tables_of(config), tokens_of(config))
         )
 
-    assert length(2) == length(6)
+    deepest = whole.UNROLL_CHANGING_LAYERS
+    assert length(deepest + 1) == length(deepest + 6)
 
 
 def test_layers_keep_their_own_weights_and_layouts():

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 ROOT = Path(__file__).parents[2]
 PICO = ("--scale=pico", "--block=16", "--density=0.25")
 PLAN = ("--steps=12", "--checkpoint_every=3", "--eval_every=6")
-TIMES = ("seconds", "tokens_per_second", "mfu")
+TIMES = ("seconds", "tokens_per_second", "mfu", "update_seconds")
 TIMEOUT = 1500  # seconds, for a machine that is busy with other things
 
 

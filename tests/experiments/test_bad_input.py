@@ -67,6 +67,12 @@ def new(refused, job, tmp_path):
         (["--corpus=python_stdlb"], ["python_stdlb", "python_stdlib"]),
         (["--scale=13b"], ["--scale=13b", "GiB", "this machine has", "fit"]),
         (["--scale=13b", "--batch=1"], ["--scale=13b", "--scale=", "--remat=full"]),
+        (["--evolution=rigl"], ["--evolve_every=100", "--evolution=rigl", "step 1 of 2", "legal"]),
+        (["--evolution=rigl", "--evolve_every=1", "--density=1"], ["rigl", "density 1", "below 1"]),
+        (["--evolution=set", "--density=0.3"], ["Density 0.3", "legal", "1/8 (0.125)"]),
+        (["--evolution=gradual", "--density=1"], ["gradual", "density 1 stores every block"]),
+        (["--evolution=low_rank_tail", "--rank=4"], ["2 models in turn", "2 steps", "--evolve_at"]),
+        (["--evolution=gradual"], ["3 models in turn", "2 steps", "--steps"]),
     ],
 )
 def test_illegal_flags(new, arguments, words):

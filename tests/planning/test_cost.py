@@ -195,6 +195,23 @@ def _dot_flops(jaxpr):
     return total
 
 
+@given(configs(), configs(), st.integers(1, 4096), st.integers(1, 9), st.integers(0, 9))
+def test_a_training_of_two_models_costs_both(first, second, sequence, tokens, more):
+    total = cost.training_flops([(first, tokens), (second, more)], sequence)
+    each = [cost.flops_per_token(model, sequence).total for model in (first, second)]
+    assert total == pytest.approx(tokens * each[0] + more * each[1])
+
+
+@given(configs(), st.integers(1, 4096))
+def test_gradient_norms_cost_two_passes_and_the_dense_products(config, sequence):
+    forward = cost.flops_per_token(config, sequence, training=False)
+    found = cost.gradient_norms_flops(config, 3, sequence) / 3
+    dense = cost.flops_per_token(dataclasses.replace(config, linears={}), sequence, training=False)
+    products = sum(dense.sections[name] for name in config.sparse_projections)
+    assert found == pytest.approx(2 * forward.total + forward.attention + products)
+    assert found <= cost.flops_per_token(config, sequence).total + products + 1
+
+
 def test_mfu_is_rate_over_peak_and_none_without_a_peak():
     assert cost.mfu(1e9, 312e12 / 1e9 / 2, CHIPS["a100-80gb"], "bfloat16") == pytest.approx(0.5)
     assert cost.mfu(1e9, 312e12 / 1e9, CHIPS["a100-80gb"], "bfloat16", chips=4) == pytest.approx(

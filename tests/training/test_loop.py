@@ -5,9 +5,10 @@ import pytest
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.training.loop import Compiled, Trainer, TrainingData, advance_side_by_side
+from sparse_dataflow.training.loop import Trainer, advance_side_by_side
 from sparse_dataflow.training.metrics import read_metrics
 from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.training.programs import Compiled, TrainingData
 from sparse_dataflow.training.step import StepReport
 
 MODEL = ModelConfig(1, 8, 1, 32, 300, 4)
@@ -30,7 +31,7 @@ def trainer(folder, bad_step=None, bad="gradients", training=TRAINING, **options
         loss = np.inf if broken and bad == "loss" else 2.0
         return state._replace(step=state.step + 1, params=params), StepReport(loss, norms)
 
-    programs = Compiled(train_step, lambda *_: 3.0, 0.0)
+    programs = [Compiled(train_step, lambda *_: 3.0, 0.0)]
     every = {"eval_every": 4, "checkpoint_every": 2} | options
     return Trainer("sparse", folder, MODEL, training, DATA, programs, **every)
 
@@ -94,7 +95,7 @@ def test_only_remat_may_change_between_a_checkpoint_and_its_resumption(tmp_path)
 
     train([trainer(tmp_path)])
     every = {"eval_every": 4, "checkpoint_every": 2}
-    programs = Compiled(None, None, 0.0)
+    programs = [Compiled(None, None, 0.0)]
     remat = replace(MODEL, remat="full")
     t = Trainer("sparse", tmp_path, remat, TRAINING, DATA, programs, **every)
     t.close()

@@ -1,0 +1,79 @@
+"""What sparsity costs in quality, and which way of training wins it back.
+
+Trains one GPT densely and with block-sparse weights in several ways ("arms"), several seeds each,
+and compares held-out bits per byte. Every comparison is a training of its own length with its own
+learning-rate schedule, never a curve cut short:
+
+- tokens: as many steps as the dense model's --steps.
+- flops: as many steps as the dense training's FLOPs pay for.
+- seconds: as many steps as the dense training's time pays for, by step times measured here.
+
+Each arm learns at its scale's recipe: one rate for dense models, one for sparse ones.
+
+    python -m experiments.sparse_quality --scale=pico --block=16 --steps=300      two cores: minutes
+    python -m experiments.sparse_quality --steps=400 --seeds=3                    two cores: hours
+    python -m experiments.sparse_quality --scale=125m --steps=20000 --corpus=...  a GPU
+
+Leaves OUT/quality.json and OUT/quality.md; the same command goes on where it was stopped.
+"""
+
+from experiments import flags
+from experiments.command_line import Flag, Group
+
+ARMS = {
+    "dense": None,
+    "static_pixelfly": {"pattern": "pixelfly"},
+    "static_cyclic": {"pattern": "cyclic"},
+    "static_random": {"pattern": "random"},
+    "static_monarch": {"pattern": "monarch"},
+    "low_rank": {"pattern": "pixelfly", "rank": 64},
+    "set": {"pattern": "random", "evolution": "set"},
+    "rigl": {"pattern": "random", "evolution": "rigl"},
+    "gradual": {"evolution": "gradual"},
+    "sparse_to_dense_50": {"evolution": "sparse_to_dense", "evolve_at": 0.5},
+    "sparse_to_dense_70": {"evolution": "sparse_to_dense", "evolve_at": 0.7},
+    "sparse_to_dense_90": {"evolution": "sparse_to_dense", "evolve_at": 0.9},
+}
+EQUAL = ("tokens", "flops", "seconds")
+
+QUALITY = Group(
+    "Quality",
+    "what is compared",
+    (
+        Flag(
+            "steps",
+            "integer",
+            400,
+            "Optimizer steps of the dense model.",
+            legal=("1 or more", lambda n: n > 0),
+        ),
+        Flag(
+            "seeds",
+            "integer",
+            3,
+            "Trainings of each arm, with other weights, data order and patterns.",
+            legal=("1 or more", lambda n: n > 0),
+        ),
+        Flag("arms", "list", "all", "Ways of training.", lambda: tuple(ARMS)),
+        Flag("equal", "list", "all", "What all arms have in common.", lambda: EQUAL),
+        Flag("out", "text", "runs/sparse_quality", "Folder to make, or to go on in."),
+    ),
+)
+GROUPS = (
+    *flags.without(
+        *("minutes", "steps", "twin", "seed", "pattern", "rank", "evolution", "evolve_at"),
+        groups=(flags.MODEL, flags.SPARSITY, flags.EVOLUTION, flags.TRAINING, flags.DATA),
+    ),
+    QUALITY,
+)
+
+
+def main(values):
+    """Trains what is not trained yet, then writes the tables."""
+    from experiments import quality_runs
+
+    quality_runs.run(values, GROUPS, ARMS)
+
+
+if __name__ == "__main__":
+    flags.run(main, __doc__, GROUPS)

@@ -1,0 +1,92 @@
+"""How many steps each model of a run makes in its minutes."""
+
+import dataclasses
+import time
+
+import jax
+import numpy as np
+
+from experiments.recipes import Variant
+from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.phases import update_steps
+from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
+from sparse_dataflow.training.step import initial_state
+
+ROUNDS = 3
+STEPS_A_ROUND = 3
+
+
+def planned_steps(
+    values, variants: list[Variant], programs: dict[str, list[Compiled]], data: TrainingData
+) -> dict[str, int]:
+    """Steps of each variant: as many as --steps says, or as fit into its --minutes.
+
+    The time of a step is that of its phases, each weighed by its share of the steps, and of the
+    layout updates between them.  The plan is kept in config.json and a resumed run keeps it.
+    """
+    if values.steps:
+        return {v.name: values.steps for v in variants}
+    seconds = _phase_seconds(variants, programs, data)
+    steps = {}
+    for v in variants:
+        of_phase, update = seconds[v.name], programs[v.name][0].update_seconds
+        mean = float(np.dot(_shares(v), of_phase))
+        budget = values.minutes * 60
+        mean += update * _updates_a_step(v, budget / mean)
+        steps[v.name] = max(1, round(budget / mean))
+        parts = " then ".join(f"{1e3 * s:.0f}" for s in of_phase)
+        updates = f", {1e3 * update:.0f} ms an update" if update else ""
+        say(f"{v.name:>6}: {parts} ms a step{updates}, {steps[v.name]} steps planned")
+    return steps
+
+
+def step_seconds(variants: dict[str, Variant], data: TrainingData, steps: int) -> dict[str, float]:
+    """Mean seconds of a step of each variant in a training of `steps`, updates included."""
+    known: dict = {}
+    programs = {
+        name: compile_programs(v.stages, v.training, data, v.evolution, known)
+        for name, v in variants.items()
+    }
+    renamed = [dataclasses.replace(v, name=name) for name, v in variants.items()]
+    seconds = _phase_seconds(renamed, programs, data)
+    return {
+        v.name: float(np.dot(_shares(v), seconds[v.name]))
+        + programs[v.name][0].update_seconds * _updates_a_step(v, steps)
+        for v in renamed
+    }
+
+
+def _shares(variant):
+    """Each phase's share of the steps."""
+    starts = [stage.start for stage in variant.stages]
+    return np.diff([*starts, 1.0])
+
+
+def _updates_a_step(variant, steps):
+    return len(update_steps(variant.evolution, round(steps))) / steps
+
+
+def _phase_seconds(variants, programs, data):
+    """Mean seconds of a step, a list a variant.
+
+    Taken in turn, so that all see the same machine, each on a throw-away state that is gone before
+    the next, so that no more memory is used than by training.
+    """
+    tokens = data.train[0]["tokens"]
+    times = {v.name: [[] for _ in v.stages] for v in variants}
+    for _ in range(ROUNDS):
+        for v in variants:
+            for number, stage in enumerate(v.stages):
+                program = programs[v.name][number]
+                state = initial_state(stage.model, v.training)
+                if not program.runtime_layouts:
+                    state = state._replace(tables=())
+                for step in range(1 + STEPS_A_ROUND):
+                    start = time.perf_counter()
+                    state, report = program.train_step(state, tokens, np.float32(0))
+                    jax.block_until_ready(report)
+                    if step:
+                        times[v.name][number].append(time.perf_counter() - start)
+                del state
+    # The mean and not the median: a budget pays for the slow steps as well.
+    return {name: [float(np.mean(t)) for t in found] for name, found in times.items()}

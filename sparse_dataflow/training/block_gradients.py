@@ -1,0 +1,40 @@
+"""How large the gradient of every block is, stored or not, while no dense gradient is kept."""
+
+import jax
+import jax.numpy as jnp
+
+from sparse_dataflow.execution import whole
+from sparse_dataflow.models.linear import Probe
+from sparse_dataflow.models.sizes import ModelConfig
+
+
+def block_gradient_norms(
+    model: ModelConfig, params: dict, tables: dict, tokens: jax.Array
+) -> dict[str, jax.Array]:
+    """Norms of the dense gradient's blocks, of the mean loss over these tokens.
+
+    One forward pass and one backward pass without weight gradients.  The backward meets one
+    projection of one layer after the other; there xᵀ dy exists once, and only its blocks' norms
+    stay.
+
+    Args:
+      model: its config.
+      params: see `gpt`.
+      tables: traced layout tables, see `gpt`.
+      tokens: int32 [rows, sequence + 1].
+
+    Returns:
+      {block-sparse projection: float32 [layers, in_blocks, out_blocks]}.
+    """
+    grids = {
+        name: (model.num_layers, table.out_index.shape[1], table.in_index.shape[1])
+        for name, table in tables.items()
+    }
+    zeros = {name: jnp.zeros(grid, jnp.float32) for name, grid in grids.items()}
+    weights = jnp.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size, jnp.float32)
+
+    def loss(norms):
+        probes = {name: Probe(tables[name], norms[name]) for name in tables}
+        return whole.loss(model, params, probes, tokens, weights)
+
+    return jax.grad(loss)(zeros)

@@ -1,0 +1,192 @@
+"""From one layout, or one model, to the next: parameters and both Adam moments move together.
+
+Whatever stays keeps its bits.  What is new starts with zero weights and zero moments.  Zero second
+moments are safe: Adam's count goes on, so nothing is divided by a small bias correction, and with
+m and v both from zero |m| / sqrt(v) <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), which is 1.2 for
+b1 0.9 and b2 0.95 (Cauchy-Schwarz); a new weight moves no faster than an old one.
+
+Projections move one at a time and each old array is freed before the next is made, so that beside
+the state there is never more than one array of one projection.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
+from sparse_dataflow.sparsity.evolution import Update, largest_blocks, sources_of
+from sparse_dataflow.sparsity.layout import BlockLayout
+from sparse_dataflow.training.optimizer import map_moments
+from sparse_dataflow.training.step import TrainState
+
+LOW_RANK = ("a_kernel", "b_kernel", "gate")
+
+
+def update_layouts(
+    state: TrainState,
+    model: ModelConfig,
+    update: Update,
+    share: float,
+    gradient_norms: dict[str, np.ndarray] | None = None,
+) -> TrainState:
+    """The state with every layout updated; the one given must not be used again.
+
+    Random choices are drawn from the state's key and step, and so are the same after a resume.
+
+    Args:
+      state: its tables are concrete.
+      model: its config.
+      update: of a method, see `sparsity.evolution`.
+      share: fraction of stored blocks to exchange.
+      gradient_norms: of `block_gradient_norms`, where the update reads them.
+    """
+    key = jax.random.key_data(jax.random.fold_in(state.key, state.step))
+    seed = np.asarray(jax.device_get(key)).ravel().tolist()
+    layouts = gpt.layouts_of(model, state.tables)
+    for name, old in layouts.items():
+        norms = jax.device_get(_stored_norms(state.params["blocks"][name]["values"]))
+        new = []
+        for layer, layout in enumerate(old):
+            gradients = None if gradient_norms is None else gradient_norms[name][layer]
+            rng = np.random.default_rng([*seed, PROJECTIONS.index(name), layer])
+            new.append(update(layout, norms[layer], gradients, share, rng))
+        layouts[name] = new
+        sources = np.stack([sources_of(before, after) for before, after in zip(old, new)])
+        state = _moved(state, name, "values", "values", lambda a, s=sources: carried(a, s))
+    return state._replace(tables=gpt.layout_tables(layouts))
+
+
+def change_model(state: TrainState, old: ModelConfig, new: ModelConfig) -> TrainState:
+    """The state of `old` as one of `new`; the one given must not be used again.
+
+    A block-sparse weight becomes dense with its stored blocks where they belong: the function
+    stays.  A weight that gets sparser keeps its largest blocks.  A low-rank term joins with its
+    second factor zero: the function stays.
+    """
+    layouts = gpt.layouts_of(old, state.tables)
+    key = jax.random.fold_in(state.key, state.step)
+    for name in PROJECTIONS:
+        before, after = old.linear(name), new.linear(name)
+        if (before.kind, before.density) != (after.kind, after.density):
+            if after.kind == "dense":
+                stored = layouts.pop(name)
+                move = functools.partial(_expanded, *_positions(stored), grid=stored[0].mask.shape)
+                state = _moved(state, name, "values", "kernel", move)
+            else:
+                state, layouts[name] = _pruned(state, name, layouts.get(name), after)
+        if after.rank and not before.rank:
+            state = _with_low_rank(state, name, _fresh_low_rank(new, name)(key))
+    return state._replace(tables=gpt.layout_tables(layouts))
+
+
+@jax.jit
+def carried(values: jax.Array, sources: jax.Array) -> jax.Array:
+    """Values (or moments) at new layouts.
+
+    Args:
+      values: float [layers, nnz, block, block] at the old layouts.
+      sources: int32 [layers, new nnz] of `sources_of`.
+
+    Returns:
+      float [layers, new nnz, block, block]: the same bits where a block stays, 0 where it is new.
+    """
+    layer = jnp.arange(len(values))[:, None]
+    taken = values[layer, jnp.maximum(sources, 0)]
+    return jnp.where((sources >= 0)[:, :, None, None], taken, 0)
+
+
+@functools.partial(jax.jit, static_argnames="grid")
+def _expanded(rows, cols, values, grid):
+    """[L, nnz, b, b] at rows, cols [L, nnz] of a grid -> dense [L, in, out]."""
+    layers, _, block, _ = values.shape
+    blocks = jnp.zeros((layers, *grid, block, block), values.dtype)
+    blocks = blocks.at[jnp.arange(layers)[:, None], rows, cols].set(values)
+    return blocks.swapaxes(2, 3).reshape(layers, grid[0] * block, grid[1] * block)
+
+
+@functools.partial(jax.jit, static_argnames="block")
+def _collected(rows, cols, dense, block):
+    """The inverse of `_expanded`."""
+    blocks = _grid(dense, block)
+    return blocks[jnp.arange(len(dense))[:, None], rows, :, cols]
+
+
+@jax.jit
+def _stored_norms(values):
+    return jnp.sqrt(jnp.sum(jnp.square(values), axis=(2, 3)))
+
+
+@functools.partial(jax.jit, static_argnames="block")
+def _grid_norms(dense, block):
+    return jnp.sqrt(jnp.sum(jnp.square(_grid(dense, block)), axis=(2, 4)))
+
+
+def _grid(dense, block):
+    layers, inside, outside = dense.shape
+    return dense.reshape(layers, inside // block, block, outside // block, block)
+
+
+def _pruned(state, name, old: list[BlockLayout] | None, spec):
+    """(state, layouts) with the largest blocks of one projection that `spec`'s density stores."""
+    module = state.params["blocks"][name]
+    if old is None:
+        norms = jax.device_get(_grid_norms(module["kernel"], spec.block))
+        stored = [None] * len(norms)
+    else:
+        by_slot = jax.device_get(_stored_norms(module["values"]))
+        norms = np.zeros((len(old), *old[0].mask.shape), by_slot.dtype)
+        for layer, layout in enumerate(old):
+            norms[layer, layout.rows, layout.cols] = by_slot[layer]
+        stored = [layout.mask for layout in old]
+    degree = round(spec.density * np.gcd(*norms[0].shape))
+    new = [largest_blocks(n, spec.block, degree, mask) for n, mask in zip(norms, stored)]
+    if old is None:
+        move = functools.partial(_collected, *_positions(new), block=spec.block)
+        return _moved(state, name, "kernel", "values", move), new
+    sources = np.stack([sources_of(before, after) for before, after in zip(old, new)])
+    return _moved(state, name, "values", "values", lambda a: carried(a, sources)), new
+
+
+def _positions(layouts):
+    return np.stack([lay.rows for lay in layouts]), np.stack([lay.cols for lay in layouts])
+
+
+def _moved(state, name, before: str, after: str, move: Callable):
+    """The state with one leaf of a projection moved, in the parameters and in both moments."""
+
+    def one(tree):
+        module = dict(tree["blocks"][name])
+        leaf = module.pop(before)
+        module[after] = jax.block_until_ready(move(leaf))
+        if isinstance(leaf, jax.Array):
+            leaf.delete()
+        return {**tree, "blocks": {**tree["blocks"], name: module}}
+
+    return state._replace(params=one(state.params), moments=map_moments(one, state.moments))
+
+
+@functools.cache
+def _fresh_low_rank(model, name):
+    """Key -> a projection's low-rank leaves as `gpt.init` draws them; nothing else is made."""
+
+    @jax.jit
+    def draw(key):
+        module = gpt.init(model, key)["blocks"][name]
+        return {leaf: module[leaf] for leaf in LOW_RANK}
+
+    return draw
+
+
+def _with_low_rank(state, name, fresh):
+    def add(tree, leaves):
+        module = {**tree["blocks"][name], **leaves}
+        return {**tree, "blocks": {**tree["blocks"], name: module}}
+
+    moments = map_moments(
+        lambda tree: add(tree, jax.tree.map(jnp.zeros_like, fresh)), state.moments
+    )
+    return state._replace(params=add(state.params, fresh), moments=moments)

@@ -1,0 +1,58 @@
+"""The quality experiment: its tables, and a small one that is stopped and gone on with."""
+
+import json
+
+import pytest
+from main_job import complaint
+
+from experiments import quality_runs, sparse_quality
+from sparse_dataflow.sparsity.evolution import METHODS
+from sparse_dataflow.sparsity.patterns import PATTERNS
+
+
+def result(arm, bits, equal="tokens"):
+    return {"equal": equal, "arm": arm, "bits_per_byte": bits, "steps": 9, "flops": 1e9,
+            "seconds": 2.0}  # fmt: skip
+
+
+def test_tables_say_mean_spread_and_the_gap_that_is_closed():
+    results = [result("dense", 2.0), result("dense", 2.2), result("static_random", 2.5)]
+    results += [result("rigl", 2.15), result("rigl", 2.25), result("dense", 2.0, "flops")]
+    first, second = quality_runs.tables(results).split("## Equal flops")
+    lines = [line for line in first.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0] for line in lines[1:]] == ["| dense", "| rigl", "| static_random"]
+    assert "| 2.1000 | 0.1000 | +0.00% | 100% |" in lines[1]
+    assert "| 2.2000 | 0.0500 | +4.76% | 75% |" in lines[2]
+    assert "| 2.5000 | 0.0000 |" in lines[3] and "| 0% |" in lines[3]
+    assert "| 2.0000 |" in second
+
+
+def test_arms_are_made_of_registered_patterns_and_methods():
+    for changes in filter(None, sparse_quality.ARMS.values()):
+        assert changes.get("pattern", "monarch") in PATTERNS
+        assert changes.get("evolution", "static") in METHODS
+
+
+@pytest.mark.slow
+def test_a_small_comparison_goes_on_where_it_was_stopped(job, tmp_path):
+    arguments = ["--scale=pico", "--block=16", "--steps=8", "--seeds=1", f"--corpus={job.corpus}"]
+    arguments += ["--arms=dense,static_random,sparse_to_dense_50", f"--out={tmp_path / 'q'}"]
+    start = lambda *more, **options: job.run(  # noqa: E731
+        *arguments, *more, experiment="sparse_quality", **options
+    )
+    stop = (r"static_random/seed_0/checkpoints/\d+\.saving", 1, "SIGTERM")
+    done = start("--equal=flops", events=[stop])
+    assert done.returncode == 0 and "the same command goes on" in done.stderr, done.stderr
+    assert not (tmp_path / "q" / "quality.json").exists()
+    done = start("--equal=flops")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "q" / "quality.json").read_text())
+    by = {r["arm"]: r for r in found}
+    assert list(by) == ["dense", "static_random", "sparse_to_dense_50"]
+    assert by["dense"]["tokens"] == 8 * 8 * 64
+    for arm in ("static_random", "sparse_to_dense_50"):
+        assert by[arm]["steps"] > 8
+        # To one dense step, by which the switch is rounded.
+        assert by[arm]["flops"] == pytest.approx(by["dense"]["flops"], rel=1 / 8)
+    assert "## Equal flops" in (tmp_path / "q" / "quality.md").read_text()
+    assert "--steps=9 (saved: 8)" in complaint(start("--steps=9"))

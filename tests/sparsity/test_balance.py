@@ -1,0 +1,93 @@
+"""The balanced layout of highest score: equal to brute force, balanced, keeping what it must."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.sparsity.balance import balanced_top
+from sparse_dataflow.sparsity.patterns import make_layout
+
+
+def every_mask(in_blocks, out_blocks, fan_in, fan_out):
+    """All balanced masks, column by column."""
+    columns = [
+        np.isin(np.arange(in_blocks), rows)
+        for rows in itertools.combinations(range(in_blocks), fan_in)
+    ]
+    for chosen in itertools.product(columns, repeat=out_blocks):
+        mask = np.stack(chosen, axis=1)
+        if np.all(mask.sum(axis=1) == fan_out):
+            yield mask
+
+
+@st.composite
+def tiny_problems(draw):
+    """(scores, fan_in, fan_out, kept, forbidden) on at most 4 x 4 blocks, in small whole scores."""
+    in_blocks, out_blocks = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    ring = math.gcd(in_blocks, out_blocks)
+    degree = draw(st.integers(1, ring))
+    blocks = st.lists(
+        st.integers(0, 9), min_size=in_blocks * out_blocks, max_size=in_blocks * out_blocks
+    )
+    grid = lambda: np.reshape(draw(blocks), (in_blocks, out_blocks))  # noqa: E731
+    kept, forbidden = grid() > 8, grid() > 7
+    return grid(), degree * in_blocks // ring, degree * out_blocks // ring, kept, forbidden
+
+
+@settings(max_examples=150, deadline=None)
+@given(tiny_problems())
+def test_it_is_the_best_of_all_masks(problem):
+    scores, fan_in, fan_out, kept, forbidden = problem
+    legal = [
+        mask
+        for mask in every_mask(*scores.shape, fan_in, fan_out)
+        if mask[kept].all() and not mask[forbidden].any()
+    ]
+    if not legal:
+        with pytest.raises(UserError, match=f"fan-in {fan_in} and fan-out {fan_out}"):
+            balanced_top(scores, fan_in, fan_out, kept, forbidden)
+        return
+    found = balanced_top(scores, fan_in, fan_out, kept, forbidden)
+    assert any(np.array_equal(found, mask) for mask in legal)
+    assert scores[found].sum() == max(scores[mask].sum() for mask in legal)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from([(8, 32, 2), (32, 8, 1), (12, 18, 2), (16, 16, 16)]), st.integers(0, 99))
+def test_degrees_are_constant_and_kept_blocks_stay(grid, seed):
+    in_blocks, out_blocks, degree = grid
+    rng = np.random.default_rng(seed)
+    ring = math.gcd(in_blocks, out_blocks)
+    layout = make_layout("random", in_blocks * 8, out_blocks * 8, 8, degree / ring, seed)
+    kept = layout.mask & (rng.random(layout.mask.shape) < 0.7)
+    scores = rng.lognormal(sigma=6, size=kept.shape)
+    fan_in, fan_out = int(layout.fan_in[0]), int(layout.fan_out[0])
+    mask = balanced_top(scores, fan_in, fan_out, kept)
+    assert set(mask.sum(axis=0)) == {fan_in} and set(mask.sum(axis=1)) == {fan_out}
+    assert mask[kept].all()
+    assert scores[mask].sum() >= scores[layout.mask].sum() * (1 - 1e-9)
+    np.testing.assert_array_equal(balanced_top(scores, fan_in, fan_out, kept), mask)
+
+
+def test_the_scale_of_scores_changes_nothing():
+    scores = np.random.default_rng(3).normal(size=(9, 6))
+    mask = balanced_top(scores, 3, 2)
+    for factor in (1e-20, 1e12):
+        np.testing.assert_array_equal(balanced_top(scores * factor, 3, 2), mask)
+    assert balanced_top(np.zeros((4, 4)), 1, 1).sum() == 4
+
+
+@pytest.mark.parametrize("bad", [np.full((2, 2), np.nan), np.full((2, 2), np.inf), np.ones(4)])
+def test_scores_that_are_none_are_refused(bad):
+    with pytest.raises(UserError, match="finite"):
+        balanced_top(bad, 1, 1)
+
+
+def test_degrees_that_do_not_fit_the_grid_are_refused():
+    with pytest.raises(UserError, match="4 x 6 blocks has fan-in 1 and fan-out 1"):
+        balanced_top(np.ones((4, 6)), 1, 1)

@@ -1,0 +1,176 @@
+"""Methods: what is dropped, what is grown, when, and which models are trained in turn."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.sparsity import evolution
+from sparse_dataflow.sparsity.evolution import (
+    METHODS,
+    EvolutionConfig,
+    Method,
+    exchanged_share,
+    largest_blocks,
+    register,
+    rigl_blocks,
+    set_blocks,
+    sources_of,
+    stages,
+)
+from sparse_dataflow.sparsity.patterns import make_layout
+
+SPARSE = LinearSpec("block_sparse", "monarch", density=0.125, block=8)
+MODEL = ModelConfig(2, 128, 4, 256, vocab_size=40, max_len=8).with_linears(SPARSE)
+
+layouts = st.builds(
+    lambda grid, pattern, phase: make_layout(pattern, grid[0] * 4, grid[1] * 4, 4, grid[2], phase),
+    st.sampled_from([(8, 8, 0.25), (4, 16, 0.5), (16, 4, 0.25), (12, 18, 1 / 3), (6, 6, 5 / 6)]),
+    st.sampled_from(["random", "cyclic"]),
+    st.integers(0, 20),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layouts, st.sampled_from([0.1, 0.3, 0.9]), st.sampled_from(["set", "rigl"]), st.data())
+def test_an_update_keeps_degrees_and_the_largest_blocks(layout, share, method, data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    norms, gradients = rng.random(layout.nnz), rng.random(layout.mask.shape)
+    update = METHODS[method].update
+    new = update(layout, norms, gradients, share, np.random.default_rng(1))
+    assert new.balanced and new.nnz == layout.nnz
+    assert set(new.fan_in) == set(layout.fan_in) and set(new.fan_out) == set(layout.fan_out)
+    largest = np.argsort(-norms)[: layout.nnz - round(share * layout.nnz)]
+    assert new.mask[layout.rows[largest], layout.cols[largest]].all()
+    assert update(layout, norms, gradients, share, np.random.default_rng(1)) == new
+
+
+def test_rigl_grows_where_the_gradient_is_largest():
+    layout = make_layout("cyclic", 64, 64, 8, 0.25)
+    norms = np.ones(layout.nnz)
+    norms[:6] = 0.1
+    gradients = np.random.default_rng(0).random((8, 8)) * 1e-3
+    wanted = [(int(c) + 4) % 8 for c in layout.cols[:6]]
+    gradients[wanted, layout.cols[:6]] += np.linspace(1, 2, 6)
+    new = rigl_blocks(layout, norms, gradients, 6 / layout.nnz, None)
+    kept = layout.mask.copy()
+    kept[layout.rows[:6], layout.cols[:6]] = False
+    degrees = [new.mask.sum(axis=axis) for axis in (0, 1)]
+    assert all(set(degree) == {2} for degree in degrees)
+    others = [rigl_blocks(layout, norms, np.random.default_rng(i).random((8, 8)), 6 / 16, None)
+              for i in range(20)]  # fmt: skip
+    assert all(gradients[new.mask & ~kept].sum() >= gradients[o.mask & ~kept].sum() for o in others)
+
+
+def test_set_brings_no_dropped_block_back_where_there_are_others():
+    layout = make_layout("random", 128, 128, 8, 0.25, 3)
+    norms = np.random.default_rng(0).random(layout.nnz)
+    for seed in range(5):
+        new = set_blocks(layout, norms, None, 0.25, np.random.default_rng(seed))
+        dropped = np.argsort(norms)[: round(0.25 * layout.nnz)]
+        assert not new.mask[layout.rows[dropped], layout.cols[dropped]].any()
+        assert (sources_of(layout, new) < 0).sum() == len(dropped)
+
+
+def test_sources_say_where_a_block_came_from():
+    old, new = (make_layout("random", 64, 64, 8, 0.25, phase) for phase in (0, 1))
+    for slot, (row, col) in enumerate(zip(new.rows, new.cols)):
+        source = sources_of(old, new)[slot]
+        assert (source >= 0) == old.mask[row, col]
+        assert source < 0 or (old.rows[source], old.cols[source]) == (row, col)
+
+
+def test_the_exchanged_share_falls_along_a_cosine_and_ends():
+    config = EvolutionConfig("rigl", every=10, at=0.5, share=0.4)
+    shares = {step: exchanged_share(config, step, 200) for step in range(200)}
+    due = {step for step, share in shares.items() if share > 0}
+    assert due == set(range(10, 100, 10))
+    assert shares[50] == pytest.approx(0.2)
+    assert all(shares[a] > shares[a + 10] for a in range(10, 90, 10)) and shares[10] < 0.4
+    for method in ("static", "sparse_to_dense", "gradual", "low_rank_tail"):
+        assert not any(exchanged_share(EvolutionConfig(method), s, 500) for s in range(500))
+
+
+def test_the_largest_blocks_are_a_balanced_layout_inside_the_one_before():
+    norms = np.random.default_rng(0).random((8, 16))
+    wide = largest_blocks(norms, 4, degree=4)
+    narrow = largest_blocks(norms, 4, degree=2, stored=wide.mask)
+    assert wide.balanced and narrow.balanced
+    assert (wide.density, narrow.density) == (0.5, 0.25)
+    assert wide.mask[narrow.mask].all()
+    assert norms[wide.mask].mean() > norms[~wide.mask].mean()
+
+
+def test_gradual_halves_along_the_cubic_schedule():
+    found = stages(MODEL, EvolutionConfig("gradual", at=0.5, dense_rate=0.5))
+    densities = [s.model.linear("qkv").density for s in found]
+    assert densities == [1, 0.5, 0.25, 0.125]
+    assert not found[0].model.sparse_projections and found[-1].model == MODEL
+    assert found[0].start == 0 and found[-1].start == 0.5
+    for stage, density in zip(found, densities):
+        # arXiv 1710.01878, equation 1, of densities.
+        cubic = 1 / 8 + (1 - 1 / 8) * (1 - stage.start / 0.5) ** 3
+        assert cubic == pytest.approx(density)
+    assert [s.rate for s in found] == pytest.approx([0.5, 0.5 ** (2 / 3), 0.5 ** (1 / 3), 1])
+    assert [s.runtime_layouts for s in found] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("density", [1 / 16, 3 / 16, 5 / 16, 15 / 16])
+def test_gradual_stages_are_legal_at_any_density(density):
+    model = MODEL.with_linears(dataclasses.replace(SPARSE, pattern="cyclic", density=density))
+    found = stages(model, EvolutionConfig("gradual"))
+    assert found[-1].model == model and not found[0].model.sparse_projections
+    assert [s.start for s in found] == sorted(s.start for s in found)
+    for stage in found[1:]:
+        spec = stage.model.linear("qkv")
+        assert math.isclose(spec.density * 16, round(spec.density * 16))
+
+
+def test_sparse_to_dense_and_the_low_rank_tail_change_the_model_once():
+    ranked = MODEL.with_linears(dataclasses.replace(SPARSE, rank=4), ["mlp_in"])
+    sparse, dense = stages(ranked, EvolutionConfig("sparse_to_dense", at=0.6, dense_rate=0.5))
+    assert sparse.model == ranked and not dense.model.sparse_projections
+    assert dense.model.linear("mlp_in") == LinearSpec(rank=4)
+    assert (dense.start, dense.rate, sparse.rate) == (0.6, 0.5, 1.0)
+    bare, tail = stages(ranked, EvolutionConfig("low_rank_tail"))
+    assert tail.model == ranked and tail.start == 0.99
+    assert bare.model == MODEL
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "words"),
+    [
+        (MODEL, {"method": "grow"}, "'grow' is unknown; legal: gradual"),
+        (MODEL, {"method": "rigl", "every": 0}, "legal: 1 or more"),
+        (MODEL, {"method": "rigl", "at": 1.0}, r"\[0, 1\)"),
+        (MODEL, {"method": "rigl", "share": 1.0}, r"\(0, 1\)"),
+        (MODEL, {"dense_rate": 0.0}, "not above 0"),
+        (MODEL.with_linears(LinearSpec()), {"method": "set"}, "needs a block-sparse projection"),
+        (MODEL, {"method": "low_rank_tail"}, "--rank; legal: 1 or more"),
+        *(
+            (
+                MODEL.with_linears(dataclasses.replace(SPARSE, density=1.0), ["mlp_out"]),
+                {"method": method},
+                f"{method} has no block to add or remove in mlp_out",
+            )
+            for method in ("set", "rigl", "gradual", "sparse_to_dense")
+        ),
+    ],
+)
+def test_what_a_method_cannot_do_is_refused(model, fields, words):
+    with pytest.raises(UserError, match=words):
+        stages(model, EvolutionConfig(**fields))
+
+
+def test_a_method_of_your_own(monkeypatch):
+    monkeypatch.setattr(evolution, "METHODS", dict(METHODS))
+    own = Method(update=lambda layout, norms, gradients, share, rng: layout)
+    register("mine", own)
+    assert stages(MODEL, EvolutionConfig("mine"))[0].runtime_layouts
+    with pytest.raises(ValueError, match="already"):
+        register("mine", own)

@@ -1,0 +1,192 @@
+"""A training whose layouts or model change: exact under resume, compiled before it starts."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from sparse_dataflow.data.batches import EvalBatches, TrainBatches
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.planning import cost
+from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
+from sparse_dataflow.training.loop import Trainer, advance_side_by_side
+from sparse_dataflow.training.metrics import read_metrics
+from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
+from sparse_dataflow.training.phases import (
+    phases,
+    probed_rows,
+    refuse_unfit,
+    run_flops,
+    update_steps,
+)
+from sparse_dataflow.training.programs import TrainingData, compile_programs
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+SPARSE = LinearSpec("block_sparse", "monarch", density=0.25, block=4, rank=2)
+MODEL = ModelConfig(2, 32, 2, 64, vocab_size=40, max_len=8).with_linears(SPARSE)
+TRAINING = TrainingConfig(steps=10, batch=4, sequence=8, learning_rate=3e-2)
+TOKENS = (np.arange(400) * 7 % 40).astype(np.uint16)
+HELD_OUT = EvalBatches(TOKENS[:100], 4, 8, 4)
+DATA = TrainingData(TrainBatches(TOKENS, 4, 8), HELD_OUT, 99, HELD_OUT, 99, "hash")
+EVOLUTIONS = {
+    "set": EvolutionConfig("set", every=2),
+    "rigl": EvolutionConfig("rigl", every=3, at=0.9),
+    "gradual": EvolutionConfig("gradual", at=0.6, dense_rate=0.5),
+    "sparse_to_dense": EvolutionConfig("sparse_to_dense", at=0.5, dense_rate=0.5),
+    "low_rank_tail": EvolutionConfig("low_rank_tail", at=0.7),
+}
+
+
+@functools.cache
+def programs_of(method):
+    evolution = EVOLUTIONS[method]
+    return compile_programs(stages(MODEL, evolution), TRAINING, DATA, evolution)
+
+
+def trainer(folder, method, evolution=None, **options):
+    every = {"eval_every": 5, "checkpoint_every": 20} | options
+    evolution = evolution or EVOLUTIONS[method]
+    return Trainer(
+        "sparse", folder, MODEL, TRAINING, DATA, programs_of(method), evolution=evolution, **every
+    )
+
+
+def train(t, until=10):
+    try:
+        for _ in advance_side_by_side([t], lambda: t.step >= until):
+            pass
+    finally:
+        t.close()
+    return t
+
+
+def bits(state):
+    return {
+        jax.tree_util.keystr(path): np.asarray(
+            jax.random.key_data(leaf) if "key" in jax.tree_util.keystr(path)[:5] else leaf
+        ).tobytes()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+def untimed(path):
+    times = ("seconds", "update_seconds", "tokens_per_second")
+    return [{k: v for k, v in row.items() if k not in times} for row in read_metrics(path)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", EVOLUTIONS)
+def test_it_ends_at_the_same_bits_however_often_it_was_stopped(tmp_path, method):
+    whole = train(trainer(tmp_path / "whole", method))
+    for stop in (1, 2, 4, 5, 6, 7):
+        t = train(trainer(tmp_path / "cut", method), until=stop)
+        assert t.step == stop
+    t = train(trainer(tmp_path / "cut", method))
+    assert t.finished and bits(t.state) == bits(whole.state)
+    timeless = [untimed(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut")]
+    assert timeless[0] == timeless[1]
+    changes = [row["step"] - 1 for row in timeless[0] if row["kind"] == "evolution"]
+    starts = [phase.start for phase in phases(MODEL, EVOLUTIONS[method], 10)[1:]]
+    assert changes == sorted(starts + update_steps(EVOLUTIONS[method], 10)) != []
+    losses = [row["loss"] for row in timeless[0] if row["kind"] == "train"]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("method", ["set", "rigl"])
+def test_layouts_change_and_stay_balanced(tmp_path, method):
+    t = train(trainer(tmp_path, method))
+    first, last = gpt.layouts(MODEL), gpt.layouts_of(MODEL, t.state.tables)
+    for name in MODEL.sparse_projections:
+        assert all(layout.balanced for layout in last[name])
+        assert {layout.nnz for layout in last[name]} == {first[name][0].nnz}
+        assert last[name] != first[name]
+
+
+@pytest.mark.parametrize("method", EVOLUTIONS)
+def test_nothing_is_compiled_while_it_trains(tmp_path, method):
+    t = trainer(tmp_path, method)
+    t.evaluate()
+    t.save()
+    learning_rate_schedule(TRAINING)(3)  # Its scalars compile, once a process.
+    compiled = []
+
+    def note(event, seconds, **facts):
+        if "compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        jax.jit(lambda x: x * 3.25)(1.0)
+        assert compiled  # The listener hears of compilations.
+        compiled.clear()
+        train(t)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    changes = [r for r in read_metrics(tmp_path / "metrics.jsonl") if r["kind"] == "evolution"]
+    assert changes and not compiled
+
+
+def test_a_dense_end_goes_on_from_the_loss_of_the_sparse_model(tmp_path):
+    t = train(trainer(tmp_path, "sparse_to_dense", eval_every=1), until=5)
+    assert t.model == MODEL
+    sparse = t.last_evaluation["loss"]
+    t = trainer(tmp_path, "sparse_to_dense")
+    t._evolve(None)
+    assert not t.model.sparse_projections and t.state.tables == {}
+    assert t.evaluate()["loss"] == pytest.approx(sparse, rel=1e-5)
+    t.close()
+
+
+def test_another_method_is_refused_in_words(tmp_path):
+    train(trainer(tmp_path, "set"), until=2)
+    other = dataclasses.replace(EVOLUTIONS["set"], method="rigl")
+    with pytest.raises(UserError, match=r'evolution.method is "set" there and "rigl" here'):
+        trainer(tmp_path, "set", other)
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps", "words"),
+    [
+        ({"method": "rigl"}, 50, "--evolve_every=100 .* step 37 of 50; legal: 1 to 37"),
+        ({"method": "set", "every": 8}, 10, "step 7 of 10; legal: 1 to 7"),
+        ({"method": "set", "every": 1}, 1, "none in a run of 1 steps"),
+        ({"method": "sparse_to_dense", "at": 0.999}, 100, "2 models in turn, .* from 100% of"),
+        ({"method": "low_rank_tail"}, 40, "from 99% .* 40 steps leave one of them none"),
+        ({"method": "gradual"}, 3, "3 models in turn"),
+    ],
+)
+def test_a_schedule_longer_than_the_run_is_refused(fields, steps, words):
+    with pytest.raises(UserError, match=words):
+        refuse_unfit(MODEL, EvolutionConfig(**fields), steps)
+
+
+def test_phases_cover_the_run():
+    for evolution in EVOLUTIONS.values():
+        found = phases(MODEL, evolution, 97)
+        assert found[0].start == 0 and found[-1].stop == 97
+        assert all(a.stop == b.start for a, b in zip(found, found[1:]))  # noqa: RUF007
+        assert sum(phase.steps for phase in found) == 97
+
+
+@pytest.mark.parametrize(("batch", "micro", "rows"), [(8, 1, 2), (8, 4, 1), (2, 1, 1), (64, 2, 8)])
+def test_a_quarter_of_a_micro_batch_is_probed(batch, micro, rows):
+    assert probed_rows(TrainingConfig(1, batch, 8, micro)) == rows
+
+
+def test_flops_of_a_run_are_those_of_its_phases_and_updates():
+    tokens = TRAINING.batch * TRAINING.sequence
+    sparse = cost.flops_per_token(MODEL, 8).total
+    dense = cost.flops_per_token(phases(MODEL, EVOLUTIONS["sparse_to_dense"], 10)[1].model, 8).total
+    found = {name: run_flops(MODEL, EVOLUTIONS[name], TRAINING) for name in EVOLUTIONS}
+    assert found["sparse_to_dense"] == pytest.approx(5 * tokens * (sparse + dense))
+    assert found["set"] == pytest.approx(10 * tokens * sparse)
+    norms = cost.gradient_norms_flops(MODEL, 8, 8)
+    assert found["rigl"] == pytest.approx(
+        found["set"] + len(update_steps(EVOLUTIONS["rigl"], 10)) * norms
+    )
+    assert found["low_rank_tail"] < found["set"] < found["gradual"]

@@ -1,0 +1,170 @@
+"""From one layout or model to the next: what stays keeps its bits, and where it should the
+function."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from sparse_dataflow.execution import whole
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, stages
+from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
+from sparse_dataflow.training.step import TrainState, initial_state
+from sparse_dataflow.training.transitions import change_model, update_layouts
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+SPARSE = LinearSpec("block_sparse", "cyclic", density=0.25, block=8)
+MODEL = ModelConfig(2, 64, 4, 128, vocab_size=40, max_len=8).with_linears(SPARSE)
+RANKED = MODEL.with_linears(dataclasses.replace(SPARSE, rank=3))
+TRAINING = TrainingConfig(steps=9, batch=2, sequence=8)
+TOKENS = np.random.default_rng(1).integers(0, 40, (2, 8), np.int32)
+
+
+def trained_state(model, seed=0) -> TrainState:
+    """A state with every parameter and moment drawn, so that none is equal by chance."""
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf):
+        return jax.numpy.asarray(0.1 * rng.normal(size=leaf.shape), leaf.dtype)
+
+    state = initial_state(model, TRAINING)
+    params = jax.tree.map(draw, state.params)
+    moments = tuple(
+        part._replace(mu=jax.tree.map(draw, part.mu), nu=jax.tree.map(draw, part.nu))
+        if hasattr(part, "mu")
+        else part
+        for part in state.moments
+    )
+    return state._replace(params=params, moments=moments, step=jax.numpy.int32(5))
+
+
+def to_numpy(state):
+    return jax.tree.map(
+        lambda leaf: np.array(
+            jax.random.key_data(leaf)
+            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else leaf
+        ),
+        state,
+    )
+
+
+def trees(state):
+    adam = next(part for part in state.moments if hasattr(part, "mu"))
+    return state.params, adam.mu, adam.nu
+
+
+def logits_of(model, state):
+    tables = jax.tree.map(np.asarray, state.tables)
+    return np.asarray(jax.jit(lambda p: whole.logits(model, p, tables, TOKENS))(state.params))
+
+
+def assert_shaped_like(state, model):
+    """It is a state of `model`: same tree, shapes and types, and its optimizer accepts it."""
+    expected = jax.eval_shape(lambda: initial_state(model, TRAINING))
+    describe = lambda leaf: (leaf.shape, leaf.dtype)  # noqa: E731
+    assert jax.tree.map(describe, state) == jax.tree.map(describe, expected)
+    optimizer = make_optimizer(model, TRAINING)
+    jax.eval_shape(optimizer.update, state.params, state.moments, state.params)
+
+
+@pytest.mark.parametrize("method", ["set", "rigl"])
+@pytest.mark.parametrize("model", [MODEL, RANKED], ids=["plain", "ranked"])
+def test_an_update_keeps_survivors_bit_by_bit_and_starts_the_new_at_zero(method, model):
+    before = to_numpy(trained_state(model))
+    rng = np.random.default_rng(0)
+    gradients = {
+        name: rng.random((2, *layers[0].mask.shape)) for name, layers in gpt.layouts(model).items()
+    }
+    update = METHODS[method].update
+    after = update_layouts(trained_state(model), model, update, 0.3, gradients)
+    assert_shaped_like(after, model)
+    old, new = (gpt.layouts_of(model, s.tables) for s in (before, after))
+    for name in PROJECTIONS:
+        for layer in range(2):
+            was, now = old[name][layer], new[name][layer]
+            assert now.balanced and now != was
+            assert (was.mask & now.mask).sum() >= round(0.7 * was.nnz)
+            for theirs, mine in zip(trees(before), trees(after)):
+                dense = was.to_dense(theirs["blocks"][name]["values"][layer])
+                expected = now.from_dense(dense)
+                found = np.asarray(mine["blocks"][name]["values"][layer])
+                assert found.tobytes() == expected.astype(found.dtype).tobytes()
+    again = update_layouts(trained_state(model), model, update, 0.3, gradients)
+    jax.tree.map(np.testing.assert_array_equal, to_numpy(again), to_numpy(after))
+    others = [
+        t for t in jax.tree_util.tree_leaves_with_path(before.params) if "values" not in str(t)
+    ]
+    kept = dict(jax.tree_util.tree_leaves_with_path(after.params))
+    assert all(np.array_equal(kept[path], leaf) for path, leaf in others)
+
+
+def test_random_choices_follow_from_key_and_step():
+    update = METHODS["set"].update
+    found = [
+        update_layouts(trained_state(MODEL)._replace(**change), MODEL, update, 0.3).tables
+        for change in ({}, {"step": jax.numpy.int32(6)}, {"key": jax.random.key(3)})
+    ]
+    masks = [gpt.layouts_of(MODEL, tables)["mlp_in"] for tables in found]
+    assert masks[0] != masks[1] and masks[0] != masks[2]
+
+
+@pytest.mark.parametrize("model", [MODEL, RANKED], ids=["plain", "ranked"])
+def test_dense_is_the_same_function_with_the_same_moments(model):
+    dense = stages(model, EvolutionConfig("sparse_to_dense"))[1].model
+    before = trained_state(model)
+    logits, kept = logits_of(model, before), to_numpy(before)
+    after = change_model(before, model, dense)
+    assert_shaped_like(after, dense)
+    np.testing.assert_allclose(logits_of(dense, after), logits, rtol=1e-5, atol=1e-5)
+    assert np.abs(logits).max() > 0.1
+    for name, layers in gpt.layouts(model).items():
+        for layer, layout in enumerate(layers):
+            for theirs, mine in zip(trees(kept), trees(after)):
+                expected = layout.to_dense(theirs["blocks"][name]["values"][layer])
+                np.testing.assert_array_equal(mine["blocks"][name]["kernel"][layer], expected)
+
+
+def test_a_low_rank_term_joins_without_changing_the_function():
+    before = trained_state(MODEL)
+    logits = logits_of(MODEL, before)
+    after = change_model(before, MODEL, RANKED)
+    assert_shaped_like(after, RANKED)
+    np.testing.assert_allclose(logits_of(RANKED, after), logits, rtol=1e-5, atol=1e-6)
+    for name in PROJECTIONS:
+        module = after.params["blocks"][name]
+        assert np.std(module["a_kernel"]) > 0.05 and not np.any(module["b_kernel"])
+        assert not any(np.any(tree["blocks"][name]["a_kernel"]) for tree in trees(after)[1:])
+
+
+def test_pruning_keeps_the_largest_blocks_of_all_stages():
+    found = stages(MODEL, EvolutionConfig("gradual"))
+    state = trained_state(found[0].model)
+    original = to_numpy(state)
+    energy, stored = [], None
+    for before, after in itertools.pairwise(found):
+        state = change_model(state, before.model, after.model)
+        assert_shaped_like(state, after.model)
+        layout = gpt.layouts_of(after.model, state.tables)["mlp_in"][1]
+        assert layout.balanced and layout.density == after.model.linear("mlp_in").density
+        assert stored is None or stored.mask[layout.mask].all()
+        stored = layout
+        for theirs, mine in zip(trees(original), trees(state)):
+            expected = layout.from_dense(theirs["blocks"]["mlp_in"]["kernel"][1])
+            np.testing.assert_array_equal(mine["blocks"]["mlp_in"]["values"][1], expected)
+        kernel = original.params["blocks"]["mlp_in"]["kernel"][1]
+        energy.append(np.sum(expected**2) / np.sum(kernel**2) / layout.density)
+    assert len(energy) == 2 and np.sum(layout.from_dense(kernel) ** 2) > np.sum(kernel**2) / 4
+
+
+def test_what_was_moved_is_freed():
+    """So that beside the state there is one array of one projection at most."""
+    state = trained_state(MODEL)
+    values = [tree["blocks"]["qkv"]["values"] for tree in trees(state)]
+    update_layouts(state, MODEL, METHODS["set"].update, 0.3)
+    assert all(leaf.is_deleted() for leaf in values)
