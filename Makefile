@@ -16,7 +16,7 @@ export PYTHON
 GONE := $(shell test -x $(BIN)/python || echo FORCE)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick nightly aot-gpu bench lint format clean FORCE
+.PHONY: help env demo test quick nightly aot-tpu aot-gpu bench lint format clean FORCE
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="--flag=value ..."] [VENV=.venv] [PYTHON=python3.12]'
@@ -40,6 +40,10 @@ quick: $(READY) ## run the tests that are not marked slow
 
 nightly: $(READY) ## run the tests that are too long for every day
 	$(BIN)/python -m pytest -m nightly $(TESTS)
+
+aot-tpu: ## compile the TPU kernels for v4 to v6e, without one (fetches libtpu: 200 MB in .venv-tpu)
+	@sh launch/make_env.sh .venv-tpu dev,aot
+	.venv-tpu/bin/python -m pytest tests/kernels/test_pallas_tpu_compiles.py $(TESTS)
 
 aot-gpu: ## compile the Hopper kernels for an H200, without one (fetches CUDA: 4 GB in .venv-gpu)
 	@sh launch/make_env.sh .venv-gpu dev,cuda
