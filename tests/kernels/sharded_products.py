@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.block_sparse_matmul import api, sharded
 from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
 from sparse_dataflow.kernels.sparse_mlp.sharded import parallel_sparse_mlp
@@ -27,7 +28,7 @@ TOKENS, SHARDS = (6, 5), 4
 def tpu():
     """The kernels run interpreted, chosen as if the devices of the mesh were TPUs."""
     interpreted = pltpu.force_tpu_interpret_mode(pltpu.InterpretParams())
-    with mock.patch.object(api, "platform", lambda: "tpu"), interpreted:
+    with mock.patch.object(dispatch, "platform", lambda: "tpu"), interpreted:
         yield
 
 
