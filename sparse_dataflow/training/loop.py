@@ -19,7 +19,7 @@ from sparse_dataflow.training.metrics import MetricsWriter, Progress, say
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
 from sparse_dataflow.training.phases import phase_before, phases, refuse_unfit, run_flops
 from sparse_dataflow.training.programs import Compiled, TrainingData, evolved
-from sparse_dataflow.training.step import group_norms, initial_state
+from sparse_dataflow.training.step import initial_state
 from sparse_dataflow.training.transitions import change_model
 
 
@@ -97,7 +97,6 @@ class Trainer:
         self.step = int(self.state.step)
         self._phase = phase_before(self.phases, self.step)
         self._batches = data.train.iterate(self.step)
-        self._parameter_norms = jax.jit(group_norms)
         self._metrics = MetricsWriter(folder, self.step)
         self._progress = Progress(name, training.steps, self.step, position)
         self.last_evaluation: dict | None = None
@@ -233,7 +232,8 @@ class Trainer:
         Raises:
           UserError: a parameter is not finite, or the folder cannot be written.
         """
-        norms = jax.device_get(self._parameter_norms(self.state.params))
+        parameter_norms = self._programs[self._phase].parameter_norms
+        norms = jax.device_get(parameter_norms(self.state.params))
         self._refuse_non_finite("parameters", norms)
         fresh = self.last_evaluation and self.last_evaluation["step"] == self.step
         metric = self.last_evaluation["bits_per_byte"] if fresh else None

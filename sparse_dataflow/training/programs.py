@@ -15,7 +15,12 @@ from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, Stage
 from sparse_dataflow.training.block_gradients import block_gradient_norms
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.phases import probed_rows
-from sparse_dataflow.training.step import initial_state, make_eval_step, make_train_step
+from sparse_dataflow.training.step import (
+    group_norms,
+    initial_state,
+    make_eval_step,
+    make_train_step,
+)
 from sparse_dataflow.training.transitions import change_model, update_layouts
 
 
@@ -52,6 +57,7 @@ class Compiled:
       gradient_norms: (params, tables, tokens of a batch) -> norms of the dense gradient's blocks,
         where the evolution reads them.
       update_seconds: of one layout update, measured.
+      parameter_norms: params -> norms by parameter group.
     """
 
     train_step: Callable
@@ -60,6 +66,7 @@ class Compiled:
     runtime_layouts: bool = False
     gradient_norms: Callable | None = None
     update_seconds: float = 0.0
+    parameter_norms: Callable = group_norms
 
 
 def compile_programs(
@@ -113,6 +120,7 @@ def _compiled(stage, training, data):
         eval_step.lower(shapes.params, shapes.tables, held_out["tokens"], weights).compile(),
         time.perf_counter() - start,
         stage.runtime_layouts,
+        parameter_norms=jax.jit(group_norms).lower(shapes.params).compile(),
     )
 
 
