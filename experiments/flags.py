@@ -109,6 +109,13 @@ SPARSITY = Group(
             "Fraction of blocks stored.",
             legal=("in (0, 1]", lambda d: 0 < d <= 1),
         ),
+        Flag(
+            "density_budget",
+            "text",
+            "uniform",
+            "uniform gives every projection --density; compute shares the FLOPs that this costs "
+            "out by the Erdos-Renyi rule; or name some: qkv:0.25,mlp_in:0.0625.",
+        ),
         Flag("block", "integer", 64, "Side of a square block, in features.", legal=_AT_LEAST_ONE),
         Flag(
             "rank",
@@ -153,6 +160,14 @@ EVOLUTION = Group(
             "sparse_to_dense becomes dense, low_rank_tail adds its term; 0 is 0.75, 0.75, 0.5, "
             "0.7, 0.99.",
             legal=("in [0, 1)", lambda fraction: 0 <= fraction < 1),
+        ),
+        Flag(
+            "evolve_first",
+            "list",
+            "none",
+            "Projections that sparse_to_dense makes dense at evolve_at, the others halfway from "
+            "there to the end; none is all at once.",
+            _one_of(*PROJECTIONS),
         ),
     ),
 )

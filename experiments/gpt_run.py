@@ -20,6 +20,7 @@ from sparse_dataflow.data.tokenizer import load_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.execution.host_memory import keep_freed_memory
 from sparse_dataflow.planning import cost, hardware, memory
+from sparse_dataflow.sparsity.allocation import allocation_table
 from sparse_dataflow.training.loop import Trainer, advance_side_by_side
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import refuse_unfit
@@ -61,6 +62,8 @@ def run(experiment: str, values, groups, sparse: bool) -> None:
                 v.with_steps(saved["variants"][v.name]["training"]["steps"]) for v in variants
             ]
             run_folder.refuse_other_variants(folder, saved, variants)
+        for v in variants:
+            _say_allocation(v)
         data = training_data(values, variants[0], corpus, tokenizer)
         if values.steps:
             _refuse_unfit(variants)
@@ -105,6 +108,12 @@ def _settle(values, chip, sparse) -> list[str]:
             values.remat, values.accumulation = fit
             say(f"to fit the memory: --remat={fit[0]} --accumulation={fit[1]}")
     return names
+
+
+def _say_allocation(variant):
+    if variant.model.sparse_projections:
+        flops = cost.flops_per_token(variant.model, variant.training.sequence).sections
+        say(allocation_table(variant.model, flops))
 
 
 def training_data(values, variant, corpus, tokenizer) -> TrainingData:

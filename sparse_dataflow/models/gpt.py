@@ -24,7 +24,7 @@ from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
 from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT, Linear, Probe, projection_layout
-from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
+from sparse_dataflow.models.sizes import PROJECTIONS, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 
 
@@ -66,17 +66,27 @@ class Block(nnx.Module):
         self.mlp_out = Linear(config, "mlp_out", gain=residual, rngs=rngs)
         self.num_heads = config.num_heads
         self.rotary = config.positions == "rotary"
+        # Keys and queries align while training, so their product grows as the width of a head, and
+        # not as its root: 1 / head_dim in place of 1 / sqrt(head_dim) (arXiv 2203.03466, 4.1).
+        head_dim = config.d_model // config.num_heads
+        self.query_scale = math.sqrt(SUPAR_HEAD / head_dim) if config.supar else 1.0
 
     def __call__(self, x_BxTxD, tables):
         """[B, T, D] -> [B, T, D]; `tables` maps a sparse projection to this layer's tables."""
+        return self.halves(x_BxTxD, tables)[1]
+
+    def halves(self, x_BxTxD, tables):
+        """The residual stream [B, T, D] after attention, and after the MLP."""
         B, T, _ = x_BxTxD.shape
         qkv = self.qkv(self.norm1(x_BxTxD), tables.get("qkv"))
         q, k, v = jnp.moveaxis(qkv.reshape(B, T, self.num_heads, 3, -1), 3, 0)
         if self.rotary:
             q, k = _rotate(q), _rotate(k)
+        if self.query_scale != 1:
+            q *= self.query_scale
         attended = causal_attention(q, k, v).reshape(x_BxTxD.shape)
         x_BxTxD += self.attn_out(attended, tables.get("attn_out"))
-        return x_BxTxD + self._mlp(self.norm2(x_BxTxD), tables)
+        return x_BxTxD, x_BxTxD + self._mlp(self.norm2(x_BxTxD), tables)
 
     def _mlp(self, x_BxTxD, tables):
         probed = any(isinstance(tables.get(name), Probe) for name in ("mlp_in", "mlp_out"))
@@ -100,10 +110,14 @@ class Head(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.norm = _norm(config, rngs)
+        # What reads the residual stream at a constant initial variance sums over more of it in a
+        # wider model (arXiv 2203.03466, table 8).
+        self.scale = SUPAR_WIDTH / config.d_model if config.supar else 1.0
 
     def __call__(self, x_BxTxD):
-        """[B, T, D] -> [B, T, D], normalised."""
-        return self.norm(x_BxTxD)
+        """[B, T, D] -> [B, T, D], normalised; the output layer's multiplier is in it."""
+        x_BxTxD = self.norm(x_BxTxD)
+        return x_BxTxD if self.scale == 1 else x_BxTxD * self.scale
 
 
 def init(config: ModelConfig, key: jax.Array) -> dict:

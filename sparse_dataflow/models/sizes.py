@@ -7,6 +7,12 @@ from sparse_dataflow.errors import UserError
 
 PROJECTIONS = ("qkv", "attn_out", "mlp_in", "mlp_out")
 
+SUPAR_WIDTH = 256
+"""The d_model at which a dense model is the same under either parametrization; its heads are 64
+wide.  A learning rate tuned there is for every width and density under SuPar."""
+
+SUPAR_HEAD = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class LinearSpec:
@@ -51,8 +57,8 @@ class ModelConfig:
       positions: "learned" or "rotary".
       remat: activation checkpointing of a block: "none", "dots" (keep matmul outputs) or "full".
       compute_dtype: dtype of activations and of the weights' working copy; masters are float32.
-      parametrization: "standard", or "supar" to scale init and learning rate with width and density
-        (arXiv 2405.15743).
+      parametrization: "standard", or "supar" (arXiv 2405.15743), which keeps the size of every
+        activation, and of every step's change of it, the same over width and density.
       seed: draws the pseudo-random patterns.
     """
 
@@ -113,6 +119,11 @@ class ModelConfig:
         """This model with `spec` on the named projections."""
         linears = {**dict(self.linears), **{p: spec for p in projections}}
         return dataclasses.replace(self, linears=linears)
+
+    @property
+    def supar(self) -> bool:
+        """Whether the parametrization is SuPar."""
+        return self.parametrization == "supar"
 
     @property
     def sparse_projections(self) -> tuple[str, ...]:

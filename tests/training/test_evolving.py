@@ -38,6 +38,7 @@ EVOLUTIONS = {
     "rigl": EvolutionConfig("rigl", every=3, at=0.9),
     "gradual": EvolutionConfig("gradual", at=0.6, dense_rate=0.5),
     "sparse_to_dense": EvolutionConfig("sparse_to_dense", at=0.5, dense_rate=0.5),
+    "mlp_dense_first": EvolutionConfig("sparse_to_dense", at=0.4, first=("mlp_in", "mlp_out")),
     "low_rank_tail": EvolutionConfig("low_rank_tail", at=0.7),
 }
 
