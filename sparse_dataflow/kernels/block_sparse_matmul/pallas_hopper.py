@@ -18,12 +18,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.kernels import tuned
 from sparse_dataflow.kernels.block_sparse_matmul import fused
 from sparse_dataflow.kernels.block_sparse_matmul import tuning_hopper as sizes
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_gradient import line_gradient
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_products import line_product
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import TuningConfig
 from sparse_dataflow.kernels.gelu.api import through_gelu
+from sparse_dataflow.kernels.tuned import Case, Space
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 BLOCKS = (32, 64, 128, 256)
@@ -220,16 +222,36 @@ def default_tuning(
       derivative: whether the input's gradient is multiplied by an activation's derivative.
       accumulate: whether the values' gradient is added to an accumulator.
     """
+    made = spaces(
+        x, values, tables, residual=residual, derivative=derivative, accumulate=accumulate
+    )
+    tiles = tuned.fastest("block_sparse_matmul", made)
+    return TuningConfig(**tiles, multiprocessors=sizes.multiprocessors())
+
+
+def spaces(
+    x: jax.Array,
+    values: jax.Array,
+    tables: LayoutTables,
+    *,
+    residual: bool = False,
+    derivative: bool = False,
+    accumulate: bool = False,
+) -> dict[Case, Space]:
+    """What an autotuner may try for each product; arguments as in `default_tuning`."""
     stored, block = values.shape[:2]
     in_blocks, out_blocks = len(tables.out_index), len(tables.in_index)
     programs = sizes.multiprocessors()
     tokens, widths = len(x), (in_blocks * block, out_blocks * block)
-    return TuningConfig(
-        sizes.product_tiles(tokens, widths[0], out_blocks, block, residual, programs),
-        sizes.product_tiles(tokens, widths[1], in_blocks, block, derivative, programs),
-        sizes.gradient_tiles(tokens, stored, block, accumulate, programs),
-        multiprocessors=programs,
-    )
+    forward = sizes.product_tiles(tokens, widths[0], out_blocks, block, residual, programs)
+    backward = sizes.product_tiles(tokens, widths[1], in_blocks, block, derivative, programs)
+    gradient = sizes.gradient_tiles(tokens, stored, block, accumulate, programs)
+    made = {
+        "forward": sizes.product_space(forward, residual),
+        "input_gradient": sizes.product_space(backward, derivative),
+        "weight_gradient": sizes.gradient_space(gradient, tokens, block),
+    }
+    return tuned.by_case("pallas_hopper", x, values, widths, made)
 
 
 def _refuse(name, reason):

@@ -27,12 +27,14 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import (
     gathers_from_dy,
     lines_of,
     pad_to,
+    spaces_of,
     tile_of,
     tuning_of,
 )
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import smem_bytes
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import TuningConfig
 from sparse_dataflow.kernels.gelu.api import through_gelu
+from sparse_dataflow.kernels.tuned import Case, Space
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 BLOCKS = (32, 64, 128, 256)
@@ -186,6 +188,11 @@ def default_tuning(
       activated: whether the GELU is fused.
     """
     return tuning_of(x, values, lines_of(tables, values.shape[-1]), activated)
+
+
+def spaces(x: jax.Array, values: jax.Array, tables: LayoutTables) -> dict[Case, Space] | None:
+    """What an autotuner may try for each product; None where VMEM holds nothing of one."""
+    return spaces_of(x, values, lines_of(tables, values.shape[-1]), False)
 
 
 def _gradients(options, x, values, before, dy, lines):
