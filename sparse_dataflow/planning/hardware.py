@@ -118,7 +118,7 @@ def detect(dtypes: Iterable[str] = ("float32",)) -> Chip:
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return Chip(
-            name=f"{_cpu_model()}, {_cpu_count()} cores",
+            name=cpu_name(),
             peak_flops={dtype: measure_cpu(dtype) for dtype in dtypes},
             memory_bytes=host_memory_bytes(),
             bandwidth=measure_cpu_bandwidth(),
@@ -126,6 +126,16 @@ def detect(dtypes: Iterable[str] = ("float32",)) -> Chip:
     chip = chip_of(device.device_kind)
     stats = device.memory_stats() or {}
     return dataclasses.replace(chip, memory_bytes=stats.get("bytes_limit", chip.memory_bytes))
+
+
+def cpu_name() -> str:
+    """Model of the host's CPU, and the cores that this process may use."""
+    return f"{_cpu_model()}, {_cpu_count()} cores"
+
+
+def slug(name: str) -> str:
+    """A name in lower-case words joined by "-" or "_", for a file."""
+    return re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")
 
 
 @functools.cache

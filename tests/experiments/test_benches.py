@@ -5,6 +5,8 @@ import json
 import pytest
 from main_job import complaint
 
+from sparse_dataflow.kernels import tuned
+from sparse_dataflow.kernels.block_sparse_matmul import tuning_xla
 from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.planning import cost, memory
 
@@ -55,6 +57,21 @@ def test_kernel_bench(job, tmp_path):
         flops = 2 * 64 * 64 * 128 * (3 if row["product"] == "forward_backward" else 1)
         assert row["dense_tflops"] * row["dense_ms"] * 1e9 == pytest.approx(flops)
         assert f"{row['ratio']:.2f}" in done.stdout
+
+
+def test_tuning_keeps_the_fastest_tiles_that_it_measured(job, tmp_path):
+    flags = ("--shapes=64x128", *KERNEL, "--patterns=random", "--tune", f"--tuned={tmp_path}")
+    done = job.run(*flags, experiment="kernel_bench")
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.iterdir()
+    assert f"kept in {path}" in done.stdout
+    entries = tuned.read(path)
+    assert {case.product for case in entries} == set(tuned.PRODUCTS)
+    for case, tiles in entries.items():
+        assert (case.implementation, case.tokens, case.stored) == ("xla", 64, 8)
+        assert 1 <= tuned.parsed(tuning_xla.TokenTiles, tiles, "").tokens <= 64
+    for entry in json.loads(path.read_text())["entries"]:
+        assert 0 < entry["ms"] <= entry["heuristic_ms"]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fused_products import assert_all_close, draw, exact, exact_gelu, fused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_hopper import simulated_hopper, targeted_gpu
@@ -15,8 +16,7 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import api, pallas_hopper
 from sparse_dataflow.kernels.block_sparse_matmul import tuning_hopper as tuning
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_plan import stored_of
-from sparse_dataflow.kernels.gelu.api import value_and_derivative
-from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
+from sparse_dataflow.sparsity.layout import BlockLayout, widened
 from sparse_dataflow.sparsity.patterns import make_layout
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -25,62 +25,6 @@ needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < pallas_hopper.NEEDED_JAX,
     reason=f"Mosaic GPU kernels need jax >= 0.11, not {jax.__version__}",
 )
-
-
-def draw(layout, tokens, seed=0, dtype=jnp.bfloat16):
-    """(x, values, dy, bias, residual), standard normal."""
-    rng = np.random.default_rng(seed)
-    wide = (tokens, layout.out_features)
-    shapes = ((tokens, layout.in_features), (layout.nnz, layout.block, layout.block), wide)
-    arrays = [rng.normal(size=shape).astype(dtype) for shape in (*shapes, wide)]
-    return *arrays[:3], rng.normal(size=layout.out_features).astype(np.float32), arrays[3]
-
-
-def exact(layout, x, values, dy, bias, residual):
-    """(y, dx, dvalues, dbias) of gelu(x W + bias) + residual, in float64."""
-    x, values, dy, bias, residual = (
-        np.asarray(array, np.float64) for array in (x, values, dy, bias, residual)
-    )
-    dense = layout.to_dense(values)
-    hidden, slope = gelu(x @ dense + bias)
-    dz = dy * slope
-    return hidden + residual, dz @ dense.T, layout.from_dense(x.T @ dz), dz.sum(0)
-
-
-def gelu(x):
-    with jax.enable_x64(True):
-        return tuple(map(np.asarray, value_and_derivative(jnp.asarray(x, jnp.float64))))
-
-
-def fused(x, values, dy, bias, residual, tables, **options):
-    """(y, dx, dvalues, dbias, dresidual) of the kernels."""
-
-    def product(x, values, bias, residual):
-        return pallas_hopper.block_sparse_matmul(
-            x, values, tables, bias=bias, activation="gelu", residual=residual, **options
-        )
-
-    y, pullback = jax.vjp(product, x, values, bias, residual)
-    return y, *pullback(dy)
-
-
-def assert_all_close(actual, expected, tolerance=2e-2):
-    for got, right in zip(actual, expected):
-        assert got.shape == right.shape
-        error = np.abs(np.asarray(got, np.float64) - right)
-        assert np.all(error <= tolerance * (np.abs(right).max() + 1)), error.max()
-
-
-def widened(tables, fan_in, fan_out):
-    """The same tables with padding up to these fans, so that layouts share one program."""
-    fans = (fan_in, fan_in, fan_out, fan_out)
-    fills = (0, -1, 0, -1)
-    return LayoutTables(
-        *(
-            np.pad(table, ((0, 0), (0, fan - table.shape[1])), constant_values=fill)
-            for table, fan, fill in zip(tables, fans, fills)
-        )
-    )
 
 
 IRREGULAR = BlockLayout.from_mask(
@@ -113,7 +57,7 @@ def test_any_layout_runs_fused_in_one_program():
     @jax.jit
     def program(*operands):
         programs.append(1)
-        return fused(*operands)
+        return fused(pallas_hopper, *operands)
 
     @settings(max_examples=3, deadline=None)
     @given(places=st.permutations(range(in_blocks * out_blocks)), seed=st.integers(0, 99))
@@ -121,10 +65,10 @@ def test_any_layout_runs_fused_in_one_program():
         mask = np.zeros(in_blocks * out_blocks, bool)
         mask[places[:stored]] = True
         layout = BlockLayout.from_mask(mask.reshape(in_blocks, out_blocks), block)
-        operands = draw(layout, 37, seed)
+        operands = draw(layout, 37, jnp.bfloat16, seed)
         with simulated_hopper():
             actual = program(*operands, widened(layout.tables(), in_blocks, out_blocks))
-        assert_all_close(actual, exact(layout, *operands))
+        assert_all_close(actual, exact(layout, *operands), jnp.bfloat16)
         np.testing.assert_array_equal(actual[4], operands[2])
 
     check()
@@ -140,12 +84,16 @@ def test_many_small_tiles_have_no_race(block, cluster, splits, keep):
     """Several tiles of everything, over clusters and shares of the tokens; the pre-activation
     kept, or made again; every access to memory ordered by a barrier."""
     layout = BlockLayout.from_mask(IRREGULAR.mask, block)
-    operands = draw(layout, 150)
+    operands = draw(layout, 150, jnp.bfloat16)
     config = small_tiles(block, cluster, splits)
     with simulated_hopper(detect_races=True):
-        run = jax.jit(lambda *o: fused(*o, layout.tables(), tuning=config, keep_preactivation=keep))
+        run = jax.jit(
+            lambda *o: fused(
+                pallas_hopper, *o, layout.tables(), tuning=config, keep_preactivation=keep
+            )
+        )
         actual = run(*operands)
-    assert_all_close(actual, exact(layout, *operands))
+    assert_all_close(actual, exact(layout, *operands), jnp.bfloat16)
 
 
 @needs_mosaic
@@ -153,7 +101,7 @@ def test_many_small_tiles_have_no_race(block, cluster, splits, keep):
 @pytest.mark.parametrize("splits", [1, 3])
 def test_weight_gradients_add_into_a_float32_accumulator(block, splits):
     layout = BlockLayout.from_mask(IRREGULAR.mask, block)
-    x, values, dy, *_ = draw(layout, 130)
+    x, values, dy, *_ = draw(layout, 130, jnp.bfloat16)
     accumulator = values.astype(np.float32)
     config = small_tiles(block, splits=splits)
     with simulated_hopper(detect_races=True):
@@ -164,7 +112,7 @@ def test_weight_gradients_add_into_a_float32_accumulator(block, splits):
         )(x, dy, accumulator)
     dense = np.asarray(x, np.float64).T @ np.asarray(dy, np.float64)
     assert total.dtype == jnp.float32
-    assert_all_close([total], [accumulator + layout.from_dense(dense)], 2e-5)
+    assert_all_close([total], [accumulator + layout.from_dense(dense)], np.float32)
 
 
 @needs_mosaic
@@ -172,7 +120,7 @@ def test_weight_gradients_add_into_a_float32_accumulator(block, splits):
 def test_the_derivative_of_the_activation_before_is_fused(block):
     """dy Wᵀ gelu'(z) is the gradient of z in gelu(z) W."""
     layout = BlockLayout.from_mask(IRREGULAR.mask, block)
-    z, values, dy, *_ = draw(layout, 150)
+    z, values, dy, *_ = draw(layout, 150, jnp.bfloat16)
     with simulated_hopper(detect_races=True):
         dz = jax.jit(
             lambda dy, values, z: pallas_hopper.input_gradient(
@@ -180,16 +128,16 @@ def test_the_derivative_of_the_activation_before_is_fused(block):
             )
         )(dy, values, z)
     dy, values = np.asarray(dy, np.float64), np.asarray(values, np.float64)
-    assert_all_close([dz], [dy @ layout.to_dense(values).T * gelu(z)[1]])
+    assert_all_close([dz], [dy @ layout.to_dense(values).T * exact_gelu(z)[1]], jnp.bfloat16)
 
 
 @needs_mosaic
 def test_gradients_follow_finite_differences():
     """Along a random direction: of the exact function, as differences of bfloat16 are rounding."""
     layout = BlockLayout.from_mask(IRREGULAR.mask, 64)
-    operands = draw(layout, 40)
+    operands = draw(layout, 40, jnp.bfloat16)
     with simulated_hopper():
-        gradients = jax.jit(lambda *o: fused(*o, layout.tables()))(*operands)[1:4]
+        gradients = jax.jit(lambda *o: fused(pallas_hopper, *o, layout.tables()))(*operands)[1:4]
     x, values, dy, bias, residual = (np.asarray(array, np.float64) for array in operands)
     rng, step = np.random.default_rng(1), 1e-6
     directions = [rng.normal(size=array.shape) for array in (x, values, bias)]
@@ -235,7 +183,7 @@ def test_default_tiles_of_13b_fit_shared_memory(tokens):
 
 def kernels_chosen(layout, name=None, dtype=jnp.bfloat16):
     """How many Pallas kernels a forward and backward pass through the API has."""
-    x, values, dy, *_ = draw(layout, 8, dtype=dtype)
+    x, values, dy, *_ = draw(layout, 8, dtype)
 
     def gradients(x, values, dy):
         y, pullback = jax.vjp(
@@ -260,7 +208,7 @@ def test_the_kernels_are_chosen_where_they_run():
 
 
 def refused(layout, dtype=jnp.bfloat16, kind="NVIDIA H200", **options):
-    x, values, *_ = draw(layout, 8, dtype=dtype)
+    x, values, *_ = draw(layout, 8, dtype)
     with pytest.raises(UserError) as refusal, targeted_gpu(kind):
         pallas_hopper.block_sparse_matmul(x, values, layout.tables(), **options)
     return str(refusal.value)
@@ -292,6 +240,6 @@ def test_an_old_jax_is_refused_in_words():
 @needs_mosaic
 def test_a_float32_accumulator_is_asked_for():
     layout = make_layout("cyclic", 256, 256, 64, 0.5)
-    x, values, dy, *_ = draw(layout, 8)
+    x, values, dy, *_ = draw(layout, 8, jnp.bfloat16)
     with pytest.raises(UserError, match="legal: float32"), targeted_gpu():
         pallas_hopper.weight_gradient(x, dy, layout.tables(), accumulator=jnp.asarray(values))

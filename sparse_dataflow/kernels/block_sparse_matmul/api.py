@@ -101,7 +101,7 @@ def _choose(x, values, tables):
     name, reason = "xla", ""
     for kernel, (home, kernels) in _KERNELS.items():
         if dispatch.platform() == home:
-            reason = kernels.supported(x, values, tables) or dispatch.partitioned()
+            reason = kernels.refusal(x, values, tables) or dispatch.partitioned()
             name = "xla" if reason else kernel
     if dispatch.platform() == "cpu" and is_concrete(tables):
         layout = layout_of(tables, values.shape[-1])

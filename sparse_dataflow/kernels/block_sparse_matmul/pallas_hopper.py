@@ -13,19 +13,19 @@ float32 is not taken: wgmma would round it to tf32.  XLA runs it.
 With `plgpu.force_gpu_interpret_mode()` around the trace, the kernels run on a CPU.
 """
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.kernels import tuned
+from sparse_dataflow.kernels.block_sparse_matmul import fused
 from sparse_dataflow.kernels.block_sparse_matmul import tuning_hopper as sizes
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_gradient import line_gradient
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_products import line_product
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import TuningConfig
-from sparse_dataflow.kernels.gelu.api import value_and_derivative
+from sparse_dataflow.kernels.gelu.api import through_gelu
+from sparse_dataflow.kernels.tuned import Case, Space
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 BLOCKS = (32, 64, 128, 256)
@@ -36,15 +36,6 @@ DTYPES = ("bfloat16",)
 
 NEEDED_JAX = (0, 11)
 """The first jax whose Mosaic GPU has what the kernels use, and an interpreter for it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What is fixed when the op is traced."""
-
-    gelu: bool
-    keep_preactivation: bool
-    tuning: TuningConfig
 
 
 def block_sparse_matmul(
@@ -80,9 +71,9 @@ def block_sparse_matmul(
       bfloat16 [tokens, out_features]; sums, bias, activation and residual in float32.
 
     Raises:
-      UserError: if `supported` has a reason against it, or the activation is unknown.
+      UserError: if there is a `refusal`, or the activation is unknown.
     """
-    _refuse("block_sparse_matmul", supported(x, values, tables))
+    _refuse("block_sparse_matmul", refusal(x, values, tables))
     if activation not in (None, "gelu"):
         raise UserError(f"activation {activation!r} is unknown; legal: gelu, or None.")
     result = jax.ShapeDtypeStruct((len(x), len(tables.in_index) * values.shape[1]), x.dtype)
@@ -92,7 +83,7 @@ def block_sparse_matmul(
         empty = jnp.zeros(result.shape, result.dtype)
         return empty if residual is None else empty + residual
     tuning = tuning or default_tuning(x, values, tables, residual=residual is not None)
-    options = _Options(activation is not None, keep_preactivation, tuning)
+    options = fused.Options(activation is not None, keep_preactivation, tuning)
     return _matmul(options, x, values, bias, residual, jax.tree.map(jnp.asarray, tables))
 
 
@@ -114,15 +105,15 @@ def value_and_preactivation(
       tuning: tile sizes; None for `default_tuning`.
 
     Raises:
-      UserError: if `supported` has a reason against it.
+      UserError: if there is a `refusal`.
     """
-    _refuse("value_and_preactivation", supported(x, values, tables))
+    _refuse("value_and_preactivation", refusal(x, values, tables))
     result = jax.ShapeDtypeStruct((len(x), len(tables.in_index) * values.shape[1]), x.dtype)
     _check_bias(bias, result)
     if len(x) == 0:
         empty = jnp.zeros(result.shape, result.dtype)
         return empty, empty
-    options = _Options(True, True, tuning or default_tuning(x, values, tables))
+    options = fused.Options(True, True, tuning or default_tuning(x, values, tables))
     return tuple(_product(options, x, values, bias, None, tables, keep=True))
 
 
@@ -148,11 +139,11 @@ def input_gradient(
       bfloat16 [tokens, in_features].
 
     Raises:
-      UserError: if `supported` has a reason against it.
+      UserError: if there is a `refusal`.
     """
     features = len(tables.out_index) * values.shape[1]
     x = jax.ShapeDtypeStruct((len(dy), features), dy.dtype)
-    _refuse("input_gradient", supported(x, values, tables))
+    _refuse("input_gradient", refusal(x, values, tables))
     _check_alike("The pre-activation", preactivation, x)
     if len(dy) == 0:
         return jnp.zeros(x.shape, x.dtype)
@@ -183,12 +174,12 @@ def weight_gradient(
       Float32 with an accumulator, else in the values' dtype.
 
     Raises:
-      UserError: if `supported` has a reason against it, or the accumulator is not float32.
+      UserError: if there is a `refusal`, or the accumulator is not float32.
     """
     accumulate = accumulator is not None
     if accumulate:
         values = jax.ShapeDtypeStruct(accumulator.shape, x.dtype)
-    _refuse("weight_gradient", supported(x, values, tables))
+    _refuse("weight_gradient", refusal(x, values, tables))
     if accumulate and accumulator.dtype != jnp.float32:
         raise UserError(f"The accumulator is {accumulator.dtype}; legal: float32.")
     if len(x) == 0:
@@ -197,8 +188,8 @@ def weight_gradient(
     return _weight_gradient(tuning, x, dy, values, tables, accumulator)
 
 
-def supported(x: jax.Array, values: jax.Array, tables: LayoutTables) -> str | None:
-    """Why these operands cannot run on the GPU compiled for, in words; None where they can."""
+def refusal(x: jax.Array, values: jax.Array, tables: LayoutTables) -> str:
+    """Why these operands cannot run on the GPU compiled for, in words; empty where they can."""
     del tables  # Any layout runs: its tables lie in device memory.
     if jax.__version_info__ < NEEDED_JAX:
         return f"this is jax {jax.__version__}; legal: {'.'.join(map(str, NEEDED_JAX))} or newer."
@@ -209,7 +200,7 @@ def supported(x: jax.Array, values: jax.Array, tables: LayoutTables) -> str | No
         return f"block {block} does not fit the tiles; legal: {', '.join(map(str, BLOCKS))}."
     if x.dtype != values.dtype or x.dtype not in DTYPES:
         return f"x is {x.dtype} and values are {values.dtype}; legal: {', '.join(DTYPES)}."
-    return None
+    return ""
 
 
 def default_tuning(
@@ -231,16 +222,36 @@ def default_tuning(
       derivative: whether the input's gradient is multiplied by an activation's derivative.
       accumulate: whether the values' gradient is added to an accumulator.
     """
+    made = spaces(
+        x, values, tables, residual=residual, derivative=derivative, accumulate=accumulate
+    )
+    tiles = tuned.fastest("block_sparse_matmul", made)
+    return TuningConfig(**tiles, multiprocessors=sizes.multiprocessors())
+
+
+def spaces(
+    x: jax.Array,
+    values: jax.Array,
+    tables: LayoutTables,
+    *,
+    residual: bool = False,
+    derivative: bool = False,
+    accumulate: bool = False,
+) -> dict[Case, Space]:
+    """What an autotuner may try for each product; arguments as in `default_tuning`."""
     stored, block = values.shape[:2]
     in_blocks, out_blocks = len(tables.out_index), len(tables.in_index)
     programs = sizes.multiprocessors()
     tokens, widths = len(x), (in_blocks * block, out_blocks * block)
-    return TuningConfig(
-        sizes.product_tiles(tokens, widths[0], out_blocks, block, residual, programs),
-        sizes.product_tiles(tokens, widths[1], in_blocks, block, derivative, programs),
-        sizes.gradient_tiles(tokens, stored, block, accumulate, programs),
-        multiprocessors=programs,
-    )
+    forward = sizes.product_tiles(tokens, widths[0], out_blocks, block, residual, programs)
+    backward = sizes.product_tiles(tokens, widths[1], in_blocks, block, derivative, programs)
+    gradient = sizes.gradient_tiles(tokens, stored, block, accumulate, programs)
+    made = {
+        "forward": sizes.product_space(forward, residual),
+        "input_gradient": sizes.product_space(backward, derivative),
+        "weight_gradient": sizes.gradient_space(gradient, tokens, block),
+    }
+    return tuned.by_case("pallas_hopper", x, values, widths, made)
 
 
 def _refuse(name, reason):
@@ -270,44 +281,21 @@ def _not_hopper():
         device = jax.devices()[0]
         kind = device.device_kind
         hopper = getattr(device, "compute_capability", None) == "9.0"
-    return None if hopper else f"this is {kind}; legal: GPUs of compute capability 9.0."
+    return "" if hopper else f"this is {kind}; legal: GPUs of compute capability 9.0."
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(options, x, values, bias, residual, tables):
-    return _product(options, x, values, bias, residual, tables, keep=False)[0]
-
-
-def _forward(options, x, values, bias, residual, tables):
-    keep = options.gelu and options.keep_preactivation
-    y, *kept = _product(options, x, values, bias, residual, tables, keep=keep)
-    # The residual's gradient is dy; of the array itself only the presence is known again.
-    return y, (x, values, bias, residual is not None, kept, tables)
-
-
-def _backward(options, saved, dy):
-    x, values, bias, has_residual, kept, tables = saved
+def _gradients(options, x, values, before, dy, tables):
     dz = dy
-    if options.gelu:
-        linear = dataclasses.replace(options, gelu=False)
-        before = kept or _product(linear, x, values, bias, None, tables, keep=False)
-        slope = value_and_derivative(before[0].astype(jnp.float32))[1]
+    if before is not None:
         # The barrier keeps XLA from making it once more, in float32, for the bias.
-        dz = lax.optimization_barrier((dy.astype(jnp.float32) * slope).astype(dy.dtype))
+        dz = lax.optimization_barrier(through_gelu(dy, before))
     dvalues = _weight_gradient(options.tuning, x, dz, values, tables, None)
-    dx = _input_gradient(options.tuning, dz, values, tables, None)
-    dbias = None
-    if bias is not None:
-        dbias = jnp.sum(dz, axis=0, dtype=jnp.float32).astype(bias.dtype)
-    return dx, dvalues, dbias, dy if has_residual else None, None
-
-
-_matmul.defvjp(_forward, _backward)
+    return _input_gradient(options.tuning, dz, values, tables, None), dvalues, dz, None
 
 
 def _product(options, x, values, bias, residual, tables, keep):
     # With both, XLA adds the residual: a kernel keeps or reads one array beside its result.
-    fused, after = (None, residual) if keep else (residual, None)
+    inside, after = (None, residual) if keep else (residual, None)
     y, *kept = line_product(
         x,
         values,
@@ -317,7 +305,7 @@ def _product(options, x, values, bias, residual, tables, keep):
         transposed=False,
         bias=None if bias is None else bias.astype(jnp.float32),
         gelu=options.gelu,
-        residual=fused,
+        residual=inside,
         keep=keep,
         multiprocessors=options.tuning.multiprocessors,
     )
@@ -349,3 +337,6 @@ def _weight_gradient(tuning, x, dy, values, tables, accumulator):
         accumulator=accumulator,
         multiprocessors=tuning.multiprocessors,
     )
+
+
+_matmul = fused.differentiable(_product, _gradients)

@@ -9,11 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_memory import (
-    CONSUMER_REGISTERS,
-    PRODUCER_REGISTERS,
-    swizzled,
-)
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_memory import run_groups, swizzled
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_results import Results
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import (
     CONSUMERS,
@@ -197,23 +193,14 @@ class _Unit(NamedTuple):
 
 
 def _kernel(plan, arrays, scratch):
-    group = lax.axis_index("group")
+    def consume(group):
+        act = functools.partial(_consume, plan, arrays, scratch, group)
+        _over_pairs(plan, arrays, act)
 
-    def consumer():
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        _over_pairs(plan, arrays, functools.partial(_consume, plan, arrays, scratch, group))
-        plgpu.wait_smem_to_gmem(0)
+    def produce():
+        return _over_pairs(plan, arrays, functools.partial(_produce, plan, arrays, scratch))
 
-    def producer():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        total = _over_pairs(plan, arrays, functools.partial(_produce, plan, arrays, scratch))
-
-        # No barrier is left with a phase that nobody saw.
-        @pl.loop(lax.max(0, total - plan.tiles.stages), total)
-        def _(step):
-            plgpu.barrier_wait(scratch.empty.at[lax.rem(step, plan.tiles.stages)])
-
-    lax.cond(group < CONSUMERS, consumer, producer)
+    run_groups(consume, produce, scratch.empty, plan.tiles.stages)
 
 
 def _over_pairs(plan, arrays, act):

@@ -5,6 +5,8 @@ import functools
 
 import jax
 
+from sparse_dataflow.kernels.tuned import Space
+
 CONSUMERS = 2
 """Warp groups that multiply, in each program."""
 
@@ -204,6 +206,52 @@ def gradient_tiles(
         slice_bytes=64 if accumulate else 128,
     )
     return _fitted(tiles, functools.partial(gradient_bytes, block=block))
+
+
+def product_space(start: ProductTiles, elementwise: bool) -> Space:
+    """What an autotuner may try of a product, from `start` on."""
+
+    def legal(tiles):
+        fixed = (tiles.columns, tiles.depth) == (start.columns, start.depth)
+        shares = tiles.cluster == 1 or start.cluster == 2
+        some = min(tiles.group, tiles.slices) > 0 and 2 <= tiles.stages <= _MOST_STAGES
+        rows = tiles.rows in (64, 128) and tiles.cluster in (1, 2)
+        return (
+            fixed
+            and shares
+            and some
+            and rows
+            and (product_bytes(tiles, elementwise) <= SHARED_BYTES)
+        )
+
+    choices = {
+        "rows": (64, 128),
+        "stages": tuple(range(2, 1 + _MOST_STAGES)),
+        "cluster": (1, 2),
+        "group": (1, 2, 4, 8, 16, 32, 64),
+        "slices": (1, 2, 4),
+    }
+    return Space(start, choices, legal)
+
+
+def gradient_space(start: GradientTiles, tokens: int, block: int) -> Space:
+    """What an autotuner may try of dW, from `start` on."""
+
+    def legal(tiles):
+        fixed = (tiles.side, tiles.width) == (start.side, start.width)
+        some = tiles.slices >= 2 and 2 <= tiles.stages <= _MOST_STAGES
+        shares = 1 <= tiles.splits <= max(1, min(16, tokens // 256))
+        bytes_ = tiles.depth in (64, 128) and tiles.slice_bytes in (64, 128)
+        return fixed and some and shares and bytes_ and gradient_bytes(tiles, block) <= SHARED_BYTES
+
+    choices = {
+        "depth": (64, 128),
+        "stages": tuple(range(2, 1 + _MOST_STAGES)),
+        "splits": tuple(range(1, 17)),
+        "slices": (2, 4, 8),
+        "slice_bytes": (64, 128),
+    }
+    return Space(start, choices, legal)
 
 
 def multiprocessors() -> int:

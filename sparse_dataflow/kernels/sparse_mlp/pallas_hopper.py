@@ -37,24 +37,22 @@ def sparse_mlp(
       bfloat16 [tokens, out_features]; sums, bias and activation in float32.
 
     Raises:
-      UserError: if `supported` has a reason against it.
+      UserError: if there is a `refusal`.
     """
-    if reason := supported(x, values_in, values_out, tables_in, tables_out):
+    if reason := refusal(x, values_in, values_out, tables_in, tables_out):
         raise UserError(f"sparse_mlp on Hopper GPUs: {reason}")
     return _mlp(x, values_in, bias_in, values_out, tables_in, tables_out)
 
 
-def supported(
+def refusal(
     x: jax.Array,
     values_in: jax.Array,
     values_out: jax.Array,
     tables_in: LayoutTables,
     tables_out: LayoutTables,
-) -> str | None:
-    """Why these operands cannot run on the GPU compiled for, in words; None where they can."""
-    return products.supported(x, values_in, tables_in) or products.supported(
-        x, values_out, tables_out
-    )
+) -> str:
+    """Why these operands cannot run on the GPU compiled for, in words; empty where they can."""
+    return products.refusal(x, values_in, tables_in) or products.refusal(x, values_out, tables_out)
 
 
 @jax.custom_vjp
