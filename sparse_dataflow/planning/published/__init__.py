@@ -15,8 +15,8 @@ or a slice), the figure and its unit, and how sure it is:
 - `layout`: "verified"; "recalled" from the paper; or "assumed" where the source leaves it out.
 - `split`: of every four rows in the order of the source the first and the last are "fit", the others
   "test"; rows of another source in the same file, and all scaling rows, are "test".  On MI250X only
-  the 175B is "fit".  Nothing fitted is tested on, and no constant of a chip family was chosen by its
-  test rows.
+  the 175B is "fit".  Constants are fitted to "fit" rows alone; the form of the model, its terms, was
+  settled with all rows in sight.
 
 A gated MLP and grouped keys are given as the d_ff of equal parameters.
 """  # noqa: E501
@@ -54,8 +54,8 @@ class Row:
       chip: that it ran on.
       layout: how it ran.
       value: the published figure.
-      unit: "seconds" a step; "mfu", percent of the peak in model FLOPs; or TFLOP/s a chip counted as
-        "tflops_model" (both halves of attention), "tflops_executed" (that and all of the forward
+      unit: "seconds" a step; "mfu", percent of the peak in model FLOPs; or TFLOP/s a chip, counted
+        as "tflops_model" (both halves of attention), "tflops_executed" (that and all of the forward
         again), "tflops_causal" (half of attention) or "tflops_6n" (6 a parameter).
       number: "verified" or "recalled".
       layout_status: "verified", "recalled" or "assumed".
