@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from scipy import optimize
 
+from sparse_dataflow.models.sizes import SIZES, ModelConfig
 from sparse_dataflow.planning import published
+from sparse_dataflow.planning.chips import Chip
 from sparse_dataflow.planning.efficiency import PRIOR, Efficiency
-from sparse_dataflow.planning.published import Row
+from sparse_dataflow.planning.published import Row, Scaling
+from sparse_dataflow.planning.run_layout import RunLayout
 from sparse_dataflow.planning.step_time import step_time
 
 # name -> (lowest, highest, spread of the prior in units of the logarithm or logit).
@@ -83,6 +86,36 @@ def errors(source: str, efficiencies: Mapping[str, Efficiency]) -> list[Error]:
         figure = row.value * (ratio if row.unit == "seconds" else 1 / ratio)
         found.append(Error(row, figure, time.limit))
     return found
+
+
+def summary(errors: Sequence[Error]) -> tuple[float, float]:
+    """Median and largest absolute error."""
+    sizes = np.abs([error.relative for error in errors])
+    return float(np.median(sizes)), float(sizes.max())
+
+
+def scaling_efficiency(study: Scaling, efficiency: Efficiency) -> float:
+    """Throughput a chip on many chips over that on few, predicted."""
+    config = dataclasses.replace(SIZES[study.scale], compute_dtype="bfloat16")
+    speeds = []
+    for layout in (study.before, study.after):
+        time = step_time(config, config.max_len, layout, study.chip, efficiency)
+        speeds.append(float(layout.batch / (time.total * layout.chips)))
+    return speeds[1] / speeds[0]
+
+
+def block_seconds(config: ModelConfig, chip: Chip, efficiency: Efficiency, fused: bool) -> float:
+    """Seconds of a step of 8 sequences on one chip of unlimited memory, without the optimizer.
+
+    Args:
+      config: the model, sparse or dense.
+      chip: what it runs on.
+      efficiency: the family's constants.
+      fused: element-wise operations and attention.
+    """
+    layout = RunLayout(micro_batch=8, fused=fused, fused_attention=fused)
+    terms = step_time(config, config.max_len, layout, chip, efficiency).terms
+    return float(sum(seconds for name, seconds in terms.items() if name != "optimizer"))
 
 
 def fitted() -> dict[str, Efficiency]:

@@ -141,11 +141,11 @@ class Priced:
         tokens = r.batch * r.sequence / r.chips
         return np.where(self.legal, tokens / self.seconds, 0.0)
 
-    def best(self, count: int = 10) -> list[dict]:
-        """The fastest legal choices, fastest first; of equal ones the one named first."""
-        order = np.argsort(-self.throughput, axis=None, kind="stable")[:count]
-        flat = self.throughput.reshape(-1)
-        return [self.choice(index) for index in order if flat[index] > 0]
+    def ranked(self, count: int) -> list[tuple[int, dict]]:
+        """(flat index, choice) of the fastest legal layouts; of equal ones the first in order."""
+        speed = self.throughput.reshape(-1)
+        order = np.argsort(-speed, kind="stable")[:count]
+        return [(int(index), self.choice(index)) for index in order if speed[index] > 0]
 
     def choice(self, index: int) -> dict:
         """The choice at a flat index: name -> value."""
@@ -182,6 +182,11 @@ def explain(request: Request, choice: Mapping) -> StepTime:
         request.chip,
         request.efficiency,
     )
+
+
+def held_bytes(request: Request, layout: RunLayout) -> np.ndarray:
+    """Bytes on the fullest chip."""
+    return layout_bytes(request.config, request.sequence, layout).total
 
 
 def single(layout: RunLayout) -> RunLayout:
@@ -242,7 +247,33 @@ def refuse(priced: Priced) -> None:
     )
 
 
+def relay(request: Request) -> tuple[RunLayout, float] | None:
+    """The fastest relay on one chip, which holds one block at a time, with its seconds; or None.
+
+    The weights, gradients and moments live in host memory, which is not looked at here.
+    """
+    if request.chips != 1 or request.chip.host_bandwidth is None:
+        return None
+    found = []
+    for micro_batch in _divisors(request.batch):
+        layout = RunLayout(
+            micro_batch=micro_batch,
+            accumulation=request.batch // micro_batch,
+            remat="full",
+            executor="relay",
+        )
+        if float(held_bytes(request, layout)) <= USABLE * request.chip.memory_bytes:
+            time = step_time(
+                request.config, request.sequence, layout, request.chip, request.efficiency
+            )
+            found.append((layout, float(time.total)))
+    return min(found, key=lambda pair: pair[1], default=None)
+
+
 def _more_chips(request: Request) -> str:
+    relayed = relay(request)
+    if relayed:
+        return f"the relay does: --executor=relay --accumulation={relayed[0].accumulation}"
     for factor in (2, 4, 8, 16, 32, 64):
         more = dataclasses.replace(request, chips=factor * request.chips)
         for batch in dict.fromkeys((request.batch, max(request.batch, more.chips))):
@@ -267,7 +298,7 @@ def _priced(request, layout):
     time = step_time(
         request.config, request.sequence, layout, request.chip, request.efficiency
     ).total
-    held = layout_bytes(request.config, request.sequence, layout).total
+    held = held_bytes(request, layout)
     return time, held, blocks(request, layout, held)
 
 

@@ -64,7 +64,7 @@ class StepTime:
 
     Attributes:
       terms: name -> seconds, which add up to `total`; arrays where the layout's counts are.
-      sections: name -> `Section` of one block, and "head".
+      sections: name -> `Section` of one block, and "head"; "norms" are with the residual sums.
     """
 
     terms: Mapping[str, np.ndarray | float]
@@ -115,6 +115,22 @@ GROUPS = {
 }
 
 
+def with_passes(sections: Mapping[str, Section]) -> dict[str, Section]:
+    """Each product with the element-wise passes around it: a quarter of the norms and sums each,
+    GELU with mlp_in.  This is where fusion shows in a product's operational intensity."""
+    found = {}
+    for name in (*PROJECTIONS, "attention"):
+        s = sections[name]
+        if name != "attention":
+            added = [(sections["norms"], 1 / 4)]
+            added += [(sections["gelu"], 1.0)] if name == "mlp_in" else []
+            size = s.bytes + sum(share * other.bytes for other, share in added)
+            seconds = s.seconds + sum(share * other.seconds for other, share in added)
+            s = Section(s.flops, size, seconds)
+        found[name] = s
+    return found
+
+
 def step_time(
     config: ModelConfig,
     sequence: int,
@@ -154,7 +170,8 @@ def step_time(
     again = RECOMPUTED[layout.remat]
     block["recompute"] = sum((sections[name].seconds for name in again), 0.0)
     # Norms and GELU run again with the products that they feed.
-    block["element-wise"] = (4 if "mlp_in" in again else 3) * sections["element-wise"].seconds
+    passes = sections["norms"].seconds + sections["gelu"].seconds
+    block["element-wise"] = (4 if "mlp_in" in again else 3) * passes
     block["tensor"] = _tensor_seconds(config, sequence, layout, network, efficiency)
     block["passes"] = 3 * efficiency.pass_seconds
     layers = np.ceil(config.num_layers / np.asarray(layout.stage))
@@ -225,11 +242,14 @@ def _sections(config, sequence, layout, chip, efficiency, stored_density, rates)
             sections["attention"] = _attention(
                 config, sequence, tokens, tensor, layout, peak, memory, efficiency, rates
             )
-    d_elements, ff_elements = ELEMENTS[layout.fused]
     d_share = tensor if layout.sequence_parallel else 1.0
-    size = d_elements * config.d_model / d_share + ff_elements * config.d_ff / tensor
-    size = dtype_bytes * tokens * size
-    sections["element-wise"] = Section(0.0 * size, size, size / memory)
+    d_elements, ff_elements = ELEMENTS[layout.fused]
+    for name, elements in (
+        ("norms", d_elements * config.d_model / d_share),
+        ("gelu", ff_elements * config.d_ff / tensor),
+    ):
+        size = dtype_bytes * tokens * elements
+        sections[name] = Section(0.0 * size, size, size / memory)
     logits = tokens * config.vocab_size / tensor * LOGIT_BYTES
     head = product("head", config.d_model, config.vocab_size / tensor)
     sections["head"] = Section(head.flops, head.bytes + logits, head.seconds + logits / memory / 3)

@@ -4,7 +4,7 @@
 | --- | --- |
 | megatron_a100.csv | NVIDIA/Megatron-LM: images/cases_april2021.png (arXiv 2104.04473, table 1) with the layouts of examples/academic_paper_scripts/sc21/run_table_1.sh; README.md for GPT-3 on 1,024 GPUs and for the MFU with sequence parallelism; arXiv 2201.11990, section 2.4, for MT-NLG |
 | megatron_core_h100.csv | NVIDIA/Megatron-LM, README.md and images/model_table.png (Megatron-Core 0.8) |
-| frontier_mi250x.csv | arXiv 2312.12705: throughput from its abstract |
+| frontier_mi250x.csv, scaling.csv | arXiv 2312.12705: throughput and scaling efficiencies from its abstract |
 | maxtext_v4.csv, maxtext_v5e.csv, maxtext_v5p.csv | AI-Hypercomputer/maxtext, README.md of configs/v4, v5e and v5p with the scripts beside them (December 2023; v4 April 2023) |
 | maxtext_v6e.csv | AI-Hypercomputer/tpu-recipes, training/trillium: the step times that each recipe prints, layouts of benchmarks/maxtext_trillium_model_configs.py |
 
@@ -105,6 +105,62 @@ def rows(source: str) -> list[Row]:
     path = resources.files(__package__) / f"{source}.csv"
     with path.open(newline="") as file:
         return [_row(source, fields) for fields in csv.DictReader(file)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """A published scaling efficiency.
+
+    Attributes:
+      name: of the study.
+      scale: a key of `models.sizes.SIZES`.
+      chip: that it ran on.
+      before: the layout on few chips.
+      after: the layout on many.
+      value: percent of `before`'s throughput a chip that `after` kept.
+      layout_status: as in `Row`.
+    """
+
+    name: str
+    scale: str
+    chip: Chip
+    before: RunLayout
+    after: RunLayout
+    value: float
+    layout_status: str
+
+
+def scalings() -> list[Scaling]:
+    """The scaling studies; micro-batch 1, 1F1B, ZeRO 1, all recomputed."""
+    with (resources.files(__package__) / "scaling.csv").open(newline="") as file:
+        return [_scaling(fields) for fields in csv.DictReader(file)]
+
+
+def _scaling(fields):
+    stage, tensor = int(fields["stage"]), int(fields["tensor"])
+    layouts = []
+    for end in ("from", "to"):
+        fsdp = int(fields[f"chips_{end}"]) // (stage * tensor)
+        layouts.append(
+            RunLayout(
+                stage=stage,
+                fsdp=fsdp,
+                tensor=tensor,
+                zero=1,
+                accumulation=int(fields[f"batch_{end}"]) // fsdp,
+                remat="block",
+                executor="pipeline",
+                gradient_bytes=2,
+            )
+        )
+    return Scaling(
+        fields["name"],
+        fields["scale"],
+        CHIPS[fields["chip"]],
+        *layouts,
+        float(fields["value"]),
+        fields["layout"],
+    )
 
 
 def _row(source, fields):
