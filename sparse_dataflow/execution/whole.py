@@ -1,5 +1,8 @@
 """The `whole` executor: all sections in one program."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,17 +25,25 @@ def apply_blocks(config: ModelConfig, params: dict, tables: dict, x_BxTxD: jax.A
     so and else scanned, so that compile time does not depend on depth.
     """
 
-    def one(x, layer):
-        return gpt.block(config, layer[0], layer[1], x)
+    run = rematerialised_block(config)
 
-    if config.remat != "none":
-        one = jax.checkpoint(one, policy=_REMAT_POLICIES[config.remat])
+    def one(x, layer):
+        return run(*layer, x)
+
     if unrolls(config, tables):
         layers = _unstack(params, config.num_layers)
         for i, layer in enumerate(layers):
             x_BxTxD = one(x_BxTxD, (layer, jax.tree.map(lambda t, i=i: t[i], tables)))
         return x_BxTxD
     return lax.scan(lambda x, layer: (one(x, layer), None), x_BxTxD, (params, tables))[0]
+
+
+def rematerialised_block(config: ModelConfig) -> Callable:
+    """(one layer's params, its tables, [B, T, D]) -> [B, T, D], with the config's remat."""
+    block = functools.partial(gpt.block, config)
+    if config.remat == "none":
+        return block
+    return jax.checkpoint(block, policy=_REMAT_POLICIES[config.remat])
 
 
 UNROLL_LAYERS = 16
