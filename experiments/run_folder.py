@@ -10,10 +10,9 @@ from experiments.recipes import Variant
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.evaluation.trained import CONFIG, TOKENIZER
 from sparse_dataflow.training.json_difference import differences
 
-CONFIG = "config.json"
-TOKENIZER = "tokenizer.json"
 _PARTIAL_CONFIG = "config.json.new"
 _DIFFERENCES_SHOWN = 3
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments import evaluation_report
 from sparse_dataflow.data.prompts import heldout_prompts
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation.generate import continue_greedily
@@ -61,6 +62,7 @@ def write(folder: Path, config: dict, trainers: list[Trainer], corpus, tokenizer
         flop_ceiling=cost.flop_ceiling(model, sequence) if sparse else None,
         projection_share=dense_flops.projection_share,
         continuations=_continuations(trainers, corpus, tokenizer),
+        evaluation=evaluation_report.read(folder),
     )
     partial = folder / "report.json.new"
     try:

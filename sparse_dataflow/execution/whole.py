@@ -88,6 +88,17 @@ def loss(config: ModelConfig, params: dict, tables: dict, tokens: jax.Array, wei
     return gpt.head_loss(config, params["head"], embedding, x, tokens[:, 1:], weights)
 
 
+def token_scores(
+    config: ModelConfig, params: dict, tables: dict, tokens: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Float32 [B, T] losses of each next token of int32 [B, T + 1] tokens, in nats, and bool [B, T]
+    whether it is the likeliest; no more memory than `loss` needs."""
+    x = gpt.embed(config, params["embed"], tokens[:, :-1])
+    x = apply_blocks(config, params["blocks"], tables, x)
+    embedding = params["embed"]["tokens"]
+    return gpt.head_scores(config, params["head"], embedding, x, tokens[:, 1:])
+
+
 def logits(config: ModelConfig, params: dict, tables: dict, tokens: jax.Array) -> jax.Array:
     """Float32 [B, T, vocab] logits for int32 [B, T] tokens."""
     x = gpt.embed(config, params["embed"], tokens)

@@ -220,6 +220,22 @@ def head_loss(
     )
 
 
+def head_scores(
+    config: ModelConfig,
+    params: dict,
+    embedding_VxD: jax.Array,
+    x_BxTxD: jax.Array,
+    targets_BxT: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Last section: float32 [B, T] negative log-likelihoods in nats, and bool [B, T] whether each
+    target is the likeliest token."""
+    x = head(config, params, x_BxTxD)
+    losses, largest = cross_entropy.token_scores(
+        x.reshape(-1, x.shape[-1]), embedding_VxD.astype(x.dtype), targets_BxT.reshape(-1)
+    )
+    return losses.reshape(targets_BxT.shape), largest.reshape(targets_BxT.shape)
+
+
 def logits(config: ModelConfig, params: dict, x_BxTxD: jax.Array) -> jax.Array:
     """Float32 [B, T, vocab] logits of the last block's output."""
     x = head(config, params["head"], x_BxTxD)

@@ -95,6 +95,12 @@ class Checkpoints:
         """Steps of the finished checkpoints, oldest first. Their bytes are checked on restore."""
         return sorted(self._facts())
 
+    def best_step(self) -> int | None:
+        """The step with the lowest metric, the newest of several; None where none has one."""
+        facts = self._facts()
+        rated = [step for step, fact in facts.items() if isinstance(fact.get("metric"), float)]
+        return min(rated, key=lambda step: (facts[step]["metric"], -step), default=None)
+
     def save(
         self, step: int, state: Any, extra: Mapping[str, Any], metric: float | None = None
     ) -> bool:
@@ -285,12 +291,9 @@ class Checkpoints:
             )
 
     def _prune(self, just_saved: int) -> None:
-        facts = self._facts()
-        kept = {just_saved, *sorted(facts)[-self._keep :]}
-        rated = [step for step, fact in facts.items() if isinstance(fact.get("metric"), float)]
-        if rated:
-            kept.add(min(rated, key=lambda step: (facts[step]["metric"], -step)))
-        for step in sorted(facts.keys() - kept):
+        steps = self.steps()
+        kept = {just_saved, self.best_step(), *steps[-self._keep :]}
+        for step in sorted(set(steps) - kept):
             doomed = self._folder / f"{step}.pruning"
             _remove(doomed)
             # A reader sees a whole checkpoint or none, never one half deleted.

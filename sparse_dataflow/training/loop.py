@@ -1,6 +1,5 @@
 """One model's training: a step at a time, with metrics, evaluation, checkpoints and resume."""
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,6 @@ import numpy as np
 
 from sparse_dataflow.data.batches import bits_per_byte
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, exchanged_share
 from sparse_dataflow.training.checkpoint import Checkpoints
@@ -19,6 +17,7 @@ from sparse_dataflow.training.metrics import MetricsWriter, Progress, say
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
 from sparse_dataflow.training.phases import phase_before, phases, refuse_unfit, run_flops
 from sparse_dataflow.training.programs import Compiled, TrainingData, evolved
+from sparse_dataflow.training.saved_state import abstract_state, identity
 from sparse_dataflow.training.step import initial_state
 from sparse_dataflow.training.transitions import change_model
 
@@ -78,17 +77,12 @@ class Trainer:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{folder} cannot be made: {error.strerror}.") from error
-        # Remat changes what is computed twice, not what is computed.
-        model_fields = {k: v for k, v in model.to_json().items() if k != "remat"}
-        identity = {
-            "model": model_fields,
-            "training": dataclasses.asdict(training),
-            "evolution": dataclasses.asdict(self.evolution),
-            "tokenizer": data.tokenizer_hash,
-        }
-        self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=identity)
+        known = identity(model, training, self.evolution, data.tokenizer_hash)
+        self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=known)
         self.seconds = 0.0
-        restored = self._checkpoints.restore(self._abstract_state)
+        restored = self._checkpoints.restore(
+            lambda step: abstract_state(self.phases, training, step)
+        )
         if restored:
             self.state, extra = restored
             self.seconds = extra["seconds"]
@@ -100,12 +94,6 @@ class Trainer:
         self._metrics = MetricsWriter(folder, self.step)
         self._progress = Progress(name, training.steps, self.step, position)
         self.last_evaluation: dict | None = None
-
-    def _abstract_state(self, step):
-        """What a checkpoint of that step holds."""
-        model = self.phases[phase_before(self.phases, step)].model
-        state = jax.eval_shape(lambda: initial_state(model, self.training))
-        return state._replace(tables=gpt.layout_tables(gpt.layouts(model)))
 
     @property
     def model(self) -> ModelConfig:

@@ -13,8 +13,10 @@ CHUNK = 512
 """Tokens whose logits are held at once."""
 
 
-def token_losses(x: jax.Array, embedding: jax.Array, targets: jax.Array) -> jax.Array:
-    """Negative log-likelihood of each target, in nats.
+def token_scores(
+    x: jax.Array, embedding: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Negative log-likelihood of each target, in nats, and whether no token is likelier.
 
     Args:
       x: float [tokens, d_model], normalised hidden states.
@@ -22,14 +24,21 @@ def token_losses(x: jax.Array, embedding: jax.Array, targets: jax.Array) -> jax.
       targets: int32 [tokens].
 
     Returns:
-      float32 [tokens].
+      float32 [tokens] and bool [tokens].
     """
 
     def chunk(x, targets):
         logits = _logits(x, embedding)
-        return jax.nn.logsumexp(logits, axis=1) - _at(logits, targets)
+        target = _at(logits, targets)
+        return jax.nn.logsumexp(logits, axis=1) - target, target >= jnp.max(logits, axis=1)
 
-    return jnp.concatenate([chunk(*c) for c in _chunks(x, targets)])
+    losses, largest = zip(*(chunk(*c) for c in _chunks(x, targets)))
+    return jnp.concatenate(losses), jnp.concatenate(largest)
+
+
+def token_losses(x: jax.Array, embedding: jax.Array, targets: jax.Array) -> jax.Array:
+    """The losses of `token_scores` alone, float32 [tokens]."""
+    return token_scores(x, embedding, targets)[0]
 
 
 @jax.custom_vjp
