@@ -2,13 +2,15 @@
 
 Gathers the input blocks of every output block and multiplies in one batched dot, a tile of tokens
 at a time.  Compile time does not depend on the number of blocks, and a changed layout runs in the
-same program.  Autodiff of a gather is a scatter, hence the explicit gradient.
+same program.  Autodiff of a gather is a scatter, hence the explicit gradient.  Few rows of x take a
+form of their own (`xla_few_rows`).
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_dataflow.kernels.block_sparse_matmul import xla_few_rows
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 GATHERED_BYTES = 64 * 2**20
@@ -18,6 +20,8 @@ GATHERED_BYTES = 64 * 2**20
 @jax.custom_vjp
 def block_sparse_matmul(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
     """`x @ W` for x [tokens, in_features], values [nnz, block, block]; result in x's dtype."""
+    if len(x) <= xla_few_rows.FEW_ROWS:
+        return xla_few_rows.product(x, values, tables)
     weight = _lines(values, tables.in_slot)
     return _product(x, tables.in_index, weight.reshape(len(weight), -1, weight.shape[-1]))
 
