@@ -11,7 +11,8 @@ import numpy as np
 from experiments import evaluation_report
 from sparse_dataflow.data.prompts import heldout_prompts
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.evaluation.generate import continue_greedily
+from sparse_dataflow.evaluation import kv_cache
+from sparse_dataflow.evaluation.generate import new_tokens
 from sparse_dataflow.models import gpt
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.reporting.report import (
@@ -193,11 +194,7 @@ def _continuations(trainers, corpus, tokenizer):
     except UserError as error:
         say(f"no continuations in the report: {error}")
         return []
-    ids = np.stack([prompt.prompt_ids for prompt in prompts])
-    written = {
-        t.name: continue_greedily(t.model, t.state.params, t.state.tables, ids, ids.shape[1])
-        for t in trainers
-    }
+    written = {t.name: _continued(t, [prompt.prompt_ids for prompt in prompts]) for t in trainers}
     return [
         Continuation(
             prompt.prompt,
@@ -206,6 +203,13 @@ def _continuations(trainers, corpus, tokenizer):
         )
         for i, prompt in enumerate(prompts)
     ]
+
+
+def _continued(trainer, prompts):
+    """Int [prompts, tokens]: the most likely tokens, as many as a prompt has."""
+    weights = kv_cache.prepare(trainer.model, trainer.state.params, trainer.state.tables)
+    count, context = len(prompts[0]), trainer.training.sequence
+    return np.transpose([*new_tokens(trainer.model, weights, prompts, count, context)])
 
 
 def _headline(variants):

@@ -40,11 +40,12 @@ class Embed(nnx.Module):
             self.positions = nnx.Param(0.01 * jax.random.normal(rngs.params(), shape))
         self.dtype = jnp.dtype(config.compute_dtype)
 
-    def __call__(self, tokens_BxT):
-        """Int32 [B, T] -> [B, T, D] in the compute dtype."""
+    def __call__(self, tokens_BxT, positions_BxT=None):
+        """Int32 [B, T], at positions 0 to T - 1 if not given -> [B, T, D] in the compute dtype."""
         x_BxTxD = self.tokens[...].astype(self.dtype)[tokens_BxT]
         if self.learned:
-            x_BxTxD += self.positions[...].astype(self.dtype)[: tokens_BxT.shape[1]]
+            at = slice(tokens_BxT.shape[1]) if positions_BxT is None else positions_BxT
+            x_BxTxD += self.positions[...].astype(self.dtype)[at]
         return x_BxTxD
 
 
@@ -71,20 +72,24 @@ class Block(nnx.Module):
         head_dim = config.d_model // config.num_heads
         self.query_scale = math.sqrt(SUPAR_HEAD / head_dim) if config.supar else 1.0
 
-    def __call__(self, x_BxTxD, tables):
-        """[B, T, D] -> [B, T, D]; `tables` maps a sparse projection to this layer's tables."""
-        return self.halves(x_BxTxD, tables)[1]
+    def __call__(self, x_BxTxD, tables, attend=causal_attention, positions_BxT=None):
+        """[B, T, D] -> [B, T, D].
 
-    def halves(self, x_BxTxD, tables):
+        `tables` maps a sparse projection to this layer's tables; `attend` is the attention of
+        queries, keys and values [B, T, H, D / H]; positions are 0 to T - 1 if not given.
+        """
+        return self.halves(x_BxTxD, tables, attend, positions_BxT)[1]
+
+    def halves(self, x_BxTxD, tables, attend=causal_attention, positions_BxT=None):
         """The residual stream [B, T, D] after attention, and after the MLP."""
         B, T, _ = x_BxTxD.shape
         qkv = self.qkv(self.norm1(x_BxTxD), tables.get("qkv"))
         q, k, v = jnp.moveaxis(qkv.reshape(B, T, self.num_heads, 3, -1), 3, 0)
         if self.rotary:
-            q, k = _rotate(q), _rotate(k)
+            q, k = _rotate(q, positions_BxT), _rotate(k, positions_BxT)
         if self.query_scale != 1:
             q *= self.query_scale
-        attended = causal_attention(q, k, v).reshape(x_BxTxD.shape)
+        attended = attend(q, k, v).reshape(x_BxTxD.shape)
         x_BxTxD += self.attn_out(attended, tables.get("attn_out"))
         return x_BxTxD, x_BxTxD + self._mlp(self.norm2(x_BxTxD), tables)
 
@@ -173,8 +178,14 @@ def layouts_of(
     }
 
 
-def embed(config: ModelConfig, params: dict, tokens_BxT: jax.Array) -> jax.Array:
-    """Section 0: int32 [B, T] -> [B, T, D] in the compute dtype.
+def embed(
+    config: ModelConfig,
+    params: dict,
+    tokens_BxT: jax.Array,
+    positions_BxT: jax.Array | None = None,
+) -> jax.Array:
+    """Section 0: int32 [B, T], at positions 0 to T - 1 if not given -> [B, T, D] in the compute
+    dtype.
 
     Raises:
       UserError: if T exceeds the learned positions.
@@ -184,14 +195,20 @@ def embed(config: ModelConfig, params: dict, tokens_BxT: jax.Array) -> jax.Array
             f"Sequence of {tokens_BxT.shape[1]} tokens is longer than the model's "
             f"{config.max_len} positions; legal: 1 to {config.max_len}, or --positions=rotary."
         )
-    return _apply(Embed, config, params)(tokens_BxT)
+    return _apply(Embed, config, params)(tokens_BxT, positions_BxT)
 
 
 def block(
-    config: ModelConfig, params: dict, tables: dict[str, LayoutTables], x_BxTxD: jax.Array
+    config: ModelConfig,
+    params: dict,
+    tables: dict[str, LayoutTables],
+    x_BxTxD: jax.Array,
+    attend: Callable = causal_attention,
+    positions_BxT: jax.Array | None = None,
 ) -> jax.Array:
-    """One middle section: [B, T, D] -> [B, T, D], with one layer's params and tables."""
-    return _apply(Block, config, params)(x_BxTxD, tables)
+    """One middle section: [B, T, D] -> [B, T, D], with one layer's params and tables; `attend` and
+    positions as `Block` takes them."""
+    return _apply(Block, config, params)(x_BxTxD, tables, attend, positions_BxT)
 
 
 def bind_block(config: ModelConfig) -> Callable[[dict], Block]:
@@ -259,11 +276,12 @@ def _norm(config, rngs):
     return kind(config.d_model, epsilon=1e-5, dtype=jnp.dtype(config.compute_dtype), rngs=rngs)
 
 
-def _rotate(x_BxTxHxK):
+def _rotate(x_BxTxHxK, positions_BxT=None):
     """Rotary positions (arXiv 2104.09864, section 3.4), base 10,000, halves paired."""
     T, width = x_BxTxHxK.shape[1], x_BxTxHxK.shape[-1]
     frequency = 10_000.0 ** (-jnp.arange(0, width, 2) / width)
-    angle = (jnp.arange(T)[:, None] * frequency)[:, None, :]
+    positions = jnp.arange(T) if positions_BxT is None else positions_BxT
+    angle = (positions[..., None] * frequency)[..., None, :]
     sin, cos = jnp.sin(angle).astype(x_BxTxHxK.dtype), jnp.cos(angle).astype(x_BxTxHxK.dtype)
     first, second = jnp.split(x_BxTxHxK, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -2,7 +2,8 @@
 
 Gathers the input blocks of every output block and multiplies in one batched dot, a tile of tokens
 at a time.  Compile time does not depend on the number of blocks, and a changed layout runs in the
-same program.  Autodiff of a gather is a scatter, hence the explicit gradient.
+same program.  Autodiff of a gather is a scatter, hence the explicit gradient.  Few rows of x take a
+form of their own (`xla_few_rows`).
 """
 
 import functools
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_dataflow.kernels.block_sparse_matmul import xla_few_rows
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_xla import TuningConfig, default_tuning
 from sparse_dataflow.sparsity.layout import LayoutTables
 
@@ -27,6 +29,8 @@ def block_sparse_matmul(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(tuning, x, values, tables):
+    if len(x) <= xla_few_rows.FEW_ROWS:
+        return xla_few_rows.product(x, values, tables)
     weight = _lines(values, tables.in_slot)
     weight = weight.reshape(len(weight), -1, weight.shape[-1])
     return _product(x, tables.in_index, weight, tuning.forward.tokens)
