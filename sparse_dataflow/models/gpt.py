@@ -21,9 +21,11 @@ from jax.ad_checkpoint import checkpoint_name
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
+from sparse_dataflow.kernels.cross_entropy import vocabulary
 from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT, Linear, Probe, projection_layout
+from sparse_dataflow.models.shard import WHOLE, Shard
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 
@@ -40,11 +42,16 @@ class Embed(nnx.Module):
             self.positions = nnx.Param(0.01 * jax.random.normal(rngs.params(), shape))
         self.dtype = jnp.dtype(config.compute_dtype)
 
-    def __call__(self, tokens_BxT):
-        """Int32 [B, T] -> [B, T, D] in the compute dtype."""
-        x_BxTxD = self.tokens[...].astype(self.dtype)[tokens_BxT]
+    def __call__(self, tokens_BxT, shard):
+        """Int32 [B, T] -> [B, T, D] in the compute dtype, the shard's own tokens of it."""
+        table_VxD = self.tokens[...].astype(self.dtype)
+        if shard.vocabulary:
+            x_BxTxD = shard.reduce(vocabulary.lookup(table_VxD, tokens_BxT, shard.axis))
+        else:
+            x_BxTxD = table_VxD[shard.own(tokens_BxT, axis=1)]
         if self.learned:
-            x_BxTxD += self.positions[...].astype(self.dtype)[: tokens_BxT.shape[1]]
+            positions_TxD = self.positions[...].astype(self.dtype)[: tokens_BxT.shape[1]]
+            x_BxTxD += shard.own(positions_TxD, axis=0)
         return x_BxTxD
 
 
@@ -64,21 +71,24 @@ class Block(nnx.Module):
         self.norm2 = _norm(config, rngs)
         self.mlp_in = Linear(config, "mlp_in", gain=1.0, rngs=rngs)
         self.mlp_out = Linear(config, "mlp_out", gain=residual, rngs=rngs)
-        self.num_heads = config.num_heads
+        self.head_dim = config.d_model // config.num_heads
         self.rotary = config.positions == "rotary"
 
-    def __call__(self, x_BxTxD, tables):
-        """[B, T, D] -> [B, T, D]; `tables` maps a sparse projection to this layer's tables."""
-        B, T, _ = x_BxTxD.shape
-        qkv = self.qkv(self.norm1(x_BxTxD), tables.get("qkv"))
-        q, k, v = jnp.moveaxis(qkv.reshape(B, T, self.num_heads, 3, -1), 3, 0)
+    def __call__(self, x_BxTxD, tables, shard):
+        """[B, T, D] -> [B, T, D], the shard's own tokens.
+
+        `tables` maps a sparse projection to this layer's tables.
+        """
+        qkv = self.qkv(shard.gather(self.norm1(x_BxTxD)), tables.get("qkv"))
+        B, T, _ = qkv.shape
+        q, k, v = jnp.moveaxis(qkv.reshape(B, T, -1, 3, self.head_dim), 3, 0)
         if self.rotary:
             q, k = _rotate(q), _rotate(k)
-        attended = causal_attention(q, k, v).reshape(x_BxTxD.shape)
-        x_BxTxD += self.attn_out(attended, tables.get("attn_out"))
-        return x_BxTxD + self._mlp(self.norm2(x_BxTxD), tables)
+        attended = causal_attention(q, k, v).reshape(B, T, -1)
+        x_BxTxD += self.attn_out(attended, tables.get("attn_out"), shard.reduce)
+        return x_BxTxD + self._mlp(shard.gather(self.norm2(x_BxTxD)), tables, shard)
 
-    def _mlp(self, x_BxTxD, tables):
+    def _mlp(self, x_BxTxD, tables, shard):
         probed = any(isinstance(tables.get(name), Probe) for name in ("mlp_in", "mlp_out"))
         if self.mlp_in.plain_sparse and self.mlp_out.plain_sparse and not probed:
             inside, outside = self.mlp_in.cast(x_BxTxD.dtype), self.mlp_out.cast(x_BxTxD.dtype)
@@ -90,9 +100,9 @@ class Block(nnx.Module):
                 tables["mlp_in"],
                 tables["mlp_out"],
             )
-            return checkpoint_name(y + outside["bias"], PROJECTION_OUTPUT)
+            return checkpoint_name(shard.reduce(y) + outside["bias"], PROJECTION_OUTPUT)
         hidden = gelu(self.mlp_in(x_BxTxD, tables.get("mlp_in")))
-        return self.mlp_out(hidden, tables.get("mlp_out"))
+        return self.mlp_out(hidden, tables.get("mlp_out"), shard.reduce)
 
 
 class Head(nnx.Module):
@@ -159,8 +169,10 @@ def layouts_of(
     }
 
 
-def embed(config: ModelConfig, params: dict, tokens_BxT: jax.Array) -> jax.Array:
-    """Section 0: int32 [B, T] -> [B, T, D] in the compute dtype.
+def embed(
+    config: ModelConfig, params: dict, tokens_BxT: jax.Array, shard: Shard = WHOLE
+) -> jax.Array:
+    """Section 0: int32 [B, T] -> [B, T, D] in the compute dtype; of a shard, its own tokens.
 
     Raises:
       UserError: if T exceeds the learned positions.
@@ -170,14 +182,21 @@ def embed(config: ModelConfig, params: dict, tokens_BxT: jax.Array) -> jax.Array
             f"Sequence of {tokens_BxT.shape[1]} tokens is longer than the model's "
             f"{config.max_len} positions; legal: 1 to {config.max_len}, or --positions=rotary."
         )
-    return _apply(Embed, config, params)(tokens_BxT)
+    return _apply(Embed, config, params)(tokens_BxT, shard)
 
 
 def block(
-    config: ModelConfig, params: dict, tables: dict[str, LayoutTables], x_BxTxD: jax.Array
+    config: ModelConfig,
+    params: dict,
+    tables: dict[str, LayoutTables],
+    x_BxTxD: jax.Array,
+    shard: Shard = WHOLE,
 ) -> jax.Array:
-    """One middle section: [B, T, D] -> [B, T, D], with one layer's params and tables."""
-    return _apply(Block, config, params)(x_BxTxD, tables)
+    """One middle section: [B, T, D] -> [B, T, D], with one layer's params and tables.
+
+    A shard has its own tokens of x, and its part of the params and tables.
+    """
+    return _apply(Block, config, params)(x_BxTxD, tables, shard)
 
 
 def bind_block(config: ModelConfig) -> Callable[[dict], Block]:
@@ -197,12 +216,22 @@ def head_loss(
     x_BxTxD: jax.Array,
     targets_BxT: jax.Array,
     weights_BxT: jax.Array,
+    shard: Shard = WHOLE,
 ) -> jax.Array:
-    """Last section: float32 sum of weights * negative log-likelihood, in nats."""
+    """Last section: float32 sum of weights * negative log-likelihood, in nats; a shard's share.
+
+    Targets and weights are those of the whole sequence, x is the shard's own.
+    """
     x = head(config, params, x_BxTxD)
+    axis = None
+    if shard.vocabulary:
+        x, axis = shard.gather(x), shard.axis
+    else:
+        targets_BxT, weights_BxT = (shard.own(a, axis=1) for a in (targets_BxT, weights_BxT))
     x_NxD = x.reshape(-1, x.shape[-1])
+    embedding = embedding_VxD.astype(x.dtype)
     return cross_entropy.weighted_loss(
-        x_NxD, embedding_VxD.astype(x.dtype), targets_BxT.reshape(-1), weights_BxT.reshape(-1)
+        x_NxD, embedding, targets_BxT.reshape(-1), weights_BxT.reshape(-1), axis
     )
 
 
