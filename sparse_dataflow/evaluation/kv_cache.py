@@ -83,7 +83,7 @@ def read_prompts(
 
     x_BxTxD = gpt.embed(config, weights.embed, tokens_BxT)
     for params, tables in weights.layers:
-        x_BxTxD = gpt.block(config, params, tables, x_BxTxD, attend)
+        x_BxTxD = gpt.block(config, params, tables, x_BxTxD, attend=attend)
     last = jnp.take_along_axis(x_BxTxD, (lengths_B - 1)[:, None, None], axis=1)
     return _logits(config, weights, last), tuple(caches)
 
@@ -110,7 +110,7 @@ def read_token(
     at_BxT = positions_B[:, None]
     rows = jnp.arange(len(tokens_B))
     seen = jnp.arange(caches[0].keys.shape[1]) <= at_BxT
-    x_BxTxD = gpt.embed(config, weights.embed, tokens_B[:, None], at_BxT)
+    x_BxTxD = gpt.embed(config, weights.embed, tokens_B[:, None], positions_BxT=at_BxT)
     after = []
     for (params, tables), cache in zip(weights.layers, caches):
 
@@ -121,7 +121,7 @@ def read_token(
             mask = seen[:, None, None, :]
             return jax.nn.dot_product_attention(q, keys, values, mask=mask, implementation="xla")
 
-        x_BxTxD = gpt.block(config, params, tables, x_BxTxD, attend, at_BxT)
+        x_BxTxD = gpt.block(config, params, tables, x_BxTxD, attend=attend, positions_BxT=at_BxT)
     return _logits(config, weights, x_BxTxD), tuple(after)
 
 

@@ -6,20 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from sparse_dataflow.data.batches import bits_per_byte
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, exchanged_share
 from sparse_dataflow.training.checkpoint import Checkpoints
 from sparse_dataflow.training.metrics import MetricsWriter, Progress, say
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
 from sparse_dataflow.training.phases import phase_before, phases, refuse_unfit, run_flops
-from sparse_dataflow.training.programs import Compiled, TrainingData, evolved
-from sparse_dataflow.training.saved_state import abstract_state, identity
+from sparse_dataflow.training.programs import Compiled, TrainingData, changed, evolved, stepped
+from sparse_dataflow.training.saved_state import identity, saved_state
 from sparse_dataflow.training.step import initial_state
-from sparse_dataflow.training.transitions import change_model
 
 
 class Trainer:
@@ -38,6 +37,7 @@ class Trainer:
         programs: Sequence[Compiled],
         *,
         evolution: EvolutionConfig | None = None,
+        executor: Executor = ONE_DEVICE,
         eval_every: int,
         checkpoint_every: int,
         keep: int = 3,
@@ -54,6 +54,7 @@ class Trainer:
           data: what to train on.
           programs: from `compile_programs`, one a phase.
           evolution: how the layouts or the model change, likewise; static where None.
+          executor: that the programs were compiled for.
           eval_every: steps between evaluations on the held-out windows.
           checkpoint_every: steps between checkpoints.
           keep: checkpoints to keep, beside the best.
@@ -65,7 +66,7 @@ class Trainer:
           UserError: the folder cannot be written, or holds checkpoints of another config; the
             evolution does not fit the model or the steps.
         """
-        self.name, self.training = name, training
+        self.name, self.training, self.executor = name, training, executor
         self.evolution = evolution or EvolutionConfig()
         refuse_unfit(model, self.evolution, training.steps)
         self.phases = phases(model, self.evolution, training.steps)
@@ -81,15 +82,17 @@ class Trainer:
         self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=known)
         self.seconds = 0.0
         restored = self._checkpoints.restore(
-            lambda step: abstract_state(self.phases, training, step)
+            lambda step: saved_state(self.phases, training, step, executor)
         )
         if restored:
-            self.state, extra = restored
+            state, extra = restored
+            self.state = executor.place(state)
             self.seconds = extra["seconds"]
         else:
-            self.state = initial_state(self.phases[0].model, training)
+            self.state = initial_state(self.phases[0].model, training, executor)
         self.step = int(self.state.step)
         self._phase = phase_before(self.phases, self.step)
+        self._tables = self._programs[self._phase].tables(self.state.tables)
         self._batches = data.train.iterate(self.step)
         self._metrics = MetricsWriter(folder, self.step)
         self._progress = Progress(name, training.steps, self.step, position)
@@ -115,22 +118,19 @@ class Trainer:
           UserError: a loss or gradient is not finite; names step, parameter group and the last
             good checkpoint.
         """
-        batch = next(self._batches)
+        batch = self._put(next(self._batches))
         self._evolve(batch)
-        tokens = batch["tokens"]
         learning_rate = self._learning_rate(self.step) * self.phases[self._phase].rate
         start = time.perf_counter()
-        after, report = self._programs[self._phase].train_step(
-            self.state._replace(tables=self._program_tables), tokens, np.float32(learning_rate)
+        self.state, self._tables, report = stepped(
+            self._programs[self._phase], self.state, self._tables, batch, learning_rate
         )
         report = jax.tree.map(float, jax.device_get(report))
         elapsed = time.perf_counter() - start
-        # Layouts that a program is specialised to stay here.
-        self.state = after._replace(tables=after.tables or self.state.tables)
         self.step += 1
         self._refuse_non_finite("gradients", report.gradient_norms, report.loss)
         self.seconds += elapsed
-        speed = tokens.shape[0] * (tokens.shape[1] - 1) / elapsed
+        speed = self.training.batch * self.training.sequence / elapsed
         self._metrics.write(
             {
                 "kind": "train",
@@ -157,13 +157,14 @@ class Trainer:
         start = time.perf_counter()
         if self.step == self.phases[self._phase].stop:
             before, after = self.phases[self._phase : self._phase + 2]
-            self.state = change_model(self.state, before.model, after.model)
+            self.state = changed(self.state, before.model, after.model, self.executor)
             self._phase += 1
         elif share:
-            programs = self._programs[self._phase]
-            self.state = evolved(self.state, self.model, programs, self.evolution, share, batch)
+            programs, how = self._programs[self._phase], self.evolution
+            self.state = evolved(self.state, self.model, programs, how, share, batch, self.executor)
         else:
             return
+        self._tables = self._programs[self._phase].tables(self.state.tables)
         elapsed = time.perf_counter() - start
         self.seconds += elapsed
         self._metrics.write(
@@ -178,9 +179,8 @@ class Trainer:
             }
         )
 
-    @property
-    def _program_tables(self):
-        return self.state.tables if self._programs[self._phase].runtime_layouts else ()
+    def _put(self, batch):
+        return self.executor.put(batch, self.training.batch)
 
     @property
     def tokens(self) -> int:
@@ -198,10 +198,10 @@ class Trainer:
         return self._evaluate("final", self._data.final, self._data.final_bytes)
 
     def _evaluate(self, kind, batches, total_bytes):
-        eval_step, tables = self._programs[self._phase].eval_step, self._program_tables
+        eval_step, params = self._programs[self._phase].eval_step, self.state.params
         total = sum(
-            float(eval_step(self.state.params, tables, batch["tokens"], batch["weights"]))
-            for batch in batches
+            float(eval_step(params, self._tables, batch["tokens"], batch["weights"]))
+            for batch in map(self._put, batches)
         )
         row = {
             "kind": kind,
@@ -226,7 +226,7 @@ class Trainer:
         fresh = self.last_evaluation and self.last_evaluation["step"] == self.step
         metric = self.last_evaluation["bits_per_byte"] if fresh else None
         extra = {"seconds": self.seconds, "data_position": self.step, "bits_per_byte": metric}
-        self._checkpoints.save(self.step, self.state, extra, metric)
+        self._checkpoints.save(self.step, self.executor.canonical(self.state), extra, metric)
 
     def close(self) -> None:
         """Waits for the checkpoint under way and closes the files.
