@@ -128,8 +128,9 @@ def _evaluate(closed, values):
 
 def _program(jaxpr, invars, outvars, equations):
     """Some equations of a program as a function."""
+    unnamed = jaxpr.debug_info.with_unknown_names()
     some = jaxpr.replace(
-        constvars=[], invars=invars, outvars=outvars, eqns=equations, debug_info=None
+        constvars=[], invars=invars, outvars=outvars, eqns=equations, debug_info=unnamed
     )
     return core.jaxpr_as_fun(core.ClosedJaxpr(some, ()))
 

@@ -61,11 +61,16 @@ def apply_blocks(
     so and else scanned, so that compile time does not depend on depth.
     """
 
-    run = rematerialised_block(config, member)
-
     def one(x, layer):
-        return run(*layer, x)
+        layer_params, layer_tables = layer
+        own = member.section({"blocks": layer_params}, "blocks")
+        return gpt.block(config, own, layer_tables, x, member.shard)
 
+    if config.remat != "none":
+        one = rematerialised(config, one)
+    elif member.fetch is not None:
+        policy = jax.checkpoint_policies.save_anything_except_these_names(FETCHED)
+        one = jax.checkpoint(one, policy=policy)
     if unrolls(config, tables):
         layers = _unstack(params, config.num_layers)
         for i, layer in enumerate(layers):
@@ -74,20 +79,11 @@ def apply_blocks(
     return lax.scan(lambda x, layer: (one(x, layer), None), x_BxTxD, (params, tables))[0]
 
 
-def rematerialised_block(config: ModelConfig, member: Member = ALONE) -> Callable:
-    """(one layer's params as they are kept, its tables, [B, T, D]) -> [B, T, D], with the config's
-    remat; what was fetched for it is fetched again by its backward."""
-
-    def block(params, tables, x):
-        own = member.section({"blocks": params}, "blocks")
-        return gpt.block(config, own, tables, x, member.shard)
-
-    if config.remat != "none":
-        return jax.checkpoint(block, policy=_REMAT_POLICIES[config.remat])
-    if member.fetch is not None:
-        policy = jax.checkpoint_policies.save_anything_except_these_names(FETCHED)
-        return jax.checkpoint(block, policy=policy)
-    return block
+def rematerialised(config: ModelConfig, layer: Callable) -> Callable:
+    """The layer, keeping for its gradient what the config's remat says."""
+    if config.remat == "none":
+        return layer
+    return jax.checkpoint(layer, policy=_REMAT_POLICIES[config.remat])
 
 
 UNROLL_LAYERS = 16
