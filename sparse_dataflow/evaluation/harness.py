@@ -71,11 +71,19 @@ class HarnessLM(TemplateLM):
         return self._tokenizer.encode(string).tolist()
 
     def loglikelihood(self, requests, disable_tqdm: bool = True):
-        """As lm-eval defines it: (log-likelihood in nats, whether greedy) of each continuation."""
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        """As lm-eval defines it: (log-likelihood in nats, whether greedy) of each continuation.
+
+        Text is cut into tokens as `TemplateLM` does it, but for all requests at once.
+        """
+        pairs = [_spaces_moved(*request.args) for request in requests]
+        texts = list(dict.fromkeys(text for a, b in pairs for text in (a, a + b)))
+        tokens = dict(zip(texts, self._tokenizer.encode_batch(texts)))
+        encoded = [
+            ((a, b), tokens[a].tolist(), tokens[a + b][len(tokens[a]) :].tolist()) for a, b in pairs
+        ]
+        return self._loglikelihood_tokens(encoded)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = True, **kwargs):
-        # A context of spaces alone has become part of the continuation.
         start = [self.prefix_token_id]
         scores, counts = self._scorer([(before or start, after) for _, before, after in requests])
         self.counts += counts
@@ -109,6 +117,12 @@ class HarnessLM(TemplateLM):
             for i, text in zip(numbers, self._writer(prompts, arguments)):
                 written[i] = text
         return written
+
+
+def _spaces_moved(context: str, continuation: str) -> tuple[str, str]:
+    """The context's last spaces belong to the continuation, whose tokens begin with them."""
+    kept = context.rstrip()
+    return kept, context[len(kept) :] + continuation
 
 
 def harness_lm(
