@@ -153,17 +153,13 @@ def new_tokens(
         config, weights, tokens, positions, cache_tokens=cache_tokens
     )
     for number in range(count):
-        if number:
-            if finished():
-                return
-            logits, caches = _read_token(config, weights, caches, chosen, positions)
-            positions = np.minimum(positions + 1, cache_tokens - 1)
         chosen = choose(logits, _fold(keys, number))
-        written = np.asarray(chosen).tolist()
         full = [length + number >= context for length in lengths]
-        yield [None if past else token for past, token in zip(full, written)]
-        if all(full):
+        yield [None if past else token for past, token in zip(full, np.asarray(chosen).tolist())]
+        if number == count - 1 or all(full) or finished():
             return
+        logits, caches = _read_token(config, weights, caches, chosen, positions)
+        positions = np.minimum(positions + 1, cache_tokens - 1)
 
 
 _read_token = jax.jit(kv_cache.read_token, static_argnames="config", donate_argnames="caches")
