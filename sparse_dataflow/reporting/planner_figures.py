@@ -128,7 +128,7 @@ def sensitivity(effects: Mapping[str, float], best: Mapping[str, Mapping], title
             for column, (level, value) in enumerate(values.items()):
                 shade = matplotlib.colormaps["Blues"](0.75 * max(0.0, 2 * value - 1))
                 right.barh(row, 0.96, left=column, height=0.8, color=shade)
-                label = f"{level}".replace("interleaved/", "v=")
+                label = f"{level}".replace("interleaved/", "v=").replace("_", "\n")
                 right.text(
                     column + 0.48, row, f"{label}\n{value:.2f}", ha="center", va="center",
                     fontsize=6.5, color="white" if value > 0.93 else "black",
