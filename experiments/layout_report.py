@@ -96,17 +96,18 @@ def _print_best(request, found):
         f"{'tokens/s/chip':>13} {'MFU':>6} {'GiB':>6}  {'data':>4} {'stage':>5} {'fsdp':>5} "
         f"{'tensor':>6} {'micro':>5} {'accum':>5}  schedule, ZeRO, remat, limited by"
     )
-    for row in (_row(request, choice, speed) for choice, speed in found):
+    for line in (row(request, choice, speed) for choice, speed in found):
         print(
-            f"{row['tokens_per_second_per_chip']:>13,.1f} {row['mfu']:>6.1%} {row['gib']:>6.1f}  "
-            f"{row['data']:>4} {row['stage']:>5} {row['fsdp']:>5} {row['tensor']:>6} "
-            f"{row['micro_batch']:>5} {row['accumulation']:>5}  {row['schedule']}"
-            f"{'/' + str(row['chunks']) if row['chunks'] > 1 else ''}, {row['zero']}, "
-            f"{row['remat']}, {row['limit']}"
+            f"{line['tokens_per_second_per_chip']:>13,.1f} {line['mfu']:>6.1%} {line['gib']:>6.1f}"
+            f"  {line['data']:>4} {line['stage']:>5} {line['fsdp']:>5} {line['tensor']:>6} "
+            f"{line['micro_batch']:>5} {line['accumulation']:>5}  {line['schedule']}"
+            f"{'/' + str(line['chunks']) if line['chunks'] > 1 else ''}, {line['zero']}, "
+            f"{line['remat']}, {line['limit']}"
         )
 
 
-def _row(request, choice, speed):
+def row(request, choice, speed) -> dict:
+    """One layout as a row of a table: speed, MFU, memory, counts, what limits it."""
     layout: RunLayout = search.single(request.layout(choice))
     flops = cost.flops_per_token(request.config, request.sequence).total
     dtype = request.config.compute_dtype
@@ -123,7 +124,7 @@ def _row(request, choice, speed):
 
 
 def _keep_trials(path, request, found):
-    rows = [_row(request, choice, speed) for choice, speed in found]
+    rows = [row(request, choice, speed) for choice, speed in found]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()

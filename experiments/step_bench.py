@@ -56,7 +56,7 @@ def main(values):
     tokens = rng.integers(dense.vocab_size, size=shape, dtype=np.int32)
     runs, compile_seconds = {}, {}
     for name, model in models.items():
-        runs[name], compile_seconds[name] = _step(model, training, tokens)
+        runs[name], compile_seconds[name] = compiled_step(model, training, tokens)
     seconds = measurement.paired_seconds(runs, values.rounds)
     ratio, low, high = measurement.paired_ratio(seconds["dense"], seconds["sparse"])
     ceiling = cost.flop_ceiling(sparse, training.sequence)
@@ -109,8 +109,14 @@ def main(values):
         print(f"kept in {path}")
 
 
-def _step(model, training, tokens):
-    """(function that makes one step on its own state, seconds to compile)."""
+def compiled_step(model, training, tokens):
+    """(function that makes one step on its own state and returns its report, seconds to compile).
+
+    Args:
+      model: a ModelConfig.
+      training: a TrainingConfig.
+      tokens: int32 [batch, sequence + 1].
+    """
     import time
 
     import jax

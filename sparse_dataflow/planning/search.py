@@ -141,6 +141,13 @@ class Priced:
         tokens = r.batch * r.sequence / r.chips
         return np.where(self.legal, tokens / self.seconds, 0.0)
 
+    @property
+    def unbounded_speed(self) -> float:
+        """Tokens a second and chip of the fastest layout if memory had no limit; 0 for none."""
+        others = np.logical_or.reduce([self.blocked[b] for b in BLOCKS if b != "memory"])
+        r = self.request
+        return float(np.where(others, 0.0, r.batch * r.sequence / r.chips / self.seconds).max())
+
     def ranked(self, count: int) -> list[tuple[int, dict]]:
         """(flat index, choice) of the fastest legal layouts; of equal ones the first in order."""
         speed = self.throughput.reshape(-1)

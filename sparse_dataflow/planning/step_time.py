@@ -150,7 +150,8 @@ def step_time(
       chip: with rates, bandwidth and, where the layout uses several, a network.
       efficiency: the chip family's constants.
       stored_density: see `cost.stored_fractions`.
-      rates: section name -> FLOP/s, in place of the roofline's; measured ones, on a CPU.
+      rates: name -> measured FLOP/s of a section in place of the roofline's, forward and backward
+        together; or bytes/s of "norms", "gelu" and "optimizer", which have none.
 
     Raises:
       UserError: a chip without the rates or links that are needed.
@@ -163,7 +164,8 @@ def step_time(
         if np.any(np.asarray(layout.chips) > 1):
             raise UserError(f"{chip.name} has no known links; legal: one chip, or a [network].")
         network = Network(1, 1.0, 1.0)
-    sections = _sections(config, sequence, layout, chip, efficiency, stored_density, rates or {})
+    rates = rates or {}
+    sections = _sections(config, sequence, layout, chip, efficiency, stored_density, rates)
     block = {name: 3 * sections[name].seconds for name in PROJECTIONS}
     factor = 1 + (ATTENTION_BACKWARD if layout.fused_attention else 2)
     block["attention"] = factor * sections["attention"].seconds
@@ -192,8 +194,8 @@ def step_time(
         terms["optimizer"] = 0.0 * computing
         terms["host"] = _relay_seconds(weights, chip, efficiency, computing)
     else:
-        update = weights / shards * OPTIMIZER_BYTES / (chip.bandwidth * efficiency.bandwidth)
-        terms["optimizer"] = update
+        rate = rates.get("optimizer", chip.bandwidth * efficiency.bandwidth)
+        terms["optimizer"] = weights / shards * OPTIMIZER_BYTES / rate
         terms["host"] = 0.0 * computing
     islands = np.maximum(np.asarray(layout.chips) / (layout.island or network.island), 1)
     terms["waits"] = efficiency.waits * np.log2(islands) * sum(terms.values())
@@ -225,7 +227,8 @@ def _sections(config, sequence, layout, chip, efficiency, stored_density, rates)
         rate = peak * efficiency.matmul * width / (width + efficiency.half_width)
         if block:
             rate = rate * block / (block + efficiency.half_block)
-        rate = rates.get(name, rate)
+        if name in rates:
+            return Section(flops, size, flops / rates[name])
         return Section(flops, size, np.maximum(flops / rate, size / memory))
 
     sections = {}
@@ -249,10 +252,11 @@ def _sections(config, sequence, layout, chip, efficiency, stored_density, rates)
         ("gelu", ff_elements * config.d_ff / tensor),
     ):
         size = dtype_bytes * tokens * elements
-        sections[name] = Section(0.0 * size, size, size / memory)
+        sections[name] = Section(0.0 * size, size, size / rates.get(name, memory))
     logits = tokens * config.vocab_size / tensor * LOGIT_BYTES
     head = product("head", config.d_model, config.vocab_size / tensor)
-    sections["head"] = Section(head.flops, head.bytes + logits, head.seconds + logits / memory / 3)
+    passing = 0.0 if "head" in rates else logits / memory / 3
+    sections["head"] = Section(head.flops, head.bytes + logits, head.seconds + passing)
     return sections
 
 
@@ -262,8 +266,10 @@ def _attention(config, sequence, tokens, tensor, layout, peak, memory, efficienc
     size = 4 * tokens * config.d_model / tensor * COMPUTE_BYTES[config.compute_dtype]
     if not layout.fused_attention:
         size = size + SCORE_BYTES * tokens * sequence * config.num_heads / tensor
-    seconds = flops / rates.get("attention", peak * efficiency.attention)
-    if layout.fused_attention or "attention" in rates:
+    if "attention" in rates:
+        return Section(flops, size, flops / rates["attention"])
+    seconds = flops / (peak * efficiency.attention)
+    if layout.fused_attention:
         return Section(flops, size, np.maximum(seconds, size / memory))
     # The score matrix is written before it is read: products and passes take turns.
     return Section(flops, size, seconds + size / memory)

@@ -128,7 +128,7 @@ def sensitivity(effects: Mapping[str, float], best: Mapping[str, Mapping], title
             for column, (level, value) in enumerate(values.items()):
                 shade = matplotlib.colormaps["Blues"](0.75 * max(0.0, 2 * value - 1))
                 right.barh(row, 0.96, left=column, height=0.8, color=shade)
-                label = f"{level}".replace("interleaved/", "v=")
+                label = f"{level}".replace("interleaved/", "v=").replace("_", "\n")
                 right.text(
                     column + 0.48, row, f"{label}\n{value:.2f}", ha="center", va="center",
                     fontsize=6.5, color="white" if value > 0.93 else "black",
@@ -158,6 +158,7 @@ def scaling(
             dict.fromkeys(p[2] for lines in panels.values() for ps in lines.values() for p in ps)
         )
         labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
+        highest = max(p[1] for lines in panels.values() for ps in lines.values() for p in ps)
         for axes, (panel, lines) in zip(grid[0], panels.items()):
             for label, points in lines.items():
                 colour = COLOURS[labels.index(label)]
@@ -168,7 +169,7 @@ def scaling(
                     marker = MARKERS[limits.index(limit) % len(MARKERS)]
                     axes.plot(chips, value, marker, color=colour, ms=5, markeredgecolor="white")
             axes.set(xscale="log", title=panel, xlabel="chips")
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.08 * highest)
             ticks = sorted({p[0] for points in lines.values() for p in points})
             axes.set_xticks(ticks[::2], [f"{t:,}" for t in ticks[::2]])
             axes.xaxis.set_minor_formatter(NullFormatter())
