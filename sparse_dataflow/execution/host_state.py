@@ -4,7 +4,7 @@ The state is that of every executor, with numpy arrays for leaves: blocks are st
 view is its slice of each stack.
 """
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer, map_moments
+from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
 from sparse_dataflow.training.step import TrainState
 
 EMBED, HEAD = "embed", "head"
@@ -28,8 +28,13 @@ def section_name(section: Section) -> str:
     return f"block {section}" if isinstance(section, int) else section
 
 
+def all_sections(num_layers: int) -> list[Section]:
+    """Every section, in the order of execution."""
+    return [EMBED, *range(num_layers), HEAD]
+
+
 def view(tree: dict, section: Section) -> Any:
-    """One section of a tree that is shaped like the parameters; writing to it writes to the tree."""
+    """One section of a tree that is shaped like the parameters; writing to it writes to both."""
     if isinstance(section, int):
         return jax.tree.map(lambda stack: stack[section, ...], tree["blocks"])
     return tree[section]
@@ -62,10 +67,19 @@ def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
     return jax.eval_shape(draw)._replace(tables=gpt.layout_tables(gpt.layouts(model)))
 
 
+def zeros(model: ModelConfig, training: TrainingConfig) -> tuple[dict, dict, dict]:
+    """Parameters and both moments, zeroed, in memory that is taken as it is written to."""
+    shapes = abstract_state(model, training)
+    moments = adam(shapes.moments)
+    return jax.tree.map(
+        lambda leaf: np.zeros(leaf.shape, leaf.dtype), (shapes.params, moments.mu, moments.nu)
+    )
+
+
 def fresh_state(
     model: ModelConfig,
     training: TrainingConfig,
-    new: Callable[[jax.ShapeDtypeStruct], np.ndarray] | None = None,
+    trees: tuple[dict, dict, dict] | None = None,
     starting_blocks: int | None = None,
 ) -> TrainState:
     """The state that `training.step.initial_state` draws, section by section, in host memory.
@@ -73,20 +87,15 @@ def fresh_state(
     Args:
       model: its config.
       training: gives the seed.
-      new: makes the array of each leaf of parameters and moments, zeroed; numpy's own where None.
+      trees: zeroed parameters and moments to fill; those of `zeros` where None.
       starting_blocks: blocks from this number on start as the identity (their residual branches
         are zero), so that they join a growing network without changing its function.
     """
-    new = new or (lambda leaf: np.zeros(leaf.shape, leaf.dtype))
+    params, mu, nu = trees or zeros(model, training)
     shapes = abstract_state(model, training)
-    params = jax.tree.map(new, shapes.params)
-    moments = map_moments(lambda tree: jax.tree.map(new, tree), shapes.moments)
     init_key, key = jax.random.split(jax.random.key(training.seed))
     keys = gpt.init_keys(model, init_key)
-    draw = {
-        name: jax.jit(lambda key, name=name: gpt.init_section(model, name, key))
-        for name in (EMBED, "block", HEAD)
-    }
+    draw = _drawing(model)
     _fill(params[EMBED], draw[EMBED](keys["embed"]))
     for number in range(model.num_layers):
         drawn = dict(draw["block"](keys["blocks"][number]))
@@ -94,8 +103,21 @@ def fresh_state(
             drawn |= {name: jax.tree.map(np.zeros_like, drawn[name]) for name in RESIDUAL}
         _fill(view(params, number), drawn)
     _fill(params[HEAD], draw[HEAD](keys["head"]))
-    filled = with_adam(moments, 0, adam(moments).mu, adam(moments).nu)
-    return TrainState(np.zeros((), np.int32), params, filled, shapes.tables, key)
+    moments = with_adam(shapes.moments, 0, mu, nu)
+    return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key)
+
+
+def training_key(training: TrainingConfig) -> jax.Array:
+    """The key of every state of a training."""
+    return jax.random.split(jax.random.key(training.seed))[1]
+
+
+@functools.cache
+def _drawing(model):
+    return {
+        name: jax.jit(lambda key, name=name: gpt.init_section(model, name, key))
+        for name in (EMBED, "block", HEAD)
+    }
 
 
 def _fill(views, drawn):

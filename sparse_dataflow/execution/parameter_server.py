@@ -27,10 +27,9 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import host_optimizer
 from sparse_dataflow.execution.host_optimizer import Leaf, Rates
 from sparse_dataflow.execution.host_state import (
-    EMBED,
-    HEAD,
     Section,
     adam,
+    all_sections,
     section_name,
     view,
     with_adam,
@@ -56,6 +55,10 @@ class InMemory:
     def target(self, params: dict, mu: dict, nu: dict) -> tuple[dict, dict, dict]:
         """Trees that take the results of an update of these."""
         return params, mu, nu
+
+    def scratch(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An array for values that change between two steps."""
+        return np.empty(shape, dtype)
 
     def updated(self, section: Section, views: tuple) -> None:
         """Told when the three views of a section hold its results."""
@@ -279,7 +282,7 @@ class ServerStep:
                 self._update(section, self._held[section], factor)
         for section in self._sections:
             self._finish_update(section)
-        for section in set(_all_sections(self._server.model)) - set(self._sections):
+        for section in set(all_sections(self._server.model.num_layers)) - set(self._sections):
             self._keep(section)
         params, mu, nu = self._after
         params = dict(params)
@@ -315,7 +318,3 @@ def group_norms(squares: dict[Section, dict[str, float]]) -> dict[str, float]:
 def _clip_factor(norm, limit):
     """As `optax.clip_by_global_norm`; not finite where the norm is not."""
     return 1.0 if norm < limit else limit / norm
-
-
-def _all_sections(model) -> list[Section]:
-    return [EMBED, *range(model.num_layers), HEAD]

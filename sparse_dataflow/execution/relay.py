@@ -23,7 +23,6 @@ from sparse_dataflow.execution.depth_schedule import DepthSchedule
 from sparse_dataflow.execution.host_state import EMBED, HEAD, Section, section_name
 from sparse_dataflow.execution.parameter_server import CLIPPINGS, ParameterServer, ServerStep
 from sparse_dataflow.execution.timeline import Timeline
-from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.step import StepReport, TrainState
@@ -78,7 +77,7 @@ class Relay:
           model: what is trained.
           training: batch shape and optimizer.
           config: how.
-          eval_shape: (sequences, tokens) of an evaluation's batch; the micro-batch's where None.
+          eval_shape: (sequences, tokens) of an evaluation's batch; nothing is evaluated where None.
           mesh: whose axis "data" the batch is cut over; the default device alone where None.
           storage: of the masters and moments, see `parameter_server`.
           pinned: whether the device's copies wait in page-locked memory; where None they do on a
@@ -99,15 +98,11 @@ class Relay:
                 f"A micro-batch of {rows} sequences does not cut over {ways} devices; give a "
                 "--batch and an --accumulation whose quotient is a multiple of them."
             )
-        tables = _one_layer(
-            gpt.layout_tables(gpt.layouts(dataclasses.replace(model, num_layers=1))), 0
-        )
         self._train_shape = (training.micro_batches, rows, training.sequence)
-        self._eval_shape = (1, *(eval_shape or self._train_shape[1:]))
-        self.programs = self._compiled(relay_programs.functions(model), tables, self._train_shape)
-        self.eval_programs = self._compiled(
-            relay_programs.eval_functions(model), tables, self._eval_shape
-        )
+        self.programs = relay_programs.compiled(model, self._train_shape, mesh)
+        self._eval_shape = (1, *eval_shape) if eval_shape else None
+        if eval_shape:
+            self.eval_programs = relay_programs.compiled(model, self._eval_shape, mesh, True)
         locked = jax.default_backend() != "cpu" if pinned is None else pinned
         self._pinned = self._whole.with_memory_kind("pinned_host")
         self.server = ParameterServer(
@@ -121,11 +116,6 @@ class Relay:
         self._watching = ThreadPoolExecutor(1, "watch")
         self.timeline = Timeline()
         self.observe: Callable[[str], None] = lambda program: None
-
-    def _compiled(self, functions, tables, shape):
-        given = relay_programs.arguments(self.model, tables, shape)
-        lowered = relay_programs.lowered(functions, given, self.mesh)
-        return type(functions)(*(one.compile() for one in lowered))
 
     def train_step(
         self, state: TrainState, tokens: np.ndarray, learning_rate: float

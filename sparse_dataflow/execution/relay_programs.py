@@ -5,6 +5,8 @@ Each takes one section's parameters, as the device holds them, and all micro-bat
 Shapes in names: M micro-batches, B their batch, T tokens, D d_model, V vocabulary.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -177,6 +179,36 @@ def lowered(
         jitted = jax.jit(function, donate_argnums=donated, out_shardings=out)
         found[name] = jitted.trace(*structs).lower(**options)
     return type(programs)(**found)
+
+
+def compiled(
+    model: ModelConfig,
+    shape: tuple[int, int, int],
+    mesh: Mesh | None = None,
+    evaluation: bool = False,
+) -> Programs | EvalPrograms:
+    """The programs for the default backend, the same ones for every depth of a model.
+
+    Args:
+      model: its config.
+      shape: (micro-batches, sequences in each, tokens in a sequence).
+      mesh: as in `lowered`.
+      evaluation: whether those of an evaluation.
+    """
+    return _compiled(dataclasses.replace(model, num_layers=1), shape, mesh, evaluation)
+
+
+@functools.cache
+def _compiled(model, shape, mesh, evaluation):
+    made = (eval_functions if evaluation else functions)(model)
+    programs = lowered(made, arguments(model, layer_tables(model), shape), mesh)
+    return type(programs)(*(program.compile() for program in programs))
+
+
+def layer_tables(model: ModelConfig) -> dict:
+    """Tables of the first layer's own layouts, in numpy; every layer's have these shapes."""
+    first = gpt.layout_tables(gpt.layouts(dataclasses.replace(model, num_layers=1)))
+    return jax.tree.map(lambda stacked: stacked[0], first)
 
 
 def data_shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:

@@ -1,5 +1,7 @@
 """AdamW on the host is optax's, element by element."""
 
+import itertools
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -38,7 +40,7 @@ def test_updates_are_those_of_optax(size, in_place):
 def test_pieces_cover_all_elements_once(size, parts):
     found = list(host_optimizer.pieces(size, parts))
     assert found[0].start == 0 and found[-1].stop == size
-    assert all(one.stop == other.start for one, other in zip(found, found[1:]))
+    assert all(one.stop == other.start for one, other in itertools.pairwise(found))
 
 
 @given(st.integers(0, 2**32 - 1))

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import relay_programs
+from sparse_dataflow.execution import relay_programs, whole
 from sparse_dataflow.execution.depth_schedule import DepthSchedule
 from sparse_dataflow.execution.host_state import abstract_state, fresh_state
 from sparse_dataflow.execution.relay import Relay, RelayConfig
 from sparse_dataflow.execution.timeline import KINDS, hidden_share
-from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
 from sparse_dataflow.training.step import initial_state, make_eval_step, make_train_step
@@ -48,7 +47,13 @@ def tokens_of(seed, rows=4):
 def whole_run(model, training, steps=STEPS):
     """[(loss, gradient norms)] of the whole executor."""
     state, rate = initial_state(model, training), learning_rate_schedule(training)
-    step = jax.jit(make_train_step(model, training))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole, "UNROLL_CHANGING_LAYERS", 0)  # A loop compiles sooner.
+        step = (
+            jax.jit(make_train_step(model, training))
+            .lower(state, tokens_of(0), np.float32(0))
+            .compile()
+        )
     found = []
     for number in range(steps):
         state, report = step(state, tokens_of(number), np.float32(rate(number)))
@@ -186,11 +191,7 @@ def test_one_set_of_programs_serves_any_depth():
     for layers in (4, 400):
         model = dataclasses.replace(MODELS["sparse"], num_layers=layers)
         shape = (2, 2, 11)
-        tables = jax.tree.map(
-            lambda t: t[0],
-            gpt.layout_tables(gpt.layouts(dataclasses.replace(model, num_layers=1))),
-        )
-        given = relay_programs.arguments(model, tables, shape)
+        given = relay_programs.arguments(model, relay_programs.layer_tables(model), shape)
         lowered = relay_programs.lowered(relay_programs.functions(model), given)
         texts.append([program.as_text() for program in lowered])
     assert texts[0] == texts[1]
@@ -224,8 +225,8 @@ def test_a_growing_network_starts_with_identities():
     shallow = dataclasses.replace(model, num_layers=1)
     first = {**state.params, "blocks": jax.tree.map(lambda a: a[:1], state.params["blocks"])}
     weights = np.ones((4, 11), np.float32)
-    deep = Relay(model, how).eval_step(state.params, {}, tokens_of(0), weights)
-    alone = Relay(shallow, how).eval_step(first, {}, tokens_of(0), weights)
+    deep = Relay(model, how, eval_shape=(4, 11)).eval_step(state.params, {}, tokens_of(0), weights)
+    alone = Relay(shallow, how, eval_shape=(4, 11)).eval_step(first, {}, tokens_of(0), weights)
     assert deep == alone
 
 
