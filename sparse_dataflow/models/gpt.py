@@ -133,20 +133,27 @@ class Head(nnx.Module):
 
 def init(config: ModelConfig, key: jax.Array) -> dict:
     """Draws the parameters, float32; see the module docstring for their structure."""
-
-    def draw(section):
-        def pure(key):
-            module = section(config, rngs=nnx.Rngs(params=key))
-            return nnx.to_pure_dict(nnx.state(module, nnx.Param))
-
-        return pure
-
-    embed_key, blocks_key, head_key = jax.random.split(key, 3)
+    keys = init_keys(config, key)
     return {
-        "embed": draw(Embed)(embed_key),
-        "blocks": jax.vmap(draw(Block))(jax.random.split(blocks_key, config.num_layers)),
-        "head": draw(Head)(head_key),
+        "embed": init_section(config, "embed", keys["embed"]),
+        "blocks": jax.vmap(lambda key: init_section(config, "block", key))(keys["blocks"]),
+        "head": init_section(config, "head", keys["head"]),
     }
+
+
+def init_keys(config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
+    """The keys that `init` draws the sections with: one each, and [num_layers] for "blocks"."""
+    embed_key, blocks_key, head_key = jax.random.split(key, 3)
+    blocks = jax.random.split(blocks_key, config.num_layers)
+    return {"embed": embed_key, "blocks": blocks, "head": head_key}
+
+
+def init_section(config: ModelConfig, section: str, key: jax.Array) -> dict:
+    """Draws the parameters of "embed", of one "block" or of "head"."""
+    module = {"embed": Embed, "block": Block, "head": Head}[section](
+        config, rngs=nnx.Rngs(params=key)
+    )
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
 def layouts(config: ModelConfig) -> dict[str, list[BlockLayout]]:

@@ -66,8 +66,12 @@ def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
     return lambda step: float(schedule(step))
 
 
+B1, B2, EPS = 0.9, 0.95, 1e-8
+"""Adam's decay of the moments, as GPT-3 (arXiv 2005.14165, appendix B), and its epsilon."""
+
+
 def make_optimizer(model: ModelConfig, training: TrainingConfig) -> optax.GradientTransformation:
-    """Clipping, Adam (b1 0.9, b2 0.95 as GPT-3), decoupled decay, per-parameter scale.
+    """Clipping, Adam, decoupled decay, per-parameter scale.
 
     Its updates are to be multiplied by minus the learning rate, which a train step takes as an
     argument, so that a schedule is data.
@@ -79,7 +83,7 @@ def make_optimizer(model: ModelConfig, training: TrainingConfig) -> optax.Gradie
 
     return optax.chain(
         optax.clip_by_global_norm(training.clip),
-        optax.scale_by_adam(b1=0.9, b2=0.95),
+        optax.scale_by_adam(b1=B1, b2=B2, eps=EPS),
         optax.add_decayed_weights(training.weight_decay, mask=decay_mask),
         optax.GradientTransformation(lambda params: optax.EmptyState(), scale),
     )
