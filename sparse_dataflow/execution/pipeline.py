@@ -11,6 +11,7 @@ and leaves the gradient of the loss where its B looks for one.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ from sparse_dataflow.execution.schedules import (
     WEIGHTS,
     Schedule,
 )
-from sparse_dataflow.execution.whole import rematerialised_block
+from sparse_dataflow.execution.whole import rematerialised
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
 
@@ -256,7 +257,10 @@ class _Stage:
         self.x = jax.eval_shape(lambda: self.embed(params["embed"], 0))
         one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.blocks)
         self.actions: LayerActions = layer_actions(
-            rematerialised_block(model), *one, self.x, plan.schedule.recompute
+            rematerialised(model, functools.partial(gpt.block, model)),
+            *one,
+            self.x,
+            plan.schedule.recompute,
         )
 
     @property
