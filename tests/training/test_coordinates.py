@@ -51,4 +51,6 @@ def test_supar_is_flat_over_width_and_density(quick_compile):
         width, density = found["standard"][name]
         flat_width, flat_density = found["supar"][name]
         assert abs(flat_width) < 0.2 and abs(flat_density) < 0.2, (name, found)
-        assert width > abs(flat_width) + 0.2 and density > abs(flat_density) + 0.1, (name, found)
+        assert width > abs(flat_width) + 0.2, (name, found)
+        # Logits follow the embedding, which stays dense.
+        assert name == "logits" or density > abs(flat_density) + 0.1, (name, found)
