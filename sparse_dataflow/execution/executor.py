@@ -19,6 +19,16 @@ class Executor(Protocol):
     `loss` and `loss_and_gradients` are traced inside a program; params and tables are as placed.
     """
 
+    def describe(self) -> str:
+        """In a few words, for reports."""
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+
+    def check(self, model: ModelConfig, training: Any) -> None:
+        """Refuses, by a UserError that names the legal values, what cannot be laid out so."""
+
     def loss(
         self, model: ModelConfig, params: dict, tables: Any, tokens: jax.Array, weights: jax.Array
     ) -> jax.Array:
@@ -54,6 +64,16 @@ class Executor(Protocol):
           changing: whether layouts may change without another program.
         """
 
+    def arrays(self, state: Any, tables: dict, changing: bool, batch: dict) -> dict[str, Any]:
+        """{group: tree of shapes, dtypes and shardings} of all that a training keeps on devices.
+
+        Args:
+          state: shapes, without tables.
+          tables: as for `tables`.
+          changing: likewise.
+          batch: shapes of a whole batch by name.
+        """
+
     def rows(self, batch: int) -> tuple[int, ...] | None:
         """Rows of a batch that this process loads; all where None."""
 
@@ -64,6 +84,15 @@ class Executor(Protocol):
 @dataclasses.dataclass(frozen=True)
 class OneDevice:
     """All sections in one program on one device."""
+
+    devices = 1
+
+    def describe(self):
+        """See `Executor`."""
+        return "one device"
+
+    def check(self, model, training):
+        """See `Executor`."""
 
     def loss(self, model, params, tables, tokens, weights):
         """See `Executor`."""
@@ -96,6 +125,16 @@ class OneDevice:
     def tables(self, tables, changing):
         """See `Executor`."""
         return tables if changing else ()
+
+    def arrays(self, state, tables, changing, batch):
+        """See `Executor`."""
+        return {
+            "parameters": state.params,
+            "gradients": state.params,
+            "moments": state.moments,
+            "layout tables": tables if changing else {},
+            "batch": batch,
+        }
 
     def rows(self, batch):
         """See `Executor`."""

@@ -21,14 +21,14 @@ AXES = ("data", "stage", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
 
-def parse(text: str, devices: int) -> dict[str, int]:
+def parse(text: str, devices: int | None) -> dict[str, int]:
     """Axis sizes in the order of AXES, of "data:8,tensor:4" or "auto" (all devices in "fsdp").
 
     One size may be -1, or left out as in "data,tensor:4": what the others leave.
 
     Args:
       text: of the flag.
-      devices: that the mesh must use, all of them.
+      devices: that the mesh must use, all of them; None for as many as the sizes say.
 
     Raises:
       UserError: an unknown or repeated axis, a size that is none, or a product other than
@@ -54,6 +54,8 @@ def parse(text: str, devices: int) -> dict[str, int]:
             f"--mesh={text} leaves the sizes of {' and '.join(open_axes)} open; legal: one axis."
         )
     given = math.prod(size for size in sizes.values() if size != -1)
+    if devices is None:
+        devices = given
     if open_axes and devices % given == 0:
         sizes[open_axes[0]] = devices // given
     if math.prod(sizes.values()) != devices or (open_axes and devices % given):

@@ -15,6 +15,7 @@ from sparse_dataflow.execution import mesh as meshes
 from sparse_dataflow.execution.block_gradients import block_gradient_norms
 from sparse_dataflow.execution.mesh import BATCH_AXES
 from sparse_dataflow.execution.sharding import COLUMN_PARALLEL
+from sparse_dataflow.models import gpt
 from sparse_dataflow.models.shard import Shard
 
 TABLES = P("stage", "tensor")
@@ -32,6 +33,22 @@ class Sharded:
 
     mesh: Mesh
     zero: int = 3
+
+    @property
+    def devices(self):
+        """See `Executor`."""
+        return self.mesh.size
+
+    def describe(self):
+        """See `Executor`."""
+        return f"--mesh={meshes.describe(self.mesh)} --zero={self.zero}"
+
+    def check(self, model, training):
+        """See `Executor`."""
+        sharding.refuse_unfit(
+            self.mesh, model, training.batch, training.micro_batches, training.sequence
+        )
+        cuts.cut(gpt.layout_tables(gpt.layouts(model)), self._tensor, changing=False)
 
     def loss(self, model, params, tables, tokens, weights):
         """See `Executor`."""
@@ -145,13 +162,32 @@ class Sharded:
 
     def tables(self, tables, changing):
         """See `Executor`."""
+        target = NamedSharding(self.mesh, TABLES)
+        return jax.tree.map(lambda table: _on(table, target), self._cut_tables(tables, changing))
+
+    def _cut_tables(self, tables, changing):
         if self._tensor == 1 and not changing:
             return ()
         found = cuts.cut(tables, self._tensor, changing)
-        target = NamedSharding(self.mesh, TABLES)
+        return {name: cut.tables for name, cut in found.items()}
+
+    def arrays(self, state, tables, changing, batch):
+        """See `Executor`."""
+        laid_out = lambda tree, spec: jax.tree.map(  # noqa: E731
+            lambda leaf: _abstract(leaf, NamedSharding(self.mesh, spec)), tree
+        )
+        placed = jax.tree.map(_abstract, state, self.shardings(state))
+        gradients = sharding.specs(state.params, self.mesh, self.zero >= sharding.ZERO["gradients"])
         return {
-            name: jax.tree.map(lambda table: _on(table, target), cut.tables)
-            for name, cut in found.items()
+            "parameters": placed.params,
+            "gradients": jax.tree.map(
+                lambda leaf, spec: _abstract(leaf, NamedSharding(self.mesh, spec)),
+                state.params,
+                gradients,
+            ),
+            "moments": placed.moments,
+            "layout tables": laid_out(self._cut_tables(tables, changing), TABLES),
+            "batch": laid_out(batch, P(BATCH_AXES)),
         }
 
     def rows(self, batch):
@@ -171,6 +207,10 @@ class Sharded:
             return jax.make_array_from_callback((rows, *mine.shape[1:]), target, part)
 
         return {name: one(mine) for name, mine in batch.items()}
+
+
+def _abstract(leaf, target):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
 
 
 def _own(tables):

@@ -9,6 +9,7 @@ import jax
 
 from sparse_dataflow.data.batches import bits_per_byte
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import processes
 from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, exchanged_share
@@ -74,10 +75,7 @@ class Trainer:
         self._data, self._programs, self._mfu = data, programs, mfu
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
         self._learning_rate = learning_rate_schedule(training)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{folder} cannot be made: {error.strerror}.") from error
+        processes.from_first(lambda: _make(folder))
         known = identity(model, training, self.evolution, data.tokenizer_hash)
         self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=known)
         self.seconds = 0.0
@@ -254,6 +252,13 @@ class Trainer:
         )
 
 
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made: {error.strerror}.") from error
+
+
 def advance_side_by_side(trainers: list[Trainer], stop: Callable[[], bool]) -> Iterator[Trainer]:
     """Advances each trainer by turns until all are finished or `stop()`; yields who advanced.
 
@@ -261,7 +266,7 @@ def advance_side_by_side(trainers: list[Trainer], stop: Callable[[], bool]) -> I
     speed drifts is shared fairly. When stopped, every trainer is saved first.
     """
     while running := [t for t in trainers if not t.finished]:
-        if stop():
+        if processes.anywhere(stop()):
             for trainer in running:
                 trainer.save()
                 say(f"{trainer.name:>6} saved at step {trainer.step}")
