@@ -38,7 +38,7 @@ class Sharded:
         member, kept, _ = self._member(model, params)
 
         def local(params, tables, tokens, weights):
-            share = whole.loss(model, params, _own(tables), tokens, weights, member)
+            share = whole.loss(model, params, own_tables(tables), tokens, weights, member)
             return lax.psum(share, self.mesh.axis_names)
 
         rows = P(BATCH_AXES)
@@ -50,7 +50,7 @@ class Sharded:
 
         def local(params, tables, tokens):
             share, gradients = whole.loss_and_gradients(
-                model, params, _own(tables), tokens, micro_batches, member
+                model, params, own_tables(tables), tokens, micro_batches, member
             )
             summed = functools.partial(sharding.summed, mesh=self.mesh)
             gradients = jax.tree.map(summed, gradients, gradient_specs)
@@ -66,7 +66,7 @@ class Sharded:
         axes = () if len(tokens) % meshes.batch_parts(self.mesh) else BATCH_AXES
 
         def local(params, tables, tokens):
-            return block_gradient_norms(model, params, _own(tables), tokens, member, axes)
+            return block_gradient_norms(model, params, own_tables(tables), tokens, member, axes)
 
         column, row = P(None, None, "tensor"), P(None, "tensor")
         found = {name: column if name in COLUMN_PARALLEL else row for name in tables}
@@ -122,6 +122,10 @@ class Sharded:
         """See `Executor`."""
         return self._reordered(state, lambda order: order)
 
+    def placed_shapes(self, state):
+        """See `Executor`."""
+        return state
+
     def canonical(self, state):
         """See `Executor`."""
         return self._reordered(state, cuts.inverse)
@@ -137,8 +141,8 @@ class Sharded:
         def one(path, leaf, target):
             *_, module, name = [None, None, *(getattr(key, "key", None) for key in path)]
             if module in orders and name == "values":
-                return _taken(target)(_on(leaf, target), turned(orders[module]))
-            return _on(leaf, target)
+                return _taken(target)(laid_out(leaf, target), turned(orders[module]))
+            return laid_out(leaf, target)
 
         placed = jax.tree_util.tree_map_with_path(one, arrays, self.shardings(arrays))
         return placed._replace(tables=state.tables)
@@ -150,7 +154,7 @@ class Sharded:
         found = cuts.cut(tables, self._tensor, changing)
         target = NamedSharding(self.mesh, TABLES)
         return {
-            name: jax.tree.map(lambda table: _on(table, target), cut.tables)
+            name: jax.tree.map(lambda table: laid_out(table, target), cut.tables)
             for name, cut in found.items()
         }
 
@@ -173,12 +177,12 @@ class Sharded:
         return {name: one(mine) for name, mine in batch.items()}
 
 
-def _own(tables):
+def own_tables(tables):
     """A device's own tables, [layers, lines, fan]; whole ones stay."""
     return jax.tree.map(lambda table: table if table.ndim == 3 else table[:, 0], tables)
 
 
-def _on(leaf, target):
+def laid_out(leaf, target):
     """`leaf`, an array of all processes or one that every process has, laid out as `target`."""
     if isinstance(leaf, jax.Array):
         return jax.device_put(leaf, target)
