@@ -55,7 +55,7 @@ class Sharded:
         member, kept, _ = self._member(model, params)
 
         def local(params, tables, tokens, weights):
-            share = whole.loss(model, params, _own(tables), tokens, weights, member)
+            share = whole.loss(model, params, own_tables(tables), tokens, weights, member)
             return lax.psum(share, self.mesh.axis_names)
 
         rows = P(BATCH_AXES)
@@ -67,7 +67,7 @@ class Sharded:
 
         def local(params, tables, tokens):
             share, gradients = whole.loss_and_gradients(
-                model, params, _own(tables), tokens, micro_batches, member
+                model, params, own_tables(tables), tokens, micro_batches, member
             )
             summed = functools.partial(sharding.summed, mesh=self.mesh)
             gradients = jax.tree.map(summed, gradients, gradient_specs)
@@ -83,7 +83,7 @@ class Sharded:
         axes = () if len(tokens) % meshes.batch_parts(self.mesh) else BATCH_AXES
 
         def local(params, tables, tokens):
-            return block_gradient_norms(model, params, _own(tables), tokens, member, axes)
+            return block_gradient_norms(model, params, own_tables(tables), tokens, member, axes)
 
         column, row = P(None, None, "tensor"), P(None, "tensor")
         found = {name: column if name in COLUMN_PARALLEL else row for name in tables}
@@ -139,6 +139,10 @@ class Sharded:
         """See `Executor`."""
         return self._reordered(state, lambda order: order)
 
+    def placed_shapes(self, state):
+        """See `Executor`."""
+        return state
+
     def canonical(self, state):
         """See `Executor`."""
         return self._reordered(state, cuts.inverse)
@@ -154,8 +158,8 @@ class Sharded:
         def one(path, leaf, target):
             *_, module, name = [None, None, *(getattr(key, "key", None) for key in path)]
             if module in orders and name == "values":
-                return _taken(target)(_on(leaf, target), turned(orders[module]))
-            return _on(leaf, target)
+                return _taken(target)(laid_out(leaf, target), turned(orders[module]))
+            return laid_out(leaf, target)
 
         placed = jax.tree_util.tree_map_with_path(one, arrays, self.shardings(arrays))
         return placed._replace(tables=state.tables)
@@ -163,7 +167,7 @@ class Sharded:
     def tables(self, tables, changing):
         """See `Executor`."""
         target = NamedSharding(self.mesh, TABLES)
-        return jax.tree.map(lambda table: _on(table, target), self._cut_tables(tables, changing))
+        return jax.tree.map(lambda table: laid_out(table, target), self._cut_tables(tables, changing))
 
     def _cut_tables(self, tables, changing):
         if self._tensor == 1 and not changing:
@@ -173,21 +177,22 @@ class Sharded:
 
     def arrays(self, state, tables, changing, batch):
         """See `Executor`."""
-        laid_out = lambda tree, spec: jax.tree.map(  # noqa: E731
+        abstract = lambda tree, spec: jax.tree.map(  # noqa: E731
             lambda leaf: _abstract(leaf, NamedSharding(self.mesh, spec)), tree
         )
+        state = self.placed_shapes(state)
         placed = jax.tree.map(_abstract, state, self.shardings(state))
         gradients = sharding.specs(state.params, self.mesh, self.zero >= sharding.ZERO["gradients"])
         return {
             "parameters": placed.params,
             "gradients": jax.tree.map(
                 lambda leaf, spec: _abstract(leaf, NamedSharding(self.mesh, spec)),
-                state.params,
+                placed.params,
                 gradients,
             ),
             "moments": placed.moments,
-            "layout tables": laid_out(self._cut_tables(tables, changing), TABLES),
-            "batch": laid_out(batch, P(BATCH_AXES)),
+            "layout tables": abstract(self._cut_tables(tables, changing), TABLES),
+            "batch": abstract(batch, P(BATCH_AXES)),
         }
 
     def rows(self, batch):
@@ -213,12 +218,12 @@ def _abstract(leaf, target):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
 
 
-def _own(tables):
+def own_tables(tables):
     """A device's own tables, [layers, lines, fan]; whole ones stay."""
     return jax.tree.map(lambda table: table if table.ndim == 3 else table[:, 0], tables)
 
 
-def _on(leaf, target):
+def laid_out(leaf, target):
     """`leaf`, an array of all processes or one that every process has, laid out as `target`."""
     if isinstance(leaf, jax.Array):
         return jax.device_put(leaf, target)
