@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT
 from sparse_dataflow.models.shard import WHOLE, Shard
@@ -99,7 +100,7 @@ def unrolls(config: ModelConfig, tables: dict) -> bool:
     specialising, as long as compile time stays small."""
     concrete = all(isinstance(t, np.ndarray) for t in jax.tree.leaves(tables))
     deepest = UNROLL_LAYERS if concrete else UNROLL_CHANGING_LAYERS
-    return jax.default_backend() == "cpu" and config.num_layers <= deepest
+    return dispatch.platform() == "cpu" and config.num_layers <= deepest
 
 
 def _unstack(params, num_layers):

@@ -52,7 +52,7 @@ SUITE = [
     Implementation(
         "pallas_hopper",
         (128, 64, 256, 32),
-        ("bfloat16",),
+        ("bfloat16", "float32"),
         examples=3,
         environment=simulated_hopper,
     ),

@@ -1,16 +1,11 @@
 """The Hopper kernels pass the compiler for an H200 at 13B shapes, on a machine without one."""
 
-import pathlib
-
+import described_h200
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from simulated_hopper import targeted_gpu
 
-import sparse_dataflow.planning
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper
 from sparse_dataflow.kernels.sparse_mlp import pallas_hopper as hopper_mlp
 from sparse_dataflow.sparsity.patterns import make_layout
@@ -26,45 +21,30 @@ pytestmark = [
     ),
 ]
 
-TARGET = pathlib.Path(sparse_dataflow.planning.__file__).parent / "h200.txtpb"
 PROJECTIONS = {"qkv": (5120, 15360), "out": (5120, 5120), "in": (5120, 20480), "mlp": (20480, 5120)}
 TOKENS, DENSITY = 2048, 1 / 8
 
 
-@pytest.fixture(scope="module")
-def device():
-    """An H200 that is only described."""
-    return topologies.get_topology_desc(
-        "", platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
-    ).devices[0]
-
-
 @pytest.fixture
-def compiled(device, monkeypatch, capfd):
+def compiled(monkeypatch, capfd):
     """compiled(function, arguments) -> (program, what the assembler says of each kernel)."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
 
     def compile_(function, arguments):
-        sharding = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
-        structs = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments
-        )
         capfd.readouterr()
-        with targeted_gpu():
-            traced = jax.jit(function).trace(*structs)
-            program = traced.lower(lowering_platforms=("cuda",)).compile()
+        program = described_h200.compiled(function, arguments)
         return program, "".join(capfd.readouterr())
 
     return compile_
 
 
-def operands(layout, tokens=TOKENS):
+def operands(layout, tokens=TOKENS, dtype=jnp.bfloat16):
     shapes = (
         (tokens, layout.in_features),
         (layout.nnz, layout.block, layout.block),
         (tokens, layout.out_features),
     )
-    return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
 
 def products(x, values, dy, tables):
@@ -80,9 +60,15 @@ def kernels(program):
 def shares(layout, tokens=TOKENS):
     """Shares of the tokens in dW's last wave; more than one are a kernel of their own."""
     x, values, _ = operands(layout, tokens)
+    found = []
+
+    def record(tables):
+        found.append(pallas_hopper.default_tuning(x, values, tables).weight_gradient.splits)
+        return 0
+
     with targeted_gpu():
-        tuning = pallas_hopper.default_tuning(x, values, layout.tables())
-    return tuning.weight_gradient.splits
+        jax.eval_shape(record, layout.tables())
+    return found[0]
 
 
 def temporary_bytes(program):
@@ -188,6 +174,14 @@ def test_other_blocks_and_tokens_compile(compiled, block, density, tokens):
     layout = make_layout("pixelfly", *PROJECTIONS["out"], block, density)
     program, report = compiled(products, [*operands(layout, tokens), layout.tables()])
     assert kernels(program) == 3
+    assert_registers_suffice(report)
+
+
+@pytest.mark.parametrize("block", [128, 64, 32])
+def test_float32_compiles(compiled, block):
+    layout = make_layout("monarch", *PROJECTIONS["out"], block, DENSITY)
+    program, report = compiled(products, [*operands(layout, dtype=jnp.float32), layout.tables()])
+    assert kernels(program) == 3 + (shares(layout) > 1)
     assert_registers_suffice(report)
 
 

@@ -26,15 +26,15 @@ def sparse_mlp(
     """gelu(x W_in + bias_in) W_out, differentiable in its first four arguments.
 
     Args:
-      x: bfloat16 [tokens, in_features].
-      values_in: bfloat16 [nnz, block, block].
+      x: bfloat16 or float32 [tokens, in_features].
+      values_in: [nnz, block, block] in x's dtype.
       bias_in: [hidden_features], any float dtype.
-      values_out: bfloat16 [nnz, block, block].
+      values_out: [nnz, block, block] in x's dtype.
       tables_in: layout of W_in, concrete or traced.
       tables_out: layout of W_out.
 
     Returns:
-      bfloat16 [tokens, out_features]; sums, bias and activation in float32.
+      [tokens, out_features] in x's dtype; sums, bias and activation in float32.
 
     Raises:
       UserError: if there is a `refusal`.
