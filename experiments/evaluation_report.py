@@ -56,7 +56,10 @@ def text(result: Mapping[str, Any]) -> str:
         compared = []
         if pair:
             interval = f" ({cells['interval']})" if cells["interval"] else ""
-            compared = [f"{cells['difference']}{interval}", cells["p"].removeprefix("p ").removeprefix("= ")]
+            compared = [
+                f"{cells['difference']}{interval}",
+                cells["p"].removeprefix("p ").removeprefix("= "),
+            ]
         lines.append(
             [
                 f"{row.task}",

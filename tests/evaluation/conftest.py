@@ -67,9 +67,7 @@ def trained(models, tokenizer):
         tables = gpt.layout_tables(gpt.layouts(model))
         training = TrainingConfig(steps=1, batch=4, sequence=CONTEXT)
         place = pathlib.Path("nowhere")
-        return Trained(
-            place, variant, model, params, tables, tokenizer, 1, training, {}, {}
-        )
+        return Trained(place, variant, model, params, tables, tokenizer, 1, training, {}, {})
 
     return make
 
