@@ -27,6 +27,8 @@ from sparse_dataflow.models.linear import PROJECTION_OUTPUT, Linear, Probe, proj
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 
+ACTIVATIONS = {"gelu": gelu, "relu": jax.nn.relu}
+
 
 class Embed(nnx.Module):
     """Token embedding, plus learned positions where the config says so."""
@@ -67,6 +69,7 @@ class Block(nnx.Module):
         self.mlp_out = Linear(config, "mlp_out", gain=residual, rngs=rngs)
         self.num_heads = config.num_heads
         self.rotary = config.positions == "rotary"
+        self.activation = config.activation
 
     def __call__(self, x_BxTxD, tables, attend=causal_attention, positions_BxT=None):
         """[B, T, D] -> [B, T, D].
@@ -85,7 +88,8 @@ class Block(nnx.Module):
 
     def _mlp(self, x_BxTxD, tables):
         probed = any(isinstance(tables.get(name), Probe) for name in ("mlp_in", "mlp_out"))
-        if self.mlp_in.plain_sparse and self.mlp_out.plain_sparse and not probed:
+        fused = self.activation == "gelu" and not probed
+        if fused and self.mlp_in.plain_sparse and self.mlp_out.plain_sparse:
             inside, outside = self.mlp_in.cast(x_BxTxD.dtype), self.mlp_out.cast(x_BxTxD.dtype)
             y = sparse_mlp(
                 x_BxTxD,
@@ -96,8 +100,12 @@ class Block(nnx.Module):
                 tables["mlp_out"],
             )
             return checkpoint_name(y + outside["bias"], PROJECTION_OUTPUT)
-        hidden = gelu(self.mlp_in(x_BxTxD, tables.get("mlp_in")))
+        hidden = self.activate(self.mlp_in(x_BxTxD, tables.get("mlp_in")))
         return self.mlp_out(hidden, tables.get("mlp_out"))
+
+    def activate(self, hidden):
+        """The MLP's activation, elementwise."""
+        return ACTIVATIONS[self.activation](hidden)
 
 
 class Head(nnx.Module):
