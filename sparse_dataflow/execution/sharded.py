@@ -167,7 +167,9 @@ class Sharded:
     def tables(self, tables, changing):
         """See `Executor`."""
         target = NamedSharding(self.mesh, TABLES)
-        return jax.tree.map(lambda table: laid_out(table, target), self._cut_tables(tables, changing))
+        return jax.tree.map(
+            lambda table: laid_out(table, target), self._cut_tables(tables, changing)
+        )
 
     def _cut_tables(self, tables, changing):
         if self._tensor == 1 and not changing:
@@ -182,7 +184,8 @@ class Sharded:
         )
         state = self.placed_shapes(state)
         placed = jax.tree.map(_abstract, state, self.shardings(state))
-        gradients = sharding.specs(state.params, self.mesh, self.zero >= sharding.ZERO["gradients"])
+        dealt = self.zero >= sharding.ZERO["gradients"]
+        gradients = sharding.specs(state.params, self.mesh, dealt)
         return {
             "parameters": placed.params,
             "gradients": jax.tree.map(

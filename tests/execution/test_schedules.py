@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import schedules
 from sparse_dataflow.execution.schedule_slots import allocate
 from sparse_dataflow.execution.schedules import (
     BACKWARD,
