@@ -27,29 +27,37 @@ GROUPS = (
 )
 
 
-def main(values):
-    """Runs the benchmark; see the module docstring."""
-    from sparse_dataflow.execution.host_memory import keep_freed_memory
-
-    keep_freed_memory()
+def asked_models(values):
+    """(scale, dense model, sparse model, how they are trained, chip) that the flags describe."""
     import types
 
     import jax
-    import numpy as np
 
-    from experiments import measurement, recipes
+    from experiments import recipes
     from sparse_dataflow.models.sizes import SIZES
-    from sparse_dataflow.planning import cost, hardware, memory
+    from sparse_dataflow.planning import hardware
 
     asked = {flag.name: values[flag.name].value for group in GROUPS for flag in group.flags}
     settings = types.SimpleNamespace(**asked, twin="yes", steps=1)
     chip = hardware.detect(["float32" if values.dtype == "auto" else values.dtype])
     recipes.settle(settings, jax.default_backend(), chip.memory_bytes, sparse=True)
-    dense_run, sparse_run = recipes.variants(
+    dense, sparse = recipes.variants(
         settings, ["dense", "sparse"], SIZES[settings.scale].vocab_size
     )
-    dense, sparse, training = dense_run.model, sparse_run.model, dense_run.training
-    scale = settings.scale
+    return settings.scale, dense.model, sparse.model, dense.training, chip
+
+
+def main(values):
+    """Runs the benchmark; see the module docstring."""
+    from sparse_dataflow.execution.host_memory import keep_freed_memory
+
+    keep_freed_memory()
+    import numpy as np
+
+    from experiments import measurement
+    from sparse_dataflow.planning import cost, memory
+
+    scale, dense, sparse, training, chip = asked_models(values)
     models = {"dense": dense, "sparse": sparse}
     rng = np.random.default_rng(values.seed)
     shape = (training.batch, training.sequence + 1)

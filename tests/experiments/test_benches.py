@@ -93,6 +93,25 @@ def test_step_bench(job, tmp_path):
     assert f"FLOP ceiling {result['flop_ceiling']:.2f}x" in done.stdout
 
 
+@pytest.mark.slow
+def test_block_bench(job, tmp_path):
+    folder = tmp_path / "kept"
+    flags = ("--scale=pico", "--block=16", "--density=0.25", "--rounds=1", f"--keep={folder}")
+    done = job.run(*flags, experiment="block_bench")
+    result = kept(done, folder)
+    check_ratio(result)
+    rows, pico = result["rows"], SIZES["pico"]
+    assert result["ratio"] == pytest.approx(rows["dense"]["block_ms"] / rows["sparse"]["block_ms"])
+    flops = cost.flops_per_token(pico, result["sequence"])
+    one_block = (flops.projections + flops.attention) / pico.num_layers
+    assert rows["dense"]["flops_per_token"] == pytest.approx(one_block)
+    for row in rows.values():
+        moved = row["flops_per_token"] * result["batch"] * result["sequence"]
+        assert row["tflops"] * row["block_ms"] * 1e9 == pytest.approx(moved)
+    assert 1 < result["flop_ratio"] < 4
+    assert f"ratio of FLOPs {result['flop_ratio']:.2f}x" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("flag", "words"),
     [

@@ -15,16 +15,16 @@ TARGET = pathlib.Path(sparse_dataflow.planning.__file__).parent / "h200.txtpb"
 
 
 @functools.cache
-def device():
-    """The one device."""
+def devices(number=1):
+    """So many in one machine."""
     return topologies.get_topology_desc(
-        "", platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
-    ).devices[0]
+        "", platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{number}"
+    ).devices
 
 
 def compiled(function, arguments, donated=()):
     """`function` compiled for it, given arguments with shapes and dtypes."""
-    sharding = NamedSharding(Mesh(np.array([device()]), ("device",)), PartitionSpec())
+    sharding = NamedSharding(Mesh(np.array(devices()), ("device",)), PartitionSpec())
     structs = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments
     )
