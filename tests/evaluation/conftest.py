@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -63,7 +64,7 @@ def trained(models, tokenizer):
         model = models[variant]
         rng = np.random.default_rng(0)
         shapes = jax.eval_shape(lambda key: gpt.init(model, key), jax.random.key(0))
-        params = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(np.float32), shapes)
+        params = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32), shapes)
         tables = gpt.layout_tables(gpt.layouts(model))
         training = TrainingConfig(steps=1, batch=4, sequence=CONTEXT)
         place = pathlib.Path("nowhere")

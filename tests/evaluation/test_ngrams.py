@@ -1,5 +1,7 @@
 """Baselines are the probabilities that their formulas say."""
 
+import itertools
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ def table(tokens, strength):
     """p(b | a), [V, V], by counting one by one."""
     unigram = (np.bincount(tokens, minlength=V) + 1) / (len(tokens) + V)
     pairs = np.zeros((V, V))
-    for a, b in zip(tokens[:-1], tokens[1:]):
+    for a, b in itertools.pairwise(tokens):
         pairs[a, b] += 1
     mixed = pairs + strength * unigram
     return unigram, mixed / mixed.sum(axis=1, keepdims=True)

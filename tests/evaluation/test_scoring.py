@@ -106,7 +106,7 @@ def test_bucket_lengths_pad_the_least(lengths, most):
 
 def test_what_cannot_be_scored_is_named():
     forward, limits = counting([]), Limits(8, 64)
-    with pytest.raises(UserError, match="continuation of 9 tokens .* sees 8"):
+    with pytest.raises(UserError, match=r"continuation of 9 tokens .* sees 8"):
         score(forward, limits, [([1], [1] * 9)])
     with pytest.raises(UserError, match="no token"):
         score(forward, limits, [([], [1])])

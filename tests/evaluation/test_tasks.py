@@ -48,7 +48,7 @@ def squeezed(text):
 
 
 def test_the_right_answer_stands_in_the_document_and_the_others_do_not(made):
-    name, corpus, items, examples, tokens = made
+    name, corpus, items, examples, _ = made
     assert len(items) == 30 if name in TEXT_TASKS else len(items) >= 18
     for item, documents in itertools.chain(
         ((i, corpus.validation) for i in items), ((e, corpus.train) for e in examples)

@@ -33,7 +33,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run_folder):
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     assert load(run_folder.path, "sparse").step == 2
-    with pytest.raises(UserError, match="step 3 .* is damaged"):
+    with pytest.raises(UserError, match=r"step 3 .* is damaged"):
         load(run_folder.path, "sparse", "3")
 
 
@@ -44,7 +44,7 @@ def complaint(run_folder, variant="sparse", checkpoint="newest"):
 
 
 def test_no_such_run(tmp_path):
-    with pytest.raises(UserError, match="not a run folder: it has no config.json"):
+    with pytest.raises(UserError, match=r"not a run folder: it has no config\.json"):
         load(tmp_path, "sparse")
 
 

@@ -68,7 +68,7 @@ def make(
 ) -> tuple[Sequence[Item], Sequence[Item]]:
     """Up to `count` items of held-out documents, and examples from training documents.
 
-    The same corpus, tokenizer, context and seed give the same items, and fewer of them the first.
+    The same corpus, tokenizer, context, count and seed give the same items.
 
     Args:
       name: of the task.
