@@ -65,6 +65,7 @@ class Request:
             fsdp=fsdp,
             accumulation=np.maximum(self.batch // rows, 1),
             **{name: choice[name] for name in NAMES},
+            sequence_parallel=True,  # as execution/sharded.py cuts activations
             executor="pipeline" if np.any(counts["stage"] > 1) else "whole",
         )
 

@@ -219,3 +219,29 @@ def truth(points: Mapping[str, Sequence[tuple[float, float, bool]]], title: str)
             axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
         axes.legend(title="filled: held out; grey: within 10%", fontsize=8)
         return figure
+
+
+def bars(labels: Sequence[str], groups: Mapping[str, Sequence[float]], ylabel: str, title: str):
+    """Groups of bars, one bar of each group at each label.
+
+    Args:
+      labels: along the x axis.
+      groups: legend -> a value for each label.
+      ylabel: of the values.
+      title: above the figure.
+    """
+    with style():
+        figure, grid = new(7.2, 3.6)
+        axes = grid[0][0]
+        width = 0.84 / len(groups)
+        for number, (name, values) in enumerate(groups.items()):
+            x = np.arange(len(labels)) + (number - (len(groups) - 1) / 2) * width
+            axes.bar(x, values, 0.92 * width, color=COLOURS[number], label=name)
+            for at, value in zip(x, values):
+                axes.text(at, value, f"{value:.1f}", ha="center", va="bottom", fontsize=6.5)
+        axes.set_xticks(range(len(labels)), labels)
+        axes.grid(False, axis="x")
+        axes.set(ylabel=ylabel, xlabel="fraction of the blocks that are stored")
+        axes.legend(fontsize=7.5, loc="upper left")
+        figure.suptitle(title, fontsize=10)
+        return figure
