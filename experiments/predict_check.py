@@ -29,7 +29,13 @@ CHECK = Group(
         Flag("sequence", "integer", 0, "Tokens in a sequence; 0 is the scale's own, 512 at most."),
         Flag("density", "number", 0.125, "Fraction of blocks of the sparse model.",
              legal=("in (0, 1]", lambda d: 0 < d <= 1)),
-        Flag("block", "integer", 64, "Side of a square block.", legal=planner_flags.AT_LEAST_ONE),
+        Flag(
+            "block",
+            "integer",
+            0,
+            "Side of a square block; 0 is a sixteenth of the scale's width.",
+            legal=planner_flags.COUNT,
+        ),
         Flag("rounds", "integer", 5, "Timed steps.", legal=planner_flags.AT_LEAST_ONE),
         Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),
     ),
@@ -50,21 +56,25 @@ def main(values):
     for scale in scales:
         if scale not in SIZES:
             raise UserError(f"--scales names {scale!r}; legal: {', '.join(SIZES)}.")
+    cases = [
+        (scale, density) for scale in scales for density in dict.fromkeys((1.0, values.density))
+    ]
+    for scale, density in cases:
+        prediction.refuse_unfit(scale, density, values.block)
     chip = hardware.detect(("float32",))
     print(
         f"{chip.name}: {chip.peak('float32') / 1e9:,.0f} GFLOP/s, {chip.bandwidth / 1e9:.1f} GB/s"
     )
     rows = []
-    for scale in scales:
-        for density in dict.fromkeys((1.0, values.density)):
-            row = prediction.check(scale, density, values, chip)
-            rows.append(row)
-            print(
-                f"{scale:>6} {'dense' if density == 1 else f'{density:g}':>6}: measured "
-                f"{row['measured_ms']:8.1f} ms, predicted {row['predicted_ms']:8.1f} ms, "
-                f"{row['error']:+.1%}",
-                flush=True,
-            )
+    for scale, density in cases:
+        row = prediction.check(scale, density, values, chip)
+        rows.append(row)
+        print(
+            f"{scale:>6} {'dense' if density == 1 else f'{density:g}':>6}: measured "
+            f"{row['measured_ms']:8.1f} ms, predicted {row['predicted_ms']:8.1f} ms, "
+            f"{row['error']:+.1%}",
+            flush=True,
+        )
     print(f"largest error {max(abs(row['error']) for row in rows):.1%}")
     if values.keep:
         result = {**measurement.provenance(chip.name), "rows": rows}

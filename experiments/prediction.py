@@ -7,7 +7,8 @@ import numpy as np
 from experiments import measurement
 from experiments.planner_flags import model as planned_model
 from experiments.step_bench import compiled_step
-from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, ModelConfig
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.chips import Chip
 from sparse_dataflow.planning.efficiency import PRIOR
@@ -21,6 +22,15 @@ LONGEST = 512
 """Tokens a sequence where none is asked for: attention's square would hide the rest on a CPU."""
 
 
+def refuse_unfit(scale: str, density: float, block: int) -> None:
+    """Refuses a sparse model that has no balanced layout, before anything is measured.
+
+    Raises:
+      UserError: names the legal values.
+    """
+    gpt.layouts(dataclasses.replace(_model(scale, density, block), num_layers=1))
+
+
 def check(scale: str, density: float, asked, chip: Chip) -> dict:
     """A row: the step predicted from measured rates beside the step measured.
 
@@ -30,7 +40,7 @@ def check(scale: str, density: float, asked, chip: Chip) -> dict:
       asked: the flags of `predict_check`.
       chip: this machine.
     """
-    config = planned_model(scale, density, asked.block, "float32")
+    config = _model(scale, density, asked.block)
     sequence = asked.sequence or min(config.max_len, LONGEST)
     training = TrainingConfig(
         steps=1, batch=max(1, asked.tokens // sequence), sequence=sequence, learning_rate=1e-4
@@ -50,6 +60,10 @@ def check(scale: str, density: float, asked, chip: Chip) -> dict:
         "terms_ms": {name: 1e3 * float(seconds) for name, seconds in time.terms.items()},
         "rates": rates,
     }
+
+
+def _model(scale, density, block):
+    return planned_model(scale, density, block or SIZES[scale].d_model // 16, "float32")
 
 
 def layout_of(config: ModelConfig, training: TrainingConfig) -> RunLayout:
