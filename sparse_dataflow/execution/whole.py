@@ -67,7 +67,7 @@ def apply_blocks(
         return gpt.block(config, own, layer_tables, x, member.shard)
 
     if config.remat != "none":
-        one = jax.checkpoint(one, policy=_REMAT_POLICIES[config.remat])
+        one = rematerialised(config, one)
     elif member.fetch is not None:
         policy = jax.checkpoint_policies.save_anything_except_these_names(FETCHED)
         one = jax.checkpoint(one, policy=policy)
@@ -77,6 +77,13 @@ def apply_blocks(
             x_BxTxD = one(x_BxTxD, (layer, jax.tree.map(lambda t, i=i: t[i], tables)))
         return x_BxTxD
     return lax.scan(lambda x, layer: (one(x, layer), None), x_BxTxD, (params, tables))[0]
+
+
+def rematerialised(config: ModelConfig, layer: Callable) -> Callable:
+    """The layer, keeping for its gradient what the config's remat says."""
+    if config.remat == "none":
+        return layer
+    return jax.checkpoint(layer, policy=_REMAT_POLICIES[config.remat])
 
 
 UNROLL_LAYERS = 16
