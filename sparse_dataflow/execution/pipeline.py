@@ -22,7 +22,13 @@ from jax.sharding import PartitionSpec as P
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution.layer_actions import LayerActions, layer_actions
 from sparse_dataflow.execution.schedule_slots import Slots, allocate
-from sparse_dataflow.execution.schedules import Schedule
+from sparse_dataflow.execution.schedules import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    WEIGHTS,
+    Schedule,
+)
 from sparse_dataflow.execution.whole import rematerialised_block
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
@@ -183,11 +189,12 @@ def stage_loss_and_gradients(
       be summed over the stages, and all over the axes that share the batch.
     """
     run = _Stage(model, plan, params, tables, tokens, total)
-    actions = (run.idle, run.forward, run.recompute, run.backward, run.weights)
 
     def tick(state, row):
         row = Row(*row)
-        return lax.switch(row.action, actions, run.receive(state, row), row), None
+        for act in (run.receive, run.forward, run.recompute, run.backward, run.weights):
+            state = act(state, row)
+        return state, None
 
     state = lax.scan(tick, run.start(), table)[0]
     return state.loss, state.gradients
@@ -235,7 +242,11 @@ def loss_and_gradients(
 
 
 class _Stage:
-    """The actions of one stage, (state, row of the table) -> state."""
+    """What a stage does in a tick: (state, row of the table) -> state.
+
+    Each action is a loop that runs zero times where it is not the row's: unlike a branch, a loop
+    never copies the buffers that it carries.
+    """
 
     def __init__(self, model, plan, params, tables, tokens, total):
         self.model, self.plan, self.params, self.tables = model, plan, params, tables
@@ -259,11 +270,6 @@ class _Stage:
         targets = self.tokens[micro_batch, :, 1:]
         weights = jnp.full(targets.shape, self.weight, jnp.float32)
         return gpt.head_loss(self.model, head, embed["tokens"], x, targets, weights)
-
-    def is_part(self, row, number):
-        """Whether the row's part is that number of all parts; -1 is the last."""
-        part = row.chunk * self.plan.schedule.stages + self.stage
-        return part == number % self.plan.schedule.parts
 
     def start(self):
         """Empty buffers and zero gradients."""
@@ -292,31 +298,31 @@ class _Stage:
     def receive(self, state, row):
         """Takes in what the neighbours have sent; nothing travels in a tick that needs nothing."""
         stages = self.plan.schedule.stages
-
-        def exchange(buffer, sent, name, step):
-            ring = [(stage, (stage + step) % stages) for stage in range(stages)]
-            slot = getattr(row, name)
-
-            def arrive():
-                arrived = lax.ppermute(sent, self.plan.axis, ring)
-                kept = jnp.where(slot < 0, _read(buffer, slot), arrived)
-                return _write(buffer, kept, slot)
-
-            return lax.cond(getattr(row, "any_" + name), arrive, lambda: buffer)
-
-        if not self.plan.schedule.parts > 1:
+        if self.plan.schedule.parts == 1:
             return state
-        return state._replace(
-            activation=exchange(state.activation, state.sent_forward, "activation_arrives", 1),
-            gradient=exchange(state.gradient, state.sent_backward, "gradient_arrives", -1),
-        )
 
-    def idle(self, state, row):
-        return state
+        def exchange(buffer, sent, slot, any_arrives, step):
+            ring = [(stage, (stage + step) % stages) for stage in range(stages)]
+            move = lambda: lax.ppermute(sent, self.plan.axis, ring)  # noqa: E731
+            arrived = lax.cond(any_arrives > 0, move, lambda: sent)
+            return _write(buffer, jnp.where(slot < 0, _read(buffer, slot), arrived), slot)
+
+        activation = exchange(
+            state.activation,
+            state.sent_forward,
+            row.activation_arrives,
+            row.any_activation_arrives,
+            1,
+        )
+        gradient = exchange(
+            state.gradient, state.sent_backward, row.gradient_arrives, row.any_gradient_arrives, -1
+        )
+        return state._replace(activation=activation, gradient=gradient)
 
     def forward(self, state, row):
+        """F of the row's part, with the embedding before the first and the head after the last."""
         x = lax.cond(
-            self.is_part(row, 0),
+            self.times(row, FORWARD, part=0) > 0,
             lambda: self.embed(self.params["embed"], row.micro_batch),
             lambda: _read(state.activation, row.activation),
         )
@@ -326,51 +332,65 @@ class _Stage:
             y, keep = self.actions.forward(*self.layer(row, number), x)
             return y, _write(saved, keep, row.saved, number)
 
-        y, saved = lax.fori_loop(0, self.count(row), layer, (x, state.saved))
-        state = state._replace(saved=saved, sent_forward=y)
-        return lax.cond(self.is_part(row, -1), lambda: self.head(state, row, y), lambda: state)
+        x, saved = lax.fori_loop(0, self.times(row, FORWARD), layer, (x, state.saved))
 
-    def head(self, state, row, x):
-        """The loss, its gradient in the head's parameters and, for the backward, in x."""
-        embed, head = self.params["embed"], self.params["head"]
-        loss, (dembed, dhead, dx) = jax.value_and_grad(self.head_loss, (0, 1, 2))(
-            embed, head, x, row.micro_batch
+        def head(_, carry):
+            loss, gradients, gradient = carry
+            own = self.params["embed"], self.params["head"]
+            more, (*new, dx) = jax.value_and_grad(self.head_loss, (0, 1, 2))(
+                *own, x, row.micro_batch
+            )
+            gradients = jax.tree.map(jnp.add, gradients, tuple(new))
+            return loss + more, gradients, _write(gradient, dx, row.gradient)
+
+        ends = state.gradients["embed"], state.gradients["head"]
+        loss, ends, gradient = lax.fori_loop(
+            0, self.times(row, FORWARD, part=-1), head, (state.loss, ends, state.gradient)
         )
-        gradients = self.added(state.gradients, embed=dembed, head=dhead)
+        gradients = state.gradients | {"embed": ends[0], "head": ends[1]}
         return state._replace(
-            loss=state.loss + loss,
-            gradients=gradients,
-            gradient=_write(state.gradient, dx, row.gradient),
+            loss=loss, gradients=gradients, saved=saved, gradient=gradient, sent_forward=x
         )
 
     def recompute(self, state, row):
+        """R of the row's part."""
+
         def layer(number, recomputed):
             saved = _read(state.saved, row.saved, number)
             again = self.actions.recompute(*self.layer(row, number), saved)
             return _write(recomputed, again, row.recomputed, number)
 
-        return state._replace(recomputed=lax.fori_loop(0, self.count(row), layer, state.recomputed))
+        times = self.times(row, RECOMPUTE)
+        return state._replace(recomputed=lax.fori_loop(0, times, layer, state.recomputed))
 
     def backward(self, state, row):
+        """B of the row's part, with the embedding's gradient after the first."""
+        times = self.times(row, BACKWARD)
+
         def layer(done, carry):
             dy, pending = carry
-            number = self.count(row) - 1 - done
+            number = times - 1 - done
             saved = _read(state.saved, row.saved, number)
             again = _read(state.recomputed, row.recomputed, number)
             dx, keep = self.actions.backward(*self.layer(row, number), saved, again, dy)
             return dx, _write(pending, keep, row.pending, number)
 
         dy = _read(state.gradient, row.gradient)
-        dx, pending = lax.fori_loop(0, self.count(row), layer, (dy, state.pending))
+        dx, pending = lax.fori_loop(0, times, layer, (dy, state.pending))
 
-        def embedding():
+        def embedding(_, gradient):
             _, pullback = jax.vjp(lambda p: self.embed(p, row.micro_batch), self.params["embed"])
-            return self.added(state.gradients, embed=pullback(dx)[0])
+            return jax.tree.map(jnp.add, gradient, pullback(dx)[0])
 
-        gradients = lax.cond(self.is_part(row, 0), embedding, lambda: state.gradients)
+        embed = lax.fori_loop(
+            0, self.times(row, BACKWARD, part=0), embedding, state.gradients["embed"]
+        )
+        gradients = state.gradients | {"embed": embed}
         return state._replace(gradients=gradients, pending=pending, sent_backward=dx)
 
     def weights(self, state, row):
+        """W of the row's part."""
+
         def layer(number, gradients):
             saved = _read(state.saved, row.saved, number)
             again = _read(state.recomputed, row.recomputed, number)
@@ -379,17 +399,18 @@ class _Stage:
             place = self.place(row, number)
             return jax.tree.map(lambda total, g: total.at[place].add(g), gradients, new)
 
-        blocks = lax.fori_loop(0, self.count(row), layer, state.gradients["blocks"])
+        times = self.times(row, WEIGHTS)
+        blocks = lax.fori_loop(0, times, layer, state.gradients["blocks"])
         return state._replace(gradients=state.gradients | {"blocks": blocks})
 
-    def added(self, gradients, **new):
-        return gradients | jax.tree.map(jnp.add, {name: gradients[name] for name in new}, new)
-
-    def count(self, row):
-        """Blocks of the row's part; a Python number where all parts have as many."""
-        if np.ptp(self.plan.layers) == 0:
-            return self.plan.room
-        return self.layers[row.chunk]
+    def times(self, row, action, part=None):
+        """How many blocks the action has in this row; of one part alone, whether it has any."""
+        if part is None:
+            return jnp.where(row.action == action, self.layers[row.chunk], 0)
+        schedule = self.plan.schedule
+        own = row.chunk * schedule.stages + self.stage
+        has = (row.action == action) & (own == part % schedule.parts)
+        return has.astype(jnp.int32)
 
     def place(self, row, number):
         return row.chunk * self.plan.room + number
