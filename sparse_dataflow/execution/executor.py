@@ -53,6 +53,9 @@ class Executor(Protocol):
     def place(self, state: Any) -> Any:
         """The canonical state, its arrays where the programs want them; its tables stay."""
 
+    def placed_shapes(self, state: Any) -> Any:
+        """Shapes and shardings of `place`, of those of a canonical state without tables."""
+
     def canonical(self, state: Any) -> Any:
         """The inverse of `place`, but that arrays stay on their devices."""
 
@@ -115,6 +118,10 @@ class OneDevice:
         return None
 
     def place(self, state):
+        """See `Executor`."""
+        return state
+
+    def placed_shapes(self, state):
         """See `Executor`."""
         return state
 

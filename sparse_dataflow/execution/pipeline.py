@@ -1,4 +1,4 @@
-"""The `pipeline` executor: each stage holds some blocks, and micro-batches stream through.
+"""Micro-batches stream through the stages of a pipeline, each of which holds some blocks.
 
 One program for all stages: a loop over the ticks of a schedule's table (`schedules`).  In a tick a
 stage takes in what its neighbours have sent and does one action: F, the forward of a part of the
@@ -11,16 +11,15 @@ and leaves the gradient of the loss where its B looks for one.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution.layer_actions import LayerActions, layer_actions
+from sparse_dataflow.execution.layer_actions import layer_actions
 from sparse_dataflow.execution.schedule_slots import Slots, allocate
 from sparse_dataflow.execution.schedules import (
     BACKWARD,
@@ -29,96 +28,52 @@ from sparse_dataflow.execution.schedules import (
     WEIGHTS,
     Schedule,
 )
-from sparse_dataflow.execution.whole import rematerialised_block
-from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.execution.stages import Division
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """How a model's blocks lie on the stages, and when they run.
+    """What runs where and when.
 
     Attributes:
+      division: of the model's blocks.
       schedule: the table.
       slots: of its buffers.
-      layers: int32 [stages, chunks], blocks of each part; their order is that of the parts.
-      axis: of the mesh, over the stages.
     """
 
+    division: Division
     schedule: Schedule
     slots: Slots
-    layers: np.ndarray
-    axis: str
-
-    @property
-    def room(self) -> int:
-        """Blocks that every part has room for."""
-        return int(self.layers.max())
-
-    @property
-    def places(self) -> np.ndarray:
-        """int32 [stages * chunks * room], the block in each place, stage by stage; -1: none."""
-        stages, chunks = self.layers.shape
-        by_part = self.layers.T.reshape(-1)
-        first = np.concatenate([[0], np.cumsum(by_part)[:-1]]).reshape(chunks, stages).T
-        number = np.arange(self.room)
-        held = np.where(number < self.layers[..., None], first[..., None] + number, -1)
-        return held.reshape(-1).astype(np.int32)
 
 
-def make_plan(
-    model: ModelConfig, schedule: Schedule, layers: tuple[int, ...] = (), axis: str = "stage"
-) -> Plan:
-    """The plan of a model.
+def make_plan(division: Division, schedule: Schedule) -> Plan:
+    """The plan of a division and a schedule of as many stages and chunks."""
+    if (division.stages, division.chunks) != (schedule.stages, schedule.chunks):
+        raise ValueError("The division and the schedule differ in stages or chunks.")
+    return Plan(division, schedule, allocate(schedule))
 
-    Args:
-      model: its blocks are divided and its remat obeyed.
-      schedule: made with `recompute` where, and only where, the model has remat=full.
-      layers: blocks of each part, in the model's order; evenly where empty, what is left over going
-        to the first parts, as the last has the head.
-      axis: of the mesh, over the stages.
 
-    Raises:
-      UserError: if the blocks cannot be divided so.
+class Work(NamedTuple):
+    """One stage's part of a model and of a batch.
+
+    Attributes:
+      embed: (params of `embed`, int32 [B, T] tokens) -> x.
+      layer: (trained, held, x) -> x, of one block.
+      head_loss: (params of `embed`, params of `head`, x, [B, T] targets, [B, T] weights) -> loss.
+      params: {"embed", "blocks", "head"}, to be differentiated; leaves of "blocks" are
+        [chunks * room, ...], this stage's own as `stages.to_stages` has put them.
+      held: what blocks need beside, likewise.
+      tokens: int32 [micro_batches, B, T + 1].
+      weights: float32 [micro_batches, B, T].
     """
-    parts = schedule.parts
-    if model.num_layers < parts:
-        raise UserError(
-            f"{model.num_layers} layers cannot be divided over {schedule.stages} stages of "
-            f"{schedule.chunks} chunks; legal: at most {model.num_layers} stages times chunks."
-        )
-    if not layers:
-        each, left = divmod(model.num_layers, parts)
-        layers = tuple(each + (part < left) for part in range(parts))
-    if len(layers) != parts or min(layers) < 1 or sum(layers) != model.num_layers:
-        raise UserError(
-            f"A division into {list(layers)} layers; legal: {parts} numbers of at least 1 whose "
-            f"sum is {model.num_layers}."
-        )
-    if schedule.recompute != (model.remat == "full"):
-        raise ValueError("A schedule has ticks of recomputation where the model has remat=full.")
-    by_stage = np.array(layers, np.int32).reshape(schedule.chunks, schedule.stages).T
-    return Plan(schedule, allocate(schedule), by_stage, axis)
 
-
-def to_stages(plan: Plan, blocks: Any) -> Any:
-    """Leaves [num_layers, ...] -> [stages * room of a stage, ...], to be cut over the stage axis.
-
-    Places without a block hold copies of the first, which nothing reads.
-    """
-    places = plan.places
-    if np.array_equal(places, np.arange(len(places))):
-        return blocks
-    return jax.tree.map(lambda leaf: leaf[np.maximum(places, 0)], blocks)
-
-
-def from_stages(plan: Plan, blocks: Any) -> Any:
-    """The inverse of `to_stages`."""
-    places = plan.places
-    if np.array_equal(places, np.arange(len(places))):
-        return blocks
-    order = np.argsort(places, kind="stable")[np.sum(places < 0) :]
-    return jax.tree.map(lambda leaf: leaf[order], blocks)
+    embed: Callable
+    layer: Callable
+    head_loss: Callable
+    params: dict
+    held: Any
+    tokens: jax.Array
+    weights: jax.Array
 
 
 class _State(NamedTuple):
@@ -164,81 +119,36 @@ def rows(plan: Plan) -> np.ndarray:
     return np.stack(columns, axis=2).astype(np.int32)
 
 
-def stage_loss_and_gradients(
-    model: ModelConfig,
-    plan: Plan,
-    table: jax.Array,
-    params: dict,
-    tables: dict,
-    tokens: jax.Array,
-    total: int,
-):
-    """One stage's part of the loss and of the gradients, inside a `shard_map` over the stages.
+def run_stage(plan: Plan, table: jax.Array, work: Work, axis: str = "stage"):
+    """Does one stage's work, inside a `shard_map` over the stages.
 
     Args:
-      model: its blocks are those of the plan.
-      plan: how they lie on the stages.
+      plan: what runs where and when.
       table: int32 [ticks, fields of `Row`], this stage's own `rows`.
-      params: the model's; of "blocks" those of this stage, as `to_stages` has put them.
-      tables: layout tables of these blocks.
-      tokens: int32 [micro_batches, B, T + 1], this device's own sequences.
-      total: tokens in the mean, over all devices.
+      work: what is done.
+      axis: of the mesh, over the stages.
 
     Returns:
-      (loss, gradients in params), float32; the loss and the gradients of "embed" and "head" are to
-      be summed over the stages, and all over the axes that share the batch.
+      (loss, gradients in work.params), float32: this stage's share of both.  Without backwards in
+      the schedule the gradients are zeros.
     """
-    run = _Stage(model, plan, params, tables, tokens, total)
+    stage = _Stage(plan, work, axis)
+    acts = {
+        FORWARD: stage.forward,
+        RECOMPUTE: stage.recompute,
+        BACKWARD: stage.backward,
+        WEIGHTS: stage.weights,
+    }
 
     def tick(state, row):
         row = Row(*row)
-        for act in (run.receive, run.forward, run.recompute, run.backward, run.weights):
-            state = act(state, row)
+        state = stage.receive(state, row)
+        for action in plan.schedule.actions:
+            state = acts[action](state, row)
         return state, None
 
-    state = lax.scan(tick, run.start(), table)[0]
+    state = lax.scan(tick, stage.start(), table)[0]
     return state.loss, state.gradients
-
-
-def loss_and_gradients(
-    model: ModelConfig,
-    plan: Plan,
-    mesh: jax.sharding.Mesh,
-    params: dict,
-    tables: dict,
-    tokens: jax.Array,
-):
-    """Mean next-token loss of int32 [B, T + 1] tokens and its gradient in params, over a mesh.
-
-    What `whole.loss_and_gradients` gives, to rounding; the micro-batches are the schedule's.
-    Sequences are cut over the mesh's axes other than the plan's.
-    """
-    count = plan.schedule.micro_batches
-    shared = tuple(name for name in mesh.axis_names if name != plan.axis)
-    staged, whole = P(plan.axis), P()
-    specs = {"embed": whole, "blocks": staged, "head": whole}
-
-    def local(table, params, tables, tokens):
-        loss, gradients = stage_loss_and_gradients(
-            model, plan, table[0], params, tables, tokens, total
-        )
-        everywhere = {name: gradients[name] for name in ("embed", "head")}
-        loss, everywhere = lax.psum((loss, everywhere), plan.axis)
-        return lax.psum((loss, gradients | everywhere), shared)
-
-    total = tokens[:, 1:].size
-    params = params | {"blocks": to_stages(plan, params["blocks"])}
-    tables = to_stages(plan, jax.tree.map(jnp.asarray, tables))
-    tokens = tokens.reshape(count, -1, tokens.shape[1])
-    loss, gradients = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(staged, specs, staged, P(None, shared)),
-        out_specs=(whole, specs),
-        # What is summed over which axis is written out.
-        check_vma=False,
-    )(rows(plan), params, tables, tokens)
-    return loss, gradients | {"blocks": from_stages(plan, gradients["blocks"])}
 
 
 class _Stage:
@@ -248,36 +158,30 @@ class _Stage:
     never copies the buffers that it carries.
     """
 
-    def __init__(self, model, plan, params, tables, tokens, total):
-        self.model, self.plan, self.params, self.tables = model, plan, params, tables
-        self.tokens, self.weight = tokens, 1 / total
-        self.stage = lax.axis_index(plan.axis)
-        self.layers = jnp.asarray(plan.layers)[self.stage]
-        self.x = jax.eval_shape(lambda: self.embed(params["embed"], 0))
-        one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.blocks)
-        self.actions: LayerActions = layer_actions(
-            rematerialised_block(model), *one, self.x, plan.schedule.recompute
-        )
-
-    @property
-    def blocks(self):
-        return self.params["blocks"], self.tables
+    def __init__(self, plan, work, axis):
+        self.plan, self.work, self.axis = plan, work, axis
+        self.stage = lax.axis_index(axis)
+        self.layers = jnp.asarray(plan.division.held)[self.stage]
+        self.trains = BACKWARD in plan.schedule.actions
+        self.blocks = work.params["blocks"], work.held
+        self.x = jax.eval_shape(lambda: self.embed(work.params["embed"], 0))
+        self.one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.blocks)
+        again = RECOMPUTE in plan.schedule.actions
+        self.actions = layer_actions(work.layer, *self.one, self.x, again)
 
     def embed(self, params, micro_batch):
-        return gpt.embed(self.model, params, self.tokens[micro_batch, :, :-1])
+        return self.work.embed(params, self.work.tokens[micro_batch, :, :-1])
 
     def head_loss(self, embed, head, x, micro_batch):
-        targets = self.tokens[micro_batch, :, 1:]
-        weights = jnp.full(targets.shape, self.weight, jnp.float32)
-        return gpt.head_loss(self.model, head, embed["tokens"], x, targets, weights)
+        targets, weights = self.work.tokens[micro_batch, :, 1:], self.work.weights[micro_batch]
+        return self.work.head_loss(embed, head, x, targets, weights)
 
     def start(self):
         """Empty buffers and zero gradients."""
-        room, peak = self.plan.room, self.plan.slots.peak
-        one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.blocks)
-        _, saved = jax.eval_shape(self.actions.forward, *one, self.x)
-        recomputed = jax.eval_shape(self.actions.recompute, *one, saved)
-        _, pending = jax.eval_shape(self.actions.backward, *one, saved, recomputed, self.x)
+        room, peak, actions = self.plan.division.room, self.plan.slots.peak, self.actions
+        _, saved = jax.eval_shape(actions.forward, *self.one, self.x)
+        recomputed = jax.eval_shape(actions.recompute, *self.one, saved)
+        _, pending = jax.eval_shape(actions.backward, *self.one, saved, recomputed, self.x)
 
         def buffer(name, content, *inside):
             slots = int(peak[name].max())
@@ -285,7 +189,7 @@ class _Stage:
 
         return _State(
             jnp.zeros(()),
-            jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.params),
+            jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.work.params),
             buffer("saved", saved, room),
             buffer("recomputed", recomputed, room),
             buffer("pending", pending, room),
@@ -298,59 +202,62 @@ class _Stage:
     def receive(self, state, row):
         """Takes in what the neighbours have sent; nothing travels in a tick that needs nothing."""
         stages = self.plan.schedule.stages
-        if self.plan.schedule.parts == 1:
-            return state
+        slots = self.plan.slots
 
-        def exchange(buffer, sent, slot, any_arrives, step):
+        def exchange(name, sent, step):
+            buffer, slot = getattr(state, name), getattr(row, name + "_arrives")
+            if not (getattr(slots, name + "_arrives") >= 0).any():
+                return buffer
             ring = [(stage, (stage + step) % stages) for stage in range(stages)]
-            move = lambda: lax.ppermute(sent, self.plan.axis, ring)  # noqa: E731
-            arrived = lax.cond(any_arrives > 0, move, lambda: sent)
+            move = lambda: lax.ppermute(sent, self.axis, ring)  # noqa: E731
+            arrived = lax.cond(getattr(row, f"any_{name}_arrives") > 0, move, lambda: sent)
             return _write(buffer, jnp.where(slot < 0, _read(buffer, slot), arrived), slot)
 
-        activation = exchange(
-            state.activation,
-            state.sent_forward,
-            row.activation_arrives,
-            row.any_activation_arrives,
-            1,
+        return state._replace(
+            activation=exchange("activation", state.sent_forward, 1),
+            gradient=exchange("gradient", state.sent_backward, -1),
         )
-        gradient = exchange(
-            state.gradient, state.sent_backward, row.gradient_arrives, row.any_gradient_arrives, -1
-        )
-        return state._replace(activation=activation, gradient=gradient)
 
     def forward(self, state, row):
         """F of the row's part, with the embedding before the first and the head after the last."""
-        x = lax.cond(
-            self.times(row, FORWARD, part=0) > 0,
-            lambda: self.embed(self.params["embed"], row.micro_batch),
-            lambda: _read(state.activation, row.activation),
-        )
+        params = self.work.params
+        x = self.embed_or_read(state, row)
 
         def layer(number, carry):
             x, saved = carry
             y, keep = self.actions.forward(*self.layer(row, number), x)
-            return y, _write(saved, keep, row.saved, number)
+            return y, _write(saved, keep, row.saved, number) if self.trains else saved
 
         x, saved = lax.fori_loop(0, self.times(row, FORWARD), layer, (x, state.saved))
 
         def head(_, carry):
-            loss, gradients, gradient = carry
-            own = self.params["embed"], self.params["head"]
-            more, (*new, dx) = jax.value_and_grad(self.head_loss, (0, 1, 2))(
-                *own, x, row.micro_batch
-            )
-            gradients = jax.tree.map(jnp.add, gradients, tuple(new))
-            return loss + more, gradients, _write(gradient, dx, row.gradient)
+            loss, embed, head, gradient = carry
+            operands = params["embed"], params["head"], x, row.micro_batch
+            if not self.trains:
+                return loss + self.head_loss(*operands), embed, head, gradient
+            more, (dembed, dhead, dx) = jax.value_and_grad(self.head_loss, (0, 1, 2))(*operands)
+            embed, head = jax.tree.map(jnp.add, (embed, head), (dembed, dhead))
+            return loss + more, embed, head, _write(gradient, dx, row.gradient)
 
-        ends = state.gradients["embed"], state.gradients["head"]
-        loss, ends, gradient = lax.fori_loop(
-            0, self.times(row, FORWARD, part=-1), head, (state.loss, ends, state.gradient)
+        ends = state.loss, state.gradients["embed"], state.gradients["head"], state.gradient
+        loss, embed, head, gradient = lax.fori_loop(
+            0, self.times(row, FORWARD, part=-1), head, ends
         )
-        gradients = state.gradients | {"embed": ends[0], "head": ends[1]}
         return state._replace(
-            loss=loss, gradients=gradients, saved=saved, gradient=gradient, sent_forward=x
+            loss=loss,
+            gradients=state.gradients | {"embed": embed, "head": head},
+            saved=saved,
+            gradient=gradient,
+            sent_forward=x,
         )
+
+    def embed_or_read(self, state, row):
+        """The input of the row's forward."""
+        embed = lambda: self.embed(self.work.params["embed"], row.micro_batch)  # noqa: E731
+        if self.plan.schedule.parts == 1:
+            return embed()
+        read = lambda: _read(state.activation, row.activation)  # noqa: E731
+        return lax.cond(self.times(row, FORWARD, part=0) > 0, embed, read)
 
     def recompute(self, state, row):
         """R of the row's part."""
@@ -379,7 +286,8 @@ class _Stage:
         dx, pending = lax.fori_loop(0, times, layer, (dy, state.pending))
 
         def embedding(_, gradient):
-            _, pullback = jax.vjp(lambda p: self.embed(p, row.micro_batch), self.params["embed"])
+            embed = lambda params: self.embed(params, row.micro_batch)  # noqa: E731
+            _, pullback = jax.vjp(embed, self.work.params["embed"])
             return jax.tree.map(jnp.add, gradient, pullback(dx)[0])
 
         embed = lax.fori_loop(
@@ -413,7 +321,7 @@ class _Stage:
         return has.astype(jnp.int32)
 
     def place(self, row, number):
-        return row.chunk * self.plan.room + number
+        return row.chunk * self.plan.division.room + number
 
     def layer(self, row, number):
         """(params, tables) of a block of the row's part."""

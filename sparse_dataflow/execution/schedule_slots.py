@@ -40,13 +40,15 @@ def allocate(schedule: Schedule) -> Slots:
     """The slots of a schedule, with as few as possible."""
     when, last = schedule.when, schedule.parts - 1
     forward, backward, weights = when[FORWARD], when[BACKWARD], when[WEIGHTS]
+    never = np.full_like(forward, -1)
+    trains = BACKWARD in schedule.actions
     # What a part sends arrives a tick later; its end parts have their inputs at hand.
     activation_arrives = np.roll(forward, 1, axis=1) + 1
     activation_arrives[:, 0] = -1
-    gradient_arrives = np.roll(backward, -1, axis=1) + 1
-    gradient_arrives[:, last] = forward[:, last]
+    gradient_arrives = np.roll(backward, -1, axis=1) + 1 if trains else never.copy()
+    gradient_arrives[:, last] = forward[:, last] if trains else -1
     made = {
-        "saved": (forward, weights, (FORWARD, RECOMPUTE, BACKWARD, WEIGHTS)),
+        "saved": (forward if trains else never, weights, (FORWARD, RECOMPUTE, BACKWARD, WEIGHTS)),
         "recomputed": (when[RECOMPUTE], weights, (RECOMPUTE, BACKWARD, WEIGHTS)),
         "pending": (backward, weights, (BACKWARD, WEIGHTS)),
         "activation": (activation_arrives, forward, (FORWARD,)),

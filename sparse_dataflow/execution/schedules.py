@@ -35,7 +35,7 @@ class Schedule:
       name: of the rule that made it.
       micro_batches: of one optimizer step.
       chunks: parts of the model that a stage holds.
-      recompute: whether a part's activations are computed again, in a tick of their own.
+      actions: that each part does once a micro-batch, in this order.
       action: int32 [stages, ticks], one of the actions above.
       micro_batch: int32 [stages, ticks], 0 where idle.
       chunk: int32 [stages, ticks], 0 where idle.
@@ -44,7 +44,7 @@ class Schedule:
     name: str
     micro_batches: int
     chunks: int
-    recompute: bool
+    actions: tuple[int, ...]
     action: np.ndarray
     micro_batch: np.ndarray
     chunk: np.ndarray
@@ -101,7 +101,7 @@ def make(
       name: of the rule.
       stages: devices in a row, p.
       micro_batches: of one optimizer step, m.
-      chunks: parts of the model that a stage holds, v; above 1 for `interleaved` only.
+      chunks: parts of the model that a stage holds, v; above 1 for `interleaved` and `gpipe` only.
       recompute: whether activations are computed again before their gradient.
 
     Raises:
@@ -114,10 +114,10 @@ def make(
             f"{stages} stages, {micro_batches} micro-batches and {chunks} chunks; legal: each at "
             "least 1."
         )
-    if chunks > 1 and name != "interleaved":
+    if chunks > 1 and name not in CHUNKED:
         raise UserError(
             f"--chunks={chunks} contradicts --schedule={name}, whose stages hold one chunk; legal: "
-            "--chunks=1, or --schedule=interleaved."
+            f"--chunks=1, or --schedule={' or '.join(CHUNKED)}."
         )
     if name == "interleaved" and micro_batches % stages:
         nearest = max(1, round(micro_batches / stages)) * stages
@@ -127,11 +127,21 @@ def make(
         )
     rule = SCHEDULES[name]
     orders = [rule.order(stages, micro_batches, chunks, stage) for stage in range(stages)]
+    actions = (FORWARD, BACKWARD, WEIGHTS)
     if recompute:
+        actions = (FORWARD, RECOMPUTE, BACKWARD, WEIGHTS)
         orders = [_with_recompute(order) for order in orders]
-    table = _placed(orders, WEIGHTS if rule.whole else BACKWARD)
-    columns = np.moveaxis(np.array(table, np.int32), 2, 0)
-    return Schedule(name, micro_batches, chunks, recompute, *columns)
+    columns = _placed(orders, WEIGHTS if rule.whole else BACKWARD)
+    return Schedule(name, micro_batches, chunks, actions, *columns)
+
+
+def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """The forwards of `gpipe`, to evaluate a model; arguments as in `make`."""
+    orders = [
+        [act for act in gpipe(stages, micro_batches, chunks, stage) if act[0] == FORWARD]
+        for stage in range(stages)
+    ]
+    return Schedule("forward_only", micro_batches, chunks, (FORWARD,), *_placed(orders, FORWARD))
 
 
 class Rule(NamedTuple):
@@ -149,8 +159,9 @@ class Rule(NamedTuple):
 
 def gpipe(stages: int, micro_batches: int, chunks: int, stage: int) -> list[Action]:
     """All forwards, then all backwards (arXiv 1811.06965): stores every micro-batch."""
-    work = [(micro_batch, 0) for micro_batch in range(micro_batches)]
-    return _by_turns(work, work, ahead=micro_batches)
+    forward = [(i, c) for c in range(chunks) for i in range(micro_batches)]
+    backward = [(i, c) for c in reversed(range(chunks)) for i in range(micro_batches)]
+    return _by_turns(forward, backward, ahead=len(forward))
 
 
 def one_f_one_b(stages: int, micro_batches: int, chunks: int, stage: int) -> list[Action]:
@@ -184,6 +195,9 @@ SCHEDULES: dict[str, Rule] = {
     "zero_bubble": Rule(zero_bubble, whole=False),
 }
 
+CHUNKED = ("interleaved", "gpipe")
+"""Schedules whose stages may hold several chunks."""
+
 
 def _by_turns(forward, backward, ahead, behind=0):
     """`ahead` forwards; then backward and forward by turns; W follows `behind` backwards later."""
@@ -207,8 +221,8 @@ def _with_recompute(order):
 
 
 def _placed(orders, serves):
-    """Rows of one length, in which each stage does its actions in order, each as soon as its inputs
-    are there; `serves` is the action after which the stage before may do its backward."""
+    """The table's three columns, in which each stage does its actions in order, each as soon as its
+    inputs are there; `serves` is the action after which the stage before may do its backward."""
     stages = len(orders)
     last = stages * (1 + max(chunk for order in orders for _, _, chunk in order)) - 1
     ended: set[Action] = set()
@@ -232,14 +246,12 @@ def _placed(orders, serves):
         if not ending:
             raise ValueError("The stages wait for each other.")
         ended.update(ending)
-    return table
+    return np.moveaxis(np.array(table, np.int32), 2, 0)
 
 
 def _check(schedule):
     """Raises ValueError where an action is missing, doubled or precedes what it needs."""
-    when, needed = schedule.when, [FORWARD, BACKWARD, WEIGHTS]
-    if schedule.recompute:
-        needed.insert(1, RECOMPUTE)
+    when, needed = schedule.when, schedule.actions
     for action in range(1, len(LETTERS)):
         times = np.sum(schedule.action == action)
         wanted = schedule.micro_batches * schedule.parts if action in needed else 0
@@ -250,5 +262,5 @@ def _check(schedule):
             raise ValueError(f"{LETTERS[later]} comes before its {LETTERS[earlier]}.")
     if np.any(np.diff(when[FORWARD], axis=1) <= 0):
         raise ValueError("F comes before the part before it has sent its activations.")
-    if np.any(np.diff(when[BACKWARD], axis=1) >= 0):
+    if BACKWARD in needed and np.any(np.diff(when[BACKWARD], axis=1) >= 0):
         raise ValueError("B comes before the part after it has sent its gradient.")

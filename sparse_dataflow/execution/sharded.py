@@ -55,7 +55,7 @@ class Sharded:
         member, kept, _ = self._member(model, params)
 
         def local(params, tables, tokens, weights):
-            share = whole.loss(model, params, _own(tables), tokens, weights, member)
+            share = whole.loss(model, params, own_tables(tables), tokens, weights, member)
             return lax.psum(share, self.mesh.axis_names)
 
         rows = P(BATCH_AXES)
@@ -67,7 +67,7 @@ class Sharded:
 
         def local(params, tables, tokens):
             share, gradients = whole.loss_and_gradients(
-                model, params, _own(tables), tokens, micro_batches, member
+                model, params, own_tables(tables), tokens, micro_batches, member
             )
             summed = functools.partial(sharding.summed, mesh=self.mesh)
             gradients = jax.tree.map(summed, gradients, gradient_specs)
@@ -83,7 +83,7 @@ class Sharded:
         axes = () if len(tokens) % meshes.batch_parts(self.mesh) else BATCH_AXES
 
         def local(params, tables, tokens):
-            return block_gradient_norms(model, params, _own(tables), tokens, member, axes)
+            return block_gradient_norms(model, params, own_tables(tables), tokens, member, axes)
 
         column, row = P(None, None, "tensor"), P(None, "tensor")
         found = {name: column if name in COLUMN_PARALLEL else row for name in tables}
@@ -139,6 +139,10 @@ class Sharded:
         """See `Executor`."""
         return self._reordered(state, lambda order: order)
 
+    def placed_shapes(self, state):
+        """See `Executor`."""
+        return state
+
     def canonical(self, state):
         """See `Executor`."""
         return self._reordered(state, cuts.inverse)
@@ -176,13 +180,14 @@ class Sharded:
         laid_out = lambda tree, spec: jax.tree.map(  # noqa: E731
             lambda leaf: _abstract(leaf, NamedSharding(self.mesh, spec)), tree
         )
-        placed = jax.tree.map(_abstract, state, self.shardings(state))
-        gradients = sharding.specs(state.params, self.mesh, self.zero >= sharding.ZERO["gradients"])
+        placed = self.placed_shapes(jax.tree.map(_abstract, state, self.shardings(state)))
+        dealt = self.zero >= sharding.ZERO["gradients"]
+        gradients = sharding.specs(placed.params, self.mesh, dealt)
         return {
             "parameters": placed.params,
             "gradients": jax.tree.map(
                 lambda leaf, spec: _abstract(leaf, NamedSharding(self.mesh, spec)),
-                state.params,
+                placed.params,
                 gradients,
             ),
             "moments": placed.moments,
@@ -213,7 +218,7 @@ def _abstract(leaf, target):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
 
 
-def _own(tables):
+def own_tables(tables):
     """A device's own tables, [layers, lines, fan]; whole ones stay."""
     return jax.tree.map(lambda table: table if table.ndim == 3 else table[:, 0], tables)
 

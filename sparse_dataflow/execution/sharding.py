@@ -40,7 +40,7 @@ RULES = (
     (r"head\..*", P()),
 )
 """A row's "fsdp" goes to the next dimension that it divides, or nowhere, where it does not divide
-the one named; "tensor" on the vocabulary likewise goes nowhere."""
+the one named; "tensor" on the vocabulary and "stage" on the layers likewise go nowhere."""
 
 ZERO = {"moments": 1, "gradients": 2, "params": 3}
 """From which `--zero` on something is dealt out over "fsdp" (arXiv 1910.02054, section 5)."""
@@ -59,6 +59,8 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh, fsdp: bool = True) -> P:
     cuts = [list(names(entry)) for entry in [*row, *[None] * (len(shape) - len(row))]]
     if path == "embed.tokens" and shape[0] % mesh.shape["tensor"]:
         cuts[0].remove("tensor")
+    if cuts and "stage" in cuts[0] and shape[0] % mesh.shape["stage"]:
+        cuts[0].remove("stage")
     wanted = next((i for i, axes in enumerate(cuts) if "fsdp" in axes), None)
     if wanted is not None:
         cuts[wanted].remove("fsdp")
