@@ -225,14 +225,14 @@ class _Stage:
 
         def layer(number, carry):
             x, saved = carry
-            y, keep = self.actions.forward(*self.layer(row, number), x)
+            y, keep = self.actions.forward(*_here(number, (*self.layer(row, number), x)))
             return y, _write(saved, keep, row.saved, number) if self.trains else saved
 
         x, saved = lax.fori_loop(0, self.times(row, FORWARD), layer, (x, state.saved))
 
-        def head(_, carry):
+        def head(number, carry):
             loss, embed, head, gradient = carry
-            operands = params["embed"], params["head"], x, row.micro_batch
+            operands = _here(number, (params["embed"], params["head"], x, row.micro_batch))
             if not self.trains:
                 return loss + self.head_loss(*operands), embed, head, gradient
             more, (dembed, dhead, dx) = jax.value_and_grad(self.head_loss, (0, 1, 2))(*operands)
@@ -264,7 +264,8 @@ class _Stage:
 
         def layer(number, recomputed):
             saved = _read(state.saved, row.saved, number)
-            again = self.actions.recompute(*self.layer(row, number), saved)
+            operands = _here(number, (*self.layer(row, number), saved))
+            again = self.actions.recompute(*operands)
             return _write(recomputed, again, row.recomputed, number)
 
         times = self.times(row, RECOMPUTE)
@@ -279,16 +280,17 @@ class _Stage:
             number = times - 1 - done
             saved = _read(state.saved, row.saved, number)
             again = _read(state.recomputed, row.recomputed, number)
-            dx, keep = self.actions.backward(*self.layer(row, number), saved, again, dy)
+            operands = _here(number, (*self.layer(row, number), saved, again, dy))
+            dx, keep = self.actions.backward(*operands)
             return dx, _write(pending, keep, row.pending, number)
 
         dy = _read(state.gradient, row.gradient)
         dx, pending = lax.fori_loop(0, times, layer, (dy, state.pending))
 
-        def embedding(_, gradient):
-            embed = lambda params: self.embed(params, row.micro_batch)  # noqa: E731
-            _, pullback = jax.vjp(embed, self.work.params["embed"])
-            return jax.tree.map(jnp.add, gradient, pullback(dx)[0])
+        def embedding(number, gradient):
+            own, dy = _here(number, (self.work.params["embed"], dx))
+            _, pullback = jax.vjp(lambda params: self.embed(params, row.micro_batch), own)
+            return jax.tree.map(jnp.add, gradient, pullback(dy)[0])
 
         embed = lax.fori_loop(
             0, self.times(row, BACKWARD, part=0), embedding, state.gradients["embed"]
@@ -303,7 +305,8 @@ class _Stage:
             saved = _read(state.saved, row.saved, number)
             again = _read(state.recomputed, row.recomputed, number)
             pending = _read(state.pending, row.pending, number)
-            new = self.actions.weights(*self.layer(row, number), saved, again, pending)
+            operands = _here(number, (*self.layer(row, number), saved, again, pending))
+            new = self.actions.weights(*operands)
             place = self.place(row, number)
             return jax.tree.map(lambda total, g: total.at[place].add(g), gradients, new)
 
@@ -326,6 +329,15 @@ class _Stage:
     def layer(self, row, number):
         """(params, tables) of a block of the row's part."""
         return _read(self.blocks, self.place(row, number))
+
+
+def _here(number, operands):
+    """The operands of a round of a loop, tied to its number.
+
+    What does not change from round to round the compiler would compute before the loop, and so in
+    every tick in which the loop has no round.
+    """
+    return lax.optimization_barrier((number, operands))[1]
 
 
 def _read(buffers, *at):

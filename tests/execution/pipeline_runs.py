@@ -15,6 +15,7 @@ import numpy as np
 from test_whole import DENSE, MODEL
 
 from sparse_dataflow.execution import mesh as meshes
+from sparse_dataflow.execution import schedules
 from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.execution.pipelined import Pipelined
 from sparse_dataflow.execution.stages import divide
@@ -129,9 +130,18 @@ def memory(case):
     return {"sizes": sizes}
 
 
+def calls(case):
+    """How often blocks were called in a step, in which nothing takes time."""
+    from experiments.pipeline_bubble import sleeping_step
+
+    step, slept = sleeping_step(schedules.make("1f1b", case["stages"], case["micro_batches"]), 0)
+    step()
+    return {"calls": len(slept)}
+
+
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
     assert jax.device_count() == 8
-    kinds = {"compare": compare, "norms": norms, "memory": memory}
+    kinds = {"compare": compare, "norms": norms, "memory": memory, "calls": calls}
     for case in json.loads(sys.argv[1]):
         print(json.dumps(kinds[case.pop("kind", "compare")](case)), flush=True)

@@ -154,7 +154,9 @@ def test_slots_bring_each_action_its_own_content(arguments):
     for tick in range(schedule.ticks):
         arriving = {
             "activation": [sent["activation"][s - 1] for s in range(schedule.stages)],
-            "gradient": [sent["gradient"][(s + 1) % schedule.stages] for s in range(schedule.stages)],
+            "gradient": [
+                sent["gradient"][(s + 1) % schedule.stages] for s in range(schedule.stages)
+            ],
         }
         for stage in range(schedule.stages):
             at = lambda name: getattr(slots, name)[stage, tick]  # noqa: B023, E731
@@ -211,9 +213,7 @@ def test_a_damaged_table_is_refused(arguments, data):
 @given(counts())
 def test_a_table_run_backwards_is_refused(arguments):
     schedule = make(*arguments)
-    turned = {
-        name: getattr(schedule, name)[:, ::-1] for name in ("action", "micro_batch", "chunk")
-    }
+    turned = {name: getattr(schedule, name)[:, ::-1] for name in ("action", "micro_batch", "chunk")}
     with pytest.raises(ValueError, match="comes before"):
         dataclasses.replace(schedule, **turned)
 
