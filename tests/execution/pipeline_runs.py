@@ -52,7 +52,7 @@ def states(model, training, runs):
     for _ in range(STEPS):
         tokens = rng.integers(0, model.vocab_size, shape, np.int32)
         tokens = runs.put({"tokens": tokens}, len(tokens))["tokens"]
-        state, report = step(state._replace(tables=given), tokens, np.float32(0.01))
+        state, report = step(state._replace(tables=given), tokens, np.float32(1e-3))
         losses.append(float(report.loss))
     weights = np.zeros((training.batch, SEQUENCE), np.float32)
     weights[:-1, 2:] = 0.5

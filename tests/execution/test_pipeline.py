@@ -1,4 +1,4 @@
-"""Pipelines over eight virtual devices: the same training as on one device, in the table's memory."""
+"""Pipelines over eight virtual devices: training as on one device, in the memory of the table."""
 
 import json
 import os
