@@ -113,10 +113,10 @@ def make(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) 
     groups, by_process = _groups(devices)
     if groups == 1:
         return Mesh(mesh_utils.create_device_mesh(shape, devices), AXES)
-    across = _across(sizes, groups)
-    inside = [size // other for size, other in zip(shape, across)]
+    crossed = across(sizes, groups)
+    inside = [size // other for size, other in zip(shape, crossed)]
     grid = mesh_utils.create_hybrid_device_mesh(
-        inside, across, devices, process_is_granule=by_process
+        inside, crossed, devices, process_is_granule=by_process
     )
     return Mesh(grid, AXES)
 
@@ -130,12 +130,20 @@ def _groups(devices):
     return (1, False) if devices[0].platform == "tpu" else (len(processes), True)
 
 
-def _across(sizes, groups):
-    """How many parts of each axis lie in different groups: taken from the outermost axis on."""
-    across, left = [], groups
+def across(sizes: Mapping[str, int], groups: int) -> list[int]:
+    """How many parts of each axis lie in different groups, taken from the outermost axis on.
+
+    Args:
+      sizes: of `parse`.
+      groups: slices or nodes.
+
+    Raises:
+      UserError: the axes cannot be cut so.
+    """
+    parts, left = [], groups
     for axis in AXES:
         part = math.gcd(sizes[axis], left)
-        across.append(part)
+        parts.append(part)
         left //= part
     if left > 1:
         axes = ", ".join(f"{axis}:{sizes[axis]}" for axis in AXES)
@@ -143,7 +151,7 @@ def _across(sizes, groups):
             f"A mesh of {axes} cannot be cut at the borders of {groups} slices or nodes; "
             f"legal: axes whose product is a multiple of {groups}, outer ones first."
         )
-    return across
+    return parts
 
 
 def describe(mesh: Mesh) -> str:

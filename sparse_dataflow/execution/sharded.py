@@ -182,10 +182,9 @@ class Sharded:
         abstract = lambda tree, spec: jax.tree.map(  # noqa: E731
             lambda leaf: _abstract(leaf, NamedSharding(self.mesh, spec)), tree
         )
-        state = self.placed_shapes(state)
-        placed = jax.tree.map(_abstract, state, self.shardings(state))
+        placed = self.placed_shapes(jax.tree.map(_abstract, state, self.shardings(state)))
         dealt = self.zero >= sharding.ZERO["gradients"]
-        gradients = sharding.specs(state.params, self.mesh, dealt)
+        gradients = sharding.specs(placed.params, self.mesh, dealt)
         return {
             "parameters": placed.params,
             "gradients": jax.tree.map(

@@ -130,6 +130,34 @@ def memory(case):
     return {"sizes": sizes}
 
 
+def gathers(case):
+    """How often arrays are gathered over "fsdp", in the loop over the ticks and outside of it."""
+    model = model_of("dense", 4)
+    runs = executor({"stage": 2, "fsdp": 2}, 4)
+    params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((8, SEQUENCE + 1), jnp.int32)
+    gradient = lambda p, x: runs.loss_and_gradients(model, p, {}, x, 4)  # noqa: E731
+    found = {"inside": 0, "outside": 0}
+
+    def count(jaxpr, where):
+        for eqn in jaxpr.eqns:
+            found[where] += eqn.primitive.name == "all_gather" and "fsdp" in eqn.params["axis_name"]
+            inner = "inside" if eqn.primitive.name in ("scan", "while") else where
+            for each in subjaxprs(eqn.params):
+                count(each, inner)
+
+    count(jax.make_jaxpr(gradient)(params, tokens).jaxpr, "outside")
+    return found
+
+
+def subjaxprs(params):
+    for value in params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
 def calls(case):
     """How often blocks were called in a step, in which nothing takes time."""
     from experiments.pipeline_bubble import sleeping_step
@@ -142,6 +170,7 @@ def calls(case):
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
     assert jax.device_count() == 8
-    kinds = {"compare": compare, "norms": norms, "memory": memory, "calls": calls}
+    kinds = {"compare": compare, "norms": norms, "memory": memory}
+    kinds |= {"calls": calls, "gathers": gathers}
     for case in json.loads(sys.argv[1]):
         print(json.dumps(kinds[case.pop("kind", "compare")](case)), flush=True)

@@ -102,6 +102,12 @@ def test_a_tick_computes_nothing_but_its_action():
     assert found == {"calls": 3 * 4 * 4}
 
 
+@pytest.mark.slow
+def test_weights_are_gathered_once_a_step():
+    (found,) = on_eight_devices({"kind": "gathers"})
+    assert found["inside"] == 0 and found["outside"] > 0
+
+
 @st.composite
 def divisions(draw):
     counts, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 3))
