@@ -6,6 +6,7 @@ program serves every layout; weights are one array a layer, since slicing a stac
 every byte that a token reads.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -51,6 +52,19 @@ def prepare(config: ModelConfig, params: dict, tables: dict) -> Weights:
         for i in range(config.num_layers)
     )
     return Weights(cast(params["embed"]), layers, cast(params["head"]))
+
+
+def random_weights(config: ModelConfig, seed: int) -> Weights:
+    """`prepare` of newly drawn parameters and the config's own layouts, drawn a layer at a time."""
+    one = dataclasses.replace(config, num_layers=1)
+    draw = jax.jit(lambda key: gpt.init(one, key))
+    tables = gpt.layout_tables(gpt.layouts(config))
+    layers, key = [], jax.random.key(seed)
+    for i in range(config.num_layers):
+        drawn = draw(jax.random.fold_in(key, i))
+        own = jax.tree.map(lambda table, i=i: table[i : i + 1], tables)
+        layers += prepare(one, drawn, own).layers
+    return prepare(one, drawn, own)._replace(layers=tuple(layers))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "cache_tokens"))

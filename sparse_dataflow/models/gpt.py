@@ -29,6 +29,8 @@ from sparse_dataflow.models.shard import WHOLE, Shard
 from sparse_dataflow.models.sizes import PROJECTIONS, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 
+ACTIVATIONS = {"gelu": gelu, "relu": jax.nn.relu}
+
 
 class Embed(nnx.Module):
     """Token embedding, plus learned positions where the config says so."""
@@ -74,6 +76,7 @@ class Block(nnx.Module):
         self.mlp_out = Linear(config, "mlp_out", gain=residual, rngs=rngs)
         self.head_dim = config.d_model // config.num_heads
         self.rotary = config.positions == "rotary"
+        self.activation = config.activation
         # Keys and queries align while training, so their product grows as the width of a head, and
         # not as its root: 1 / head_dim in place of 1 / sqrt(head_dim) (arXiv 2203.03466, 4.1).
         self.query_scale = math.sqrt(SUPAR_HEAD / self.head_dim) if config.supar else 1.0
@@ -101,7 +104,8 @@ class Block(nnx.Module):
 
     def _mlp(self, x_BxTxD, tables, shard):
         probed = any(isinstance(tables.get(name), Probe) for name in ("mlp_in", "mlp_out"))
-        if self.mlp_in.plain_sparse and self.mlp_out.plain_sparse and not probed:
+        fused = self.activation == "gelu" and not probed
+        if fused and self.mlp_in.plain_sparse and self.mlp_out.plain_sparse:
             inside, outside = self.mlp_in.cast(x_BxTxD.dtype), self.mlp_out.cast(x_BxTxD.dtype)
             y = sparse_mlp(
                 x_BxTxD,
@@ -112,8 +116,12 @@ class Block(nnx.Module):
                 tables["mlp_out"],
             )
             return checkpoint_name(shard.reduce(y) + outside["bias"], PROJECTION_OUTPUT)
-        hidden = gelu(self.mlp_in(x_BxTxD, tables.get("mlp_in")))
+        hidden = self.activate(self.mlp_in(x_BxTxD, tables.get("mlp_in")))
         return self.mlp_out(hidden, tables.get("mlp_out"), shard.reduce)
+
+    def activate(self, hidden):
+        """The MLP's activation, elementwise."""
+        return ACTIVATIONS[self.activation](hidden)
 
 
 class Head(nnx.Module):
