@@ -7,18 +7,10 @@ Without --variant the sparse model writes, where the run has one.  --interactive
 of the input; Ctrl-C stops the text being written, Ctrl-D, or Ctrl-C at the prompt, ends it.
 """
 
-from experiments import flags
+from experiments import flags, run_models
 from experiments.command_line import Flag, Group
+from sparse_dataflow.errors import UserError
 
-SOURCE = Group(
-    "Model",
-    "which checkpoint writes",
-    (
-        Flag("run", "text", "", "Run folder."),
-        Flag("variant", "text", "", "Model of the run; empty is sparse where there is one."),
-        Flag("checkpoint", "text", "newest", "newest, best, or a step."),
-    ),
-)
 WRITING = Group(
     "Writing",
     "what it continues, and how",
@@ -59,16 +51,12 @@ WRITING = Group(
         Flag("seed", "integer", 0, "Of the draws.", legal=("0 or more", lambda s: s >= 0)),
     ),
 )
-GROUPS = (SOURCE, WRITING)
+GROUPS = (run_models.MODEL, WRITING)
 
 
 def main(values):
     """Writes to the output as the text comes; see the module docstring."""
-    from sparse_dataflow.evaluation import trained
-
-    model = trained.load(
-        trained.named(values.run), trained.variant_of(values.run, values.variant), values.checkpoint
-    )
+    model = run_models.load(values)
     if values.interactive == "yes":
         _converse(model, values)
     else:
@@ -90,6 +78,8 @@ def _converse(model, values):
             _write(model, line, values)
         except KeyboardInterrupt:
             print()
+        except UserError as error:
+            print(f"\nerror: {error}", file=sys.stderr)
 
 
 def _write(model, prompt, values):

@@ -76,6 +76,7 @@ class Block(nnx.Module):
         self.mlp_out = Linear(config, "mlp_out", gain=residual, rngs=rngs)
         self.head_dim = config.d_model // config.num_heads
         self.rotary = config.positions == "rotary"
+        self.activation = config.activation
         # Keys and queries align while training, so their product grows as the width of a head, and
         # not as its root: 1 / head_dim in place of 1 / sqrt(head_dim) (arXiv 2203.03466, 4.1).
         self.query_scale = math.sqrt(SUPAR_HEAD / self.head_dim) if config.supar else 1.0

@@ -22,7 +22,7 @@ SHAPE = {"vocab_size": 260, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_he
 
 
 OPT_SHAPE = {
-    "vocab_size": 264,
+    "vocab_size": 260,
     "max_position_embeddings": 24,
     "hidden_size": 16,
     "word_embed_proj_dim": 16,

@@ -54,7 +54,7 @@ def test_opt_comes_with_its_vocabulary_in_our_order():
     found = logits(imported.model, imported.params, {}, ids)
     np.testing.assert_allclose(found, expected["logits"][..., order], rtol=0, atol=1e-4)
     assert imported.model.activation == "relu"
-    assert imported.tokenizer.tokens == BYTES.tokens and imported.tokenizer.eot_id == 263
+    assert imported.tokenizer.tokens == BYTES.tokens and imported.tokenizer.eot_id == 259
 
 
 def test_the_fixtures_are_small():
