@@ -103,10 +103,11 @@ def _check_evolution(values):
         raise UserError(
             f"--evolve_at={values.evolve_at} without a method; name one with --evolution."
         )
-    if given(values, "evolve_first") and values.evolve_first and method != "sparse_to_dense":
-        raise UserError(
-            f"--evolve_first is for --evolution=sparse_to_dense, not for {method}; leave it out."
-        )
+    for name in ("evolve_first", "evolve_plateau"):
+        if given(values, name) and values[name].value and method != "sparse_to_dense":
+            raise UserError(
+                f"--{name} is for --evolution=sparse_to_dense, not for {method}; leave it out."
+            )
     if method == "low_rank_tail" and "rank" in values and not values.rank:
         raise UserError("--evolution=low_rank_tail adds a term of --rank; legal: 1 or more.")
 

@@ -169,6 +169,14 @@ EVOLUTION = Group(
             "there to the end; none is all at once.",
             _one_of(*PROJECTIONS),
         ),
+        Flag(
+            "evolve_plateau",
+            "integer",
+            0,
+            "Evaluations in a row without 0.5% of gain after which sparse_to_dense becomes dense "
+            "before evolve_at; 0 is never. --minutes is planned for evolve_at.",
+            legal=_COUNT,
+        ),
     ),
 )
 TRAINING = Group(

@@ -193,6 +193,7 @@ def evolution_config(values) -> EvolutionConfig:
         at=values.evolve_at,
         dense_rate=ratio,
         first=values.evolve_first,
+        plateau=values.evolve_plateau,
     )
 
 

@@ -19,7 +19,7 @@ from sparse_dataflow.execution.host_memory import keep_freed_memory
 from sparse_dataflow.planning import hardware
 from sparse_dataflow.training.loop import Trainer, advance_side_by_side
 from sparse_dataflow.training.metrics import say
-from sparse_dataflow.training.phases import refuse_unfit, run_flops
+from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import TrainingData, compile_programs
 
 _DEFAULTS = {
@@ -35,6 +35,7 @@ _DEFAULTS = {
     "evolve_every": 100,
     "evolve_at": 0.0,
     "evolve_first": (),
+    "evolve_plateau": 0,
     "parametrization": "standard",
     "warmup": 0.1,
 }
@@ -135,7 +136,7 @@ def train(label: str, variant: Variant, data: TrainingData, where: Path, stop) -
         "steps": trainer.step,
         "tokens": trainer.tokens,
         "seconds": trainer.seconds,
-        "flops": run_flops(variant.model, variant.evolution, variant.training),
+        "flops": trainer.flops,
     }
     (where / "result.json").write_text(json.dumps(result) + "\n")
     return result

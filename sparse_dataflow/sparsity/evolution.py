@@ -39,6 +39,8 @@ class EvolutionConfig:
       dense_rate: learning rate of a dense stage over that of the sparse model.
       first: projections that sparse_to_dense makes dense at `at`, the others halfway from there to
         the end; none for all at once.
+      plateau: evaluations without progress after which the next stage of sparse_to_dense begins,
+        before its time; 0 for never.
     """
 
     method: str = "static"
@@ -47,6 +49,7 @@ class EvolutionConfig:
     share: float = 0.3
     dense_rate: float = 1.0
     first: tuple[str, ...] = ()
+    plateau: int = 0
 
     def __post_init__(self):
         object.__setattr__(self, "first", tuple(self.first))
@@ -59,6 +62,8 @@ class EvolutionConfig:
                 f"Evolution every {self.every} steps until {self.at} of them, exchanging "
                 f"{self.share} of the blocks; legal: 1 or more, [0, 1), (0, 1)."
             )
+        if self.plateau < 0:
+            raise UserError(f"A plateau of {self.plateau} evaluations; legal: 0 or more.")
         if self.dense_rate <= 0:
             raise UserError(f"Learning rate {self.dense_rate} of a dense stage is not above 0.")
 

@@ -189,7 +189,7 @@ class Checkpoints:
         checkpoints, and they stay the newest: move them away first.
 
         Args:
-          abstract_state: the tree to fill, or a function from a checkpoint's step to it; leaves
+          abstract_state: the tree to fill, or a function from step and extra to it; leaves
             have `shape` and `dtype`. A leaf whose `sharding` names devices is placed so, a numpy
             leaf stays in numpy, any other becomes an uncommitted array on the default device.
           step: which checkpoint, or None for the newest whole one.
@@ -208,7 +208,7 @@ class Checkpoints:
         candidate, extra, arrays = found
         path = self._folder / str(candidate)
         self._refuse_other(path, "was made under another config", extra["config"], self._config)
-        tree = abstract_state(candidate) if callable(abstract_state) else abstract_state
+        tree = abstract_state(candidate, extra) if callable(abstract_state) else abstract_state
         wanted = named_arrays.describe(named_arrays.flatten(tree))
         self._refuse_other(path, "holds other arrays", arrays, wanted)
         return named_arrays.read(self._orbax, path / "state", tree), extra

@@ -16,7 +16,8 @@ from sparse_dataflow.sparsity.evolution import EvolutionConfig, exchanged_share
 from sparse_dataflow.training.checkpoint import Checkpoints
 from sparse_dataflow.training.metrics import MetricsWriter, Progress, say
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
-from sparse_dataflow.training.phases import phase_before, phases, refuse_unfit, run_flops
+from sparse_dataflow.training.phases import phase_before, phases, phases_flops, refuse_unfit
+from sparse_dataflow.training.plateau import Plateau, next_begins, with_starts
 from sparse_dataflow.training.programs import Compiled, TrainingData, changed, evolved, stepped
 from sparse_dataflow.training.saved_state import identity, saved_state
 from sparse_dataflow.training.step import initial_state
@@ -71,21 +72,24 @@ class Trainer:
         self.evolution = evolution or EvolutionConfig()
         refuse_unfit(model, self.evolution, training.steps)
         self.phases = phases(model, self.evolution, training.steps)
-        self.flops = run_flops(model, self.evolution, training)
         self._data, self._programs, self._mfu = data, programs, mfu
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
         self._learning_rate = learning_rate_schedule(training)
         processes.from_first(lambda: _make(folder))
         known = identity(model, training, self.evolution, data.tokenizer_hash)
         self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=known)
-        self.seconds = 0.0
-        restored = self._checkpoints.restore(
-            lambda step: saved_state(self.phases, training, step, executor)
-        )
+        self.seconds, self._plateau = 0.0, Plateau()
+
+        def wanted(step, extra):
+            self.phases = with_starts(self.phases, extra["starts"])
+            return saved_state(self.phases, training, step, executor)
+
+        restored = self._checkpoints.restore(wanted)
         if restored:
             state, extra = restored
             self.state = executor.place(state)
             self.seconds = extra["seconds"]
+            self._plateau = Plateau.from_json(extra["plateau"])
         else:
             self.state = initial_state(self.phases[0].model, training, executor)
         self.step = int(self.state.step)
@@ -100,6 +104,11 @@ class Trainer:
     def model(self) -> ModelConfig:
         """The model of the present state."""
         return self.phases[self._phase].model
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of the whole training, in the phases as they are known now."""
+        return phases_flops(self.phases, self.evolution, self.training)
 
     @property
     def finished(self) -> bool:
@@ -145,9 +154,19 @@ class Trainer:
         left = self.seconds / self.step * (self.training.steps - self.step)
         self._progress.update(self.step, f"loss {report.loss:.3f}  {speed:,.0f} tokens/s", left)
         if self.step % self._eval_every == 0 or self.finished:
-            self.evaluate()
+            self._watch(self.evaluate()["bits_per_byte"])
         if self.step % self._checkpoint_every == 0 or self.finished:
             self.save()
+
+    def _watch(self, bits_per_byte):
+        """Lets the next phase begin where this one's evaluations show no more progress."""
+        if not self.evolution.plateau or self._phase + 1 == len(self.phases) or self.finished:
+            return
+        self._plateau = self._plateau.after(bits_per_byte)
+        if self._plateau.stale >= self.evolution.plateau:
+            self.phases = next_begins(self.phases, self._phase, self.step)
+            self._plateau = Plateau()
+            say(f"{self.name:>6}: no progress; the next phase begins after step {self.step}")
 
     def _evolve(self, batch):
         """Changes the model or its layouts where that is due before the next step."""
@@ -223,7 +242,13 @@ class Trainer:
         self._refuse_non_finite("parameters", norms)
         fresh = self.last_evaluation and self.last_evaluation["step"] == self.step
         metric = self.last_evaluation["bits_per_byte"] if fresh else None
-        extra = {"seconds": self.seconds, "data_position": self.step, "bits_per_byte": metric}
+        extra = {
+            "seconds": self.seconds,
+            "data_position": self.step,
+            "bits_per_byte": metric,
+            "starts": [phase.start for phase in self.phases],
+            "plateau": self._plateau.to_json(),
+        }
         self._checkpoints.save(self.step, self.executor.canonical(self.state), extra, metric)
 
     def close(self) -> None:
