@@ -5,6 +5,7 @@ Importing this module needs the package lm-eval, the extra `eval`.
 
 import contextlib
 import dataclasses
+import functools
 import io
 import logging
 import warnings
@@ -22,8 +23,8 @@ from sparse_dataflow.evaluation.scoring import Counts, Forward, Limits, Request,
 from sparse_dataflow.evaluation.trained import Trained
 
 Scorer = Callable[[Sequence[Request]], tuple[list[Score], Counts]]
-Writer = Callable[[Sequence[Sequence[int]], Mapping[str, Any]], list[str]]
-"""(prompts as tokens, lm-eval's generation arguments) -> the text written after each."""
+Writer = Callable[[Sequence[Sequence[int]], int, Mapping[str, Any]], list[str]]
+"""(prompts as tokens, the most new tokens, lm-eval's generation arguments) -> the texts written."""
 
 FEWSHOT_SEED = 1234
 """lm-eval's own."""
@@ -111,11 +112,15 @@ class HarnessLM(TemplateLM):
         written = [""] * len(requests)
         for numbers in groups.values():
             arguments = requests[numbers[0]].args[1]
-            prompts = [
-                self.tok_encode(requests[i].args[0]) or [self.prefix_token_id] for i in numbers
-            ]
-            for i, text in zip(numbers, self._writer(prompts, arguments)):
+            # Half of the context stays for the prompt, however much a task lets be written.
+            new_tokens = min(int(arguments.get("max_gen_toks", _NEW_TOKENS)), self._context // 2)
+            room = self._context - new_tokens
+            prompts = [self.tok_encode(requests[i].args[0]) for i in numbers]
+            cut = [prompt[-room:] or [self.prefix_token_id] for prompt in prompts]
+            for i, text in zip(numbers, self._writer(cut, new_tokens, arguments)):
                 written[i] = text
+            truncated = sum(len(prompt) > room for prompt in prompts)
+            self.counts += Counts(requests=len(prompts), truncated=truncated)
         return written
 
 
@@ -141,27 +146,28 @@ def harness_lm(
         trained.tokenizer,
         limits.context,
         lambda requests: scoring.score(forward, limits, requests),
-        lambda prompts, arguments: _write(trained, prompts, arguments),
+        functools.partial(_write, trained, limits.rows(limits.context)),
     )
 
 
-def _write(trained, prompts, arguments):
+def _write(trained, rows, prompts, new_tokens, arguments) -> list[str]:
     from sparse_dataflow.evaluation.generate import generate
 
     until = arguments.get("until") or []
-    new_tokens = min(int(arguments.get("max_gen_toks", _NEW_TOKENS)), trained.context - 1)
-    room = trained.context - new_tokens
     sampled = arguments.get("do_sample", arguments.get("temperature", 0) > 0)
-    done = generate(
-        trained,
-        [prompt[-room:] for prompt in prompts],
-        max_new_tokens=new_tokens,
-        temperature=float(arguments.get("temperature", 1.0)) if sampled else 0.0,
-        top_k=int(arguments.get("top_k", 0)),
-        top_p=float(arguments.get("top_p", 1.0)),
-        stop=[until] if isinstance(until, str) else until,
-    )
-    return [continuation.text for continuation in done]
+    texts = []
+    for start in range(0, len(prompts), rows):
+        done = generate(
+            trained,
+            prompts[start : start + rows],
+            max_new_tokens=new_tokens,
+            temperature=float(arguments.get("temperature", 1.0)) if sampled else 0.0,
+            top_k=int(arguments.get("top_k", 0)),
+            top_p=float(arguments.get("top_p", 1.0)),
+            stop=[s for s in ([until] if isinstance(until, str) else until) if s],
+        )
+        texts += [continuation.text for continuation in done]
+    return texts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Log-likelihoods of many continuations of unequal length, in few batches of few shapes.
 
 A request is (context tokens, continuation tokens). Requests are sorted by length and cut into
-batches of about equally many tokens; lengths are rounded up to at most `BUCKETS` values, chosen so
-that the least is padded, so that a pass compiles few programs. Padding stands behind the request,
+batches of about equally many tokens; lengths are rounded up to at most `BUCKETS` values, so that a
+pass compiles few programs, chosen so that the least is padded. Padding stands behind the request,
 where a causal model cannot see it.
 """
 
@@ -23,10 +23,11 @@ Score = tuple[float, bool]
 Forward = Callable[[np.ndarray], tuple[jax.Array, jax.Array]]
 """int32 [B, T + 1] tokens -> float32 [B, T] losses of the last T, bool [B, T] whether likeliest."""
 
-BUCKETS = 4
+BUCKETS = 6
 """Most lengths of a pass."""
 
-_MULTIPLE = 8
+_PADDING = 0.1  # Share of padded tokens that is not worth another program.
+_MULTIPLE = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,24 +125,25 @@ def score(
 
 
 def bucket_lengths(lengths: Sequence[int], context: int, buckets: int = BUCKETS) -> list[int]:
-    """At most `buckets` sequence lengths, ascending, that pad these lengths the least in all.
+    """As few sequence lengths, ascending, as pad these lengths by at most a tenth in all.
 
-    They are multiples of eight or the context itself; found by dynamic programming.
+    There are never more than `buckets`; those found pad the least of all as many, by dynamic
+    programming. They are even, or the context itself.
     """
     rounded = [min(-(-length // _MULTIPLE) * _MULTIPLE, context) for length in lengths]
     values, counts = np.unique(rounded, return_counts=True)
     # best[k][j]: padded tokens of the first j values in k buckets, each as long as its last value.
-    # A few hundred distinct lengths at most, so cubic time is nothing.
-    best = [[0, *[np.inf] * len(values)]]
+    best = [np.array([0.0, *[np.inf] * len(values)])]
     cut = []
     total = np.concatenate([[0], np.cumsum(counts)])
-    for _ in range(min(buckets, len(values))):
+    enough = (1 + _PADDING) * sum(lengths)
+    while len(cut) < min(buckets, len(values)) and best[-1][-1] > enough:
         row, where = [np.inf], [0]
         for j in range(1, len(values) + 1):
-            costs = [best[-1][i] + values[j - 1] * (total[j] - total[i]) for i in range(j)]
+            costs = best[-1][:j] + values[j - 1] * (total[j] - total[:j])
             where.append(int(np.argmin(costs)))
             row.append(costs[where[-1]])
-        best.append(row)
+        best.append(np.array(row))
         cut.append(where)
     chosen, end = [], len(values)
     for where in reversed(cut):

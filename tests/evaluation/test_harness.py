@@ -88,7 +88,8 @@ def test_another_forward_is_used_as_given(trained):
 def test_generation_is_asked_by_equal_arguments(tokenizer):
     calls = []
 
-    def writer(prompts, arguments):
+    def writer(prompts, new_tokens, arguments):
+        assert new_tokens == 16  # Half of the context, of the 256 that lm-eval would allow.
         calls.append((prompts, arguments))
         return [f"{arguments['until']}{len(prompt)}" for prompt in prompts]
 
@@ -101,6 +102,8 @@ def test_generation_is_asked_by_equal_arguments(tokenizer):
     written = lm.generate_until(requests)
     assert len(calls) == 2
     assert written == [f"a{len(tokenizer.encode('the'))}", f"b{len(tokenizer.encode('of'))}", "a1"]
+    assert lm.generate_until([asked("the of " * 20, {"until": "c"})]) == ["c16"]
+    assert (lm.counts.requests, lm.counts.truncated) == (4, 1)
 
 
 ITEMS = [
