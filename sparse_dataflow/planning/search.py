@@ -214,7 +214,9 @@ def blocks(request: Request, layout: RunLayout, memory) -> dict[str, np.ndarray]
     if interleaved:
         schedule = schedule | (layout.accumulation % stage != 0)
     return {
-        "heads": (config.num_heads % tensor != 0) | _uneven_blocks(config, tensor),
+        "heads": (config.num_heads % tensor != 0)
+        | (request.sequence % tensor != 0)
+        | _uneven_blocks(config, tensor),
         "chips": np.asarray(layout.chips) != request.chips,
         "layers": config.num_layers % (stage * chunks) != 0,
         "batch": np.asarray(layout.batch) != request.batch,
@@ -311,11 +313,12 @@ def _priced(request, layout):
 
 
 def _uneven_blocks(config, tensor):
-    """Where a shard of a block-sparse weight would cut a block."""
+    """Where a shard of a block-sparse weight would cut a block of the side that is cut."""
     uneven = np.zeros(np.shape(tensor), bool)
     for name in config.sparse_projections:
-        for features in config.projection_shape(name):
-            uneven |= features % (config.linear(name).block * tensor) != 0
+        fan_in, fan_out = config.projection_shape(name)
+        cut = fan_out if name in ("qkv", "mlp_in") else fan_in
+        uneven |= cut % (config.linear(name).block * tensor) != 0
     return uneven
 
 

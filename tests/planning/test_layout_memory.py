@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_dataflow.execution import schedules
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.layout_memory import in_flight, layout_bytes
@@ -80,6 +81,24 @@ def test_micro_batches_in_flight(stages, count, chunks):
     assert held("gpipe") == (count if stages > 1 else 1)
     assert held("1f1b") <= held("interleaved", chunks) <= held("gpipe")
     assert held("1f1b", executor="relay") == count
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"]),
+    st.integers(2, 6),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 3]),
+)
+def test_the_first_stage_stores_what_the_schedules_table_says(name, stages, rounds, chunks):
+    chunks = chunks if name == "interleaved" else 1
+    table = schedules.make(name, stages, stages * rounds, chunks)
+    first = table.action[0]
+    stored = np.cumsum(first == schedules.FORWARD) - np.cumsum(first == schedules.WEIGHTS)
+    layout = RunLayout(stage=stages, accumulation=stages * rounds, chunks=chunks, schedule=name)
+    # Of a chunk that is being computed backward the activations are still there.
+    assert stored.max() / chunks <= float(in_flight(layout)) + 1e-9
+    if chunks == 1:
+        assert stored.max() == float(in_flight(layout))
 
 
 def test_a_relay_holds_two_blocks_and_depth_costs_only_the_stash():

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import schedules
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
 from sparse_dataflow.planning import collectives, cost, memory
 from sparse_dataflow.planning.chips import CHIPS, Chip, Network
@@ -89,6 +90,21 @@ def test_bubble_by_its_closed_form(schedule):
     block_terms = (*PROJECTIONS, "attention", "element-wise", "recompute", "tensor", "passes")
     one_pass = sum(time.terms[name] for name in block_terms) / 6
     assert time.terms["bubble"] == pytest.approx(BUBBLES[schedule] * one_pass / chunks)
+
+
+@given(
+    st.sampled_from(sorted(BUBBLES)),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 3]),
+)
+def test_bubbles_are_those_of_the_schedules_own_tables(name, stages, rounds, chunks):
+    chunks = chunks if name == "interleaved" and stages > 1 else 1
+    count = stages * rounds
+    table = schedules.make(name, stages, count, chunks)
+    # A pass over one stage is a forward, a backward and the weights' gradients of each chunk.
+    idle = (table.ticks - 3 * count * chunks) / (3 * chunks)
+    assert idle == pytest.approx(BUBBLES[name] * (stages - 1) / chunks)
 
 
 def test_state_by_hand_for_each_zero_stage():
