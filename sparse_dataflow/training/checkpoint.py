@@ -218,7 +218,9 @@ class Checkpoints:
         try:
             steps = sorted((int(path.name) for path in self._folders(_STEP)), reverse=True)
         except OSError as error:
-            raise UserError(f"{self._folder} cannot be read: {_reason(error)}.") from error
+            raise UserError(
+                f"{self._folder} cannot be read: {named_arrays.reason(error)}."
+            ) from error
         if step is not None:
             if step not in steps:
                 known = ", ".join(map(str, reversed(steps))) or "none"
@@ -238,7 +240,7 @@ class Checkpoints:
                     pruned = True
                 continue
             except OSError as error:
-                raise UserError(f"{path} cannot be read: {_reason(error)}.") from error
+                raise UserError(f"{path} cannot be read: {named_arrays.reason(error)}.") from error
             self._known_whole.add(candidate)
             return candidate, extra, arrays
         if step is not None:
@@ -279,7 +281,7 @@ class Checkpoints:
             probe.rmdir()
         except OSError as error:
             raise UserError(
-                f"Checkpoints cannot be written to {self._folder}: {_reason(error)}. "
+                f"Checkpoints cannot be written to {self._folder}: {named_arrays.reason(error)}. "
                 "Choose a run folder that can be written."
             ) from error
 
@@ -305,7 +307,9 @@ class Checkpoints:
             self._prune(step)
         except OSError as error:
             logging.warning(
-                "Old checkpoints in %s could not be deleted: %s.", self._folder, _reason(error)
+                "Old checkpoints in %s could not be deleted: %s.",
+                self._folder,
+                named_arrays.reason(error),
             )
 
     def _prune(self, just_saved: int) -> None:
@@ -330,7 +334,7 @@ class Checkpoints:
         left = f"the last whole one is step {steps[-1]}" if steps else "there is no earlier one"
         return UserError(
             f"The checkpoint of step {step} could not be written to {self._folder} "
-            f"({_reason(error)}); {left}. Make room or choose another run folder."
+            f"({named_arrays.reason(error)}); {left}. Make room or choose another run folder."
         )
 
     def _is_whole(self, step: int) -> bool:
@@ -345,7 +349,7 @@ class Checkpoints:
             self._set_aside(path, str(damage))
             return False
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {_reason(error)}.") from error
+            raise UserError(f"{path} cannot be read: {named_arrays.reason(error)}.") from error
         self._refuse_other(path, "was made under another config", extra["config"], self._config)
         self._known_whole.add(step)
         return True
@@ -364,7 +368,7 @@ class Checkpoints:
         except OSError as error:
             raise UserError(
                 f"Checkpoint {path} cannot be used ({reason}) and could not be moved aside: "
-                f"{_reason(error)}."
+                f"{named_arrays.reason(error)}."
             ) from error
         logging.warning("Checkpoint %s cannot be used: %s. It is now %s.", path, reason, aside.name)
 
@@ -398,19 +402,6 @@ class Checkpoints:
             f"Checkpoint {path} {what}: {shown}{more}. "
             "Give the values it was made with, or start in a new run folder."
         )
-
-
-def _reason(error: BaseException) -> str:
-    """What the system said, found in orbax's and tensorstore's long messages too."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__
-    code = re.search(r"os_error_code='(\d+)'", str(error))
-    if code:
-        return os.strerror(int(code[1]))
-    return (str(error).strip() or repr(error)).splitlines()[0][:200]
 
 
 def _remove(path: Path) -> None:
