@@ -63,8 +63,9 @@ def test_tuning_keeps_the_fastest_tiles_that_it_measured(job, tmp_path):
     flags = ("--shapes=64x128", *KERNEL, "--patterns=random", "--tune", f"--tuned={tmp_path}")
     done = job.run(*flags, experiment="kernel_bench")
     assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.iterdir()
-    assert f"kept in {path}" in done.stdout
+    (folder,) = tmp_path.iterdir()
+    (path,) = folder.iterdir()
+    assert f"kept in {folder}" in done.stdout and folder.name == "block_sparse_matmul"
     entries = tuned.read(path)
     assert {case.product for case in entries} == set(tuned.PRODUCTS)
     for case, tiles in entries.items():

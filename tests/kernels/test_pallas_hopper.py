@@ -177,8 +177,8 @@ def test_gradients_follow_finite_differences():
 @needs_mosaic
 @pytest.mark.parametrize("block", [64, 128])
 def test_float32_is_as_exact_as_float32(block):
-    """Numbers of many sizes, whose bfloat16 roundings differ in the third digit."""
-    layout = BlockLayout.from_mask(IRREGULAR.mask, block)
+    """Numbers of many sizes; of three lines, the last has no neighbour."""
+    layout = BlockLayout.from_mask(IRREGULAR.mask[:, :3], block)
     x, values, dy, *_ = draw(layout, 70, np.float32)
     x = x * np.logspace(-3, 3, x.shape[1], dtype=np.float32)
 
