@@ -84,6 +84,23 @@ def test_over_tensor_only_activations_are_gathered(model):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "method",
+    [
+        "rigl",
+        *(
+            pytest.param(method, marks=pytest.mark.nightly)
+            for method in ("set", "gradual", "sparse_to_dense", "low_rank_tail")
+        ),
+    ],
+)
+def test_layouts_evolve_over_a_mesh_as_on_one_device(method):
+    [errors] = on_eight_devices("evolve", method, "data:2,fsdp:2,tensor:2/3/1").values()
+    assert errors["layouts"] == 0
+    assert errors["losses"] < 1e-5 and errors["params"] < 1e-2, errors
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["sparse"])
 def test_a_checkpoint_moves_between_any_two_meshes(model):
     draw = random.Random(0)
