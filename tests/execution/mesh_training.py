@@ -1,7 +1,8 @@
 """Prints as JSON how a training over eight virtual devices compares with one on a single device.
 
 Run by test_sharded.py, as a process decides at its start how many CPU devices it has.
-Arguments: the model's name, then meshes as "data:2,tensor:4/ZERO/MICRO_BATCHES".
+Arguments: what to do; the name of the model, or of the evolution; then meshes, each as
+"data:2,tensor:4/ZERO/MICRO_BATCHES".
 """
 
 import dataclasses
@@ -15,13 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.execution import mesh as meshes
 from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.execution.sharded import Sharded
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
 from sparse_dataflow.training.checkpoint import Checkpoints
+from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.optimizer import TrainingConfig, map_moments
+from sparse_dataflow.training.programs import TrainingData, compile_programs
 from sparse_dataflow.training.step import (
     StepReport,
     abstract_state,
@@ -158,7 +163,50 @@ def move(name, texts):
     return found
 
 
+def evolve(method, texts):
+    """A whole training whose layouts or model change, by the loop: errors as in `compare`."""
+    dense = method in ("gradual", "sparse_to_dense")
+    model = sparse("random", rank=4 if method == "low_rank_tail" else 0)
+    if dense:
+        spec = LinearSpec("block_sparse", "random", 0.25, 8)
+        model = dataclasses.replace(DENSE, linears=dict.fromkeys(PROJECTIONS, spec))
+    training = TrainingConfig(6, BATCH, SEQUENCE, learning_rate=1e-3)
+    evolution = EvolutionConfig(method, every=2)
+    text = np.random.default_rng(0).integers(0, 48, 3000).astype(np.uint16)
+
+    def run(executor):
+        rows = executor.rows(BATCH)
+        held_out = EvalBatches(text[:400], BATCH, SEQUENCE, 16, rows)
+        batches = TrainBatches(text, BATCH, SEQUENCE, rows=rows)
+        data = TrainingData(batches, held_out, 1, held_out, 1, "none")
+        programs = compile_programs(
+            stages(model, evolution), training, data, evolution, executor=executor
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = Trainer(
+                "sparse", Path(folder), model, training, data, programs,
+                evolution=evolution, executor=executor, eval_every=3, checkpoint_every=3,
+            )  # fmt: skip
+            while not trainer.finished:
+                trainer.advance()
+            trainer.close()
+            rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
+        losses = [row["loss"] for row in rows if "loss" in row]
+        state = jax.device_get(executor.canonical(trainer.state))
+        return losses, without_key_bias(state.params), state.tables
+
+    right, found = run(ONE_DEVICE), {}
+    for text_of_mesh in texts:
+        mine = run(executor(text_of_mesh)[0])
+        found[text_of_mesh] = {
+            "losses": error(mine[0], right[0]),
+            "params": error(mine[1], right[1]),
+            "layouts": error(mine[2], right[2]) if right[2] else 0.0,
+        }
+    return found
+
+
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
     what, name, *texts = sys.argv[1:]
-    print(json.dumps({"compare": compare, "move": move}[what](name, texts)))
+    print(json.dumps({"compare": compare, "move": move, "evolve": evolve}[what](name, texts)))
