@@ -11,7 +11,9 @@ import numpy as np
 from experiments import evaluation_report
 from sparse_dataflow.data.prompts import heldout_prompts
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.evaluation.generate import continue_greedily
+from sparse_dataflow.evaluation import kv_cache
+from sparse_dataflow.evaluation.generate import new_tokens
+from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.models import gpt
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.reporting.report import (
@@ -112,9 +114,16 @@ def _variant(folder, trainer, chip):
         train_seconds=trainer.seconds,
         mfu=cost.mfu(flops, tokens_a_step / step_seconds, chip, model.compute_dtype),
         history=history,
-        section_seconds=section_seconds(model, training, trainer.state, of_phase[-1]),
+        section_seconds=_section_seconds(trainer, of_phase[-1]),
         memory=plan.categories,
     )
+
+
+def _section_seconds(trainer, step_seconds):
+    """Nothing where the model is spread over devices: its sections are not timed by themselves."""
+    if trainer.executor != ONE_DEVICE:
+        return {}
+    return section_seconds(trainer.model, trainer.training, trainer.state, step_seconds)
 
 
 def _step_seconds(trainer, train, tokens_a_step):
@@ -158,8 +167,19 @@ def _notes(config, folder, trainers):
     ] + [
         *_evolution_notes(folder, trainers),
         "Held-out documents are whole files whose hashed name falls into one twentieth.",
-        "Sections of a step are timed by themselves, forward and backward, at the run's shapes.",
+        _about_sections(trainers[0].executor),
     ]
+
+
+def _about_sections(executor):
+    if executor == ONE_DEVICE:
+        return (
+            "Sections of a step are timed by themselves, forward and backward, at the run's shapes."
+        )
+    return (
+        f"The model was laid out by {executor.describe()}: its sections were not timed, and it "
+        "wrote no continuations."
+    )
 
 
 def _layouts(trainers, model):
@@ -186,18 +206,17 @@ def _layouts(trainers, model):
 
 
 def _continuations(trainers, corpus, tokenizer):
-    """None at all where the held-out documents or the sequences are too short for a prompt."""
+    """None at all where the held-out documents or the sequences are too short for a prompt, or the
+    models are spread over devices."""
+    if any(t.executor != ONE_DEVICE for t in trainers):
+        return []
     length = min(32, trainers[0].training.sequence // 2)
     try:
         prompts = heldout_prompts(corpus, tokenizer, CONTINUATIONS, max(1, length))
     except UserError as error:
         say(f"no continuations in the report: {error}")
         return []
-    ids = np.stack([prompt.prompt_ids for prompt in prompts])
-    written = {
-        t.name: continue_greedily(t.model, t.state.params, t.state.tables, ids, ids.shape[1])
-        for t in trainers
-    }
+    written = {t.name: _continued(t, [prompt.prompt_ids for prompt in prompts]) for t in trainers}
     return [
         Continuation(
             prompt.prompt,
@@ -206,6 +225,13 @@ def _continuations(trainers, corpus, tokenizer):
         )
         for i, prompt in enumerate(prompts)
     ]
+
+
+def _continued(trainer, prompts):
+    """Int [prompts, tokens]: the most likely tokens, as many as a prompt has."""
+    weights = kv_cache.prepare(trainer.model, trainer.state.params, trainer.state.tables)
+    count, context = len(prompts[0]), trainer.training.sequence
+    return np.transpose([*new_tokens(trainer.model, weights, prompts, count, context)])
 
 
 def _headline(variants):

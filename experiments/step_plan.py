@@ -7,9 +7,10 @@ import jax
 import numpy as np
 
 from experiments.recipes import Variant
+from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import update_steps
-from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
+from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs, stepped
 from sparse_dataflow.training.step import initial_state
 
 ROUNDS = 3
@@ -17,7 +18,11 @@ STEPS_A_ROUND = 3
 
 
 def planned_steps(
-    values, variants: list[Variant], programs: dict[str, list[Compiled]], data: TrainingData
+    values,
+    variants: list[Variant],
+    programs: dict[str, list[Compiled]],
+    data: TrainingData,
+    executor: Executor = ONE_DEVICE,
 ) -> dict[str, int]:
     """Steps of each variant: as many as --steps says, or as fit into its --minutes.
 
@@ -26,7 +31,7 @@ def planned_steps(
     """
     if values.steps:
         return {v.name: values.steps for v in variants}
-    seconds = _phase_seconds(variants, programs, data)
+    seconds = _phase_seconds(variants, programs, data, executor)
     steps = {}
     for v in variants:
         of_phase, update = seconds[v.name], programs[v.name][0].update_seconds
@@ -66,24 +71,23 @@ def _updates_a_step(variant, steps):
     return len(update_steps(variant.evolution, round(steps))) / steps
 
 
-def _phase_seconds(variants, programs, data):
+def _phase_seconds(variants, programs, data, executor=ONE_DEVICE):
     """Mean seconds of a step, a list a variant.
 
     Taken in turn, so that all see the same machine, each on a throw-away state that is gone before
     the next, so that no more memory is used than by training.
     """
-    tokens = data.train[0]["tokens"]
+    batch = executor.put(data.train[0], data.train.batch_size)
     times = {v.name: [[] for _ in v.stages] for v in variants}
     for _ in range(ROUNDS):
         for v in variants:
             for number, stage in enumerate(v.stages):
                 program = programs[v.name][number]
-                state = initial_state(stage.model, v.training)
-                if not program.runtime_layouts:
-                    state = state._replace(tables=())
+                state = initial_state(stage.model, v.training, executor)
+                tables = program.tables(state.tables)
                 for step in range(1 + STEPS_A_ROUND):
                     start = time.perf_counter()
-                    state, report = program.train_step(state, tokens, np.float32(0))
+                    state, tables, report = stepped(program, state, tables, batch, 0.0)
                     jax.block_until_ready(report)
                     if step:
                         times[v.name][number].append(time.perf_counter() - start)

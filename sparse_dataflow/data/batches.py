@@ -3,7 +3,7 @@
 Window i of a split is its tokens [i * L, i * L + L + 1): inputs are all but its last token, targets
 all but its first, so every token except the split's very first is predicted exactly once. Training
 windows are shuffled anew every epoch by grain. Batch s is a function of s alone: the global step is
-the whole data position, on any number of processes.
+the whole data position, on any number of processes, each of which loads rows of it.
 """
 
 import functools
@@ -37,31 +37,27 @@ class _Windows:
 class TrainBatches:
     """Shuffled training batches without end.
 
-    `batches[step]` is {"tokens": int32 [batch_size / process_count, sequence_length + 1]}: the rows
-    of process p are the p-th part of the global batch, so that the parts stacked in the order of
-    the processes are the batch of a single process.
+    `batches[step]` is {"tokens": int32 [len(rows), sequence_length + 1]}, these rows of the batch.
 
     Attributes:
       tokens: any integer type [count].
       batch_size: rows of the global batch.
       sequence_length: targets a row.
       seed: 0 to 2**32 - 1.
-      process_index: this process.
-      process_count: must divide `batch_size`.
+      rows: of the batch that this process loads, ascending; all of them where None.
 
     Raises:
-      UserError: too few tokens for one window, or an illegal size, seed or process.
+      UserError: too few tokens for one window, or an illegal size or seed.
     """
 
     tokens: np.ndarray
     batch_size: int
     sequence_length: int
     seed: int = 0
-    process_index: int = 0
-    process_count: int = 1
+    rows: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        _check_sizes(self.batch_size, self.sequence_length, self.process_index, self.process_count)
+        _check_sizes(self.batch_size, self.sequence_length)
         if not 0 <= self.seed < 2**32:
             raise UserError(f"The data seed {self.seed} is not in 0 to {2**32 - 1}.")
         if self.windows_per_epoch == 0:
@@ -89,9 +85,8 @@ class TrainBatches:
     def __getitem__(self, step: int) -> Batch:
         if step < 0:
             raise IndexError(step)
-        rows = self.batch_size // self.process_count
-        first = step * self.batch_size + self.process_index * rows
-        return {"tokens": np.stack([self._shuffled[first + row] for row in range(rows)])}
+        first, rows = step * self.batch_size, _rows(self)
+        return {"tokens": np.stack([self._shuffled[first + row] for row in rows])}
 
     def iterate(self, start_step: int = 0, threads: int = 2, prefetch: int = 8) -> Iterator[Batch]:
         """Batches `start_step`, `start_step + 1`, ... without end, read ahead by threads.
@@ -112,24 +107,22 @@ class TrainBatches:
 class EvalBatches:
     """All windows of a split in order, up to `max_windows`, the same at every evaluation.
 
-    `batches[i]` is {"tokens": int32 [rows, sequence_length + 1], "weights": float32
-    [rows, sequence_length]} with rows = batch_size / process_count; weights are 1 where a target
-    counts and 0 where the last window or the last batch is padded. Rows go to processes as in
-    `TrainBatches`.
+    `batches[i]` is {"tokens": int32 [len(rows), sequence_length + 1], "weights": float32
+    [len(rows), sequence_length]}; weights are 1 where a target counts and 0 where the last window
+    or the last batch is padded. `rows` as in `TrainBatches`.
 
     Raises:
-      UserError: fewer than two tokens, or an illegal size or process.
+      UserError: fewer than two tokens, or an illegal size.
     """
 
     tokens: np.ndarray
     batch_size: int
     sequence_length: int
     max_windows: int | None = None
-    process_index: int = 0
-    process_count: int = 1
+    rows: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        _check_sizes(self.batch_size, self.sequence_length, self.process_index, self.process_count)
+        _check_sizes(self.batch_size, self.sequence_length)
         if self.max_windows is not None and self.max_windows < 1:
             raise UserError(f"An evaluation needs 1 window or more, not {self.max_windows}.")
         if len(self.tokens) < 2:
@@ -160,15 +153,15 @@ class EvalBatches:
     def __getitem__(self, index: int) -> Batch:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        rows, length = self.batch_size // self.process_count, self.sequence_length
-        tokens = np.zeros((rows, length + 1), np.int32)
-        weights = np.zeros((rows, length), np.float32)
-        first = index * self.batch_size + self.process_index * rows
-        for row in range(min(rows, self.windows - first)):
-            start = (first + row) * length
-            window = self.tokens[start : start + length + 1]
-            tokens[row, : len(window)] = window
-            weights[row, : len(window) - 1] = 1
+        rows, length = _rows(self), self.sequence_length
+        tokens = np.zeros((len(rows), length + 1), np.int32)
+        weights = np.zeros((len(rows), length), np.float32)
+        for place, row in enumerate(rows):
+            number = index * self.batch_size + row
+            if number < self.windows:
+                window = self.tokens[number * length : (number + 1) * length + 1]
+                tokens[place, : len(window)] = window
+                weights[place, : len(window) - 1] = 1
         return {"tokens": tokens, "weights": weights}
 
     def __iter__(self) -> Iterator[Batch]:
@@ -184,17 +177,12 @@ def bits_per_byte(total_nll_nats: float, total_bytes: int) -> float:
     return total_nll_nats / (math.log(2) * total_bytes)
 
 
-def _check_sizes(
-    batch_size: int, sequence_length: int, process_index: int, process_count: int
-) -> None:
+def _rows(batches):
+    return range(batches.batch_size) if batches.rows is None else batches.rows
+
+
+def _check_sizes(batch_size: int, sequence_length: int) -> None:
     if batch_size < 1 or sequence_length < 1:
         raise UserError(
             f"A batch of {batch_size} rows of {sequence_length} tokens is empty; give 1 or more."
         )
-    if process_count < 1 or batch_size % process_count:
-        raise UserError(
-            f"A global batch of {batch_size} rows does not divide among {process_count} processes; "
-            "make it a multiple of their number."
-        )
-    if not 0 <= process_index < process_count:
-        raise UserError(f"Process {process_index} is not in 0 to {process_count - 1}.")

@@ -16,7 +16,8 @@ from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training.checkpoint import Checkpoints
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.phases import phase_before, phases
-from sparse_dataflow.training.saved_state import abstract_state, identity
+from sparse_dataflow.training.plateau import with_starts
+from sparse_dataflow.training.saved_state import identity, saved_state
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -125,8 +126,8 @@ def load(run_folder: str | Path, variant: str, checkpoint: str = NEWEST) -> Trai
     checkpoints = Checkpoints(where, config=known, read_only=True)
     found = phases(model, evolution, training.steps)
 
-    def wanted(step):
-        state = abstract_state(found, training, step)
+    def wanted(step, extra):
+        state = saved_state(with_starts(found, extra["starts"]), training, step)
         # The optimizer's part is read because it is there, and never reaches the device.
         on_host = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), state.moments)
         return state._replace(moments=on_host)

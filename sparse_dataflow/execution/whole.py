@@ -1,13 +1,21 @@
-"""The `whole` executor: all sections in one program."""
+"""All sections in one program: the loss and its gradients, of one device or of one of a mesh."""
+
+import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT
+from sparse_dataflow.models.shard import WHOLE, Shard
 from sparse_dataflow.models.sizes import ModelConfig
+
+FETCHED = "fetched"
+"""Name of parameters that were brought from other devices: the backward brings them again."""
 
 _REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.save_only_these_names(PROJECTION_OUTPUT),
@@ -15,7 +23,39 @@ _REMAT_POLICIES = {
 }
 
 
-def apply_blocks(config: ModelConfig, params: dict, tables: dict, x_BxTxD: jax.Array) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """The part of the work that one device of a mesh does, inside `shard_map`.
+
+    Attributes:
+      shard: of every section.
+      batch_parts: devices that the rows of a batch are dealt out to.
+      fetch: (section's name, its params as they are kept) -> params to compute with, their values
+        named FETCHED where they come from other devices; None where they are kept whole.
+      collect: gradients of a micro-batch in params as they are kept -> as they are accumulated.
+    """
+
+    shard: Shard = WHOLE
+    batch_parts: int = 1
+    fetch: Callable[[str, dict], dict] | None = None
+    collect: Callable[[dict], dict] = lambda gradients: gradients
+
+    def section(self, params: dict, name: str) -> dict:
+        """A section's params to compute with."""
+        return params[name] if self.fetch is None else self.fetch(name, params[name])
+
+
+ALONE = Member()
+"""One device does all the work."""
+
+
+def apply_blocks(
+    config: ModelConfig,
+    params: dict,
+    tables: dict,
+    x_BxTxD: jax.Array,
+    member: Member = ALONE,
+) -> jax.Array:
     """Runs all blocks on [B, T, D].
 
     Concrete (numpy) tables are specialised at trace time.  Blocks are unrolled where `unrolls` says
@@ -23,16 +63,28 @@ def apply_blocks(config: ModelConfig, params: dict, tables: dict, x_BxTxD: jax.A
     """
 
     def one(x, layer):
-        return gpt.block(config, layer[0], layer[1], x)
+        layer_params, layer_tables = layer
+        own = member.section({"blocks": layer_params}, "blocks")
+        return gpt.block(config, own, layer_tables, x, member.shard)
 
     if config.remat != "none":
-        one = jax.checkpoint(one, policy=_REMAT_POLICIES[config.remat])
+        one = rematerialised(config, one)
+    elif member.fetch is not None:
+        policy = jax.checkpoint_policies.save_anything_except_these_names(FETCHED)
+        one = jax.checkpoint(one, policy=policy)
     if unrolls(config, tables):
         layers = _unstack(params, config.num_layers)
         for i, layer in enumerate(layers):
             x_BxTxD = one(x_BxTxD, (layer, jax.tree.map(lambda t, i=i: t[i], tables)))
         return x_BxTxD
     return lax.scan(lambda x, layer: (one(x, layer), None), x_BxTxD, (params, tables))[0]
+
+
+def rematerialised(config: ModelConfig, layer: Callable) -> Callable:
+    """The layer, keeping for its gradient what the config's remat says."""
+    if config.remat == "none":
+        return layer
+    return jax.checkpoint(layer, policy=_REMAT_POLICIES[config.remat])
 
 
 UNROLL_LAYERS = 16
@@ -48,7 +100,7 @@ def unrolls(config: ModelConfig, tables: dict) -> bool:
     specialising, as long as compile time stays small."""
     concrete = all(isinstance(t, np.ndarray) for t in jax.tree.leaves(tables))
     deepest = UNROLL_LAYERS if concrete else UNROLL_CHANGING_LAYERS
-    return jax.default_backend() == "cpu" and config.num_layers <= deepest
+    return dispatch.platform() == "cpu" and config.num_layers <= deepest
 
 
 def _unstack(params, num_layers):
@@ -58,8 +110,15 @@ def _unstack(params, num_layers):
     return [jax.tree.unflatten(structure, layer) for layer in zip(*columns)]
 
 
-def loss(config: ModelConfig, params: dict, tables: dict, tokens: jax.Array, weights: jax.Array):
-    """Sum of weighted next-token losses.
+def loss(
+    config: ModelConfig,
+    params: dict,
+    tables: dict,
+    tokens: jax.Array,
+    weights: jax.Array,
+    member: Member = ALONE,
+):
+    """Sum of weighted next-token losses; a member's share of it.
 
     Args:
       config: the model.
@@ -67,14 +126,16 @@ def loss(config: ModelConfig, params: dict, tables: dict, tokens: jax.Array, wei
       tables: see `gpt`.
       tokens: int32 [B, T + 1]; the first T are inputs, the last T targets.
       weights: float32 [B, T].
+      member: whose rows, params and tables these are.
 
     Returns:
       float32 scalar, in nats.
     """
-    x = gpt.embed(config, params["embed"], tokens[:, :-1])
-    x = apply_blocks(config, params["blocks"], tables, x)
-    embedding = params["embed"]["tokens"]
-    return gpt.head_loss(config, params["head"], embedding, x, tokens[:, 1:], weights)
+    embed, head = (member.section(params, name) for name in ("embed", "head"))
+    x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
+    x = apply_blocks(config, params["blocks"], tables, x, member)
+    targets = tokens[:, 1:]
+    return gpt.head_loss(config, head, embed["tokens"], x, targets, weights, member.shard)
 
 
 def token_scores(
@@ -95,20 +156,36 @@ def logits(config: ModelConfig, params: dict, tables: dict, tokens: jax.Array) -
 
 
 def loss_and_gradients(
-    config: ModelConfig, params: dict, tables: dict, tokens: jax.Array, micro_batches: int = 1
+    config: ModelConfig,
+    params: dict,
+    tables: dict,
+    tokens: jax.Array,
+    micro_batches: int = 1,
+    member: Member = ALONE,
 ):
     """Mean next-token loss of int32 [B, T + 1] tokens and its gradient in params.
 
-    Micro-batches are rows of the batch, accumulated in float32 one after the other.
+    Micro-batches are rows of the batch, accumulated in float32 one after the other.  A member gets
+    its share of both, with gradients as `member.collect` leaves them.
     """
-    weight = jnp.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size, jnp.float32)
-    value_and_grad = jax.value_and_grad(lambda p, t, w: loss(config, p, tables, t, w))
+    targets = tokens[:, 1:]
+    weight = jnp.full(targets.shape, 1 / (targets.size * member.batch_parts), jnp.float32)
+
+    def one(params, tokens, weight):
+        value_and_grad = jax.value_and_grad(
+            lambda params: loss(config, params, tables, tokens, weight, member)
+        )
+        value, gradients = value_and_grad(params)
+        return value, member.collect(gradients)
+
     if micro_batches == 1:
-        return value_and_grad(params, tokens, weight)
+        return one(params, tokens, weight)
     split = lambda a: a.reshape(micro_batches, -1, *a.shape[1:])  # noqa: E731
+    batches = split(tokens), split(weight)
 
     def accumulate(total, batch):
-        return jax.tree.map(jnp.add, total, value_and_grad(params, *batch)), None
+        return jax.tree.map(jnp.add, total, one(params, *batch)), None
 
-    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    return lax.scan(accumulate, zeros, (split(tokens), split(weight)))[0]
+    shapes = jax.eval_shape(one, params, *(a[0] for a in batches))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return lax.scan(accumulate, zeros, batches)[0]

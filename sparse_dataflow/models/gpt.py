@@ -21,11 +21,15 @@ from jax.ad_checkpoint import checkpoint_name
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
+from sparse_dataflow.kernels.cross_entropy import vocabulary
 from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT, Linear, Probe, projection_layout
-from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
+from sparse_dataflow.models.shard import WHOLE, Shard
+from sparse_dataflow.models.sizes import PROJECTIONS, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
+
+ACTIVATIONS = {"gelu": gelu, "relu": jax.nn.relu}
 
 
 class Embed(nnx.Module):
@@ -40,11 +44,17 @@ class Embed(nnx.Module):
             self.positions = nnx.Param(0.01 * jax.random.normal(rngs.params(), shape))
         self.dtype = jnp.dtype(config.compute_dtype)
 
-    def __call__(self, tokens_BxT):
-        """Int32 [B, T] -> [B, T, D] in the compute dtype."""
-        x_BxTxD = self.tokens[...].astype(self.dtype)[tokens_BxT]
+    def __call__(self, tokens_BxT, shard=WHOLE, positions_BxT=None):
+        """Int32 [B, T], at positions 0 to T - 1 if not given -> [B, T, D] in the compute dtype, the
+        shard's own tokens of it."""
+        table_VxD = self.tokens[...].astype(self.dtype)
+        if shard.vocabulary:
+            x_BxTxD = shard.reduce(vocabulary.lookup(table_VxD, tokens_BxT, shard.axis))
+        else:
+            x_BxTxD = table_VxD[shard.own(tokens_BxT, axis=1)]
         if self.learned:
-            x_BxTxD += self.positions[...].astype(self.dtype)[: tokens_BxT.shape[1]]
+            at = slice(tokens_BxT.shape[1]) if positions_BxT is None else positions_BxT
+            x_BxTxD += shard.own(self.positions[...].astype(self.dtype)[at], axis=-2)
         return x_BxTxD
 
 
@@ -64,23 +74,39 @@ class Block(nnx.Module):
         self.norm2 = _norm(config, rngs)
         self.mlp_in = Linear(config, "mlp_in", gain=1.0, rngs=rngs)
         self.mlp_out = Linear(config, "mlp_out", gain=residual, rngs=rngs)
-        self.num_heads = config.num_heads
+        self.head_dim = config.d_model // config.num_heads
         self.rotary = config.positions == "rotary"
+        self.activation = config.activation
+        # Keys and queries align while training, so their product grows as the width of a head, and
+        # not as its root: 1 / head_dim in place of 1 / sqrt(head_dim) (arXiv 2203.03466, 4.1).
+        self.query_scale = math.sqrt(SUPAR_HEAD / self.head_dim) if config.supar else 1.0
+        self.activation = config.activation
 
-    def __call__(self, x_BxTxD, tables):
-        """[B, T, D] -> [B, T, D]; `tables` maps a sparse projection to this layer's tables."""
-        B, T, _ = x_BxTxD.shape
-        qkv = self.qkv(self.norm1(x_BxTxD), tables.get("qkv"))
-        q, k, v = jnp.moveaxis(qkv.reshape(B, T, self.num_heads, 3, -1), 3, 0)
+    def __call__(self, x_BxTxD, tables, shard=WHOLE, attend=causal_attention, positions_BxT=None):
+        """[B, T, D] -> [B, T, D], the shard's own tokens.
+
+        `tables` maps a sparse projection to this layer's tables; `attend` is the attention of
+        queries, keys and values [B, T, H, D / H]; positions are 0 to T - 1 if not given.
+        """
+        return self.halves(x_BxTxD, tables, shard, attend, positions_BxT)[1]
+
+    def halves(self, x_BxTxD, tables, shard=WHOLE, attend=causal_attention, positions_BxT=None):
+        """The residual stream [B, T, D] after attention, and after the MLP."""
+        qkv = self.qkv(shard.gather(self.norm1(x_BxTxD)), tables.get("qkv"))
+        B, T, _ = qkv.shape
+        q, k, v = jnp.moveaxis(qkv.reshape(B, T, -1, 3, self.head_dim), 3, 0)
         if self.rotary:
-            q, k = _rotate(q), _rotate(k)
-        attended = causal_attention(q, k, v).reshape(x_BxTxD.shape)
-        x_BxTxD += self.attn_out(attended, tables.get("attn_out"))
-        return x_BxTxD + self._mlp(self.norm2(x_BxTxD), tables)
+            q, k = _rotate(q, positions_BxT), _rotate(k, positions_BxT)
+        if self.query_scale != 1:
+            q *= self.query_scale
+        attended = attend(q, k, v).reshape(B, T, -1)
+        x_BxTxD += self.attn_out(attended, tables.get("attn_out"), shard.reduce)
+        return x_BxTxD, x_BxTxD + self._mlp(shard.gather(self.norm2(x_BxTxD)), tables, shard)
 
-    def _mlp(self, x_BxTxD, tables):
+    def _mlp(self, x_BxTxD, tables, shard):
         probed = any(isinstance(tables.get(name), Probe) for name in ("mlp_in", "mlp_out"))
-        if self.mlp_in.plain_sparse and self.mlp_out.plain_sparse and not probed:
+        fused = self.activation == "gelu" and not probed
+        if fused and self.mlp_in.plain_sparse and self.mlp_out.plain_sparse:
             inside, outside = self.mlp_in.cast(x_BxTxD.dtype), self.mlp_out.cast(x_BxTxD.dtype)
             y = sparse_mlp(
                 x_BxTxD,
@@ -90,9 +116,13 @@ class Block(nnx.Module):
                 tables["mlp_in"],
                 tables["mlp_out"],
             )
-            return checkpoint_name(y + outside["bias"], PROJECTION_OUTPUT)
-        hidden = gelu(self.mlp_in(x_BxTxD, tables.get("mlp_in")))
-        return self.mlp_out(hidden, tables.get("mlp_out"))
+            return checkpoint_name(shard.reduce(y) + outside["bias"], PROJECTION_OUTPUT)
+        hidden = self.activate(self.mlp_in(x_BxTxD, tables.get("mlp_in")))
+        return self.mlp_out(hidden, tables.get("mlp_out"), shard.reduce)
+
+    def activate(self, hidden):
+        """The MLP's activation, elementwise."""
+        return ACTIVATIONS[self.activation](hidden)
 
 
 class Head(nnx.Module):
@@ -100,28 +130,39 @@ class Head(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.norm = _norm(config, rngs)
+        # What reads the residual stream at a constant initial variance sums over more of it in a
+        # wider model (arXiv 2203.03466, table 8).
+        self.scale = SUPAR_WIDTH / config.d_model if config.supar else 1.0
 
     def __call__(self, x_BxTxD):
-        """[B, T, D] -> [B, T, D], normalised."""
-        return self.norm(x_BxTxD)
+        """[B, T, D] -> [B, T, D], normalised; the output layer's multiplier is in it."""
+        x_BxTxD = self.norm(x_BxTxD)
+        return x_BxTxD if self.scale == 1 else x_BxTxD * self.scale
 
 
 def init(config: ModelConfig, key: jax.Array) -> dict:
     """Draws the parameters, float32; see the module docstring for their structure."""
-
-    def draw(section):
-        def pure(key):
-            module = section(config, rngs=nnx.Rngs(params=key))
-            return nnx.to_pure_dict(nnx.state(module, nnx.Param))
-
-        return pure
-
-    embed_key, blocks_key, head_key = jax.random.split(key, 3)
+    keys = init_keys(config, key)
     return {
-        "embed": draw(Embed)(embed_key),
-        "blocks": jax.vmap(draw(Block))(jax.random.split(blocks_key, config.num_layers)),
-        "head": draw(Head)(head_key),
+        "embed": init_section(config, "embed", keys["embed"]),
+        "blocks": jax.vmap(lambda key: init_section(config, "block", key))(keys["blocks"]),
+        "head": init_section(config, "head", keys["head"]),
     }
+
+
+def init_keys(config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
+    """The keys that `init` draws the sections with: one each, and [num_layers] for "blocks"."""
+    embed_key, blocks_key, head_key = jax.random.split(key, 3)
+    blocks = jax.random.split(blocks_key, config.num_layers)
+    return {"embed": embed_key, "blocks": blocks, "head": head_key}
+
+
+def init_section(config: ModelConfig, section: str, key: jax.Array) -> dict:
+    """Draws the parameters of "embed", of one "block" or of "head"."""
+    module = {"embed": Embed, "block": Block, "head": Head}[section](
+        config, rngs=nnx.Rngs(params=key)
+    )
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
 def layouts(config: ModelConfig) -> dict[str, list[BlockLayout]]:
@@ -159,8 +200,15 @@ def layouts_of(
     }
 
 
-def embed(config: ModelConfig, params: dict, tokens_BxT: jax.Array) -> jax.Array:
-    """Section 0: int32 [B, T] -> [B, T, D] in the compute dtype.
+def embed(
+    config: ModelConfig,
+    params: dict,
+    tokens_BxT: jax.Array,
+    shard: Shard = WHOLE,
+    positions_BxT: jax.Array | None = None,
+) -> jax.Array:
+    """Section 0: int32 [B, T], at positions 0 to T - 1 if not given -> [B, T, D] in the compute
+    dtype; of a shard, its own tokens.
 
     Raises:
       UserError: if T exceeds the learned positions.
@@ -170,14 +218,24 @@ def embed(config: ModelConfig, params: dict, tokens_BxT: jax.Array) -> jax.Array
             f"Sequence of {tokens_BxT.shape[1]} tokens is longer than the model's "
             f"{config.max_len} positions; legal: 1 to {config.max_len}, or --positions=rotary."
         )
-    return _apply(Embed, config, params)(tokens_BxT)
+    return _apply(Embed, config, params)(tokens_BxT, shard, positions_BxT)
 
 
 def block(
-    config: ModelConfig, params: dict, tables: dict[str, LayoutTables], x_BxTxD: jax.Array
+    config: ModelConfig,
+    params: dict,
+    tables: dict[str, LayoutTables],
+    x_BxTxD: jax.Array,
+    shard: Shard = WHOLE,
+    attend: Callable = causal_attention,
+    positions_BxT: jax.Array | None = None,
 ) -> jax.Array:
-    """One middle section: [B, T, D] -> [B, T, D], with one layer's params and tables."""
-    return _apply(Block, config, params)(x_BxTxD, tables)
+    """One middle section: [B, T, D] -> [B, T, D], with one layer's params and tables.
+
+    A shard has its own tokens of x, and its part of the params and tables; `attend` and positions
+    as `Block` takes them.
+    """
+    return _apply(Block, config, params)(x_BxTxD, tables, shard, attend, positions_BxT)
 
 
 def bind_block(config: ModelConfig) -> Callable[[dict], Block]:
@@ -197,12 +255,22 @@ def head_loss(
     x_BxTxD: jax.Array,
     targets_BxT: jax.Array,
     weights_BxT: jax.Array,
+    shard: Shard = WHOLE,
 ) -> jax.Array:
-    """Last section: float32 sum of weights * negative log-likelihood, in nats."""
+    """Last section: float32 sum of weights * negative log-likelihood, in nats; a shard's share.
+
+    Targets and weights are those of the whole sequence, x is the shard's own.
+    """
     x = head(config, params, x_BxTxD)
+    axis = None
+    if shard.vocabulary:
+        x, axis = shard.gather(x), shard.axis
+    else:
+        targets_BxT, weights_BxT = (shard.own(a, axis=1) for a in (targets_BxT, weights_BxT))
     x_NxD = x.reshape(-1, x.shape[-1])
+    embedding = embedding_VxD.astype(x.dtype)
     return cross_entropy.weighted_loss(
-        x_NxD, embedding_VxD.astype(x.dtype), targets_BxT.reshape(-1), weights_BxT.reshape(-1)
+        x_NxD, embedding, targets_BxT.reshape(-1), weights_BxT.reshape(-1), axis
     )
 
 
@@ -245,11 +313,12 @@ def _norm(config, rngs):
     return kind(config.d_model, epsilon=1e-5, dtype=jnp.dtype(config.compute_dtype), rngs=rngs)
 
 
-def _rotate(x_BxTxHxK):
+def _rotate(x_BxTxHxK, positions_BxT=None):
     """Rotary positions (arXiv 2104.09864, section 3.4), base 10,000, halves paired."""
     T, width = x_BxTxHxK.shape[1], x_BxTxHxK.shape[-1]
     frequency = 10_000.0 ** (-jnp.arange(0, width, 2) / width)
-    angle = (jnp.arange(T)[:, None] * frequency)[:, None, :]
+    positions = jnp.arange(T) if positions_BxT is None else positions_BxT
+    angle = (positions[..., None] * frequency)[..., None, :]
     sin, cos = jnp.sin(angle).astype(x_BxTxHxK.dtype), jnp.cos(angle).astype(x_BxTxHxK.dtype)
     first, second = jnp.split(x_BxTxHxK, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

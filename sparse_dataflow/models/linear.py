@@ -1,7 +1,9 @@
 """The pluggable linear layer: dense, block-sparse, or block-sparse plus low-rank."""
 
+import dataclasses
+import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -32,17 +34,23 @@ def projection_layout(config: ModelConfig, projection: str, layer: int) -> Block
     return make_layout(spec.pattern, in_features, out_features, spec.block, spec.density, phase)
 
 
-class Probe(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("tables", "norms"), meta_fields=("axes",)
+)
+@dataclasses.dataclass(frozen=True)
+class Probe:
     """Tables of a projection whose dense gradient is asked for, block by block.
 
     Attributes:
       tables: the layout's.
       norms: float32 [in_blocks, out_blocks]; enters no result, and its "gradient" is the Euclidean
         norm of every block of xᵀ dy, the gradient that the weight would have if it were dense.
+      axes: of `shard_map`, over which the rows of x are dealt out.
     """
 
     tables: LayoutTables
     norms: jax.Array
+    axes: tuple[str, ...] = ()
 
 
 class Linear(nnx.Module):
@@ -80,19 +88,30 @@ class Linear(nnx.Module):
             self.b_kernel = nnx.Param(jnp.zeros((spec.rank, out_features)))
             self.gate = nnx.Param(jnp.ones(()))
 
-    def __call__(self, x: jax.Array, tables: LayoutTables | Probe | None) -> jax.Array:
-        """[..., in] -> [..., out] in x's dtype; `tables` are this layer's where it is sparse."""
+    def __call__(
+        self,
+        x: jax.Array,
+        tables: LayoutTables | Probe | None,
+        reduce: Callable[[jax.Array], jax.Array] = lambda y: y,
+    ) -> jax.Array:
+        """[..., in] -> [..., out] in x's dtype.
+
+        Args:
+          x: the input, or the features of it that this part of the weight reads.
+          tables: this layer's where it is sparse.
+          reduce: sums the products of the parts of a weight that is cut by rows.
+        """
         own = self.cast(x.dtype)
         if isinstance(tables, Probe):
             y = block_sparse_matmul(x, own["values"], tables.tables)
-            y = _with_gradient_norms(y, x, tables.norms)
+            y = _with_gradient_norms(y, x, tables.norms, tables.axes)
         elif self.sparse:
             y = block_sparse_matmul(x, own["values"], tables)
         else:
             y = _matmul(x, own["kernel"])
         if self.rank:
             y += own["gate"] * _matmul(_matmul(x, own["a_kernel"]), own["b_kernel"])
-        return checkpoint_name(y + own["bias"], PROJECTION_OUTPUT)
+        return checkpoint_name(reduce(y) + own["bias"], PROJECTION_OUTPUT)
 
     @property
     def plain_sparse(self) -> bool:
@@ -105,17 +124,17 @@ class Linear(nnx.Module):
         return {name: leaf.astype(dtype) for name, leaf in params.items()}
 
 
-@jax.custom_vjp
-def _with_gradient_norms(y, x, norms):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _with_gradient_norms(y, x, norms, axes):
     """`y`; see `Probe`."""
     return y
 
 
-def _probe_forward(y, x, norms):
+def _probe_forward(y, x, norms, axes):
     return y, (x, norms)
 
 
-def _probe_backward(saved, dy):
+def _probe_backward(axes, saved, dy):
     x, norms = saved
     wide = jnp.promote_types(x.dtype, jnp.float32)
     gradient = lax.dot_general(
@@ -124,6 +143,8 @@ def _probe_backward(saved, dy):
         (((0,), (0,)), ((), ())),
         preferred_element_type=wide,
     )
+    if axes:
+        gradient = lax.psum(gradient, axes)
     in_blocks, out_blocks = norms.shape
     blocks = gradient.reshape(in_blocks, len(gradient) // in_blocks, out_blocks, -1)
     found = jnp.sqrt(jnp.sum(jnp.square(blocks), axis=(1, 3)))

@@ -6,20 +6,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from sparse_dataflow.data.batches import bits_per_byte
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import processes
+from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, exchanged_share
 from sparse_dataflow.training.checkpoint import Checkpoints
 from sparse_dataflow.training.metrics import MetricsWriter, Progress, say
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
-from sparse_dataflow.training.phases import phase_before, phases, refuse_unfit, run_flops
-from sparse_dataflow.training.programs import Compiled, TrainingData, evolved
-from sparse_dataflow.training.saved_state import abstract_state, identity
+from sparse_dataflow.training.phases import phase_before, phases, phases_flops, refuse_unfit
+from sparse_dataflow.training.plateau import Plateau, next_begins, with_starts
+from sparse_dataflow.training.programs import Compiled, TrainingData, changed, evolved, stepped
+from sparse_dataflow.training.saved_state import identity, saved_state
 from sparse_dataflow.training.step import initial_state
-from sparse_dataflow.training.transitions import change_model
 
 
 class Trainer:
@@ -38,6 +39,7 @@ class Trainer:
         programs: Sequence[Compiled],
         *,
         evolution: EvolutionConfig | None = None,
+        executor: Executor = ONE_DEVICE,
         eval_every: int,
         checkpoint_every: int,
         keep: int = 3,
@@ -54,6 +56,7 @@ class Trainer:
           data: what to train on.
           programs: from `compile_programs`, one a phase.
           evolution: how the layouts or the model change, likewise; static where None.
+          executor: that the programs were compiled for.
           eval_every: steps between evaluations on the held-out windows.
           checkpoint_every: steps between checkpoints.
           keep: checkpoints to keep, beside the best.
@@ -65,31 +68,33 @@ class Trainer:
           UserError: the folder cannot be written, or holds checkpoints of another config; the
             evolution does not fit the model or the steps.
         """
-        self.name, self.training = name, training
+        self.name, self.training, self.executor = name, training, executor
         self.evolution = evolution or EvolutionConfig()
         refuse_unfit(model, self.evolution, training.steps)
         self.phases = phases(model, self.evolution, training.steps)
-        self.flops = run_flops(model, self.evolution, training)
         self._data, self._programs, self._mfu = data, programs, mfu
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
         self._learning_rate = learning_rate_schedule(training)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{folder} cannot be made: {error.strerror}.") from error
+        processes.from_first(lambda: _make(folder))
         known = identity(model, training, self.evolution, data.tokenizer_hash)
         self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=known)
-        self.seconds = 0.0
-        restored = self._checkpoints.restore(
-            lambda step: abstract_state(self.phases, training, step)
-        )
+        self.seconds, self._plateau = 0.0, Plateau()
+
+        def wanted(step, extra):
+            self.phases = with_starts(self.phases, extra["starts"])
+            return saved_state(self.phases, training, step, executor)
+
+        restored = self._checkpoints.restore(wanted)
         if restored:
-            self.state, extra = restored
+            state, extra = restored
+            self.state = executor.place(state)
             self.seconds = extra["seconds"]
+            self._plateau = Plateau.from_json(extra["plateau"])
         else:
-            self.state = initial_state(self.phases[0].model, training)
+            self.state = initial_state(self.phases[0].model, training, executor)
         self.step = int(self.state.step)
         self._phase = phase_before(self.phases, self.step)
+        self._tables = self._programs[self._phase].tables(self.state.tables)
         self._batches = data.train.iterate(self.step)
         self._metrics = MetricsWriter(folder, self.step)
         self._progress = Progress(name, training.steps, self.step, position)
@@ -99,6 +104,11 @@ class Trainer:
     def model(self) -> ModelConfig:
         """The model of the present state."""
         return self.phases[self._phase].model
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of the whole training, in the phases as they are known now."""
+        return phases_flops(self.phases, self.evolution, self.training)
 
     @property
     def finished(self) -> bool:
@@ -115,22 +125,19 @@ class Trainer:
           UserError: a loss or gradient is not finite; names step, parameter group and the last
             good checkpoint.
         """
-        batch = next(self._batches)
+        batch = self._put(next(self._batches))
         self._evolve(batch)
-        tokens = batch["tokens"]
         learning_rate = self._learning_rate(self.step) * self.phases[self._phase].rate
         start = time.perf_counter()
-        after, report = self._programs[self._phase].train_step(
-            self.state._replace(tables=self._program_tables), tokens, np.float32(learning_rate)
+        self.state, self._tables, report = stepped(
+            self._programs[self._phase], self.state, self._tables, batch, learning_rate
         )
         report = jax.tree.map(float, jax.device_get(report))
         elapsed = time.perf_counter() - start
-        # Layouts that a program is specialised to stay here.
-        self.state = after._replace(tables=after.tables or self.state.tables)
         self.step += 1
         self._refuse_non_finite("gradients", report.gradient_norms, report.loss)
         self.seconds += elapsed
-        speed = tokens.shape[0] * (tokens.shape[1] - 1) / elapsed
+        speed = self.training.batch * self.training.sequence / elapsed
         self._metrics.write(
             {
                 "kind": "train",
@@ -147,9 +154,19 @@ class Trainer:
         left = self.seconds / self.step * (self.training.steps - self.step)
         self._progress.update(self.step, f"loss {report.loss:.3f}  {speed:,.0f} tokens/s", left)
         if self.step % self._eval_every == 0 or self.finished:
-            self.evaluate()
+            self._watch(self.evaluate()["bits_per_byte"])
         if self.step % self._checkpoint_every == 0 or self.finished:
             self.save()
+
+    def _watch(self, bits_per_byte):
+        """Lets the next phase begin where this one's evaluations show no more progress."""
+        if not self.evolution.plateau or self._phase + 1 == len(self.phases) or self.finished:
+            return
+        self._plateau = self._plateau.after(bits_per_byte)
+        if self._plateau.stale >= self.evolution.plateau:
+            self.phases = next_begins(self.phases, self._phase, self.step)
+            self._plateau = Plateau()
+            say(f"{self.name:>6}: no progress; the next phase begins after step {self.step}")
 
     def _evolve(self, batch):
         """Changes the model or its layouts where that is due before the next step."""
@@ -157,13 +174,14 @@ class Trainer:
         start = time.perf_counter()
         if self.step == self.phases[self._phase].stop:
             before, after = self.phases[self._phase : self._phase + 2]
-            self.state = change_model(self.state, before.model, after.model)
+            self.state = changed(self.state, before.model, after.model, self.executor)
             self._phase += 1
         elif share:
-            programs = self._programs[self._phase]
-            self.state = evolved(self.state, self.model, programs, self.evolution, share, batch)
+            programs, how = self._programs[self._phase], self.evolution
+            self.state = evolved(self.state, self.model, programs, how, share, batch, self.executor)
         else:
             return
+        self._tables = self._programs[self._phase].tables(self.state.tables)
         elapsed = time.perf_counter() - start
         self.seconds += elapsed
         self._metrics.write(
@@ -178,9 +196,8 @@ class Trainer:
             }
         )
 
-    @property
-    def _program_tables(self):
-        return self.state.tables if self._programs[self._phase].runtime_layouts else ()
+    def _put(self, batch):
+        return self.executor.put(batch, self.training.batch)
 
     @property
     def tokens(self) -> int:
@@ -198,10 +215,10 @@ class Trainer:
         return self._evaluate("final", self._data.final, self._data.final_bytes)
 
     def _evaluate(self, kind, batches, total_bytes):
-        eval_step, tables = self._programs[self._phase].eval_step, self._program_tables
+        eval_step, params = self._programs[self._phase].eval_step, self.state.params
         total = sum(
-            float(eval_step(self.state.params, tables, batch["tokens"], batch["weights"]))
-            for batch in batches
+            float(eval_step(params, self._tables, batch["tokens"], batch["weights"]))
+            for batch in map(self._put, batches)
         )
         row = {
             "kind": kind,
@@ -225,8 +242,14 @@ class Trainer:
         self._refuse_non_finite("parameters", norms)
         fresh = self.last_evaluation and self.last_evaluation["step"] == self.step
         metric = self.last_evaluation["bits_per_byte"] if fresh else None
-        extra = {"seconds": self.seconds, "data_position": self.step, "bits_per_byte": metric}
-        self._checkpoints.save(self.step, self.state, extra, metric)
+        extra = {
+            "seconds": self.seconds,
+            "data_position": self.step,
+            "bits_per_byte": metric,
+            "starts": [phase.start for phase in self.phases],
+            "plateau": self._plateau.to_json(),
+        }
+        self._checkpoints.save(self.step, self.executor.canonical(self.state), extra, metric)
 
     def close(self) -> None:
         """Waits for the checkpoint under way and closes the files.
@@ -254,6 +277,13 @@ class Trainer:
         )
 
 
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made: {error.strerror}.") from error
+
+
 def advance_side_by_side(trainers: list[Trainer], stop: Callable[[], bool]) -> Iterator[Trainer]:
     """Advances each trainer by turns until all are finished or `stop()`; yields who advanced.
 
@@ -261,7 +291,7 @@ def advance_side_by_side(trainers: list[Trainer], stop: Callable[[], bool]) -> I
     speed drifts is shared fairly. When stopped, every trainer is saved first.
     """
     while running := [t for t in trainers if not t.finished]:
-        if stop():
+        if processes.anywhere(stop()):
             for trainer in running:
                 trainer.save()
                 say(f"{trainer.name:>6} saved at step {trainer.step}")

@@ -10,12 +10,14 @@ import jax
 import numpy as np
 
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
+from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.models import gpt
 from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, Stage
-from sparse_dataflow.training.block_gradients import block_gradient_norms
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.phases import probed_rows
 from sparse_dataflow.training.step import (
+    StepReport,
+    abstract_state,
     group_norms,
     initial_state,
     make_eval_step,
@@ -53,7 +55,8 @@ class Compiled:
       train_step: (state, tokens, learning rate) -> (state, StepReport); donates the state.
       eval_step: (params, tables, tokens, weights) -> sum of weighted losses.
       seconds: that compiling took.
-      runtime_layouts: whether both are given the state's tables, () where they are not.
+      tables: canonical numpy tables -> what both are given as the state's tables; () where they are
+        specialised to them.
       gradient_norms: (params, tables, tokens of a batch) -> norms of the dense gradient's blocks,
         where the evolution reads them.
       update_seconds: of one layout update, measured.
@@ -63,7 +66,7 @@ class Compiled:
     train_step: Callable
     eval_step: Callable
     seconds: float
-    runtime_layouts: bool = False
+    tables: Callable = lambda tables: ()
     gradient_norms: Callable | None = None
     update_seconds: float = 0.0
     parameter_norms: Callable = group_norms
@@ -75,6 +78,7 @@ def compile_programs(
     data: TrainingData,
     evolution: EvolutionConfig | None = None,
     known: dict | None = None,
+    executor: Executor = ONE_DEVICE,
 ) -> list[Compiled]:
     """Compiles each stage's train and eval step, and makes every transition once.
 
@@ -87,48 +91,62 @@ def compile_programs(
       data: likewise.
       evolution: static where None.
       known: programs by what they depend on, kept between calls: equal ones are compiled once.
+      executor: how they are laid out.
     """
     evolution, known = evolution or EvolutionConfig(), {} if known is None else known
     method = METHODS[evolution.method]
     programs = []
     for stage in stages:
         shape = dataclasses.replace(training, steps=1, learning_rate=1.0, warmup=0.0, seed=0)
-        key = stage.model, stage.runtime_layouts, shape
+        key = stage.model, stage.runtime_layouts, shape, executor
         if key not in known:
-            known[key] = _compiled(stage, training, data)
+            known[key] = _compiled(stage, training, data, executor)
         programs.append(known[key])
         if method.update is not None:
-            programs[-1] = _with_updates(programs[-1], stage, training, data, evolution)
+            programs[-1] = _with_updates(programs[-1], stage, training, data, evolution, executor)
     for before, after in itertools.pairwise(stages):
-        change_model(initial_state(before.model, training), before.model, after.model)
+        changed(
+            initial_state(before.model, training, executor), before.model, after.model, executor
+        )
     return programs
 
 
-def _compiled(stage, training, data):
+def _compiled(stage, training, data, executor):
     start = time.perf_counter()
     model = stage.model
-    tables = gpt.layout_tables(gpt.layouts(model))
-    fixed = None if stage.runtime_layouts else tables
-    shapes = jax.eval_shape(lambda: initial_state(model, training))
-    shapes = shapes._replace(tables=tables if stage.runtime_layouts else ())
-    train_step = jax.jit(make_train_step(model, training, fixed), donate_argnums=0)
-    eval_step = jax.jit(make_eval_step(model, fixed))
-    tokens, held_out = data.train[0]["tokens"], data.validation[0]
-    weights = held_out["weights"]
+    canonical = gpt.layout_tables(gpt.layouts(model))
+    tables = functools.partial(executor.tables, changing=stage.runtime_layouts)
+    given = tables(canonical)
+    fixed = None if given else canonical
+    shapes = executor.placed_shapes(abstract_state(model, training, executor))
+    shapes = shapes._replace(tables=given)
+    train_step = make_train_step(model, training, fixed, executor)
+    eval_step = make_eval_step(model, fixed, executor)
+    told = executor.replicated()
+    laid_out = executor.shardings(shapes._replace(tables=()))
+    if laid_out is not None:
+        laid_out = laid_out._replace(tables=None), StepReport(told, told)
+    train_step = jax.jit(train_step, donate_argnums=0, out_shardings=laid_out)
+    eval_step = jax.jit(eval_step, out_shardings=told)
+    batch = executor.put(data.train[0], data.train.batch_size)
+    held_out = executor.put(data.validation[0], data.validation.batch_size)
+    windows = held_out["tokens"], held_out["weights"]
     return Compiled(
-        train_step.lower(shapes, tokens, np.float32(0)).compile(),
-        eval_step.lower(shapes.params, shapes.tables, held_out["tokens"], weights).compile(),
+        train_step.lower(shapes, batch["tokens"], np.float32(0)).compile(),
+        eval_step.lower(shapes.params, given, *windows).compile(),
         time.perf_counter() - start,
-        stage.runtime_layouts,
-        parameter_norms=jax.jit(group_norms).lower(shapes.params).compile(),
+        tables,
+        parameter_norms=jax.jit(group_norms, out_shardings=told).lower(shapes.params).compile(),
     )
 
 
-def _with_updates(programs, stage, training, data, evolution):
+def _with_updates(programs, stage, training, data, evolution, executor):
     """`programs` with what updates read; an update was made twice, and timed the second time."""
     model, method = stage.model, METHODS[evolution.method]
     rows = probed_rows(training)
-    norms = jax.jit(functools.partial(block_gradient_norms, model))
+    norms = jax.jit(
+        functools.partial(executor.block_gradient_norms, model), out_shardings=executor.replicated()
+    )
     if method.reads_gradients:
         programs = dataclasses.replace(
             programs,
@@ -136,21 +154,55 @@ def _with_updates(programs, stage, training, data, evolution):
                 norms(params, tables, tokens[:rows])
             ),
         )
-    state = initial_state(model, training)
+    state = initial_state(model, training, executor)
+    batches = [executor.put(data.train[step], data.train.batch_size) for step in range(2)]
     for _ in range(2):
         # Updates meet states that a step has made.
-        state, _ = programs.train_step(state, data.train[0]["tokens"], np.float32(0))
+        state, *_ = stepped(programs, state, programs.tables(state.tables), batches[0], 0.0)
         jax.block_until_ready(state.params)
         start = time.perf_counter()
-        state = evolved(state, stage.model, programs, evolution, evolution.share, data.train[1])
+        state = evolved(state, model, programs, evolution, evolution.share, batches[1], executor)
         seconds = time.perf_counter() - start
     return dataclasses.replace(programs, update_seconds=seconds)
 
 
-def evolved(state, model, programs: Compiled, evolution: EvolutionConfig, share: float, batch):
+def stepped(programs: Compiled, state, tables, batch, learning_rate: float):
+    """One step.
+
+    Args:
+      programs: of the state's model.
+      state: as the executor places it; gone afterwards.
+      tables: `programs.tables(state.tables)`; gone afterwards.
+      batch: as the executor puts it.
+      learning_rate: of this step.
+
+    Returns:
+      (state, tables for the next step, StepReport); the state's own tables stay as they are.
+    """
+    given = state._replace(tables=tables)
+    after, report = programs.train_step(given, batch["tokens"], np.float32(learning_rate))
+    return after._replace(tables=state.tables), after.tables, report
+
+
+def evolved(
+    state,
+    model,
+    programs: Compiled,
+    evolution: EvolutionConfig,
+    share: float,
+    batch,
+    executor: Executor = ONE_DEVICE,
+):
     """`state` after one layout update that exchanges `share`; `batch` is the next step's."""
     method = METHODS[evolution.method]
     norms = None
     if method.reads_gradients:
-        norms = programs.gradient_norms(state.params, state.tables, batch["tokens"])
-    return update_layouts(state, model, method.update, share, norms)
+        tables = programs.tables(state.tables)
+        norms = programs.gradient_norms(state.params, tables, batch["tokens"])
+    state = update_layouts(executor.canonical(state), model, method.update, share, norms)
+    return executor.place(state)
+
+
+def changed(state, before, after, executor: Executor = ONE_DEVICE):
+    """`state` of the model `before` as one of `after`."""
+    return executor.place(change_model(executor.canonical(state), before, after))

@@ -4,14 +4,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
+from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.phases import Phase, phase_before
-from sparse_dataflow.training.step import TrainState, initial_state
+from sparse_dataflow.training.step import TrainState, abstract_state
 
 
 def identity(
@@ -27,8 +26,13 @@ def identity(
     }
 
 
-def abstract_state(phases: Sequence[Phase], training: TrainingConfig, step: int) -> TrainState:
-    """Shapes of the state after `step` steps, its tables as numpy arrays."""
+def saved_state(
+    phases: Sequence[Phase],
+    training: TrainingConfig,
+    step: int,
+    executor: Executor = ONE_DEVICE,
+) -> TrainState:
+    """Shapes of the state after `step` steps and where it goes, its tables as numpy arrays."""
     model = phases[phase_before(phases, step)].model
-    state = jax.eval_shape(lambda: initial_state(model, training))
+    state = abstract_state(model, training, executor)
     return state._replace(tables=gpt.layout_tables(gpt.layouts(model)))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparse_dataflow.execution import whole
+from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
@@ -40,28 +40,51 @@ class StepReport(NamedTuple):
     gradient_norms: Any
 
 
-def initial_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
-    """Parameters, zero moments and the model's own layouts, drawn from the training seed."""
+def initial_state(
+    model: ModelConfig, training: TrainingConfig, executor: Executor = ONE_DEVICE
+) -> TrainState:
+    """Parameters, zero moments and the model's own layouts, drawn from the training seed.
+
+    The same on every executor, and as it places them.
+    """
     tables = gpt.layout_tables(gpt.layouts(model))
     # The length of the training draws nothing, and is known only after the first states are.
-    return _draw(model, dataclasses.replace(training, steps=1))()._replace(tables=tables)
+    state = _draw(model, dataclasses.replace(training, steps=1), executor)()
+    return executor.place(state._replace(tables=tables))
+
+
+def abstract_state(
+    model: ModelConfig, training: TrainingConfig, executor: Executor = ONE_DEVICE
+) -> TrainState:
+    """Shapes, dtypes and shardings of `initial_state`, without tables."""
+    shapes = jax.eval_shape(_draw(model, dataclasses.replace(training, steps=1), executor))
+    shardings = executor.shardings(shapes)
+    if shardings is None:
+        return shapes
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
 
 
 @functools.cache
-def _draw(model, training):
+def _draw(model, training, executor):
     optimizer = make_optimizer(model, training)
 
-    @jax.jit
     def draw():
         init_key, key = jax.random.split(jax.random.key(training.seed))
         params = gpt.init(model, init_key)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), (), key)
 
-    return draw
+    return jax.jit(draw, out_shardings=executor.shardings(jax.eval_shape(draw)))
 
 
 def make_train_step(
-    model: ModelConfig, training: TrainingConfig, tables: dict | None = None
+    model: ModelConfig,
+    training: TrainingConfig,
+    tables: dict | None = None,
+    executor: Executor = ONE_DEVICE,
 ) -> Callable:
     """(state, int32 [batch, sequence + 1] tokens, learning rate) -> (state, StepReport).
 
@@ -74,7 +97,7 @@ def make_train_step(
     def train_step(state: TrainState, tokens: jax.Array, learning_rate: jax.Array):
         tables = state.tables if fixed is None else fixed
         with jax.named_scope("loss_and_gradients"):
-            loss, gradients = whole.loss_and_gradients(
+            loss, gradients = executor.loss_and_gradients(
                 model, state.params, tables, tokens, training.micro_batches
             )
         with jax.named_scope("optimizer"):
@@ -87,7 +110,9 @@ def make_train_step(
     return train_step
 
 
-def make_eval_step(model: ModelConfig, tables: dict | None = None) -> Callable:
+def make_eval_step(
+    model: ModelConfig, tables: dict | None = None, executor: Executor = ONE_DEVICE
+) -> Callable:
     """(params, tables, tokens, weights) -> float32 [] sum of weighted losses in nats.
 
     `tables` as for `make_train_step`.
@@ -95,7 +120,7 @@ def make_eval_step(model: ModelConfig, tables: dict | None = None) -> Callable:
     fixed = tables
 
     def eval_step(params: dict, tables, tokens: jax.Array, weights: jax.Array) -> jax.Array:
-        return whole.loss(model, params, tables if fixed is None else fixed, tokens, weights)
+        return executor.loss(model, params, tables if fixed is None else fixed, tokens, weights)
 
     return eval_step
 

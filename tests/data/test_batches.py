@@ -22,6 +22,12 @@ def shapes(draw):
     return np.arange(count, dtype=np.uint16), rows, length, processes
 
 
+def part(rows, process, processes):
+    """Rows of one of several processes."""
+    each = rows // processes
+    return tuple(range(process * each, (process + 1) * each))
+
+
 @settings(max_examples=60, deadline=None)
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(0, 10**6))
 def test_rows_are_windows_of_the_split(shape, seed, step):
@@ -40,7 +46,7 @@ def test_processes_divide_the_batch_of_one(shape, seed, step):
     tokens, rows, length, processes = shape
     alone = TrainBatches(tokens, rows, length, seed)[step]["tokens"]
     parts = [
-        TrainBatches(tokens, rows, length, seed, process, processes)[step]["tokens"]
+        TrainBatches(tokens, rows, length, seed, part(rows, process, processes))[step]["tokens"]
         for process in range(processes)
     ]
     np.testing.assert_array_equal(np.concatenate(parts), alone)
@@ -89,7 +95,8 @@ def test_resuming_on_another_number_of_processes_reads_the_same_rows():
     def take(start, steps, processes):
         parts = [
             itertools.islice(
-                TrainBatches(np.arange(999), 12, 5, 1, process, processes).iterate(start), steps
+                TrainBatches(np.arange(999), 12, 5, 1, part(12, process, processes)).iterate(start),
+                steps,
             )
             for process in range(processes)
         ]
@@ -148,7 +155,9 @@ def test_evaluation_scores_every_token_once_in_order(shape, most):
 def test_evaluation_divides_among_processes(shape, most):
     tokens, rows, length, processes = shape
     alone = EvalBatches(tokens, rows, length, most)
-    parts = [EvalBatches(tokens, rows, length, most, p, processes) for p in range(processes)]
+    parts = [
+        EvalBatches(tokens, rows, length, most, part(rows, p, processes)) for p in range(processes)
+    ]
     assert {len(part) for part in parts} == {len(alone)}
     for index, batch in enumerate(alone):
         for key, value in batch.items():
@@ -175,9 +184,6 @@ def test_a_uniform_guess_costs_the_bits_it_must(byte_lengths, vocab_size):
         ({"sequence_length": 0}, "1 or more"),
         ({"seed": -1}, "seed -1"),
         ({"seed": 2**32}, "seed"),
-        ({"process_count": 3}, "does not divide among 3"),
-        ({"process_count": 0}, "0 processes"),
-        ({"process_index": 1}, "Process 1 is not"),
     ],
 )
 def test_illegal_training_batches_are_refused_in_words(changed, said):
@@ -192,7 +198,6 @@ def test_illegal_training_batches_are_refused_in_words(changed, said):
     [
         ({"tokens": np.arange(1)}, "fewer than two"),
         ({"max_windows": 0}, "1 window or more"),
-        ({"process_count": 3}, "does not divide"),
     ],
 )
 def test_illegal_evaluations_are_refused_in_words(changed, said):

@@ -1,7 +1,10 @@
 """How large the gradient of every block is, stored or not, while no dense gradient is kept."""
 
+import math
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sparse_dataflow.execution import whole
 from sparse_dataflow.models.linear import Probe
@@ -9,7 +12,12 @@ from sparse_dataflow.models.sizes import ModelConfig
 
 
 def block_gradient_norms(
-    model: ModelConfig, params: dict, tables: dict, tokens: jax.Array
+    model: ModelConfig,
+    params: dict,
+    tables: dict,
+    tokens: jax.Array,
+    member: whole.Member = whole.ALONE,
+    axes: tuple[str, ...] = (),
 ) -> dict[str, jax.Array]:
     """Norms of the dense gradient's blocks, of the mean loss over these tokens.
 
@@ -22,19 +30,22 @@ def block_gradient_norms(
       params: see `gpt`.
       tables: traced layout tables, see `gpt`.
       tokens: int32 [rows, sequence + 1].
+      member: whose params and tables these are.
+      axes: of `shard_map`, over which the rows are dealt out.
 
     Returns:
-      {block-sparse projection: float32 [layers, in_blocks, out_blocks]}.
+      {block-sparse projection: float32 [layers, in_blocks, out_blocks]}, a member its own.
     """
     grids = {
         name: (model.num_layers, table.out_index.shape[1], table.in_index.shape[1])
         for name, table in tables.items()
     }
     zeros = {name: jnp.zeros(grid, jnp.float32) for name, grid in grids.items()}
-    weights = jnp.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size, jnp.float32)
+    parts = math.prod(lax.axis_size(axis) for axis in axes)
+    weights = jnp.full(tokens[:, 1:].shape, 1 / (parts * tokens[:, 1:].size), jnp.float32)
 
     def loss(norms):
-        probes = {name: Probe(tables[name], norms[name]) for name in tables}
-        return whole.loss(model, params, probes, tokens, weights)
+        probes = {name: Probe(tables[name], norms[name], axes) for name in tables}
+        return whole.loss(model, params, probes, tokens, weights, member)
 
     return jax.grad(loss)(zeros)

@@ -1,0 +1,155 @@
+"""What training asks of an executor, and the executor of one device."""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from sparse_dataflow.execution import whole
+from sparse_dataflow.execution.block_gradients import block_gradient_norms
+from sparse_dataflow.models.sizes import ModelConfig
+
+
+class Executor(Protocol):
+    """Lays a model's sections out over devices.
+
+    A training state and its layout tables are canonical wherever they are saved, changed or looked
+    at: as on one device.  `place` brings them to where the programs want them, `canonical` back.
+    `loss` and `loss_and_gradients` are traced inside a program; params and tables are as placed.
+    """
+
+    def describe(self) -> str:
+        """In a few words, for reports."""
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+
+    def check(self, model: ModelConfig, training: Any) -> None:
+        """Refuses, by a UserError that names the legal values, what cannot be laid out so."""
+
+    def loss(
+        self, model: ModelConfig, params: dict, tables: Any, tokens: jax.Array, weights: jax.Array
+    ) -> jax.Array:
+        """Float32 [] sum of weighted losses in nats; arguments as in `whole.loss`."""
+
+    def loss_and_gradients(
+        self, model: ModelConfig, params: dict, tables: Any, tokens: jax.Array, micro_batches: int
+    ) -> tuple[jax.Array, dict]:
+        """As `whole.loss_and_gradients`, of the whole batch."""
+
+    def block_gradient_norms(
+        self, model: ModelConfig, params: dict, tables: Any, tokens: jax.Array
+    ) -> dict[str, jax.Array]:
+        """As `block_gradients.block_gradient_norms`, canonical."""
+
+    def shardings(self, state: Any) -> Any:
+        """Shardings of a state's arrays (its tables are ()), for `jax.jit`; None for jax's own."""
+
+    def replicated(self) -> Any:
+        """Sharding of results that every process reads; None for jax's own."""
+
+    def place(self, state: Any) -> Any:
+        """The canonical state, its arrays where the programs want them; its tables stay."""
+
+    def placed_shapes(self, state: Any) -> Any:
+        """Shapes and shardings of `place`, of those of a canonical state without tables."""
+
+    def canonical(self, state: Any) -> Any:
+        """The inverse of `place`, but that arrays stay on their devices."""
+
+    def tables(self, tables: dict, changing: bool) -> Any:
+        """Canonical tables -> what programs are given; () where they are specialised to them.
+
+        Args:
+          tables: numpy, see `gpt.layout_tables`.
+          changing: whether layouts may change without another program.
+        """
+
+    def arrays(self, state: Any, tables: dict, changing: bool, batch: dict) -> dict[str, Any]:
+        """{group: tree of shapes, dtypes and shardings} of all that a training keeps on devices.
+
+        Args:
+          state: shapes, without tables.
+          tables: as for `tables`.
+          changing: likewise.
+          batch: shapes of a whole batch by name.
+        """
+
+    def rows(self, batch: int) -> tuple[int, ...] | None:
+        """Rows of a batch that this process loads; all where None."""
+
+    def put(self, batch: dict[str, np.ndarray], rows: int) -> dict[str, Any]:
+        """This process's rows -> the batch of `rows` rows as programs want it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OneDevice:
+    """All sections in one program on one device."""
+
+    devices = 1
+
+    def describe(self):
+        """See `Executor`."""
+        return "one device"
+
+    def check(self, model, training):
+        """See `Executor`."""
+
+    def loss(self, model, params, tables, tokens, weights):
+        """See `Executor`."""
+        return whole.loss(model, params, tables, tokens, weights)
+
+    def loss_and_gradients(self, model, params, tables, tokens, micro_batches):
+        """See `Executor`."""
+        return whole.loss_and_gradients(model, params, tables, tokens, micro_batches)
+
+    def block_gradient_norms(self, model, params, tables, tokens):
+        """See `Executor`."""
+        return block_gradient_norms(model, params, tables, tokens)
+
+    def shardings(self, state):
+        """See `Executor`."""
+        return None
+
+    def replicated(self):
+        """See `Executor`."""
+        return None
+
+    def place(self, state):
+        """See `Executor`."""
+        return state
+
+    def placed_shapes(self, state):
+        """See `Executor`."""
+        return state
+
+    def canonical(self, state):
+        """See `Executor`."""
+        return state
+
+    def tables(self, tables, changing):
+        """See `Executor`."""
+        return tables if changing else ()
+
+    def arrays(self, state, tables, changing, batch):
+        """See `Executor`."""
+        return {
+            "parameters": state.params,
+            "gradients": state.params,
+            "moments": state.moments,
+            "layout tables": tables if changing else {},
+            "batch": batch,
+        }
+
+    def rows(self, batch):
+        """See `Executor`."""
+        return None
+
+    def put(self, batch, rows):
+        """See `Executor`."""
+        return batch
+
+
+ONE_DEVICE = OneDevice()

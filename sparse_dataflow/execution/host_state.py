@@ -1,0 +1,124 @@
+"""A training state in host memory, and its sections as views of it.
+
+The state is that of every executor, with numpy arrays for leaves: blocks are stacked, and a block's
+view is its slice of each stack.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
+from sparse_dataflow.training.step import TrainState
+
+EMBED, HEAD = "embed", "head"
+Section = str | int
+"""EMBED, HEAD, or the number of a block."""
+
+RESIDUAL = ("attn_out", "mlp_out")
+"""Projections behind which a block's result is added to its input."""
+
+
+def section_name(section: Section) -> str:
+    """As people read it."""
+    return f"block {section}" if isinstance(section, int) else section
+
+
+def all_sections(num_layers: int) -> list[Section]:
+    """Every section, in the order of execution."""
+    return [EMBED, *range(num_layers), HEAD]
+
+
+def view(tree: dict, section: Section) -> Any:
+    """One section of a tree that is shaped like the parameters; writing to it writes to both."""
+    if isinstance(section, int):
+        return jax.tree.map(lambda stack: stack[section, ...], tree["blocks"])
+    return tree[section]
+
+
+def adam(moments: Any) -> Any:
+    """The part of an optimizer's state that holds `count`, `mu` and `nu`."""
+    return next(part for part in moments if hasattr(part, "mu"))
+
+
+def with_adam(moments: Any, count: int, mu: dict, nu: dict) -> Any:
+    """The optimizer's state with these."""
+    return tuple(
+        part._replace(count=np.asarray(count, np.int32), mu=mu, nu=nu)
+        if hasattr(part, "mu")
+        else part
+        for part in moments
+    )
+
+
+def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
+    """Shapes and dtypes of the state; its tables are the model's own layouts, in numpy."""
+
+    def draw():
+        key = jax.random.key(training.seed)
+        params = gpt.init(model, key)
+        moments = make_optimizer(model, training).init(params)
+        return TrainState(np.zeros((), np.int32), params, moments, (), key)
+
+    return jax.eval_shape(draw)._replace(tables=gpt.layout_tables(gpt.layouts(model)))
+
+
+def zeros(model: ModelConfig, training: TrainingConfig) -> tuple[dict, dict, dict]:
+    """Parameters and both moments, zeroed, in memory that is taken as it is written to."""
+    shapes = abstract_state(model, training)
+    moments = adam(shapes.moments)
+    return jax.tree.map(
+        lambda leaf: np.zeros(leaf.shape, leaf.dtype), (shapes.params, moments.mu, moments.nu)
+    )
+
+
+def fresh_state(
+    model: ModelConfig,
+    training: TrainingConfig,
+    trees: tuple[dict, dict, dict] | None = None,
+    starting_blocks: int | None = None,
+) -> TrainState:
+    """The state that `training.step.initial_state` draws, section by section, in host memory.
+
+    Args:
+      model: its config.
+      training: gives the seed.
+      trees: zeroed parameters and moments to fill; those of `zeros` where None.
+      starting_blocks: blocks from this number on start as the identity (their residual branches
+        are zero), so that they join a growing network without changing its function.
+    """
+    params, mu, nu = trees or zeros(model, training)
+    shapes = abstract_state(model, training)
+    init_key, key = jax.random.split(jax.random.key(training.seed))
+    keys = gpt.init_keys(model, init_key)
+    draw = _drawing(model)
+    _fill(params[EMBED], draw[EMBED](keys["embed"]))
+    for number in range(model.num_layers):
+        drawn = dict(draw["block"](keys["blocks"][number]))
+        if starting_blocks is not None and number >= starting_blocks:
+            drawn |= {name: jax.tree.map(np.zeros_like, drawn[name]) for name in RESIDUAL}
+        _fill(view(params, number), drawn)
+    _fill(params[HEAD], draw[HEAD](keys["head"]))
+    moments = with_adam(shapes.moments, 0, mu, nu)
+    return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key)
+
+
+def training_key(training: TrainingConfig) -> jax.Array:
+    """The key of every state of a training."""
+    return jax.random.split(jax.random.key(training.seed))[1]
+
+
+@functools.cache
+def _drawing(model):
+    return {
+        name: jax.jit(lambda key, name=name: gpt.init_section(model, name, key))
+        for name in (EMBED, "block", HEAD)
+    }
+
+
+def _fill(views, drawn):
+    jax.tree.map(lambda to, leaf: np.copyto(to, np.asarray(leaf)), views, jax.device_get(drawn))

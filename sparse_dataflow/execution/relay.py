@@ -1,0 +1,283 @@
+"""The `relay` executor: sections laid out in time (L2L, arXiv 2002.05645).
+
+One block at a time is on the device, and the next on its way to it.  All micro-batches of a step
+pass through a block before the next one comes; what enters a block is stashed; the backward pass
+walks the blocks in reverse, fetches each again and computes its forward again.  A gradient leaves
+the device as soon as it is there, and the parameter server updates it on the host.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import relay_programs
+from sparse_dataflow.execution.depth_schedule import DepthSchedule
+from sparse_dataflow.execution.host_state import EMBED, HEAD, Section, section_name
+from sparse_dataflow.execution.parameter_server import CLIPPINGS, ParameterServer, ServerStep
+from sparse_dataflow.execution.timeline import Timeline
+from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.training.step import StepReport, TrainState
+
+STASHES = ("device", "host")
+
+
+@dataclasses.dataclass(frozen=True)
+class RelayConfig:
+    """How the relay runs.
+
+    Attributes:
+      stash: where what enters each block waits for the backward pass: on the "device" (grows with
+        the depth) or on the "host" (the device's memory does not depend on the depth).
+      clipping: see `parameter_server`.
+      depth: which blocks take part in which step.
+    """
+
+    stash: str = "device"
+    clipping: str = "exact"
+    depth: DepthSchedule = dataclasses.field(default_factory=DepthSchedule)
+
+    def __post_init__(self):
+        for name, legal in (("stash", STASHES), ("clipping", CLIPPINGS)):
+            if getattr(self, name) not in legal:
+                raise UserError(f"{name} {getattr(self, name)!r}: legal are {', '.join(legal)}.")
+
+
+class Relay:
+    """Programs, server and placement of one model's training; `train_step` and `eval_step` have
+    the meaning of those of `training.programs.Compiled`.
+
+    Attributes:
+      timeline: of the last training step.
+      observe: called with a program's name before each dispatch, for accounts of memory.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        training: TrainingConfig,
+        config: RelayConfig | None = None,
+        *,
+        eval_shape: tuple[int, int] | None = None,
+        mesh: Mesh | None = None,
+        storage: Any = None,
+        pinned: bool | None = None,
+    ):
+        """Compiles the programs.
+
+        Args:
+          model: what is trained.
+          training: batch shape and optimizer.
+          config: how.
+          eval_shape: (sequences, tokens) of an evaluation's batch; nothing is evaluated where None.
+          mesh: whose axis "data" the batch is cut over; the default device alone where None.
+          storage: of the masters and moments, see `parameter_server`.
+          pinned: whether the device's copies wait in page-locked memory; where None they do on a
+            backend other than the CPU.
+
+        Raises:
+          UserError: a batch that does not cut over the mesh.
+        """
+        self.model, self.training, self.config = model, training, config or RelayConfig()
+        self.mesh = mesh
+        if mesh is not None:
+            self._cut, self._whole = relay_programs.data_shardings(mesh)
+        else:
+            self._cut = self._whole = SingleDeviceSharding(jax.local_devices()[0])
+        rows, ways = training.batch // training.micro_batches, self._cut.num_devices
+        if rows % ways:
+            raise UserError(
+                f"A micro-batch of {rows} sequences does not cut over {ways} devices; give a "
+                "--batch and an --accumulation whose quotient is a multiple of them."
+            )
+        self._train_shape = (training.micro_batches, rows, training.sequence)
+        self.programs = relay_programs.compiled(model, self._train_shape, mesh)
+        self._eval_shape = (1, *eval_shape) if eval_shape else None
+        if eval_shape:
+            self.eval_programs = relay_programs.compiled(model, self._eval_shape, mesh, True)
+        locked = jax.default_backend() != "cpu" if pinned is None else pinned
+        self._pinned = self._whole.with_memory_kind("pinned_host")
+        self.server = ParameterServer(
+            model,
+            training,
+            self._put,
+            clipping=self.config.clipping,
+            storage=storage,
+            pinned=self._pinned if locked else None,
+        )
+        self._watching = ThreadPoolExecutor(1, "watch")
+        self.timeline = Timeline()
+        self.observe: Callable[[str], None] = lambda program: None
+
+    def train_step(
+        self, state: TrainState, tokens: np.ndarray, learning_rate: float
+    ) -> tuple[TrainState, StepReport]:
+        """One optimizer step; the state's arrays are given up.
+
+        Args:
+          state: with host arrays, of `host_state.fresh_state`.
+          tokens: int32 [batch, sequence + 1], the whole batch in every process.
+          learning_rate: of the step.
+
+        Raises:
+          UserError: the device failed; what is saved is named nowhere else and stays whole.
+        """
+        step = int(state.step)
+        self.timeline = Timeline()
+        blocks = self.config.depth.active(
+            self.model.num_layers, step, self.training.steps, self.training.seed
+        )
+        sections = [EMBED, *blocks, HEAD]
+        try:
+            server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
+            batch = self._batch(tokens, None, self._train_shape)
+            loss = self._pass(server, state.tables, blocks, batch)
+            after, norms = server.finish()
+        except jax.errors.JaxRuntimeError as error:
+            raise UserError(
+                f"The device failed in step {step + 1} ({_first_line(error)}). The run ends here; "
+                "what was saved before is whole: go on with --resume."
+            ) from error
+        return after, StepReport(np.float32(loss), norms)
+
+    def _pass(self, server: ServerStep, tables, blocks: tuple[int, ...], batch) -> jax.Array:
+        """Forward and backward through the sections in time."""
+        run, stash = self._run, []
+        inputs, targets, weights = batch
+        (params,) = server.fetch(EMBED).result()
+        x, _ = run(EMBED, "embed", params, inputs)
+
+        def forward(block, fetched):
+            nonlocal x
+            stash.append(self._stashed(x))
+            x, done = run(block, "forward", *fetched, x)
+            return done
+
+        _walk(blocks, lambda block: server.fetch(block, _one_layer(tables, block)), forward)
+
+        params, embed = (server.fetch(section).result()[0] for section in (HEAD, EMBED))
+        (loss, dx, (head, embedding)), _ = run(
+            HEAD, "head", params, embed["tokens"], x, targets, weights
+        )
+        del x, params, embed
+        server.give(HEAD, head)
+
+        def backward(block, fetched):
+            nonlocal dx
+            (dx, gradient), done = run(block, "backward", *fetched, dx)
+            server.give(block, gradient)
+            return done
+
+        _walk(
+            blocks[::-1],
+            lambda block: server.fetch(block, _one_layer(tables, block), stash.pop()),
+            backward,
+        )
+        gradient, _ = run(EMBED, "embed_backward", inputs, dx, embedding)
+        server.give(EMBED, gradient)
+        return jax.device_get(loss)
+
+    def _run(self, section: Section, name: str, *arguments) -> tuple[Any, Future]:
+        """(what a program gives, told when it is ready)."""
+        self.observe(name)
+        dispatched = time.perf_counter()
+        found = getattr(self.programs, name)(*arguments)
+        # What the next program takes over cannot be waited for.
+        kept = found[1] if name == "backward" else found
+        kept = kept[0] if name == "head" else kept
+        done = self._watching.submit(_watch, kept, dispatched, section_name(section), self.timeline)
+        return found, done
+
+    def eval_step(self, params: dict, tables: dict, tokens, weights) -> np.ndarray:
+        """Float32 [] sum of weighted losses in nats, over int32 [B, T + 1] tokens; all blocks take
+        part."""
+        run, timeline = self.eval_programs, Timeline()
+        inputs, targets, weights = self._batch(tokens, weights, self._eval_shape)
+        fetch = lambda section, *more: self.server.fetching.submit(  # noqa: E731
+            lambda: jax.block_until_ready(self._put((self.server.copy(params, section), *more)))
+        )
+        x = run.embed(*fetch(EMBED).result(), inputs)
+
+        def forward(block, fetched):
+            nonlocal x
+            x = run.forward(*fetched, x)
+            return self._watching.submit(_watch, x, 0.0, section_name(block), timeline)
+
+        blocks = range(self.model.num_layers)
+        _walk(blocks, lambda block: fetch(block, _one_layer(tables, block)), forward)
+        (head,), (embed,) = (fetch(section).result() for section in (HEAD, EMBED))
+        return jax.device_get(run.head(head, embed["tokens"], x, targets, weights))
+
+    def _stashed(self, x):
+        return jax.device_put(x, self._host_of(x)) if self.config.stash == "host" else x
+
+    def _host_of(self, x):
+        return x.sharding.with_memory_kind("pinned_host")
+
+    def _batch(self, tokens, weights, shape):
+        """(inputs, targets, weights) on the device, cut into micro-batches."""
+        if weights is None:
+            weights = np.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size, np.float32)
+        parts = tokens[:, :-1], tokens[:, 1:], weights
+        return tuple(_placed(np.ascontiguousarray(p).reshape(shape), self._cut) for p in parts)
+
+    def _put(self, tree):
+        """Host arrays, and what is stashed on the host, on the device."""
+
+        def one(leaf):
+            if isinstance(leaf, jax.Array):
+                return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+            return _placed(leaf, self._whole)
+
+        return jax.tree.map(one, tree)
+
+
+def _walk(
+    blocks: Iterable[int],
+    fetch: Callable[[int], Future],
+    compute: Callable[[int, Any], Future],
+) -> None:
+    """Computes block after block while the next one is fetched.
+
+    A fetch begins when the computation before the last one is done, so that no more than two
+    blocks are on the device, and the device has always one more computation to go on with.
+    """
+    blocks = list(blocks)
+    before, ahead = None, fetch(blocks[0])
+    for block, following in itertools.zip_longest(blocks, blocks[1:]):
+        done = compute(block, ahead.result())
+        if before is not None:
+            before.result()
+        ahead = None if following is None else fetch(following)
+        before = done
+
+
+def _watch(result, dispatched, section, timeline):
+    """Waits for a program's result; programs run one after the other."""
+    earlier = [span.stop for span in timeline.spans if span.kind == "compute"]
+    start = max([dispatched, *earlier[-1:]])
+    jax.block_until_ready(result)
+    timeline.add("compute", section, start, time.perf_counter())
+
+
+def _one_layer(tables, layer):
+    return jax.tree.map(lambda stacked: np.asarray(stacked[layer]), tables)
+
+
+def _placed(array, sharding):
+    """A copy of a host array, the same in every process."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding, may_alias=False)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def _first_line(error):
+    return (str(error).strip() or repr(error)).splitlines()[0][:200]

@@ -1,0 +1,242 @@
+"""The `whole` executor over a mesh: every device runs the same program on its part of all."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sparse_dataflow.execution import cuts, sharding, whole
+from sparse_dataflow.execution import mesh as meshes
+from sparse_dataflow.execution.block_gradients import block_gradient_norms
+from sparse_dataflow.execution.mesh import BATCH_AXES
+from sparse_dataflow.execution.sharding import COLUMN_PARALLEL
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.shard import Shard
+
+TABLES = P("stage", "tensor")
+"""Of tables [layers, shards, lines, fan]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """All sections in one program, cut over the axes of a mesh.
+
+    Attributes:
+      mesh: with all of `mesh.AXES`; its "stage" is 1.
+      zero: what is dealt out over "fsdp"; see `sharding.ZERO`.
+    """
+
+    mesh: Mesh
+    zero: int = 3
+
+    @property
+    def devices(self):
+        """See `Executor`."""
+        return self.mesh.size
+
+    def describe(self):
+        """See `Executor`."""
+        return f"--mesh={meshes.describe(self.mesh)} --zero={self.zero}"
+
+    def check(self, model, training):
+        """See `Executor`."""
+        sharding.refuse_unfit(
+            self.mesh, model, training.batch, training.micro_batches, training.sequence
+        )
+        cuts.cut(gpt.layout_tables(gpt.layouts(model)), self._tensor, changing=False)
+
+    def loss(self, model, params, tables, tokens, weights):
+        """See `Executor`."""
+        member, kept, _ = self._member(model, params)
+
+        def local(params, tables, tokens, weights):
+            share = whole.loss(model, params, own_tables(tables), tokens, weights, member)
+            return lax.psum(share, self.mesh.axis_names)
+
+        rows = P(BATCH_AXES)
+        return self._over_mesh(local, tables, (kept, rows, rows), P())(params, tokens, weights)
+
+    def loss_and_gradients(self, model, params, tables, tokens, micro_batches):
+        """See `Executor`."""
+        member, kept, gradient_specs = self._member(model, params)
+
+        def local(params, tables, tokens):
+            share, gradients = whole.loss_and_gradients(
+                model, params, own_tables(tables), tokens, micro_batches, member
+            )
+            summed = functools.partial(sharding.summed, mesh=self.mesh)
+            gradients = jax.tree.map(summed, gradients, gradient_specs)
+            return lax.psum(share, self.mesh.axis_names), gradients
+
+        specs = (kept, P(BATCH_AXES))
+        return self._over_mesh(local, tables, specs, (P(), gradient_specs))(params, tokens)
+
+    def block_gradient_norms(self, model, params, tables, tokens):
+        """See `Executor`."""
+        member, kept, _ = self._member(model, params)
+        # Rows too few for all devices are measured by each.
+        axes = () if len(tokens) % meshes.batch_parts(self.mesh) else BATCH_AXES
+
+        def local(params, tables, tokens):
+            return block_gradient_norms(model, params, own_tables(tables), tokens, member, axes)
+
+        column, row = P(None, None, "tensor"), P(None, "tensor")
+        found = {name: column if name in COLUMN_PARALLEL else row for name in tables}
+        return self._over_mesh(local, tables, (kept, P(axes or None)), found)(params, tokens)
+
+    def _member(self, model, params):
+        """(member, specs of the params, specs of the gradients)."""
+        kept = sharding.specs(params, self.mesh, self.zero >= sharding.ZERO["params"])
+        wanted = sharding.specs(params, self.mesh, self.zero >= sharding.ZERO["gradients"])
+        of_section = {**kept, "blocks": sharding.of_layer(kept["blocks"])}
+        cut = self._tensor > 1
+        member = whole.Member(
+            Shard(
+                "tensor" if cut else None,
+                cut and "tensor" in sharding.axes_of(kept["embed"]["tokens"]),
+            ),
+            meshes.batch_parts(self.mesh),
+            lambda name, own: sharding.fetch(own, of_section[name], model.compute_dtype),
+            lambda gradients: jax.tree.map(sharding.scattered, gradients, kept, wanted),
+        )
+        return member, kept, wanted
+
+    def _over_mesh(self, local, tables, specs, out_specs):
+        """`local(params, tables, ...)` on every device; concrete tables stay so."""
+        first, *others = specs
+        if all(isinstance(table, np.ndarray) for table in jax.tree.leaves(tables)):
+            run = lambda params, *rest: local(params, tables, *rest)  # noqa: E731
+            in_specs = tuple(specs)
+            given = ()
+        else:
+            run = lambda params, tables, *rest: local(params, tables, *rest)  # noqa: E731
+            in_specs = (first, TABLES, *others)
+            given = (tables,)
+        # What is summed over which axis is written out.
+        mapped = jax.shard_map(
+            run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+        return lambda params, *rest: mapped(params, *given, *rest)
+
+    @property
+    def _tensor(self) -> int:
+        return self.mesh.shape["tensor"]
+
+    def shardings(self, state):
+        """See `Executor`."""
+        return sharding.state_shardings(state, self.mesh, self.zero)
+
+    def replicated(self):
+        """See `Executor`."""
+        return NamedSharding(self.mesh, P())
+
+    def place(self, state):
+        """See `Executor`."""
+        return self._reordered(state, lambda order: order)
+
+    def placed_shapes(self, state):
+        """See `Executor`."""
+        return state
+
+    def canonical(self, state):
+        """See `Executor`."""
+        return self._reordered(state, cuts.inverse)
+
+    def _reordered(self, state, turned):
+        """The state with the blocks of row-parallel projections in another order, laid out."""
+        orders = {}
+        if self._tensor > 1:
+            found = cuts.cut(state.tables, self._tensor, changing=False)
+            orders = {name: cut.order for name, cut in found.items() if cut.order is not None}
+        arrays = state._replace(tables=())
+
+        def one(path, leaf, target):
+            *_, module, name = [None, None, *(getattr(key, "key", None) for key in path)]
+            if module in orders and name == "values":
+                return _taken(target)(laid_out(leaf, target), turned(orders[module]))
+            return laid_out(leaf, target)
+
+        placed = jax.tree_util.tree_map_with_path(one, arrays, self.shardings(arrays))
+        return placed._replace(tables=state.tables)
+
+    def tables(self, tables, changing):
+        """See `Executor`."""
+        target = NamedSharding(self.mesh, TABLES)
+        return jax.tree.map(
+            lambda table: laid_out(table, target), self._cut_tables(tables, changing)
+        )
+
+    def _cut_tables(self, tables, changing):
+        if self._tensor == 1 and not changing:
+            return ()
+        found = cuts.cut(tables, self._tensor, changing)
+        return {name: cut.tables for name, cut in found.items()}
+
+    def arrays(self, state, tables, changing, batch):
+        """See `Executor`."""
+        abstract = lambda tree, spec: jax.tree.map(  # noqa: E731
+            lambda leaf: _abstract(leaf, NamedSharding(self.mesh, spec)), tree
+        )
+        placed = self.placed_shapes(jax.tree.map(_abstract, state, self.shardings(state)))
+        dealt = self.zero >= sharding.ZERO["gradients"]
+        gradients = sharding.specs(placed.params, self.mesh, dealt)
+        return {
+            "parameters": placed.params,
+            "gradients": jax.tree.map(
+                lambda leaf, spec: _abstract(leaf, NamedSharding(self.mesh, spec)),
+                placed.params,
+                gradients,
+            ),
+            "moments": placed.moments,
+            "layout tables": abstract(self._cut_tables(tables, changing), TABLES),
+            "batch": abstract(batch, P(BATCH_AXES)),
+        }
+
+    def rows(self, batch):
+        """See `Executor`."""
+        return meshes.rows_here(self.mesh, batch)
+
+    def put(self, batch, rows):
+        """See `Executor`."""
+        target = NamedSharding(self.mesh, P(BATCH_AXES))
+        place = {row: i for i, row in enumerate(self.rows(rows))}
+
+        def one(mine):
+            def part(index):
+                start, stop, _ = index[0].indices(rows)
+                return mine[place[start] : place[stop - 1] + 1]
+
+            return jax.make_array_from_callback((rows, *mine.shape[1:]), target, part)
+
+        return {name: one(mine) for name, mine in batch.items()}
+
+
+def _abstract(leaf, target):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
+
+
+def own_tables(tables):
+    """A device's own tables, [layers, lines, fan]; whole ones stay."""
+    return jax.tree.map(lambda table: table if table.ndim == 3 else table[:, 0], tables)
+
+
+def laid_out(leaf, target):
+    """`leaf`, an array of all processes or one that every process has, laid out as `target`."""
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(leaf, target)
+    return jax.make_array_from_callback(leaf.shape, target, lambda index: leaf[index])
+
+
+@functools.cache
+def _taken(target):
+    """Jitted (values [layers, nnz, ...], order) -> the values in that order, laid out likewise."""
+
+    def take(values, order):
+        return values[jnp.arange(len(values))[:, None], order]
+
+    return jax.jit(take, out_shardings=target)

@@ -1,0 +1,260 @@
+"""The relay executor: the whole executor's losses from one block at a time."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import relay_programs, whole
+from sparse_dataflow.execution.depth_schedule import DepthSchedule
+from sparse_dataflow.execution.host_state import abstract_state, fresh_state
+from sparse_dataflow.execution.relay import Relay, RelayConfig
+from sparse_dataflow.execution.timeline import KINDS, hidden_share
+from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
+from sparse_dataflow.training.step import initial_state, make_eval_step, make_train_step
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+STEPS = 20
+DENSE = ModelConfig(num_layers=3, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12)
+SPARSE = LinearSpec("block_sparse", "butterfly", density=0.25, block=4)
+MODELS = {
+    "dense": DENSE,
+    "sparse": DENSE.with_linears(SPARSE),
+    "mixed": dataclasses.replace(
+        DENSE,
+        norm="rmsnorm",
+        positions="rotary",
+        linears={"qkv": SPARSE, "mlp_in": LinearSpec(rank=2)},
+    ),
+}
+
+
+def training(**changes):
+    settings = dict(steps=STEPS, batch=4, sequence=11, learning_rate=5e-3, clip=0.7)
+    return TrainingConfig(**settings | changes)
+
+
+def tokens_of(seed, rows=4):
+    return np.random.default_rng(seed).integers(0, DENSE.vocab_size, (rows, 12), np.int32)
+
+
+@functools.cache
+def whole_run(model, training, steps=STEPS):
+    """[(loss, gradient norms)] of the whole executor."""
+    state, rate = initial_state(model, training), learning_rate_schedule(training)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole, "UNROLL_CHANGING_LAYERS", 0)  # A loop compiles sooner.
+        step = (
+            jax.jit(make_train_step(model, training))
+            .lower(state, tokens_of(0), np.float32(0))
+            .compile()
+        )
+    found = []
+    for number in range(steps):
+        state, report = step(state, tokens_of(number), np.float32(rate(number)))
+        found.append((float(report.loss), jax.device_get(report.gradient_norms)))
+    return found
+
+
+def relay_run(relay, state, steps=STEPS):
+    rate, found = learning_rate_schedule(relay.training), []
+    for number in range(steps):
+        state, report = relay.train_step(state, tokens_of(number), rate(number))
+        found.append((float(report.loss), report.gradient_norms))
+    return state, found
+
+
+def assert_same_reports(mine, theirs, rtol):
+    for number, ((loss, norms), (other, others)) in enumerate(zip(mine, theirs, strict=True)):
+        np.testing.assert_allclose(loss, other, rtol=rtol, err_msg=f"step {number}")
+        assert norms.keys() == others.keys()
+        for group in norms:
+            np.testing.assert_allclose(norms[group], others[group], rtol=100 * rtol, err_msg=group)
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_are_those_of_the_whole_executor(name, stash):
+    """Dense, sparse and mixed; embeddings are tied in all; clipping is at work."""
+    model, how = MODELS[name], training(micro_batches=2 if stash == "host" else 1)
+    relay = Relay(model, how, RelayConfig(stash=stash))
+    _, found = relay_run(relay, fresh_state(model, how))
+    theirs = whole_run(model, training())
+    assert max(max(norms.values()) for _, norms in theirs) > how.clip
+    assert_same_reports(found, theirs, rtol=2e-6)
+
+
+def test_drawn_as_the_whole_executor_draws():
+    model, how = MODELS["mixed"], training()
+    mine, theirs = fresh_state(model, how), initial_state(model, how)
+    assert jax.tree.structure(mine) == jax.tree.structure(theirs)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), mine) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), theirs
+    )
+    for one, other in zip(jax.tree.leaves(mine.params), jax.tree.leaves(theirs.params)):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_evaluation_is_that_of_the_whole_executor():
+    model, how = MODELS["sparse"], training()
+    relay = Relay(model, how, eval_shape=(2, 11))
+    state = fresh_state(model, how)
+    weights = np.random.default_rng(1).random((2, 11), np.float32)
+    mine = relay.eval_step(state.params, state.tables, tokens_of(5, rows=2), weights)
+    evaluate = jax.jit(make_eval_step(model))
+    theirs = evaluate(state.params, state.tables, tokens_of(5, rows=2), weights)
+    np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+
+
+def test_bfloat16_keeps_float32_masters_and_its_copies_follow_them():
+    model, how = dataclasses.replace(DENSE, compute_dtype="bfloat16"), training()
+    relay = Relay(model, how)
+    state, found = relay_run(relay, fresh_state(model, how), steps=6)
+    theirs = whole_run(model, how, steps=6)
+    np.testing.assert_allclose([loss for loss, _ in found], [loss for loss, _ in theirs], rtol=0.01)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
+    # A server that knows nothing of the state makes its copies anew, to the same bits.
+    again = Relay(model, how)
+    copied, fresh = (r.server.copy(state.params, 1) for r in (relay, again))
+    for one, other in zip(jax.tree.leaves(copied), jax.tree.leaves(fresh), strict=True):
+        assert one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
+def test_page_locked_copies_change_nothing():
+    model, how = dataclasses.replace(MODELS["sparse"], compute_dtype="bfloat16"), training()
+    runs = [
+        relay_run(Relay(model, how, pinned=pinned), fresh_state(model, how), steps=3)[1]
+        for pinned in (False, True)
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_eager_clipping_keeps_the_global_norm_below_the_limit():
+    """Each section may give its share; where none is above it, eager is exact."""
+    model = DENSE
+    loose = training(clip=1e3)
+    _, eager = relay_run(
+        Relay(model, loose, RelayConfig(clipping="eager")), fresh_state(model, loose)
+    )
+    assert_same_reports(eager, whole_run(model, loose), rtol=2e-6)
+    tight = training(clip=1e-2)
+    state = fresh_state(model, tight)
+    state, _ = Relay(model, tight, RelayConfig(clipping="eager")).train_step(
+        state, tokens_of(0), 0.0
+    )
+    # After one step the first moments are 0.1 of the clipped gradients.
+    mu = next(part.mu for part in state.moments if hasattr(part, "mu"))
+    norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(mu)))
+    assert 0.5 * tight.clip < 10 * norm <= tight.clip * 1.0001
+
+
+def device_bytes():
+    return sum(a.nbytes for a in jax.live_arrays() if a.sharding.memory_kind == "device")
+
+
+def most_device_bytes(layers, stash):
+    model = dataclasses.replace(MODELS["sparse"], num_layers=layers, compute_dtype="bfloat16")
+    how = training(steps=2)
+    relay, state = Relay(model, how, RelayConfig(stash=stash)), fresh_state(model, how)
+    before, most = device_bytes(), 0
+
+    def observe(program):
+        nonlocal most
+        most = max(most, device_bytes() - before)
+
+    relay.observe = observe
+    for number in range(2):
+        state, _ = relay.train_step(state, tokens_of(number), 1e-3)
+    return most
+
+
+def test_device_memory_does_not_grow_with_the_depth():
+    boundary = 4 * 11 * DENSE.d_model * 2
+    block = sum(
+        np.prod(leaf.shape[1:]) * 4
+        for leaf in jax.tree.leaves(abstract_state(MODELS["sparse"], training()).params["blocks"])
+    )
+    few, many = most_device_bytes(3, "host"), most_device_bytes(12, "host")
+    # What runs beside may be a block's copy or a boundary ahead or behind.
+    assert many <= few + 2 * boundary + block
+    assert most_device_bytes(12, "device") >= few + 6 * boundary
+
+
+def test_one_set_of_programs_serves_any_depth():
+    """4 and 400 blocks: the same programs to the last character."""
+    texts = []
+    for layers in (4, 400):
+        model = dataclasses.replace(MODELS["sparse"], num_layers=layers)
+        shape = (2, 2, 11)
+        given = relay_programs.arguments(model, relay_programs.layer_tables(model), shape)
+        lowered = relay_programs.lowered(relay_programs.functions(model), given)
+        texts.append([program.as_text() for program in lowered])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("spec", ["drop:0.5", "grow:0.34"])
+def test_blocks_left_out_stay_and_the_others_learn(spec):
+    model, how = MODELS["sparse"], training(steps=6)
+    depth = DepthSchedule.parse(spec)
+    relay = Relay(model, how, RelayConfig(depth=depth))
+    state = fresh_state(model, how, starting_blocks=depth.starting_blocks(3))
+    for number in range(6):
+        before = jax.tree.map(np.copy, state.params["blocks"])
+        state, report = relay.train_step(state, tokens_of(number), 1e-3)
+        active = depth.active(3, number, 6, how.seed)
+        for block in range(3):
+            changed = any(
+                np.any(one[block] != other[block])
+                for one, other in zip(
+                    jax.tree.leaves(before), jax.tree.leaves(state.params["blocks"])
+                )
+            )
+            assert changed == (block in active), (number, block)
+        assert np.isfinite(report.loss)
+
+
+def test_a_growing_network_starts_with_identities():
+    """Blocks that have not joined change nothing, so evaluation may run them all."""
+    model, how = DENSE, training()
+    state = fresh_state(model, how, starting_blocks=1)
+    shallow = dataclasses.replace(model, num_layers=1)
+    first = {**state.params, "blocks": jax.tree.map(lambda a: a[:1], state.params["blocks"])}
+    weights = np.ones((4, 11), np.float32)
+    deep = Relay(model, how, eval_shape=(4, 11)).eval_step(state.params, {}, tokens_of(0), weights)
+    alone = Relay(shallow, how, eval_shape=(4, 11)).eval_step(first, {}, tokens_of(0), weights)
+    assert deep == alone
+
+
+def test_the_timeline_tells_all_work_of_every_section():
+    model, how = DENSE, training()
+    relay = Relay(model, how)
+    relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3)
+    spans = relay.timeline.spans
+    for number in range(3):
+        kinds = [span.kind for span in spans if span.section == f"block {number}"]
+        assert [kinds.count(kind) for kind in KINDS[:3]] == [2, 2, 1] and "update" in kinds
+    assert all(span.start <= span.stop for span in spans)
+    assert 0 <= hidden_share(spans) <= 1
+
+
+def test_a_lost_device_ends_the_run_in_words():
+    model, how = DENSE, training()
+    relay = Relay(model, how)
+
+    def lost(*arguments):
+        raise jax.errors.JaxRuntimeError("INTERNAL: device lost")
+
+    relay.programs = relay.programs._replace(backward=lost)
+    with pytest.raises(UserError, match=r"failed in step 1 \(INTERNAL: device lost\).*--resume"):
+        relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3)
+
+
+@pytest.mark.parametrize("field", ["stash", "clipping"])
+def test_unknown_settings_are_refused_in_words(field):
+    with pytest.raises(UserError, match="legal are"):
+        RelayConfig(**{field: "nowhere"})
