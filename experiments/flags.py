@@ -17,7 +17,7 @@ from experiments.command_line import Flag, Group
 from experiments.contradictions import given
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES
 
-__all__ = ["DATA", "EVOLUTION", "GROUPS", "MODEL", "RUN", "SPARSITY", "TRAINING"]
+__all__ = ["DATA", "EVOLUTION", "GROUPS", "MODEL", "RUN", "SPARSITY", "START", "TRAINING"]
 __all__ += ["as_dict", "check", "define", "given", "run", "without"]
 
 _MODULE = __name__
@@ -254,6 +254,19 @@ DATA = Group(
         ),
     ),
 )
+START = Group(
+    "Start",
+    "what the weights are before the first step",
+    (
+        Flag(
+            "init_from",
+            "text",
+            "",
+            "Run folder, or Hugging Face directory of GPT-2 or OPT, whose weights, shape and "
+            "tokenizer are taken; sparse weights keep their largest blocks. Empty draws weights.",
+        ),
+    ),
+)
 RUN = Group(
     "Run",
     "where the results go",
@@ -278,7 +291,7 @@ RUN = Group(
         ),
     ),
 )
-GROUPS = (MODEL, SPARSITY, EVOLUTION, TRAINING, DATA, RUN)
+GROUPS = (MODEL, SPARSITY, EVOLUTION, TRAINING, DATA, START, RUN)
 
 
 def without(*names: str, groups: Sequence[Group] = GROUPS) -> tuple[Group, ...]:

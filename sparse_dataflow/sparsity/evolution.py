@@ -39,6 +39,8 @@ class EvolutionConfig:
       dense_rate: learning rate of a dense stage over that of the sparse model.
       first: projections that sparse_to_dense makes dense at `at`, the others halfway from there to
         the end; none for all at once.
+      given_layouts: whether the first layouts come with the weights that a training begins with,
+        and so are data, in place of the pattern's.
     """
 
     method: str = "static"
@@ -47,6 +49,7 @@ class EvolutionConfig:
     share: float = 0.3
     dense_rate: float = 1.0
     first: tuple[str, ...] = ()
+    given_layouts: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "first", tuple(self.first))
@@ -128,9 +131,17 @@ def stages(model: ModelConfig, config: EvolutionConfig) -> tuple[Stage, ...]:
     method = METHODS[config.method]
     if config.method != "static":
         _refuse_nothing_to_do(model, config.method)
+    found = (Stage(0.0, model, runtime_layouts=method.update is not None),)
     if method.stages is not None:
-        return method.stages(model, config)
-    return (Stage(0.0, model, runtime_layouts=method.update is not None),)
+        found = method.stages(model, config)
+    if config.given_layouts:
+        found = tuple(map(_with_runtime_layouts, found))
+    return found
+
+
+def _with_runtime_layouts(stage):
+    runtime = stage.runtime_layouts or bool(stage.model.sparse_projections)
+    return dataclasses.replace(stage, runtime_layouts=runtime)
 
 
 def exchanged_share(config: EvolutionConfig, step: int, steps: int) -> float:
