@@ -60,8 +60,10 @@ def test_a_run_writes_exports_and_is_begun_from(job, undisturbed, tmp_path):
 
 def test_lines_are_continued_until_the_input_ends(job, undisturbed):
     done = subprocess.run(
-        [sys.executable, "-m", "experiments.generate", f"--run={undisturbed}", "--interactive"]
-        + ["--max_new_tokens=3"],
+        [
+            *(sys.executable, "-m", "experiments.generate"),
+            *(f"--run={undisturbed}", "--interactive", "--max_new_tokens=3"),
+        ],
         input="the of\n" + 99 * "word " + "\nand to\n",
         cwd=job.corpus.parent,
         env=job.environment,
