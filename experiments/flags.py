@@ -17,7 +17,17 @@ from experiments.command_line import Flag, Group
 from experiments.contradictions import given
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES
 
-__all__ = ["DATA", "DEVICES", "EVOLUTION", "GROUPS", "MODEL", "RUN", "SPARSITY", "TRAINING"]
+__all__ = [
+    "DATA",
+    "DEVICES",
+    "EVOLUTION",
+    "GROUPS",
+    "MODEL",
+    "RUN",
+    "SPARSITY",
+    "START",
+    "TRAINING",
+]
 __all__ += ["as_dict", "check", "define", "given", "run", "without"]
 
 _MODULE = __name__
@@ -262,6 +272,19 @@ DATA = Group(
         ),
     ),
 )
+START = Group(
+    "Start",
+    "what the weights are before the first step",
+    (
+        Flag(
+            "init_from",
+            "text",
+            "",
+            "Run folder, or Hugging Face directory of GPT-2 or OPT, whose weights, shape and "
+            "tokenizer are taken; sparse weights keep their largest blocks. Empty draws weights.",
+        ),
+    ),
+)
 RUN = Group(
     "Run",
     "where the results go",
@@ -348,7 +371,7 @@ DEVICES = Group(
         ),
     ),
 )
-GROUPS = (MODEL, SPARSITY, EVOLUTION, TRAINING, DATA, RUN, DEVICES)
+GROUPS = (MODEL, SPARSITY, EVOLUTION, TRAINING, DATA, START, RUN, DEVICES)
 _NOT_KEPT = ("out", "resume", *(flag.name for flag in DEVICES.flags))
 
 
