@@ -78,8 +78,8 @@ def calls(text):
     from experiments.pipeline_bubble import sleeping_step
 
     stages, micro_batches = map(int, text.split("x"))
-    step, slept = sleeping_step(schedules.make("1f1b", stages, micro_batches), 0)
-    step()
+    step, slept = sleeping_step(schedules.make("1f1b", stages, micro_batches))
+    step(0)
     return len(slept)
 
 

@@ -93,6 +93,15 @@ def test_stages_train_like_one_device(model, texts):
         assert max(errors["moments"], errors["params"]) < 1e-3, (text, errors)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["rigl", "set", "sparse_to_dense"])
+def test_layouts_evolve_over_stages_as_on_one_device(method):
+    text = "stage:2,data:2,tensor:2/3/1/zero_bubble/1"
+    [errors] = on_eight_devices("mesh_training.py", "evolve", method, text).values()
+    assert errors["layouts"] == 0
+    assert errors["losses"] < 1e-5 and errors["params"] < 1e-2, errors
+
+
 @pytest.mark.slow
 def test_a_state_moves_between_pipelines_and_other_meshes_to_the_bit():
     texts = [
