@@ -7,11 +7,13 @@ neighbours) costs what it costs. The measured bubble is one minus the time that 
 sleep over stages times the length of the step; median of --rounds.
 
     python -m experiments.pipeline_bubble
-    python -m experiments.pipeline_bubble --stages=4 --micro_batches=8 --milliseconds=50
+    python -m experiments.pipeline_bubble --stages=4 --micro_batches=8 --page=schedules.html
 
 A minute with the defaults. What a tick costs beside its action adds to the measured bubble; on a
 busy machine make actions longer.
 """
+
+from pathlib import Path
 
 from experiments import flags
 from experiments.command_line import Flag, Group
@@ -39,6 +41,7 @@ BENCHMARK = Group(
         ),
         Flag("rounds", "integer", 3, "Timed steps of each schedule.", legal=AT_LEAST_ONE),
         Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),
+        Flag("page", "text", "", "HTML file to draw the schedules in; empty draws none."),
     ),
 )
 GROUPS = (BENCHMARK,)
@@ -59,12 +62,19 @@ def main(values):
     jax.config.update("jax_num_cpu_devices", values.stages)
     from experiments import measurement
     from sparse_dataflow.execution import schedules
+    from sparse_dataflow.reporting.schedule_figure import schedule_page
 
     rows = []
-    cases = [(name, False) for name in schedules.SCHEDULES] + [("zero_bubble", True)]
-    for name, recompute in cases:
+    names = [(name, False) for name in schedules.SCHEDULES] + [("zero_bubble", True)]
+    cases = []
+    for name, recompute in names:
         chunks = values.chunks if name == "interleaved" else 1
-        schedule = schedules.make(name, values.stages, values.micro_batches, chunks, recompute)
+        counts = values.stages, values.micro_batches, chunks
+        cases.append((schedules.make(name, *counts, recompute), recompute))
+    if values.page:
+        Path(values.page).write_text(schedule_page([schedule for schedule, _ in cases]))
+    for schedule, recompute in cases:
+        name, chunks = schedule.name, schedule.chunks
         step, slept = sleeping_step(schedule)
         step(0)
         measured, lengths = [], []
