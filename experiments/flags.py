@@ -47,6 +47,12 @@ def _methods() -> tuple[str, ...]:
     return tuple(METHODS)
 
 
+def _schedules() -> tuple[str, ...]:
+    from sparse_dataflow.execution.schedules import SCHEDULES
+
+    return tuple(SCHEDULES)
+
+
 def _one_of(*names: str):
     return lambda: names
 
@@ -328,6 +334,32 @@ DEVICES = Group(
             3,
             "What fsdp deals out: 0 nothing, 1 moments, 2 gradients too, 3 parameters too.",
             legal=("0 to 3", lambda level: 0 <= level <= 3),
+            fixed=False,
+        ),
+        Flag(
+            "executor",
+            "choice",
+            "auto",
+            "whole has all layers in one program; pipeline streams micro-batches (--accumulation) "
+            "through the stages of the mesh; auto is pipeline where the mesh has stages.",
+            _one_of("auto", "whole", "pipeline"),
+            fixed=False,
+        ),
+        Flag(
+            "schedule",
+            "choice",
+            "1f1b",
+            "What the stages do when: zero_bubble idles least, interleaved less than 1f1b, gpipe "
+            "as much as 1f1b while it keeps the activations of all micro-batches.",
+            _schedules,
+            fixed=False,
+        ),
+        Flag(
+            "chunks",
+            "integer",
+            1,
+            "Parts of the model on each stage of an interleaved pipeline.",
+            legal=_AT_LEAST_ONE,
             fixed=False,
         ),
         Flag(
