@@ -15,9 +15,10 @@ from absl import flags as absl_flags
 from experiments import command_line, contradictions
 from experiments.command_line import Flag, Group
 from experiments.contradictions import given
+from experiments.execution_flags import EXECUTION
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES
 
-__all__ = ["DATA", "EVOLUTION", "GROUPS", "MODEL", "RUN", "SPARSITY", "TRAINING"]
+__all__ = ["DATA", "EVOLUTION", "EXECUTION", "GROUPS", "MODEL", "RUN", "SPARSITY", "TRAINING"]
 __all__ += ["as_dict", "check", "define", "given", "run", "without"]
 
 _MODULE = __name__
@@ -263,7 +264,7 @@ RUN = Group(
         ),
     ),
 )
-GROUPS = (MODEL, SPARSITY, EVOLUTION, TRAINING, DATA, RUN)
+GROUPS = (MODEL, SPARSITY, EVOLUTION, TRAINING, EXECUTION, DATA, RUN)
 
 
 def without(*names: str, groups: Sequence[Group] = GROUPS) -> tuple[Group, ...]:

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import jax
 
-from experiments import flags, memory_check, recipes, run_folder, run_report, step_plan
+from experiments import (
+    execution_flags,
+    flags,
+    memory_check,
+    recipes,
+    relay_plan,
+    run_folder,
+    run_report,
+    step_plan,
+)
 from experiments.recipes import Variant
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.data.corpora import load_corpus
@@ -49,7 +58,12 @@ def run(experiment: str, values, groups, sparse: bool) -> None:
         names = _settle(values, chip, sparse)
         saved = run_folder.read(folder, experiment, names) if values.resume else None
         # Refuses what cannot be trained, before any work.
-        memory_check.refuse_too_large(values, recipes.variants(values, names), chip.memory_bytes)
+        executor = execution_flags.executor(values)
+        asked = recipes.variants(values, names)
+        if values.executor == "relay":
+            relay_plan.tell(values, asked, chip)
+        else:
+            memory_check.refuse_too_large(values, asked, chip.memory_bytes)
 
         corpus = load_corpus(values.corpus, CACHE)
         tokenizer = load_tokenizer(values.tokenizer, corpus, recipes.vocab_size(values), CACHE)
@@ -67,9 +81,11 @@ def run(experiment: str, values, groups, sparse: bool) -> None:
         programs, known = {}, {}
         for v in variants:
             say(f"{v.name:>6}: compiling")
-            programs[v.name] = compile_programs(v.stages, v.training, data, v.evolution, known)
+            programs[v.name] = compile_programs(
+                v.stages, v.training, data, v.evolution, known, executor
+            )
         if not saved:
-            steps = step_plan.planned_steps(values, variants, programs, data)
+            steps = step_plan.planned_steps(values, variants, programs, data, executor)
             variants = [v.with_steps(steps[v.name]) for v in variants]
             _refuse_unfit(variants)
             saved = _config(experiment, values, groups, variants, corpus, tokenizer, chip)
@@ -78,7 +94,7 @@ def run(experiment: str, values, groups, sparse: bool) -> None:
         with stop_on_signals() as stop, contextlib.ExitStack() as stack:
             trainers = []
             for position, v in enumerate(variants):
-                t = _trainer(values, v, folder, data, programs[v.name], chip, position)
+                t = _trainer(values, v, folder, data, programs[v.name], chip, position, executor)
                 stack.callback(t.close)
                 trainers.append(t)
                 if values.resume:
@@ -88,6 +104,9 @@ def run(experiment: str, values, groups, sparse: bool) -> None:
             again = f"python -m experiments.{experiment} --resume={shlex.quote(str(folder))}"
             say(f"stopped; go on with: {again}")
             return
+        for v in variants:
+            if programs[v.name][-1].timeline is not None:
+                say(f"{v.name:>6}: {relay_plan.measured(programs[v.name][-1].timeline())}")
         report = run_report.write(folder, saved, trainers, corpus, tokenizer, chip)
         say(report.headline)
         say(f"report: {report.path}")
@@ -155,6 +174,7 @@ def _trainer(
     programs: list[Compiled],
     chip,
     position,
+    executor,
 ) -> Trainer:
     eval_every = values.eval_every or max(1, variant.training.steps // EVALUATIONS_A_RUN)
 
@@ -172,6 +192,7 @@ def _trainer(
         eval_every=eval_every,
         checkpoint_every=values.checkpoint_every or 2 * eval_every,
         evolution=variant.evolution,
+        executor=executor,
         mfu=mfu,
         position=position,
     )

@@ -56,7 +56,7 @@ def parse(text: str, devices: int) -> dict[str, int]:
     given = math.prod(size for size in sizes.values() if size != -1)
     if open_axes and devices % given == 0:
         sizes[open_axes[0]] = devices // given
-    if math.prod(sizes.values()) != devices or open_axes and devices % given:
+    if math.prod(sizes.values()) != devices or (open_axes and devices % given):
         raise UserError(
             f"--mesh={text} is a mesh of {_product(sizes)} devices, and there "
             f"{'is 1' if devices == 1 else f'are {devices}'}; legal: sizes whose product is "

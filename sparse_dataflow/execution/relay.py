@@ -113,9 +113,19 @@ class Relay:
             storage=storage,
             pinned=self._pinned if locked else None,
         )
+        self._depth = DepthSchedule()
         self._watching = ThreadPoolExecutor(1, "watch")
         self.timeline = Timeline()
         self.observe: Callable[[str], None] = lambda program: None
+
+    def begin(self, training: TrainingConfig) -> None:
+        """Settles the run's length and seed, on which the depth of a step depends; before, all
+        blocks take part in every step."""
+        self.training, self._depth = training, self.config.depth
+
+    def bring(self, params: dict, section: Section, *more: Any) -> tuple:
+        """A section's parameters, and other host arrays, on the device."""
+        return jax.block_until_ready(self._put((self.server.copy(params, section), *more)))
 
     def train_step(
         self, state: TrainState, tokens: np.ndarray, learning_rate: float
@@ -132,7 +142,7 @@ class Relay:
         """
         step = int(state.step)
         self.timeline = Timeline()
-        blocks = self.config.depth.active(
+        blocks = self._depth.active(
             self.model.num_layers, step, self.training.steps, self.training.seed
         )
         sections = [EMBED, *blocks, HEAD]
@@ -202,7 +212,7 @@ class Relay:
         run, timeline = self.eval_programs, Timeline()
         inputs, targets, weights = self._batch(tokens, weights, self._eval_shape)
         fetch = lambda section, *more: self.server.fetching.submit(  # noqa: E731
-            lambda: jax.block_until_ready(self._put((self.server.copy(params, section), *more)))
+            self.bring, params, section, *more
         )
         x = run.embed(*fetch(EMBED).result(), inputs)
 

@@ -13,7 +13,6 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 import threading
 import zlib
 from collections.abc import Mapping
@@ -151,13 +150,6 @@ class MappedFiles:
     def target(self, params: dict, mu: dict, nu: dict) -> tuple[dict, dict, dict]:
         """The trees of the slot that does not hold the last complete step."""
         return self._trees[self._free_slot()][:3]
-
-    def scratch(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An array in a file of the folder that no name keeps; for values that change between two
-        steps."""
-        with tempfile.TemporaryFile(dir=self.folder) as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, int(np.prod(shape)) * dtype.itemsize))
-            return np.memmap(file, dtype, "r+", shape=shape)
 
     def updated(self, section: Section, views: tuple) -> None:
         """Takes the digest of a section that holds its results."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from sparse_dataflow.data.batches import bits_per_byte
 from sparse_dataflow.errors import UserError
@@ -16,7 +15,7 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, exchanged_share
 from sparse_dataflow.training.checkpoint import Checkpoints
-from sparse_dataflow.training.metrics import MetricsWriter, Progress, say
+from sparse_dataflow.training.metrics import MetricsWriter, Progress, read_metrics, say
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
 from sparse_dataflow.training.phases import phase_before, phases, refuse_unfit, run_flops
 from sparse_dataflow.training.programs import Compiled, TrainingData, changed, evolved, stepped
@@ -91,13 +90,22 @@ class Trainer:
         self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=identity)
         self.seconds = 0.0
         restored = self._checkpoints.restore(self._abstract_state)
+        saved = int(restored[0].step) if restored else None
         if restored:
-            state, extra = restored
-            self.state = executor.place(state)
-            self.seconds = extra["seconds"]
+            self.seconds = restored[1]["seconds"]
+
+        def first_state():
+            if restored:
+                return executor.place(restored[0])
+            return initial_state(self.phases[0].model, training, executor)
+
+        if programs[0].begin is None:
+            self.state = first_state()
         else:
-            self.state = initial_state(self.phases[0].model, training, executor)
+            self.state = programs[0].begin(name, training, identity, saved, first_state)
         self.step = int(self.state.step)
+        if saved is not None and self.step != saved:
+            self.seconds = _seconds_at(folder, self.step, self.seconds)
         self._phase = phase_before(self.phases, self.step)
         self._tables = self._programs[self._phase].tables(self.state.tables)
         self._batches = data.train.iterate(self.step)
@@ -265,6 +273,13 @@ class Trainer:
             f"checkpoint: {f'step {good[-1]}' if good else 'none'}; start a new run with a lower "
             "--learning_rate."
         )
+
+
+def _seconds_at(folder, step, otherwise):
+    """Training time until a step, of the rows that a run has left."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    found = [r["seconds"] for r in rows if r.get("kind") == "train" and r.get("step") == step]
+    return found[-1] if found else otherwise
 
 
 def advance_side_by_side(trainers: list[Trainer], stop: Callable[[], bool]) -> Iterator[Trainer]:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from sparse_dataflow.execution import whole
+from sparse_dataflow.execution.block_gradients import block_gradient_norms
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
-from sparse_dataflow.execution.block_gradients import block_gradient_norms
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -1,0 +1,92 @@
+"""Flags on how a model's sections flow over the device and time, and the executor they name."""
+
+from experiments.command_line import Flag, Group
+from sparse_dataflow.errors import UserError
+
+ONLY_RELAY = ("stash", "clipping", "server_dir", "depth_schedule")
+EXECUTION = Group(
+    "Execution",
+    "how the model's sections flow over devices and time",
+    (
+        Flag(
+            "executor",
+            "choice",
+            "whole",
+            "whole runs all sections in one program; relay brings one block at a time to the "
+            "device, from parameters in host memory.",
+            lambda: ("whole", "relay"),
+            fixed=False,
+        ),
+        Flag(
+            "stash",
+            "choice",
+            "device",
+            "Where the relay keeps what enters each block until the backward pass; on the host, "
+            "device memory does not depend on the depth.",
+            lambda: ("device", "host"),
+            fixed=False,
+        ),
+        Flag(
+            "clipping",
+            "choice",
+            "exact",
+            "Gradients of the relay: exact clips by the global norm, as whole does, and holds all "
+            "of them until the last is there; eager clips and applies each section's at once.",
+            lambda: ("exact", "eager"),
+        ),
+        Flag(
+            "server_dir",
+            "text",
+            "",
+            "Folder of the relay's mapped files for masters and moments; empty keeps them in host "
+            "memory.",
+            fixed=False,
+        ),
+        Flag(
+            "depth_schedule",
+            "text",
+            "constant",
+            "Blocks that take part in a step of the relay: constant, drop:P leaves each out with "
+            "probability P, grow:F starts with the first F of them.",
+        ),
+    ),
+)
+
+
+def check(values) -> None:
+    """Refuses flags of the relay without the relay, and a schedule that is none.
+
+    Raises:
+      UserError: naming the flags and what would be legal.
+    """
+    if "executor" not in values:
+        return
+    from sparse_dataflow.execution.depth_schedule import DepthSchedule
+
+    named = [name for name in ONLY_RELAY if values[name].present]
+    if values.executor != "relay" and named:
+        raise UserError(
+            f"{', '.join(f'--{name}' for name in named)} without the relay, which alone has it; "
+            "add --executor=relay."
+        )
+    DepthSchedule.parse(values.depth_schedule)
+    staged = "evolution" in values and values.evolution not in ("static", "set", "rigl")
+    if values.server_dir and staged:
+        raise UserError(
+            f"--evolution={values.evolution} changes the shapes of the weights, and the files of "
+            "--server_dir keep theirs; legal with it: static, set, rigl."
+        )
+
+
+def executor(values):
+    """The executor that the flags name; all sections in one program where there are none."""
+    from sparse_dataflow.execution.depth_schedule import DepthSchedule
+    from sparse_dataflow.execution.executor import ONE_DEVICE
+
+    if "executor" not in values or values.executor == "whole":
+        return ONE_DEVICE
+    from sparse_dataflow.execution.relay import RelayConfig
+    from sparse_dataflow.execution.relay_executor import RelayExecutor
+
+    depth = DepthSchedule.parse(values.depth_schedule)
+    return RelayExecutor(RelayConfig(values.stash, values.clipping, depth), values.server_dir)
