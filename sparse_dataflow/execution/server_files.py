@@ -194,6 +194,10 @@ class MappedFiles:
             ) from error
         self._commits = commits
 
+    def close(self) -> None:
+        """Lets another process use the folder."""
+        self._held.close()
+
     def _free_slot(self) -> int:
         return 1 - self._commits[0]["slot"] if self._commits else 0
 

@@ -78,14 +78,14 @@ class RelayPlan:
     def text(self) -> str:
         """The plan as a few lines."""
         parts = [
-            f"relay plan: {self.device_total / GIB:,.2f} GiB on the device "
+            f"relay plan: {self.device_total / GIB:,.3g} GiB on the device "
             f"({_listed(self.device)})",
-            f"{self.host_total / GIB:,.2f} GiB in host memory ({_listed(self.host)})",
-            f"{self.fetched / GIB:,.2f} GiB fetched and {self.returned / GIB:,.2f} GiB returned a "
+            f"{self.host_total / GIB:,.3g} GiB in host memory ({_listed(self.host)})",
+            f"{self.fetched / GIB:,.3g} GiB fetched and {self.returned / GIB:,.3g} GiB returned a "
             f"step, {self.updated:,} parameters updated",
         ]
         if self.disk:
-            parts.insert(2, f"{self.disk / GIB:,.2f} GiB on disk")
+            parts.insert(2, f"{self.disk / GIB:,.3g} GiB on disk")
         if self.transfer_seconds and self.compute_seconds:
             parts.append(
                 f"a step computes {self.compute_seconds:,.3g} s and transfers "
@@ -205,14 +205,14 @@ def refuse_small_host(found: RelayPlan, available: int) -> None:
     advice = "a smaller scale or density"
     if state:
         advice = (
-            f"--server_dir puts {state / GIB:,.1f} GiB of it into files, --clipping=eager holds "
+            f"--server_dir puts {state / GIB:,.3g} GiB of it into files, --clipping=eager holds "
             "fewer gradients, a lower --density stores less"
         )
     raise UserError(
-        f"The relay needs {found.host_total / GIB:,.1f} GiB of host memory with these flags "
-        f"({_listed(found.host)}), and {available / GIB:,.1f} GiB are available; {advice}."
+        f"The relay needs {found.host_total / GIB:,.3g} GiB of host memory with these flags "
+        f"({_listed(found.host)}), and {available / GIB:,.3g} GiB are available; {advice}."
     )
 
 
 def _listed(parts):
-    return ", ".join(f"{name} {size / GIB:,.2f}" for name, size in parts.items() if size)
+    return ", ".join(f"{name} {size / GIB:,.3g}" for name, size in parts.items() if size)
