@@ -11,6 +11,7 @@ import numpy as np
 from sparse_dataflow.data.prompts import heldout_prompts
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation.generate import continue_greedily
+from sparse_dataflow.execution import timeline
 from sparse_dataflow.models import gpt
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.reporting.report import (
@@ -96,6 +97,11 @@ def _variant(folder, trainer, chip):
         ),
         key=lambda plan: plan.total,
     )
+    spans = trainer.timeline
+    if spans:
+        sections = _relayed_seconds(spans, of_phase[-1])
+    else:
+        sections = section_seconds(model, training, trainer.state, of_phase[-1])
     return VariantData(
         name=trainer.name,
         loss=evaluation["loss"],
@@ -110,9 +116,20 @@ def _variant(folder, trainer, chip):
         train_seconds=trainer.seconds,
         mfu=cost.mfu(flops, tokens_a_step / step_seconds, chip, model.compute_dtype),
         history=history,
-        section_seconds=section_seconds(model, training, trainer.state, of_phase[-1]),
+        section_seconds=sections,
         memory=plan.categories,
+        timeline=[list(span) for span in spans],
+        hidden=timeline.hidden_share(spans) if spans else None,
     )
+
+
+def _relayed_seconds(spans, step_seconds):
+    """Where a step of the relay went: what its sections computed, and what was not computing."""
+    found = {
+        name: timeline.seconds([s for s in spans if s.section.startswith(kind)], "compute")
+        for name, kind in (("embed", "embed"), ("blocks", "block"), ("head and loss", "head"))
+    }
+    return {**found, "other": max(0.0, step_seconds - sum(found.values()))}
 
 
 def _step_seconds(trainer, train, tokens_a_step):
@@ -184,7 +201,11 @@ def _layouts(trainers, model):
 
 
 def _continuations(trainers, corpus, tokenizer):
-    """None at all where the held-out documents or the sequences are too short for a prompt."""
+    """None at all where the held-out documents or the sequences are too short for a prompt, or the
+    model need not fit the device that would write them."""
+    if any(t.timeline for t in trainers):
+        say("no continuations in the report: the relay's model stays in host memory")
+        return []
     length = min(32, trainers[0].training.sequence // 2)
     try:
         prompts = heldout_prompts(corpus, tokenizer, CONTINUATIONS, max(1, length))

@@ -88,10 +88,7 @@ class Relay:
         """
         self.model, self.training, self.config = model, training, config or RelayConfig()
         self.mesh = mesh
-        if mesh is not None:
-            self._cut, self._whole = relay_programs.data_shardings(mesh)
-        else:
-            self._cut = self._whole = SingleDeviceSharding(jax.local_devices()[0])
+        self._cut, self._whole = self._shardings(mesh)
         rows, ways = training.batch // training.micro_batches, self._cut.num_devices
         if rows % ways:
             raise UserError(
@@ -117,6 +114,13 @@ class Relay:
         self._watching = ThreadPoolExecutor(1, "watch")
         self.timeline = Timeline()
         self.observe: Callable[[str], None] = lambda program: None
+
+    @staticmethod
+    def _shardings(mesh):
+        if mesh is not None:
+            return relay_programs.data_shardings(mesh)
+        alone = SingleDeviceSharding(jax.local_devices()[0])
+        return alone, alone
 
     def begin(self, training: TrainingConfig) -> None:
         """Settles the run's length and seed, on which the depth of a step depends; before, all

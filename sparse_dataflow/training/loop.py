@@ -200,6 +200,12 @@ class Trainer:
             }
         )
 
+    @property
+    def timeline(self) -> list:
+        """Spans of the last step; none of an executor that notes none."""
+        told = self._programs[self._phase].timeline
+        return list(told()) if told else []
+
     def _put(self, batch):
         return self.executor.put(batch, self.training.batch)
 
