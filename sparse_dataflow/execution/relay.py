@@ -89,6 +89,9 @@ class Relay:
         self.model, self.training, self.config = model, training, config or RelayConfig()
         self.mesh = mesh
         self._cut, self._whole = self._shardings(mesh)
+        # Between processes on CPUs, collectives of two programs at once meet in any order, and may
+        # wait for each other for ever.
+        self._one_at_a_time = jax.process_count() > 1 and jax.default_backend() == "cpu"
         rows, ways = training.batch // training.micro_batches, self._cut.num_devices
         if rows % ways:
             raise UserError(
@@ -204,6 +207,8 @@ class Relay:
         self.observe(name)
         dispatched = time.perf_counter()
         found = getattr(self.programs, name)(*arguments)
+        if self._one_at_a_time:
+            jax.block_until_ready(found)
         # What the next program takes over cannot be waited for.
         kept = found[1] if name == "backward" else found
         kept = kept[0] if name == "head" else kept

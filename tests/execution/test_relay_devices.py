@@ -33,7 +33,7 @@ def start(processes, number, port, devices):
 def printed(process):
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
-    return json.loads(out)
+    return json.loads(out.splitlines()[-1])
 
 
 def free_port():
