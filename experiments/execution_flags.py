@@ -63,15 +63,16 @@ def check(values) -> None:
         return
     from sparse_dataflow.execution.depth_schedule import DepthSchedule
 
-    named = [name for name in ONLY_RELAY if values[name].present]
+    named = [name for name in ONLY_RELAY if name in values and values[name].present]
     if values.executor != "relay" and named:
         raise UserError(
             f"{', '.join(f'--{name}' for name in named)} without the relay, which alone has it; "
             "add --executor=relay."
         )
-    DepthSchedule.parse(values.depth_schedule)
+    if "depth_schedule" in values:
+        DepthSchedule.parse(values.depth_schedule)
     staged = "evolution" in values and values.evolution not in ("static", "set", "rigl")
-    if values.server_dir and staged:
+    if staged and "server_dir" in values and values.server_dir:
         raise UserError(
             f"--evolution={values.evolution} changes the shapes of the weights, and the files of "
             "--server_dir keep theirs; legal with it: static, set, rigl."
