@@ -15,6 +15,10 @@ export PYTHON
 # An environment whose Python was since removed is made anew.
 GONE := $(shell test -x $(BIN)/python || echo FORCE)
 
+# Tests of what a compiler for a chip that is not there makes.
+TPU_COMPILES := test_pallas_tpu_compiles.py test_splash_compiles.py test_step_compiles.py
+GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py
+
 .DEFAULT_GOAL := help
 .PHONY: help env demo test quick nightly aot-tpu aot-gpu bench lint format clean FORCE
 
@@ -43,11 +47,11 @@ nightly: $(READY) ## run the tests that are too long for every day
 
 aot-tpu: ## compile the TPU kernels for v4 to v6e, without one (fetches libtpu: 200 MB in .venv-tpu)
 	@sh launch/make_env.sh .venv-tpu dev,aot
-	.venv-tpu/bin/python -m pytest tests/kernels/test_pallas_tpu_compiles.py tests/execution/test_relay_compiles.py $(TESTS)
+	.venv-tpu/bin/python -m pytest $(addprefix tests/kernels/,$(TPU_COMPILES)) tests/execution/test_relay_compiles.py $(TESTS)
 
 aot-gpu: ## compile the Hopper kernels for an H200, without one (fetches CUDA: 4 GB in .venv-gpu)
 	@sh launch/make_env.sh .venv-gpu dev,cuda
-	.venv-gpu/bin/python -m pytest tests/kernels/test_pallas_hopper_compiles.py $(TESTS)
+	.venv-gpu/bin/python -m pytest $(addprefix tests/kernels/,$(GPU_COMPILES)) $(TESTS)
 
 bench: $(READY) ## time the kernels and the training step, sparse beside dense
 	@$(BIN)/python -m experiments.kernel_bench $(ARGS)

@@ -74,7 +74,7 @@ def _check_sparsity(values):
     if "sparse_projections" not in values:
         return
     if not values.sparse_projections:
-        only_sparse = ("pattern", "density", "block", "rank", "evolution")
+        only_sparse = ("pattern", "density", "density_budget", "block", "rank", "evolution")
         named = [n for n in only_sparse if given(values, n)]
         if "twin" in values and given(values, "twin") and values.twin == "yes":
             named.append("twin")
@@ -104,6 +104,11 @@ def _check_evolution(values):
         raise UserError(
             f"--evolve_at={values.evolve_at} without a method; name one with --evolution."
         )
+    for name in ("evolve_first", "evolve_plateau"):
+        if given(values, name) and values[name].value and method != "sparse_to_dense":
+            raise UserError(
+                f"--{name} is for --evolution=sparse_to_dense, not for {method}; leave it out."
+            )
     if method == "low_rank_tail" and "rank" in values and not values.rank:
         raise UserError("--evolution=low_rank_tail adds a term of --rank; legal: 1 or more.")
 

@@ -79,15 +79,27 @@ def check(values) -> None:
         )
 
 
-def executor(values):
-    """The executor that the flags name; all sections in one program where there are none."""
-    from sparse_dataflow.execution.depth_schedule import DepthSchedule
-    from sparse_dataflow.execution.executor import ONE_DEVICE
+def relay(values):
+    """The relay that the flags describe, over the devices of --mesh; auto is all in "data".
 
-    if "executor" not in values or values.executor == "whole":
-        return ONE_DEVICE
+    Raises:
+      UserError: a mesh that cuts the model.
+    """
+    import jax
+
+    from sparse_dataflow.execution import mesh as meshes
+    from sparse_dataflow.execution.depth_schedule import DepthSchedule
     from sparse_dataflow.execution.relay import RelayConfig
     from sparse_dataflow.execution.relay_executor import RelayExecutor
 
+    text = f"data:{jax.device_count()}" if values.mesh == "auto" else values.mesh
+    sizes = meshes.parse(text, jax.device_count())
+    if any(size > 1 for axis, size in sizes.items() if axis != "data"):
+        raise UserError(
+            f"--mesh={values.mesh} cuts the model, and the relay keeps each block whole on every "
+            f"device; legal: --mesh=data:{jax.device_count()}."
+        )
     depth = DepthSchedule.parse(values.depth_schedule)
-    return RelayExecutor(RelayConfig(values.stash, values.clipping, depth), values.server_dir)
+    config = RelayConfig(values.stash, values.clipping, depth)
+    mesh = meshes.make(sizes) if jax.device_count() > 1 else None
+    return RelayExecutor(config, values.server_dir, mesh)

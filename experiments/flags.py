@@ -18,8 +18,8 @@ from experiments.contradictions import given
 from experiments.execution_flags import EXECUTION
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES
 
-__all__ = ["DATA", "EVOLUTION", "EXECUTION", "GROUPS", "MODEL", "RUN", "SPARSITY", "TRAINING"]
-__all__ += ["as_dict", "check", "define", "given", "run", "without"]
+__all__ = ["DATA", "DEVICES", "EVOLUTION", "EXECUTION", "GROUPS", "MODEL", "RUN", "SPARSITY"]
+__all__ += ["TRAINING", "as_dict", "check", "define", "given", "run", "without"]
 
 _MODULE = __name__
 _COUNT = ("0 or more", lambda n: n >= 0)
@@ -110,6 +110,13 @@ SPARSITY = Group(
             "Fraction of blocks stored.",
             legal=("in (0, 1]", lambda d: 0 < d <= 1),
         ),
+        Flag(
+            "density_budget",
+            "text",
+            "uniform",
+            "uniform gives every projection --density; compute shares the FLOPs that this costs "
+            "out by the Erdos-Renyi rule; or name some: qkv:0.25,mlp_in:0.0625.",
+        ),
         Flag("block", "integer", 64, "Side of a square block, in features.", legal=_AT_LEAST_ONE),
         Flag(
             "rank",
@@ -154,6 +161,22 @@ EVOLUTION = Group(
             "sparse_to_dense becomes dense, low_rank_tail adds its term; 0 is 0.75, 0.75, 0.5, "
             "0.7, 0.99.",
             legal=("in [0, 1)", lambda fraction: 0 <= fraction < 1),
+        ),
+        Flag(
+            "evolve_first",
+            "list",
+            "none",
+            "Projections that sparse_to_dense makes dense at evolve_at, the others halfway from "
+            "there to the end; none is all at once.",
+            _one_of(*PROJECTIONS),
+        ),
+        Flag(
+            "evolve_plateau",
+            "integer",
+            0,
+            "Evaluations in a row without 0.5% of gain after which sparse_to_dense becomes dense "
+            "before evolve_at; 0 is never. --minutes is planned for evolve_at.",
+            legal=_COUNT,
         ),
     ),
 )
@@ -264,7 +287,70 @@ RUN = Group(
         ),
     ),
 )
-GROUPS = (MODEL, SPARSITY, EVOLUTION, TRAINING, EXECUTION, DATA, RUN)
+DEVICES = Group(
+    "Devices",
+    "where the model lies; none of it changes the results, and a resumed run may have others",
+    (
+        Flag(
+            "mesh",
+            "text",
+            "auto",
+            "Devices along each axis, as in data:2,fsdp:4,tensor:8; one size may be left out. data "
+            "copies the model, stage cuts it by layers, fsdp deals out what --zero says, tensor "
+            "cuts every layer. auto is fsdp over all devices.",
+            fixed=False,
+        ),
+        Flag(
+            "zero",
+            "integer",
+            3,
+            "What fsdp deals out: 0 nothing, 1 moments, 2 gradients too, 3 parameters too.",
+            legal=("0 to 3", lambda level: 0 <= level <= 3),
+            fixed=False,
+        ),
+        Flag(
+            "describe",
+            "switch",
+            "no",
+            "Print every array with its shape, sharding and bytes a chip, and train nothing.",
+            _one_of("yes", "no"),
+            fixed=False,
+        ),
+        Flag(
+            "coordinator",
+            "text",
+            "",
+            "host:port of process 0, in a run of several; else JAX_COORDINATOR_ADDRESS.",
+            fixed=False,
+        ),
+        Flag(
+            "processes",
+            "integer",
+            0,
+            "How many processes the run has; 0 is JAX_NUM_PROCESSES, or 1.",
+            legal=_COUNT,
+            fixed=False,
+        ),
+        Flag(
+            "process",
+            "integer",
+            -1,
+            "Number of this process, from 0; -1 is JAX_PROCESS_ID.",
+            legal=("-1 or more", lambda n: n >= -1),
+            fixed=False,
+        ),
+        Flag(
+            "join_timeout",
+            "number",
+            300.0,
+            "Seconds that processes wait for the last one.",
+            legal=("above 0", lambda seconds: seconds > 0),
+            fixed=False,
+        ),
+    ),
+)
+GROUPS = (MODEL, SPARSITY, EVOLUTION, TRAINING, DATA, RUN, DEVICES, EXECUTION)
+_NOT_KEPT = ("out", "resume", *(flag.name for flag in DEVICES.flags))
 
 
 def without(*names: str, groups: Sequence[Group] = GROUPS) -> tuple[Group, ...]:
@@ -312,12 +398,14 @@ def run(
 
 
 def as_dict(values: absl_flags.FlagValues, groups: Sequence[Group] = GROUPS) -> dict:
-    """Every flag but --out and --resume, as JSON; belongs under "flags" in a run's config.json.
+    """Every flag but those of the devices, --out and --resume, as JSON.
+
+    Belongs under "flags" in a run's config.json.
 
     Where main replaces an "auto" by what it chose (`values.scale = "nano"`), the choice is kept,
     and a run resumed on another machine stays what it was.
     """
-    names = [f.name for g in groups for f in g.flags if f.name not in ("out", "resume")]
+    names = [f.name for g in groups for f in g.flags if f.name not in _NOT_KEPT]
     return {name: contradictions.plain(values[name].value) for name in names}
 
 

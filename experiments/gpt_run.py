@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import importlib.metadata
 import os
 import platform
@@ -13,7 +14,7 @@ from pathlib import Path
 import jax
 
 from experiments import (
-    execution_flags,
+    devices,
     flags,
     memory_check,
     recipes,
@@ -27,8 +28,11 @@ from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import load_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
+from sparse_dataflow.execution import processes
+from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.execution.host_memory import keep_freed_memory
 from sparse_dataflow.planning import cost, hardware, memory
+from sparse_dataflow.sparsity.allocation import allocation_table
 from sparse_dataflow.training.loop import Trainer, advance_side_by_side
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import refuse_unfit
@@ -53,17 +57,34 @@ def run(experiment: str, values, groups, sparse: bool) -> None:
       UserError: in words, before the first step where it can be known then.
     """
     keep_freed_memory()
+    with devices.joined(experiment, values, groups):
+        if values.describe == "yes":
+            _describe(values, sparse)
+        else:
+            _run(experiment, values, groups, sparse)
+
+
+def _describe(values, sparse):
+    chip = hardware.detect(["float32" if values.dtype == "auto" else values.dtype])
+    names = recipes.settle(values, jax.default_backend(), chip.memory_bytes, sparse)
+    executor, variants = devices.executor(values), recipes.variants(values, names)
+    devices.check(executor, values, variants, None)
+    if processes.first():
+        print(devices.printed(executor, variants))
+
+
+def _run(experiment, values, groups, sparse):
     with run_folder.opened(experiment, values) as folder:
         chip = hardware.detect(["float32" if values.dtype == "auto" else values.dtype])
         names = _settle(values, chip, sparse)
         saved = run_folder.read(folder, experiment, names) if values.resume else None
         # Refuses what cannot be trained, before any work.
-        executor = execution_flags.executor(values)
-        asked = recipes.variants(values, names)
+        executor, wanted = devices.executor(values), recipes.variants(values, names)
+        devices.check(executor, values, wanted, chip.memory_bytes)
         if values.executor == "relay":
-            relay_plan.tell(values, asked, chip)
-        else:
-            memory_check.refuse_too_large(values, asked, chip.memory_bytes)
+            relay_plan.tell(values, wanted, chip, executor.devices)
+        elif executor == ONE_DEVICE:
+            memory_check.refuse_too_large(values, wanted, chip.memory_bytes)
 
         corpus = load_corpus(values.corpus, CACHE)
         tokenizer = load_tokenizer(values.tokenizer, corpus, recipes.vocab_size(values), CACHE)
@@ -75,7 +96,9 @@ def run(experiment: str, values, groups, sparse: bool) -> None:
                 v.with_steps(saved["variants"][v.name]["training"]["steps"]) for v in variants
             ]
             run_folder.refuse_other_variants(folder, saved, variants)
-        data = training_data(values, variants[0], corpus, tokenizer)
+        for v in variants:
+            _say_allocation(v)
+        data = training_data(values, variants[0], corpus, tokenizer, executor)
         if values.steps:
             _refuse_unfit(variants)
         programs, known = {}, {}
@@ -86,6 +109,7 @@ def run(experiment: str, values, groups, sparse: bool) -> None:
             )
         if not saved:
             steps = step_plan.planned_steps(values, variants, programs, data, executor)
+            steps = processes.told(steps)
             variants = [v.with_steps(steps[v.name]) for v in variants]
             _refuse_unfit(variants)
             saved = _config(experiment, values, groups, variants, corpus, tokenizer, chip)
@@ -95,7 +119,7 @@ def run(experiment: str, values, groups, sparse: bool) -> None:
             trainers = []
             for position, v in enumerate(variants):
                 t = _trainer(values, v, folder, data, programs[v.name], chip, position, executor)
-                stack.callback(t.close)
+                stack.push(functools.partial(_close, t))
                 trainers.append(t)
                 if values.resume:
                     say(f"{t.name:>6}: goes on after step {t.step} of {t.training.steps}")
@@ -104,12 +128,20 @@ def run(experiment: str, values, groups, sparse: bool) -> None:
             again = f"python -m experiments.{experiment} --resume={shlex.quote(str(folder))}"
             say(f"stopped; go on with: {again}")
             return
-        for v in variants:
-            if programs[v.name][-1].timeline is not None:
-                say(f"{v.name:>6}: {relay_plan.measured(programs[v.name][-1].timeline())}")
-        report = run_report.write(folder, saved, trainers, corpus, tokenizer, chip)
-        say(report.headline)
-        say(f"report: {report.path}")
+        if processes.first():
+            for v in variants:
+                if programs[v.name][-1].timeline is not None:
+                    say(f"{v.name:>6}: {relay_plan.measured(programs[v.name][-1].timeline())}")
+            report = run_report.write(folder, saved, trainers, corpus, tokenizer, chip)
+            say(report.headline)
+            say(f"report: {report.path}")
+
+
+def _close(trainer, kind, error, trace) -> None:
+    """Ends a trainer well; where an error came in one of several processes, the others are told of
+    it instead of being waited for."""
+    if kind is None or jax.process_count() == 1:
+        trainer.close()
 
 
 def _settle(values, chip, sparse) -> list[str]:
@@ -126,7 +158,13 @@ def _settle(values, chip, sparse) -> list[str]:
     return names
 
 
-def training_data(values, variant, corpus, tokenizer) -> TrainingData:
+def _say_allocation(variant):
+    if variant.model.sparse_projections:
+        flops = cost.flops_per_token(variant.model, variant.training.sequence).sections
+        say(allocation_table(variant.model, flops))
+
+
+def training_data(values, variant, corpus, tokenizer, executor=ONE_DEVICE) -> TrainingData:
     """The batches of a variant's shape, drawn by `values.seed`, and the held-out windows."""
     tokens = prepare_tokens(corpus, tokenizer, CACHE)
     say(
@@ -135,10 +173,11 @@ def training_data(values, variant, corpus, tokenizer) -> TrainingData:
         f"{tokens.validation.documents:,} documents held out"
     )
     shape = variant.training.batch, variant.training.sequence
-    periodic = EvalBatches(tokens.validation.tokens, *shape, EVALUATION_WINDOWS)
-    final = EvalBatches(tokens.validation.tokens, *shape, FINAL_WINDOWS)
+    rows = executor.rows(variant.training.batch)
+    periodic = EvalBatches(tokens.validation.tokens, *shape, EVALUATION_WINDOWS, rows)
+    final = EvalBatches(tokens.validation.tokens, *shape, FINAL_WINDOWS, rows)
     return TrainingData(
-        TrainBatches(tokens.train.tokens, *shape, seed=values.seed),
+        TrainBatches(tokens.train.tokens, *shape, values.seed, rows),
         periodic,
         periodic.total_bytes(tokenizer.token_bytes),
         final,
@@ -180,7 +219,7 @@ def _trainer(
 
     def mfu(model, speed):
         flops = cost.flops_per_token(model, variant.training.sequence).total
-        return cost.mfu(flops, speed, chip, model.compute_dtype)
+        return cost.mfu(flops, speed / executor.devices, chip, model.compute_dtype)
 
     return Trainer(
         variant.name,

@@ -12,6 +12,11 @@ densities from 1/2 to 1/16 and 2048 to 16384 tokens; on a CPU, four laptop shape
     python -m experiments.kernel_bench
     python -m experiments.kernel_bench --shapes=13b --tokens=2048 --densities=0.125 --blocks=128
     python -m experiments.kernel_bench --dtype=bfloat16 --patterns=pixelfly,random
+
+With --tune nothing is compared: the tile sizes of each product are moved, one at a time, to the
+fastest that this device holds, and kept in the package, where the kernels look first.
+
+    python -m experiments.kernel_bench --tune
 """
 
 from experiments import flags
@@ -73,6 +78,8 @@ GROUPS = (
             Flag("peers", "switch", "no", "Installed peers, forward.", lambda: ("yes", "no")),
             Flag("dtype", "choice", "auto", "Of x, W.", lambda: ("auto", "float32", "bfloat16")),
             Flag("rounds", "integer", 9, "Timed rounds.", legal=("1 or more", lambda n: n > 0)),
+            Flag("tune", "switch", "no", "Find tile sizes instead.", lambda: ("yes", "no")),
+            Flag("tuned", "text", "", "Folder for tile sizes; empty: the package's, to be used."),
             Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),
         ),
     ),
@@ -95,6 +102,12 @@ def main(values):
     settings["implementations"] = [n for n in values.implementations if n in runnable]
     # One may be refused: all are made before anything is timed.
     layouts = _layouts(settings)
+    if values.tune == "yes":
+        from experiments import kernel_tuning
+
+        path = kernel_tuning.run(settings, layouts, values.rounds, values.tuned)
+        print(f"\nkept in {path}")
+        return
     chip = hardware.detect([settings["dtype"]])
     print(
         f"{chip.name}; {settings['dtype']}, normal inputs, medians of {values.rounds} rounds\n\n"

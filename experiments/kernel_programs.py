@@ -83,21 +83,21 @@ class Operands:
 
 def dense(product: str, operands: Operands) -> Program:
     """The product as XLA makes it of `x @ W`."""
-    return _compiled(product, operands, lambda x, weight: x @ weight, operands.weight)
+    return product_of(product, operands, lambda x, weight: x @ weight, operands.weight)
 
 
 def block_sparse(case: Case, operands: Operands, implementation: str) -> Program:
     """The product at stored blocks."""
     tables, values = case.layout.tables(), operands.stored(case.layout)
     if implementation == STATIC:
-        return _compiled(
+        return product_of(
             case.product,
             operands,
             lambda x, weight: block_sparse_matmul(x, weight, tables, STATIC),
             values,
         )
     # As arguments, so that tables are data in this program as in one whose layout changes.
-    return _compiled(
+    return product_of(
         case.product,
         operands,
         lambda x, weight, tables: block_sparse_matmul(x, weight, tables, implementation),
@@ -106,7 +106,19 @@ def block_sparse(case: Case, operands: Operands, implementation: str) -> Program
     )
 
 
-def _compiled(product, operands, function, weight, *data):
+def product_of(
+    product: str, operands: Operands, function: Callable, weight: jax.Array, *data
+) -> Program:
+    """A product of `function(x, weight, *data)` or of its gradients, compiled.
+
+    Args:
+      product: one of PRODUCTS.
+      operands: x and dy.
+      function: gives y.
+      weight: what else it is differentiable in.
+      data: arrays that are not differentiated.
+    """
+
     @jax.jit
     def program(x, weight, dy, *data):
         if product == "forward":

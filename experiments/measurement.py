@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import math
 import platform
-import re
 import shlex
 import sys
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import jax
 import numpy as np
+
+from sparse_dataflow.planning import hardware
 
 
 def paired_seconds(
@@ -73,8 +74,7 @@ def provenance(machine: str) -> dict:
 
 def keep(folder: str, name: str, result: dict) -> Path:
     """Writes FOLDER/NAME.json, NAME in lower-case words joined by "-" or "_"; returns its path."""
-    slug = re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")
-    path = Path(folder) / f"{slug}.json"
+    path = Path(folder) / f"{hardware.slug(name)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path

@@ -1,22 +1,14 @@
 """The trainings of sparse_quality: planned to one budget, gone on with, and put into tables."""
 
 import json
-import types
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from experiments import gpt_run, memory_check, recipes, step_plan
-from sparse_dataflow.data.corpora import load_corpus
-from sparse_dataflow.data.tokenizer import load_tokenizer
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution.host_memory import keep_freed_memory
-from sparse_dataflow.planning import hardware
-from sparse_dataflow.training.loop import Trainer, advance_side_by_side
+from experiments import gpt_run, memory_check, step_plan, study
+from sparse_dataflow.reporting.panels import save_bars
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import refuse_unfit, run_flops
-from sparse_dataflow.training.programs import compile_programs
 
 BASELINE = "dense"
 FLOOR = "static_random"
@@ -28,21 +20,15 @@ def run(values, groups, arms: dict[str, dict | None]) -> None:
     Raises:
       UserError: in words, before the first step where it can be known then.
     """
-    keep_freed_memory()
-    asked = {flag.name: values[flag.name].value for group in groups for flag in group.flags}
-    chip = hardware.detect(["float32" if values.dtype == "auto" else values.dtype])
-    settings = _settings(asked, {}, 0)
-    recipes.settle(settings, jax.default_backend(), chip.memory_bytes, sparse=True)
-    asked |= {"scale": settings.scale, "dtype": settings.dtype}
+    begun = study.begin(values, groups)
+    asked = begun.asked
     folder = Path(values.out)
-    _refuse_other_settings(folder, asked)
+    varied = ("arms", "equal", "seeds", "out")
+    study.keep_settings(folder, {k: v for k, v in asked.items() if k not in varied})
     for arm in asked["arms"]:
-        variant = _variant(asked, arms, arm, 0)
+        variant = _variant(begun, arms, arm)
         refuse_unfit(variant.model, variant.evolution, values.steps)
-        memory_check.refuse_too_large(settings, [variant], chip.memory_bytes)
-    corpus = load_corpus(values.corpus, gpt_run.CACHE)
-    vocabulary = recipes.vocab_size(settings)
-    tokenizer = load_tokenizer(values.tokenizer, corpus, vocabulary, gpt_run.CACHE)
+        memory_check.refuse_too_large(begun.settings(), [variant], begun.chip.memory_bytes)
     results = []
     with gpt_run.stop_on_signals() as stop:
         for seed in range(values.seeds):
@@ -50,20 +36,12 @@ def run(values, groups, arms: dict[str, dict | None]) -> None:
             for equal in asked["equal"]:
                 for arm in asked["arms"]:
                     where = folder / f"equal_{equal}" / arm / f"seed_{seed}"
-                    result = _kept(where)
+                    result = study.kept(where)
                     if result is None:
-                        steps = steps or _steps(asked, arms, seed, corpus, tokenizer)
-                        result = _train(
-                            asked,
-                            arms,
-                            arm,
-                            seed,
-                            steps[equal][arm],
-                            where,
-                            corpus,
-                            tokenizer,
-                            stop,
-                        )
+                        steps = steps or _steps(begun, arms, seed)
+                        variant = _variant(begun, arms, arm, seed).with_steps(steps[equal][arm])
+                        data = begun.data(variant, seed)
+                        result = study.train(f"{arm}, seed {seed}", variant, data, where, stop)
                     if result is None:
                         say("stopped; the same command goes on")
                         return
@@ -71,122 +49,38 @@ def run(values, groups, arms: dict[str, dict | None]) -> None:
     (folder / "quality.json").write_text(json.dumps(results, indent=1) + "\n")
     text = tables(results)
     (folder / "quality.md").write_text(text)
+    draw(results, folder / "quality.png")
     say(text)
 
 
-def _settings(asked, changes, seed):
-    defaults = {"twin": "no", "seed": seed, "minutes": 1.0, "pattern": "monarch", "rank": 0}
-    defaults |= {"evolution": "static", "evolve_at": 0.0}
-    return types.SimpleNamespace(**{**asked, **defaults, **changes})
-
-
-def _variant(asked, arms, arm, seed, vocabulary=None):
+def _variant(begun, arms, arm, seed=0):
     changes = arms[arm]
-    names = [BASELINE if changes is None else "sparse"]
-    return recipes.variants(_settings(asked, changes or {}, seed), names, vocabulary)[0]
+    return begun.variant(BASELINE if changes is None else "sparse", seed=seed, **(changes or {}))
 
 
-def _data(asked, variant, seed, corpus, tokenizer):
-    return gpt_run.training_data(_settings(asked, {}, seed), variant, corpus, tokenizer)
-
-
-def _programs(variant, data):
-    return compile_programs(variant.stages, variant.training, data, variant.evolution)
-
-
-def _steps(asked, arms, seed, corpus, tokenizer):
+def _steps(begun, arms, seed):
     """{budget: {arm: steps}}; the budgets are those of the dense model's --steps."""
-    names = list(dict.fromkeys((BASELINE, *asked["arms"])))
-    variants = {arm: _variant(asked, arms, arm, seed, tokenizer.vocab_size) for arm in names}
-    found = {"tokens": dict.fromkeys(names, asked["steps"])}
-    flops = {arm: _flops_a_step(v.with_steps(asked["steps"])) for arm, v in variants.items()}
-    found["flops"] = {
-        arm: max(1, round(asked["steps"] * flops[BASELINE] / flops[arm])) for arm in names
-    }
-    if "seconds" in asked["equal"]:
-        data = _data(asked, variants[BASELINE], seed, corpus, tokenizer)
-        seconds = step_plan.step_seconds(variants, data, asked["steps"])
-        found["seconds"] = {
-            arm: max(1, round(asked["steps"] * seconds[BASELINE] / seconds[arm])) for arm in names
-        }
+    steps = begun.asked["steps"]
+    names = list(dict.fromkeys((BASELINE, *begun.asked["arms"])))
+    variants = {arm: _variant(begun, arms, arm, seed) for arm in names}
+    found = {"tokens": dict.fromkeys(names, steps)}
+    flops = {arm: _flops_a_step(v.with_steps(steps)) for arm, v in variants.items()}
+    found["flops"] = _as_many(steps, flops, names)
+    if "seconds" in begun.asked["equal"]:
+        data = begun.data(variants[BASELINE], seed)
+        found["seconds"] = _as_many(steps, step_plan.step_seconds(variants, data, steps), names)
     return found
+
+
+def _as_many(steps, cost_of_step, names):
+    """Steps of each arm that cost together what the baseline's `steps` do."""
+    budget = steps * cost_of_step[BASELINE]
+    return {arm: max(1, round(budget / cost_of_step[arm])) for arm in names}
 
 
 def _flops_a_step(variant):
     total = run_flops(variant.model, variant.evolution, variant.training)
     return total / variant.training.steps
-
-
-def _train(asked, arms, arm, seed, steps, where, corpus, tokenizer, stop):
-    """The result of one training, from where it was left; None if `stop()` came before its end."""
-    variant = _variant(asked, arms, arm, seed, tokenizer.vocab_size)
-    variant = variant.with_steps(_steps_begun(where) or steps)
-    refuse_unfit(variant.model, variant.evolution, variant.training.steps)
-    data = _data(asked, variant, seed, corpus, tokenizer)
-    programs = _programs(variant, data)
-    where.mkdir(parents=True, exist_ok=True)
-    (where / "steps.json").write_text(json.dumps(variant.training.steps) + "\n")
-    every = max(1, variant.training.steps // gpt_run.EVALUATIONS_A_RUN)
-    trainer = Trainer(
-        arm[:6],
-        where,
-        variant.model,
-        variant.training,
-        data,
-        programs,
-        evolution=variant.evolution,
-        eval_every=every,
-        checkpoint_every=2 * every,
-        keep=1,
-    )
-    say(f"{arm}, seed {seed}, {variant.training.steps} steps into {where}")
-    try:
-        for _ in advance_side_by_side([trainer], stop):
-            pass
-        if not trainer.finished:
-            return None
-        final = trainer.evaluate_finally()
-    finally:
-        trainer.close()
-    result = {
-        "bits_per_byte": final["bits_per_byte"],
-        "steps": trainer.step,
-        "tokens": trainer.tokens,
-        "seconds": trainer.seconds,
-        "flops": _flops_a_step(variant) * trainer.step,
-    }
-    (where / "result.json").write_text(json.dumps(result) + "\n")
-    return result
-
-
-def _steps_begun(where):
-    """The steps that a training was begun with, which times measured anew do not change."""
-    path = where / "steps.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def _kept(where):
-    path = where / "result.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def _refuse_other_settings(folder, asked):
-    """A folder holds trainings of one setting; arms, budgets and seeds may be added."""
-    fixed = {k: v for k, v in asked.items() if k not in ("arms", "equal", "seeds", "out")}
-    fixed = json.loads(json.dumps(fixed))
-    path = folder / "settings.json"
-    if path.exists():
-        saved = json.loads(path.read_text())
-        wrong = [f"--{k}={fixed.get(k)} (saved: {saved.get(k)})" for k in fixed
-                 if saved.get(k) != fixed[k]]  # fmt: skip
-        if wrong:
-            raise UserError(f"{folder} holds trainings of other flags: {', '.join(wrong)}.")
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(fixed, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
 
 
 def tables(results: list[dict]) -> str:
@@ -207,6 +101,15 @@ def tables(results: list[dict]) -> str:
             lines.append(_line(arm, arms[arm], mean))
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
+
+
+def draw(results: list[dict], path: Path) -> None:
+    """Bars of held-out bits per byte, a panel a budget, every seed a dot."""
+    groups: dict[str, dict[str, list[float]]] = {}
+    for r in results:
+        group = groups.setdefault(f"equal {r['equal']}", {})
+        group.setdefault(r["arm"], []).append(r["bits_per_byte"])
+    save_bars(path, groups, "held-out bits per byte", BASELINE)
 
 
 def _line(arm, of_arm, mean):

@@ -7,6 +7,7 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import SIZES, LinearSpec, ModelConfig
 from sparse_dataflow.planning import memory
+from sparse_dataflow.sparsity.allocation import allocate
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, Stage, stages
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.phases import Phase, phases
@@ -79,6 +80,11 @@ RECIPES = {
     "175b": Recipe(1600, 6e-5, 1.2e-4),
     "1t": Recipe(1600, 6e-5, 1.2e-4),
 }
+
+SUPAR_LEARNING_RATE = 2e-3
+"""Peak of every model under SuPar, whatever its width and density.  With the multipliers of
+`training.optimizer` a dense model's matrices then learn at 0.51 / d_model: GPT-3's own rates (arXiv
+2005.14165, table 2.1) are 0.46 / d_model at 125M and 0.51 / d_model at 13B."""
 
 
 def settle(values, backend: str, memory_bytes: int | None, sparse: bool) -> list[str]:
@@ -165,7 +171,7 @@ def model_config(values, scale: str, vocab_size: int, backend: str = "") -> Mode
 
 
 def linears(values) -> dict[str, LinearSpec]:
-    """The block-sparse projections that the flags describe."""
+    """The block-sparse projections that the flags describe, all at one density."""
     spec = LinearSpec("block_sparse", values.pattern, values.density, values.block, values.rank)
     return dict.fromkeys(values.sparse_projections, spec)
 
@@ -179,8 +185,16 @@ def evolution_config(values) -> EvolutionConfig:
     if method == "static":
         return EvolutionConfig()
     recipe = RECIPES[values.scale]
-    ratio = 1.0 if values.learning_rate else recipe.learning_rate / recipe.sparse_learning_rate
-    return EvolutionConfig(method, every=values.evolve_every, at=values.evolve_at, dense_rate=ratio)
+    one_rate = values.learning_rate or values.parametrization == "supar"
+    ratio = 1.0 if one_rate else recipe.learning_rate / recipe.sparse_learning_rate
+    return EvolutionConfig(
+        method,
+        every=values.evolve_every,
+        at=values.evolve_at,
+        dense_rate=ratio,
+        first=values.evolve_first,
+        plateau=values.evolve_plateau,
+    )
 
 
 def _trains_dense(values):
@@ -193,7 +207,7 @@ def sparse_config(values, dense: ModelConfig) -> ModelConfig:
     Raises:
       UserError: block or density has no balanced layout; names the legal values.
     """
-    model = dataclasses.replace(dense, linears=linears(values))
+    model = allocate(dataclasses.replace(dense, linears=linears(values)), values.density_budget)
     gpt.layouts(dataclasses.replace(model, num_layers=1))
     return model
 
@@ -214,6 +228,8 @@ def training_config(values, scale: str, model: ModelConfig, steps: int) -> Train
         )
     sparse = bool(model.sparse_projections)
     own_rate = recipe.sparse_learning_rate if sparse else recipe.learning_rate
+    if model.supar:
+        own_rate = SUPAR_LEARNING_RATE
     return TrainingConfig(
         steps=steps,
         batch=batch,

@@ -70,7 +70,7 @@ def main(values):
             stash=config.stash,
             clipping=config.clipping,
             chip=chip,
-            host_bandwidth=getattr(chip, "host_bandwidth", None),
+            host_bandwidth=chip.host_bandwidth,
             fused_attention=True,
         )
         fits = plan.device_total <= chip.memory_bytes

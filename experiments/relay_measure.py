@@ -28,7 +28,7 @@ def plan_of(model: ModelConfig, training: TrainingConfig, config: RelayConfig, c
         clipping=config.clipping,
         pinned=jax.default_backend() != "cpu",
         chip=chip,
-        host_bandwidth=getattr(chip, "host_bandwidth", None),
+        host_bandwidth=chip.host_bandwidth,
     )
 
 

@@ -12,7 +12,7 @@ from sparse_dataflow.planning.hardware import CHIPS, GIB, Chip
 from sparse_dataflow.training.metrics import say
 
 
-def of(values, variant: Variant, chip: Chip) -> relay.RelayPlan:
+def of(values, variant: Variant, chip: Chip, devices: int = 1) -> relay.RelayPlan:
     """The plan of one variant under the flags of `execution_flags`."""
     training = variant.training
     return relay.plan(
@@ -25,17 +25,18 @@ def of(values, variant: Variant, chip: Chip) -> relay.RelayPlan:
         files=bool(values.server_dir),
         pinned=chip.name in CHIPS,
         chip=chip,
-        host_bandwidth=getattr(chip, "host_bandwidth", None),
+        host_bandwidth=chip.host_bandwidth,
+        devices=devices,
     )
 
 
-def tell(values, variants: list[Variant], chip: Chip) -> None:
+def tell(values, variants: list[Variant], chip: Chip, devices: int = 1) -> None:
     """Prints each variant's plan.
 
     Raises:
       UserError: the device or the host is too small; names what is needed.
     """
-    plans = [of(values, v, chip) for v in variants]
+    plans = [of(values, v, chip, devices) for v in variants]
     for v, found in zip(variants, plans):
         say(f"{v.name:>6}: {found.text()}")
     relay.refuse_small_host(plans[0].beside(plans[1:]), psutil.virtual_memory().available)

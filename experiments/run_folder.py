@@ -10,17 +10,17 @@ from experiments.recipes import Variant
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.evaluation.trained import CONFIG, TOKENIZER
+from sparse_dataflow.execution import processes
 from sparse_dataflow.training.json_difference import differences
 
-CONFIG = "config.json"
-TOKENIZER = "tokenizer.json"
 _PARTIAL_CONFIG = "config.json.new"
 _DIFFERENCES_SHOWN = 3
 
 
 @contextlib.contextmanager
 def opened(experiment: str, values) -> Iterator[Path]:
-    """The folder that --out names, or a new one; proven writable.
+    """The folder that --out names, or a new one; proven writable by the first process.
 
     If the block fails before a config.json is there, whatever was made is removed.
 
@@ -28,7 +28,10 @@ def opened(experiment: str, values) -> Iterator[Path]:
       UserError: it cannot be written.
     """
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(values.out or f"runs/{experiment}-{stamp}")
+    folder = Path(processes.told(values.out or f"runs/{experiment}-{stamp}"))
+    if not processes.first():
+        yield folder
+        return
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,6 +65,8 @@ def start(folder: Path, config: dict, tokenizer: Tokenizer) -> None:
     Raises:
       UserError: the folder cannot be written.
     """
+    if not processes.first():
+        return
     try:
         tokenizer.save(folder / TOKENIZER)
         partial = folder / _PARTIAL_CONFIG

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments import evaluation_report
 from sparse_dataflow.data.prompts import heldout_prompts
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.evaluation.generate import continue_greedily
+from sparse_dataflow.evaluation import kv_cache
+from sparse_dataflow.evaluation.generate import new_tokens
 from sparse_dataflow.execution import timeline
+from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.models import gpt
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.reporting.report import (
@@ -62,6 +65,7 @@ def write(folder: Path, config: dict, trainers: list[Trainer], corpus, tokenizer
         flop_ceiling=cost.flop_ceiling(model, sequence) if sparse else None,
         projection_share=dense_flops.projection_share,
         continuations=_continuations(trainers, corpus, tokenizer),
+        evaluation=evaluation_report.read(folder),
     )
     partial = folder / "report.json.new"
     try:
@@ -98,10 +102,6 @@ def _variant(folder, trainer, chip):
         key=lambda plan: plan.total,
     )
     spans = trainer.timeline
-    if spans:
-        sections = _relayed_seconds(spans, of_phase[-1])
-    else:
-        sections = section_seconds(model, training, trainer.state, of_phase[-1])
     return VariantData(
         name=trainer.name,
         loss=evaluation["loss"],
@@ -116,20 +116,26 @@ def _variant(folder, trainer, chip):
         train_seconds=trainer.seconds,
         mfu=cost.mfu(flops, tokens_a_step / step_seconds, chip, model.compute_dtype),
         history=history,
-        section_seconds=sections,
+        section_seconds=_section_seconds(trainer, of_phase[-1]),
         memory=plan.categories,
         timeline=[list(span) for span in spans],
         hidden=timeline.hidden_share(spans) if spans else None,
     )
 
 
-def _relayed_seconds(spans, step_seconds):
-    """Where a step of the relay went: what its sections computed, and what was not computing."""
-    found = {
-        name: timeline.seconds([s for s in spans if s.section.startswith(kind)], "compute")
-        for name, kind in (("embed", "embed"), ("blocks", "block"), ("head and loss", "head"))
-    }
-    return {**found, "other": max(0.0, step_seconds - sum(found.values()))}
+def _section_seconds(trainer, step_seconds):
+    """Of the relay what its sections computed, and what was not computing; nothing where the model
+    is spread over devices, whose sections are not timed by themselves."""
+    spans = trainer.timeline
+    if spans:
+        found = {
+            name: timeline.seconds([s for s in spans if s.section.startswith(kind)], "compute")
+            for name, kind in (("embed", "embed"), ("blocks", "block"), ("head and loss", "head"))
+        }
+        return {**found, "other": max(0.0, step_seconds - sum(found.values()))}
+    if trainer.executor != ONE_DEVICE:
+        return {}
+    return section_seconds(trainer.model, trainer.training, trainer.state, step_seconds)
 
 
 def _step_seconds(trainer, train, tokens_a_step):
@@ -173,8 +179,19 @@ def _notes(config, folder, trainers):
     ] + [
         *_evolution_notes(folder, trainers),
         "Held-out documents are whole files whose hashed name falls into one twentieth.",
-        "Sections of a step are timed by themselves, forward and backward, at the run's shapes.",
+        _about_sections(trainers[0].executor),
     ]
+
+
+def _about_sections(executor):
+    if executor == ONE_DEVICE:
+        return (
+            "Sections of a step are timed by themselves, forward and backward, at the run's shapes."
+        )
+    return (
+        f"The model was laid out by {executor.describe()}: its sections were not timed, and it "
+        "wrote no continuations."
+    )
 
 
 def _layouts(trainers, model):
@@ -202,9 +219,8 @@ def _layouts(trainers, model):
 
 def _continuations(trainers, corpus, tokenizer):
     """None at all where the held-out documents or the sequences are too short for a prompt, or the
-    model need not fit the device that would write them."""
-    if any(t.timeline for t in trainers):
-        say("no continuations in the report: the relay's model stays in host memory")
+    models are spread over devices."""
+    if any(t.executor != ONE_DEVICE for t in trainers):
         return []
     length = min(32, trainers[0].training.sequence // 2)
     try:
@@ -212,11 +228,7 @@ def _continuations(trainers, corpus, tokenizer):
     except UserError as error:
         say(f"no continuations in the report: {error}")
         return []
-    ids = np.stack([prompt.prompt_ids for prompt in prompts])
-    written = {
-        t.name: continue_greedily(t.model, t.state.params, t.state.tables, ids, ids.shape[1])
-        for t in trainers
-    }
+    written = {t.name: _continued(t, [prompt.prompt_ids for prompt in prompts]) for t in trainers}
     return [
         Continuation(
             prompt.prompt,
@@ -225,6 +237,13 @@ def _continuations(trainers, corpus, tokenizer):
         )
         for i, prompt in enumerate(prompts)
     ]
+
+
+def _continued(trainer, prompts):
+    """Int [prompts, tokens]: the most likely tokens, as many as a prompt has."""
+    weights = kv_cache.prepare(trainer.model, trainer.state.params, trainer.state.tables)
+    count, context = len(prompts[0]), trainer.training.sequence
+    return np.transpose([*new_tokens(trainer.model, weights, prompts, count, context)])
 
 
 def _headline(variants):

@@ -27,36 +27,44 @@ GROUPS = (
 )
 
 
-def main(values):
-    """Runs the benchmark; see the module docstring."""
-    from sparse_dataflow.execution.host_memory import keep_freed_memory
-
-    keep_freed_memory()
+def asked_models(values):
+    """(scale, dense model, sparse model, how they are trained, chip) that the flags describe."""
     import types
 
     import jax
-    import numpy as np
 
-    from experiments import measurement, recipes
+    from experiments import recipes
     from sparse_dataflow.models.sizes import SIZES
-    from sparse_dataflow.planning import cost, hardware, memory
+    from sparse_dataflow.planning import hardware
 
     asked = {flag.name: values[flag.name].value for group in GROUPS for flag in group.flags}
     settings = types.SimpleNamespace(**asked, twin="yes", steps=1)
     chip = hardware.detect(["float32" if values.dtype == "auto" else values.dtype])
     recipes.settle(settings, jax.default_backend(), chip.memory_bytes, sparse=True)
-    dense_run, sparse_run = recipes.variants(
+    dense, sparse = recipes.variants(
         settings, ["dense", "sparse"], SIZES[settings.scale].vocab_size
     )
-    dense, sparse, training = dense_run.model, sparse_run.model, dense_run.training
-    scale = settings.scale
+    return settings.scale, dense.model, sparse.model, dense.training, chip
+
+
+def main(values):
+    """Runs the benchmark; see the module docstring."""
+    from sparse_dataflow.execution.host_memory import keep_freed_memory
+
+    keep_freed_memory()
+    import numpy as np
+
+    from experiments import measurement
+    from sparse_dataflow.planning import cost, memory
+
+    scale, dense, sparse, training, chip = asked_models(values)
     models = {"dense": dense, "sparse": sparse}
     rng = np.random.default_rng(values.seed)
     shape = (training.batch, training.sequence + 1)
     tokens = rng.integers(dense.vocab_size, size=shape, dtype=np.int32)
     runs, compile_seconds = {}, {}
     for name, model in models.items():
-        runs[name], compile_seconds[name] = _step(model, training, tokens)
+        runs[name], compile_seconds[name] = compiled_step(model, training, tokens)
     seconds = measurement.paired_seconds(runs, values.rounds)
     ratio, low, high = measurement.paired_ratio(seconds["dense"], seconds["sparse"])
     ceiling = cost.flop_ceiling(sparse, training.sequence)
@@ -109,8 +117,14 @@ def main(values):
         print(f"kept in {path}")
 
 
-def _step(model, training, tokens):
-    """(function that makes one step on its own state, seconds to compile)."""
+def compiled_step(model, training, tokens):
+    """(function that makes one step on its own state and returns its report, seconds to compile).
+
+    Args:
+      model: a ModelConfig.
+      training: a TrainingConfig.
+      tokens: int32 [batch, sequence + 1].
+    """
     import time
 
     import jax

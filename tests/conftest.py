@@ -9,6 +9,10 @@ import pytest
 # the size of the pool here, once.
 os.environ.setdefault("NPROC", "16")
 
+# On a machine without a driver CUPTI does not tell its version, and jax would then not load the
+# compiler for GPUs at all.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
 # The interpreter of TPU kernels runs on the threads that dispatched work would occupy: with two
 # cores it sometimes waits for itself.  Read once, when the CPU client starts.
 jax.config.update("jax_cpu_enable_async_dispatch", False)

@@ -66,6 +66,12 @@ class Tokenizer:
         lengths[: len(self.tokens)] = [len(token) for token in self.tokens]
         return lengths
 
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token stands for; none for the end of text and unused ids."""
+        if not 0 <= token < len(self.tokens):
+            return b""
+        return bytes(_byte_of_character()[character] for character in self.tokens[token])
+
     @functools.cached_property
     def content_hash(self) -> str:
         """sha256 (hex) of the file that `save` writes."""
@@ -191,6 +197,16 @@ def gpt2_tokenizer() -> Tokenizer:
     lines = (folder / "vocab.bpe").read_text(encoding="utf-8").splitlines()
     merges = tuple(tuple(line.split(" ")) for line in lines if line and line[:8] != "#version")
     return Tokenizer(tuple(tokens[:-1]), merges, GPT2_VOCAB_SIZE)
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 bytes are themselves, the others follow from U+0100 on
+    in the order of the bytes."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(256 + number): byte for number, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
 
 
 def _load_or_none(path: Path) -> Tokenizer | None:

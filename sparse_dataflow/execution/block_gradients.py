@@ -34,7 +34,7 @@ def block_gradient_norms(
       axes: of `shard_map`, over which the rows are dealt out.
 
     Returns:
-      {block-sparse projection: float32 [layers, in_blocks, out_blocks]}, of a member its own blocks.
+      {block-sparse projection: float32 [layers, in_blocks, out_blocks]}, a member its own.
     """
     grids = {
         name: (model.num_layers, table.out_index.shape[1], table.in_index.shape[1])

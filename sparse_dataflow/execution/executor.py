@@ -22,6 +22,16 @@ class Executor(Protocol):
     its own instead of what is traced; see `relay_executor.RelayExecutor`.
     """
 
+    def describe(self) -> str:
+        """In a few words, for reports."""
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+
+    def check(self, model: ModelConfig, training: Any) -> None:
+        """Refuses, by a UserError that names the legal values, what cannot be laid out so."""
+
     def loss(
         self, model: ModelConfig, params: dict, tables: Any, tokens: jax.Array, weights: jax.Array
     ) -> jax.Array:
@@ -46,6 +56,9 @@ class Executor(Protocol):
     def place(self, state: Any) -> Any:
         """The canonical state, its arrays where the programs want them; its tables stay."""
 
+    def placed_shapes(self, state: Any) -> Any:
+        """Shapes and shardings of `place`, of those of a canonical state without tables."""
+
     def canonical(self, state: Any) -> Any:
         """The inverse of `place`, but that arrays stay on their devices."""
 
@@ -55,6 +68,16 @@ class Executor(Protocol):
         Args:
           tables: numpy, see `gpt.layout_tables`.
           changing: whether layouts may change without another program.
+        """
+
+    def arrays(self, state: Any, tables: dict, changing: bool, batch: dict) -> dict[str, Any]:
+        """{group: tree of shapes, dtypes and shardings} of all that a training keeps on devices.
+
+        Args:
+          state: shapes, without tables.
+          tables: as for `tables`.
+          changing: likewise.
+          batch: shapes of a whole batch by name.
         """
 
     def rows(self, batch: int) -> tuple[int, ...] | None:
@@ -67,6 +90,15 @@ class Executor(Protocol):
 @dataclasses.dataclass(frozen=True)
 class OneDevice:
     """All sections in one program on one device."""
+
+    devices = 1
+
+    def describe(self):
+        """See `Executor`."""
+        return "one device"
+
+    def check(self, model, training):
+        """See `Executor`."""
 
     def loss(self, model, params, tables, tokens, weights):
         """See `Executor`."""
@@ -92,6 +124,10 @@ class OneDevice:
         """See `Executor`."""
         return state
 
+    def placed_shapes(self, state):
+        """See `Executor`."""
+        return state
+
     def canonical(self, state):
         """See `Executor`."""
         return state
@@ -99,6 +135,16 @@ class OneDevice:
     def tables(self, tables, changing):
         """See `Executor`."""
         return tables if changing else ()
+
+    def arrays(self, state, tables, changing, batch):
+        """See `Executor`."""
+        return {
+            "parameters": state.params,
+            "gradients": state.params,
+            "moments": state.moments,
+            "layout tables": tables if changing else {},
+            "batch": batch,
+        }
 
     def rows(self, batch):
         """See `Executor`."""

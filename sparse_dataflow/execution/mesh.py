@@ -21,14 +21,14 @@ AXES = ("data", "stage", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
 
-def parse(text: str, devices: int) -> dict[str, int]:
+def parse(text: str, devices: int | None) -> dict[str, int]:
     """Axis sizes in the order of AXES, of "data:8,tensor:4" or "auto" (all devices in "fsdp").
 
     One size may be -1, or left out as in "data,tensor:4": what the others leave.
 
     Args:
       text: of the flag.
-      devices: that the mesh must use, all of them.
+      devices: that the mesh must use, all of them; None for as many as the sizes say.
 
     Raises:
       UserError: an unknown or repeated axis, a size that is none, or a product other than
@@ -54,6 +54,8 @@ def parse(text: str, devices: int) -> dict[str, int]:
             f"--mesh={text} leaves the sizes of {' and '.join(open_axes)} open; legal: one axis."
         )
     given = math.prod(size for size in sizes.values() if size != -1)
+    if devices is None:
+        devices = given
     if open_axes and devices % given == 0:
         sizes[open_axes[0]] = devices // given
     if math.prod(sizes.values()) != devices or (open_axes and devices % given):
@@ -111,10 +113,10 @@ def make(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) 
     groups, by_process = _groups(devices)
     if groups == 1:
         return Mesh(mesh_utils.create_device_mesh(shape, devices), AXES)
-    across = _across(sizes, groups)
-    inside = [size // other for size, other in zip(shape, across)]
+    crossed = across(sizes, groups)
+    inside = [size // other for size, other in zip(shape, crossed)]
     grid = mesh_utils.create_hybrid_device_mesh(
-        inside, across, devices, process_is_granule=by_process
+        inside, crossed, devices, process_is_granule=by_process
     )
     return Mesh(grid, AXES)
 
@@ -128,12 +130,20 @@ def _groups(devices):
     return (1, False) if devices[0].platform == "tpu" else (len(processes), True)
 
 
-def _across(sizes, groups):
-    """How many parts of each axis lie in different groups: taken from the outermost axis on."""
-    across, left = [], groups
+def across(sizes: Mapping[str, int], groups: int) -> list[int]:
+    """How many parts of each axis lie in different groups, taken from the outermost axis on.
+
+    Args:
+      sizes: of `parse`.
+      groups: slices or nodes.
+
+    Raises:
+      UserError: the axes cannot be cut so.
+    """
+    parts, left = [], groups
     for axis in AXES:
         part = math.gcd(sizes[axis], left)
-        across.append(part)
+        parts.append(part)
         left //= part
     if left > 1:
         axes = ", ".join(f"{axis}:{sizes[axis]}" for axis in AXES)
@@ -141,7 +151,7 @@ def _across(sizes, groups):
             f"A mesh of {axes} cannot be cut at the borders of {groups} slices or nodes; "
             f"legal: axes whose product is a multiple of {groups}, outer ones first."
         )
-    return across
+    return parts
 
 
 def describe(mesh: Mesh) -> str:

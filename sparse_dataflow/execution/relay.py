@@ -88,16 +88,15 @@ class Relay:
         """
         self.model, self.training, self.config = model, training, config or RelayConfig()
         self.mesh = mesh
-        self._cut, self._whole = self._shardings(mesh)
+        if mesh is not None:
+            self._cut, self._whole = relay_programs.data_shardings(mesh)
+        else:
+            self._cut = self._whole = SingleDeviceSharding(jax.local_devices()[0])
         # Between processes on CPUs, collectives of two programs at once meet in any order, and may
         # wait for each other for ever.
         self._one_at_a_time = jax.process_count() > 1 and jax.default_backend() == "cpu"
-        rows, ways = training.batch // training.micro_batches, self._cut.num_devices
-        if rows % ways:
-            raise UserError(
-                f"A micro-batch of {rows} sequences does not cut over {ways} devices; give a "
-                "--batch and an --accumulation whose quotient is a multiple of them."
-            )
+        relay_programs.refuse_uncut(training, self._cut.num_devices)
+        rows = training.batch // training.micro_batches
         self._train_shape = (training.micro_batches, rows, training.sequence)
         self.programs = relay_programs.compiled(model, self._train_shape, mesh)
         self._eval_shape = (1, *eval_shape) if eval_shape else None
@@ -117,13 +116,6 @@ class Relay:
         self._watching = ThreadPoolExecutor(1, "watch")
         self.timeline = Timeline()
         self.observe: Callable[[str], None] = lambda program: None
-
-    @staticmethod
-    def _shardings(mesh):
-        if mesh is not None:
-            return relay_programs.data_shardings(mesh)
-        alone = SingleDeviceSharding(jax.local_devices()[0])
-        return alone, alone
 
     def begin(self, training: TrainingConfig) -> None:
         """Settles the run's length and seed, on which the depth of a step depends; before, all

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from sparse_dataflow.execution import host_optimizer, host_state
+from sparse_dataflow.execution import host_optimizer, host_state, relay_programs
 from sparse_dataflow.execution.host_state import all_sections, view
 from sparse_dataflow.execution.parameter_server import group_norms
 from sparse_dataflow.execution.relay import Relay, RelayConfig
@@ -31,10 +32,33 @@ class RelayExecutor:
     Attributes:
       config: of the relay.
       server_dir: folder of mapped files for masters and moments; host memory where empty.
+      mesh: whose axis "data" each micro-batch is cut over; one device where None.
     """
 
     config: RelayConfig = dataclasses.field(default_factory=RelayConfig)
     server_dir: str = ""
+    mesh: Mesh | None = None
+
+    @property
+    def devices(self) -> int:
+        """See `Executor`."""
+        return 1 if self.mesh is None else self.mesh.size
+
+    def describe(self) -> str:
+        """See `Executor`."""
+        return f"the relay on {self.devices} device{'s' if self.devices > 1 else ''}"
+
+    def check(self, model: ModelConfig, training: TrainingConfig) -> None:
+        """See `Executor`."""
+        relay_programs.refuse_uncut(training, self.devices)
+
+    def arrays(self, state, tables, changing, batch):
+        """See `Executor`: of what stays on a device between programs; `planning.relay` has all."""
+        return {"batch": batch}
+
+    def placed_shapes(self, state):
+        """See `Executor`."""
+        return state
 
     def initial_state(self, model: ModelConfig, training: TrainingConfig) -> TrainState:
         """As `training.step.initial_state`, in host memory."""
@@ -52,7 +76,7 @@ class RelayExecutor:
     def programs(self, model: ModelConfig, training: TrainingConfig, data) -> dict[str, Any]:
         """The fields of `training.programs.Compiled` for one model."""
         held_out = data.validation[0]["weights"].shape
-        relay = Relay(model, training, self.config, eval_shape=held_out)
+        relay = Relay(model, training, self.config, eval_shape=held_out, mesh=self.mesh)
         return {
             "train_step": relay.train_step,
             "eval_step": relay.eval_step,
@@ -87,7 +111,10 @@ class RelayExecutor:
             return state()
         model = relay.model
         abstract = host_state.abstract_state(model, training)
-        files = MappedFiles(Path(self.server_dir) / name, abstract, identity)
+        folder = Path(self.server_dir) / name
+        if jax.process_count() > 1:
+            folder /= f"process{jax.process_index()}"
+        files = MappedFiles(folder, abstract, identity)
         relay.server.storage = files
         kept = files.restore(host_state.training_key(training))
         if kept is not None and (saved is None or int(kept.step) >= saved):

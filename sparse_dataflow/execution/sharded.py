@@ -15,6 +15,7 @@ from sparse_dataflow.execution import mesh as meshes
 from sparse_dataflow.execution.block_gradients import block_gradient_norms
 from sparse_dataflow.execution.mesh import BATCH_AXES
 from sparse_dataflow.execution.sharding import COLUMN_PARALLEL
+from sparse_dataflow.models import gpt
 from sparse_dataflow.models.shard import Shard
 
 TABLES = P("stage", "tensor")
@@ -33,12 +34,28 @@ class Sharded:
     mesh: Mesh
     zero: int = 3
 
+    @property
+    def devices(self):
+        """See `Executor`."""
+        return self.mesh.size
+
+    def describe(self):
+        """See `Executor`."""
+        return f"--mesh={meshes.describe(self.mesh)} --zero={self.zero}"
+
+    def check(self, model, training):
+        """See `Executor`."""
+        sharding.refuse_unfit(
+            self.mesh, model, training.batch, training.micro_batches, training.sequence
+        )
+        cuts.cut(gpt.layout_tables(gpt.layouts(model)), self._tensor, changing=False)
+
     def loss(self, model, params, tables, tokens, weights):
         """See `Executor`."""
         member, kept, _ = self._member(model, params)
 
         def local(params, tables, tokens, weights):
-            share = whole.loss(model, params, _own(tables), tokens, weights, member)
+            share = whole.loss(model, params, own_tables(tables), tokens, weights, member)
             return lax.psum(share, self.mesh.axis_names)
 
         rows = P(BATCH_AXES)
@@ -50,7 +67,7 @@ class Sharded:
 
         def local(params, tables, tokens):
             share, gradients = whole.loss_and_gradients(
-                model, params, _own(tables), tokens, micro_batches, member
+                model, params, own_tables(tables), tokens, micro_batches, member
             )
             summed = functools.partial(sharding.summed, mesh=self.mesh)
             gradients = jax.tree.map(summed, gradients, gradient_specs)
@@ -66,7 +83,7 @@ class Sharded:
         axes = () if len(tokens) % meshes.batch_parts(self.mesh) else BATCH_AXES
 
         def local(params, tables, tokens):
-            return block_gradient_norms(model, params, _own(tables), tokens, member, axes)
+            return block_gradient_norms(model, params, own_tables(tables), tokens, member, axes)
 
         column, row = P(None, None, "tensor"), P(None, "tensor")
         found = {name: column if name in COLUMN_PARALLEL else row for name in tables}
@@ -122,6 +139,10 @@ class Sharded:
         """See `Executor`."""
         return self._reordered(state, lambda order: order)
 
+    def placed_shapes(self, state):
+        """See `Executor`."""
+        return state
+
     def canonical(self, state):
         """See `Executor`."""
         return self._reordered(state, cuts.inverse)
@@ -137,21 +158,43 @@ class Sharded:
         def one(path, leaf, target):
             *_, module, name = [None, None, *(getattr(key, "key", None) for key in path)]
             if module in orders and name == "values":
-                return _taken(target)(_on(leaf, target), turned(orders[module]))
-            return _on(leaf, target)
+                return _taken(target)(laid_out(leaf, target), turned(orders[module]))
+            return laid_out(leaf, target)
 
         placed = jax.tree_util.tree_map_with_path(one, arrays, self.shardings(arrays))
         return placed._replace(tables=state.tables)
 
     def tables(self, tables, changing):
         """See `Executor`."""
+        target = NamedSharding(self.mesh, TABLES)
+        return jax.tree.map(
+            lambda table: laid_out(table, target), self._cut_tables(tables, changing)
+        )
+
+    def _cut_tables(self, tables, changing):
         if self._tensor == 1 and not changing:
             return ()
         found = cuts.cut(tables, self._tensor, changing)
-        target = NamedSharding(self.mesh, TABLES)
+        return {name: cut.tables for name, cut in found.items()}
+
+    def arrays(self, state, tables, changing, batch):
+        """See `Executor`."""
+        abstract = lambda tree, spec: jax.tree.map(  # noqa: E731
+            lambda leaf: _abstract(leaf, NamedSharding(self.mesh, spec)), tree
+        )
+        placed = self.placed_shapes(jax.tree.map(_abstract, state, self.shardings(state)))
+        dealt = self.zero >= sharding.ZERO["gradients"]
+        gradients = sharding.specs(placed.params, self.mesh, dealt)
         return {
-            name: jax.tree.map(lambda table: _on(table, target), cut.tables)
-            for name, cut in found.items()
+            "parameters": placed.params,
+            "gradients": jax.tree.map(
+                lambda leaf, spec: _abstract(leaf, NamedSharding(self.mesh, spec)),
+                placed.params,
+                gradients,
+            ),
+            "moments": placed.moments,
+            "layout tables": abstract(self._cut_tables(tables, changing), TABLES),
+            "batch": abstract(batch, P(BATCH_AXES)),
         }
 
     def rows(self, batch):
@@ -173,12 +216,16 @@ class Sharded:
         return {name: one(mine) for name, mine in batch.items()}
 
 
-def _own(tables):
+def _abstract(leaf, target):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
+
+
+def own_tables(tables):
     """A device's own tables, [layers, lines, fan]; whole ones stay."""
     return jax.tree.map(lambda table: table if table.ndim == 3 else table[:, 0], tables)
 
 
-def _on(leaf, target):
+def laid_out(leaf, target):
     """`leaf`, an array of all processes or one that every process has, laid out as `target`."""
     if isinstance(leaf, jax.Array):
         return jax.device_put(leaf, target)

@@ -6,7 +6,6 @@ its row.
 
 import math
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -41,7 +40,7 @@ RULES = (
     (r"head\..*", P()),
 )
 """A row's "fsdp" goes to the next dimension that it divides, or nowhere, where it does not divide
-the one named; "tensor" on the vocabulary likewise goes nowhere."""
+the one named; "tensor" on the vocabulary and "stage" on the layers likewise go nowhere."""
 
 ZERO = {"moments": 1, "gradients": 2, "params": 3}
 """From which `--zero` on something is dealt out over "fsdp" (arXiv 1910.02054, section 5)."""
@@ -57,10 +56,12 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh, fsdp: bool = True) -> P:
       fsdp: whether it is dealt out over that axis.
     """
     row = next(row for expression, row in RULES if re.fullmatch(expression, path))
-    cuts = [list(_names(entry)) for entry in [*row, *[None] * (len(shape) - len(row))]]
+    cuts = [list(names(entry)) for entry in [*row, *[None] * (len(shape) - len(row))]]
     if path == "embed.tokens" and shape[0] % mesh.shape["tensor"]:
         cuts[0].remove("tensor")
-    wanted = next((i for i, names in enumerate(cuts) if "fsdp" in names), None)
+    if cuts and "stage" in cuts[0] and shape[0] % mesh.shape["stage"]:
+        cuts[0].remove("stage")
+    wanted = next((i for i, axes in enumerate(cuts) if "fsdp" in axes), None)
     if wanted is not None:
         cuts[wanted].remove("fsdp")
         if fsdp:
@@ -68,29 +69,30 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh, fsdp: bool = True) -> P:
             found = next(filter(fits, range(wanted, len(shape))), None)
             if found is not None:
                 cuts[found].append("fsdp")
-    kept = [tuple(name for name in names if mesh.shape[name] > 1) for names in cuts]
+    kept = [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in cuts]
     while kept and not kept[-1]:
         kept.pop()
-    return P(*(names or None for names in kept))
+    return P(*(axes or None for axes in kept))
 
 
-def _names(entry) -> Iterable[str]:
+def names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The axes of one dimension of a spec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else entry
 
 
-def _ways(names, mesh):
-    return math.prod(mesh.shape[name] for name in names)
+def _ways(axes, mesh):
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def axes_of(spec: P) -> set[str]:
     """The axes that a spec names."""
-    return {name for entry in spec for name in _names(entry)}
+    return {name for entry in spec for name in names(entry)}
 
 
 def specs(params: dict, mesh: Mesh, fsdp: bool = True) -> dict:
     """`spec` of every leaf of a tree like the params."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: spec(_dotted(path), leaf.shape, mesh, fsdp), params
+        lambda path, leaf: spec(dotted(path), leaf.shape, mesh, fsdp), params
     )
 
 
@@ -104,12 +106,12 @@ def state_shardings(state: Any, mesh: Mesh, zero: int) -> Any:
     """
 
     def sharding(path, leaf):
-        names = [_name(key) for key in path]
-        start = next((i for i, name in enumerate(names) if name in ("embed", "blocks", "head")), 0)
+        keys = [_name(key) for key in path]
+        start = next((i for i, key in enumerate(keys) if key in ("embed", "blocks", "head")), 0)
         if not start:  # Step, key, the optimizer's count.
             return NamedSharding(mesh, P())
-        dealt = zero >= ZERO[names[0]]
-        return NamedSharding(mesh, spec(".".join(names[start:]), leaf.shape, mesh, dealt))
+        dealt = zero >= ZERO[keys[0]]
+        return NamedSharding(mesh, spec(".".join(keys[start:]), leaf.shape, mesh, dealt))
 
     return jax.tree_util.tree_map_with_path(sharding, state)
 
@@ -118,7 +120,8 @@ def _name(key) -> str:
     return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
 
 
-def _dotted(path) -> str:
+def dotted(path) -> str:
+    """A path of `jax.tree_util` as "blocks.qkv.values"."""
     return ".".join(map(_name, path))
 
 
@@ -135,7 +138,7 @@ def fetch(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
 
     def one(leaf, spec):
         for dim, entry in enumerate(spec):
-            if "fsdp" in _names(entry):
+            if "fsdp" in names(entry):
                 return checkpoint_name(_gathered(leaf, dim, jnp.dtype(dtype)), FETCHED)
         return leaf
 
@@ -172,7 +175,7 @@ def scattered(gradient: jax.Array, kept: P, wanted: P) -> jax.Array:
       wanted: spec of the gradient; as it is returned.
     """
     if "fsdp" in axes_of(wanted) and "fsdp" not in axes_of(kept):
-        dim = next(i for i, entry in enumerate(wanted) if "fsdp" in _names(entry))
+        dim = next(i for i, entry in enumerate(wanted) if "fsdp" in names(entry))
         return lax.psum_scatter(gradient, "fsdp", scatter_dimension=dim, tiled=True)
     return gradient
 

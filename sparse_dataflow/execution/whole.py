@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT
 from sparse_dataflow.models.shard import WHOLE, Shard
@@ -67,7 +68,7 @@ def apply_blocks(
         return gpt.block(config, own, layer_tables, x, member.shard)
 
     if config.remat != "none":
-        one = jax.checkpoint(one, policy=_REMAT_POLICIES[config.remat])
+        one = rematerialised(config, one)
     elif member.fetch is not None:
         policy = jax.checkpoint_policies.save_anything_except_these_names(FETCHED)
         one = jax.checkpoint(one, policy=policy)
@@ -77,6 +78,13 @@ def apply_blocks(
             x_BxTxD = one(x_BxTxD, (layer, jax.tree.map(lambda t, i=i: t[i], tables)))
         return x_BxTxD
     return lax.scan(lambda x, layer: (one(x, layer), None), x_BxTxD, (params, tables))[0]
+
+
+def rematerialised(config: ModelConfig, layer: Callable) -> Callable:
+    """The layer, keeping for its gradient what the config's remat says."""
+    if config.remat == "none":
+        return layer
+    return jax.checkpoint(layer, policy=_REMAT_POLICIES[config.remat])
 
 
 UNROLL_LAYERS = 16
@@ -92,7 +100,7 @@ def unrolls(config: ModelConfig, tables: dict) -> bool:
     specialising, as long as compile time stays small."""
     concrete = all(isinstance(t, np.ndarray) for t in jax.tree.leaves(tables))
     deepest = UNROLL_LAYERS if concrete else UNROLL_CHANGING_LAYERS
-    return jax.default_backend() == "cpu" and config.num_layers <= deepest
+    return dispatch.platform() == "cpu" and config.num_layers <= deepest
 
 
 def _unstack(params, num_layers):
@@ -128,6 +136,17 @@ def loss(
     x = apply_blocks(config, params["blocks"], tables, x, member)
     targets = tokens[:, 1:]
     return gpt.head_loss(config, head, embed["tokens"], x, targets, weights, member.shard)
+
+
+def token_scores(
+    config: ModelConfig, params: dict, tables: dict, tokens: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Float32 [B, T] losses of each next token of int32 [B, T + 1] tokens, in nats, and bool [B, T]
+    whether it is the likeliest; no more memory than `loss` needs."""
+    x = gpt.embed(config, params["embed"], tokens[:, :-1])
+    x = apply_blocks(config, params["blocks"], tables, x)
+    embedding = params["embed"]["tokens"]
+    return gpt.head_scores(config, params["head"], embedding, x, tokens[:, 1:])
 
 
 def logits(config: ModelConfig, params: dict, tables: dict, tokens: jax.Array) -> jax.Array:

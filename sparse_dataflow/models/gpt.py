@@ -26,8 +26,10 @@ from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT, Linear, Probe, projection_layout
 from sparse_dataflow.models.shard import WHOLE, Shard
-from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
+from sparse_dataflow.models.sizes import PROJECTIONS, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
+
+ACTIVATIONS = {"gelu": gelu, "relu": jax.nn.relu}
 
 
 class Embed(nnx.Module):
@@ -42,16 +44,17 @@ class Embed(nnx.Module):
             self.positions = nnx.Param(0.01 * jax.random.normal(rngs.params(), shape))
         self.dtype = jnp.dtype(config.compute_dtype)
 
-    def __call__(self, tokens_BxT, shard):
-        """Int32 [B, T] -> [B, T, D] in the compute dtype, the shard's own tokens of it."""
+    def __call__(self, tokens_BxT, shard=WHOLE, positions_BxT=None):
+        """Int32 [B, T], at positions 0 to T - 1 if not given -> [B, T, D] in the compute dtype, the
+        shard's own tokens of it."""
         table_VxD = self.tokens[...].astype(self.dtype)
         if shard.vocabulary:
             x_BxTxD = shard.reduce(vocabulary.lookup(table_VxD, tokens_BxT, shard.axis))
         else:
             x_BxTxD = table_VxD[shard.own(tokens_BxT, axis=1)]
         if self.learned:
-            positions_TxD = self.positions[...].astype(self.dtype)[: tokens_BxT.shape[1]]
-            x_BxTxD += shard.own(positions_TxD, axis=0)
+            at = slice(tokens_BxT.shape[1]) if positions_BxT is None else positions_BxT
+            x_BxTxD += shard.own(self.positions[...].astype(self.dtype)[at], axis=-2)
         return x_BxTxD
 
 
@@ -73,24 +76,37 @@ class Block(nnx.Module):
         self.mlp_out = Linear(config, "mlp_out", gain=residual, rngs=rngs)
         self.head_dim = config.d_model // config.num_heads
         self.rotary = config.positions == "rotary"
+        self.activation = config.activation
+        # Keys and queries align while training, so their product grows as the width of a head, and
+        # not as its root: 1 / head_dim in place of 1 / sqrt(head_dim) (arXiv 2203.03466, 4.1).
+        self.query_scale = math.sqrt(SUPAR_HEAD / self.head_dim) if config.supar else 1.0
+        self.activation = config.activation
 
-    def __call__(self, x_BxTxD, tables, shard):
+    def __call__(self, x_BxTxD, tables, shard=WHOLE, attend=causal_attention, positions_BxT=None):
         """[B, T, D] -> [B, T, D], the shard's own tokens.
 
-        `tables` maps a sparse projection to this layer's tables.
+        `tables` maps a sparse projection to this layer's tables; `attend` is the attention of
+        queries, keys and values [B, T, H, D / H]; positions are 0 to T - 1 if not given.
         """
+        return self.halves(x_BxTxD, tables, shard, attend, positions_BxT)[1]
+
+    def halves(self, x_BxTxD, tables, shard=WHOLE, attend=causal_attention, positions_BxT=None):
+        """The residual stream [B, T, D] after attention, and after the MLP."""
         qkv = self.qkv(shard.gather(self.norm1(x_BxTxD)), tables.get("qkv"))
         B, T, _ = qkv.shape
         q, k, v = jnp.moveaxis(qkv.reshape(B, T, -1, 3, self.head_dim), 3, 0)
         if self.rotary:
-            q, k = _rotate(q), _rotate(k)
-        attended = causal_attention(q, k, v).reshape(B, T, -1)
+            q, k = _rotate(q, positions_BxT), _rotate(k, positions_BxT)
+        if self.query_scale != 1:
+            q *= self.query_scale
+        attended = attend(q, k, v).reshape(B, T, -1)
         x_BxTxD += self.attn_out(attended, tables.get("attn_out"), shard.reduce)
-        return x_BxTxD + self._mlp(shard.gather(self.norm2(x_BxTxD)), tables, shard)
+        return x_BxTxD, x_BxTxD + self._mlp(shard.gather(self.norm2(x_BxTxD)), tables, shard)
 
     def _mlp(self, x_BxTxD, tables, shard):
         probed = any(isinstance(tables.get(name), Probe) for name in ("mlp_in", "mlp_out"))
-        if self.mlp_in.plain_sparse and self.mlp_out.plain_sparse and not probed:
+        fused = self.activation == "gelu" and not probed
+        if fused and self.mlp_in.plain_sparse and self.mlp_out.plain_sparse:
             inside, outside = self.mlp_in.cast(x_BxTxD.dtype), self.mlp_out.cast(x_BxTxD.dtype)
             y = sparse_mlp(
                 x_BxTxD,
@@ -101,8 +117,12 @@ class Block(nnx.Module):
                 tables["mlp_out"],
             )
             return checkpoint_name(shard.reduce(y) + outside["bias"], PROJECTION_OUTPUT)
-        hidden = gelu(self.mlp_in(x_BxTxD, tables.get("mlp_in")))
+        hidden = self.activate(self.mlp_in(x_BxTxD, tables.get("mlp_in")))
         return self.mlp_out(hidden, tables.get("mlp_out"), shard.reduce)
+
+    def activate(self, hidden):
+        """The MLP's activation, elementwise."""
+        return ACTIVATIONS[self.activation](hidden)
 
 
 class Head(nnx.Module):
@@ -110,10 +130,14 @@ class Head(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.norm = _norm(config, rngs)
+        # What reads the residual stream at a constant initial variance sums over more of it in a
+        # wider model (arXiv 2203.03466, table 8).
+        self.scale = SUPAR_WIDTH / config.d_model if config.supar else 1.0
 
     def __call__(self, x_BxTxD):
-        """[B, T, D] -> [B, T, D], normalised."""
-        return self.norm(x_BxTxD)
+        """[B, T, D] -> [B, T, D], normalised; the output layer's multiplier is in it."""
+        x_BxTxD = self.norm(x_BxTxD)
+        return x_BxTxD if self.scale == 1 else x_BxTxD * self.scale
 
 
 def init(config: ModelConfig, key: jax.Array) -> dict:
@@ -177,9 +201,14 @@ def layouts_of(
 
 
 def embed(
-    config: ModelConfig, params: dict, tokens_BxT: jax.Array, shard: Shard = WHOLE
+    config: ModelConfig,
+    params: dict,
+    tokens_BxT: jax.Array,
+    shard: Shard = WHOLE,
+    positions_BxT: jax.Array | None = None,
 ) -> jax.Array:
-    """Section 0: int32 [B, T] -> [B, T, D] in the compute dtype; of a shard, its own tokens.
+    """Section 0: int32 [B, T], at positions 0 to T - 1 if not given -> [B, T, D] in the compute
+    dtype; of a shard, its own tokens.
 
     Raises:
       UserError: if T exceeds the learned positions.
@@ -189,7 +218,7 @@ def embed(
             f"Sequence of {tokens_BxT.shape[1]} tokens is longer than the model's "
             f"{config.max_len} positions; legal: 1 to {config.max_len}, or --positions=rotary."
         )
-    return _apply(Embed, config, params)(tokens_BxT, shard)
+    return _apply(Embed, config, params)(tokens_BxT, shard, positions_BxT)
 
 
 def block(
@@ -198,12 +227,15 @@ def block(
     tables: dict[str, LayoutTables],
     x_BxTxD: jax.Array,
     shard: Shard = WHOLE,
+    attend: Callable = causal_attention,
+    positions_BxT: jax.Array | None = None,
 ) -> jax.Array:
     """One middle section: [B, T, D] -> [B, T, D], with one layer's params and tables.
 
-    A shard has its own tokens of x, and its part of the params and tables.
+    A shard has its own tokens of x, and its part of the params and tables; `attend` and positions
+    as `Block` takes them.
     """
-    return _apply(Block, config, params)(x_BxTxD, tables, shard)
+    return _apply(Block, config, params)(x_BxTxD, tables, shard, attend, positions_BxT)
 
 
 def bind_block(config: ModelConfig) -> Callable[[dict], Block]:
@@ -242,6 +274,22 @@ def head_loss(
     )
 
 
+def head_scores(
+    config: ModelConfig,
+    params: dict,
+    embedding_VxD: jax.Array,
+    x_BxTxD: jax.Array,
+    targets_BxT: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Last section: float32 [B, T] negative log-likelihoods in nats, and bool [B, T] whether each
+    target is the likeliest token."""
+    x = head(config, params, x_BxTxD)
+    losses, largest = cross_entropy.token_scores(
+        x.reshape(-1, x.shape[-1]), embedding_VxD.astype(x.dtype), targets_BxT.reshape(-1)
+    )
+    return losses.reshape(targets_BxT.shape), largest.reshape(targets_BxT.shape)
+
+
 def logits(config: ModelConfig, params: dict, x_BxTxD: jax.Array) -> jax.Array:
     """Float32 [B, T, vocab] logits of the last block's output."""
     x = head(config, params["head"], x_BxTxD)
@@ -265,11 +313,12 @@ def _norm(config, rngs):
     return kind(config.d_model, epsilon=1e-5, dtype=jnp.dtype(config.compute_dtype), rngs=rngs)
 
 
-def _rotate(x_BxTxHxK):
+def _rotate(x_BxTxHxK, positions_BxT=None):
     """Rotary positions (arXiv 2104.09864, section 3.4), base 10,000, halves paired."""
     T, width = x_BxTxHxK.shape[1], x_BxTxHxK.shape[-1]
     frequency = 10_000.0 ** (-jnp.arange(0, width, 2) / width)
-    angle = (jnp.arange(T)[:, None] * frequency)[:, None, :]
+    positions = jnp.arange(T) if positions_BxT is None else positions_BxT
+    angle = (positions[..., None] * frequency)[..., None, :]
     sin, cos = jnp.sin(angle).astype(x_BxTxHxK.dtype), jnp.cos(angle).astype(x_BxTxHxK.dtype)
     first, second = jnp.split(x_BxTxHxK, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -7,6 +7,12 @@ from sparse_dataflow.errors import UserError
 
 PROJECTIONS = ("qkv", "attn_out", "mlp_in", "mlp_out")
 
+SUPAR_WIDTH = 256
+"""The d_model at which a dense model is the same under either parametrization; its heads are 64
+wide.  A learning rate tuned there is for every width and density under SuPar."""
+
+SUPAR_HEAD = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class LinearSpec:
@@ -37,7 +43,7 @@ class LinearSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A GPT, as in GPT-3 (arXiv 2005.14165, section 2.1): pre-norm, GELU, tied embeddings.
+    """A GPT, as in GPT-3 (arXiv 2005.14165, section 2.1): pre-norm, tied embeddings.
 
     Attributes:
       num_layers: number of equal `block` sections.
@@ -49,10 +55,11 @@ class ModelConfig:
       linears: (projection name, LinearSpec) pairs or a mapping of them; missing names are dense.
       norm: "layernorm" or "rmsnorm".
       positions: "learned" or "rotary".
+      activation: of the MLP, "gelu" (its tanh form, as in GPT-2) or "relu" (as in OPT).
       remat: activation checkpointing of a block: "none", "dots" (keep matmul outputs) or "full".
       compute_dtype: dtype of activations and of the weights' working copy; masters are float32.
-      parametrization: "standard", or "supar" to scale init and learning rate with width and density
-        (arXiv 2405.15743).
+      parametrization: "standard", or "supar" (arXiv 2405.15743), which keeps the size of every
+        activation, and of every step's change of it, the same over width and density.
       seed: draws the pseudo-random patterns.
     """
 
@@ -65,6 +72,7 @@ class ModelConfig:
     linears: tuple[tuple[str, LinearSpec], ...] | Mapping[str, LinearSpec] = ()
     norm: str = "layernorm"
     positions: str = "learned"
+    activation: str = "gelu"
     remat: str = "none"
     compute_dtype: str = "float32"
     parametrization: str = "standard"
@@ -82,6 +90,7 @@ class ModelConfig:
             )
         _one_of("norm", self.norm, ("layernorm", "rmsnorm"))
         _one_of("positions", self.positions, ("learned", "rotary"))
+        _one_of("activation", self.activation, ("gelu", "relu"))
         head_dim = self.d_model // self.num_heads
         if self.positions == "rotary" and head_dim % 2:
             raise UserError(
@@ -113,6 +122,11 @@ class ModelConfig:
         """This model with `spec` on the named projections."""
         linears = {**dict(self.linears), **{p: spec for p in projections}}
         return dataclasses.replace(self, linears=linears)
+
+    @property
+    def supar(self) -> bool:
+        """Whether the parametrization is SuPar."""
+        return self.parametrization == "supar"
 
     @property
     def sparse_projections(self) -> tuple[str, ...]:

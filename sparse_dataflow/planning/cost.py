@@ -206,6 +206,37 @@ def flop_ceiling(
     return flops_per_token(dense, sequence, causal_half=causal_half).total / sparse_flops.total
 
 
+def decoding_bytes(
+    config: ModelConfig,
+    batch: int,
+    cached: int,
+    stored_density: Mapping[str, float] | None = None,
+) -> float:
+    """Bytes that one more token of every row reads: each weight once, and the caches.
+
+    Weights and caches have the compute dtype's size.  The tied vocabulary is read whole, dense; of
+    the positions, and where tokens are looked up, single rows, which count as 0.
+
+    Args:
+      config: the model.
+      batch: rows.
+      cached: tokens before it in each row.
+      stored_density: see `stored_fractions`.
+
+    Raises:
+      UserError: as `stored_fractions`.
+    """
+    fractions = stored_fractions(config, stored_density)
+    weights = config.vocab_size * config.d_model
+    for name in PROJECTIONS:
+        fan_in, fan_out = config.projection_shape(name)
+        rank = config.linear(name).rank
+        stored = fan_in * fan_out * fractions[name] + rank * (fan_in + fan_out)
+        weights += config.num_layers * (stored + fan_out)
+    caches = 2 * config.num_layers * batch * cached * config.d_model
+    return (weights + caches) * {"float32": 4, "bfloat16": 2}[config.compute_dtype]
+
+
 def mfu(
     flops_per_token: float, tokens_per_second: float, chip: Chip, dtype: str, chips: int = 1
 ) -> float | None:

@@ -1,11 +1,6 @@
-"""The chips that models run on: peak rates, memory and bandwidth, each with its source.
+"""The hardware under this process: which chip jax sees, the host's memory, a CPU's measured rates.
 
-Rates are the vendors' dense figures (never the doubled "with sparsity" ones) for the SXM / OAM
-boards.  "float32" is the rate of float32 products at JAX's default matmul precision
-(https://docs.jax.dev/en/latest/201/precision.html): TF32 tensor cores on NVIDIA, one bfloat16 pass
-on TPU, float32 matrix cores on AMD.
-
-Importing this module loads no jax.
+What is known of each chip is `chips.py`.  Importing this module loads no jax.
 """
 
 import dataclasses
@@ -14,69 +9,22 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
-TERA = 1e12
-GIGA = 1e9
-GIB = 2**30
+from sparse_dataflow.planning.chips import CHIPS, GIB, Chip
 
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """One accelerator as JAX sees it (one device), or the host's CPU.
-
-    Attributes:
-      name: short name; a key of CHIPS where the chip is known.
-      peak_flops: dtype name of the operands -> FLOP/s of dense matrix products; None where the
-        chip is not known.  A dtype that is missing has no known rate.
-      memory_bytes: bytes of device memory; None where not known.
-      bandwidth: bytes/s between that memory and the chip; None where not known.
-    """
-
-    name: str
-    peak_flops: Mapping[str, float] | None = None
-    memory_bytes: int | None = None
-    bandwidth: float | None = None
-
-    def peak(self, dtype: str) -> float | None:
-        """FLOP/s for operands of `dtype`, or None where it is not known."""
-        return None if self.peak_flops is None else self.peak_flops.get(dtype)
-
-
-def _chip(name, bfloat16, float32, memory, gigabytes_per_second):
-    peaks = {"bfloat16": bfloat16 * TERA, "float16": bfloat16 * TERA, "float32": float32 * TERA}
-    if name.startswith("tpu"):
-        del peaks["float16"]  # the MXU has no float16 mode
-    return Chip(name, peaks, int(memory), gigabytes_per_second * GIGA)
-
-
-CHIPS: dict[str, Chip] = {
-    chip.name: chip
-    for chip in (
-        # NVIDIA A100 datasheet (2021): 312 bf16, 156 TF32; 40 GB 1,555 GB/s, 80 GB SXM 2,039 GB/s.
-        _chip("a100-40gb", 312, 156, 40 * GIB, 1555),
-        _chip("a100-80gb", 312, 156, 80 * GIB, 2039),
-        # NVIDIA H100 datasheet, SXM: 1,979 bf16 and 989 TF32 with sparsity, halved; 3.35 TB/s.
-        _chip("h100", 989.4, 494.7, 80 * GIB, 3350),
-        # NVIDIA H200 datasheet, SXM: rates of the H100; 141 GB, 4.8 TB/s.
-        _chip("h200", 989.4, 494.7, 141 * GIGA, 4800),
-        # NVIDIA HGX/DGX B200 datasheets, one GPU of eight: 2.25 PFLOP/s bf16, 1.1 TF32, 180 GB,
-        # 8 TB/s.
-        _chip("b200", 2250, 1100, 180 * GIGA, 8000),
-        # AMD Instinct MI250X datasheet, one of its two GCDs (a GCD is a device to JAX):
-        # 383/2 bf16, 95.7/2 float32 matrix, 64 GB, 3.2768/2 TB/s; 191.5 as in arXiv 2312.12705.
-        _chip("mi250x-gcd", 191.5, 47.85, 64 * GIB, 1638.4),
-        # Google Cloud TPU documentation, page "TPU v4": 275, 32 GiB, 1,200 GB/s a chip.
-        _chip("tpu-v4", 275, 275, 32 * GIB, 1200),
-        # Google Cloud TPU documentation, page "TPU v5e": 197, 16 GB, 819 GB/s.
-        _chip("tpu-v5e", 197, 197, 16 * GIGA, 819),
-        # Google Cloud TPU documentation, page "TPU v5p": 459, 95 GB, 2,765 GB/s.
-        _chip("tpu-v5p", 459, 459, 95 * GIGA, 2765),
-        # Google Cloud TPU documentation, page "TPU v6e": 918, 32 GB, 1,638 GB/s.
-        _chip("tpu-v6e", 918, 918, 32 * GIGA, 1638),
-    )
-}
+__all__ = [
+    "CHIPS",
+    "GIB",
+    "Chip",
+    "cgroup_limit",
+    "chip_of",
+    "detect",
+    "host_memory_bytes",
+    "measure_cpu",
+    "measure_cpu_bandwidth",
+]
 
 # jax's `device_kind`, matched whole: boards of the same name at other clocks (PCIe, NVL, GH200)
 # and slices of a chip (MIG) have other rates, and a wrong peak is worse than none.
@@ -118,7 +66,7 @@ def detect(dtypes: Iterable[str] = ("float32",)) -> Chip:
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return Chip(
-            name=f"{_cpu_model()}, {_cpu_count()} cores",
+            name=cpu_name(),
             peak_flops={dtype: measure_cpu(dtype) for dtype in dtypes},
             memory_bytes=host_memory_bytes(),
             bandwidth=measure_cpu_bandwidth(),
@@ -126,6 +74,16 @@ def detect(dtypes: Iterable[str] = ("float32",)) -> Chip:
     chip = chip_of(device.device_kind)
     stats = device.memory_stats() or {}
     return dataclasses.replace(chip, memory_bytes=stats.get("bytes_limit", chip.memory_bytes))
+
+
+def cpu_name() -> str:
+    """Model of the host's CPU, and the cores that this process may use."""
+    return f"{_cpu_model()}, {_cpu_count()} cores"
+
+
+def slug(name: str) -> str:
+    """A name in lower-case words joined by "-" or "_", for a file."""
+    return re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")
 
 
 @functools.cache

@@ -136,13 +136,14 @@ def training_bytes(
         copied = parameter_count(dataclasses.replace(config, num_layers=1), stored_density)
     tokens = batch * sequence
     compute = COMPUTE_BYTES[config.compute_dtype]
+    held = activation_bytes(config, sequence, fused_attention)
     return MemoryPlan(
         parameters=parameters * MASTER_BYTES,
         working_copy=copied * compute if compute != MASTER_BYTES else 0,
         gradients=parameters * MASTER_BYTES * (2 if accumulation > 1 else 1),
         moments=parameters * MASTER_BYTES * ADAM_MOMENTS,
         layout_tables=table_bytes(config, stored_density),
-        activations=tokens * _activation_bytes_per_token(config, sequence, fused_attention),
+        activations=tokens * (config.num_layers * held.kept + held.working + held.ends),
         logits=2 * min(tokens, logits_chunk) * config.vocab_size * 4,
     )
 
@@ -160,8 +161,28 @@ def table_bytes(config: ModelConfig, stored_density: Mapping[str, float] | None 
     return total * config.num_layers
 
 
-def _activation_bytes_per_token(config: ModelConfig, sequence: int, fused_attention: bool) -> int:
-    """What all blocks keep, one block's working set, and the head's input, norm and gradient.
+@dataclasses.dataclass(frozen=True)
+class ActivationBytes:
+    """Bytes a token of what the forward pass keeps, and of the memory that it works in.
+
+    Attributes:
+      kept: by one block for its backward pass, of which `boundary` has the model's width at the
+        borders of its products: what cutting a layer's products leaves whole.
+      boundary: see `kept`.
+      working: while one block computes.
+      ends: the head's input, norm and gradient.
+    """
+
+    kept: int
+    boundary: int
+    working: int
+    ends: int
+
+
+def activation_bytes(
+    config: ModelConfig, sequence: int, fused_attention: bool = False
+) -> ActivationBytes:
+    """What blocks keep under the config's remat, one block's working set, and the head's.
 
     The counts are those of XLA's buffer assignment for a scanned pre-norm block with
     `jax.nn.dot_product_attention` and tanh GELU in float32: a block under remat "full" keeps its
@@ -180,7 +201,9 @@ def _activation_bytes_per_token(config: ModelConfig, sequence: int, fused_attent
         "dots": (5 * d + d_ff) * compute,
         "none": whole_block - 3 * d_ff * compute,
     }[config.remat]
-    return config.num_layers * kept + whole_block + 3 * d * compute
+    # The input; with "dots" attn_out's output too; with "none" both sums, both norms' outputs too.
+    boundary = {"full": 1, "dots": 2, "none": 5}[config.remat] * d * compute
+    return ActivationBytes(kept, boundary, whole_block, 3 * d * compute)
 
 
 def scale_plan(scale: str, linears: Mapping[str, LinearSpec] | None = None) -> MemoryPlan:

@@ -10,7 +10,12 @@ from sparse_dataflow.reporting.quantities import MISSING, finite
 from sparse_dataflow.reporting.timeline_figure import timeline
 
 if TYPE_CHECKING:
-    from sparse_dataflow.reporting.report import LayoutData, ReportData, VariantData
+    from sparse_dataflow.reporting.report import (
+        EvaluationData,
+        LayoutData,
+        ReportData,
+        VariantData,
+    )
 
 _EQUAL_CLOCK = 0.05
 _PICTURES = 12
@@ -79,7 +84,48 @@ def contents(data: "ReportData") -> dict[str, Any]:
         "timelines": _timelines(variants),
         "pictures": pictures,
         "pictures_left_out": left_out,
+        "evaluation": evaluation_table(data.evaluation) if data.evaluation else None,
     }  # fmt: skip
+
+
+def evaluation_table(evaluation: "EvaluationData") -> list[dict[str, Any]]:
+    """Rows of the evaluation's table: what was asked, cells by model, baselines, difference.
+
+    A difference is called better or worse for the first model only where its 95% interval leaves
+    out zero.
+    """
+    rows = []
+    for row in evaluation.rows:
+        # Shares are printed in percent, all else as it is.
+        text = _percent if row.metric in ("acc", "acc_norm", "exact_match") else _plain_number
+        better, sure = None, row.low is not None and row.low * row.high > 0
+        if sure:
+            better = (row.difference < 0) == row.lower_is_better
+        interval = f"{text(row.low)} to {text(row.high)}" if row.low is not None else ""
+        rows.append({
+            "task": row.task,
+            "shots": "" if row.shots is None else f"{row.shots}-shot",
+            "about": f"{row.metric}; {row.items:,} items of {row.documents:,} documents",
+            "cells": [
+                (text(row.values.get(name)),
+                 f"± {text(row.errors[name])}" if row.errors.get(name) is not None else "")
+                for name in evaluation.models
+            ],
+            "baselines": [text(v) for v in (row.chance, row.unigram, row.bigram)],
+            "difference": text(row.difference, sign=True) if row.difference is not None else "",
+            "interval": interval,
+            "p": "" if row.p is None else f"p = {row.p:.2g}" if row.p >= 1e-4 else "p < 0.0001",
+            "better": better,
+        })  # fmt: skip
+    return rows
+
+
+def _percent(value: float | None, sign: bool = False) -> str:
+    return MISSING if value is None else f"{100 * value:{'+' if sign else ''}.1f}%"
+
+
+def _plain_number(value: float | None, sign: bool = False) -> str:
+    return MISSING if value is None else f"{value:{'+' if sign else ''}.3f}"
 
 
 def headline(variants: Sequence["VariantData"]) -> str:

@@ -116,6 +116,70 @@ class Continuation:
 
 
 @dataclasses.dataclass(frozen=True)
+class EvaluationRow:
+    """What the models of a run scored in one task with one number of examples in the prompt.
+
+    Attributes:
+      task: its name.
+      shots: examples in the prompt; None where the question has none, as for a loss.
+      metric: what is counted.
+      lower_is_better: whether a smaller value is the better one.
+      items: how many were asked.
+      documents: how many they are from.
+      chance: what guessing gives; None where that is not known.
+      unigram: what a unigram model of the training documents gives; None where it was not asked.
+      bigram: the same of a bigram model.
+      values: model name -> value.
+      errors: model name -> standard error; None where there is none.
+      difference: the first model's value less the second's, on the same items.
+      low: lower end of its 95% interval.
+      high: upper end.
+      p: probability of such a difference where there is none.
+    """
+
+    task: str
+    shots: int | None
+    metric: str
+    lower_is_better: bool
+    items: int
+    documents: int
+    chance: float | None
+    unigram: float | None
+    bigram: float | None
+    values: dict[str, float]
+    errors: dict[str, float | None]
+    difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationData:
+    """An evaluation of a run's models.
+
+    Attributes:
+      models: their names, in the order that differences are taken.
+      rows: what they scored.
+      method: how differences were judged, in words.
+      notes: plain sentences shown under the table.
+      command: that made it.
+    """
+
+    models: list[str]
+    rows: list[EvaluationRow]
+    method: str
+    notes: list[str]
+    command: str
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "EvaluationData":
+        """The evaluation of parsed JSON; UserError where a key is missing or unknown."""
+        rows = data.get("rows", ()) if isinstance(data, Mapping) else ()
+        return _construct(cls, data, {"rows": [_construct(EvaluationRow, row) for row in rows]})
+
+
+@dataclasses.dataclass(frozen=True)
 class ReportData:
     """All that a report shows; kept as RUN/report.json.
 
@@ -133,6 +197,7 @@ class ReportData:
       flop_ceiling: dense FLOPs over sparse FLOPs of a step: the speed-up that no kernel can exceed.
       projection_share: share of a dense step's FLOPs in the projections, a fraction of one.
       continuations: generated text, side by side.
+      evaluation: tasks that the models were asked, where `experiments.evaluate` has run.
 
     Raises:
       UserError: on construction, where there is no variant, one twice, or one of unknown name.
@@ -151,6 +216,7 @@ class ReportData:
     flop_ceiling: float | None = None
     projection_share: float | None = None
     continuations: list[Continuation] = dataclasses.field(default_factory=list)
+    evaluation: EvaluationData | None = None
 
     def __post_init__(self):
         names = [v.name for v in self.variants]
@@ -172,6 +238,8 @@ class ReportData:
             for key, part in parts.items()
             if isinstance(data, Mapping) and key in data
         }
+        if isinstance(data, Mapping) and data.get("evaluation") is not None:
+            nested["evaluation"] = EvaluationData.from_json(data["evaluation"])
         return _construct(cls, data, nested)
 
     def to_json(self) -> dict[str, Any]:

@@ -37,6 +37,10 @@ class EvolutionConfig:
       share: stored blocks that the first update exchanges, as a fraction; it falls to 0 along a
         cosine (arXiv 1911.11134, section 3).
       dense_rate: learning rate of a dense stage over that of the sparse model.
+      first: projections that sparse_to_dense makes dense at `at`, the others halfway from there to
+        the end; none for all at once.
+      plateau: evaluations without progress after which the next stage of sparse_to_dense begins,
+        before its time; 0 for never.
     """
 
     method: str = "static"
@@ -44,8 +48,11 @@ class EvolutionConfig:
     at: float = 0.0
     share: float = 0.3
     dense_rate: float = 1.0
+    first: tuple[str, ...] = ()
+    plateau: int = 0
 
     def __post_init__(self):
+        object.__setattr__(self, "first", tuple(self.first))
         if self.method not in METHODS:
             raise UserError(
                 f"Evolution {self.method!r} is unknown; legal: {', '.join(sorted(METHODS))}."
@@ -55,6 +62,8 @@ class EvolutionConfig:
                 f"Evolution every {self.every} steps until {self.at} of them, exchanging "
                 f"{self.share} of the blocks; legal: 1 or more, [0, 1), (0, 1)."
             )
+        if self.plateau < 0:
+            raise UserError(f"A plateau of {self.plateau} evaluations; legal: 0 or more.")
         if self.dense_rate <= 0:
             raise UserError(f"Learning rate {self.dense_rate} of a dense stage is not above 0.")
 
@@ -215,9 +224,26 @@ def _refuse_nothing_to_do(model, method):
 
 
 def _sparse_to_dense(model, config):
-    """SPDF (arXiv 2303.10464): the sparse model, then the dense one."""
-    dense = _with_sparse_specs(model, lambda s: LinearSpec(rank=s.rank))
-    return Stage(0.0, model), Stage(config.until, dense, rate=config.dense_rate)
+    """SPDF (arXiv 2303.10464): the sparse model, then the dense one; some projections earlier."""
+    to_dense = lambda spec: LinearSpec(rank=spec.rank)  # noqa: E731
+    dense = _with_sparse_specs(model, to_dense)
+    if not config.first:
+        return Stage(0.0, model), Stage(config.until, dense, rate=config.dense_rate)
+    sparse = model.sparse_projections
+    if not set(config.first) < set(sparse):
+        raise UserError(
+            f"--evolve_first={','.join(config.first)} makes some sparse projections dense before "
+            f"the others; legal: some of {', '.join(sparse)}, but not all."
+        )
+    partly = _with_sparse_specs(model, to_dense, config.first)
+    # Between the two rates as the dense FLOPs are between the two models.
+    sizes = {name: math.prod(model.projection_shape(name)) for name in sparse}
+    share = sum(sizes[name] for name in config.first) / sum(sizes.values())
+    return (
+        Stage(0.0, model),
+        Stage(config.until, partly, rate=config.dense_rate**share),
+        Stage((1 + config.until) / 2, dense, rate=config.dense_rate),
+    )
 
 
 def _low_rank_tail(model, config):
@@ -271,8 +297,8 @@ def _ring(model, projection):
     return math.gcd(*(side // block for side in model.projection_shape(projection)))
 
 
-def _with_sparse_specs(model, change):
-    specs = {name: change(model.linear(name)) for name in model.sparse_projections}
+def _with_sparse_specs(model, change, names=None):
+    specs = {name: change(model.linear(name)) for name in names or model.sparse_projections}
     return dataclasses.replace(model, linears={**dict(model.linears), **specs})
 
 

@@ -206,6 +206,24 @@ def check_shapes(tables: LayoutTables) -> None:
             raise UserError(f"{side}_index has shape {index} and {side}_slot {slot}; legal: one.")
 
 
+def widened(tables: LayoutTables, fan_in: int, fan_out: int) -> LayoutTables:
+    """Numpy tables with lines padded up to these fans, so that layouts which differ in theirs
+    share one program.
+
+    Raises:
+      UserError: if a line is longer.
+    """
+    fans = (fan_in, fan_in, fan_out, fan_out)
+    fills = (0, -1, 0, -1)
+    made = []
+    for table, fan, fill in zip(tables, fans, fills):
+        if fan < table.shape[1]:
+            raise UserError(f"fan is {fan}; legal here: at least {table.shape[1]}.")
+        extra = (0, 0), (0, fan - table.shape[1])
+        made.append(np.pad(table, extra, constant_values=fill))
+    return LayoutTables(*made)
+
+
 def _entries(index, slot, side, bound):
     """(line, index, slot) of each stored position, index checked against its bound."""
     line, position = np.nonzero(slot >= 0)

@@ -16,7 +16,6 @@ deleted only after that. So a kill at any moment leaves every whole checkpoint w
 import json
 import math
 import operator
-import os
 import re
 import shutil
 import threading
@@ -25,10 +24,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 from absl import logging
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import processes
 from sparse_dataflow.training import manifest, named_arrays
 from sparse_dataflow.training.json_difference import differences
 
@@ -38,7 +37,10 @@ _DAMAGED = re.compile(r"[0-9]+\.damaged(-[0-9]+)?")
 
 
 class Checkpoints:
-    """The checkpoints in one folder, written by one process and thread.
+    """The checkpoints in one folder, written by one run.
+
+    Of several processes, which all see the folder, each writes the arrays that its devices hold;
+    the first alone makes, names, checks and deletes, and all go by what it found.
 
     Leave its `with` block, or call `wait`, before the process ends: Python cannot finish a save
     while it shuts down.
@@ -62,14 +64,10 @@ class Checkpoints:
           read_only: for a reader beside or after the run: nothing in the folder is touched.
 
         Raises:
-          UserError: `keep` below 1, a folder that cannot be written, or several jax processes.
+          UserError: `keep` below 1, or a folder that cannot be written.
         """
         if keep < 1:
             raise UserError(f"keep={keep} checkpoints: at least 1 must be kept.")
-        if jax.process_count() > 1:
-            raise UserError(
-                f"Checkpoints are written by one process; this run has {jax.process_count()}."
-            )
         self._folder = Path(folder).absolute()
         self._keep = keep
         self._config = json.loads(json.dumps(config))
@@ -79,7 +77,7 @@ class Checkpoints:
         self._known_whole: set[int] = set()
         self._orbax = named_arrays.make_checkpointer()
         if not read_only:
-            self._prepare_folder()
+            processes.from_first(self._prepare_folder)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -94,6 +92,12 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps of the finished checkpoints, oldest first. Their bytes are checked on restore."""
         return sorted(self._facts())
+
+    def best_step(self) -> int | None:
+        """The step with the lowest metric, the newest of several; None where none has one."""
+        facts = self._facts()
+        rated = [step for step, fact in facts.items() if isinstance(fact.get("metric"), float)]
+        return min(rated, key=lambda step: (facts[step]["metric"], -step), default=None)
 
     def save(
         self, step: int, state: Any, extra: Mapping[str, Any], metric: float | None = None
@@ -124,7 +128,6 @@ class Checkpoints:
         if metric is not None:
             metric = float(metric) if math.isfinite(metric) else None
         self.wait()
-        final = self._folder / str(step)
         arrays = named_arrays.flatten(state)
         about = {
             "extra": dict(extra) | {"config": self._config},
@@ -133,14 +136,10 @@ class Checkpoints:
         about_text = json.dumps(about).encode()
         if len(about_text) > manifest.MAX_BYTES:
             raise ValueError(f"extra holds {len(about_text)} of {manifest.MAX_BYTES} bytes")
-        if self._is_whole(step):
+        if not processes.from_first(lambda: self._make_way(step)):
             return False
         saving = self._folder / f"{step}.saving"
         try:
-            if final.exists() or final.is_symlink():
-                self._set_aside(final, "it is in the way of a new checkpoint of that step")
-            _remove(saving)
-            saving.mkdir(parents=True)
             named_arrays.start_writing(self._orbax, saving / "state", arrays)
         except OSError as error:
             raise self._failed(step, error) from error
@@ -153,6 +152,20 @@ class Checkpoints:
         self._worker.start()
         return True
 
+    def _make_way(self, step: int) -> bool:
+        """An empty folder to write to; false where there is a whole checkpoint of that step."""
+        if self._is_whole(step):
+            return False
+        final, saving = self._folder / str(step), self._folder / f"{step}.saving"
+        try:
+            if final.exists() or final.is_symlink():
+                self._set_aside(final, "it is in the way of a new checkpoint of that step")
+            _remove(saving)
+            saving.mkdir(parents=True)
+        except OSError as error:
+            raise self._failed(step, error) from error
+        return True
+
     def wait(self) -> None:
         """Returns once no save is under way.
 
@@ -163,8 +176,7 @@ class Checkpoints:
             self._worker.join()
             self._worker = None
         failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        processes.refused_together(failure)
 
     def restore(
         self, abstract_state: Any, step: int | None = None
@@ -176,7 +188,7 @@ class Checkpoints:
         checkpoints, and they stay the newest: move them away first.
 
         Args:
-          abstract_state: the tree to fill, or a function from a checkpoint's step to it; leaves
+          abstract_state: the tree to fill, or a function from step and extra to it; leaves
             have `shape` and `dtype`. A leaf whose `sharding` names devices is placed so, a numpy
             leaf stays in numpy, any other becomes an uncommitted array on the default device.
           step: which checkpoint, or None for the newest whole one.
@@ -189,10 +201,25 @@ class Checkpoints:
             under another config or holds other arrays; or the files may not be read.
         """
         self.wait()
+        found = processes.from_first(lambda: self._newest(step))
+        if found is None:
+            return None
+        candidate, extra, arrays = found
+        path = self._folder / str(candidate)
+        self._refuse_other(path, "was made under another config", extra["config"], self._config)
+        tree = abstract_state(candidate, extra) if callable(abstract_state) else abstract_state
+        wanted = named_arrays.describe(named_arrays.flatten(tree))
+        self._refuse_other(path, "holds other arrays", arrays, wanted)
+        return named_arrays.read(self._orbax, path / "state", tree), extra
+
+    def _newest(self, step: int | None) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+        """(step, extra, description of the arrays) of what `restore` restores."""
         try:
             steps = sorted((int(path.name) for path in self._folders(_STEP)), reverse=True)
         except OSError as error:
-            raise UserError(f"{self._folder} cannot be read: {_reason(error)}.") from error
+            raise UserError(
+                f"{self._folder} cannot be read: {named_arrays.reason(error)}."
+            ) from error
         if step is not None:
             if step not in steps:
                 known = ", ".join(map(str, reversed(steps))) or "none"
@@ -212,20 +239,16 @@ class Checkpoints:
                     pruned = True
                 continue
             except OSError as error:
-                raise UserError(f"{path} cannot be read: {_reason(error)}.") from error
+                raise UserError(f"{path} cannot be read: {named_arrays.reason(error)}.") from error
             self._known_whole.add(candidate)
-            self._refuse_other(path, "was made under another config", extra["config"], self._config)
-            tree = abstract_state(candidate) if callable(abstract_state) else abstract_state
-            wanted = named_arrays.describe(named_arrays.flatten(tree))
-            self._refuse_other(path, "holds other arrays", arrays, wanted)
-            return named_arrays.read(self._orbax, path / "state", tree), extra
+            return candidate, extra, arrays
         if step is not None:
             raise UserError(
                 f"The checkpoint of step {step} in {self._folder} is damaged; "
                 f"finished ones there: {', '.join(map(str, self.steps())) or 'none'}."
             )
         if pruned:
-            return self.restore(abstract_state)
+            return self._newest(None)
         damaged = [path.name for path in self._folders(_DAMAGED)] + [
             path.name for path in self._folders(_STEP)
         ]
@@ -257,7 +280,7 @@ class Checkpoints:
             probe.rmdir()
         except OSError as error:
             raise UserError(
-                f"Checkpoints cannot be written to {self._folder}: {_reason(error)}. "
+                f"Checkpoints cannot be written to {self._folder}: {named_arrays.reason(error)}. "
                 "Choose a run folder that can be written."
             ) from error
 
@@ -266,6 +289,8 @@ class Checkpoints:
         saving, final = self._folder / f"{step}.saving", self._folder / str(step)
         try:
             self._orbax.wait_until_finished()
+            if not processes.first():
+                return
             (saving / "extra.json").write_bytes(about)
             manifest.write(saving, {"step": step, "metric": metric})
             saving.rename(final)
@@ -281,16 +306,15 @@ class Checkpoints:
             self._prune(step)
         except OSError as error:
             logging.warning(
-                "Old checkpoints in %s could not be deleted: %s.", self._folder, _reason(error)
+                "Old checkpoints in %s could not be deleted: %s.",
+                self._folder,
+                named_arrays.reason(error),
             )
 
     def _prune(self, just_saved: int) -> None:
-        facts = self._facts()
-        kept = {just_saved, *sorted(facts)[-self._keep :]}
-        rated = [step for step, fact in facts.items() if isinstance(fact.get("metric"), float)]
-        if rated:
-            kept.add(min(rated, key=lambda step: (facts[step]["metric"], -step)))
-        for step in sorted(facts.keys() - kept):
+        steps = self.steps()
+        kept = {just_saved, self.best_step(), *steps[-self._keep :]}
+        for step in sorted(set(steps) - kept):
             doomed = self._folder / f"{step}.pruning"
             _remove(doomed)
             # A reader sees a whole checkpoint or none, never one half deleted.
@@ -309,7 +333,7 @@ class Checkpoints:
         left = f"the last whole one is step {steps[-1]}" if steps else "there is no earlier one"
         return UserError(
             f"The checkpoint of step {step} could not be written to {self._folder} "
-            f"({_reason(error)}); {left}. Make room or choose another run folder."
+            f"({named_arrays.reason(error)}); {left}. Make room or choose another run folder."
         )
 
     def _is_whole(self, step: int) -> bool:
@@ -324,7 +348,7 @@ class Checkpoints:
             self._set_aside(path, str(damage))
             return False
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {_reason(error)}.") from error
+            raise UserError(f"{path} cannot be read: {named_arrays.reason(error)}.") from error
         self._refuse_other(path, "was made under another config", extra["config"], self._config)
         self._known_whole.add(step)
         return True
@@ -343,7 +367,7 @@ class Checkpoints:
         except OSError as error:
             raise UserError(
                 f"Checkpoint {path} cannot be used ({reason}) and could not be moved aside: "
-                f"{_reason(error)}."
+                f"{named_arrays.reason(error)}."
             ) from error
         logging.warning("Checkpoint %s cannot be used: %s. It is now %s.", path, reason, aside.name)
 
@@ -377,19 +401,6 @@ class Checkpoints:
             f"Checkpoint {path} {what}: {shown}{more}. "
             "Give the values it was made with, or start in a new run folder."
         )
-
-
-def _reason(error: BaseException) -> str:
-    """What the system said, found in orbax's and tensorstore's long messages too."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__
-    code = re.search(r"os_error_code='(\d+)'", str(error))
-    if code:
-        return os.strerror(int(code[1]))
-    return (str(error).strip() or repr(error)).splitlines()[0][:200]
 
 
 def _remove(path: Path) -> None:

@@ -1,6 +1,5 @@
 """One model's training: a step at a time, with metrics, evaluation, checkpoints and resume."""
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,16 +9,18 @@ import jax
 
 from sparse_dataflow.data.batches import bits_per_byte
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import processes
 from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
-from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, exchanged_share
 from sparse_dataflow.training.checkpoint import Checkpoints
 from sparse_dataflow.training.metrics import MetricsWriter, Progress, read_metrics, say
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
-from sparse_dataflow.training.phases import phase_before, phases, refuse_unfit, run_flops
+from sparse_dataflow.training.phases import phase_before, phases, phases_flops, refuse_unfit
+from sparse_dataflow.training.plateau import Plateau, next_begins, with_starts
 from sparse_dataflow.training.programs import Compiled, TrainingData, changed, evolved, stepped
-from sparse_dataflow.training.step import abstract_state, initial_state
+from sparse_dataflow.training.saved_state import identity, saved_state
+from sparse_dataflow.training.step import initial_state
 
 
 class Trainer:
@@ -71,28 +72,23 @@ class Trainer:
         self.evolution = evolution or EvolutionConfig()
         refuse_unfit(model, self.evolution, training.steps)
         self.phases = phases(model, self.evolution, training.steps)
-        self.flops = run_flops(model, self.evolution, training)
         self._data, self._programs, self._mfu = data, programs, mfu
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
         self._learning_rate = learning_rate_schedule(training)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{folder} cannot be made: {error.strerror}.") from error
-        # Remat changes what is computed twice, not what is computed.
-        model_fields = {k: v for k, v in model.to_json().items() if k != "remat"}
-        identity = {
-            "model": model_fields,
-            "training": dataclasses.asdict(training),
-            "evolution": dataclasses.asdict(self.evolution),
-            "tokenizer": data.tokenizer_hash,
-        }
-        self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=identity)
-        self.seconds = 0.0
-        restored = self._checkpoints.restore(self._abstract_state)
+        processes.from_first(lambda: _make(folder))
+        known = identity(model, training, self.evolution, data.tokenizer_hash)
+        self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=known)
+        self.seconds, self._plateau = 0.0, Plateau()
+
+        def wanted(step, extra):
+            self.phases = with_starts(self.phases, extra["starts"])
+            return saved_state(self.phases, training, step, executor)
+
+        restored = self._checkpoints.restore(wanted)
         saved = int(restored[0].step) if restored else None
         if restored:
             self.seconds = restored[1]["seconds"]
+            self._plateau = Plateau.from_json(restored[1]["plateau"])
 
         def first_state():
             if restored:
@@ -102,7 +98,7 @@ class Trainer:
         if programs[0].begin is None:
             self.state = first_state()
         else:
-            self.state = programs[0].begin(name, training, identity, saved, first_state)
+            self.state = programs[0].begin(name, training, known, saved, first_state)
         self.step = int(self.state.step)
         if saved is not None and self.step != saved:
             self.seconds = _seconds_at(folder, self.step, self.seconds)
@@ -113,16 +109,15 @@ class Trainer:
         self._progress = Progress(name, training.steps, self.step, position)
         self.last_evaluation: dict | None = None
 
-    def _abstract_state(self, step):
-        """What a checkpoint of that step holds."""
-        model = self.phases[phase_before(self.phases, step)].model
-        state = abstract_state(model, self.training, self.executor)
-        return state._replace(tables=gpt.layout_tables(gpt.layouts(model)))
-
     @property
     def model(self) -> ModelConfig:
         """The model of the present state."""
         return self.phases[self._phase].model
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of the whole training, in the phases as they are known now."""
+        return phases_flops(self.phases, self.evolution, self.training)
 
     @property
     def finished(self) -> bool:
@@ -168,9 +163,19 @@ class Trainer:
         left = self.seconds / self.step * (self.training.steps - self.step)
         self._progress.update(self.step, f"loss {report.loss:.3f}  {speed:,.0f} tokens/s", left)
         if self.step % self._eval_every == 0 or self.finished:
-            self.evaluate()
+            self._watch(self.evaluate()["bits_per_byte"])
         if self.step % self._checkpoint_every == 0 or self.finished:
             self.save()
+
+    def _watch(self, bits_per_byte):
+        """Lets the next phase begin where this one's evaluations show no more progress."""
+        if not self.evolution.plateau or self._phase + 1 == len(self.phases) or self.finished:
+            return
+        self._plateau = self._plateau.after(bits_per_byte)
+        if self._plateau.stale >= self.evolution.plateau:
+            self.phases = next_begins(self.phases, self._phase, self.step)
+            self._plateau = Plateau()
+            say(f"{self.name:>6}: no progress; the next phase begins after step {self.step}")
 
     def _evolve(self, batch):
         """Changes the model or its layouts where that is due before the next step."""
@@ -252,7 +257,13 @@ class Trainer:
         self._refuse_non_finite("parameters", norms)
         fresh = self.last_evaluation and self.last_evaluation["step"] == self.step
         metric = self.last_evaluation["bits_per_byte"] if fresh else None
-        extra = {"seconds": self.seconds, "data_position": self.step, "bits_per_byte": metric}
+        extra = {
+            "seconds": self.seconds,
+            "data_position": self.step,
+            "bits_per_byte": metric,
+            "starts": [phase.start for phase in self.phases],
+            "plateau": self._plateau.to_json(),
+        }
         self._checkpoints.save(self.step, self.executor.canonical(self.state), extra, metric)
 
     def close(self) -> None:
@@ -288,6 +299,13 @@ def _seconds_at(folder, step, otherwise):
     return found[-1] if found else otherwise
 
 
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made: {error.strerror}.") from error
+
+
 def advance_side_by_side(trainers: list[Trainer], stop: Callable[[], bool]) -> Iterator[Trainer]:
     """Advances each trainer by turns until all are finished or `stop()`; yields who advanced.
 
@@ -295,7 +313,7 @@ def advance_side_by_side(trainers: list[Trainer], stop: Callable[[], bool]) -> I
     speed drifts is shared fairly. When stopped, every trainer is saved first.
     """
     while running := [t for t in trainers if not t.finished]:
-        if stop():
+        if processes.anywhere(stop()):
             for trainer in running:
                 trainer.save()
                 say(f"{trainer.name:>6} saved at step {trainer.step}")

@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import processes
 
 _NUMBERS = {
     "train": ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second"),
@@ -50,6 +51,8 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
 class MetricsWriter:
     """Appends rows to `metrics.jsonl` and scalars to `tensorboard/` in one variant's folder.
 
+    Of several processes the first one writes; the others' rows are the same.
+
     Opening at step s drops rows past s, which a killed run wrote after its last checkpoint, and a
     finished run's last evaluation, which is made again.
 
@@ -58,7 +61,9 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, step: int = 0):
-        self._folder = folder
+        self._folder, self._file = folder, None
+        if not processes.first():
+            return
         path = folder / "metrics.jsonl"
         with self._storage():
             found = [row for row in read_metrics(path) if row.get("kind") != "final"]
@@ -75,6 +80,8 @@ class MetricsWriter:
 
     def write(self, row: dict) -> None:
         """Adds one row: {"kind", "step", ...numbers}."""
+        if self._file is None:
+            return
         with self._storage():
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
@@ -87,6 +94,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Flushes and closes both files."""
+        if self._file is None:
+            return
         with self._storage(), contextlib.closing(self._events):
             self._file.close()
 
@@ -150,7 +159,7 @@ class Progress:
         self._name, self._total, self._every = name, total, every
         self._told = time.monotonic()
         self._bar = None
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and processes.first():
             self._bar = tqdm(
                 desc=f"{name:>6}", total=total, initial=step, position=position, unit="step",
                 dynamic_ncols=True,
@@ -173,6 +182,8 @@ class Progress:
 
 
 def say(text: str) -> None:
-    """Prints a line without breaking a progress bar."""
+    """Prints a line without breaking a progress bar; of several processes, the first one's."""
+    if not processes.first():
+        return
     tqdm.write(text, file=sys.stderr)
     sys.stderr.flush()

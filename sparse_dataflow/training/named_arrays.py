@@ -3,6 +3,7 @@
 import errno
 import logging as std_logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -85,6 +86,19 @@ def read(checkpointer: ocp.AsyncCheckpointer, folder: Path, abstract_state: Any)
         )
         leaves = [_placed(raw.get(name), leaf) for name, leaf in names.items()]
     return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+
+
+def reason(error: BaseException) -> str:
+    """What the system said, found in orbax's and tensorstore's long messages too."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    if code:
+        return os.strerror(int(code[1]))
+    return (str(error).strip() or repr(error)).splitlines()[0][:200]
 
 
 def _is_key(leaf: Any) -> bool:

@@ -7,7 +7,7 @@ import jax
 import optax
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.models.sizes import SUPAR_WIDTH, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,15 +106,18 @@ def decay_mask(params: dict) -> dict:
 def learning_rate_multipliers(model: ModelConfig, params: dict) -> dict:
     """Learning rate of each parameter relative to the schedule's.
 
-    With SuPar (arXiv 2405.15743, table 1) a weight stored at density d learns at 1/d: a step of
-    Adam then changes an output by as much as in the dense layer, for a sum over d times as many
-    inputs.  The initial variance follows the stored fan-in under either parametrization.
+    With SuPar (arXiv 2405.15743, table 1) a weight learns at SUPAR_WIDTH / (d_model x density): a
+    step of Adam moves every weight alike, and an output then changes as much as at SUPAR_WIDTH,
+    for a sum over more, or fewer, inputs.  Embeddings, biases, norms and what reads the constant
+    rank of a low-rank term have the schedule's own rate.  The initial variance follows the stored
+    fan-in under either parametrization.
     """
 
     def multiplier(path, _):
         names = [key.key for key in path]
-        if model.parametrization == "supar" and names[-1] == "values":
-            return 1 / model.linear(names[-2]).density
-        return 1.0
+        if not model.supar or names[-1] not in ("kernel", "values", "a_kernel"):
+            return 1.0
+        density = model.linear(names[-2]).density if names[-1] == "values" else 1.0
+        return SUPAR_WIDTH / (model.d_model * density)
 
     return jax.tree_util.tree_map_with_path(multiplier, params)

@@ -64,13 +64,21 @@ def probed_rows(training: TrainingConfig) -> int:
 
 
 def run_flops(model: ModelConfig, evolution: EvolutionConfig, training: TrainingConfig) -> float:
-    """Model FLOPs of a whole training: of each phase's own model, and of the layout updates."""
-    found, tokens = phases(model, evolution, training.steps), training.batch * training.sequence
+    """Model FLOPs of a whole training as it is planned: of each phase's own model, and of the
+    layout updates."""
+    return phases_flops(phases(model, evolution, training.steps), evolution, training)
+
+
+def phases_flops(
+    found: tuple[Phase, ...], evolution: EvolutionConfig, training: TrainingConfig
+) -> float:
+    """Model FLOPs of a whole training in these phases, and of the layout updates."""
+    tokens = training.batch * training.sequence
     parts = [(phase.model, phase.steps * tokens) for phase in found]
     total = cost.training_flops(parts, training.sequence)
     if METHODS[evolution.method].reads_gradients:
         probed = probed_rows(training) * training.sequence
-        norms = cost.gradient_norms_flops(model, probed, training.sequence)
+        norms = cost.gradient_norms_flops(found[0].model, probed, training.sequence)
         total += len(update_steps(evolution, training.steps)) * norms
     return total
 

@@ -127,7 +127,8 @@ def _compiled(stage, training, data, executor):
     tables = functools.partial(executor.tables, changing=stage.runtime_layouts)
     given = tables(canonical)
     fixed = None if given else canonical
-    shapes = abstract_state(model, training, executor)._replace(tables=given)
+    shapes = executor.placed_shapes(abstract_state(model, training, executor))
+    shapes = shapes._replace(tables=given)
     train_step = make_train_step(model, training, fixed, executor)
     eval_step = make_eval_step(model, fixed, executor)
     told = executor.replicated()

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.kernels.attention.api import causal_attention
-from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
@@ -51,7 +50,7 @@ def section_seconds(
 
     def elementwise(params, x, hidden):
         bound = block(params)
-        return bound.norm1(x), bound.norm2(x), gelu(hidden)
+        return bound.norm1(x), bound.norm2(x), bound.activate(hidden)
 
     def head(params, embedding, x, targets, weights):
         return gpt.head_loss(model, params, embedding, x, targets, weights)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.execution.processes import to_host
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.sparsity.evolution import Update, largest_blocks, sources_of
@@ -113,7 +114,7 @@ def _carry(values, sources):
 def _norms_by_block(values):
     """[layers, nnz] Euclidean norms, in numpy."""
     if not isinstance(values, np.ndarray):
-        return jax.device_get(_stored_norms(values))
+        return to_host(_stored_norms(values))
     return np.stack([np.sqrt(np.einsum("nij,nij->n", layer, layer)) for layer in values])
 
 
@@ -152,10 +153,10 @@ def _pruned(state, name, old: list[BlockLayout] | None, spec):
     """(state, layouts) with the largest blocks of one projection that `spec`'s density stores."""
     module = state.params["blocks"][name]
     if old is None:
-        norms = jax.device_get(_grid_norms(module["kernel"], spec.block))
+        norms = to_host(_grid_norms(module["kernel"], spec.block))
         stored = [None] * len(norms)
     else:
-        by_slot = jax.device_get(_stored_norms(module["values"]))
+        by_slot = to_host(_stored_norms(module["values"]))
         norms = np.zeros((len(old), *old[0].mask.shape), by_slot.dtype)
         for layer, layout in enumerate(old):
             norms[layer, layout.rows, layout.cols] = by_slot[layer]

@@ -12,7 +12,7 @@ import pytest
 import relay_process
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution.relay import Relay
+from sparse_dataflow.execution import relay_programs
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,11 +60,5 @@ def test_several_processes_train_one_model(alone):
 
 
 def test_a_micro_batch_that_does_not_cut_is_refused():
-    from types import SimpleNamespace
-    from unittest import mock
-
-    with mock.patch.object(
-        Relay, "_shardings", return_value=(SimpleNamespace(num_devices=3), None)
-    ):
-        with pytest.raises(UserError, match="does not cut over 3 devices"):
-            Relay(relay_process.MODEL, relay_process.TRAINING)
+    with pytest.raises(UserError, match="4 sequences does not cut over 3 devices"):
+        relay_programs.refuse_uncut(relay_process.TRAINING, 3)

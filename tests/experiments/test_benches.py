@@ -5,6 +5,8 @@ import json
 import pytest
 from main_job import complaint
 
+from sparse_dataflow.kernels import tuned
+from sparse_dataflow.kernels.block_sparse_matmul import tuning_xla
 from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.planning import cost, memory
 
@@ -57,6 +59,21 @@ def test_kernel_bench(job, tmp_path):
         assert f"{row['ratio']:.2f}" in done.stdout
 
 
+def test_tuning_keeps_the_fastest_tiles_that_it_measured(job, tmp_path):
+    flags = ("--shapes=64x128", *KERNEL, "--patterns=random", "--tune", f"--tuned={tmp_path}")
+    done = job.run(*flags, experiment="kernel_bench")
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.iterdir()
+    assert f"kept in {path}" in done.stdout
+    entries = tuned.read(path)
+    assert {case.product for case in entries} == set(tuned.PRODUCTS)
+    for case, tiles in entries.items():
+        assert (case.implementation, case.tokens, case.stored) == ("xla", 64, 8)
+        assert 1 <= tuned.parsed(tuning_xla.TokenTiles, tiles, "").tokens <= 64
+    for entry in json.loads(path.read_text())["entries"]:
+        assert 0 < entry["ms"] <= entry["heuristic_ms"]
+
+
 @pytest.mark.slow
 def test_step_bench(job, tmp_path):
     folder = tmp_path / "kept"
@@ -74,6 +91,25 @@ def test_step_bench(job, tmp_path):
     assert result["projection_share"] == pytest.approx(share)
     assert 1 < result["flop_ceiling"] < 4
     assert f"FLOP ceiling {result['flop_ceiling']:.2f}x" in done.stdout
+
+
+@pytest.mark.slow
+def test_block_bench(job, tmp_path):
+    folder = tmp_path / "kept"
+    flags = ("--scale=pico", "--block=16", "--density=0.25", "--rounds=1", f"--keep={folder}")
+    done = job.run(*flags, experiment="block_bench")
+    result = kept(done, folder)
+    check_ratio(result)
+    rows, pico = result["rows"], SIZES["pico"]
+    assert result["ratio"] == pytest.approx(rows["dense"]["block_ms"] / rows["sparse"]["block_ms"])
+    flops = cost.flops_per_token(pico, result["sequence"])
+    one_block = (flops.projections + flops.attention) / pico.num_layers
+    assert rows["dense"]["flops_per_token"] == pytest.approx(one_block)
+    for row in rows.values():
+        moved = row["flops_per_token"] * result["batch"] * result["sequence"]
+        assert row["tflops"] * row["block_ms"] * 1e9 == pytest.approx(moved)
+    assert 1 < result["flop_ratio"] < 4
+    assert f"ratio of FLOPs {result['flop_ratio']:.2f}x" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,15 @@ def test_the_relay_is_the_whole_executor_to_rounding(job, relayed, tmp_path):
 
 @pytest.mark.slow
 def test_killed_in_a_step_it_goes_on_from_the_one_before(job, relayed, tmp_path):
-    """Between checkpoints, which are at 3, 6, 9 and 12; the layouts change after 4 and 8."""
+    """Between checkpoints, which are at 3, 6, 9 and 12; the layouts change after 4 and 8.
+
+    The record of a step is opened and renamed, beginning with that of step 0.
+    """
     folder, server = tmp_path / "run", tmp_path / "server"
     plan = (*SHORT, "--evolution=rigl", "--evolve_every=4", f"--server_dir={server}")
-    killed = job.new(folder, *plan, events=[(r"\.server\.json", 6, "SIGKILL")])
+    killed = job.new(folder, *plan, events=[(r"\.server\.json", 11, "SIGKILL")])
     assert killed.returncode == -9, killed.stderr
-    killed = job.resume(folder, events=[(r"\.server\.json", 5, "SIGKILL")])
+    killed = job.resume(folder, events=[(r"\.server\.json", 9, "SIGKILL")])
     assert killed.returncode == -9 and "goes on after step 4 of 12" in killed.stderr
     assert "goes on after step 8 of 12" in done(job.resume(folder)).stderr
     assert_same_results(folder, relayed)

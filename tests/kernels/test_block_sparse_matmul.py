@@ -52,7 +52,7 @@ SUITE = [
     Implementation(
         "pallas_hopper",
         (128, 64, 256, 32),
-        ("bfloat16",),
+        ("bfloat16", "float32"),
         examples=3,
         environment=simulated_hopper,
     ),
@@ -292,7 +292,18 @@ def test_the_gathered_copy_does_not_grow_with_tokens(array_sizes, implementation
     assert largest == tokens * 64 * block  # The result itself; gathered whole, four times as much.
 
 
-def program(layout, tables, implementation, x_shape=(4,)):
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_few_rows_read_every_stored_block_once(rows):
+    block = 64
+    layout = make_layout("butterfly", 16 * block, 32 * block, block, 1 / 8)
+    operands = operand_shapes(layout, (rows,), "float32")[:2]
+    product = jax.jit(lambda *a: block_sparse_matmul(*a, "xla"))
+    cost = product.lower(*operands, layout.tables()).compile().cost_analysis()
+    stored = 4 * layout.nnz * block * block
+    assert cost["bytes accessed"] < 1.5 * stored  # The rest is partial products, rows / block.
+
+
+def program(layout, tables, implementation, x_shape=(64,)):
     operands = draw_operands(layout, x_shape, "float32")
     products = lambda x, v, dy: all_products(x, v, dy, tables, implementation)  # noqa: E731
     return str(jax.make_jaxpr(products)(*operands))
@@ -305,6 +316,7 @@ def test_concrete_tables_are_specialised_while_groups_are_few():
     assert program(few, few.tables(), None) == program(few, few.tables(), "xla_static")
     many = make_layout("random", 800, 800, 8, 0.25)
     assert program(many, many.tables(), None) == program(many, many.tables(), "xla")
+    assert program(few, few.tables(), None, (1,)) == program(few, few.tables(), "xla", (1,))
 
 
 def test_traced_tables_are_not_specialised():

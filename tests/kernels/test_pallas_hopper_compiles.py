@@ -1,18 +1,16 @@
 """The Hopper kernels pass the compiler for an H200 at 13B shapes, on a machine without one."""
 
-import pathlib
-
+import described_h200
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from simulated_hopper import targeted_gpu
 
-import sparse_dataflow.planning
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper
+from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper, sharded
 from sparse_dataflow.kernels.sparse_mlp import pallas_hopper as hopper_mlp
+from sparse_dataflow.kernels.sparse_mlp.sharded import parallel_sparse_mlp
 from sparse_dataflow.sparsity.patterns import make_layout
 
 pytest.importorskip(
@@ -26,45 +24,30 @@ pytestmark = [
     ),
 ]
 
-TARGET = pathlib.Path(sparse_dataflow.planning.__file__).parent / "h200.txtpb"
 PROJECTIONS = {"qkv": (5120, 15360), "out": (5120, 5120), "in": (5120, 20480), "mlp": (20480, 5120)}
 TOKENS, DENSITY = 2048, 1 / 8
 
 
-@pytest.fixture(scope="module")
-def device():
-    """An H200 that is only described."""
-    return topologies.get_topology_desc(
-        "", platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
-    ).devices[0]
-
-
 @pytest.fixture
-def compiled(device, monkeypatch, capfd):
+def compiled(monkeypatch, capfd):
     """compiled(function, arguments) -> (program, what the assembler says of each kernel)."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
 
     def compile_(function, arguments):
-        sharding = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
-        structs = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments
-        )
         capfd.readouterr()
-        with targeted_gpu():
-            traced = jax.jit(function).trace(*structs)
-            program = traced.lower(lowering_platforms=("cuda",)).compile()
+        program = described_h200.compiled(function, arguments)
         return program, "".join(capfd.readouterr())
 
     return compile_
 
 
-def operands(layout, tokens=TOKENS):
+def operands(layout, tokens=TOKENS, dtype=jnp.bfloat16):
     shapes = (
         (tokens, layout.in_features),
         (layout.nnz, layout.block, layout.block),
         (tokens, layout.out_features),
     )
-    return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
 
 def products(x, values, dy, tables):
@@ -80,9 +63,15 @@ def kernels(program):
 def shares(layout, tokens=TOKENS):
     """Shares of the tokens in dW's last wave; more than one are a kernel of their own."""
     x, values, _ = operands(layout, tokens)
+    found = []
+
+    def record(tables):
+        found.append(pallas_hopper.default_tuning(x, values, tables).weight_gradient.splits)
+        return 0
+
     with targeted_gpu():
-        tuning = pallas_hopper.default_tuning(x, values, layout.tables())
-    return tuning.weight_gradient.splits
+        jax.eval_shape(record, layout.tables())
+    return found[0]
 
 
 def temporary_bytes(program):
@@ -191,6 +180,14 @@ def test_other_blocks_and_tokens_compile(compiled, block, density, tokens):
     assert_registers_suffice(report)
 
 
+@pytest.mark.parametrize("block", [128, 64, 32])
+def test_float32_compiles(compiled, block):
+    layout = make_layout("monarch", *PROJECTIONS["out"], block, DENSITY)
+    program, report = compiled(products, [*operands(layout, dtype=jnp.float32), layout.tables()])
+    assert kernels(program) == 3 + (shares(layout) > 1)
+    assert_registers_suffice(report)
+
+
 def test_the_mlp_is_six_kernels_and_keeps_three_activations_at_most(compiled):
     layouts = [make_layout("pixelfly", *PROJECTIONS[name], 128, DENSITY) for name in ("in", "mlp")]
     (x, values_in, _), (_, values_out, dy) = map(operands, layouts)
@@ -207,6 +204,36 @@ def test_the_mlp_is_six_kernels_and_keeps_three_activations_at_most(compiled):
     assert kernels(program) == 6 + sum(shares(layout) > 1 for layout in layouts)
     assert_registers_suffice(report)
     assert temporary_bytes(program) <= 3 * TOKENS * layouts[0].out_features * 2 + 2**20
+
+
+def test_an_mlp_over_four_gpus_moves_no_weights():
+    """mlp_in cut by column, mlp_out by row, tokens over the other axis."""
+    mesh = Mesh(np.array(described_h200.devices(4)).reshape(2, 2), ("data", "model"))
+    layouts = [make_layout("monarch", *PROJECTIONS[name], 128, DENSITY) for name in ("in", "mlp")]
+    cuts = sharded.cut_columns(layouts[0], 2), sharded.cut_rows(layouts[1], 2)
+    over = {"mesh": mesh, "axis": "model", "data_axes": ("data",)}
+
+    def gradients(x, values_in, bias, values_out, dy, *tables):
+        y, pullback = jax.vjp(
+            lambda *o: parallel_sparse_mlp(*o, *tables, **over), x, values_in, bias, values_out
+        )
+        return y, *pullback(dy)
+
+    tokens, held = (NamedSharding(mesh, PartitionSpec(axis)) for axis in ("data", "model"))
+    (x, values_in, _), (_, values_out, dy) = map(operands, layouts)
+    bias = jax.ShapeDtypeStruct((layouts[0].out_features,), jnp.float32)
+    arguments = [x, values_in, bias, values_out, dy, *(cut.tables for cut in cuts)]
+    shardings = (tokens, held, held, held, tokens, held, held)
+    program = (
+        jax.jit(gradients, in_shardings=shardings, out_shardings=(tokens, *shardings[:4]))
+        .trace(*arguments)
+        .lower(lowering_platforms=("cuda",))
+        .compile()
+    )
+    text = program.as_text()
+    assert kernels(program) >= 6
+    assert "all-reduce" in text
+    assert not any(moved in text for moved in ("all-gather", "all-to-all", "collective-permute"))
 
 
 def test_a_layout_that_is_known_compiles_too(compiled):

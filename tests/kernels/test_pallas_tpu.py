@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fused_products import assert_all_close, draw, exact, fused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -14,66 +15,12 @@ from simulated import simulated_tpu, targeted_tpu
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import api, pallas_tpu, tuning
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import tile_tables
-from sparse_dataflow.kernels.gelu.api import value_and_derivative
-from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
+from sparse_dataflow.sparsity.layout import BlockLayout, widened
 from sparse_dataflow.sparsity.patterns import make_layout
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TOKENS = 37
-
-
-def draw(layout, tokens, dtype, seed=0):
-    """(x, values, dy, bias, residual), standard normal."""
-    rng = np.random.default_rng(seed)
-    wide = (tokens, layout.out_features)
-    shapes = ((tokens, layout.in_features), (layout.nnz, layout.block, layout.block), wide)
-    arrays = [rng.normal(size=shape).astype(dtype) for shape in (*shapes, wide)]
-    return *arrays[:3], rng.normal(size=layout.out_features).astype(np.float32), arrays[3]
-
-
-def exact(layout, x, values, dy, bias, residual):
-    """(y, dx, dvalues, dbias) of gelu(x W + bias) + residual, in float64."""
-    x, values, dy, bias, residual = (
-        np.asarray(array, np.float64) for array in (x, values, dy, bias, residual)
-    )
-    dense = layout.to_dense(values)
-    with jax.enable_x64(True):
-        hidden, slope = map(np.asarray, value_and_derivative(jnp.asarray(x @ dense + bias)))
-    dz = dy * slope
-    return hidden + residual, dz @ dense.T, layout.from_dense(x.T @ dz), dz.sum(0)
-
-
-def fused(x, values, dy, bias, residual, tables, **options):
-    """(y, dx, dvalues, dbias, dresidual) of the kernels."""
-
-    def product(x, values, bias, residual):
-        return pallas_tpu.block_sparse_matmul(
-            x, values, tables, bias=bias, activation="gelu", residual=residual, **options
-        )
-
-    y, pullback = jax.vjp(product, x, values, bias, residual)
-    return y, *pullback(dy)
-
-
-def assert_all_close(actual, expected, dtype):
-    tolerance = 2e-5 if dtype == np.float32 else 2e-2
-    for got, right in zip(actual, expected):
-        assert got.shape == right.shape
-        error = np.abs(np.asarray(got, np.float64) - right)
-        assert np.all(error <= tolerance * (np.abs(right).max() + 1)), error.max()
-
-
-def widened(tables, fan_in, fan_out):
-    """The same tables with padding up to these fans, so that layouts share one program."""
-    fans = (fan_in, fan_in, fan_out, fan_out)
-    fills = (0, -1, 0, -1)
-    return LayoutTables(
-        *(
-            np.pad(table, ((0, 0), (0, fan - table.shape[1])), constant_values=fill)
-            for table, fan, fill in zip(tables, fans, fills)
-        )
-    )
 
 
 @pytest.mark.parametrize(("block", "dtype"), [(128, "float32"), (64, "bfloat16"), (32, "float32")])
@@ -85,7 +32,7 @@ def test_any_layout_runs_fused_in_one_program(block, dtype):
     @jax.jit
     def program(*operands):
         programs.append(1)
-        return fused(*operands)
+        return fused(pallas_tpu, *operands)
 
     @settings(max_examples=6, deadline=None)
     @given(places=st.permutations(range(in_blocks * out_blocks)), seed=st.integers(0, 99))
@@ -121,7 +68,9 @@ def test_many_small_tiles_agree_with_few(keep, fuse):
     operands = draw(layout, 200, np.float32)
     tables = layout.tables()
     with simulated_tpu("TPU v5", 2):
-        run = jax.jit(lambda *o: fused(*o, tables, tuning=tiles, keep_preactivation=keep))
+        run = jax.jit(
+            lambda *o: fused(pallas_tpu, *o, tables, tuning=tiles, keep_preactivation=keep)
+        )
         actual = run(*operands)
     assert_all_close(actual, exact(layout, *operands), np.float32)
 
@@ -188,7 +137,7 @@ def test_default_tiles_of_13b_fit_every_chip(chip, density, activated):
             values = jax.ShapeDtypeStruct((layout.nnz, block, block), jnp.bfloat16)
             tables = layout.tables()
             with targeted_tpu(*chip):
-                assert pallas_tpu.supported(x, values, tables, activated=activated) is None
+                assert pallas_tpu.refusal(x, values, tables, activated=activated) == ""
                 config = pallas_tpu.default_tuning(x, values, tables, activated=activated)
                 assert config.vmem_bytes == tuning.device().vmem_capacity_bytes
             assert config.cores == chip[1]
@@ -273,7 +222,7 @@ def test_what_no_vmem_holds_is_refused():
     x = jax.ShapeDtypeStruct((8, layout.in_features), jnp.float32)
     values = jax.ShapeDtypeStruct((layout.nnz, 128, 128), jnp.float32)
     with targeted_tpu("TPU v4", 1):
-        assert "fits VMEM" in pallas_tpu.supported(x, values, layout.tables())
+        assert "fits VMEM" in pallas_tpu.refusal(x, values, layout.tables())
 
 
 def test_a_float32_accumulator_is_asked_for():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.sparsity import evolution
 from sparse_dataflow.sparsity.evolution import (
     METHODS,
@@ -142,9 +142,23 @@ def test_sparse_to_dense_and_the_low_rank_tail_change_the_model_once():
     assert bare.model == MODEL
 
 
+def test_some_projections_become_dense_first():
+    config = EvolutionConfig("sparse_to_dense", at=0.6, dense_rate=0.5, first=["mlp_in", "mlp_out"])
+    first, second, third = stages(MODEL, config)
+    assert first.model == MODEL and (first.start, second.start, third.start) == (0.0, 0.6, 0.8)
+    assert set(second.model.sparse_projections) == {"qkv", "attn_out"}
+    assert third.model == stages(MODEL, EvolutionConfig("sparse_to_dense"))[1].model
+    # The MLP has half of the weights here.
+    assert second.rate == pytest.approx(0.5**0.5)
+
+
 @pytest.mark.parametrize(
     ("model", "fields", "words"),
     [
+        *(
+            (MODEL, {"method": "sparse_to_dense", "first": first}, "legal: some of .*, but not all")
+            for first in (("mlp",), PROJECTIONS)
+        ),
         (MODEL, {"method": "grow"}, "'grow' is unknown; legal: gradual"),
         (MODEL, {"method": "rigl", "every": 0}, "legal: 1 or more"),
         (MODEL, {"method": "rigl", "at": 1.0}, r"\[0, 1\)"),

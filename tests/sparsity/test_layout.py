@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.sparsity.layout import BlockLayout
+from sparse_dataflow.sparsity.layout import BlockLayout, widened
 
 masks = hnp.arrays(bool, hnp.array_shapes(min_dims=2, max_dims=2, min_side=1, max_side=7)).filter(
     np.any
@@ -196,3 +196,19 @@ def changed(table, at, value):
 def test_tables_of_no_layout_are_refused(tables, message):
     with pytest.raises(UserError, match=message):
         BlockLayout.from_tables(tables, 2)
+
+
+@settings(deadline=None)
+@given(masks, st.integers(0, 3), st.integers(0, 3))
+def test_widened_tables_are_the_same_layouts(mask, more_in, more_out):
+    layout = BlockLayout.from_mask(mask, 2)
+    tables = layout.tables()
+    fans = tables.in_index.shape[1] + more_in, tables.out_index.shape[1] + more_out
+    wide = widened(tables, *fans)
+    assert (wide.in_slot.shape[1], wide.out_slot.shape[1]) == fans
+    assert BlockLayout.from_tables(wide, 2) == layout
+
+
+def test_tables_are_not_narrowed():
+    with pytest.raises(UserError, match="fan is 2; legal here: at least 3"):
+        widened(eye(3).tables()._replace(out_index=np.zeros((3, 3), np.int32)), 2, 2)

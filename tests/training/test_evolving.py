@@ -13,6 +13,7 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.planning import cost
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
+from sparse_dataflow.training import plateau
 from sparse_dataflow.training.loop import Trainer, advance_side_by_side
 from sparse_dataflow.training.metrics import read_metrics
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
@@ -38,6 +39,7 @@ EVOLUTIONS = {
     "rigl": EvolutionConfig("rigl", every=3, at=0.9),
     "gradual": EvolutionConfig("gradual", at=0.6, dense_rate=0.5),
     "sparse_to_dense": EvolutionConfig("sparse_to_dense", at=0.5, dense_rate=0.5),
+    "mlp_dense_first": EvolutionConfig("sparse_to_dense", at=0.4, first=("mlp_in", "mlp_out")),
     "low_rank_tail": EvolutionConfig("low_rank_tail", at=0.7),
 }
 
@@ -95,6 +97,24 @@ def test_it_ends_at_the_same_bits_however_often_it_was_stopped(tmp_path, method)
     assert changes == sorted(starts + update_steps(EVOLUTIONS[method], 10)) != []
     losses = [row["loss"] for row in timeless[0] if row["kind"] == "train"]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5, 6])
+def test_a_plateau_makes_it_dense_early_whenever_it_was_stopped(tmp_path, stop, monkeypatch):
+    """Evaluations of steps 2, 4, ... show no gain: the second stale one, after step 6, is it."""
+    monkeypatch.setattr(plateau, "GAIN", 0.9)
+    evolution = dataclasses.replace(EVOLUTIONS["sparse_to_dense"], at=0.9, plateau=2)
+    every = {"eval_every": 2, "checkpoint_every": 1}
+    start = lambda name: trainer(  # noqa: E731
+        tmp_path / name, "sparse_to_dense", evolution, **every
+    )
+    whole = train(start("whole"))
+    assert [phase.start for phase in whole.phases] == [0, 6]
+    planned = run_flops(MODEL, evolution, TRAINING)
+    assert whole.flops > planned
+    train(start("cut"), until=stop)
+    cut = train(start("cut"))
+    assert cut.phases == whole.phases and bits(cut.state) == bits(whole.state)
 
 
 @pytest.mark.parametrize("method", ["set", "rigl"])

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import whole
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.models.sizes import SUPAR_HEAD, SUPAR_WIDTH, LinearSpec, ModelConfig
 from sparse_dataflow.training.optimizer import (
     FINAL_LEARNING_RATE,
     TrainingConfig,
@@ -96,12 +97,39 @@ def test_matrices_decay_and_nothing_else():
     }
 
 
-def test_only_sparse_weights_under_supar_have_rates_of_their_own():
+def test_supar_gives_matrices_the_rate_of_their_width_and_density():
     params = draw_like_params(0)
     assert set(by_path(learning_rate_multipliers(MODEL, params)).values()) == {1.0}
     multipliers = by_path(learning_rate_multipliers(SUPAR, params))
-    others = {path: m for path, m in multipliers.items() if m != 1}
-    assert others == {"blocks/qkv/values": 2.0, "blocks/mlp_out/values": 4.0}
+    width = SUPAR_WIDTH / MODEL.d_model
+    assert {path: m for path, m in multipliers.items() if m != 1} == {
+        "blocks/qkv/values": width / 0.5,
+        "blocks/qkv/a_kernel": width,
+        "blocks/attn_out/kernel": width,
+        "blocks/mlp_in/kernel": width,
+        "blocks/mlp_out/values": width / 0.25,
+    }
+
+
+@pytest.mark.parametrize("width", [128, SUPAR_WIDTH])
+def test_a_dense_model_of_the_base_width_is_the_same_under_supar(width):
+    """And only there: the two parametrizations meet at SUPAR_WIDTH."""
+    model = ModelConfig(1, width, width // SUPAR_HEAD, 2 * width, 40, 12)
+    supar = dataclasses.replace(model, parametrization="supar")
+    shapes = jax.eval_shape(lambda key: gpt.init(model, key), jax.random.key(0))
+    rates = set(by_path(learning_rate_multipliers(supar, shapes)).values())
+    tokens = np.arange(12)[None]
+    draw = jax.jit(lambda key: gpt.init(model, key))
+    params = draw(jax.random.key(0))
+    standard, scaled = (
+        np.asarray(whole.logits(config, params, {}, tokens)) for config in (model, supar)
+    )
+    if width == SUPAR_WIDTH:
+        assert rates == {1.0}
+        np.testing.assert_array_equal(standard, scaled)
+    else:
+        assert rates == {1.0, SUPAR_WIDTH / width}
+        np.testing.assert_allclose(scaled, standard * SUPAR_WIDTH / width, rtol=1e-4, atol=1e-5)
 
 
 def train(optimizer, steps=4, scale=lambda updates: updates):
@@ -141,15 +169,16 @@ def test_gradients_are_clipped_to_their_global_norm():
     assert optax.tree.norm(adam.mu) / (1 - 0.9) == pytest.approx(1e-3, rel=1e-4)
 
 
-def test_supar_moves_sparse_weights_further_by_the_inverse_density():
+def test_supar_moves_weights_by_their_rates():
     params, gradients = draw_like_params(0), draw_like_params(1)
     moves = []
     for model in (MODEL, SUPAR):
         optimizer = make_optimizer(model, TRAINING)
         updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
         moves.append(by_path(updates))
+    rates = by_path(learning_rate_multipliers(SUPAR, params))
     for path, standard in moves[0].items():
-        factor = {"blocks/qkv/values": 2, "blocks/mlp_out/values": 4}.get(path, 1)
+        factor = rates[path]
         np.testing.assert_allclose(moves[1][path], factor * standard, rtol=1e-6)
 
 

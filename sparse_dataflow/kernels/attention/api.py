@@ -61,7 +61,7 @@ def _refusal(name, query):
     if home != dispatch.platform():
         return f"it runs on {home}, and this is {dispatch.platform()}; legal here: reference, xla."
     if name == "cudnn":
-        return cudnn.supported(query)
+        return cudnn.refusal(query)
     if name == "splash":
-        return splash.supported(query) or dispatch.partitioned()
+        return splash.refusal(query) or dispatch.partitioned()
     return ""

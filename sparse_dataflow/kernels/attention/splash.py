@@ -21,7 +21,7 @@ def causal_attention(
     """As `api.causal_attention`; the scores are never held, tiles above the diagonal skipped.
 
     Args:
-      query: bfloat16 or float32 [batch, tokens, heads, head_dim], see `supported`.
+      query: bfloat16 or float32 [batch, tokens, heads, head_dim], see `refusal`.
       key: like query.
       value: like query.
       interpret: run the kernels' program on a CPU.
@@ -33,7 +33,7 @@ def causal_attention(
     return jax.vmap(_kernel(tokens, heads, interpret))(*by_head).swapaxes(1, 2)
 
 
-def supported(query: jax.Array) -> str:
+def refusal(query: jax.Array) -> str:
     """Why the kernels do not take operands like `query`; empty where they do."""
     _, tokens, _, width = query.shape
     if query.dtype not in DTYPES:

@@ -13,6 +13,7 @@ from sparse_dataflow.kernels.block_sparse_matmul import (
     pallas_tpu,
     reference,
     xla,
+    xla_few_rows,
     xla_static,
 )
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, check_shapes
@@ -101,9 +102,10 @@ def _choose(x, values, tables):
     name, reason = "xla", ""
     for kernel, (home, kernels) in _KERNELS.items():
         if dispatch.platform() == home:
-            reason = kernels.supported(x, values, tables) or dispatch.partitioned()
+            reason = kernels.refusal(x, values, tables) or dispatch.partitioned()
             name = "xla" if reason else kernel
-    if dispatch.platform() == "cpu" and is_concrete(tables):
+    many = len(x) > xla_few_rows.FEW_ROWS
+    if dispatch.platform() == "cpu" and is_concrete(tables) and many:
         layout = layout_of(tables, values.shape[-1])
         groups = len(xla_static.column_groups(layout)) + len(xla_static.row_groups(layout))
         name = "xla_static" if groups <= MAX_STATIC_GROUPS else "xla"

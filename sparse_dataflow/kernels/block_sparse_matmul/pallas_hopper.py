@@ -2,18 +2,25 @@
 
 Tables are data in device memory, so a changed layout runs in the same program, and only stored
 blocks are ever read or written.  Blocks of 128 and 256 fill the tensor cores.  Smaller ones cost
-more: each stored block meets its own tokens' features, so a block of 64 reads twice, and one of 32
-four times, as much from the L2 cache for a multiply-add; wgmma reads both operands from shared
-memory, which bounds a block of 32 to two thirds of the rate, and dW of 32 multiplies 64 rows and
-keeps 32.  Nothing is padded in memory: TMA fills what lies outside an array with zeros and writes
-none of it, so any number of tokens works.
+more.  Adjacent lines lie side by side until a tile is 128 wide (`pallas_hopper_tables`): those that
+read the same blocks, as monarch's do, then read what a block of 128 reads.  Where supports differ
+the missing blocks are multiplied as zeros; lines that share nothing cost up to twice (block 64) or
+four times (block 32) the stored work, about what they would cost apart, when each stored block
+reads its own tokens' features: with known tables the cheaper is chosen, traced ones always lie side
+by side.  dW of block 32 multiplies 64 rows and keeps 32.  Nothing is padded in memory: TMA fills
+what lies outside an array with zeros and writes none of it, so any number of tokens works.
 
-float32 is not taken: wgmma would round it to tf32.  XLA runs it.
+float32 is multiplied as the six largest products of three bfloat16 parts a factor, which together
+are as exact as float32, at a sixth of bfloat16's rate; wgmma alone would round it to tf32.  The
+parts take one and a half times the memory of x and values, in dW three times; bias, activation and
+residual are XLA's.
+
+Traced tables of blocks below 128 are put side by side on the device, which is about ten short
+kernels of XLA for each side of a weight; of known ones it is done while tracing.
 
 With `plgpu.force_gpu_interpret_mode()` around the trace, the kernels run on a CPU.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -21,30 +28,26 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.kernels import tuned
+from sparse_dataflow.kernels.block_sparse_matmul import fused
 from sparse_dataflow.kernels.block_sparse_matmul import tuning_hopper as sizes
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_gradient import line_gradient
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_products import line_product
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_shapes import lines_of, spaces_of
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import TERMS, split, terms_of
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import TuningConfig
-from sparse_dataflow.kernels.gelu.api import value_and_derivative
+from sparse_dataflow.kernels.gelu.api import through_gelu, value_and_derivative
+from sparse_dataflow.kernels.tuned import Case, Space
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 BLOCKS = (32, 64, 128, 256)
 """Legal blocks."""
 
-DTYPES = ("bfloat16",)
+DTYPES = ("bfloat16", "float32")
 """Legal dtypes of x and values."""
 
 NEEDED_JAX = (0, 11)
 """The first jax whose Mosaic GPU has what the kernels use, and an interpreter for it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What is fixed when the op is traced."""
-
-    gelu: bool
-    keep_preactivation: bool
-    tuning: TuningConfig
 
 
 def block_sparse_matmul(
@@ -65,24 +68,24 @@ def block_sparse_matmul(
     the activation *before* this product instead, where it costs nothing.
 
     Args:
-      x: bfloat16 [tokens, in_features].
-      values: bfloat16 [nnz, block, block], as `BlockLayout` orders them.
+      x: bfloat16 or float32 [tokens, in_features].
+      values: [nnz, block, block] in x's dtype, as `BlockLayout` orders them.
       tables: `BlockLayout.tables()`, concrete or traced.
       bias: [out_features], any float dtype.
       activation: None or "gelu" (tanh form, `kernels.gelu`; its tanh is the hardware's, right to
-        about 11 bits, three more than bfloat16 holds).
-      residual: bfloat16 [tokens, out_features].
+        about 11 bits, three more than bfloat16 holds; of float32 XLA's).
+      residual: [tokens, out_features] in x's dtype.
       keep_preactivation: whether the backward pass finds the activation's input, or makes it
         again by another product; without an activation nothing is kept.
       tuning: tile sizes; None for `default_tuning`.
 
     Returns:
-      bfloat16 [tokens, out_features]; sums, bias, activation and residual in float32.
+      [tokens, out_features] in x's dtype; sums, bias, activation and residual in float32.
 
     Raises:
-      UserError: if `supported` has a reason against it, or the activation is unknown.
+      UserError: if there is a `refusal`, or the activation is unknown.
     """
-    _refuse("block_sparse_matmul", supported(x, values, tables))
+    _refuse("block_sparse_matmul", refusal(x, values, tables))
     if activation not in (None, "gelu"):
         raise UserError(f"activation {activation!r} is unknown; legal: gelu, or None.")
     result = jax.ShapeDtypeStruct((len(x), len(tables.in_index) * values.shape[1]), x.dtype)
@@ -92,8 +95,9 @@ def block_sparse_matmul(
         empty = jnp.zeros(result.shape, result.dtype)
         return empty if residual is None else empty + residual
     tuning = tuning or default_tuning(x, values, tables, residual=residual is not None)
-    options = _Options(activation is not None, keep_preactivation, tuning)
-    return _matmul(options, x, values, bias, residual, jax.tree.map(jnp.asarray, tables))
+    options = fused.Options(activation is not None, keep_preactivation, tuning)
+    lines = jax.tree.map(jnp.asarray, lines_of(tables, len(values), tuning))
+    return _matmul(options, x, values, bias, residual, lines)
 
 
 def value_and_preactivation(
@@ -107,23 +111,24 @@ def value_and_preactivation(
     """(gelu(z), z) of z = x W + bias in one kernel, for whoever writes the backward pass.
 
     Args:
-      x: bfloat16 [tokens, in_features].
-      values: bfloat16 [nnz, block, block].
+      x: bfloat16 or float32 [tokens, in_features].
+      values: [nnz, block, block] in x's dtype.
       tables: `BlockLayout.tables()`.
       bias: [out_features], any float dtype.
       tuning: tile sizes; None for `default_tuning`.
 
     Raises:
-      UserError: if `supported` has a reason against it.
+      UserError: if there is a `refusal`.
     """
-    _refuse("value_and_preactivation", supported(x, values, tables))
+    _refuse("value_and_preactivation", refusal(x, values, tables))
     result = jax.ShapeDtypeStruct((len(x), len(tables.in_index) * values.shape[1]), x.dtype)
     _check_bias(bias, result)
     if len(x) == 0:
         empty = jnp.zeros(result.shape, result.dtype)
         return empty, empty
-    options = _Options(True, True, tuning or default_tuning(x, values, tables))
-    return tuple(_product(options, x, values, bias, None, tables, keep=True))
+    options = fused.Options(True, True, tuning or default_tuning(x, values, tables))
+    lines = lines_of(tables, len(values), options.tuning)
+    return tuple(_product(options, x, values, bias, None, lines, keep=True))
 
 
 def input_gradient(
@@ -137,27 +142,28 @@ def input_gradient(
     """dy Wᵀ, times the GELU's derivative where the product's input was a GELU's value.
 
     Args:
-      dy: bfloat16 [tokens, out_features].
-      values: bfloat16 [nnz, block, block].
+      dy: [tokens, out_features] in x's dtype.
+      values: [nnz, block, block] in x's dtype.
       tables: `BlockLayout.tables()`.
-      preactivation: bfloat16 [tokens, in_features], the input of the GELU whose value this
+      preactivation: [tokens, in_features] in dy's dtype, the input of the GELU whose value this
         product multiplied; the result is then the gradient of that input.
       tuning: tile sizes; None for `default_tuning`.
 
     Returns:
-      bfloat16 [tokens, in_features].
+      [tokens, in_features] in dy's dtype.
 
     Raises:
-      UserError: if `supported` has a reason against it.
+      UserError: if there is a `refusal`.
     """
     features = len(tables.out_index) * values.shape[1]
     x = jax.ShapeDtypeStruct((len(dy), features), dy.dtype)
-    _refuse("input_gradient", supported(x, values, tables))
+    _refuse("input_gradient", refusal(x, values, tables))
     _check_alike("The pre-activation", preactivation, x)
     if len(dy) == 0:
         return jnp.zeros(x.shape, x.dtype)
     tuning = tuning or default_tuning(x, values, tables, derivative=preactivation is not None)
-    return _input_gradient(tuning, dy, values, tables, preactivation)
+    lines = lines_of(tables, len(values), tuning)
+    return _input_gradient(tuning, dy, values, lines, preactivation, features)
 
 
 def weight_gradient(
@@ -172,8 +178,8 @@ def weight_gradient(
     """xᵀ dy at the stored blocks, or accumulator + that, added as the sums are written.
 
     Args:
-      x: bfloat16 [tokens, in_features].
-      dy: bfloat16 [tokens, out_features].
+      x: bfloat16 or float32 [tokens, in_features].
+      dy: [tokens, out_features] in x's dtype.
       tables: `BlockLayout.tables()`.
       accumulator: float32 [nnz, block, block], the sum over earlier micro-batches.
       values: shape and dtype of the gradient where there is no accumulator.
@@ -183,22 +189,23 @@ def weight_gradient(
       Float32 with an accumulator, else in the values' dtype.
 
     Raises:
-      UserError: if `supported` has a reason against it, or the accumulator is not float32.
+      UserError: if there is a `refusal`, or the accumulator is not float32.
     """
     accumulate = accumulator is not None
     if accumulate:
         values = jax.ShapeDtypeStruct(accumulator.shape, x.dtype)
-    _refuse("weight_gradient", supported(x, values, tables))
+    _refuse("weight_gradient", refusal(x, values, tables))
     if accumulate and accumulator.dtype != jnp.float32:
         raise UserError(f"The accumulator is {accumulator.dtype}; legal: float32.")
     if len(x) == 0:
         return accumulator if accumulate else jnp.zeros(values.shape, values.dtype)
     tuning = tuning or default_tuning(x, values, tables, accumulate=accumulate)
-    return _weight_gradient(tuning, x, dy, values, tables, accumulator)
+    lines = lines_of(tables, len(values), tuning)
+    return _weight_gradient(tuning, x, dy, values, lines, accumulator)
 
 
-def supported(x: jax.Array, values: jax.Array, tables: LayoutTables) -> str | None:
-    """Why these operands cannot run on the GPU compiled for, in words; None where they can."""
+def refusal(x: jax.Array, values: jax.Array, tables: LayoutTables) -> str:
+    """Why these operands cannot run on the GPU compiled for, in words; empty where they can."""
     del tables  # Any layout runs: its tables lie in device memory.
     if jax.__version_info__ < NEEDED_JAX:
         return f"this is jax {jax.__version__}; legal: {'.'.join(map(str, NEEDED_JAX))} or newer."
@@ -209,7 +216,7 @@ def supported(x: jax.Array, values: jax.Array, tables: LayoutTables) -> str | No
         return f"block {block} does not fit the tiles; legal: {', '.join(map(str, BLOCKS))}."
     if x.dtype != values.dtype or x.dtype not in DTYPES:
         return f"x is {x.dtype} and values are {values.dtype}; legal: {', '.join(DTYPES)}."
-    return None
+    return ""
 
 
 def default_tuning(
@@ -231,16 +238,16 @@ def default_tuning(
       derivative: whether the input's gradient is multiplied by an activation's derivative.
       accumulate: whether the values' gradient is added to an accumulator.
     """
-    stored, block = values.shape[:2]
-    in_blocks, out_blocks = len(tables.out_index), len(tables.in_index)
-    programs = sizes.multiprocessors()
-    tokens, widths = len(x), (in_blocks * block, out_blocks * block)
-    return TuningConfig(
-        sizes.product_tiles(tokens, widths[0], out_blocks, block, residual, programs),
-        sizes.product_tiles(tokens, widths[1], in_blocks, block, derivative, programs),
-        sizes.gradient_tiles(tokens, stored, block, accumulate, programs),
-        multiprocessors=programs,
+    made = spaces_of(
+        x, values, tables, residual=residual, derivative=derivative, accumulate=accumulate
     )
+    tiles = tuned.fastest("block_sparse_matmul", made)
+    return TuningConfig(**tiles, multiprocessors=sizes.multiprocessors())
+
+
+def spaces(x: jax.Array, values: jax.Array, tables: LayoutTables) -> dict[Case, Space]:
+    """What an autotuner may try for each product; arguments as in `default_tuning`."""
+    return spaces_of(x, values, tables)
 
 
 def _refuse(name, reason):
@@ -270,82 +277,80 @@ def _not_hopper():
         device = jax.devices()[0]
         kind = device.device_kind
         hopper = getattr(device, "compute_capability", None) == "9.0"
-    return None if hopper else f"this is {kind}; legal: GPUs of compute capability 9.0."
+    return "" if hopper else f"this is {kind}; legal: GPUs of compute capability 9.0."
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(options, x, values, bias, residual, tables):
-    return _product(options, x, values, bias, residual, tables, keep=False)[0]
-
-
-def _forward(options, x, values, bias, residual, tables):
-    keep = options.gelu and options.keep_preactivation
-    y, *kept = _product(options, x, values, bias, residual, tables, keep=keep)
-    # The residual's gradient is dy; of the array itself only the presence is known again.
-    return y, (x, values, bias, residual is not None, kept, tables)
-
-
-def _backward(options, saved, dy):
-    x, values, bias, has_residual, kept, tables = saved
+def _gradients(options, x, values, before, dy, lines):
     dz = dy
-    if options.gelu:
-        linear = dataclasses.replace(options, gelu=False)
-        before = kept or _product(linear, x, values, bias, None, tables, keep=False)
-        slope = value_and_derivative(before[0].astype(jnp.float32))[1]
+    if before is not None:
         # The barrier keeps XLA from making it once more, in float32, for the bias.
-        dz = lax.optimization_barrier((dy.astype(jnp.float32) * slope).astype(dy.dtype))
-    dvalues = _weight_gradient(options.tuning, x, dz, values, tables, None)
-    dx = _input_gradient(options.tuning, dz, values, tables, None)
-    dbias = None
-    if bias is not None:
-        dbias = jnp.sum(dz, axis=0, dtype=jnp.float32).astype(bias.dtype)
-    return dx, dvalues, dbias, dy if has_residual else None, None
+        dz = lax.optimization_barrier(through_gelu(dy, before))
+    dvalues = _weight_gradient(options.tuning, x, dz, values, lines, None)
+    dx = _input_gradient(options.tuning, dz, values, lines, None, x.shape[1])
+    return dx, dvalues, dz, None
 
 
-_matmul.defvjp(_forward, _backward)
-
-
-def _product(options, x, values, bias, residual, tables, keep):
-    # With both, XLA adds the residual: a kernel keeps or reads one array beside its result.
-    fused, after = (None, residual) if keep else (residual, None)
-    y, *kept = line_product(
-        x,
-        values,
-        tables.in_index,
-        tables.in_slot,
-        options.tuning.forward,
+def _product(options, x, values, bias, residual, lines, keep):
+    bias = None if bias is None else bias.astype(jnp.float32)
+    columns = None if bias is None else len(bias)
+    run = functools.partial(
+        line_product,
+        tiles=options.tuning.forward,
         transposed=False,
-        bias=None if bias is None else bias.astype(jnp.float32),
-        gelu=options.gelu,
-        residual=fused,
-        keep=keep,
+        columns=columns if residual is None else residual.shape[1],
         multiprocessors=options.tuning.multiprocessors,
+    )
+    if x.dtype == jnp.float32:
+        (y,) = run(*_terms(x, values, lines.forward), dtype=jnp.float32)
+        before = y if bias is None else y + bias
+        value = value_and_derivative(before)[0] if options.gelu else before
+        return [value if residual is None else value + residual, *([before] if keep else [])]
+    # With both, XLA adds the residual: a kernel keeps or reads one array beside its result.
+    inside, after = (None, residual) if keep else (residual, None)
+    y, *kept = run(
+        x, values, lines.forward, bias=bias, gelu=options.gelu, residual=inside, keep=keep
     )
     return [y if after is None else y + after, *kept]
 
 
-def _input_gradient(tuning, dy, values, tables, preactivation):
-    (dx,) = line_product(
-        dy,
-        values,
-        jnp.asarray(tables.out_index),
-        jnp.asarray(tables.out_slot),
-        tuning.input_gradient,
+def _input_gradient(tuning, dy, values, lines, preactivation, features):
+    run = functools.partial(
+        line_product,
+        tiles=tuning.input_gradient,
         transposed=True,
-        preactivation=preactivation,
+        columns=features,
         multiprocessors=tuning.multiprocessors,
     )
-    return dx
+    if dy.dtype == jnp.float32:
+        (dx,) = run(*_terms(dy, values, lines.input_gradient), dtype=jnp.float32)
+        return dx if preactivation is None else through_gelu(dx, preactivation)
+    return run(dy, values, lines.input_gradient, preactivation=preactivation)[0]
 
 
-def _weight_gradient(tuning, x, dy, values, tables, accumulator):
+def _weight_gradient(tuning, x, dy, values, lines, accumulator):
+    if x.dtype == jnp.float32:
+        # Terms are summed like tokens.
+        first, second = zip(*TERMS)
+        x, dy = (
+            jnp.concatenate([split(array)[part] for part in parts])
+            for array, parts in ((x, first), (dy, second))
+        )
     return line_gradient(
         x,
         dy,
-        jnp.asarray(tables.in_index),
-        jnp.asarray(tables.in_slot),
+        lines.weight_gradient,
         tuning.weight_gradient,
         result=jax.ShapeDtypeStruct(values.shape, values.dtype),
         accumulator=accumulator,
         multiprocessors=tuning.multiprocessors,
     )
+
+
+def _terms(x, values, lines):
+    """Operands of a product of bfloat16 numbers that is one of float32."""
+    others = x.shape[1] // values.shape[1]
+    lines = terms_of(lines, others, len(values))
+    return jnp.concatenate(split(x), axis=1), jnp.concatenate(split(values)), lines
+
+
+_matmul = fused.differentiable(_product, _gradients)

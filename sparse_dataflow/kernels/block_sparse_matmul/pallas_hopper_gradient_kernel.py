@@ -9,12 +9,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_memory import (
-    CONSUMER_REGISTERS,
-    PRODUCER_REGISTERS,
-    swizzled,
-)
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_memory import run_groups, swizzled
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_results import Results
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import LineTables
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import (
     CONSUMERS,
     SLICE_ROWS,
@@ -28,7 +25,8 @@ class GradientPlan(NamedTuple):
     Attributes:
       tiles: the tile sizes.
       block: side of a block.
-      columns: block columns.
+      columns: block columns, several side by side counted once.
+      stored: number of stored blocks.
       fan: positions of a column.
       steps: stages of a share of the tokens.
       first: the first pair of units that is summed.
@@ -41,6 +39,7 @@ class GradientPlan(NamedTuple):
     block: int
     columns: int
     fan: int
+    stored: int
     steps: int
     first: int
     pairs: int
@@ -54,8 +53,14 @@ class GradientPlan(NamedTuple):
 
     @property
     def groups(self):
-        """Units of a column, of whole blocks."""
-        return pl.cdiv(self.fan, self.tiles.width)
+        """Units of a column, of whole blocks; whole pairs where columns lie side by side."""
+        groups = pl.cdiv(self.fan, self.tiles.width)
+        return groups if self.tiles.lines == 1 else groups + groups % CONSUMERS
+
+    @property
+    def width(self):
+        """Columns of a sum."""
+        return self.side * self.tiles.lines
 
     @property
     def units(self):
@@ -98,8 +103,7 @@ class GradientPlan(NamedTuple):
 def unit_sums(
     x: jax.Array,
     dy: jax.Array,
-    index: jax.Array,
-    slot: jax.Array,
+    tables: LineTables,
     plan: GradientPlan,
     result: jax.ShapeDtypeStruct,
     accumulator: jax.Array | None = None,
@@ -111,8 +115,7 @@ def unit_sums(
     Args:
       x: bfloat16 [tokens, in_features].
       dy: bfloat16 [tokens, out_features].
-      index: int32 [columns, fan], as `LayoutTables.in_index`.
-      slot: int32 [columns, fan].
+      tables: the columns, as many side by side as the tiles have.
       plan: which pairs.
       result: [nnz, block, block] by slot, or [shares * blocks, block, block] with `apart`; of
         blocks that are not summed here, undefined.
@@ -142,7 +145,8 @@ def unit_sums(
         ),
     )
     before = [] if accumulator is None else [accumulator]
-    return kernel(index.reshape(-1), slot.reshape(-1), x, dy, *before)
+    index, slot = (jnp.asarray(table).reshape(-1) for table in tables)
+    return kernel(index, slot, x, dy, *before)
 
 
 class _Arrays(NamedTuple):
@@ -172,12 +176,12 @@ def _scratch(plan, dtype, result_dtype):
     stages = {"num_barriers": tiles.stages}
     width = min(plan.side, tiles.slice_bytes // result_dtype.itemsize)
     # A unit's slices go round the places in shared memory whole times.
-    slices = tiles.width * (plan.rows // SLICE_ROWS) * (plan.side // width)
+    slices = tiles.width * (plan.rows // SLICE_ROWS) * (plan.width // width)
     slots = max(slots for slots in range(1, tiles.slices + 1) if slices % slots == 0)
     rows = (tiles.stages, CONSUMERS, tiles.width, tiles.depth, plan.rows)
     return _Scratch(
         x=swizzled(rows, dtype, plan.side),  # wgmma wants both operands swizzled alike.
-        dy=swizzled((tiles.stages, CONSUMERS, tiles.depth, plan.side), dtype),
+        dy=swizzled((tiles.stages, CONSUMERS, tiles.depth, plan.width), dtype, plan.side),
         full=plgpu.Barrier(num_arrivals=CONSUMERS * (tiles.width + 1), **stages),
         empty=plgpu.Barrier(num_arrivals=CONSUMERS, **stages),
         results=swizzled((CONSUMERS, slots, SLICE_ROWS, width), result_dtype),
@@ -186,7 +190,8 @@ def _scratch(plan, dtype, result_dtype):
 
 
 class _Unit(NamedTuple):
-    """One consumer's share: places of its blocks, where they go, and which tile of them."""
+    """One consumer's share: block rows, where their blocks go (each row's side by side), and which
+    tile of them."""
 
     column: Any
     index: list
@@ -197,23 +202,14 @@ class _Unit(NamedTuple):
 
 
 def _kernel(plan, arrays, scratch):
-    group = lax.axis_index("group")
+    def consume(group):
+        act = functools.partial(_consume, plan, arrays, scratch, group)
+        _over_pairs(plan, arrays, act)
 
-    def consumer():
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        _over_pairs(plan, arrays, functools.partial(_consume, plan, arrays, scratch, group))
-        plgpu.wait_smem_to_gmem(0)
+    def produce():
+        return _over_pairs(plan, arrays, functools.partial(_produce, plan, arrays, scratch))
 
-    def producer():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        total = _over_pairs(plan, arrays, functools.partial(_produce, plan, arrays, scratch))
-
-        # No barrier is left with a phase that nobody saw.
-        @pl.loop(lax.max(0, total - plan.tiles.stages), total)
-        def _(step):
-            plgpu.barrier_wait(scratch.empty.at[lax.rem(step, plan.tiles.stages)])
-
-    lax.cond(group < CONSUMERS, consumer, producer)
+    run_groups(consume, produce, scratch.empty, plan.tiles.stages)
 
 
 def _over_pairs(plan, arrays, act):
@@ -221,7 +217,15 @@ def _over_pairs(plan, arrays, act):
     the steps of all."""
 
     def place_of(number):
-        """(column, first position, tile of a block) of a unit."""
+        """(column, first position, tile of a block) of a unit.
+
+        Side by side, columns are short of the tables' width, and all take turns: what is stored
+        comes first, in equal shares.
+        """
+        if plan.tiles.lines > 1:
+            pair, unit = lax.div(number, CONSUMERS), lax.rem(number, CONSUMERS)
+            turn, column = lax.div(pair, plan.columns), lax.rem(pair, plan.columns)
+            return column, (turn * CONSUMERS + unit) * plan.tiles.width, jnp.int32(0)
         unit, part = lax.div(number, plan.parts**2), lax.rem(number, plan.parts**2)
         column, group = lax.div(unit, plan.groups), lax.rem(unit, plan.groups)
         return lax.min(column, plan.columns - 1), group * plan.tiles.width, part
@@ -234,7 +238,8 @@ def _over_pairs(plan, arrays, act):
             column, position, _ = place_of(first + unit)
             for place in range(plan.tiles.width):
                 at = column * plan.fan + lax.min(position + place, plan.fan - 1)
-                loads.append((arrays.index[at], arrays.slot[at]))
+                own = [at * plan.tiles.lines + line for line in range(plan.tiles.lines)]
+                loads.append((arrays.index[at], [arrays.slot[place] for place in own]))
         return loads
 
     def pair_of(item, loads):
@@ -248,7 +253,8 @@ def _over_pairs(plan, arrays, act):
             index, slot = zip(*loads[number * plan.tiles.width :][: plan.tiles.width])
             slot = [
                 lax.select(inside & (position + place < plan.fan), slot, -1)
-                for place, slot in enumerate(slot)
+                for place, side_by_side in enumerate(slot)
+                for slot in side_by_side
             ]
             target = slot
             if plan.apart:
@@ -302,7 +308,8 @@ def _produce(plan, arrays, scratch, share, pair, first):
 
         def copy_dy(place):
             unit = pair[place]
-            columns = pl.ds(unit.column * plan.block + unit.column_part * side, side)
+            first_column = unit.column * plan.tiles.lines * plan.block
+            columns = pl.ds(first_column + unit.column_part * side, plan.width)
             plgpu.copy_gmem_to_smem(
                 arrays.dy.at[tokens, columns], scratch.dy.at[stage, place], scratch.full.at[stage]
             )
@@ -342,7 +349,7 @@ def _consume(plan, arrays, scratch, group, share, pair, first):
 
     @functools.partial(
         pl.run_scoped,
-        sum_refs=[plgpu.ACC((plan.rows, plan.side), jnp.float32)] * tiles.width,
+        sum_refs=[plgpu.ACC((plan.rows, plan.width), jnp.float32)] * tiles.width,
     )
     def _(sum_refs):
         @pl.loop(0, plan.steps)

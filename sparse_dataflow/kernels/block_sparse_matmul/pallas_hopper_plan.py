@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import SLICE_ROWS, ProductTiles
 
@@ -21,6 +22,7 @@ class ProductPlan(NamedTuple):
       transposed: whether the blocks are used transposed.
       gelu: whether the sum passes a GELU.
       derivative: whether a GELU's derivative multiplies the sum.
+      itemsize: bytes of a result.
     """
 
     tiles: ProductTiles
@@ -31,6 +33,7 @@ class ProductPlan(NamedTuple):
     transposed: bool
     gelu: bool
     derivative: bool
+    itemsize: int
 
     @property
     def total(self):
@@ -39,8 +42,32 @@ class ProductPlan(NamedTuple):
 
     @property
     def parts(self):
-        """Tile columns of a block."""
-        return self.block // self.tiles.columns
+        """Tile columns of a block, or one of several lines side by side."""
+        return max(1, self.block // self.tiles.columns)
+
+    @property
+    def share(self):
+        """Columns of a tile that are one line's."""
+        return self.tiles.columns // self.tiles.lines
+
+    @property
+    def pieces(self):
+        """Sums of a tile: of each line, or transposed, where blocks lie as wgmma wants, of all."""
+        return 1 if self.transposed else self.tiles.lines
+
+    @property
+    def piece(self):
+        """Columns of a sum."""
+        return self.tiles.columns // self.pieces
+
+    def of_line(self, block, line):
+        """What of a stage's blocks is a line's."""
+        return block.at[pl.ds(line * self.share, self.share)] if self.transposed else block.at[line]
+
+    @property
+    def slice_columns(self):
+        """Width of a slice of results."""
+        return self.tiles.slice_columns(self.itemsize)
 
     @property
     def steps(self):
@@ -53,7 +80,7 @@ class ProductPlan(NamedTuple):
         return [
             (row, column)
             for row in range(0, self.tiles.rows, SLICE_ROWS)
-            for column in range(0, self.tiles.columns, self.tiles.slice_columns)
+            for column in range(0, self.tiles.columns, self.slice_columns)
         ]
 
     def place(self, number):
@@ -65,21 +92,22 @@ class ProductPlan(NamedTuple):
         return first + lax.rem(rest, width), lax.div(rest, width)
 
 
-def stored_of(slot: Any, fan: int, line: jax.Array, last: jax.Array) -> jax.Array:
-    """Stored blocks of a line; looked for only where its last position is padding.
+def stored_of(slot: Any, fan: int, width: int, line: jax.Array, last: jax.Array) -> jax.Array:
+    """Stored positions of a line; looked for only where its last one is padding.
 
     Args:
-      slot: int32 [lines * fan] in device memory.
+      slot: int32 [lines * fan * width] in device memory.
       fan: positions of a line.
+      width: slots of a position.
       line: which line.
-      last: the slot of its last position.
+      last: a slot of its last position.
     """
 
     def halve(_, bounds):
         # Position `low` is stored or before the first, position `high` is padding.
         low, high = bounds
         middle = lax.div(low + high, 2)
-        stored = slot[line * fan + middle] >= 0
+        stored = slot[(line * fan + middle) * width] >= 0
         return lax.select(stored, middle, low), lax.select(stored, high, middle)
 
     def search():

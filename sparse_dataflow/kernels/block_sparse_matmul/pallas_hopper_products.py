@@ -12,8 +12,9 @@ writes.
 What bounds the rate is the L2 cache.  A block column of width c reads each token's features once
 a stored block, so a tile of t tokens costs 2 (t + c) bytes for t c multiply-adds a feature: at
 block 128 and 256 tokens, 48 bytes a cycle and multiprocessor at the full rate of the tensor cores
-(a dense tile of 256 x 128 reads as much), and at block 64, 80.  A cluster of two shares each block
-by multicast, which leaves 40 and 72.  Tiles are taken column by column within a group of token
+(a dense tile of 256 x 128 reads as much), and at a single block of 64, 80; two of them side by side
+(`pallas_hopper_tables`) read as one of 128.  A cluster of two shares each block by multicast, which
+leaves 40 and 72.  Tiles are taken column by column within a group of token
 tiles whose features fit half the L2 cache, so that device memory is read about once.
 """
 
@@ -26,12 +27,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_memory import (
-    CONSUMER_REGISTERS,
-    PRODUCER_REGISTERS,
-    swizzled,
-)
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_memory import run_groups, swizzled
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_plan import ProductPlan, stored_of
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import LineTables
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import (
     CONSUMERS,
     SLICE_ROWS,
@@ -43,16 +41,17 @@ from sparse_dataflow.kernels.gelu.api import value_and_derivative
 def line_product(
     x: jax.Array,
     values: jax.Array,
-    index: jax.Array,
-    slot: jax.Array,
+    tables: LineTables,
     tiles: ProductTiles,
     *,
     transposed: bool,
+    dtype: Any = jnp.bfloat16,
     bias: jax.Array | None = None,
     gelu: bool = False,
     residual: jax.Array | None = None,
     preactivation: jax.Array | None = None,
     keep: bool = False,
+    columns: int | None = None,
     multiprocessors: int,
 ) -> tuple[jax.Array, ...]:
     """x times the stored blocks of each line.
@@ -60,24 +59,30 @@ def line_product(
     Args:
       x: bfloat16 [tokens, features].
       values: bfloat16 [nnz, block, block].
-      index: int32 [lines, fan], the block of x's features that each position reads.
-      slot: int32 [lines, fan], its place in values, -1 at the end of shorter lines.
+      tables: the lines, as many side by side as the tiles have.
       tiles: the tile sizes.
       transposed: whether the blocks are used transposed, as dx does.
-      bias: float32 [lines * block], added to the product.
+      dtype: of the results.
+      bias: float32 [lines * width * block], added to the product.
       gelu: whether the sum passes a GELU.
-      residual: bfloat16 [tokens, lines * block], added last.
-      preactivation: bfloat16 [tokens, lines * block] at which the derivative of a GELU multiplies
+      residual: [tokens, lines * width * block] in the results' dtype, added last; columns may lack
+        at the end, of the bias too.
+      preactivation: like the residual, at which the derivative of a GELU multiplies
         the product; excludes bias, gelu, residual and keep.
       keep: whether what enters the GELU is a second result; excludes residual.
+      columns: of the results; None for all.
       multiprocessors: of the device.
 
     Returns:
-      (y,) or (y, pre-activation), bfloat16 [tokens, lines * block].
+      (y,) or (y, pre-activation), [tokens, columns].
     """
     tokens, block = len(x), values.shape[1]
-    lines, fan = index.shape
-    parts = block // tiles.columns
+    lines, fan = tables.index.shape
+    parts = max(1, block // tiles.columns)
+    columns = lines * parts * tiles.columns if columns is None else columns
+    if bias is not None:
+        # Loaded without TMA, which alone would stop at the end of an array.
+        bias = jnp.pad(bias, (0, lines * parts * tiles.columns - len(bias)))
     clusters = multiprocessors // tiles.cluster
     row_tiles = pl.cdiv(tokens, CONSUMERS * tiles.rows * tiles.cluster)
     plan = ProductPlan(
@@ -89,10 +94,11 @@ def line_product(
         transposed=transposed,
         gelu=gelu,
         derivative=preactivation is not None,
+        itemsize=jnp.dtype(dtype).itemsize,
     )
     elementwise = preactivation if residual is None else residual
     optional = [bias, elementwise]
-    result = jax.ShapeDtypeStruct((tokens, lines * block), x.dtype)
+    result = jax.ShapeDtypeStruct((tokens, columns), dtype)
 
     def body(index, slot, x, values, *refs):
         refs = list(refs)
@@ -105,7 +111,7 @@ def line_product(
     kernel = plgpu.kernel(
         body,
         out_type=[result] * (1 + keep),
-        scratch_types=_scratch(plan, _slots(plan, elementwise is not None, keep), x.dtype),
+        scratch_types=_scratch(plan, _slots(plan, elementwise is not None, keep), x.dtype, dtype),
         grid=(clusters,),
         grid_names=("cluster",),
         cluster=(tiles.cluster,),
@@ -121,7 +127,8 @@ def line_product(
         ),
     )
     operands = [operand for operand in optional if operand is not None]
-    return tuple(kernel(index.reshape(-1), slot.reshape(-1), x, values, *operands))
+    index, slot = (jnp.asarray(table).reshape(-1) for table in tables)
+    return tuple(kernel(index, slot, x, values, *operands))
 
 
 class _Arrays(NamedTuple):
@@ -155,9 +162,12 @@ def _slots(plan, elementwise, keep):
     return max(slots for slots in range(1, most + 1) if writes % slots == 0)
 
 
-def _scratch(plan, slots, dtype):
+def _scratch(plan, slots, dtype, result_dtype):
     tiles = plan.tiles
-    shape = (tiles.columns, tiles.depth) if plan.transposed else (tiles.depth, tiles.columns)
+    # Copies of the lines' blocks end up one after another.
+    shape = (tiles.columns, tiles.depth)
+    if not plan.transposed:
+        shape = (tiles.lines, tiles.depth, plan.share)
     stages = {"num_barriers": tiles.stages}
     if tiles.cluster > 1:
         empty = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=CONSUMERS, **stages)
@@ -166,31 +176,22 @@ def _scratch(plan, slots, dtype):
     return _Scratch(
         x=swizzled((tiles.stages, CONSUMERS * tiles.rows, tiles.depth), dtype),
         block=swizzled((tiles.stages, *shape), dtype),
-        full=plgpu.Barrier(num_arrivals=2, **stages),
+        full=plgpu.Barrier(num_arrivals=1 + tiles.lines, **stages),
         empty=empty,
-        results=swizzled((CONSUMERS, slots, SLICE_ROWS, tiles.slice_columns), dtype),
+        results=swizzled((CONSUMERS, slots, SLICE_ROWS, plan.slice_columns), result_dtype),
         arrived=plgpu.Barrier(num_arrivals=len(plan.slices), num_barriers=CONSUMERS),
     )
 
 
 def _kernel(plan, arrays, scratch):
-    group = lax.axis_index("group")
+    def consume(group):
+        act = functools.partial(_consume, plan, arrays, scratch, group)
+        _over_tiles(plan, arrays, act)
 
-    def consumer():
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        _over_tiles(plan, arrays, functools.partial(_consume, plan, arrays, scratch, group))
-        plgpu.wait_smem_to_gmem(0)
+    def produce():
+        return _over_tiles(plan, arrays, functools.partial(_produce, plan, arrays, scratch))
 
-    def producer():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        total = _over_tiles(plan, arrays, functools.partial(_produce, plan, arrays, scratch))
-
-        # A partner's last arrivals must find this program still there.
-        @pl.loop(lax.max(0, total - plan.tiles.stages), total)
-        def _(step):
-            plgpu.barrier_wait(scratch.empty.at[lax.rem(step, plan.tiles.stages)])
-
-    lax.cond(group < CONSUMERS, consumer, producer)
+    run_groups(consume, produce, scratch.empty, plan.tiles.stages)
 
 
 def _over_tiles(plan, arrays, act):
@@ -201,7 +202,7 @@ def _over_tiles(plan, arrays, act):
         return lax.div(column, plan.parts)
 
     def last_of(number):
-        return arrays.slot[(line_of(number) + 1) * plan.fan - 1]
+        return arrays.slot[(line_of(number) + 1) * plan.fan * plan.tiles.lines - 1]
 
     @plgpu.nd_loop(
         (plan.total,),
@@ -213,7 +214,7 @@ def _over_tiles(plan, arrays, act):
         step, last = carry
         # On its way while this tile is multiplied.
         following = last_of(number + lax.axis_size("cluster"))
-        count = stored_of(arrays.slot, plan.fan, line_of(number), last)
+        count = stored_of(arrays.slot, plan.fan, plan.tiles.lines, line_of(number), last)
         rows, column = plan.place(number)
         act(rows, column, count, step)
         return step + count * plan.steps, following
@@ -230,12 +231,16 @@ def _produce(plan, arrays, scratch, row_tile, column, count, first):
     tiles = plan.tiles
     rows = pl.ds(_first_row(plan, row_tile), CONSUMERS * tiles.rows)
     line = lax.div(column, plan.parts) * plan.fan
-    side = pl.ds(lax.rem(column, plan.parts) * tiles.columns, tiles.columns)
+    side = pl.ds(lax.rem(column, plan.parts) * plan.share, plan.share)
+
+    def loaded(position):
+        """What the table says, on its way."""
+        slots = [arrays.slot[position * tiles.lines + member] for member in range(tiles.lines)]
+        return arrays.index[position], slots
 
     def entry(position, at):
-        index, slot = at
-        following = line + lax.min(position + 1, plan.fan - 1)
-        at = arrays.index[following], arrays.slot[following]
+        index, slots = at
+        at = loaded(line + lax.min(position + 1, plan.fan - 1))
         for part in range(plan.steps):
             step = first + position * plan.steps + part
             stage = lax.rem(step, tiles.stages)
@@ -250,15 +255,16 @@ def _produce(plan, arrays, scratch, row_tile, column, count, first):
                 scratch.x.at[stage],
                 scratch.full.at[stage],
             )
-            plgpu.copy_gmem_to_smem(
-                arrays.values.at[slot, *((side, depth) if plan.transposed else (depth, side))],
-                scratch.block.at[stage],
-                scratch.full.at[stage],
-                collective_axes="member" if tiles.cluster > 1 else None,
-            )
+            for member, slot in enumerate(slots):
+                plgpu.copy_gmem_to_smem(
+                    arrays.values.at[slot, *((side, depth) if plan.transposed else (depth, side))],
+                    plan.of_line(scratch.block.at[stage], member),
+                    scratch.full.at[stage],
+                    collective_axes="member" if tiles.cluster > 1 else None,
+                )
         return at
 
-    lax.fori_loop(0, count, entry, (arrays.index[line], arrays.slot[line]))
+    lax.fori_loop(0, count, entry, loaded(line))
 
 
 def _consume(plan, arrays, scratch, group, row_tile, column, count, first):
@@ -275,7 +281,7 @@ def _consume(plan, arrays, scratch, group, row_tile, column, count, first):
         rows, columns = place
         return array.at[
             pl.ds(row + rows, SLICE_ROWS),
-            pl.ds(first_column + columns, tiles.slice_columns),
+            pl.ds(first_column + columns, plan.slice_columns),
         ]
 
     if arrays.elementwise is not None:
@@ -285,26 +291,28 @@ def _consume(plan, arrays, scratch, group, row_tile, column, count, first):
                 slice_of(arrays.elementwise, place), results.at[number], scratch.arrived.at[group]
             )
 
-    @functools.partial(pl.run_scoped, sum_ref=plgpu.ACC((tiles.rows, tiles.columns), jnp.float32))
-    def _(sum_ref):
+    @functools.partial(
+        pl.run_scoped,
+        sum_refs=[plgpu.ACC((tiles.rows, plan.piece), jnp.float32)] * plan.pieces,
+    )
+    def _(sum_refs):
         @pl.loop(0, steps)
         def _(step):
             stage = stage_of(step)
             plgpu.barrier_wait(scratch.full.at[stage])
+            x = scratch.x.at[stage, pl.ds(group * tiles.rows, tiles.rows)]
             block = scratch.block.at[stage]
-            plgpu.wgmma(
-                sum_ref,
-                scratch.x.at[stage, pl.ds(group * tiles.rows, tiles.rows)],
-                block.transpose((1, 0)) if plan.transposed else block,
-            )
-            plgpu.wgmma_wait(1)
+            for piece, sum_ref in enumerate(sum_refs):
+                right = block.transpose((1, 0)) if plan.transposed else block.at[piece]
+                plgpu.wgmma(sum_ref, x, right)
+            plgpu.wgmma_wait(plan.pieces)
 
-            # The wgmma before this one has read its stage.
+            # Those of the step before have read their stage.
             @pl.when(step > 0)
             def _():
                 plgpu.barrier_arrive(scratch.empty.at[stage_of(step - 1)])
 
-        total = sum_ref[...]
+        totals = [sum_ref[...] for sum_ref in sum_refs]
 
         @pl.when(steps > 0)
         def _():
@@ -312,12 +320,12 @@ def _consume(plan, arrays, scratch, group, row_tile, column, count, first):
 
         if arrays.elementwise is not None:
             plgpu.barrier_wait(scratch.arrived.at[group])
-        _finish(plan, arrays, results, slice_of, first_column, total)
+        _finish(plan, arrays, results, slice_of, first_column, totals)
 
 
-def _finish(plan, arrays, results, slice_of, first_column, total):
+def _finish(plan, arrays, results, slice_of, first_column, totals):
     """Writes a consumer's sums: bias, activation, derivative, residual, in float32."""
-    width = plan.tiles.slice_columns
+    width = plan.slice_columns
     slots = results.shape[0]
     written = 0
 
@@ -332,7 +340,8 @@ def _finish(plan, arrays, results, slice_of, first_column, total):
         plgpu.copy_smem_to_gmem(results.at[slot], slice_of(array, place))
 
     for number, (row, column) in enumerate(plan.slices):
-        part = total[row : row + SLICE_ROWS, column : column + width]
+        piece, inside = divmod(column, plan.piece)
+        part = totals[piece][row : row + SLICE_ROWS, inside : inside + width]
         if arrays.bias is not None:
             bias = plgpu.load(
                 arrays.bias.at[pl.ds(first_column + column, width)],

@@ -20,12 +20,13 @@ class Results:
         self.slices, self.arrived, self.group = scratch.results.at[group], scratch.arrived, group
         self.slots, _, self.width = self.slices.shape
         # Where a unit may lack a block, a slice may have no copy under way that could be counted.
-        self.pending = self.slots - 1 if plan.tiles.width == 1 else 0
+        whole = plan.tiles.width == plan.tiles.lines == 1
+        self.pending = self.slots - 1 if whole else 0
         self.places = [
             (block, row, column)
             for block in range(plan.tiles.width)
             for row in range(0, plan.rows, SLICE_ROWS)
-            for column in range(0, plan.side, self.width)
+            for column in range(0, plan.width, self.width)
         ]
 
     def begin(self):
@@ -55,26 +56,29 @@ class Results:
                 self._load(following)
 
     def _slice(self, number):
-        """(block of the unit, shared memory, rows and columns of the block)."""
+        """(which of the unit's slots, shared memory, rows and columns of the block)."""
         plan, unit = self.plan, self.unit
         block, row, column = self.places[number]
         _, above = plan.row_of(unit.index[block], unit.row_part)
+        line, column = divmod(column, plan.side)
         rows = pl.ds(unit.row_part * plan.side + row, plan.height)
         columns = pl.ds(unit.column_part * plan.side + column, self.width)
         smem = self.slices.at[number % self.slots, pl.ds(above, plan.height)]
-        return block, smem, (rows, columns)
+        return block * plan.tiles.lines + line, smem, (rows, columns)
 
     def _load(self, number):
-        block, smem, place = self._slice(number)
+        last = self.arrays.before.shape[0] - 1
+        which, smem, place = self._slice(number)
         plgpu.copy_gmem_to_smem(
-            self.arrays.before.at[lax.max(self.unit.target[block], 0), *place],
+            self.arrays.before.at[lax.clamp(0, self.unit.target[which], last), *place],
             smem,
             self.arrived.at[self.group, number % self.slots],
         )
 
     def _store(self, number):
-        block, smem, place = self._slice(number)
+        which, smem, place = self._slice(number)
+        slot = self.unit.slot[which]
 
-        @pl.when(self.unit.slot[block] >= 0)
+        @pl.when((slot >= 0) & (slot < self.plan.stored))
         def _():
-            plgpu.copy_smem_to_gmem(smem, self.arrays.out.at[self.unit.target[block], *place])
+            plgpu.copy_smem_to_gmem(smem, self.arrays.out.at[self.unit.target[which], *place])

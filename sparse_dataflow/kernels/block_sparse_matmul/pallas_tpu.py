@@ -13,12 +13,12 @@ of 16 (32-bit: 8): then the operands are padded.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.kernels.block_sparse_matmul import fused
 from sparse_dataflow.kernels.block_sparse_matmul import tuning as sizes
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_gradient import line_gradient
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_products import line_product
@@ -27,12 +27,14 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import (
     gathers_from_dy,
     lines_of,
     pad_to,
+    spaces_of,
     tile_of,
     tuning_of,
 )
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import smem_bytes
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import TuningConfig
-from sparse_dataflow.kernels.gelu.api import value_and_derivative
+from sparse_dataflow.kernels.gelu.api import through_gelu
+from sparse_dataflow.kernels.tuned import Case, Space
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 BLOCKS = (32, 64, 128, 256)
@@ -43,21 +45,15 @@ DTYPES = ("bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(fused.Options):
     """What is fixed when the op is traced.
 
     Attributes:
       out_features: width of y.
-      gelu: whether a GELU follows the product.
-      keep_preactivation: whether its input is kept for the backward pass.
-      tuning: tile sizes.
       interpret: as in `pl.pallas_call`.
     """
 
     out_features: int
-    gelu: bool
-    keep_preactivation: bool
-    tuning: TuningConfig
     interpret: object
 
 
@@ -91,10 +87,10 @@ def block_sparse_matmul(
       [tokens, out_features] in x's dtype; sums, bias, activation and residual in float32.
 
     Raises:
-      UserError: if `supported` has a reason against it, shapes disagree, or the activation is
+      UserError: if there is a `refusal`, shapes disagree, or the activation is
         unknown.
     """
-    if reason := supported(x, values, tables, activated=activation is not None):
+    if reason := refusal(x, values, tables, activated=activation is not None):
         raise UserError(f"block_sparse_matmul on TPU: {reason}")
     if activation not in (None, "gelu"):
         raise UserError(f"activation {activation!r} is unknown; legal: gelu, or None.")
@@ -107,7 +103,7 @@ def block_sparse_matmul(
         return empty if residual is None else empty + residual
     lines = lines_of(tables, values.shape[1])
     tuning = tuning or tuning_of(x, values, lines, activation is not None)
-    options = Options(out_features, activation is not None, keep_preactivation, tuning, interpret)
+    options = Options(activation is not None, keep_preactivation, tuning, out_features, interpret)
     return product_of_lines(options, x, values, bias, residual, lines)
 
 
@@ -131,11 +127,11 @@ def weight_gradient(
       interpret: as in `pl.pallas_call`.
 
     Raises:
-      UserError: if `supported` has a reason against it, shapes disagree, or the accumulator is not
+      UserError: if there is a `refusal`, shapes disagree, or the accumulator is not
         float32.
     """
     values = jax.ShapeDtypeStruct(accumulator.shape, x.dtype)
-    if reason := supported(x, values, tables):
+    if reason := refusal(x, values, tables):
         raise UserError(f"weight_gradient on TPU: {reason}")
     if accumulator.dtype != jnp.float32:
         raise UserError(f"The accumulator is {accumulator.dtype}; legal: float32.")
@@ -157,10 +153,10 @@ def _check_shape(name, array, legal):
         raise UserError(f"{name} has shape {array.shape}; legal: {legal}.")
 
 
-def supported(
+def refusal(
     x: jax.Array, values: jax.Array, tables: LayoutTables, *, activated: bool = False
-) -> str | None:
-    """Why these operands cannot run on the TPU compiled for, in words; None where they can."""
+) -> str:
+    """Why these operands cannot run on the TPU compiled for, in words; empty where they can."""
     block = values.shape[-1]
     if x.ndim != 2 or values.shape != (len(values), block, block):
         legal = "[tokens, in_features] and [nnz, block, block]"
@@ -177,7 +173,7 @@ def supported(
     if len(x) and tuning_of(x, values, lines, activated) is None:
         features = max(x.shape[-1], len(tables.in_index) * block)
         return f"no tile of its {features} features fits VMEM; legal: narrower or sharded weights."
-    return None
+    return ""
 
 
 def default_tuning(
@@ -194,52 +190,24 @@ def default_tuning(
     return tuning_of(x, values, lines_of(tables, values.shape[-1]), activated)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product_of_lines(
-    options: Options,
-    x: jax.Array,
-    values: jax.Array,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    lines: Lines,
-) -> jax.Array:
-    """As `block_sparse_matmul`, of operands that are `supported`, with the weight's tile tables."""
-    return _product(options, x, values, bias, residual, lines, keep=False)[0]
+def spaces(x: jax.Array, values: jax.Array, tables: LayoutTables) -> dict[Case, Space] | None:
+    """What an autotuner may try for each product; None where VMEM holds nothing of one."""
+    return spaces_of(x, values, lines_of(tables, values.shape[-1]), False)
 
 
-def _forward(options, x, values, bias, residual, lines):
-    keep = options.gelu and options.keep_preactivation
-    y, *kept = _product(options, x, values, bias, residual, lines, keep=keep)
-    # The residual's gradient is dy; of the array itself only the presence is known again.
-    return y, (x, values, bias, residual is not None, kept, lines)
-
-
-def _backward(options, saved, dy):
-    x, values, bias, has_residual, kept, lines = saved
+def _gradients(options, x, values, before, dy, lines):
     tuning, interpret = options.tuning, options.interpret
-    derived, dbias, before = dy, None, None
-    if options.gelu:
-        linear = dataclasses.replace(options, gelu=False)
-        (before,) = kept or _product(linear, x, values, bias, None, lines, keep=False)
-    if options.gelu and tuning.fuse_derivative:
+    derived, dbias = dy, None
+    if before is not None and tuning.fuse_derivative:
         dvalues, derived, dbias = gradient_of_lines(
             tuning, x, dy, values, lines, preactivation=before, interpret=interpret
         )
     else:
-        if options.gelu:
-            slope = value_and_derivative(before.astype(jnp.float32))[1]
-            derived = (dy.astype(jnp.float32) * slope).astype(dy.dtype)
+        if before is not None:
+            derived = through_gelu(dy, before)
         (dvalues,) = gradient_of_lines(tuning, x, derived, values, lines, interpret=interpret)
     dx = _input_gradient(options, derived, values, lines)[:, : x.shape[1]]
-    if bias is None:
-        dbias = None
-    elif dbias is None:
-        dbias = jnp.sum(derived, axis=0, dtype=jnp.float32)
-    dbias = None if dbias is None else dbias.reshape(bias.shape).astype(bias.dtype)
-    return dx, dvalues, dbias, dy if has_residual else None, None
-
-
-product_of_lines.defvjp(_forward, _backward)
+    return dx, dvalues, derived, dbias
 
 
 def _product(options, x, values, bias, residual, lines, keep):
@@ -325,3 +293,8 @@ def gradient_of_lines(
     if derived:
         derived = [derived[0][: len(dy), :features], derived[1][:, :features]]
     return dvalues, *derived
+
+
+product_of_lines = fused.differentiable(_product, _gradients)
+"""(options, x, values, bias, residual, lines) -> y, as `block_sparse_matmul`, of operands without a
+`refusal`, with the weight's tile tables."""

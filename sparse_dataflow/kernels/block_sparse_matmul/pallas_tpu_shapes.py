@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from sparse_dataflow.kernels import tuned
 from sparse_dataflow.kernels.block_sparse_matmul import tuning as sizes
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import TileTables, tile_tables
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import Operand, TuningConfig
+from sparse_dataflow.kernels.tuned import Case, Space
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 Lines = tuple[TileTables, TileTables]
@@ -52,21 +54,41 @@ def tuning_of(
       lines: the weight's.
       activated: whether a GELU follows y.
     """
-    info, budget = sizes.device(), sizes.budget()
-    forward, backward = (operand_of(x, values, lines, transposed) for transposed in (False, True))
-    products = (
-        sizes.product_tiles(forward, 3, budget, info.num_cores),
-        sizes.product_tiles(backward, 1, budget, info.num_cores),
-    )
+    info = sizes.device()
     for fuse in (True, False):
-        activated = activated and fuse
-        gradient = backward if gathers_from_dy(lines, activated) else forward
-        gradient = sizes.gradient_tiles(gradient, activated, budget, info.num_cores)
-        if None not in (*products, gradient):
-            return TuningConfig(
-                *products, gradient, info.vmem_capacity_bytes, info.num_cores, fuse_derivative=fuse
-            )
-    return None
+        if made := spaces_of(x, values, lines, activated and fuse):
+            break
+    else:
+        return None
+    tiles = tuned.fastest("block_sparse_matmul", made)
+    if activated:
+        # What is measured is the gradient without an activation.
+        starts = {case.product: space.start for case, space in made.items()}
+        tiles["weight_gradient"] = starts["weight_gradient"]
+    return TuningConfig(
+        **tiles, vmem_bytes=info.vmem_capacity_bytes, cores=info.num_cores, fuse_derivative=fuse
+    )
+
+
+def spaces_of(
+    x: jax.Array, values: jax.Array, lines: Lines, activated: bool
+) -> dict[Case, Space] | None:
+    """What an autotuner may try for each product; None where VMEM holds nothing of one.
+
+    Arguments are `tuning_of`'s.
+    """
+    cores, budget = sizes.device().num_cores, sizes.budget()
+    forward, backward = (operand_of(x, values, lines, transposed) for transposed in (False, True))
+    gradient = backward if gathers_from_dy(lines, activated) else forward
+    made = {
+        "forward": sizes.product_space(forward, 3, budget, cores),
+        "input_gradient": sizes.product_space(backward, 1, budget, cores),
+        "weight_gradient": sizes.gradient_space(gradient, activated, budget, cores),
+    }
+    if None in made.values():
+        return None
+    widths = len(lines[1].count) * tile_of(values), len(lines[0].count) * tile_of(values)
+    return tuned.by_case("pallas_tpu", x, values, widths, made)
 
 
 def gathers_from_dy(lines: Lines, activated: bool) -> bool:

@@ -8,6 +8,8 @@ row-parallel, their y (arXiv 1909.08053, section 3); dW over the data axes.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
-from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
+from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, widened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,26 +89,15 @@ def _cut(layout, shards, fan, side, name):
 
 
 def _stacked(parts, fan, by_column):
-    """The parts' tables padded to one width; that of the tables across the cut is at least fan."""
+    """The parts' tables padded to one width; that of the tables across the cut is `fan`."""
     each = [part.tables() for part in parts]
-    widths = [max(table.shape[1] for table in tables) for tables in zip(*each)]
-    across = slice(2, 4) if by_column else slice(0, 2)
-    if fan is not None:
-        if fan < max(widths[across]):
-            raise UserError(f"fan is {fan}; legal here: at least {max(widths[across])}.")
-        widths[across] = [fan, fan]
-    fills = (0, -1, 0, -1)
-    return LayoutTables(
-        *(
-            np.stack(
-                [
-                    np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=fill)
-                    for table in tables
-                ]
-            )
-            for tables, width, fill in zip(zip(*each), widths, fills)
-        )
-    )
+    fan_in, _, fan_out, _ = (max(table.shape[1] for table in tables) for tables in zip(*each))
+    if fan is not None and by_column:
+        fan_out = fan
+    elif fan is not None:
+        fan_in = fan
+    each = [widened(tables, fan_in, fan_out) for tables in each]
+    return LayoutTables(*map(np.stack, zip(*each)))
 
 
 def column_parallel(
@@ -137,7 +128,7 @@ def column_parallel(
       UserError: if tables, tokens or axes do not fit the mesh.
     """
     check_mesh(x, tables, mesh, axis, data_axes)
-    return _parallel(_Cut(mesh, axis, data_axes, True, implementation), x, values, tables)
+    return _parallel(_Product(mesh, axis, data_axes, implementation, True), x, values, tables)
 
 
 def row_parallel(
@@ -169,7 +160,7 @@ def row_parallel(
       UserError: if tables, tokens or axes do not fit the mesh.
     """
     check_mesh(x, tables, mesh, axis, data_axes)
-    return _parallel(_Cut(mesh, axis, data_axes, False, implementation), x, values, tables)
+    return _parallel(_Product(mesh, axis, data_axes, implementation, False), x, values, tables)
 
 
 def check_mesh(
@@ -194,14 +185,37 @@ def check_mesh(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cut:
-    """How the op is laid out on the mesh."""
+class Cut:
+    """How an op is laid out on a mesh.
+
+    Attributes:
+      mesh: the devices.
+      axis: the tensor axis.
+      data_axes: axes that tokens are sharded over.
+      implementation: as in the op.
+    """
 
     mesh: Mesh
     axis: str
     data_axes: tuple[str, ...]
-    by_column: bool
     implementation: str | None
+
+    def over_mesh(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """`function` on what each device holds; what is summed over which axis it writes out."""
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    def own(self, stacked: Any) -> Any:
+        """A device's own of tables that are cut over the tensor axis."""
+        return jax.tree.map(lambda table: table[0], stacked)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product(Cut):
+    """How one product is; by output (column) or input features."""
+
+    by_column: bool
 
     def specs(self, x):
         """Of (x, values, tables, y)."""
@@ -211,16 +225,9 @@ class _Cut:
         sides = (whole, split) if self.by_column else (split, whole)
         return sides[0], held, held, sides[1]
 
-    def product(self, x, values, tables):
+    def run(self, x, values, tables):
         """A device's own part."""
-        own = jax.tree.map(lambda table: table[0], tables)
-        return block_sparse_matmul(x, values, own, self.implementation)
-
-    def over_mesh(self, function, in_specs, out_specs):
-        # What is summed over which axis is written out, forward and backward.
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        return block_sparse_matmul(x, values, self.own(tables), self.implementation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -228,7 +235,7 @@ def _parallel(cut, x, values, tables):
     *operands, result = cut.specs(x)
 
     def local(x, values, tables):
-        y = cut.product(x, values, tables)
+        y = cut.run(x, values, tables)
         return y if cut.by_column else jax.lax.psum(y, cut.axis)
 
     return cut.over_mesh(local, tuple(operands), result)(x, values, tables)
@@ -242,7 +249,7 @@ def _backward(cut, saved, dy):
     *operands, result = cut.specs(saved[0])
 
     def local(x, values, tables, dy):
-        _, pullback = jax.vjp(lambda x, values: cut.product(x, values, tables), x, values)
+        _, pullback = jax.vjp(lambda x, values: cut.run(x, values, tables), x, values)
         dx, dvalues = pullback(dy)
         if cut.by_column:
             dx = jax.lax.psum(dx, cut.axis)

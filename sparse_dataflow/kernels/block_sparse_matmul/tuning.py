@@ -6,6 +6,8 @@ from typing import Any
 
 from jax.experimental.pallas import tpu as pltpu
 
+from sparse_dataflow.kernels.tuned import Space
+
 LANES = 128
 """Lanes of a TPU vector register, the least width of a matrix unit's tile."""
 
@@ -181,6 +183,27 @@ def largest(tokens: int, itemsize: int, cores: int, fitting: Callable[[int, int]
     return double if enough else single
 
 
+def product_space(operand: Operand, wide_blocks: int, vmem_bytes: int, cores: int) -> Space | None:
+    """What an autotuner may try, from `product_tiles` on; None where nothing fits."""
+    start = product_tiles(operand, wide_blocks, vmem_bytes, cores)
+
+    def legal(tiles):
+        whole = tiles.rows > 0 and tiles.tokens % tiles.rows == 0
+        in_order = tiles.tokens % sublanes(operand.itemsize) == 0 < tiles.tokens
+        streamed = min(tiles.stream.entries, tiles.lines) > 0 and tiles.stream.ahead > 1
+        fits = streamed and product_bytes(operand, tiles, wide_blocks) <= vmem_bytes
+        return whole and in_order and tiles.buffers in (1, 2) and fits
+
+    choices = {
+        "tokens": tuple(token_tiles(operand.tokens, operand.itemsize, 2048)),
+        "buffers": (1, 2),
+        "rows": (128, 256, 512, 1024),
+        "lines": tuple(range(1, 1 + min(8, operand.lines))),
+        "stream": tuple(dict.fromkeys(streams(operand))),
+    }
+    return start and Space(start, choices, legal)
+
+
 def _widest(operand, tokens, buffers, wide_blocks, vmem_bytes):
     """The best stream, then the widest result, for these tokens."""
     for stream in streams(operand):
@@ -239,6 +262,22 @@ def gradient_tiles(
             if gradient_bytes(operand, tiles, activated) <= vmem_bytes:
                 return tiles
     return None
+
+
+def gradient_space(operand: Operand, activated: bool, vmem_bytes: int, cores: int) -> Space | None:
+    """What an autotuner may try, from `gradient_tiles` on; None where nothing fits."""
+    start = gradient_tiles(operand, activated, vmem_bytes, cores)
+
+    def legal(tiles):
+        in_order = tiles.tokens % LANES == 0 < tiles.tokens and min(tiles.lines, tiles.entries) > 0
+        return in_order and gradient_bytes(operand, tiles, activated) <= vmem_bytes
+
+    choices = {
+        "tokens": tuple(token_tiles(operand.tokens, operand.itemsize, 1024, least=LANES)),
+        "lines": tuple(_divided(operand.lines, operand.lines)),
+        "entries": tuple(dict.fromkeys(even(operand.entries, most) for most in (1, 2, 4, 8, 16))),
+    }
+    return start and Space(start, choices, legal)
 
 
 def gradient_bytes(operand: Operand, tiles: GradientTiles, activated: bool) -> int:

@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 
 import jax
+
+from sparse_dataflow.kernels.tuned import Space
 
 CONSUMERS = 2
 """Warp groups that multiply, in each program."""
@@ -32,6 +35,13 @@ _LAUNCH_SECONDS = 1e-5
 
 _MOST_STAGES = 8
 
+TILE_ROWS = 256
+"""Tokens of a full tile."""
+
+_MULTIPLIED_A_CYCLE, _READ_A_CYCLE = 2048, 45
+"""Multiply-adds of a multiprocessor's tensor cores (989 TFLOP/s at 1.83 GHz), and bytes that it
+reads from the L2 cache (an estimate)."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ProductTiles:
@@ -39,12 +49,13 @@ class ProductTiles:
 
     Attributes:
       rows: tokens of one consumer, a multiple of 64.
-      columns: width of the result's tile; divides the block, at most 128.
+      columns: width of the result's tile, at most 128; divides the block, or is `lines` blocks.
       depth: features of one stage; divides the block, at most 64.
       stages: stages of the ring.
       cluster: multiprocessors that share each stored block by multicast, 1 or 2.
       group: token tiles (of a cluster) that take a column together.
       slices: slices of a consumer in flight, [64, slice_columns] each.
+      lines: adjacent lines whose blocks lie side by side in one tile.
     """
 
     rows: int
@@ -54,11 +65,11 @@ class ProductTiles:
     cluster: int
     group: int
     slices: int = 2
+    lines: int = 1
 
-    @property
-    def slice_columns(self) -> int:
-        """Width of a slice of results on its way out: what one swizzled row holds."""
-        return min(self.columns, 64)
+    def slice_columns(self, itemsize: int = 2) -> int:
+        """Width of a slice of results of so many bytes: what one swizzled row holds."""
+        return min(self.columns // self.lines, 128 // itemsize)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +84,7 @@ class GradientTiles:
       splits: shares of the tokens that the last wave's pairs are summed in.
       slices: slices of a consumer in flight, 64 rows of `slice_bytes` each; at least 2.
       slice_bytes: bytes of a slice's row; what one swizzled row holds.
+      lines: adjacent columns whose blocks lie side by side in one sum.
     """
 
     side: int
@@ -82,6 +94,7 @@ class GradientTiles:
     splits: int = 1
     slices: int = 2
     slice_bytes: int = 128
+    lines: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,32 +114,41 @@ class TuningConfig:
     multiprocessors: int
 
 
-def product_bytes(tiles: ProductTiles, elementwise: bool) -> int:
+def product_bytes(tiles: ProductTiles, elementwise: bool, itemsize: int = 2) -> int:
     """Shared memory of a product in bytes.
 
     Args:
       tiles: the tile sizes.
       elementwise: whether a residual or pre-activation is read; then all of a tile's results lie
         in shared memory at once.
+      itemsize: bytes of a result.
     """
     stage = (CONSUMERS * tiles.rows + tiles.columns) * tiles.depth * 2
-    slices = tiles.rows * tiles.columns // (SLICE_ROWS * tiles.slice_columns)
+    width = tiles.slice_columns(itemsize)
+    slices = tiles.rows * tiles.columns // (SLICE_ROWS * width)
     if not elementwise:
         slices = min(slices, tiles.slices)
-    results = CONSUMERS * slices * SLICE_ROWS * tiles.slice_columns * 2
+    results = CONSUMERS * slices * SLICE_ROWS * width * itemsize
     return tiles.stages * stage + results + BARRIER_BYTES
 
 
 def gradient_bytes(tiles: GradientTiles, block: int) -> int:
     """Shared memory of dW in bytes."""
     side = min(tiles.side, block)
-    stage = CONSUMERS * (tiles.width * max(side, SLICE_ROWS) + side) * tiles.depth * 2
+    columns = tiles.lines * side
+    stage = CONSUMERS * (tiles.width * max(side, SLICE_ROWS) + columns) * tiles.depth * 2
     results = CONSUMERS * tiles.slices * SLICE_ROWS * min(tiles.slice_bytes, side * 4)
     return tiles.stages * stage + results + BARRIER_BYTES
 
 
 def product_tiles(
-    tokens: int, features: int, columns: int, block: int, elementwise: bool, multiprocessors: int
+    tokens: int,
+    features: int,
+    columns: int,
+    block: int,
+    lines: int,
+    multiprocessors: int,
+    bytes_of: Callable[[ProductTiles], int],
 ) -> ProductTiles:
     """Tiles of a product: few waves of programs, then as many stages as shared memory holds.
 
@@ -138,13 +160,14 @@ def product_tiles(
       features: its width.
       columns: blocks of the result's width.
       block: side of a block.
-      elementwise: as in `product_bytes`.
+      lines: lines side by side in a tile.
       multiprocessors: of the device.
+      bytes_of: shared memory that tiles take.
     """
-    width = min(block, 128)
+    width = min(lines * block, 128)
 
     def waves(rows):
-        tiles = -(-tokens // (CONSUMERS * rows)) * columns * (block // width)
+        tiles = -(-tokens // (CONSUMERS * rows)) * -(-columns * block // width)
         return -(-tiles // multiprocessors)
 
     # A tile of 128 tokens reads half as much again a multiply-add: worth a quarter fewer rows.
@@ -160,12 +183,33 @@ def product_tiles(
         stages=_MOST_STAGES,
         cluster=cluster,
         group=min(group, -(-tokens // rows_of_cluster)),
+        lines=lines,
     )
-    return _fitted(tiles, functools.partial(product_bytes, elementwise=elementwise))
+    return _fitted(tiles, bytes_of)
+
+
+def lines_of(fans: Mapping[int, int], block: int) -> int:
+    """How many adjacent lines in one tile take the least time.
+
+    The slower of the tensor cores and of the L2 cache counts: merged lines that differ multiply
+    zeros, single ones read their tokens' features again.
+
+    Args:
+      fans: number of lines in one -> positions of the longest, where that is known.
+      block: side of a block.
+    """
+
+    def cycles(lines):
+        columns = lines * block
+        multiplied = TILE_ROWS * block * columns / _MULTIPLIED_A_CYCLE
+        read = 2 * block * (TILE_ROWS + columns) / _READ_A_CYCLE
+        return fans[lines] * max(multiplied, read) / lines
+
+    return min(fans, key=cycles)
 
 
 def gradient_tiles(
-    tokens: int, stored: int, block: int, accumulate: bool, multiprocessors: int
+    tokens: int, stored: int, block: int, lines: int, accumulate: bool, multiprocessors: int
 ) -> GradientTiles:
     """Tiles of dW: the last wave in as many shares as repay the passes over their sums.
 
@@ -175,10 +219,12 @@ def gradient_tiles(
       tokens: rows of both operands.
       stored: number of stored blocks.
       block: side of a block.
+      lines: columns side by side in a sum; several are summed whole.
       accumulate: whether an accumulator is read.
       multiprocessors: of the device.
     """
-    side, width = min(block, 128), 2 if block < 128 else 1
+    # More rows at once take more registers for the table than the producer has.
+    side, width = min(block, 128), 2 if block < 128 and lines < 4 else 1
     pairs = -(-(stored * (block // side) ** 2) // (width * CONSUMERS))
     flops = 2 * tokens * side * max(side, SLICE_ROWS) * width * CONSUMERS
 
@@ -193,7 +239,7 @@ def gradient_tiles(
         moved = (2 * splits + 1) * sums
         return waves * flops / _MULTIPLY_RATE + moved / _MEMORY_RATE + _LAUNCH_SECONDS
 
-    shares = range(1, 1 + max(1, min(16, tokens // 256)))
+    shares = range(1, 1 + most_splits(tokens, lines))
     tiles = GradientTiles(
         side,
         width,
@@ -202,8 +248,61 @@ def gradient_tiles(
         splits=min(shares, key=seconds),
         slices=4 if accumulate else 2,
         slice_bytes=64 if accumulate else 128,
+        lines=lines,
     )
     return _fitted(tiles, functools.partial(gradient_bytes, block=block))
+
+
+def most_splits(tokens: int, lines: int) -> int:
+    """Shares of at least 256 tokens; one where columns lie side by side."""
+    return max(1, min(16, tokens // 256)) if lines == 1 else 1
+
+
+def product_space(start: ProductTiles, bytes_of: Callable[[ProductTiles], int]) -> Space:
+    """What an autotuner may try of a product, from `start` on.
+
+    Args:
+      start: the heuristic's.
+      bytes_of: shared memory that tiles take.
+    """
+
+    def legal(tiles):
+        same = "columns", "depth", "lines"
+        fixed = all(getattr(tiles, name) == getattr(start, name) for name in same)
+        shares = tiles.cluster == 1 or start.cluster == 2
+        some = min(tiles.group, tiles.slices) > 0 and 2 <= tiles.stages <= _MOST_STAGES
+        rows = tiles.rows in (64, 128) and tiles.cluster in (1, 2)
+        return fixed and shares and some and rows and bytes_of(tiles) <= SHARED_BYTES
+
+    choices = {
+        "rows": (64, 128),
+        "stages": tuple(range(2, 1 + _MOST_STAGES)),
+        "cluster": (1, 2),
+        "group": (1, 2, 4, 8, 16, 32, 64),
+        "slices": (1, 2, 4),
+    }
+    return Space(start, choices, legal)
+
+
+def gradient_space(start: GradientTiles, tokens: int, block: int) -> Space:
+    """What an autotuner may try of dW, from `start` on."""
+
+    def legal(tiles):
+        same = "side", "width", "lines"
+        fixed = all(getattr(tiles, name) == getattr(start, name) for name in same)
+        some = tiles.slices >= 2 and 2 <= tiles.stages <= _MOST_STAGES
+        shares = 1 <= tiles.splits <= most_splits(tokens, tiles.lines)
+        bytes_ = tiles.depth in (64, 128) and tiles.slice_bytes in (64, 128)
+        return fixed and some and shares and bytes_ and gradient_bytes(tiles, block) <= SHARED_BYTES
+
+    choices = {
+        "depth": (64, 128),
+        "stages": tuple(range(2, 1 + _MOST_STAGES)),
+        "splits": tuple(range(1, 17)),
+        "slices": (2, 4, 8),
+        "slice_bytes": (64, 128),
+    }
+    return Space(start, choices, legal)
 
 
 def multiprocessors() -> int:

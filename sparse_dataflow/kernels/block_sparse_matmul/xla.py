@@ -2,42 +2,57 @@
 
 Gathers the input blocks of every output block and multiplies in one batched dot, a tile of tokens
 at a time.  Compile time does not depend on the number of blocks, and a changed layout runs in the
-same program.  Autodiff of a gather is a scatter, hence the explicit gradient.
+same program.  Autodiff of a gather is a scatter, hence the explicit gradient.  Few rows of x take a
+form of their own (`xla_few_rows`).
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_dataflow.kernels.block_sparse_matmul import xla_few_rows
+from sparse_dataflow.kernels.block_sparse_matmul.tuning_xla import TuningConfig, default_tuning
 from sparse_dataflow.sparsity.layout import LayoutTables
 
-GATHERED_BYTES = 64 * 2**20
-"""Bound of the gathered copy of a tile of tokens.  Untiled is fastest while it fits."""
+
+def block_sparse_matmul(
+    x: jax.Array, values: jax.Array, tables: LayoutTables, *, tuning: TuningConfig | None = None
+) -> jax.Array:
+    """`x @ W` for x [tokens, in_features], values [nnz, block, block]; result in x's dtype.
+
+    Tables are arrays; tile sizes are `default_tuning`'s where none are given.
+    """
+    return _matmul(tuning or default_tuning(x, values, tables), x, values, tables)
 
 
-@jax.custom_vjp
-def block_sparse_matmul(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
-    """`x @ W` for x [tokens, in_features], values [nnz, block, block]; result in x's dtype."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(tuning, x, values, tables):
+    if len(x) <= xla_few_rows.FEW_ROWS:
+        return xla_few_rows.product(x, values, tables)
     weight = _lines(values, tables.in_slot)
-    return _product(x, tables.in_index, weight.reshape(len(weight), -1, weight.shape[-1]))
+    weight = weight.reshape(len(weight), -1, weight.shape[-1])
+    return _product(x, tables.in_index, weight, tuning.forward.tokens)
 
 
-def _forward(x, values, tables):
-    return block_sparse_matmul(x, values, tables), (x, values, tables)
+def _forward(tuning, x, values, tables):
+    return _matmul(tuning, x, values, tables), (x, values, tables)
 
 
-def _backward(saved, dy):
+def _backward(tuning, saved, dy):
     x, values, tables = saved
     block = values.shape[-1]
     weight = _lines(values, tables.out_slot).swapaxes(2, 3)
-    dx = _product(dy, tables.out_index, weight.reshape(len(weight), -1, block))
+    weight = weight.reshape(len(weight), -1, block)
+    dx = _product(dy, tables.out_index, weight, tuning.input_gradient.tokens)
 
     def tile(dy, x):
         # A left side that contracts over its major axis is slow on a CPU: dy is transposed.
         dy_blocks = _blocks(dy, block).transpose(1, 2, 0)
         return _wide_dot(dy_blocks, _gather(x, tables.in_index, block), (2, 0), (0, 1))
 
-    dw = _over_tiles(tile, _tile(x, tables.in_index, block), dy, x, summed=True)
+    dw = _over_tiles(tile, tuning.weight_gradient.tokens, dy, x, summed=True)
     # [out_blocks, block (out), fan_in * block (in)], turned and brought into the order of values.
     dw = dw.reshape(len(dw), block, -1, block).transpose(0, 2, 3, 1).reshape(-1, block, block)
     slots = tables.in_slot.reshape(-1)
@@ -48,7 +63,7 @@ def _backward(saved, dy):
     return dx, dw.astype(values.dtype), None
 
 
-block_sparse_matmul.defvjp(_forward, _backward)
+_matmul.defvjp(_forward, _backward)
 
 
 def _lines(values, slots):
@@ -58,7 +73,7 @@ def _lines(values, slots):
     return values[slots]
 
 
-def _product(x, index, weight):
+def _product(x, index, weight, tile_tokens):
     """Lines' inputs times weight [lines, positions * block, block], as [tokens, lines * block]."""
     block = weight.shape[-1]
 
@@ -66,7 +81,7 @@ def _product(x, index, weight):
         y = _wide_dot(_gather(x, index, block), weight, (2, 1), (1, 0))
         return y.astype(x.dtype).swapaxes(0, 1).reshape(len(x), len(weight) * block)
 
-    return _over_tiles(tile, _tile(x, index, block), x)
+    return _over_tiles(tile, tile_tokens, x)
 
 
 def _blocks(x, block):
@@ -90,11 +105,6 @@ def _wide_dot(a, b, a_axes, b_axes):
         (((a_sum,), (b_sum,)), ((a_batch,), (b_batch,))),
         preferred_element_type=jnp.promote_types(a.dtype, jnp.float32),
     )
-
-
-def _tile(x, index, block):
-    """Tokens whose gathered copy stays within GATHERED_BYTES, at least one."""
-    return max(1, GATHERED_BYTES // (index.size * block * x.dtype.itemsize))
 
 
 def _over_tiles(function, tile, *arrays, summed=False):

@@ -17,10 +17,10 @@ CHUNK = 512
 """Tokens whose logits are held at once."""
 
 
-def token_losses(
+def token_scores(
     x: jax.Array, embedding: jax.Array, targets: jax.Array, axis: str | None = None
-) -> jax.Array:
-    """Negative log-likelihood of each target, in nats.
+) -> tuple[jax.Array, jax.Array]:
+    """Negative log-likelihood of each target, in nats, and whether no token is likelier.
 
     Args:
       x: float [tokens, d_model], normalised hidden states.
@@ -29,15 +29,25 @@ def token_losses(
       axis: of `shard_map`, where each of its members holds some rows of the embedding.
 
     Returns:
-      float32 [tokens].
+      float32 [tokens] and bool [tokens].
     """
 
     def chunk(x, targets):
         logits = _logits(x, embedding)
         rows = vocabulary.own_rows(targets, len(embedding), axis)
-        return vocabulary.logsumexp(logits, axis) - vocabulary.at(logits, rows, axis)
+        target = vocabulary.at(logits, rows, axis)
+        largest = vocabulary.largest(logits, axis)
+        return vocabulary.logsumexp(logits, axis) - target, target >= largest
 
-    return jnp.concatenate([chunk(*c) for c in _chunks(x, targets)])
+    losses, largest = zip(*(chunk(*c) for c in _chunks(x, targets)))
+    return jnp.concatenate(losses), jnp.concatenate(largest)
+
+
+def token_losses(
+    x: jax.Array, embedding: jax.Array, targets: jax.Array, axis: str | None = None
+) -> jax.Array:
+    """The losses of `token_scores` alone, float32 [tokens]."""
+    return token_scores(x, embedding, targets, axis)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -33,8 +33,14 @@ def logsumexp(logits: jax.Array, axis: str | None) -> jax.Array:
     """Over the whole vocabulary: float [tokens, vocab / members] -> [tokens]."""
     if axis is None:
         return jax.nn.logsumexp(logits, axis=1)
-    largest = lax.pmax(lax.stop_gradient(jnp.max(logits, axis=1)), axis)
-    return jnp.log(lax.psum(jnp.sum(jnp.exp(logits - largest[:, None]), axis=1), axis)) + largest
+    top = lax.stop_gradient(largest(logits, axis))
+    return jnp.log(lax.psum(jnp.sum(jnp.exp(logits - top[:, None]), axis=1), axis)) + top
+
+
+def largest(logits: jax.Array, axis: str | None) -> jax.Array:
+    """Over the whole vocabulary: float [tokens, vocab / members] -> [tokens]."""
+    own = jnp.max(logits, axis=1)
+    return own if axis is None else lax.pmax(own, axis)
 
 
 def at(logits: jax.Array, rows: jax.Array, axis: str | None) -> jax.Array:

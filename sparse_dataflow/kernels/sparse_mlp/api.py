@@ -103,7 +103,7 @@ def _refusal(name, flat, *stored):
     home, kernels = _KERNELS[name]
     if dispatch.platform() != home:
         return f"it runs on {home}, and this is {dispatch.platform()}."
-    return kernels.supported(flat, *stored) or dispatch.partitioned()
+    return kernels.refusal(flat, *stored) or dispatch.partitioned()
 
 
 def _unchunked(values_in, values_out, tables_in, tables_out):

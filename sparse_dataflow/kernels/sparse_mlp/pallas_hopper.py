@@ -26,35 +26,33 @@ def sparse_mlp(
     """gelu(x W_in + bias_in) W_out, differentiable in its first four arguments.
 
     Args:
-      x: bfloat16 [tokens, in_features].
-      values_in: bfloat16 [nnz, block, block].
+      x: bfloat16 or float32 [tokens, in_features].
+      values_in: [nnz, block, block] in x's dtype.
       bias_in: [hidden_features], any float dtype.
-      values_out: bfloat16 [nnz, block, block].
+      values_out: [nnz, block, block] in x's dtype.
       tables_in: layout of W_in, concrete or traced.
       tables_out: layout of W_out.
 
     Returns:
-      bfloat16 [tokens, out_features]; sums, bias and activation in float32.
+      [tokens, out_features] in x's dtype; sums, bias and activation in float32.
 
     Raises:
-      UserError: if `supported` has a reason against it.
+      UserError: if there is a `refusal`.
     """
-    if reason := supported(x, values_in, values_out, tables_in, tables_out):
+    if reason := refusal(x, values_in, values_out, tables_in, tables_out):
         raise UserError(f"sparse_mlp on Hopper GPUs: {reason}")
     return _mlp(x, values_in, bias_in, values_out, tables_in, tables_out)
 
 
-def supported(
+def refusal(
     x: jax.Array,
     values_in: jax.Array,
     values_out: jax.Array,
     tables_in: LayoutTables,
     tables_out: LayoutTables,
-) -> str | None:
-    """Why these operands cannot run on the GPU compiled for, in words; None where they can."""
-    return products.supported(x, values_in, tables_in) or products.supported(
-        x, values_out, tables_out
-    )
+) -> str:
+    """Why these operands cannot run on the GPU compiled for, in words; empty where they can."""
+    return products.refusal(x, values_in, tables_in) or products.refusal(x, values_out, tables_out)
 
 
 @jax.custom_vjp

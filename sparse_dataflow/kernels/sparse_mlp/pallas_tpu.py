@@ -61,9 +61,9 @@ def sparse_mlp(
       [tokens, out_features] in x's dtype; sums, bias and activation in float32.
 
     Raises:
-      UserError: if `supported` has a reason against it.
+      UserError: if there is a `refusal`.
     """
-    if reason := supported(x, values_in, values_out, tables_in, tables_out):
+    if reason := refusal(x, values_in, values_out, tables_in, tables_out):
         raise UserError(f"sparse_mlp on TPU: {reason}")
     out_features = len(tables_out.in_index) * values_out.shape[1]
     if len(x) == 0:
@@ -76,15 +76,15 @@ def sparse_mlp(
     return run(options, x, values_in, bias_in, values_out, *lines)
 
 
-def supported(
+def refusal(
     x: jax.Array,
     values_in: jax.Array,
     values_out: jax.Array,
     tables_in: LayoutTables,
     tables_out: LayoutTables,
-) -> str | None:
-    """Why these operands cannot run on the TPU compiled for, in words; None where they can."""
-    return products.supported(x, values_in, tables_in, activated=True) or products.supported(
+) -> str:
+    """Why these operands cannot run on the TPU compiled for, in words; empty where they can."""
+    return products.refusal(x, values_in, tables_in, activated=True) or products.refusal(
         x, values_out, tables_out
     )
 
@@ -178,8 +178,8 @@ _mlp.defvjp(_forward, _backward)
 def _pair(options, x, values_in, bias_in, values_out, lines_in, lines_out):
     """The MLP as two products, the first with bias and GELU in its epilogue."""
     tuning, interpret = options.tuning, options.interpret
-    first = products.Options(len(bias_in), True, True, tuning.product_in, interpret)
-    second = products.Options(options.out_features, False, False, tuning.product_out, interpret)
+    first = products.Options(True, True, tuning.product_in, len(bias_in), interpret)
+    second = products.Options(False, False, tuning.product_out, options.out_features, interpret)
     hidden = products.product_of_lines(first, x, values_in, bias_in, None, lines_in)
     return products.product_of_lines(second, hidden, values_out, None, None, lines_out)
 

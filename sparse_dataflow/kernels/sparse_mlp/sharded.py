@@ -4,14 +4,13 @@ Each device makes and reads hidden blocks of its own, so the fused kernels run a
 only thing summed over the tensor axis is y, in the backward pass dx (arXiv 1909.08053, section 3).
 """
 
-import dataclasses
 import functools
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul.sharded import check_mesh
+from sparse_dataflow.kernels.block_sparse_matmul.sharded import Cut, check_mesh
 from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
 from sparse_dataflow.sparsity.layout import LayoutTables
 
@@ -53,18 +52,12 @@ def parallel_sparse_mlp(
         check_mesh(x, tables, mesh, axis, data_axes)
     if len(bias_in) % mesh.shape[axis]:
         raise UserError(f"bias_in has {len(bias_in)} features; legal: those that W_in makes.")
-    cut = _Cut(mesh, axis, data_axes, implementation)
+    cut = _Mlp(mesh, axis, data_axes, implementation)
     return _parallel(cut, x, values_in, bias_in, values_out, (tables_in, tables_out))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cut:
-    """How the op is laid out on the mesh."""
-
-    mesh: Mesh
-    axis: str
-    data_axes: tuple[str, ...]
-    implementation: str | None
+class _Mlp(Cut):
+    """How the MLP is."""
 
     @property
     def specs(self):
@@ -75,14 +68,7 @@ class _Cut:
     def run(self, *operands):
         """A device's own part."""
         *operands, tables = operands
-        own = jax.tree.map(lambda table: table[0], tables)
-        return sparse_mlp(*operands, *own, self.implementation)
-
-    def over_mesh(self, function, in_specs, out_specs):
-        # What is summed over which axis is written out, forward and backward.
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        return sparse_mlp(*operands, *self.own(tables), self.implementation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

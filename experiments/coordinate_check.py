@@ -1,0 +1,55 @@
+"""Does the size of activations stay the same over width and density? (arXiv 2405.15743, figure 1)
+
+Trains a few steps at every width and density, under the standard parametrization and under SuPar,
+and prints with which power of width and density the change of each activation grows: 0 is flat, and
+then one learning rate serves every model.
+
+    python -m experiments.coordinate_check                                  two cores: a few minutes
+    python -m experiments.coordinate_check --widths=256,512,1024 --block=32
+
+Leaves OUT/coordinate_check.json and OUT/coordinate_check.png.
+"""
+
+from experiments import flags
+from experiments.command_line import Flag, Group
+
+CHECK = Group(
+    "Check",
+    "what is compared",
+    (
+        Flag("widths", "text", "128,256,512", "Values of d_model."),
+        Flag("densities", "text", "1,0.25,0.125", "Fractions of blocks stored."),
+        Flag(
+            "steps", "integer", 5, "Steps of each training.", legal=("1 or more", lambda n: n > 0)
+        ),
+        Flag("out", "text", "runs/coordinate_check", "Folder to write to."),
+    ),
+)
+GROUPS = (
+    *flags.without(
+        *("minutes", "steps", "twin", "density", "parametrization", "warmup", "rank"),
+        groups=(flags.MODEL, flags.SPARSITY, flags.TRAINING, flags.DATA),
+    ),
+    CHECK,
+)
+
+
+def main(values):
+    """Trains all, prints the exponents and draws the figure."""
+    import json
+    from pathlib import Path
+
+    from experiments import coordinates, measurement
+
+    found = coordinates.measure(values, GROUPS)
+    out = Path(values.out)
+    print(coordinates.table(found))
+    result = {**measurement.provenance("any"), "changes": found}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "coordinate_check.json").write_text(json.dumps(result, indent=1) + "\n")
+    coordinates.draw(found, out / "coordinate_check.png")
+    print(f"figure: {out / 'coordinate_check.png'}")
+
+
+if __name__ == "__main__":
+    flags.run(main, __doc__, GROUPS)

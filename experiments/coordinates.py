@@ -1,0 +1,116 @@
+"""The trainings of coordinate_check, their table and their figure."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from experiments import recipes, study
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
+from sparse_dataflow.training.coordinates import (
+    ACTIVATIONS,
+    activation_changes,
+    slopes,
+    widened,
+)
+from sparse_dataflow.training.metrics import say
+
+PARAMETRIZATIONS = ("standard", "supar")
+
+
+def numbers(text: str, flag: str, kind: type = float) -> list:
+    """The numbers of a comma list, ascending, each once.
+
+    Raises:
+      UserError: one is no number above 0.
+    """
+    try:
+        found = sorted({kind(part) for part in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or found[0] <= 0:
+        raise UserError(f"--{flag}={text} is not legal: it must be numbers above 0, as in 1,2,4.")
+    return found
+
+
+def measure(values, groups) -> list[dict]:
+    """A row {"parametrization", "width", "density", "activation", "changes"} for each training and
+    activation; "changes" are root mean squares, one a step.
+
+    Raises:
+      UserError: a width or density that no layout serves.
+    """
+    begun = study.begin(values, groups)
+    rows = []
+    for parametrization in PARAMETRIZATIONS:
+        for width in numbers(values.widths, "widths", int):
+            for density in numbers(values.densities, "densities"):
+                variant = begun.variant(
+                    "sparse", parametrization=parametrization, density=density, warmup=0.0
+                )
+                model = widened(variant.model, width)
+                rate = recipes.SUPAR_LEARNING_RATE
+                training = dataclasses.replace(variant.training, learning_rate=rate)
+                data = begun.data(variant)
+                batches = [data.train[step]["tokens"] for step in range(values.steps)]
+                changes = activation_changes(model, training, batches)
+                say(f"{parametrization}, width {width}, density {density:g}")
+                rows += [
+                    {"parametrization": parametrization, "width": width, "density": density,
+                     "activation": name, "changes": changes[name].tolist()}
+                    for name in ACTIVATIONS
+                ]  # fmt: skip
+    return rows
+
+
+def exponents(rows: list[dict]) -> dict[tuple[str, str], tuple[float, float]]:
+    """{(parametrization, activation): powers of width and density that its last change follows}."""
+    found = {}
+    for key in dict.fromkeys((r["parametrization"], r["activation"]) for r in rows):
+        sizes = {
+            (r["width"], r["density"]): r["changes"][-1]
+            for r in rows
+            if (r["parametrization"], r["activation"]) == key
+        }
+        found[key] = slopes(sizes)
+    return found
+
+
+def table(rows: list[dict]) -> str:
+    """The exponents, a Markdown row an activation and parametrization."""
+    lines = ["| activation | parametrization | width | density |", "|---|---|---|---|"]
+    for (parametrization, name), (width, density) in exponents(rows).items():
+        lines.append(f"| {name} | {parametrization} | {width:+.2f} | {density:+.2f} |")
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Last changes against width, a curve a density: a row of panels a parametrization."""
+    panels = []
+    for parametrization in PARAMETRIZATIONS:
+        for name in ACTIVATIONS:
+            own = [
+                r
+                for r in rows
+                if (r["parametrization"], r["activation"]) == (parametrization, name)
+            ]
+            curves = {}
+            for density in sorted({r["density"] for r in own}):
+                points = sorted(
+                    (r["width"], r["changes"][-1]) for r in own if r["density"] == density
+                )
+                curves[f"density {density:g}"] = Curve(*zip(*points))
+            widths = sorted({r["width"] for r in own})
+            panels.append(
+                Panel(
+                    f"{name}, {parametrization}",
+                    "width (d_model)",
+                    "change, root mean square",
+                    curves,
+                    log_x=2,
+                    log_y=True,
+                    ticks=np.asarray(widths),
+                )
+            )
+    save_panels(path, panels)

@@ -1,0 +1,104 @@
+"""From flags to devices: the processes join, and the executor is made."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+from jax.sharding import AbstractMesh
+
+from experiments import execution_flags, flags
+from experiments.recipes import Variant
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import describe, distributed
+from sparse_dataflow.execution import mesh as meshes
+from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
+from sparse_dataflow.execution.sharded import Sharded
+from sparse_dataflow.models import gpt
+from sparse_dataflow.planning import memory
+from sparse_dataflow.planning.hardware import GIB
+from sparse_dataflow.training.step import abstract_state
+
+
+@contextlib.contextmanager
+def joined(experiment: str, values, groups) -> Iterator[None]:
+    """Inside, jax has the devices of all processes that the flags name.
+
+    Raises:
+      UserError: they do not meet, or were told different things.
+    """
+    me = distributed.membership(values.coordinator, values.processes, values.process)
+    told = flags.as_dict(values, groups) | {
+        name: values[name].value
+        for name in ("out", "resume", "mesh", "zero", "executor", "describe")
+    }
+    facts = {"experiment": experiment, "jax": jax.__version__}
+    facts |= {f"--{name}": value for name, value in told.items()}
+    with distributed.joined(me, facts, values.join_timeout):
+        yield
+
+
+def executor(values) -> Executor:
+    """The one that --mesh and --zero describe.
+
+    With --describe the devices need not be there.
+
+    Raises:
+      UserError: no such mesh; names the legal values.
+    """
+    if values.executor == "relay":
+        return execution_flags.relay(values)
+    imagined = values.describe == "yes" and values.mesh != "auto"
+    sizes = meshes.parse(values.mesh, None if imagined else jax.device_count())
+    if sizes["stage"] > 1:
+        raise UserError(
+            f"--mesh={values.mesh} cuts the model by layers, which no executor of this experiment "
+            "does; legal: data, fsdp, tensor."
+        )
+    if imagined:
+        return Sharded(AbstractMesh(tuple(sizes.values()), tuple(sizes)), values.zero)
+    if jax.device_count() == 1:
+        return ONE_DEVICE
+    return Sharded(meshes.make(sizes), values.zero)
+
+
+def arrays(executor: Executor, variant: Variant) -> list[dict]:
+    """`Executor.arrays` of each model that the variant trains in turn."""
+    training, found = variant.training, []
+    for stage in variant.stages:
+        state = abstract_state(stage.model, training)
+        tables = gpt.layout_tables(gpt.layouts(stage.model))
+        tokens = jax.ShapeDtypeStruct((training.batch, training.sequence + 1), "int32")
+        batch = {"tokens": tokens}
+        found.append(executor.arrays(state, tables, stage.runtime_layouts, batch))
+    return found
+
+
+def printed(executor: Executor, variants: list[Variant]) -> str:
+    """What --describe prints."""
+    parts = []
+    for variant in variants:
+        for number, found in enumerate(arrays(executor, variant)):
+            stage = f", model {number + 1}" if len(variant.stages) > 1 else ""
+            title = f"{variant.name}{stage}: {executor.devices} chips, {executor.describe()}"
+            parts.append(describe.table(describe.rows(found), title))
+    return "\n\n".join(parts)
+
+
+def check(executor: Executor, values, variants: list[Variant], memory_bytes: int | None) -> None:
+    """Refuses variants that cannot be laid out so, or whose arrays alone overflow a chip.
+
+    Raises:
+      UserError: naming what does not fit.
+    """
+    for variant in variants:
+        for stage in variant.stages:
+            executor.check(stage.model, variant.training)
+    if memory_bytes is None or executor == ONE_DEVICE or values.executor == "relay":
+        return
+    need = sum(max(map(describe.bytes_a_chip, arrays(executor, v))) for v in variants)
+    if need > memory_bytes * memory.USABLE:
+        raise UserError(
+            f"Training --scale={values.scale} keeps {need / GIB:,.1f} GiB on each chip with "
+            f"{executor.describe()}, and a chip has {memory_bytes / GIB:,.1f}; legal: more "
+            "devices along fsdp or tensor, --zero=3, or a smaller --scale."
+        )

@@ -1,0 +1,127 @@
+"""An evaluation's result as a table of text, and as a section of the run's report."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.evaluation.significance import METHOD
+from sparse_dataflow.reporting.report import (
+    EvaluationData,
+    EvaluationRow,
+    ReportData,
+    write_report,
+)
+
+RESULT = "evaluation.json"
+REPORT = "report.json"
+
+
+def data(result: Mapping[str, Any]) -> EvaluationData:
+    """What the report shows of the JSON in RUN/evaluation.json."""
+    return EvaluationData(
+        models=list(result["models"]),
+        rows=[_row(row) for row in result["rows"]],
+        method=METHOD,
+        notes=list(result["notes"]),
+        command=result["command"],
+    )
+
+
+def _row(row) -> EvaluationRow:
+    shown = ("task", "shots", "metric", "lower_is_better", "items", "documents", "chance")
+    return EvaluationRow(
+        **{name: row[name] for name in shown},
+        unigram=row["baselines"].get("unigram"),
+        bigram=row["baselines"].get("bigram"),
+        values={name: told["value"] for name, told in row["models"].items()},
+        errors={name: told["error"] for name, told in row["models"].items()},
+        **(row["paired"] or {}),
+    )
+
+
+def text(result: Mapping[str, Any]) -> str:
+    """The table for a terminal, with its notes."""
+    # It imports matplotlib, which only a finished evaluation is worth.
+    from sparse_dataflow.reporting.page import evaluation_table
+
+    shown = data(result)
+    pair = len(shown.models) == 2
+    head = ["task", "", *shown.models, *(["difference (95%)", "p"] if pair else [])]
+    lines = [[*head, "chance", "unigram", "bigram", "items", "documents"]]
+    for row, cells in zip(shown.rows, evaluation_table(shown)):
+        compared = []
+        if pair:
+            interval = f" ({cells['interval']})" if cells["interval"] else ""
+            compared = [
+                f"{cells['difference']}{interval}",
+                cells["p"].removeprefix("p ").removeprefix("= "),
+            ]
+        lines.append(
+            [
+                f"{row.task}",
+                cells["shots"] or row.metric,
+                *(f"{value} {error}".strip() for value, error in cells["cells"]),
+                *compared,
+                *cells["baselines"],
+                f"{row.items:,}",
+                f"{row.documents:,}",
+            ]
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    table = [
+        "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths)))
+        for line in lines
+    ]
+    said = [*(["± is a standard error. " + METHOD] if pair else ["± is a standard error."])]
+    return "\n".join([*table, *said, *shown.notes])
+
+
+def read(folder: Path) -> EvaluationData | None:
+    """The evaluation that lies in a run folder; None where there is none that can be read."""
+    try:
+        return data(json.loads((folder / RESULT).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
+        return None
+
+
+def keep(folder: Path, result: Mapping[str, Any]) -> Path:
+    """Writes RUN/evaluation.json, whole or not at all; returns its path.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    return _replace(folder / RESULT, json.dumps(result, indent=1))
+
+
+def add_to_report(folder: Path, result: Mapping[str, Any]) -> Path | None:
+    """Makes the run's report anew with this evaluation; None where the run has no report yet.
+
+    Raises:
+      UserError: report.json is damaged, or the report cannot be written.
+    """
+    path = folder / REPORT
+    if not path.exists():
+        return None
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}); resume the run to make it anew.") from None
+    report = ReportData.from_json(dict(kept) | {"evaluation": None})
+    report = dataclasses.replace(report, evaluation=data(result))
+    _replace(path, json.dumps(report.to_json()))
+    write_report(report, folder / "report.html")
+    return folder / "report.html"
+
+
+def _replace(path, content) -> Path:
+    partial = path.with_name(f"{path.name}.new")
+    try:
+        partial.write_text(f"{content}\n", encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
+    return path

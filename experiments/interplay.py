@@ -1,0 +1,58 @@
+"""Sparsity, fusion and pipelining together, predicted and measured (arXiv 2304.05511, first claim).
+
+{dense, 1/2, 1/4, 1/8 of the blocks} x {unfused, fused} x {serial, pipelined}: sparsity alone lowers
+the operational intensity of every section; fusion wins it back. Whole training steps are measured
+on this machine, fused as XLA compiles them and unfused with its fusion switched off; predictions
+come from the cost model with the rates of the dense and sparse sections measured here. Pipelined
+is predicted: --stages chips of this kind with --micro_batches each, a chip's own throughput.
+
+    python -m experiments.interplay                      nano, several minutes
+    python -m experiments.interplay --hardware=h100 --scale=13b --measure=no
+
+Leaves OUT/interplay.csv, OUT/interplay.png and OUT/roofline.png.
+"""
+
+from experiments import flags, planner_flags
+from experiments.command_line import Flag, Group
+from sparse_dataflow.models.sizes import SIZES
+
+DENSITIES = (1.0, 1 / 2, 1 / 4, 1 / 8)
+
+INTERPLAY = Group(
+    "Interplay",
+    "what is predicted and measured",
+    (
+        Flag("scale", "choice", "nano", "Named size.", lambda: tuple(SIZES)),
+        Flag(
+            "hardware",
+            "text",
+            "this",
+            "Chip that is predicted: this, the CPU under this process, or one as in layout_search.",
+        ),
+        Flag("measure", "switch", "yes", "Measure steps here.", lambda: ("yes", "no")),
+        Flag(
+            "tokens",
+            "integer",
+            1024,
+            "Tokens of a micro-batch: as many sequences as fit, at least one.",
+            legal=planner_flags.AT_LEAST_ONE,
+        ),
+        Flag("block", "integer", 64, "Side of a square block.", legal=planner_flags.AT_LEAST_ONE),
+        Flag("stages", "integer", 2, "Of the pipeline.", legal=planner_flags.AT_LEAST_ONE),
+        Flag("micro_batches", "integer", 8, "Of the pipeline.", legal=planner_flags.AT_LEAST_ONE),
+        Flag("rounds", "integer", 5, "Timed steps.", legal=planner_flags.AT_LEAST_ONE),
+        Flag("out", "text", "runs/interplay", "Folder to make."),
+    ),
+)
+GROUPS = (INTERPLAY,)
+
+
+def main(values):
+    """Measures, predicts, prints and keeps; see the module docstring."""
+    from experiments import interplay_report
+
+    interplay_report.run(planner_flags.settings(values, [f.name for f in INTERPLAY.flags]))
+
+
+if __name__ == "__main__":
+    flags.run(main, __doc__, GROUPS)

@@ -1,0 +1,72 @@
+"""Which layout trains a model fastest on given chips, and what decides it; no accelerator needed.
+
+Prices every legal layout (tensor, pipeline and sharded data parallelism, micro-batch, schedule,
+ZeRO, rematerialisation) by the planner's cost model, after arXiv 2312.12705.
+
+    python -m experiments.layout_search --scale=175b --hardware=mi250x --chips=1024 --batch=10240
+    python -m experiments.layout_search --scale=13b --density=0.125 --hardware=h100 --chips=64
+
+Prints the ten best, the terms of the best one, how much each choice decides, and the command that
+runs it. Leaves OUT/trials.csv, OUT/sensitivity.png and OUT/roofline.png; a sampled search goes on
+where it was stopped.
+"""
+
+from experiments import flags, planner_flags
+from experiments.command_line import Flag, Group
+from sparse_dataflow.models.sizes import SIZES
+
+ENGINES = ("auto", "exhaustive", "optuna")
+LARGEST_GRID = 5_000_000
+
+SEARCH = Group(
+    "Search",
+    "what is laid out on what",
+    (
+        Flag("scale", "choice", "13b", "Named size.", lambda: tuple(SIZES)),
+        planner_flags.HARDWARE,
+        Flag(
+            "chips",
+            "integer",
+            8,
+            "How many, all of which are used.",
+            legal=planner_flags.AT_LEAST_ONE,
+        ),
+        Flag(
+            "batch",
+            "integer",
+            0,
+            "Sequences in an optimizer step; 0 is the scale's own.",
+            legal=planner_flags.COUNT,
+        ),
+        planner_flags.SEQUENCE,
+        planner_flags.DENSITY,
+        planner_flags.BLOCK,
+        Flag(
+            "engine",
+            "choice",
+            "auto",
+            f"auto prices all layouts up to {LARGEST_GRID:,}, and samples beyond.",
+            lambda: ENGINES,
+        ),
+        Flag(
+            "trials",
+            "integer",
+            2000,
+            "Layouts that optuna samples.",
+            legal=planner_flags.AT_LEAST_ONE,
+        ),
+        Flag("out", "text", "runs/layout_search", "Folder to make, or to go on in."),
+    ),
+)
+GROUPS = (SEARCH,)
+
+
+def main(values):
+    """Searches and reports; see the module docstring."""
+    from experiments import layout_report
+
+    layout_report.run(planner_flags.settings(values, [flag.name for flag in SEARCH.flags]))
+
+
+if __name__ == "__main__":
+    flags.run(main, __doc__, GROUPS)

@@ -1,0 +1,186 @@
+"""The pipeline's measured bubble beside the one that its table promises, on virtual CPU devices.
+
+The executor's own loop runs every schedule over --stages devices of this machine, with blocks that
+sleep: each forward, input gradient, weight gradient and recomputation takes --milliseconds, so
+devices do not compete for cores, and everything else (the loop, what is sent, waiting for
+neighbours) costs what it costs. The measured bubble is one minus the time that blocks were seen to
+sleep over stages times the length of the step; median of --rounds.
+
+    python -m experiments.pipeline_bubble
+    python -m experiments.pipeline_bubble --stages=4 --micro_batches=8 --milliseconds=50
+
+A minute with the defaults; measured is up to a tenth above the table's, as ticks have a cost.
+"""
+
+from experiments import flags
+from experiments.command_line import Flag, Group
+
+AT_LEAST_ONE = ("1 or more", lambda n: n >= 1)
+BENCHMARK = Group(
+    "Benchmark",
+    "what is run and how often",
+    (
+        Flag("stages", "integer", 8, "Devices in a row.", legal=AT_LEAST_ONE),
+        Flag(
+            "micro_batches",
+            "integer",
+            16,
+            "Micro-batches of a step; a multiple of --stages.",
+            legal=AT_LEAST_ONE,
+        ),
+        Flag("chunks", "integer", 2, "Chunks a stage, of interleaved.", legal=AT_LEAST_ONE),
+        Flag(
+            "milliseconds",
+            "number",
+            40.0,
+            "That one action of a stage takes.",
+            legal=("above 0", lambda ms: ms > 0),
+        ),
+        Flag("rounds", "integer", 3, "Timed steps of each schedule.", legal=AT_LEAST_ONE),
+        Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),
+    ),
+)
+GROUPS = (BENCHMARK,)
+WIDTH = 4
+"""Features of the activations that travel."""
+
+
+def main(values):
+    """Runs the benchmark; see the module docstring."""
+    import os
+
+    # XLA's pool has a thread a core, and each sleeping device needs one.
+    os.environ["NPROC"] = str(4 * values.stages)
+    import jax
+    import numpy as np
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", values.stages)
+    from experiments import measurement
+    from sparse_dataflow.execution import schedules
+
+    rows = []
+    cases = [(name, False) for name in schedules.SCHEDULES] + [("zero_bubble", True)]
+    for name, recompute in cases:
+        chunks = values.chunks if name == "interleaved" else 1
+        schedule = schedules.make(name, values.stages, values.micro_batches, chunks, recompute)
+        step, slept = sleeping_step(schedule, 1e-3 * values.milliseconds / chunks)
+        step()
+        measured, lengths = [], []
+        for _ in range(values.rounds):
+            slept.clear()
+            seconds = step()
+            lengths.append(seconds)
+            measured.append(1 - sum(slept) / (values.stages * seconds))
+        row = {
+            "schedule": name,
+            "chunks": chunks,
+            "recompute": recompute,
+            "ticks": schedule.ticks,
+            "step_seconds": float(np.median(lengths)),
+            "bubble_of_table": schedule.bubble(),
+            "bubble_measured": float(np.median(measured)),
+        }
+        rows.append(row)
+        label = name + " with recomputation" * recompute
+        print(
+            f"{label:32} {row['ticks']:4} ticks  bubble of the table {row['bubble_of_table']:.3f}"
+            f"  measured {row['bubble_measured']:.3f}"
+            f"  ({row['bubble_measured'] / max(row['bubble_of_table'], 1e-9) - 1:+.1%})"
+        )
+    if values.keep:
+        result = {
+            **measurement.provenance("cpu"),
+            "inputs": "blocks that sleep in place of computing",
+            "stages": values.stages,
+            "micro_batches": values.micro_batches,
+            "action_ms": values.milliseconds,
+            "rows": rows,
+        }
+        print(f"kept in {measurement.keep(values.keep, 'pipeline_bubble_cpu', result)}")
+
+
+def sleeping_step(schedule, seconds):
+    """(function that makes one step and returns its seconds, list of the seconds slept in it)."""
+    import functools
+    import time
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+
+    from sparse_dataflow.execution import pipeline
+    from sparse_dataflow.execution.stages import divide
+
+    slept = []
+
+    def rest(x):
+        start = time.perf_counter()
+        time.sleep(seconds)
+        slept.append(time.perf_counter() - start)
+        return x
+
+    def asleep(x):
+        return jax.pure_callback(rest, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    @jax.custom_vjp
+    def sleep(params, x):
+        return asleep(x) * params
+
+    def forward(params, x):
+        y = asleep(x)
+        return y * params, (params, y)
+
+    def backward(saved, dy):
+        params, y = saved
+        return jnp.sum(asleep(dy * y)), asleep(dy) * params
+
+    sleep.defvjp(forward, backward)
+
+    def block(params, held, x):
+        return sleep(params, x)
+
+    if schedule.actions[1] == pipeline.RECOMPUTE:
+        block = jax.checkpoint(block)
+    division = divide(schedule.parts, schedule.stages, schedule.chunks)
+    plan = pipeline.make_plan(division, schedule)
+    mesh = Mesh(np.array(jax.devices()[: schedule.stages]), ("stage",))
+
+    def local(table, params, tokens):
+        work = pipeline.Work(
+            lambda params, tokens: jnp.ones((*tokens.shape, WIDTH)) * params,
+            block,
+            lambda embed, head, x, targets, weights: jnp.mean(x) * head,
+            params,
+            {},
+            tokens,
+            jnp.ones(tokens[..., 1:].shape),
+        )
+        return jax.lax.psum(pipeline.run_stage(plan, table[0], work), "stage")
+
+    parts = {"embed": P(), "blocks": P("stage"), "head": P()}
+    program = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P("stage"), parts, P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    params = {"embed": np.float32(1), "blocks": np.ones(schedule.parts, np.float32)}
+    tokens = np.zeros((schedule.micro_batches, 1, 3), np.int32)
+    run = functools.partial(
+        jax.jit(program), pipeline.rows(plan), params | {"head": np.float32(1)}, tokens
+    )
+
+    def step():
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        return time.perf_counter() - start
+
+    return step, slept
+
+
+if __name__ == "__main__":
+    flags.run(main, __doc__, GROUPS)

@@ -1,0 +1,1 @@
+"""The project's own tasks: questions cut from held-out documents."""

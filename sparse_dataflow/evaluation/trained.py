@@ -1,0 +1,170 @@
+"""A trained model, read from its run folder: what evaluation, generation and export begin with."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.sparsity.evolution import EvolutionConfig
+from sparse_dataflow.training.checkpoint import Checkpoints
+from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.training.phases import phase_before, phases
+from sparse_dataflow.training.plateau import with_starts
+from sparse_dataflow.training.saved_state import identity, saved_state
+
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+NEWEST, BEST = "newest", "best"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trained:
+    """One variant of a run at one checkpoint.
+
+    Attributes:
+      folder: the run's.
+      variant: "sparse" or "dense".
+      model: of the checkpoint's own phase.
+      params: float32 masters; see `models.gpt`.
+      tables: numpy layout tables, which programs are specialised to.
+      tokenizer: the run's.
+      step: optimizer steps done.
+      training: how it was trained.
+      config: the run's config.json.
+      facts: what the checkpoint says beside its arrays ("seconds", "bits_per_byte", ...).
+    """
+
+    folder: Path
+    variant: str
+    model: ModelConfig
+    params: dict
+    tables: dict
+    tokenizer: Tokenizer
+    step: int
+    training: TrainingConfig
+    config: Mapping[str, Any]
+    facts: Mapping[str, Any]
+
+    @property
+    def context(self) -> int:
+        """Tokens that the model was trained to see at once."""
+        return self.training.sequence
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a run, with its "variants".
+
+    Raises:
+      UserError: there is none, or it is damaged.
+    """
+    path = Path(folder).expanduser() / CONFIG
+    if not path.exists():
+        raise UserError(f"{folder} is not a run folder: it has no {CONFIG}.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not config["variants"] or not isinstance(config["corpus"]["name"], str):
+            raise ValueError("it names no variant or no corpus")
+        for fields in config["variants"].values():
+            _configs(fields)
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}).") from None
+    return config
+
+
+def read_tokenizer(folder: str | Path, config: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that a run was trained with.
+
+    Raises:
+      UserError: the run has none, it cannot be read, or it is not the one of its config.json.
+    """
+    path = Path(folder).expanduser() / TOKENIZER
+    if not path.exists():
+        raise UserError(
+            f"The run {folder} has no {TOKENIZER}, so its tokens stand for no text; put the file "
+            "back from a copy of the run."
+        )
+    tokenizer = Tokenizer.load(path)
+    if tokenizer.content_hash != config.get("tokenizer"):
+        raise UserError(
+            f"{path} is not the tokenizer that the run was trained with; put that one back."
+        )
+    return tokenizer
+
+
+def load(run_folder: str | Path, variant: str, checkpoint: str = NEWEST) -> Trained:
+    """A variant's model from a checkpoint whose every byte was verified.
+
+    Nothing in the folder is changed; the run may still be going on.
+
+    Args:
+      run_folder: of the run.
+      variant: "sparse" or "dense", where the run has it.
+      checkpoint: "newest", "best" (lowest held-out loss of those kept) or a step's number.
+
+    Raises:
+      UserError: there is no such run, variant, tokenizer or checkpoint, or it is damaged.
+    """
+    folder = Path(run_folder).expanduser()
+    config = read_config(folder)
+    if variant not in config["variants"]:
+        raise UserError(
+            f"The run {folder} has no variant {variant!r}; it has: {', '.join(config['variants'])}."
+        )
+    tokenizer = read_tokenizer(folder, config)
+    model, training, evolution = _configs(config["variants"][variant])
+    known = identity(model, training, evolution, tokenizer.content_hash)
+    where = folder / variant / "checkpoints"
+    checkpoints = Checkpoints(where, config=known, read_only=True)
+    found = phases(model, evolution, training.steps)
+
+    def wanted(step, extra):
+        state = saved_state(with_starts(found, extra["starts"]), training, step)
+        # The optimizer's part is read because it is there, and never reaches the device.
+        on_host = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), state.moments)
+        return state._replace(moments=on_host)
+
+    restored = checkpoints.restore(wanted, _step(checkpoints, checkpoint))
+    if restored is None:
+        raise UserError(f"The run {folder} has no checkpoint of {variant} yet: {where} is empty.")
+    state, facts = restored
+    step = int(state.step)
+    return Trained(
+        folder,
+        variant,
+        found[phase_before(found, step)].model,
+        state.params,
+        state.tables,
+        tokenizer,
+        step,
+        training,
+        config,
+        facts,
+    )
+
+
+def _configs(fields):
+    return (
+        ModelConfig.from_json(fields["model"]),
+        TrainingConfig(**fields["training"]),
+        EvolutionConfig(**fields["evolution"]),
+    )
+
+
+def _step(checkpoints, name):
+    """The step that `name` asks for; None for the newest whole one."""
+    if name == NEWEST:
+        return None
+    if name == BEST:
+        return checkpoints.best_step()
+    if not name.isdecimal():
+        raise UserError(f"There is no checkpoint {name!r}; legal: {NEWEST}, {BEST} or a step.")
+    return int(name)

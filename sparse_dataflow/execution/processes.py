@@ -1,0 +1,86 @@
+"""What the processes of a run tell each other; with one process, nothing is said.
+
+All are called by every process, in the same order, from the main thread.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from sparse_dataflow.errors import UserError
+
+
+def first() -> bool:
+    """Whether this is the process that writes the run folder and speaks."""
+    return jax.process_index() == 0
+
+
+def told(value: Any) -> Any:
+    """What the first process has, on all: JSON-able; the others' own is not looked at."""
+    if jax.process_count() == 1:
+        return value
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    mine = text if first() else np.zeros(length, np.uint8)
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(mine)).tobytes())
+
+
+def from_first(function: Callable[[], Any]) -> Any:
+    """What `function` gives on the first process, JSON-able; the others do not call it.
+
+    Raises:
+      UserError: on all, where it does on the first.
+    """
+    if jax.process_count() == 1:
+        return function()
+    result, error = None, None
+    if first():
+        try:
+            result = function()
+        except UserError as refusal:
+            error = str(refusal)
+    result, error = told((result, error))
+    if error is not None:
+        raise UserError(error)
+    return result
+
+
+def anywhere(flag: bool) -> bool:
+    """Whether any process has it."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+
+
+def refused_together(error: UserError | None) -> None:
+    """Raises on all, where any process has an error, that of the lowest one.
+
+    Raises:
+      UserError: as said.
+    """
+    if jax.process_count() == 1:
+        if error is not None:
+            raise error
+        return
+    most = 1000
+    text = np.frombuffer(str(error or "").encode()[:most].ljust(most), np.uint8)
+    for each in multihost_utils.process_allgather(text):
+        words = each.tobytes().decode(errors="replace").strip()
+        if words:
+            raise UserError(words)
+
+
+def to_host(tree: Any) -> Any:
+    """Numpy arrays of all leaves, those that are spread over processes brought together."""
+
+    def one(leaf):
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_replicated:
+            if not leaf.is_fully_addressable:
+                return multihost_utils.process_allgather(leaf, tiled=True)
+        return jax.device_get(leaf)
+
+    return jax.tree.map(one, tree)

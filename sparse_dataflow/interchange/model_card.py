@@ -1,0 +1,170 @@
+"""The README.md of an exported model: what it is, what it learned and how well it does."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.planning import cost, memory
+from sparse_dataflow.training.metrics import read_metrics
+
+EVALUATION = "evaluation.json"
+
+_READERS = {
+    "dense": """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("THIS FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")
+```
+Blocks that are not stored are zeros here: this is a dense model's size and speed.""",
+    "sparse": """```python
+from sparse_dataflow.interchange import sparse_form
+
+config, params, tables = sparse_form.read("THIS FOLDER")
+```
+Without that package: with `values` [blocks, b, b], `in_index` and `in_slot` [output blocks, fan-in]
+of a projection, such as `blocks.0.qkv.values`, from `safetensors.numpy.load_file`, its weight is
+```python
+weight = np.zeros((len(out_index), b, len(in_index), b), np.float32)
+for o, position in np.argwhere(in_slot >= 0):
+    weight[in_index[o, position], :, o, :] = values[in_slot[o, position]]
+weight = weight.reshape(len(out_index) * b, -1)  # y = x @ weight + bias
+```
+The features of `qkv` are ordered [head, (query, key, value), head width].""",
+}
+
+
+def model_card(trained: Trained, form: str, versions: Mapping[str, str]) -> str:
+    """Markdown for a trained model in one of `huggingface.FORMS`.
+
+    Args:
+      trained: the model; its run's metrics and evaluation are read where they are.
+      form: "dense" or "sparse".
+      versions: name -> version of what the export was made with.
+    """
+    config = trained.config
+    name = f"{Path(trained.folder).name}, {trained.variant}"
+    return "\n\n".join(
+        [
+            _front_matter(config),
+            f"# {name}",
+            _sentence(trained),
+            _table(("", ""), _shape(trained)),
+            f"## Use\n{_READERS[form]}",
+            f"## Held-out loss\n{_losses(trained)}",
+            f"## Tasks\n{_tasks(trained)}",
+            _made(config, versions),
+        ]
+    ).lstrip("\n")
+
+
+def _front_matter(config):
+    return f"---\ntags:\n- sparse_dataflow\n- block-sparse\n- {config['experiment']}\n---"
+
+
+def _sentence(trained):
+    model, corpus = trained.model, trained.config["corpus"]
+    seen = trained.step * trained.training.batch * trained.training.sequence
+    kind = "block-sparse" if model.sparse_projections else "dense"
+    start = trained.config.get("init_from")
+    begun = f" It began with the weights of {start['path']}." if start else ""
+    return (
+        f"A {kind} GPT, trained on {seen:,} tokens of the corpus `{corpus['name']}` (content "
+        f"{str(corpus['hash'])[:12]}) by sparse_dataflow.{begun}"
+    )
+
+
+def _shape(trained):
+    model = trained.model
+    dense = memory.parameter_count(_dense(model))
+    rows = [
+        ("layers, width, heads", f"{model.num_layers}, {model.d_model}, {model.num_heads}"),
+        ("MLP width, activation", f"{model.d_ff}, {model.activation}"),
+        ("positions, norm", f"{model.positions}, {model.norm}"),
+        ("vocabulary", f"{model.vocab_size:,} tokens"),
+        ("context it was trained with", f"{trained.context} tokens"),
+        ("parameters stored", f"{memory.parameter_count(model):,} (dense: {dense:,})"),
+        (
+            "forward FLOPs a token",
+            f"{cost.flops_per_token(model, trained.context, training=False).total:.3g}",
+        ),
+        ("optimizer steps", f"{trained.step:,} of {trained.training.steps:,}"),
+    ]
+    for name, spec in model.linears:
+        if spec.kind == "block_sparse":
+            rank = f", low-rank term of {spec.rank}" if spec.rank else ""
+            rows.append(
+                (
+                    name,
+                    f"density {spec.density:g}, blocks of {spec.block}, pattern {spec.pattern} at "
+                    f"the start{rank}",
+                )
+            )
+    return rows
+
+
+def _dense(model):
+    return model.with_linears(type(model.linear("qkv"))())
+
+
+def _losses(trained):
+    path = trained.folder / trained.variant / "metrics.jsonl"
+    rows = [] if not path.exists() else read_metrics(path)
+    kinds = {"eval": "a part of the held-out text", "final": "all held-out windows"}
+    last = {row["kind"]: row for row in rows if row["kind"] in kinds}
+    if not last:
+        return "None was measured."
+    return _table(
+        ("measured on", "step", "loss, nats a token", "bits per byte"),
+        [
+            (kinds[kind], f"{row['step']:,}", f"{row['loss']:.4f}", f"{row['bits_per_byte']:.4f}")
+            for kind, row in last.items()
+        ],
+    )
+
+
+def _tasks(trained):
+    """Of RUN/evaluation.json where it judged this variant; the project writes it, so it is whole
+    or not there."""
+    path = trained.folder / EVALUATION
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    mine = [row for row in rows if trained.variant in row["models"]]
+    if not mine:
+        return "None was evaluated; `python -m experiments.evaluate` does."
+    return _table(
+        ("task", "shots", "metric", "items", "value", "standard error", "chance"),
+        [
+            (
+                row["task"],
+                row["shots"],
+                row["metric"],
+                row["items"],
+                *(_number(row["models"][trained.variant][key]) for key in ("value", "error")),
+                _number(row["chance"]),
+            )
+            for row in mine
+        ],
+    )
+
+
+def _number(value):
+    return "" if value is None else f"{value:.4g}"
+
+
+def _made(config, versions):
+    command = " ".join(map(str, config["command"]))
+    made = ", ".join(f"{name} {version}" for name, version in config["versions"].items())
+    exported = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return (
+        f"## How it was made\n`{command}`\n\nTrained {config['date']} on {config['machine']} with "
+        f"{made}. Exported with {exported}."
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

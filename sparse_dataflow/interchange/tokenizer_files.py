@@ -1,0 +1,154 @@
+"""A tokenizer as Hugging Face's libraries keep it: tokenizer.json, or vocab.json and merges.txt.
+
+Their byte-level BPE may put special tokens anywhere; here the ids of text come first and the end of
+text is last, so an import reorders the vocabulary.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+
+from sparse_dataflow.data.tokenizer import GPT2_VOCAB_SIZE, Tokenizer, gpt2_tokenizer
+from sparse_dataflow.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+FILE = "tokenizer.json"
+_ALPHABET = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+
+
+class Read(NamedTuple):
+    """A tokenizer and where its ids come from.
+
+    Attributes:
+      tokenizer: of the model's vocabulary size.
+      order: int [vocab_size], the id there of each id here.
+    """
+
+    tokenizer: Tokenizer
+    order: np.ndarray
+
+
+def read(folder: Path, config: Mapping[str, Any]) -> Read:
+    """The tokenizer of a Hugging Face directory.
+
+    Args:
+      folder: with tokenizer.json, or vocab.json and merges.txt. A model of GPT-2's 50,257 tokens
+        without either gets GPT-2's own.
+      config: its config.json.
+
+    Raises:
+      UserError: there is none, it is damaged, or it is no byte-level BPE.
+    """
+    folder, size = Path(folder), config["vocab_size"]
+    if (folder / FILE).exists():
+        path, parts = folder / FILE, _from_json
+    elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
+        path, parts = folder / "vocab.json", _from_lists
+    elif size == GPT2_VOCAB_SIZE:
+        return Read(gpt2_tokenizer(), np.arange(size))
+    else:
+        raise UserError(
+            f"{folder} has no tokenizer: neither {FILE} nor vocab.json with merges.txt."
+        )
+    try:
+        vocab, merges, specials = parts(folder)
+        if sorted(vocab.values()) != sorted(set(vocab.values())):
+            raise ValueError("two tokens share an id")
+        return _ordered(vocab, merges, specials, size, config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"The tokenizer {path} cannot be read: {error}.") from None
+
+
+def _from_json(folder):
+    fields = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    model = fields["model"]
+    if model.get("type", "BPE") != "BPE" or "ByteLevel" not in json.dumps(fields["pre_tokenizer"]):
+        raise ValueError("it is no byte-level BPE")
+    merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    specials = {token["content"]: token["id"] for token in fields.get("added_tokens") or ()}
+    return model["vocab"] | specials, merges, set(specials)
+
+
+def _from_lists(folder):
+    vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
+    merges = [tuple(line.split(" ")) for line in lines if line and line[:8] != "#version"]
+    return vocab, merges, set()
+
+
+def _ordered(vocab, merges, specials, size, config):
+    ids = {config[name] for name in _SPECIAL_IDS if config.get(name) is not None}
+    # A token is text where it is a byte or a merge makes it.
+    made = {left + right for left, right in merges} | _ALPHABET
+    text = sorted(
+        (number, token)
+        for token, number in vocab.items()
+        if token in made and token not in specials and number not in ids
+    )
+    if text and max(vocab.values()) >= size:
+        raise ValueError(f"it has ids up to {max(vocab.values())}, and the model {size} tokens")
+    end = config.get("eos_token_id")
+    end = vocab.get(END_OF_TEXT, size - 1) if end is None else end
+    taken = {number for number, _ in text}
+    if end in taken or not 0 <= end < size:
+        raise ValueError(f"its end of text has the id {end}, which is no token of its own")
+    rest = [number for number in range(size) if number not in taken and number != end]
+    order = np.array([number for number, _ in text] + rest + [end])
+    tokens = tuple(token for _, token in text)
+    known = set(tokens)
+    if not all({left, right} <= known for left, right in merges):
+        raise ValueError("a merge is not in its vocabulary")
+    return Read(Tokenizer(tokens, tuple(merges), size), order)
+
+
+def write(folder: Path, tokenizer: Tokenizer, context: int) -> None:
+    """Writes tokenizer.json and tokenizer_config.json for `AutoTokenizer`; ids stay as they are."""
+    vocab = {token: number for number, token in enumerate(tokenizer.tokens)}
+    special = {
+        "content": END_OF_TEXT,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    fields = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": tokenizer.eot_id, **special}],
+        "normalizer": None,
+        "pre_tokenizer": byte_level | {"use_regex": True},
+        "post_processor": None,
+        "decoder": byte_level | {"use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocab | {END_OF_TEXT: tokenizer.eot_id},
+            "merges": [list(merge) for merge in tokenizer.merges],
+        },
+    }
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "unk_token": END_OF_TEXT,
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / FILE).write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=1) + "\n")

@@ -1,0 +1,187 @@
+"""What others measured, as data: the rows that the planner's constants are fitted to and tested on.
+
+| file | source |
+| --- | --- |
+| megatron_a100.csv | NVIDIA/Megatron-LM: images/cases_april2021.png (arXiv 2104.04473, table 1) with the layouts of examples/academic_paper_scripts/sc21/run_table_1.sh; README.md for GPT-3 on 1,024 GPUs and for the MFU with sequence parallelism; arXiv 2201.11990, section 2.4, for MT-NLG |
+| megatron_core_h100.csv | NVIDIA/Megatron-LM, README.md and images/model_table.png (Megatron-Core 0.8) |
+| frontier_mi250x.csv, scaling.csv | arXiv 2312.12705: throughput and scaling efficiencies from its abstract |
+| maxtext_v4.csv, maxtext_v5e.csv, maxtext_v5p.csv | AI-Hypercomputer/maxtext, README.md of configs/v4, v5e and v5p with the scripts beside them (December 2023; v4 April 2023) |
+| maxtext_v6e.csv | AI-Hypercomputer/tpu-recipes, training/trillium: the step times that each recipe prints, layouts of benchmarks/maxtext_trillium_model_configs.py |
+
+Columns: the model, its layout as in `run_layout.RunLayout` (island: chips joined by fast links, a node
+or a slice), the figure and its unit, and how sure it is:
+
+- `number`: "verified", read in its source; or "recalled".
+- `layout`: "verified"; "recalled" from the paper; or "assumed" where the source leaves it out.
+- `split`: of every four rows in the order of the source the first and the last are "fit", the others
+  "test"; rows of another source in the same file, and all scaling rows, are "test".  On MI250X only
+  the 175B is "fit".  Constants are fitted to "fit" rows alone; the form of the model, its terms, was
+  settled with all rows in sight.
+
+A gated MLP and grouped keys are given as the d_ff of equal parameters.
+"""  # noqa: E501
+
+import csv
+import dataclasses
+from importlib import resources
+
+from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.planning.chips import CHIPS, TERA, Chip
+from sparse_dataflow.planning.run_layout import RunLayout
+
+SOURCES = (
+    "megatron_a100",
+    "megatron_core_h100",
+    "frontier_mi250x",
+    "maxtext_v4",
+    "maxtext_v5e",
+    "maxtext_v5p",
+    "maxtext_v6e",
+)
+_COUNTS = ("data", "stage", "fsdp", "tensor", "island", "chunks", "zero")
+_COUNTS += ("micro_batch", "accumulation", "gradient_bytes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One published figure.
+
+    Attributes:
+      source: of SOURCES.
+      name: of the run.
+      config: the model.
+      sequence: tokens a sequence.
+      chip: that it ran on.
+      layout: how it ran.
+      value: the published figure.
+      unit: "seconds" a step; "mfu", percent of the peak in model FLOPs; or TFLOP/s a chip, counted
+        as "tflops_model" (both halves of attention), "tflops_executed" (that and all of the forward
+        again), "tflops_causal" (half of attention) or "tflops_6n" (6 a parameter).
+      number: "verified" or "recalled".
+      layout_status: "verified", "recalled" or "assumed".
+      split: "fit" or "test".
+    """
+
+    source: str
+    name: str
+    config: ModelConfig
+    sequence: int
+    chip: Chip
+    layout: RunLayout
+    value: float
+    unit: str
+    number: str
+    layout_status: str
+    split: str
+
+    @property
+    def counted_flops(self) -> float:
+        """FLOPs of a step as the unit counts them; 3 forward passes, 4 where all is run again."""
+        c, tokens = self.config, self.layout.batch * self.sequence
+        block = c.num_layers * (4 * c.d_model**2 + 2 * c.d_model * c.d_ff)
+        head = c.vocab_size * c.d_model
+        attention = 2 * c.num_layers * self.sequence * c.d_model
+        passes = 8 if self.unit == "tflops_executed" else 6
+        if self.unit == "tflops_6n":
+            attention = 0
+        elif self.unit == "tflops_causal":
+            attention /= 2
+        # The logits are never computed again (arXiv 2104.04473, appendix).
+        return tokens * (passes * (block + attention) + 6 * head)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        if self.unit == "seconds":
+            return self.value
+        rate = self.value * TERA
+        if self.unit == "mfu":
+            rate = self.value / 100 * self.chip.peak("bfloat16")
+        return self.counted_flops / (self.layout.chips * rate)
+
+
+def rows(source: str) -> list[Row]:
+    """The rows of one of SOURCES, in the order of the source."""
+    path = resources.files(__package__) / f"{source}.csv"
+    with path.open(newline="") as file:
+        return [_row(source, fields) for fields in csv.DictReader(file)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """A published scaling efficiency.
+
+    Attributes:
+      name: of the study.
+      scale: a key of `models.sizes.SIZES`.
+      chip: that it ran on.
+      before: the layout on few chips.
+      after: the layout on many.
+      value: percent of `before`'s throughput a chip that `after` kept.
+      layout_status: as in `Row`.
+    """
+
+    name: str
+    scale: str
+    chip: Chip
+    before: RunLayout
+    after: RunLayout
+    value: float
+    layout_status: str
+
+
+def scalings() -> list[Scaling]:
+    """The scaling studies; micro-batch 1, 1F1B, ZeRO 1, all recomputed."""
+    with (resources.files(__package__) / "scaling.csv").open(newline="") as file:
+        return [_scaling(fields) for fields in csv.DictReader(file)]
+
+
+def _scaling(fields):
+    stage, tensor = int(fields["stage"]), int(fields["tensor"])
+    layouts = []
+    for end in ("from", "to"):
+        fsdp = int(fields[f"chips_{end}"]) // (stage * tensor)
+        layouts.append(
+            RunLayout(
+                stage=stage,
+                fsdp=fsdp,
+                tensor=tensor,
+                zero=1,
+                accumulation=int(fields[f"batch_{end}"]) // fsdp,
+                remat="block",
+                executor="pipeline",
+                gradient_bytes=2,
+            )
+        )
+    return Scaling(
+        fields["name"],
+        fields["scale"],
+        CHIPS[fields["chip"]],
+        *layouts,
+        float(fields["value"]),
+        fields["layout"],
+    )
+
+
+def _row(source, fields):
+    counts = {name: int(fields[name]) for name in _COUNTS}
+    layout = RunLayout(
+        **counts,
+        schedule="interleaved" if counts["chunks"] > 1 else "1f1b",
+        remat=fields["remat"],
+        executor="pipeline" if counts["stage"] > 1 else "whole",
+        sequence_parallel=fields["sequence_parallel"] == "1",
+        fused_attention=fields["fused_attention"] == "1",
+    )
+    shape = (int(fields[n]) for n in ("layers", "d_model", "heads", "d_ff", "vocab", "sequence"))
+    config = ModelConfig(*shape, compute_dtype="bfloat16")
+    return Row(
+        source,
+        fields["name"],
+        config,
+        config.max_len,
+        CHIPS[fields["chip"]],
+        layout,
+        float(fields["value"]),
+        *(fields[n] for n in ("unit", "number", "layout", "split")),
+    )

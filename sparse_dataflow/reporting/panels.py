@@ -1,0 +1,148 @@
+"""Figures of studies as PNG files: panels of curves or of bars, with spreads."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+_COLUMNS = 4
+_INCHES = 3.3
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Points of one curve.
+
+    Attributes:
+      x: float [n].
+      y: float [n].
+      low: float [n], lower end of the spread; empty for none.
+      high: likewise the upper end.
+      joined: whether the points are joined.
+      marked: whether the points are marked.
+      dashed: whether the line is broken, as of what is predicted or compared with.
+    """
+
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    joined: bool = True
+    marked: bool = True
+    dashed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    Attributes:
+      title: above it.
+      x_label: with its unit.
+      y_label: with its unit.
+      curves: by name; one name has one colour in every panel.
+      log_x: base of a logarithmic x, 0 for a linear one.
+      log_y: whether y is logarithmic.
+      ticks: the places of x that are labelled; empty for matplotlib's own choice.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    curves: Mapping[str, Curve]
+    log_x: int = 0
+    log_y: bool = False
+    ticks: Sequence[float] = ()
+
+
+def save_panels(path: Path, panels: Sequence[Panel]) -> None:
+    """Draws the panels side by side, at most four a row, with one legend below them all."""
+    columns = min(_COLUMNS, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(
+        figsize=(_INCHES * columns, _INCHES * rows + 0.5), dpi=130, layout="constrained"
+    )
+    FigureCanvasAgg(figure)
+    names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes, panel in zip(grid.flat, panels):
+        _draw(axes, panel, names)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    handles = {}
+    for axes in grid.flat:
+        for handle, name in zip(*axes.get_legend_handles_labels()):
+            handles.setdefault(name, handle)
+    figure.legend(
+        [handles[n] for n in names], names, loc="outside lower center", ncols=4, frameon=False
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
+    for name, curve in panel.curves.items():
+        colour = f"C{names.index(name) % 10}"
+        line = "none" if not curve.joined else "--" if curve.dashed else "-"
+        marker = "o" if curve.marked else "none"
+        look = {"linestyle": line, "marker": marker, "color": colour, "markersize": 4}
+        axes.plot(curve.x, curve.y, label=name, **look)
+        if len(curve.low):
+            axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
+    axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+    axes.title.set_fontsize(10)
+    if panel.log_x:
+        axes.set_xscale("log", base=panel.log_x)
+    if panel.log_y:
+        axes.set_yscale("log")
+    if len(panel.ticks):
+        axes.xaxis.set_major_locator(FixedLocator(list(panel.ticks)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def save_bars(
+    path: Path, groups: Mapping[str, Mapping[str, Sequence[float]]], label: str, reference: str = ""
+) -> None:
+    """Horizontal bars, a panel a group: the mean of each name's samples, and every sample as a dot.
+
+    Args:
+      path: the PNG.
+      groups: {panel title: {name: samples}}.
+      label: of the values, with their unit; the axis starts near the smallest.
+      reference: name whose mean is drawn as a line through its panel.
+    """
+    longest = max(len(bars) for bars in groups.values())
+    size = (_INCHES * 1.25 * len(groups), 0.3 * longest + 1.2)
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, bars) in zip(
+        figure.subplots(1, len(groups), squeeze=False).flat, groups.items()
+    ):
+        order = sorted(bars, key=lambda name: np.mean(bars[name]), reverse=True)
+        for place, name in enumerate(order):
+            colour = "0.35" if name == reference else "C0"
+            axes.barh(place, np.mean(bars[name]), color=colour, height=0.65, alpha=0.75)
+            axes.plot(bars[name], [place] * len(bars[name]), "k.", markersize=4)
+        everything = np.concatenate([np.asarray(bars[name]) for name in order])
+        margin = 0.15 * (np.ptp(everything) or abs(everything[0]) or 1.0)
+        axes.set_xlim(everything.min() - 2 * margin, everything.max() + margin)
+        if reference in bars:
+            axes.axvline(np.mean(bars[reference]), color="0.35", linestyle="--", linewidth=1)
+        axes.set_yticks(range(len(order)), order, fontsize=8)
+        axes.set(xlabel=label)
+        axes.set_title(title, fontsize=10)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

@@ -1,0 +1,102 @@
+"""Small trained-like models in memory, and run folders that hold them."""
+
+import json
+import pathlib
+import random
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.documents import Document
+from sparse_dataflow.data.tokenizer import train_tokenizer
+from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.sparsity.evolution import EvolutionConfig
+from sparse_dataflow.training.checkpoint import Checkpoints
+from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.training.saved_state import identity
+from sparse_dataflow.training.step import initial_state
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+CONTEXT = 32
+
+
+@pytest.fixture(scope="session")
+def prose():
+    """A corpus in memory of 30 + 6 documents whose words recur."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(4, 8))) for _ in range(60)]
+    words += ["dünn", "λογος", "the", "of", "f(x)", "é 疎"]
+
+    def document(name):
+        lines = (" ".join(draw.choices(words, k=9)) for _ in range(draw.randint(8, 30)))
+        return Document(name, "\n".join(lines) + "\n")
+
+    train = [document(f"t{i}") for i in range(30)]
+    return Corpus("prose", train, [document(f"v{i}") for i in range(6)], "ab" * 32)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(prose, tmp_path_factory):
+    return train_tokenizer(prose, 400, tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def models(tokenizer):
+    """{"dense", "sparse"} -> config of one size."""
+    dense = ModelConfig(2, 32, 4, 64, tokenizer.vocab_size, CONTEXT)
+    spec = LinearSpec("block_sparse", "monarch", density=0.5, block=8)
+    return {"dense": dense, "sparse": dense.with_linears(spec)}
+
+
+@pytest.fixture(scope="session")
+def trained(models, tokenizer):
+    """trained(variant) -> a model that is sure of what it says, though it learned nothing."""
+
+    def make(variant):
+        model = models[variant]
+        rng = np.random.default_rng(0)
+        shapes = jax.eval_shape(lambda key: gpt.init(model, key), jax.random.key(0))
+        params = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32), shapes)
+        tables = gpt.layout_tables(gpt.layouts(model))
+        training = TrainingConfig(steps=1, batch=4, sequence=CONTEXT)
+        place = pathlib.Path("nowhere")
+        return Trained(place, variant, model, params, tables, tokenizer, 1, training, {}, {})
+
+    return make
+
+
+@pytest.fixture
+def run_folder(models, tokenizer, tmp_path):
+    """A run folder with checkpoints of steps 1, 2 and 3 of both variants; the second is best."""
+    folder, evolution = tmp_path / "run", EvolutionConfig()
+    training = TrainingConfig(steps=3, batch=4, sequence=CONTEXT)
+    config = {"corpus": {"name": "prose", "hash": "ab" * 32}, "tokenizer": tokenizer.content_hash}
+    config["variants"] = {
+        name: {
+            "model": model.to_json(),
+            "training": vars(training),
+            "evolution": vars(evolution),
+        }
+        for name, model in models.items()
+    }
+    states = {}
+    for name, model in models.items():
+        known = identity(model, training, evolution, tokenizer.content_hash)
+        with Checkpoints(folder / name / "checkpoints", config=known) as checkpoints:
+            for step, metric in ((1, 3.0), (2, 1.0), (3, 2.0)):
+                state = initial_state(model, training)
+                params = jax.tree.map(lambda a, step=step: a + step, state.params)
+                state = state._replace(step=np.int32(step), params=params)
+                states[name, step] = state
+                checkpoints.save(step, state, {"bits_per_byte": metric}, metric)
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer.save(folder / "tokenizer.json")
+    return SimpleNamespace(path=folder, states=states)

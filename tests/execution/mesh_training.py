@@ -1,0 +1,164 @@
+"""Prints as JSON how a training over eight virtual devices compares with one on a single device.
+
+Run by test_sharded.py, as a process decides at its start how many CPU devices it has.
+Arguments: the model's name, then meshes as "data:2,tensor:4/ZERO/MICRO_BATCHES".
+"""
+
+import dataclasses
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_dataflow.execution import mesh as meshes
+from sparse_dataflow.execution.executor import ONE_DEVICE
+from sparse_dataflow.execution.sharded import Sharded
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.training.checkpoint import Checkpoints
+from sparse_dataflow.training.optimizer import TrainingConfig, map_moments
+from sparse_dataflow.training.step import (
+    StepReport,
+    abstract_state,
+    initial_state,
+    make_eval_step,
+    make_train_step,
+)
+
+STEPS, BATCH, SEQUENCE = 3, 16, 8
+DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=48, max_len=8)
+
+
+def sparse(pattern, rank=0, **changes):
+    spec = LinearSpec("block_sparse", pattern, 0.5, 8, rank)
+    return dataclasses.replace(DENSE, linears=dict.fromkeys(PROJECTIONS, spec), **changes)
+
+
+MODELS = {
+    "dense": DENSE,
+    "dense_odd": dataclasses.replace(DENSE, vocab_size=45, norm="rmsnorm", remat="full"),
+    "sparse": sparse("monarch"),
+    "sparse_rank": sparse("random", rank=4, positions="rotary", remat="dots"),
+}
+
+
+def executor(text):
+    axes, zero, micro = text.split("/")
+    return Sharded(meshes.make(meshes.parse(axes, 8)), int(zero)), int(micro)
+
+
+def train(model, executor, micro_batches):
+    """(losses, gradient norms, moments of the first step, params and moments of the last, loss of
+    an evaluation, text of the program), all canonical."""
+    training = TrainingConfig(STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3)
+    state = initial_state(model, training, executor)
+    tables = gpt.layout_tables(gpt.layouts(model))
+    given = executor.tables(tables, changing=False)
+    fixed = None if given else tables
+    told, laid_out = executor.replicated(), executor.shardings(state._replace(tables=()))
+    if laid_out is not None:
+        laid_out = laid_out._replace(tables=None), StepReport(told, told)
+    step = make_train_step(model, training, fixed, executor)
+    step = jax.jit(step, donate_argnums=0, out_shardings=laid_out)
+    evaluate = jax.jit(make_eval_step(model, fixed, executor), out_shardings=told)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, model.vocab_size, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
+    batches = [executor.put({"tokens": t}, BATCH)["tokens"] for t in tokens]
+    weights = rng.uniform(size=(BATCH, SEQUENCE)).astype(np.float32)
+    state = state._replace(tables=given)
+    program = step.lower(state, batches[0], np.float32(1e-3)).compile()
+    reports, first = [], None
+    for batch in batches:
+        state, report = program(state, batch, np.float32(1e-3))
+        reports.append(jax.tree.map(float, report))
+        if first is None:
+            first = canonical(executor, state, tables)["moments"]
+    held_out = executor.put({"tokens": tokens[0], "weights": weights}, BATCH)
+    loss = evaluate(state.params, state.tables, held_out["tokens"], held_out["weights"])
+    return {
+        "losses": [report.loss for report in reports],
+        "norms": [report.gradient_norms for report in reports],
+        "first moments": first,
+        **canonical(executor, state, tables),
+        "eval": float(loss),
+        "text": program.as_text(),
+    }
+
+
+def canonical(executor, state, tables):
+    state = jax.device_get(executor.canonical(state._replace(tables=tables)))
+    moments: list = []
+    map_moments(lambda tree: moments.append(tree) or tree, state.moments)
+    return {"params": without_key_bias(state.params), "moments": moments}
+
+
+def without_key_bias(params):
+    """A softmax does not see a key's bias: its gradient is rounding, which Adam makes a step of."""
+    bias = params["blocks"]["qkv"]["bias"].reshape(DENSE.num_layers, DENSE.num_heads, 3, -1)
+    qkv = {**params["blocks"]["qkv"], "bias": bias[:, :, [0, 2]]}
+    return {**params, "blocks": {**params["blocks"], "qkv": qkv}}
+
+
+def error(mine, right):
+    """The largest difference in any leaf, relative to the leaf's largest value."""
+    pairs = zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True)
+    return max(float(np.abs(a - b).max() / (np.abs(b).max() + 1e-9)) for a, b in pairs)
+
+
+def gathered(text):
+    """Shapes of all that is gathered, permuted or exchanged, "BxTxD", in the compiled text."""
+    kinds = "all-gather|all-to-all|collective-permute|ragged-all-to-all"
+    found = re.findall(rf"= (\S+?)\[([\d,]*)\]\S* (?:{kinds})(?:-start)?\(", text)
+    return sorted({shape.replace(",", "x") for _, shape in found})
+
+
+def compare(name, texts):
+    model, found, right = MODELS[name], {}, {}
+    for text in texts:
+        sharded, micro = executor(text)
+        if micro not in right:
+            right[micro] = train(model, ONE_DEVICE, micro)
+        mine = train(model, sharded, micro)
+        found[text] = {key: error(mine[key], right[micro][key]) for key in mine if key != "text"}
+        found[text]["gathered"] = gathered(mine["text"])
+    return found
+
+
+def move(name, texts):
+    """States saved on each mesh and restored on the next, to the bit: {text: whether}."""
+    model, found = MODELS[name], {}
+    training = TrainingConfig(STEPS, BATCH, SEQUENCE)
+    tables = gpt.layout_tables(gpt.layouts(model))
+    right = initial_state(model, training)
+    key = jax.random.key_data(right.key)
+    noise = lambda tree: jax.tree.map(lambda a: a + jnp.arange(a.size).reshape(a.shape), tree)  # noqa: E731
+    right = jax.device_get(right._replace(moments=map_moments(noise, right.moments), key=key))
+    state, before = ONE_DEVICE.place(right), ONE_DEVICE
+    state = state._replace(key=jax.random.wrap_key_data(key))
+    for text in (*texts, None):
+        after = ONE_DEVICE if text is None else executor(text)[0]
+        with tempfile.TemporaryDirectory() as folder:
+            with Checkpoints(Path(folder), config={}) as checkpoints:
+                checkpoints.save(1, before.canonical(state), {})
+            wanted = abstract_state(model, training, after)._replace(tables=tables)
+            restored, _ = Checkpoints(Path(folder), config={}).restore(wanted)
+        state, before = after.place(restored), after
+        mine = after.canonical(state)
+        mine = jax.device_get(mine._replace(key=jax.random.key_data(mine.key)))
+        same = jax.tree.map(
+            lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), mine, right
+        )
+        found[str(text)] = all(jax.tree.leaves(same))
+        found[f"{text} devices"] = len(jax.tree.leaves(state.params)[0].devices())
+    return found
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_disable_most_optimizations", True)
+    what, name, *texts = sys.argv[1:]
+    print(json.dumps({"compare": compare, "move": move}[what](name, texts)))

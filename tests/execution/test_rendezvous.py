@@ -1,0 +1,120 @@
+"""Processes that meet, those that do not, and what they hear of each other's end."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import distributed, rendezvous
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def met(*members, timeout=20.0):
+    """What each of some members, (number, count, facts), gets: a Group or a refusal's words."""
+    address, found = f"127.0.0.1:{free_port()}", {}
+
+    def one(place, number, count, facts):
+        try:
+            found[place] = rendezvous.meet(address, count, number, facts, timeout)
+        except UserError as refusal:
+            found[place] = str(refusal)
+
+    threads = [threading.Thread(target=one, args=(i, *m)) for i, m in enumerate(members)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[place] for place in range(len(members))]
+
+
+def test_processes_meet_in_any_order_and_leave_together():
+    groups = met((2, 3, {"a": 1}), (1, 3, {"a": 1}), (0, 3, {"a": 1}))
+    left = []
+    threads = [
+        threading.Thread(target=lambda g=group: (g.leave(), left.append(g))) for group in groups
+    ]
+    threads[0].start()
+    time.sleep(0.2)
+    assert not left  # Not before the first process, which all others wait for.
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(left) == 3
+
+
+def test_a_process_that_does_not_join_is_named_on_all():
+    start = time.monotonic()
+    found = met((0, 4, {}), (2, 4, {}), timeout=1.0)
+    assert time.monotonic() - start < 10
+    for words in found:
+        assert words.startswith("processes 1, 3 of 4 did not join within 1 seconds"), words
+
+
+def test_a_process_told_otherwise_is_refused_on_all_with_both_values():
+    found = met((0, 2, {"--seed": 1, "--steps": 5}), (1, 2, {"--seed": 2, "--steps": 5}))
+    for words in found:
+        assert "process 1 was told otherwise than process 0: --seed is 2 there and 1 here" in words
+        assert "--steps" not in words
+
+
+def test_numbers_and_counts_that_contradict_are_refused_on_all():
+    assert all(
+        "--process=1; each needs its own" in w for w in met((0, 3, {}), (1, 3, {}), (1, 3, {}))
+    )
+    for words in met((0, 2, {}), (1, 3, {}), timeout=3.0):
+        assert "started with --processes=3 and process 0 with --processes=2" in words
+
+
+def test_a_coordinator_that_is_not_there_is_told_with_the_reason():
+    [words] = met((1, 2, {}), timeout=0.5)
+    assert "was not reached within 0.5 seconds (Connection refused)" in words
+
+
+def test_strangers_at_the_port_are_passed_over():
+    address, found = f"127.0.0.1:{free_port()}", []
+
+    def first():
+        try:
+            rendezvous.meet(address, 2, 0, {}, 2.0)
+        except UserError as refusal:
+            found.append(str(refusal))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    for _ in range(50):
+        try:
+            with socket.create_connection(("127.0.0.1", int(address.split(":")[1]))) as connection:
+                connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            break
+        except OSError:
+            time.sleep(0.05)
+    thread.join(20)
+    assert "process 1 of 2 did not join" in found[0]
+
+
+@pytest.mark.parametrize("address", ["nowhere", ":80", "host:", "host:port", "host:70000"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(UserError, match="write host:port"):
+        rendezvous.meet(address, 2, 0, {}, 1.0)
+
+
+def test_membership_comes_from_flags_then_from_the_environment():
+    environment = {
+        "JAX_COORDINATOR_ADDRESS": "there:1",
+        "JAX_NUM_PROCESSES": "4",
+        "JAX_PROCESS_ID": "3",
+    }
+    assert distributed.membership("", 0, -1, {}) == distributed.Membership()
+    assert distributed.membership("", 0, -1, environment) == distributed.Membership("there:1", 4, 3)
+    assert distributed.membership("h:2", 2, 0, environment) == distributed.Membership("h:2", 2, 0)
+    with pytest.raises(UserError, match=r"needs --coordinator, --process too \(or JAX_COORD"):
+        distributed.membership("", 2, -1, {})
+    with pytest.raises(UserError, match="JAX_PROCESS_ID=one is not a whole number"):
+        distributed.membership("", 0, -1, environment | {"JAX_PROCESS_ID": "one"})

@@ -1,0 +1,96 @@
+"""A training over a mesh is the one of a single device, and no weight travels over tensor."""
+
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+SHAPES = [
+    (data, fsdp, tensor)
+    for data in (1, 2, 4, 8)
+    for fsdp in (1, 2, 4, 8)
+    for tensor in (1, 2, 4)
+    if data * fsdp * tensor == 8
+]
+
+
+def on_eight_devices(*arguments):
+    """What mesh_training.py prints, in a process of eight virtual CPU devices."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/execution/mesh_training.py"), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def written(shape, zero=3, micro_batches=1):
+    data, fsdp, tensor = shape
+    return f"data:{data},fsdp:{fsdp},tensor:{tensor}/{zero}/{micro_batches}"
+
+
+def assert_like_one_device(found):
+    for text, errors in found.items():
+        assert max(errors["losses"], errors["eval"], errors["norms"]) < 1e-5, (text, errors)
+        assert errors["first moments"] < 1e-4, (text, errors)
+        # Adam divides by the root of a square, and so enlarges what rounding leaves.
+        assert max(errors["moments"], errors["params"]) < 1e-3, (text, errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "texts"),
+    [
+        ("dense", ["data:2,fsdp:2,tensor:2/3/2"]),
+        ("sparse", ["data:2,fsdp:2,tensor:2/2/2", "fsdp:8/1/1"]),
+        ("sparse_rank", ["fsdp:2,tensor:4/3/1"]),
+        ("dense_odd", ["data:4,tensor:2/0/2"]),
+    ],
+)
+def test_eight_devices_train_like_one(model, texts):
+    assert_like_one_device(on_eight_devices("compare", model, *texts))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["dense", "dense_odd", "sparse", "sparse_rank"])
+@pytest.mark.parametrize("zero", range(4))
+def test_every_mesh_and_zero_trains_like_one_device(model, zero):
+    draw = random.Random(f"{model}{zero}")
+    texts = [written(shape, zero, draw.choice((1, 2))) for shape in SHAPES]
+    assert_like_one_device(on_eight_devices("compare", model, *texts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["dense", "sparse_rank"])
+def test_over_tensor_only_activations_are_gathered(model):
+    found = on_eight_devices("compare", model, "data:2,tensor:4/0/1")
+    assert_like_one_device(found)
+    [errors] = found.values()
+    # A device's 16 / 2 rows of 8 tokens, of width 32.
+    assert set(errors["gathered"]) <= {"8x8x32"}, errors["gathered"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["sparse"])
+def test_a_checkpoint_moves_between_any_two_meshes(model):
+    draw = random.Random(0)
+    shapes = draw.sample(SHAPES, 4)
+    found = on_eight_devices(
+        "move", model, *(written(shape, draw.randrange(4)) for shape in shapes)
+    )
+    assert found.pop("None devices") == 1
+    assert all(found.values()), found
+    assert [n for name, n in found.items() if name.endswith("devices")] == [8] * 4

@@ -1,0 +1,121 @@
+"""One command evaluates a run: the numbers agree with the run's own, or what is wrong is named."""
+
+import json
+import sys
+
+import pytest
+from absl import flags as absl_flags
+from main_job import rows
+
+pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+
+from experiments import evaluate, evaluation_report, flags
+from sparse_dataflow.reporting.report import ReportData
+
+GOOD = {"context": "the", "choices": [" of", " and"], "answer": 1}
+
+
+@pytest.fixture
+def evaluated(job, tmp_path, monkeypatch, capsys):
+    """evaluated(flag, ...) -> (exit status, stdout, the error's line) of `evaluate` in this
+    process."""
+    from experiments import gpt_run
+
+    monkeypatch.setattr(gpt_run, "CACHE", job.cache / "sparse_dataflow")
+    monkeypatch.chdir(tmp_path)
+
+    def evaluated(*arguments):
+        monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            values = absl_flags.FlagValues()
+            flags.run(evaluate.main, evaluate.__doc__, evaluate.GROUPS, values=values)
+        out, err = capsys.readouterr()
+        errors = [line for line in err.splitlines() if line.startswith("error: ")]
+        return left.value.code, out, errors[0] if errors else ""
+
+    return evaluated
+
+
+@pytest.mark.slow
+def test_a_run_and_its_twin(evaluated, copy, quick_compile):
+    (copy / "mine.jsonl").write_text("".join(json.dumps(GOOD) + "\n" for _ in range(3)))
+    tasks = f"cloze,last_word,{copy / 'mine.jsonl'}"
+    status, out, error = evaluated(
+        f"--run={copy}", f"--tasks={tasks}", "--num_fewshot=0,1", "--items=9", "--limit=6"
+    )
+    assert (status, error) == (0, "")
+    result = json.loads((copy / "evaluation.json").read_text())
+    assert list(result["models"]) == ["sparse", "dense"]
+    first, *asked = result["rows"]
+    for name, told in first["models"].items():
+        # The same windows as the run's last evaluation, so the same loss.
+        final = rows(copy, name)[-1]
+        assert final["kind"] == "final"
+        assert told["value"] == pytest.approx(final["loss"], rel=1e-4)
+        assert told["bits_per_byte"] == pytest.approx(final["bits_per_byte"], rel=1e-4)
+        assert result["models"][name]["step"] == final["step"]
+    both = [first["models"][name]["value"] for name in ("sparse", "dense")]
+    assert first["paired"]["difference"] == pytest.approx(both[0] - both[1])
+    assert [(row["task"], row["shots"]) for row in asked] == [
+        (task, shots) for shots in (0, 1) for task in ("cloze", "last_word", "mine")
+    ]
+    for row in asked:
+        assert row["items"] == (3 if row["task"] == "mine" else 6) and row["metric"] == "acc"
+        assert row["chance"] == {"cloze": 0.25, "last_word": 0.0, "mine": 0.5}[row["task"]]
+        assert set(row["baselines"]) == {"unigram", "bigram"}
+        for told in row["models"].values():
+            assert told["value"] == pytest.approx(sum(told["values"]) / len(told["values"]))
+    for word in ("cloze", "1-shot", "chance", "bigram", "sparse", "dense", "clustered by document"):
+        assert word in out
+    # A prompt of two questions does not fit every item into 64 tokens, or it does: both are said.
+    assert all("lost their beginning" in note for note in result["notes"])
+    report = ReportData.from_json(json.loads((copy / "report.json").read_text()))
+    assert report.evaluation == evaluation_report.data(result)
+    assert [v.name for v in report.variants] == ["sparse", "dense"]
+    page = (copy / "report.html").read_text()
+    assert 'id="evaluation"' in page and "last_word, 1-shot" in page
+
+
+def refusal(evaluated, *arguments):
+    status, _, error = evaluated(*arguments)
+    assert status == 2
+    return error
+
+
+def test_runs_that_cannot_be_evaluated(evaluated, copy, tmp_path):
+    assert "--run is needed" in refusal(evaluated)
+    assert "not a run folder" in refusal(evaluated, f"--run={tmp_path}")
+    run = f"--run={copy}"
+    assert "whole numbers" in refusal(evaluated, run, "--num_fewshot=0,x")
+    assert "--items=1" in refusal(evaluated, run, "--items=1")
+    assert "newest, best or a step" in refusal(evaluated, run, "--checkpoint=last")
+    (copy / "tokenizer.json").unlink()
+    assert "has no tokenizer.json" in refusal(evaluated, run)
+    assert not (copy / "evaluation.json").exists()
+
+
+def test_tasks_that_cannot_be_asked(evaluated, copy, tmp_path):
+    run = f"--run={copy}"
+    error = refusal(evaluated, run, "--tasks=clozes")
+    assert "no task 'clozes'" in error and "Did you mean cloze?" in error
+    assert "needs Python source" in refusal(evaluated, run, "--tasks=call_name")
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"context": "a"}) + "\n")
+    assert "line 1, lacks choices and answer" in refusal(evaluated, run, f"--tasks={path}")
+    path.write_text(json.dumps(GOOD) + "\n")
+    assert "too few for 5 others" in refusal(evaluated, run, f"--tasks={path}")
+    assert not (copy / "evaluation.json").exists()
+
+
+def test_runs_that_cannot_be_compared(evaluated, copy, undisturbed):
+    config = json.loads((copy / "config.json").read_text())
+    config["corpus"]["hash"] = "0" * 64
+    (copy / "config.json").write_text(json.dumps(config))
+    error = refusal(evaluated, f"--run={undisturbed}", f"--against={copy}")
+    assert "different corpora" in error
+    assert "has changed since" in refusal(evaluated, f"--run={copy}")
+
+
+def test_without_lm_eval_the_extra_is_named(evaluated, copy, monkeypatch):
+    monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda name: None)
+    assert "sparse_dataflow[eval]" in refusal(evaluated, f"--run={copy}")

@@ -1,0 +1,146 @@
+"""The main job on several processes over loopback: the same training, and ends in words."""
+
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from main_job import PICO, PLAN, TIMEOUT, arrays, checkpoint_steps, complaint, rows
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def start(job, processes, numbers, *arguments, more=None):
+    """Some of a run's processes, started; `more` are flags of one process by its number."""
+    address = f"--coordinator=127.0.0.1:{free_port()}"
+    commands = [
+        [
+            address,
+            f"--processes={processes}",
+            f"--process={n}",
+            *arguments,
+            *(more or {}).get(n, ()),
+        ]
+        for n in numbers
+    ]
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "experiments.gpt13b_sparse", *map(str, command)],
+            cwd=job.corpus.parent,
+            env=job.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for command in commands
+    ]
+
+
+def ended(started):
+    """Each process's end, as `subprocess.run` gives it."""
+    done = []
+    for process in started:
+        out, err = process.communicate(timeout=TIMEOUT)
+        done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+    return done
+
+
+def new(job, folder):
+    return (*PICO, *PLAN, "--notwin", f"--corpus={job.corpus}", f"--out={folder}")
+
+
+def numbers_of(folder):
+    """{(kind, step): loss} of a run."""
+    return {
+        (row["kind"], row["step"]): row["loss"] for row in rows(folder, "sparse") if "loss" in row
+    }
+
+
+def assert_like_one_process(folder, undisturbed):
+    mine, right = numbers_of(folder), numbers_of(undisturbed)
+    assert mine.keys() == right.keys()
+    np.testing.assert_allclose(list(mine.values()), list(right.values()), rtol=2e-4)
+    ours, theirs = arrays(folder, "sparse", 12), arrays(undisturbed, "sparse", 12)
+    assert ours.keys() == theirs.keys()
+    for name, array in theirs.items():
+        assert array.shape == ours[name].shape
+        if name.startswith("params") and name.endswith("values"):
+            np.testing.assert_allclose(ours[name], array, atol=0.02 * np.abs(array).max())
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one_and_go_on_as_one_or_as_four(job, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    done = ended(start(job, 2, (0, 1), *new(job, folder), "--mesh=data:2"))
+    assert [p.returncode for p in done] == [0, 0], [p.stderr for p in done]
+    assert "Traceback" not in done[0].stderr + done[1].stderr
+    assert "report:" in done[0].stderr and "loss" not in done[1].stderr
+    assert (folder / "report.html").exists()
+    assert_like_one_process(folder, undisturbed)
+    assert 6 in checkpoint_steps(folder, "sparse")
+    for processes, mesh in ((1, "auto"), (4, "fsdp:2,tensor:2")):
+        other = tmp_path / f"on_{processes}"
+        shutil.copytree(folder, other)
+        for step in checkpoint_steps(other, "sparse"):
+            if step > 6:
+                shutil.rmtree(other / "sparse" / "checkpoints" / str(step))
+        flags = (f"--resume={other}", f"--mesh={mesh}")
+        if processes == 1:
+            done = [job.run(*flags)]
+        else:
+            done = ended(start(job, processes, range(processes), *flags))
+        assert [p.returncode for p in done] == [0] * processes, [p.stderr for p in done]
+        assert "goes on after step 6 of 12" in done[0].stderr
+        assert_like_one_process(other, undisturbed)
+
+
+@pytest.mark.slow
+def test_when_one_process_is_killed_the_others_end_in_words(job, tmp_path):
+    folder = tmp_path / "run"
+    endless = ("--steps=100000", "--checkpoint_every=100000", "--eval_every=100000")
+    started = start(job, 2, (0, 1), *new(job, folder), *endless, "--mesh=data:2")
+    metrics, deadline = folder / "sparse" / "metrics.jsonl", time.monotonic() + TIMEOUT
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        assert started[0].poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    started[1].send_signal(signal.SIGKILL)
+    first, _ = ended(started)
+    assert first.returncode != 0
+    assert re.search(r"^error: process 1 ended: it ended without a word", first.stderr, re.M)
+
+
+def test_a_process_that_never_joins_is_named(job, tmp_path):
+    flags = (*new(job, tmp_path / "run"), "--join_timeout=3")
+    for done in ended(start(job, 3, (0, 1), *flags)):
+        assert "process 2 of 3 did not join within 3 seconds" in complaint(done)
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_flags_on_another_host_are_refused_on_both(job, tmp_path):
+    flags = new(job, tmp_path / "run")
+    for done in ended(start(job, 2, (0, 1), *flags, more={1: ["--seed=7"]})):
+        error = complaint(done)
+        assert "process 1 was told otherwise than process 0: --seed is 7 there and 0 here" in error
+        assert "hash of all flags" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_coordinator_that_is_not_reached(job, tmp_path):
+    [done] = ended(start(job, 2, (1,), *new(job, tmp_path / "run"), "--join_timeout=1"))
+    assert "was not reached within 1 seconds (Connection refused)" in complaint(done)
+
+
+def test_a_mesh_that_does_not_fit_is_refused_on_every_process(job, tmp_path):
+    flags = (*new(job, tmp_path / "run"), "--mesh=tensor:3")
+    for done in ended(start(job, 2, (0, 1), *flags)):
+        assert "a mesh of 3 devices, and there are 2" in complaint(done)
+    assert json.dumps(sorted(p.name for p in tmp_path.iterdir())) == "[]"

@@ -1,0 +1,41 @@
+"""What the tests of the exchange share: models, and weights changed on disk."""
+
+import jax
+import numpy as np
+from make_fixture import BYTES
+from safetensors.numpy import load_file, save_file
+
+from sparse_dataflow.interchange import huggingface
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+
+DENSE = ModelConfig(
+    num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=BYTES.vocab_size, max_len=16
+)
+SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))
+LOW_RANK = SPARSE.with_linears(LinearSpec("block_sparse", "random", 0.25, 8, rank=3), ("mlp_in",))
+
+
+def drawn(config, seed=0):
+    """Arbitrary parameters, none of them zero, and tables."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
+    params = jax.tree.map(lambda s: rng.normal(size=s.shape, scale=0.3).astype("f4"), shapes)
+    return params, gpt.layout_tables(gpt.layouts(config))
+
+
+def export(folder, form, config, seed=0):
+    """The parameters and tables that were written into the folder."""
+    params, tables = drawn(config, seed)
+    huggingface.write(
+        folder, form, config, params, tables, BYTES, context=config.max_len, card="# A model\n"
+    )
+    return params, tables
+
+
+def change_tensors(folder, change):
+    """`change` of the dict of a folder's tensors, in place."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)

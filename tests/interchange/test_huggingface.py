@@ -1,0 +1,291 @@
+"""Models from and to Hugging Face directories keep their logits; what is damaged is named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from make_fixture import BYTES, FOLDER, OPT_FOLDER, OPT_SPECIALS
+from models import DENSE, LOW_RANK, SPARSE, change_tensors, drawn, export
+from safetensors.numpy import load_file
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import whole
+from sparse_dataflow.interchange import architectures, huggingface, sparse_form
+from sparse_dataflow.interchange.dense_form import dense_form
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
+
+
+def logits(config, params, tables, ids=IDS):
+    run = jax.jit(lambda params, ids: whole.logits(config, params, tables, ids))
+    return np.asarray(run(params, ids))
+
+
+def alike(one, other):
+    same = jax.tree.map(np.array_equal, one, other)
+    return all(jax.tree.leaves(same))
+
+
+def test_imported_logits_are_those_of_transformers():
+    """tests/interchange/make_fixture.py wrote both with transformers."""
+    imported = huggingface.read(FOLDER)
+    expected = load_file(FOLDER / "expected.safetensors")
+    found = logits(imported.model, imported.params, {}, expected["ids"])
+    np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=1e-4)
+    assert np.abs(expected["logits"]).max() > 1  # A model of zeros would agree as well.
+    assert imported.tokenizer == BYTES
+
+
+def test_opt_comes_with_its_vocabulary_in_our_order():
+    """Text first, end of text last; what is predicted of a token is the same."""
+    imported = huggingface.read(OPT_FOLDER)
+    expected = load_file(OPT_FOLDER / "expected.safetensors")
+    there = [*BYTES.tokens, "<s>", "<pad>", "<unk>", "</s>"]
+    vocab = {token: number for number, token in enumerate((*OPT_SPECIALS, *BYTES.tokens))}
+    order = np.array([vocab[token] for token in there])
+    ids = np.argsort(order)[expected["ids"]].astype(np.int32)
+    found = logits(imported.model, imported.params, {}, ids)
+    np.testing.assert_allclose(found, expected["logits"][..., order], rtol=0, atol=1e-4)
+    assert imported.model.activation == "relu"
+    assert imported.tokenizer.tokens == BYTES.tokens and imported.tokenizer.eot_id == 259
+
+
+def test_the_fixtures_are_small():
+    files = [*FOLDER.iterdir(), *OPT_FOLDER.iterdir()]
+    assert sum(path.stat().st_size for path in files) < 300_000
+
+
+@pytest.mark.parametrize("config", [SPARSE, LOW_RANK], ids=["sparse", "low rank"])
+def test_the_dense_form_has_the_logits_of_the_sparse_model(tmp_path, config):
+    params, tables = export(tmp_path / "model", "dense", config)
+    imported = huggingface.read(tmp_path / "model")
+    assert not imported.model.sparse_projections
+    np.testing.assert_allclose(
+        logits(imported.model, imported.params, {}), logits(config, params, tables), atol=1e-4
+    )
+
+
+def test_a_dense_model_comes_back_to_the_bit(tmp_path):
+    params, _ = export(tmp_path / "model", "dense", DENSE)
+    imported = huggingface.read(tmp_path / "model")
+    assert imported.model == DENSE and imported.tokenizer == BYTES
+    assert alike(imported.params, params)
+
+
+@pytest.mark.parametrize("config", [DENSE, SPARSE, LOW_RANK], ids=["dense", "sparse", "low rank"])
+def test_the_sparse_form_comes_back_to_the_bit(tmp_path, config):
+    params, tables = export(tmp_path / "model", "sparse", config)
+    imported = huggingface.read(tmp_path / "model")
+    assert imported.model == config and imported.tokenizer == BYTES
+    assert alike(imported.params, params) and alike(imported.tables, tables)
+
+
+def test_the_documented_reader_gives_the_dense_weight(tmp_path):
+    """The four lines of `sparse_form`'s docstring, with numpy alone."""
+    params, tables = export(tmp_path / "model", "sparse", SPARSE)
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    _, dense = dense_form(SPARSE, params, tables)
+    at = "blocks.1.mlp_in"
+    values, index, slot = (found[f"{at}.{name}"] for name in ("values", "in_index", "in_slot"))
+    block, in_blocks = values.shape[-1], len(found[f"{at}.out_index"])
+    weight = np.zeros((in_blocks, block, len(index), block), np.float32)
+    for o, position in np.argwhere(slot >= 0):
+        weight[index[o, position], :, o, :] = values[slot[o, position]]
+    weight = weight.reshape(in_blocks * block, -1)
+    np.testing.assert_array_equal(weight, dense["blocks"]["mlp_in"]["kernel"][1])
+
+
+@given(heads=st.sampled_from([1, 2, 4]), width=st.integers(1, 5), rows=st.integers(1, 3))
+def test_the_order_of_heads_is_turned_and_turned_back(heads, width, rows):
+    features = np.arange(rows * 3 * heads * width).reshape(rows, -1)
+    turned = architectures.by_head(features, heads)
+    np.testing.assert_array_equal(architectures.by_part(turned, heads), features)
+    # Head h begins with its queries, which lie h * width from the left there.
+    for head in range(heads):
+        there = features[:, head * width : (head + 1) * width]
+        np.testing.assert_array_equal(turned[:, 3 * head * width :][:, :width], there)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Path(shutil.copytree(FOLDER, tmp_path / "gpt2"))
+
+
+def change_config(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+TENSOR = "transformer.h.1.mlp.c_fc.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(TENSOR), f"no tensor {TENSOR}"),
+        (lambda t: t.update({TENSOR: t[TENSOR][:, 1:]}), r"\[32, 127\]; .* asks for \[32, 128\]"),
+        (lambda t: t.update({TENSOR: t[TENSOR] * np.nan}), "not finite"),
+        (lambda t: t.update({TENSOR: t[TENSOR].astype(np.int32)}), "is int32; legal: floats"),
+        (lambda t: t.pop("transformer.wte.weight"), "no tensor transformer.wte.weight"),
+    ],
+)
+def test_damaged_tensors_are_named(folder, change, message):
+    change_tensors(folder, change)
+    with pytest.raises(UserError, match=message):
+        huggingface.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "llama"}, "type 'llama'; legal: gpt2, opt"),
+        ({"activation_function": "silu"}, "activation_function='silu'; legal: gelu_new"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ({"n_embd": "wide"}, "config.json is damaged|legal"),
+        ({"n_head": 5}, "legal head counts"),
+    ],
+)
+def test_other_architectures_are_named(folder, fields, message):
+    change_config(folder, **fields)
+    with pytest.raises(UserError, match=message):
+        huggingface.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "config.json").unlink(), "no Hugging Face directory"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
+        (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "no whole safetensors file"),
+        (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer"),
+        (lambda f: (f / "tokenizer.json").write_text("[]"), "tokenizer .* cannot be read"),
+        (
+            lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}'),
+            "lacks b, which its index names",
+        ),
+    ],
+)
+def test_missing_and_damaged_files_are_named(folder, damage, message):
+    damage(folder)
+    with pytest.raises(UserError, match=message):
+        huggingface.read(folder)
+
+
+def test_sharded_and_half_precision_weights_are_read(folder):
+    import struct
+
+    from safetensors.numpy import save_file
+
+    whole_file = load_file(folder / "model.safetensors")
+    names = sorted(whole_file)
+    (folder / "model.safetensors").unlink()
+    save_file({n: whole_file[n].astype(np.float16) for n in names[::2]}, folder / "a.safetensors")
+    # numpy has no bfloat16, so the file of the other half is written by hand.
+    header, data = {}, b""
+    for name in names[1::2]:
+        raw = (whole_file[name].view(np.uint32) >> 16).astype("<u2").tobytes()
+        shape = list(whole_file[name].shape)
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": offsets}
+        data += raw
+    text = json.dumps(header).encode()
+    (folder / "b.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    index = {name: "ab"[i % 2] + ".safetensors" for i, name in enumerate(names)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    found = huggingface.read(folder)
+    exact = huggingface.read(FOLDER)
+    assert not alike(found.params, exact.params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0.01, atol=1e-3),
+        found.params,
+        exact.params,
+    )
+
+
+def test_nothing_half_written_is_left(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(huggingface.tokenizer_files, "write", fail)
+    with pytest.raises(UserError, match="cannot be written: No space left"):
+        export(tmp_path / "deep" / "model", "dense", DENSE)
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+    monkeypatch.undo()
+    export(tmp_path / "deep" / "model", "dense", DENSE)
+    with pytest.raises(UserError, match="exists already"):
+        export(tmp_path / "deep" / "model", "dense", DENSE)
+
+
+def test_what_gpt2_has_not_is_refused(tmp_path):
+    import dataclasses
+
+    rotary = dataclasses.replace(DENSE, positions="rotary")
+    with pytest.raises(UserError, match=r"GPT-2 has no layernorm with rotary .* legal: the sparse"):
+        export(tmp_path / "model", "dense", rotary)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_layout_is_refused(tmp_path):
+    export(tmp_path / "model", "sparse", SPARSE)
+
+    def twice(tensors):
+        tensors["blocks.0.qkv.in_slot"][0, 0] = tensors["blocks.0.qkv.in_slot"][0, 1]
+
+    change_tensors(tmp_path / "model", twice)
+    with pytest.raises(UserError, match="in_slot"):
+        sparse_form.read(tmp_path / "model")
+
+
+def flax_logits(folder, ids):
+    """Of transformers' Flax model, whose weights are [out, in]."""
+    from transformers import FlaxGPT2LMHeadModel, GPT2Config
+
+    params: dict = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        *path, leaf = name.split(".")
+        if path[-1] in ("wte", "wpe"):
+            leaf = "embedding"
+        elif leaf == "weight":
+            leaf = "scale" if tensor.ndim == 1 else "kernel"
+        place = params
+        for part in path:
+            place = place.setdefault(part, {})
+        place[leaf] = tensor.T if leaf == "kernel" else tensor
+    model = FlaxGPT2LMHeadModel(GPT2Config.from_pretrained(folder), _do_init=False)
+    return np.asarray(model(ids, params=params).logits)
+
+
+def torch_logits(folder, ids):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return model(torch.from_numpy(ids).long()).logits.numpy()
+
+
+@pytest.mark.parametrize("library", ["torch", "flax"])
+@pytest.mark.parametrize("config", [DENSE, LOW_RANK], ids=["dense", "low rank"])
+def test_transformers_loads_an_export(tmp_path, library, config):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    if library == "torch":
+        pytest.importorskip("torch", reason="torch is not installed")
+    elif not hasattr(transformers, "FlaxGPT2LMHeadModel"):
+        pytest.skip("this transformers has no Flax models; 4.57 has")
+    export(tmp_path / "model", "dense", config)
+    ask = torch_logits if library == "torch" else flax_logits
+    found = ask(tmp_path / "model", IDS)
+    np.testing.assert_allclose(found, logits(config, *drawn(config)), rtol=0, atol=1e-4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    for text in ("hello", "héllo\n 🙂", "a  b"):
+        assert tokenizer(text).input_ids == BYTES.encode(text).tolist()
+        assert tokenizer.decode(BYTES.encode(text)) == text
+    assert tokenizer.eos_token_id == BYTES.eot_id

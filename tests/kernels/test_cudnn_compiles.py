@@ -1,0 +1,43 @@
+"""cuDNN attention passes the compiler for an H200, on a machine without one.
+
+XLA asks cuDNN for its plans only on the GPU itself: whether an engine serves a shape is not proven
+here, only that jax and XLA take it and hold no scores.
+"""
+
+import described_h200
+import jax
+import jax.numpy as jnp
+import pytest
+from simulated_hopper import targeted_gpu
+
+from sparse_dataflow.kernels.attention import cudnn
+from sparse_dataflow.kernels.attention.api import causal_attention
+
+pytest.importorskip(
+    "jax_cuda13_plugin", reason="compiling for a GPU needs 'sparse_dataflow[cuda]': make aot-gpu"
+)
+pytestmark = pytest.mark.slow
+
+
+def gradients(query, key, value, dy):
+    y, pullback = jax.vjp(causal_attention, query, key, value)
+    return y, *pullback(dy)
+
+
+def test_cudnn_attention_compiles_and_holds_no_scores():
+    shape = (1, 2048, 40, 128)  # GPT-13B's.
+    program = described_h200.compiled(gradients, [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 4)
+    text = program.as_text()
+    assert "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text
+    scores = 40 * 2048**2 * 2
+    assert program.memory_analysis().temp_size_in_bytes < scores / 2
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "words"), [(300, "bfloat16", "head dim"), (128, "float32", "fp16 or bf16")]
+)
+def test_what_cudnn_refuses_compiles_without_it(width, dtype, words):
+    operand = jax.ShapeDtypeStruct((1, 256, 2, width), jnp.dtype(dtype))
+    with targeted_gpu():
+        assert words in cudnn.refusal(operand)
+    assert "cudnn" not in described_h200.compiled(gradients, [operand] * 4).as_text()

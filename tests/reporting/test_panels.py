@@ -1,0 +1,50 @@
+"""Figures of studies: every curve, bar and label is on the page."""
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from sparse_dataflow.reporting.panels import Curve, Panel, save_bars, save_panels
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved."""
+    found = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a: (found.append(self), save(self, *a)))
+    return found
+
+
+def test_panels_show_curves_marks_and_spreads_in_one_colour_a_name(drawn, tmp_path):
+    x = np.array([1.0, 2.0, 4.0])
+    panels = [
+        Panel("first", "x", "y", {"a": Curve(x, x, x - 1, x + 1), "b": Curve(x, 2 * x)}, log_x=2),
+        Panel("second", "x", "y", {"b": Curve(x, 3 * x, joined=False)}, ticks=x),
+        *(Panel(str(i), "x", "y", {"c": Curve(x, x, marked=False, dashed=True)}) for i in range(3)),
+    ]
+    save_panels(tmp_path / "made" / "figure.png", panels)
+    assert (tmp_path / "made" / "figure.png").read_bytes().startswith(b"\x89PNG")
+    (figure,) = drawn
+    first, second, third, *_ = figure.axes
+    assert [axes.get_title() for axes in figure.axes[:5]] == ["first", "second", "0", "1", "2"]
+    np.testing.assert_array_equal(first.lines[1].get_ydata(), 2 * x)
+    assert first.lines[1].get_color() == second.lines[0].get_color()
+    assert len(first.collections) == 1 and not second.collections
+    assert second.lines[0].get_linestyle() == "None" and third.lines[0].get_linestyle() == "--"
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["a", "b", "c"]
+    assert first.get_xscale() == "log" and second.get_xscale() == "linear"
+
+
+def test_bars_show_every_sample_best_on_top(drawn, tmp_path):
+    groups = {"equal tokens": {"dense": [2.0, 2.1], "rigl": [2.2]}, "equal flops": {"rigl": [2.0]}}
+    save_bars(tmp_path / "bars.png", groups, "bits per byte", "dense")
+    first, second = drawn[0].axes
+    assert [t.get_text() for t in first.get_yticklabels()] == ["rigl", "dense"]
+    widths = [bar.get_width() for bar in first.patches]
+    assert widths == pytest.approx([2.2, 2.05])
+    samples = sorted(x for line in first.lines[:2] for x in line.get_xdata())
+    assert samples == [2.0, 2.1, 2.2]
+    low, high = first.get_xlim()
+    assert low < 2.0 < 2.2 < high
+    assert len(first.lines) == 3 and len(second.lines) == 1  # The reference's line.

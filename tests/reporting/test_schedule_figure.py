@@ -1,0 +1,43 @@
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from sparse_dataflow.execution import schedules
+from sparse_dataflow.reporting.schedule_figure import ACTIONS, LONGEST, schedule_picture
+
+
+def cells(picture, colour):
+    """Left edges [n] of the cells in a colour, without the legend's."""
+    lefts = []
+    for element in ElementTree.fromstring(picture).iter("path"):
+        if f"fill: var(--{colour})" in element.get("style", ""):
+            points = re.findall(r"(-?[\d.]+) (-?[\d.]+)", element.get("d"))
+            lefts.append(min(float(x) for x, _ in points))
+    return lefts[:-1]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_action_is_a_cell_at_its_tick(recompute):
+    schedule = schedules.make("interleaved", 2, 4, 2, recompute)
+    picture = schedule_picture(schedule, "key")
+    for part, action in enumerate(ACTIONS):
+        lefts = cells(picture, f"part{part}")
+        ticks = np.nonzero(schedule.action == action)[1]
+        assert len(lefts) == len(ticks)
+        if len(ticks):
+            width = (max(lefts) - min(lefts)) / (max(ticks) - min(ticks))
+            start = min(lefts) - width * min(ticks)
+            np.testing.assert_allclose(lefts, start + width * ticks, atol=0.1)
+    numbers = [element.text for element in ElementTree.fromstring(picture).iter("text")]
+    assert numbers.count("4") == 2 * 2 * (3 + recompute)
+    assert "2 stages of 2 chunks each, 4 micro-batches" in picture
+
+
+def test_a_long_schedule_stays_a_small_picture():
+    schedule = schedules.make("1f1b", 2, 400)
+    picture = schedule_picture(schedule, "key")
+    assert schedule.ticks > LONGEST
+    widest = float(ElementTree.fromstring(picture).get("width"))
+    assert widest < 1200 and f"{schedule.ticks} ticks" in picture

@@ -1,0 +1,109 @@
+"""Densities by budget: legal ones, within the FLOPs, near the rule; and refused in words."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec
+from sparse_dataflow.planning import cost
+from sparse_dataflow.sparsity.allocation import allocate, allocation_table
+from sparse_dataflow.sparsity.patterns import make_layout
+
+SEQUENCE = 64
+
+
+def sparse(scale="nano", pattern="cyclic", density=0.125, block=64, projections=PROJECTIONS):
+    spec = LinearSpec("block_sparse", pattern, density, block)
+    return SIZES[scale].with_linears(spec, projections)
+
+
+def projection_flops(model):
+    sections = cost.flops_per_token(model, SEQUENCE).sections
+    return sum(sections[name] for name in PROJECTIONS)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from(["nano", "125m", "13b"]),
+    st.sampled_from(["cyclic", "monarch"]),
+    st.sampled_from([1 / 2, 1 / 4]),
+    st.sets(st.sampled_from(PROJECTIONS), min_size=1),
+)
+def test_compute_stays_within_the_budget_and_has_layouts(scale, pattern, density, projections):
+    model = sparse(scale, pattern, density, projections=projections)
+    shared = allocate(model, "compute")
+    assert projection_flops(shared) <= projection_flops(model) * (1 + 1e-9)
+    assert shared.sparse_projections == model.sparse_projections
+    for name in shared.sparse_projections:
+        spec = shared.linear(name)
+        layout = make_layout(spec.pattern, *model.projection_shape(name), spec.block, spec.density)
+        assert layout.density == pytest.approx(spec.density)
+        assert dataclasses.replace(spec, density=density) == model.linear(name)
+
+
+def test_compute_follows_the_rule_where_the_grid_is_fine():
+    """The 13B has 80 legal densities a projection: each ends within one of them of its share."""
+    model = allocate(sparse("13b", density=0.125), "compute")
+    parts = {n: sum(model.projection_shape(n)) / 5120**2 for n in PROJECTIONS}
+    sizes = {n: model.projection_shape(n)[0] * model.projection_shape(n)[1] for n in PROJECTIONS}
+    scale = 0.125 * sum(sizes.values()) / sum(parts.values())
+    for name in PROJECTIONS:
+        assert abs(model.linear(name).density - scale * parts[name] / sizes[name]) <= 1 / 80
+    assert model.linear("attn_out").density > model.linear("qkv").density
+
+
+def test_a_budget_that_fills_a_projection_leaves_the_rest_to_the_others():
+    model = allocate(sparse("nano", density=15 / 16), "compute")
+    assert model.linear("attn_out").density == 1
+    assert projection_flops(model) <= projection_flops(sparse("nano", density=15 / 16))
+
+
+def test_uniform_changes_nothing():
+    model = sparse()
+    assert allocate(model, "uniform") is model
+    assert allocate(SIZES["nano"], "compute") == SIZES["nano"]
+
+
+def test_named_densities():
+    model = allocate(sparse(), "qkv:0.25,mlp_in:0.5")
+    assert {n: model.linear(n).density for n in PROJECTIONS} == {
+        "qkv": 0.25,
+        "attn_out": 0.125,
+        "mlp_in": 0.5,
+        "mlp_out": 0.125,
+    }
+
+
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        ("flops", "'flops' names no projection; legal: uniform, compute, or densities"),
+        ("mlp:0.5", "'mlp:0.5' names no projection"),
+        ("attn_out:0.5", "attn_out, which is dense; legal: mlp_in, mlp_out, qkv"),
+        ("qkv:0", "'qkv:0' is not a density in"),
+        ("qkv:half", "'qkv:half' is not a density in"),
+    ],
+)
+def test_refused_in_words(budget, words):
+    model = sparse(projections=("qkv", "mlp_in", "mlp_out"))
+    with pytest.raises(UserError, match=words):
+        allocate(model, budget)
+
+
+def test_a_pattern_without_a_layout_that_cheap_is_refused():
+    model = sparse("nano", "monarch", density=0.01)
+    with pytest.raises(UserError, match=r"finds no densities that cost 0\.01"):
+        allocate(model, "compute")
+
+
+def test_the_table_has_every_projection_and_its_share():
+    model = sparse(projections=("qkv", "mlp_in", "mlp_out"))
+    text = allocation_table(model, cost.flops_per_token(model, SEQUENCE).sections)
+    rows = [line.split() for line in text.splitlines()]
+    assert [row[0] for row in rows] == ["projection", *PROJECTIONS]
+    assert rows[1][1:6] == ["16x48", "0.125", "96", "of", "768"]
+    assert "dense" in rows[2]
+    assert sum(float(row[-1].rstrip("%")) for row in rows[1:]) == pytest.approx(100, abs=0.2)

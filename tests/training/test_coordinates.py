@@ -1,0 +1,56 @@
+"""The coordinate check: exponents are found, and SuPar is flat where the standard one is not."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.training.coordinates import (
+    ACTIVATIONS,
+    activation_changes,
+    slopes,
+    widened,
+)
+from sparse_dataflow.training.optimizer import TrainingConfig
+
+MODEL = ModelConfig(1, 64, 2, 256, vocab_size=64, max_len=16)
+TRAINING = TrainingConfig(steps=3, batch=8, sequence=16, learning_rate=2e-3)
+
+
+@given(st.floats(-2, 2), st.floats(-2, 2), st.floats(0.01, 10))
+def test_exponents_are_found(width, density, scale):
+    sizes = {(w, d): scale * w**width * d**density for w in (64, 128, 512) for d in (1, 0.25)}
+    assert slopes(sizes) == pytest.approx((width, density), abs=1e-6)
+
+
+def test_heads_keep_their_width():
+    wide = widened(MODEL, 256)
+    assert (wide.num_heads, wide.d_ff) == (8, 1024)
+
+
+@pytest.mark.slow
+def test_supar_is_flat_over_width_and_density(quick_compile):
+    """The change of activations after three steps: powers of width and density near 0."""
+    rng = np.random.default_rng(0)
+    # Few tokens are frequent, as in text: then gradients agree, and what is wrong shows early.
+    batches = [np.minimum(63, rng.zipf(1.5, (8, 17))).astype(np.int32) for _ in range(3)]
+    found = {}
+    for parametrization in ("standard", "supar"):
+        sizes = {name: {} for name in ACTIVATIONS}
+        for width in (64, 256):
+            for density in (1.0, 0.25):
+                model = widened(dataclasses.replace(MODEL, parametrization=parametrization), width)
+                model = model.with_linears(LinearSpec("block_sparse", "random", density, 16))
+                for name, changes in activation_changes(model, TRAINING, batches).items():
+                    sizes[name][width, density] = changes[-1]
+        found[parametrization] = {name: slopes(of_name) for name, of_name in sizes.items()}
+    for name in ("attention branch", "MLP branch", "logits"):
+        width, density = found["standard"][name]
+        flat_width, flat_density = found["supar"][name]
+        assert abs(flat_width) < 0.2 and abs(flat_density) < 0.2, (name, found)
+        assert width > abs(flat_width) + 0.2, (name, found)
+        # Logits follow the embedding, which stays dense.
+        assert name == "logits" or density > abs(flat_density) + 0.1, (name, found)
