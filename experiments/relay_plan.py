@@ -1,6 +1,8 @@
 """What the relay needs for a run: told before it, refused where the machine is too small, and set
 beside what was measured after it."""
 
+import os
+
 import jax
 import psutil
 
@@ -40,6 +42,9 @@ def tell(values, variants: list[Variant], chip: Chip, devices: int = 1) -> None:
     for v, found in zip(variants, plans):
         say(f"{v.name:>6}: {found.text()}")
     relay.refuse_small_host(plans[0].beside(plans[1:]), psutil.virtual_memory().available)
+    if jax.default_backend() == "gpu":
+        limit = float(os.environ.get(relay.PINNED_SETTING) or relay.PINNED_GIB)
+        relay.refuse_unpinned(plans[0].beside(plans[1:]), limit)
     need = max(found.device_total for found in plans)
     if chip.memory_bytes is not None and need > chip.memory_bytes * memory.USABLE:
         raise UserError(

@@ -214,5 +214,26 @@ def refuse_small_host(found: RelayPlan, available: int) -> None:
     )
 
 
+PINNED_SETTING = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""Environment variable: GiB of page-locked host memory that XLA hands out to CUDA devices."""
+
+PINNED_GIB = 64
+"""What it is where it is not set (XLA's GPU client; recalled)."""
+
+
+def refuse_unpinned(found: RelayPlan, limit_gib: float) -> None:
+    """Refuses a plan whose page-locked memory is above XLA's limit on a GPU.
+
+    Raises:
+      UserError: naming the setting and the value that is needed.
+    """
+    need = (found.host["device's copies"] + found.host["stash"]) / GIB
+    if need > limit_gib:
+        raise UserError(
+            f"The relay keeps {need:,.3g} GiB in page-locked memory, and XLA hands out "
+            f"{limit_gib:g}; set {PINNED_SETTING}={math.ceil(1.1 * need)} in the environment."
+        )
+
+
 def _listed(parts):
     return ", ".join(f"{name} {size / GIB:,.3g}" for name, size in parts.items() if size)

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from sparse_dataflow.execution import rendezvous
 from sparse_dataflow.execution.host_state import fresh_state
-from sparse_dataflow.execution.relay import Relay, RelayConfig
+from sparse_dataflow.execution.relay import Relay
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.training.optimizer import TrainingConfig
 
@@ -23,9 +24,11 @@ TRAINING = TrainingConfig(
 )
 
 
-def losses(mesh, stash="device"):
-    """Of the first steps at a constant learning rate."""
-    relay = Relay(MODEL, TRAINING, RelayConfig(stash=stash), mesh=mesh)
+def losses(mesh, ready=lambda: None):
+    """Of the first steps at a constant learning rate; `ready` is called between compiling and
+    them."""
+    relay = Relay(MODEL, TRAINING, mesh=mesh)
+    ready()
     state, found = fresh_state(MODEL, TRAINING), []
     for step in range(TRAINING.steps):
         tokens = np.random.default_rng(step).integers(0, MODEL.vocab_size, (8, 12), np.int32)
@@ -35,8 +38,17 @@ def losses(mesh, stash="device"):
 
 
 if __name__ == "__main__":
-    processes, number, port = map(int, sys.argv[1:])
+    processes, number, port, other = map(int, sys.argv[1:])
     jax.config.update("jax_disable_most_optimizations", True)
+    group = []
+
+    def meet():
+        """The first collective waits 30 seconds for the others: less than compiling may take."""
+        if processes > 1:
+            group.append(rendezvous.meet(f"localhost:{other}", processes, number, {}, 500))
+
     if processes > 1:
         jax.distributed.initialize(f"localhost:{port}", processes, number)
-    print(json.dumps(losses(Mesh(np.array(jax.devices()), ("data",)))))
+    print(json.dumps(losses(Mesh(np.array(jax.devices()), ("data",)), meet)), flush=True)
+    for each in group:
+        each.leave()

@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compile")]
 
 
-def start(processes, number, port, devices):
+def start(processes, number, ports, devices):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
-        [sys.executable, relay_process.__file__, str(processes), str(number), str(port)],
+        [sys.executable, relay_process.__file__, *map(str, (processes, number, *ports))],
         env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -48,12 +48,12 @@ def alone(quick_compile):
 
 
 def test_several_devices_share_each_micro_batch(alone):
-    np.testing.assert_allclose(printed(start(1, 0, 0, devices=2)), alone, rtol=2e-6)
+    np.testing.assert_allclose(printed(start(1, 0, (0, 0), devices=2)), alone, rtol=2e-6)
 
 
 def test_several_processes_train_one_model(alone):
-    port = free_port()
-    both = [start(2, number, port, devices=1) for number in range(2)]
+    ports = free_port(), free_port()
+    both = [start(2, number, ports, devices=1) for number in range(2)]
     found = [printed(process) for process in both]
     assert found[0] == found[1]
     np.testing.assert_allclose(found[0], alone, rtol=2e-6)

@@ -154,3 +154,11 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot be kept in .*name another --server_dir"):
         open_files(tmp_path / "file")
+
+
+def test_a_slow_disk_is_told_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(server_files, "SLOW_SECONDS", 0.0)
+    files = open_files(tmp_path)
+    advance(files.new_state(first_state), files, 3)
+    told = [record for record in caplog.records if "to keep a step" in record.getMessage()]
+    assert len(told) == 1

@@ -96,3 +96,10 @@ def test_the_text_names_every_figure():
 def test_a_batch_that_cannot_be_cut_is_refused():
     with pytest.raises(UserError, match="does not cut into 3 micro-batches"):
         relay.plan(LARGE, 8, 2048, 3)
+
+
+def test_a_limit_on_page_locked_memory_is_named_with_what_is_needed():
+    found = relay.plan(LARGE, 8, 2048, stash="host")
+    relay.refuse_unpinned(found, 64)
+    with pytest.raises(UserError, match=rf"set {relay.PINNED_SETTING}=\d+ in the environment"):
+        relay.refuse_unpinned(found, 8)
