@@ -30,6 +30,7 @@ def check(values: absl_flags.FlagValues, groups: Sequence[Group]) -> None:
     _check_sparsity(values)
     _check_evolution(values)
     execution_flags.check(values)
+    _check_start(values)
     _check_folders(values, groups)
 
 
@@ -111,6 +112,23 @@ def _check_evolution(values):
             )
     if method == "low_rank_tail" and "rank" in values and not values.rank:
         raise UserError("--evolution=low_rank_tail adds a term of --rank; legal: 1 or more.")
+
+
+_OF_THE_WEIGHTS = (
+    "scale", "norm", "positions", "parametrization", "tokenizer", "vocab_size"
+)  # fmt: skip
+"""Flags whose values come with the weights of --init_from."""
+
+
+def _check_start(values):
+    if "init_from" not in values or not values.init_from or values.resume:
+        return
+    named = [name for name in _OF_THE_WEIGHTS if given(values, name)]
+    if named:
+        raise UserError(
+            f"{_flag_list(named)} with --init_from={values.init_from}: these come with the "
+            "weights; leave them out, or leave --init_from out."
+        )
 
 
 def _check_folders(values, groups):

@@ -6,14 +6,17 @@ from collections.abc import Iterator
 import jax
 from jax.sharding import AbstractMesh
 
-from experiments import execution_flags, flags
+from experiments import contradictions, execution_flags, flags
 from experiments.recipes import Variant
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import describe, distributed
 from sparse_dataflow.execution import mesh as meshes
 from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
+from sparse_dataflow.execution.pipelined import Pipelined
 from sparse_dataflow.execution.sharded import Sharded
+from sparse_dataflow.execution.stages import divide
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.hardware import GIB
 from sparse_dataflow.training.step import abstract_state
@@ -29,7 +32,7 @@ def joined(experiment: str, values, groups) -> Iterator[None]:
     me = distributed.membership(values.coordinator, values.processes, values.process)
     told = flags.as_dict(values, groups) | {
         name: values[name].value
-        for name in ("out", "resume", "mesh", "zero", "executor", "describe")
+        for name in ("out", "resume", "mesh", "zero", "executor", "schedule", "chunks", "describe")
     }
     facts = {"experiment": experiment, "jax": jax.__version__}
     facts |= {f"--{name}": value for name, value in told.items()}
@@ -38,27 +41,48 @@ def joined(experiment: str, values, groups) -> Iterator[None]:
 
 
 def executor(values) -> Executor:
-    """The one that --mesh and --zero describe.
+    """The one that the flags describe, for the scale that they name.
 
     With --describe the devices need not be there.
 
     Raises:
-      UserError: no such mesh; names the legal values.
+      UserError: no such mesh, schedule or division of the layers; names the legal values.
     """
     if values.executor == "relay":
         return execution_flags.relay(values)
     imagined = values.describe == "yes" and values.mesh != "auto"
     sizes = meshes.parse(values.mesh, None if imagined else jax.device_count())
-    if sizes["stage"] > 1:
-        raise UserError(
-            f"--mesh={values.mesh} cuts the model by layers, which no executor of this experiment "
-            "does; legal: data, fsdp, tensor."
-        )
-    if imagined:
-        return Sharded(AbstractMesh(tuple(sizes.values()), tuple(sizes)), values.zero)
-    if jax.device_count() == 1:
+    staged = _pipelines(values, sizes["stage"])
+    if not (imagined or staged) and jax.device_count() == 1:
         return ONE_DEVICE
-    return Sharded(meshes.make(sizes), values.zero)
+    if imagined:
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    else:
+        mesh = meshes.make(sizes)
+    if not staged:
+        return Sharded(mesh, values.zero)
+    division = divide(SIZES[values.scale].num_layers, sizes["stage"], values.chunks)
+    return Pipelined(mesh, values.zero, division=division, schedule=values.schedule)
+
+
+def _pipelines(values, stages):
+    """Whether the executor is the pipeline; UserError where flags contradict it."""
+    if values.executor == "pipeline" and stages == 1:
+        raise UserError(
+            f"--executor=pipeline on --mesh={values.mesh}, which has no stages; legal: a mesh with "
+            "stage:2 or more, such as --mesh=stage:2,fsdp."
+        )
+    if values.executor == "whole" and stages > 1:
+        raise UserError(
+            f"--mesh={values.mesh} cuts the model by layers, and --executor=whole keeps them "
+            "together; legal: --executor=pipeline, or the axes data, fsdp, tensor."
+        )
+    only = [f"--{name}" for name in ("schedule", "chunks") if contradictions.given(values, name)]
+    if stages == 1 and only:
+        raise UserError(
+            f"{' and '.join(only)} without a pipeline; legal with stage:2 or more in --mesh."
+        )
+    return stages > 1
 
 
 def arrays(executor: Executor, variant: Variant) -> list[dict]:

@@ -1,22 +1,13 @@
-"""Flags on how a model's sections flow over the device and time, and the executor they name."""
+"""Flags of the relay, and the executor that they describe."""
 
 from experiments.command_line import Flag, Group
 from sparse_dataflow.errors import UserError
 
 ONLY_RELAY = ("stash", "clipping", "server_dir", "depth_schedule")
-EXECUTION = Group(
-    "Execution",
-    "how the model's sections flow over devices and time",
+RELAY = Group(
+    "Relay",
+    "how --executor=relay runs",
     (
-        Flag(
-            "executor",
-            "choice",
-            "whole",
-            "whole runs all sections in one program; relay brings one block at a time to the "
-            "device, from parameters in host memory.",
-            lambda: ("whole", "relay"),
-            fixed=False,
-        ),
         Flag(
             "stash",
             "choice",
@@ -59,7 +50,7 @@ def check(values) -> None:
     Raises:
       UserError: naming the flags and what would be legal.
     """
-    if "executor" not in values:
+    if "executor" not in values or "stash" not in values:
         return
     from sparse_dataflow.execution.depth_schedule import DepthSchedule
 

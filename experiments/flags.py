@@ -15,11 +15,22 @@ from absl import flags as absl_flags
 from experiments import command_line, contradictions
 from experiments.command_line import Flag, Group
 from experiments.contradictions import given
-from experiments.execution_flags import EXECUTION
+from experiments.execution_flags import RELAY
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES
 
-__all__ = ["DATA", "DEVICES", "EVOLUTION", "EXECUTION", "GROUPS", "MODEL", "RUN", "SPARSITY"]
-__all__ += ["TRAINING", "as_dict", "check", "define", "given", "run", "without"]
+__all__ = [
+    "DATA",
+    "DEVICES",
+    "EVOLUTION",
+    "GROUPS",
+    "MODEL",
+    "RELAY",
+    "RUN",
+    "SPARSITY",
+    "START",
+    "TRAINING",
+]
+__all__ += ["as_dict", "check", "define", "given", "run", "without"]
 
 _MODULE = __name__
 _COUNT = ("0 or more", lambda n: n >= 0)
@@ -36,6 +47,12 @@ def _methods() -> tuple[str, ...]:
     from sparse_dataflow.sparsity.evolution import METHODS
 
     return tuple(METHODS)
+
+
+def _schedules() -> tuple[str, ...]:
+    from sparse_dataflow.execution.schedules import SCHEDULES
+
+    return tuple(SCHEDULES)
 
 
 def _one_of(*names: str):
@@ -263,6 +280,19 @@ DATA = Group(
         ),
     ),
 )
+START = Group(
+    "Start",
+    "what the weights are before the first step",
+    (
+        Flag(
+            "init_from",
+            "text",
+            "",
+            "Run folder, or Hugging Face directory of GPT-2 or OPT, whose weights, shape and "
+            "tokenizer are taken; sparse weights keep their largest blocks. Empty draws weights.",
+        ),
+    ),
+)
 RUN = Group(
     "Run",
     "where the results go",
@@ -309,6 +339,33 @@ DEVICES = Group(
             fixed=False,
         ),
         Flag(
+            "executor",
+            "choice",
+            "auto",
+            "whole has all layers in one program; pipeline streams micro-batches (--accumulation) "
+            "through the stages of the mesh; relay brings one block at a time to the device, from "
+            "parameters in host memory; auto is pipeline where the mesh has stages, else whole.",
+            _one_of("auto", "whole", "pipeline", "relay"),
+            fixed=False,
+        ),
+        Flag(
+            "schedule",
+            "choice",
+            "1f1b",
+            "What the stages do when: zero_bubble idles least, interleaved less than 1f1b, gpipe "
+            "as much as 1f1b while it keeps the activations of all micro-batches.",
+            _schedules,
+            fixed=False,
+        ),
+        Flag(
+            "chunks",
+            "integer",
+            1,
+            "Parts of the model on each stage of an interleaved pipeline.",
+            legal=_AT_LEAST_ONE,
+            fixed=False,
+        ),
+        Flag(
             "describe",
             "switch",
             "no",
@@ -349,8 +406,9 @@ DEVICES = Group(
         ),
     ),
 )
-GROUPS = (MODEL, SPARSITY, EVOLUTION, TRAINING, DATA, RUN, DEVICES, EXECUTION)
-_NOT_KEPT = ("out", "resume", *(flag.name for flag in DEVICES.flags))
+GROUPS = (MODEL, SPARSITY, EVOLUTION, TRAINING, DATA, START, RUN, DEVICES, RELAY)
+# The executor is kept: with the relay's files, what a run goes on from lies with it.
+_NOT_KEPT = ("out", "resume", *(f.name for f in DEVICES.flags if f.name != "executor"))
 
 
 def without(*names: str, groups: Sequence[Group] = GROUPS) -> tuple[Group, ...]:

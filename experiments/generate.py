@@ -79,16 +79,18 @@ def _converse(model, values):
         except KeyboardInterrupt:
             print()
         except UserError as error:
-            print(f"\nerror: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
 
 
 def _write(model, prompt, values):
-    from sparse_dataflow.evaluation.generate import generate
+    from sparse_dataflow.evaluation.generate import check_prompts, generate
 
+    tokens = model.tokenizer.encode(prompt).tolist() or [model.tokenizer.eot_id]
+    check_prompts([tokens], model.model.vocab_size, model.context)
     print(prompt, end="", flush=True)
     generate(
         model,
-        [model.tokenizer.encode(prompt).tolist()],
+        [tokens],
         max_new_tokens=values.max_new_tokens,
         temperature=values.temperature,
         top_k=values.top_k,

@@ -9,6 +9,7 @@ import platform
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -26,17 +27,19 @@ from experiments import (
 from experiments.recipes import Variant
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.data.corpora import load_corpus
-from sparse_dataflow.data.tokenizer import load_tokenizer
+from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.execution import processes
 from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.execution.host_memory import keep_freed_memory
 from sparse_dataflow.planning import cost, hardware, memory
 from sparse_dataflow.sparsity.allocation import allocation_table
+from sparse_dataflow.training import starting_point
 from sparse_dataflow.training.loop import Trainer, advance_side_by_side
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
+from sparse_dataflow.training.step import TrainState
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sparse_dataflow"
 EVALUATION_WINDOWS = 64
@@ -87,7 +90,7 @@ def _run(experiment, values, groups, sparse):
             memory_check.refuse_too_large(values, wanted, chip.memory_bytes)
 
         corpus = load_corpus(values.corpus, CACHE)
-        tokenizer = load_tokenizer(values.tokenizer, corpus, recipes.vocab_size(values), CACHE)
+        tokenizer = _tokenizer(values, folder, corpus)
         if saved:
             run_folder.refuse_other_data(folder, saved, corpus, tokenizer)
         variants = recipes.variants(values, names, tokenizer.vocab_size)
@@ -158,6 +161,28 @@ def _settle(values, chip, sparse) -> list[str]:
     return names
 
 
+def _tokenizer(values, folder, corpus) -> Tokenizer:
+    """That of the weights to begin with, or of the flags."""
+    if not values.init_from:
+        return load_tokenizer(values.tokenizer, corpus, recipes.vocab_size(values), CACHE)
+    if values.resume:
+        return Tokenizer.load(folder / run_folder.TOKENIZER)
+    return starting_point.read(values.init_from).tokenizer
+
+
+def _start(values, variant) -> Callable[[], TrainState] | None:
+    """What gives the state before the first step where --init_from names weights; a resumed run
+    asks for it only where it has no checkpoint."""
+    if not values.init_from:
+        return None
+
+    def begun():
+        weights = starting_point.read(values.init_from)
+        return starting_point.begun_state(weights, variant.phases[0].model, variant.training)
+
+    return begun
+
+
 def _say_allocation(variant):
     if variant.model.sparse_projections:
         flops = cost.flops_per_token(variant.model, variant.training.sequence).sections
@@ -202,6 +227,7 @@ def _config(experiment, values, groups, variants, corpus, tokenizer, chip) -> di
         "corpus": {"name": corpus.name, "hash": corpus.content_hash},
         "tokenizer": tokenizer.content_hash,
         "variants": {v.name: v.to_json() for v in variants},
+        **({"init_from": starting_point.read(values.init_from).about} if values.init_from else {}),
     }
 
 
@@ -234,6 +260,7 @@ def _trainer(
         executor=executor,
         mfu=mfu,
         position=position,
+        start=_start(values, variant),
     )
 
 

@@ -39,7 +39,7 @@ def run(asked) -> None:
     if asked.measure == "yes":
         asking = {"scale": asked.scale, "sequence": sequence, "batch": batch}
         asking |= {"block": asked.block, "rounds": asked.rounds}
-        measured = {fused: _measured(asking, fused) for fused in (False, True)}
+        measured = {fused: _measured(asking | {"rates": fused}, fused) for fused in (False, True)}
     elif here:
         raise UserError("--hardware=this is known by measuring; legal: --measure=yes, or a chip.")
     chip = Chip(**measured[True]["chip"]) if here else chips.named(asked.hardware)

@@ -20,7 +20,7 @@ def main(asked) -> dict:
     """Measured seconds, and the rates of sections, by density; and the machine's own rates.
 
     Args:
-      asked: scale, sequence, batch, block, rounds.
+      asked: scale, sequence, batch, block, rounds, and whether rates are wanted.
     """
     keep_freed_memory()
     chip = hardware.detect(("float32",))
@@ -32,7 +32,7 @@ def main(asked) -> dict:
         config = planned_model(asked.scale, density, asked.block, "float32")
         found[f"{density:g}"] = {
             "seconds": prediction.measured_seconds(config, training, asked.rounds),
-            "rates": prediction.measured_rates(config, training, chip),
+            "rates": asked.rates and prediction.measured_rates(config, training, chip),
         }
     return {
         "densities": found,

@@ -105,8 +105,8 @@ def main(values):
     if values.tune == "yes":
         from experiments import kernel_tuning
 
-        path = kernel_tuning.run(settings, layouts, values.rounds, values.tuned)
-        print(f"\nkept in {path}")
+        folder = kernel_tuning.run(settings, layouts, values.rounds, values.tuned)
+        print(f"\nkept in {folder}")
         return
     chip = hardware.detect([settings["dtype"]])
     print(

@@ -1,4 +1,4 @@
-"""Measured tile sizes of the block-sparse product, for `kernel_bench --tune`."""
+"""Measured tile sizes of the block-sparse product and MLP, for `kernel_bench --tune`."""
 
 import dataclasses
 import functools
@@ -16,6 +16,8 @@ from experiments.kernel_programs import Case, Operands
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels import tuned
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper, pallas_tpu, tuning_xla, xla
+from sparse_dataflow.kernels.sparse_mlp import pallas_tpu as mlp_tpu
+from sparse_dataflow.sparsity.layout import BlockLayout
 
 TUNABLE = {
     "xla": (xla, tuning_xla),
@@ -24,7 +26,7 @@ TUNABLE = {
 }
 """Implementations with tile sizes: the modules of their product, and of what may be tried."""
 
-OP = "block_sparse_matmul"
+OP, MLP = "block_sparse_matmul", "sparse_mlp"
 
 ENOUGH_SECONDS = 0.01
 """What is timed at once."""
@@ -87,6 +89,55 @@ def tune(
             )
 
 
+def tune_mlp(
+    layouts: tuple[BlockLayout, BlockLayout],
+    tokens: int,
+    dtype: str,
+    timer: Callable[[dict], dict],
+    done: Collection[tuned.Case] = (),
+) -> Iterator[Found]:
+    """The fastest tile sizes of each fused pass of an MLP on a TPU, where that beats what the
+    heuristic does, fused or not.
+
+    Args:
+      layouts: of mlp_in and mlp_out.
+      tokens: rows of x.
+      dtype: of x and the stored blocks.
+      timer: as in `tune`.
+      done: what is left out, as it was measured before.
+    """
+    first = layouts[0]
+    shapes = (
+        (tokens, first.in_features),
+        *((layout.nnz, layout.block, layout.block) for layout in layouts),
+    )
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    stored = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)]
+    concrete = [layout.tables() for layout in layouts]
+    data = jax.tree.map(jnp.asarray, concrete)
+    bias = jnp.zeros(first.out_features)
+    config = mlp_tpu.default_tuning(*stored, *concrete)
+    operands = Operands(stored[0], stored[0], stored[1])
+
+    def program(part, tiles):
+        tuning = config if tiles is None else dataclasses.replace(config, **{part: tiles})
+
+        def mlp(x, values_in, values_out, *tables):
+            return mlp_tpu.sparse_mlp(x, values_in, bias, values_out, *tables, tuning=tuning)
+
+        product = "forward" if part == "forward" else "forward_backward"
+        return kernel_programs.product_of(product, operands, mlp, *stored[1:], *data)
+
+    for key, space in mlp_tpu.spaces(*stored, *concrete).items():
+        if key in done:
+            continue
+        seconds_of = functools.partial(_seconds, program, key, timer)
+        tiles, *_ = tuned.descend(space, seconds_of)
+        seconds, heuristic = seconds_of([tiles, None])
+        if seconds < (1 - tuned.LEAST_GAIN) * heuristic:
+            yield Found(key, tiles, seconds, heuristic)
+
+
 def _seconds(program, key, timer, tried):
     """Median seconds of each, infinite where it does not run."""
     runs = {}
@@ -103,35 +154,44 @@ def _seconds(program, key, timer, tried):
 def run(settings: dict, layouts: dict, rounds: int, folder: str) -> Path:
     """Tunes every layout of every shape, prints each result and keeps it.
 
+    On a TPU also the fused MLP of two shapes that are each other's reverse.
+
     Args:
       settings: as `kernel_bench` has them.
       layouts: (in, out) -> [(pattern, density, layout)].
       rounds: timed rounds of each measurement.
-      folder: where the file goes; empty for the package's own, from which it is read.
+      folder: where the files go; empty for the package's own, from which they are read.
 
     Returns:
-      The file.
+      The folder.
     """
-    kind = tuned.device_kind()
-    path = tuned.path_of(OP, kind)
-    if folder:
-        path = Path(folder) / path.name
     timer = functools.partial(measurement.paired_seconds, rounds=rounds, enough=ENOUGH_SECONDS)
     print(f"{'case':<66} {'tuned ms':>9} {'heuristic ms':>12}  tiles")
     done = set()
     for shape in settings["shapes"]:
         for tokens in settings["tokens"]:
             operands = Operands.draw(*shape, tokens, settings["dtype"])
-            for _, _, layout in layouts[shape]:
+            for number, (_, _, layout) in enumerate(layouts[shape]):
                 case = Case(layout, tokens, settings["dtype"], "forward")
                 for name in TUNABLE.keys() & set(settings["implementations"]):
                     found = list(tune(case, operands, name, timer, done))
                     done |= {one.case for one in found}
-                    _keep(path, found, kind)
-    return path
+                    _keep(OP, folder, found)
+                back = layouts.get(shape[::-1])
+                if back and shape[0] < shape[1] and "pallas_tpu" in settings["implementations"]:
+                    pair = layout, back[number][2]
+                    found = list(tune_mlp(pair, tokens, settings["dtype"], timer, done))
+                    done |= {one.case for one in found}
+                    _keep(MLP, folder, found)
+    return _path(OP, folder).parent
 
 
-def _keep(path, found, kind):
+def _path(op, folder):
+    path = tuned.path_of(op, tuned.device_kind())
+    return Path(folder) / op / path.name if folder else path
+
+
+def _keep(op, folder, found):
     for one in found:
         case = one.case
         text = (
@@ -147,7 +207,9 @@ def _keep(path, found, kind):
         )
         for one in found
     ]
-    tuned.write(path, entries, measurement.provenance(kind))
+    if entries:
+        source = measurement.provenance(tuned.device_kind())
+        tuned.write(_path(op, folder), entries, source)
 
 
 def _ms(seconds):

@@ -7,10 +7,13 @@ neighbours) costs what it costs. The measured bubble is one minus the time that 
 sleep over stages times the length of the step; median of --rounds.
 
     python -m experiments.pipeline_bubble
-    python -m experiments.pipeline_bubble --stages=4 --micro_batches=8 --milliseconds=50
+    python -m experiments.pipeline_bubble --stages=4 --micro_batches=8 --page=schedules.html
 
-A minute with the defaults; measured is up to a tenth above the table's, as ticks have a cost.
+A minute with the defaults. What a tick costs beside its action adds to the measured bubble; on a
+busy machine make actions longer.
 """
+
+from pathlib import Path
 
 from experiments import flags
 from experiments.command_line import Flag, Group
@@ -38,6 +41,7 @@ BENCHMARK = Group(
         ),
         Flag("rounds", "integer", 3, "Timed steps of each schedule.", legal=AT_LEAST_ONE),
         Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),
+        Flag("page", "text", "", "HTML file to draw the schedules in; empty draws none."),
     ),
 )
 GROUPS = (BENCHMARK,)
@@ -58,18 +62,25 @@ def main(values):
     jax.config.update("jax_num_cpu_devices", values.stages)
     from experiments import measurement
     from sparse_dataflow.execution import schedules
+    from sparse_dataflow.reporting.schedule_figure import schedule_page
 
     rows = []
-    cases = [(name, False) for name in schedules.SCHEDULES] + [("zero_bubble", True)]
-    for name, recompute in cases:
+    names = [(name, False) for name in schedules.SCHEDULES] + [("zero_bubble", True)]
+    cases = []
+    for name, recompute in names:
         chunks = values.chunks if name == "interleaved" else 1
-        schedule = schedules.make(name, values.stages, values.micro_batches, chunks, recompute)
-        step, slept = sleeping_step(schedule, 1e-3 * values.milliseconds / chunks)
-        step()
+        counts = values.stages, values.micro_batches, chunks
+        cases.append((schedules.make(name, *counts, recompute), recompute))
+    if values.page:
+        Path(values.page).write_text(schedule_page([schedule for schedule, _ in cases]))
+    for schedule, recompute in cases:
+        name, chunks = schedule.name, schedule.chunks
+        step, slept = sleeping_step(schedule)
+        step(0)
         measured, lengths = [], []
         for _ in range(values.rounds):
             slept.clear()
-            seconds = step()
+            seconds = step(1e-3 * values.milliseconds / chunks)
             lengths.append(seconds)
             measured.append(1 - sum(slept) / (values.stages * seconds))
         row = {
@@ -100,8 +111,9 @@ def main(values):
         print(f"kept in {measurement.keep(values.keep, 'pipeline_bubble_cpu', result)}")
 
 
-def sleeping_step(schedule, seconds):
-    """(function that makes one step and returns its seconds, list of the seconds slept in it)."""
+def sleeping_step(schedule):
+    """(function that makes one step whose actions take so many seconds, and returns how many the
+    step took; list to which it adds the seconds of each sleep)."""
     import functools
     import time
 
@@ -114,11 +126,11 @@ def sleeping_step(schedule, seconds):
     from sparse_dataflow.execution import pipeline
     from sparse_dataflow.execution.stages import divide
 
-    slept = []
+    slept, length = [], 0.0
 
     def rest(x):
         start = time.perf_counter()
-        time.sleep(seconds)
+        time.sleep(length)
         slept.append(time.perf_counter() - start)
         return x
 
@@ -174,7 +186,9 @@ def sleeping_step(schedule, seconds):
         jax.jit(program), pipeline.rows(plan), params | {"head": np.float32(1)}, tokens
     )
 
-    def step():
+    def step(seconds):
+        nonlocal length
+        length = seconds
         start = time.perf_counter()
         jax.block_until_ready(run())
         return time.perf_counter() - start

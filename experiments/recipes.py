@@ -1,6 +1,7 @@
 """From flags to configs: which model runs at which scale, and how it is trained."""
 
 import dataclasses
+import math
 
 from experiments.contradictions import GPT2_VOCABULARY
 from sparse_dataflow.errors import UserError
@@ -96,7 +97,11 @@ def settle(values, backend: str, memory_bytes: int | None, sparse: bool) -> list
       memory_bytes: of one device; None where it is not known.
       sparse: whether the experiment is the block-sparse one.
     """
-    if values.scale == "auto":
+    if values.scale == "auto" and _start(values):
+        count = memory.parameter_count(_size(values, ""))
+        distance = {n: abs(math.log(memory.parameter_count(s) / count)) for n, s in SIZES.items()}
+        values.scale = min(distance, key=distance.get)
+    elif values.scale == "auto":
         specs = linears(values) if sparse and not _trains_dense(values) else {}
         values.scale = memory.choose_scale(memory_bytes, backend, specs)
     values.dtype = _dtype(values, backend)
@@ -109,6 +114,8 @@ def settle(values, backend: str, memory_bytes: int | None, sparse: bool) -> list
 
 def vocab_size(values) -> int:
     """The vocabulary that the flags ask for."""
+    if _start(values):
+        return _size(values, values.scale).vocab_size
     if values.tokenizer == "gpt2":
         return GPT2_VOCABULARY
     return values.vocab_size or SIZES[values.scale].vocab_size
@@ -152,7 +159,8 @@ def model_config(values, scale: str, vocab_size: int, backend: str = "") -> Mode
     Raises:
       UserError: a sequence longer than the learned positions.
     """
-    size = SIZES[scale]
+    size = _size(values, scale)
+    begun = bool(_start(values))
     if values.sequence > size.max_len and values.positions == "learned":
         raise UserError(
             f"--sequence={values.sequence} is longer than the {size.max_len} positions of "
@@ -161,13 +169,28 @@ def model_config(values, scale: str, vocab_size: int, backend: str = "") -> Mode
     return dataclasses.replace(
         size,
         vocab_size=vocab_size,
-        norm=values.norm,
-        positions=values.positions,
+        norm=size.norm if begun else values.norm,
+        positions=size.positions if begun else values.positions,
         remat=values.remat,
         compute_dtype=_dtype(values, backend),
-        parametrization=values.parametrization,
+        parametrization=size.parametrization if begun else values.parametrization,
         seed=values.seed,
     )
+
+
+def _start(values) -> str:
+    """The folder whose weights the training begins with; empty where they are drawn."""
+    return getattr(values, "init_from", "")
+
+
+def _size(values, scale: str) -> ModelConfig:
+    """The scale's shape, or that of the weights that the training begins with."""
+    if not _start(values):
+        return SIZES[scale]
+    from sparse_dataflow.training import starting_point
+
+    # A run that has begun knows its own shape, wherever its weights came from.
+    return starting_point.shape(values.resume or values.init_from)
 
 
 def linears(values) -> dict[str, LinearSpec]:
@@ -183,7 +206,7 @@ def evolution_config(values) -> EvolutionConfig:
     """
     method = getattr(values, "evolution", "static")
     if method == "static":
-        return EvolutionConfig()
+        return EvolutionConfig(given_layouts=bool(_start(values)))
     recipe = RECIPES[values.scale]
     one_rate = values.learning_rate or values.parametrization == "supar"
     ratio = 1.0 if one_rate else recipe.learning_rate / recipe.sparse_learning_rate
@@ -194,6 +217,7 @@ def evolution_config(values) -> EvolutionConfig:
         dense_rate=ratio,
         first=values.evolve_first,
         plateau=values.evolve_plateau,
+        given_layouts=bool(_start(values)),
     )
 
 

@@ -1,10 +1,10 @@
 """Weak and strong scaling of 22B, 175B, 1T and sparse 13B to 8,192 chips, and what limits them.
 
 Every point is the fastest legal layout that the planner finds for that number of chips. Weak: the
-batch grows with the chips; strong: it stays that of the largest point of a training run's length.
-Needs no accelerator: predictions of the cost model, whose errors `planner_truth` tells.
+batch grows with the chips; strong: it stays. Needs no accelerator: these are predictions of the
+cost model, whose errors `planner_truth` tells.
 
-    python -m experiments.scaling_study                               about 3 minutes
+    python -m experiments.scaling_study                               about a minute
     python -m experiments.scaling_study --hardware=h200 --kinds=weak
 
 Leaves OUT/scaling.csv, OUT/scaling.md and a figure of each kind.

@@ -19,6 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation import scoring
+from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.evaluation.scoring import Counts, Forward, Limits, Request, Score
 from sparse_dataflow.evaluation.trained import Trained
 
@@ -151,8 +152,6 @@ def harness_lm(
 
 
 def _write(trained, rows, prompts, new_tokens, arguments) -> list[str]:
-    from sparse_dataflow.evaluation.generate import generate
-
     until = arguments.get("until") or []
     sampled = arguments.get("do_sample", arguments.get("temperature", 0) > 0)
     texts = []

@@ -19,7 +19,7 @@ from sparse_dataflow.execution.stages import Division, from_stages, to_stages
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.linear import Probe
 
-EVERY_AXIS = meshes.AXES
+EVERY_AXIS = tuple(meshes.AXES)
 STAGED = P("stage")
 
 
@@ -38,6 +38,16 @@ class Pipelined(Sharded):
 
     division: Division
     schedule: str = "1f1b"
+
+    def describe(self):
+        """See `Executor`."""
+        chunks = f" --chunks={self.division.chunks}" if self.division.chunks > 1 else ""
+        return f"{super().describe()} --executor=pipeline --schedule={self.schedule}{chunks}"
+
+    def check(self, model, training):
+        """See `Executor`."""
+        super().check(model, training)
+        self._plan(model, training.micro_batches)
 
     def loss(self, model, params, tables, tokens, weights):
         """See `Executor`."""

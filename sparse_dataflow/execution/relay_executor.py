@@ -95,6 +95,7 @@ class RelayExecutor:
         identity: Mapping[str, Any],
         saved: int | None,
         state: Callable[[], TrainState],
+        drawn: bool,
     ) -> TrainState:
         """The state that a run goes on with, and the relay made ready for its length.
 
@@ -104,11 +105,12 @@ class RelayExecutor:
           training: of the run, whose length is known now.
           identity: of its checkpoints.
           saved: step of its newest checkpoint; None where there is none.
-          state: reads that checkpoint, or draws the initial state.
+          state: reads that checkpoint, or gives the initial state.
+          drawn: whether the initial state is `initial_state`'s.
         """
         relay.begin(training)
         if not self.server_dir:
-            return state()
+            return self.place(state())
         model = relay.model
         abstract = host_state.abstract_state(model, training)
         folder = Path(self.server_dir) / name
@@ -119,7 +121,7 @@ class RelayExecutor:
         kept = files.restore(host_state.training_key(training))
         if kept is not None and (saved is None or int(kept.step) >= saved):
             return kept
-        if saved is None:
+        if saved is None and drawn:
             return files.new_state(
                 lambda *trees: host_state.fresh_state(model, training, trees, self._starting(model))
             )

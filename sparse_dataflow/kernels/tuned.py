@@ -38,7 +38,7 @@ class Case:
 
     Attributes:
       implementation: of the op.
-      product: one of PRODUCTS.
+      product: one of PRODUCTS, or another op's pass.
       tokens: rows of x.
       in_features: width of x.
       out_features: width of y.

@@ -1,7 +1,9 @@
 """The picture of a pipeline schedule: stages down, ticks across, inline SVG (see svg.py)."""
 
 import itertools
+from collections.abc import Sequence
 
+import jinja2
 import matplotlib
 import numpy as np
 from markupsafe import Markup
@@ -85,6 +87,18 @@ def schedule_picture(schedule: Schedule, key: str) -> Markup:
                 left += 30 + 6.2 * len(name)
         title = f"Schedule {schedule.name}: {schedule.stages} stages"
         return svg.inline(figure, key, title, described(schedule))
+
+
+def schedule_page(schedules: Sequence[Schedule]) -> str:
+    """One HTML page that needs no network, with a picture of each schedule."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("sparse_dataflow.reporting", "."), autoescape=True
+    )
+    shown = [
+        {"words": described(schedule), "picture": schedule_picture(schedule, f"schedule{number}")}
+        for number, schedule in enumerate(schedules)
+    ]
+    return environment.get_template("schedules.html.jinja").render(schedules=shown)
 
 
 def described(schedule: Schedule) -> str:

@@ -41,6 +41,8 @@ class EvolutionConfig:
         the end; none for all at once.
       plateau: evaluations without progress after which the next stage of sparse_to_dense begins,
         before its time; 0 for never.
+      given_layouts: whether the first layouts come with the weights that a training begins with,
+        and so are data, in place of the pattern's.
     """
 
     method: str = "static"
@@ -50,6 +52,7 @@ class EvolutionConfig:
     dense_rate: float = 1.0
     first: tuple[str, ...] = ()
     plateau: int = 0
+    given_layouts: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "first", tuple(self.first))
@@ -133,9 +136,17 @@ def stages(model: ModelConfig, config: EvolutionConfig) -> tuple[Stage, ...]:
     method = METHODS[config.method]
     if config.method != "static":
         _refuse_nothing_to_do(model, config.method)
+    found = (Stage(0.0, model, runtime_layouts=method.update is not None),)
     if method.stages is not None:
-        return method.stages(model, config)
-    return (Stage(0.0, model, runtime_layouts=method.update is not None),)
+        found = method.stages(model, config)
+    if config.given_layouts:
+        found = tuple(map(_with_runtime_layouts, found))
+    return found
+
+
+def _with_runtime_layouts(stage):
+    runtime = stage.runtime_layouts or bool(stage.model.sparse_projections)
+    return dataclasses.replace(stage, runtime_layouts=runtime)
 
 
 def exchanged_share(config: EvolutionConfig, step: int, steps: int) -> float:

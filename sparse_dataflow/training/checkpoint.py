@@ -29,7 +29,7 @@ from absl import logging
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import processes
 from sparse_dataflow.training import manifest, named_arrays
-from sparse_dataflow.training.json_difference import differences
+from sparse_dataflow.training.json_difference import refuse_other
 
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 _LEFTOVER = re.compile(r"[0-9]+\.(saving|pruning)")
@@ -206,10 +206,10 @@ class Checkpoints:
             return None
         candidate, extra, arrays = found
         path = self._folder / str(candidate)
-        self._refuse_other(path, "was made under another config", extra["config"], self._config)
+        refuse_other(path, "was made under another config", extra["config"], self._config)
         tree = abstract_state(candidate, extra) if callable(abstract_state) else abstract_state
         wanted = named_arrays.describe(named_arrays.flatten(tree))
-        self._refuse_other(path, "holds other arrays", arrays, wanted)
+        refuse_other(path, "holds other arrays", arrays, wanted)
         return named_arrays.read(self._orbax, path / "state", tree), extra
 
     def _newest(self, step: int | None) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
@@ -349,7 +349,7 @@ class Checkpoints:
             return False
         except OSError as error:
             raise UserError(f"{path} cannot be read: {named_arrays.reason(error)}.") from error
-        self._refuse_other(path, "was made under another config", extra["config"], self._config)
+        refuse_other(path, "was made under another config", extra["config"], self._config)
         self._known_whole.add(step)
         return True
 
@@ -388,19 +388,6 @@ class Checkpoints:
         for path in sorted(self._folder.iterdir()):
             if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
                 yield path
-
-    def _refuse_other(self, path: Path, what: str, saved: Any, wanted: Any) -> None:
-        found = list(differences(saved, wanted))
-        if not found:
-            return
-        shown = "; ".join(
-            f"{key} is {there} there and {here} here" for key, there, here in found[:4]
-        )
-        more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
-        raise UserError(
-            f"Checkpoint {path} {what}: {shown}{more}. "
-            "Give the values it was made with, or start in a new run folder."
-        )
 
 
 def _remove(path: Path) -> None:

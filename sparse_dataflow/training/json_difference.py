@@ -2,7 +2,10 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from sparse_dataflow.errors import UserError
 
 _ABSENT = object()
 
@@ -20,3 +23,20 @@ def differences(saved: Any, wanted: Any, key: str = "") -> Iterator[tuple[str, s
     )
     if there != here:
         yield key or "it", there, here
+
+
+def refuse_other(path: Path, what: str, saved: Any, wanted: Any) -> None:
+    """Refuses a checkpoint whose JSON-able facts are not those wanted.
+
+    Raises:
+      UserError: naming the first differences.
+    """
+    found = list(differences(saved, wanted))
+    if not found:
+        return
+    shown = "; ".join(f"{key} is {there} there and {here} here" for key, there, here in found[:4])
+    more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+    raise UserError(
+        f"Checkpoint {path} {what}: {shown}{more}. "
+        "Give the values it was made with, or start in a new run folder."
+    )

@@ -1,5 +1,6 @@
 """One model's training: a step at a time, with metrics, evaluation, checkpoints and resume."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from sparse_dataflow.training.phases import phase_before, phases, phases_flops, 
 from sparse_dataflow.training.plateau import Plateau, next_begins, with_starts
 from sparse_dataflow.training.programs import Compiled, TrainingData, changed, evolved, stepped
 from sparse_dataflow.training.saved_state import identity, saved_state
-from sparse_dataflow.training.step import initial_state
+from sparse_dataflow.training.step import TrainState, initial_state
 
 
 class Trainer:
@@ -45,6 +46,7 @@ class Trainer:
         keep: int = 3,
         mfu: Callable[[ModelConfig, float], float | None] = lambda model, tokens_per_second: None,
         position: int = 0,
+        start: Callable[[], TrainState] | None = None,
     ):
         """Opens the folder and continues from its newest whole checkpoint, if there is one.
 
@@ -63,6 +65,8 @@ class Trainer:
           mfu: (model, tokens per second) -> model FLOPs utilisation, or None where the peak is
             unknown.
           position: row of the progress bar.
+          start: gives the state before the first step, which is saved at once; drawn from the
+            training seed where None.
 
         Raises:
           UserError: the folder cannot be written, or holds checkpoints of another config; the
@@ -93,12 +97,15 @@ class Trainer:
         def first_state():
             if restored:
                 return executor.place(restored[0])
-            return initial_state(self.phases[0].model, training, executor)
+            draw = functools.partial(initial_state, self.phases[0].model, training, executor)
+            return (start or draw)()
 
         if programs[0].begin is None:
             self.state = first_state()
         else:
-            self.state = programs[0].begin(name, training, known, saved, first_state)
+            self.state = programs[0].begin(
+                name, training, known, saved, first_state, drawn=start is None
+            )
         self.step = int(self.state.step)
         if saved is not None and self.step != saved:
             self.seconds = _seconds_at(folder, self.step, self.seconds)
@@ -108,6 +115,8 @@ class Trainer:
         self._metrics = MetricsWriter(folder, self.step)
         self._progress = Progress(name, training.steps, self.step, position)
         self.last_evaluation: dict | None = None
+        if start is not None and not restored:
+            self.save()  # A resumed run then needs no other folder.
 
     @property
     def model(self) -> ModelConfig:

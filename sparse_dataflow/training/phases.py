@@ -97,7 +97,8 @@ def refuse_unfit(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> 
             "give more --steps or --minutes, or another --evolve_at."
         )
     last = int(evolution.until * steps)
-    if found[0].runtime_layouts and len(found) == 1 and not update_steps(evolution, steps):
+    exchanges = METHODS[evolution.method].update is not None
+    if exchanges and len(found) == 1 and not update_steps(evolution, steps):
         legal = f"1 to {last}" if last else f"none in a run of {steps} steps"
         raise UserError(
             f"--evolve_every={evolution.every} leaves --evolution={evolution.method} no update: "

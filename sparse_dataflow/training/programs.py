@@ -62,7 +62,7 @@ class Compiled:
       update_seconds: of one layout update, measured.
       parameter_norms: params -> norms by parameter group.
       begin: (variant's name, training, identity of its checkpoints, step of the newest one or None,
-        function that gives its state or the initial one) -> the state to go on with, of an
+        function that gives its state or the initial one, `drawn`) -> the state to go on with, of an
         executor that keeps states of its own.
       timeline: () -> spans of the last step, of an executor that notes them.
     """

@@ -13,6 +13,7 @@ pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 from lm_eval.api.model import TemplateLM
 
 from sparse_dataflow.evaluation import harness, scoring
+from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.evaluation.harness import HarnessLM
 from sparse_dataflow.evaluation.scoring import Counts
 from sparse_dataflow.evaluation.tasks import lm_eval_tasks
@@ -104,6 +105,15 @@ def test_generation_is_asked_by_equal_arguments(tokenizer):
     assert written == [f"a{len(tokenizer.encode('the'))}", f"b{len(tokenizer.encode('of'))}", "a1"]
     assert lm.generate_until([asked("the of " * 20, {"until": "c"})]) == ["c16"]
     assert (lm.counts.requests, lm.counts.truncated) == (4, 1)
+
+
+def test_what_is_written_is_what_generate_writes(trained):
+    model = trained("sparse")
+    prompts = ["the abcd of", "of the"]
+    arguments = {"until": [""], "max_gen_toks": 5}
+    found = harness.harness_lm(model).generate_until([asked(p, arguments) for p in prompts])
+    ids = [model.tokenizer.encode(prompt).tolist() for prompt in prompts]
+    assert found == [c.text for c in generate(model, ids, max_new_tokens=5)]
 
 
 ITEMS = [

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoded import CONFIGS, DENSE, SPARSE
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.execution import whole
 from sparse_dataflow.models import gpt
+from sparse_dataflow.planning import cost
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -78,3 +80,25 @@ def test_weights_are_cast_once():
     floats = [a for a in jax.tree.leaves(weights) if not np.issubdtype(a.dtype, np.integer)]
     assert {str(leaf.dtype) for leaf in floats} == {"bfloat16"}
     assert len(weights.layers) == config.num_layers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_bytes_that_a_token_reads_are_those_of_the_weights(config, dtype):
+    config = dataclasses.replace(config, compute_dtype=dtype)
+    weights = kv_cache.random_weights(config, seed=0)
+    # Of positions one row is read, and of norms and gates too little to count.
+    leaves = [weights.embed["tokens"]]
+    for params, _ in weights.layers:
+        leaves += [
+            leaf
+            for name, module in params.items()
+            if "norm" not in name
+            for part, leaf in module.items()
+            if part != "gate"
+        ]
+    read = sum(leaf.nbytes for leaf in leaves)
+    assert cost.decoding_bytes(config, batch=1, cached=0) == read
+    size = jnp.dtype(dtype).itemsize
+    cached = 2 * config.num_layers * 3 * 7 * config.d_model * size
+    assert cost.decoding_bytes(config, batch=3, cached=7) == read + cached

@@ -1,7 +1,9 @@
 """Prints as JSON how a training over eight virtual devices compares with one on a single device.
 
-Run by test_sharded.py, as a process decides at its start how many CPU devices it has.
-Arguments: the model's name, then meshes as "data:2,tensor:4/ZERO/MICRO_BATCHES".
+Run by test_sharded.py and test_pipeline.py, as a process decides at its start how many devices it
+has.  Arguments: what to do; the name of the model, or of the evolution; then meshes, each as
+"data:2,tensor:4/ZERO/MICRO_BATCHES"; a pipeline goes on with "/SCHEDULE/CHUNKS", and with "/2+3"
+where its parts have so many layers.
 """
 
 import dataclasses
@@ -15,13 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.execution import mesh as meshes
 from sparse_dataflow.execution.executor import ONE_DEVICE
+from sparse_dataflow.execution.pipelined import Pipelined
 from sparse_dataflow.execution.sharded import Sharded
+from sparse_dataflow.execution.stages import divide
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
 from sparse_dataflow.training.checkpoint import Checkpoints
+from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.optimizer import TrainingConfig, map_moments
+from sparse_dataflow.training.programs import TrainingData, compile_programs
 from sparse_dataflow.training.step import (
     StepReport,
     abstract_state,
@@ -44,12 +52,21 @@ MODELS = {
     "dense_odd": dataclasses.replace(DENSE, vocab_size=45, norm="rmsnorm", remat="full"),
     "sparse": sparse("monarch"),
     "sparse_rank": sparse("random", rank=4, positions="rotary", remat="dots"),
+    "dense_deep": dataclasses.replace(DENSE, num_layers=8),
+    "sparse_deep": sparse("monarch", num_layers=5),
+    "sparse_deep_full": sparse("random", rank=4, num_layers=5, remat="full"),
 }
 
 
-def executor(text):
-    axes, zero, micro = text.split("/")
-    return Sharded(meshes.make(meshes.parse(axes, 8)), int(zero)), int(micro)
+def executor(text, model):
+    axes, zero, micro, *pipeline = text.split("/")
+    mesh, zero = meshes.make(meshes.parse(axes, 8)), int(zero)
+    if not pipeline:
+        return Sharded(mesh, zero), int(micro)
+    schedule, chunks, *parts = pipeline
+    layers = tuple(int(n) for n in "".join(parts).split("+") if n)
+    division = divide(model.num_layers, mesh.shape["stage"], int(chunks), layers)
+    return Pipelined(mesh, zero, division=division, schedule=schedule), int(micro)
 
 
 def train(model, executor, micro_batches):
@@ -99,7 +116,8 @@ def canonical(executor, state, tables):
 
 def without_key_bias(params):
     """A softmax does not see a key's bias: its gradient is rounding, which Adam makes a step of."""
-    bias = params["blocks"]["qkv"]["bias"].reshape(DENSE.num_layers, DENSE.num_heads, 3, -1)
+    bias = params["blocks"]["qkv"]["bias"]
+    bias = bias.reshape(len(bias), DENSE.num_heads, 3, -1)
     qkv = {**params["blocks"]["qkv"], "bias": bias[:, :, [0, 2]]}
     return {**params, "blocks": {**params["blocks"], "qkv": qkv}}
 
@@ -120,7 +138,7 @@ def gathered(text):
 def compare(name, texts):
     model, found, right = MODELS[name], {}, {}
     for text in texts:
-        sharded, micro = executor(text)
+        sharded, micro = executor(text, model)
         if micro not in right:
             right[micro] = train(model, ONE_DEVICE, micro)
         mine = train(model, sharded, micro)
@@ -141,7 +159,7 @@ def move(name, texts):
     state, before = ONE_DEVICE.place(right), ONE_DEVICE
     state = state._replace(key=jax.random.wrap_key_data(key))
     for text in (*texts, None):
-        after = ONE_DEVICE if text is None else executor(text)[0]
+        after = ONE_DEVICE if text is None else executor(text, model)[0]
         with tempfile.TemporaryDirectory() as folder:
             with Checkpoints(Path(folder), config={}) as checkpoints:
                 checkpoints.save(1, before.canonical(state), {})
@@ -158,7 +176,50 @@ def move(name, texts):
     return found
 
 
+def evolve(method, texts):
+    """A whole training whose layouts or model change, by the loop: errors as in `compare`."""
+    dense = method in ("gradual", "sparse_to_dense")
+    model = sparse("random", rank=4 if method == "low_rank_tail" else 0)
+    if dense:
+        spec = LinearSpec("block_sparse", "random", 0.25, 8)
+        model = dataclasses.replace(DENSE, linears=dict.fromkeys(PROJECTIONS, spec))
+    training = TrainingConfig(6, BATCH, SEQUENCE, learning_rate=1e-3)
+    evolution = EvolutionConfig(method, every=2)
+    text = np.random.default_rng(0).integers(0, 48, 3000).astype(np.uint16)
+
+    def run(executor):
+        rows = executor.rows(BATCH)
+        held_out = EvalBatches(text[:400], BATCH, SEQUENCE, 16, rows)
+        batches = TrainBatches(text, BATCH, SEQUENCE, rows=rows)
+        data = TrainingData(batches, held_out, 1, held_out, 1, "none")
+        programs = compile_programs(
+            stages(model, evolution), training, data, evolution, executor=executor
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = Trainer(
+                "sparse", Path(folder), model, training, data, programs,
+                evolution=evolution, executor=executor, eval_every=3, checkpoint_every=3,
+            )  # fmt: skip
+            while not trainer.finished:
+                trainer.advance()
+            trainer.close()
+            rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
+        losses = [row["loss"] for row in rows if "loss" in row]
+        state = jax.device_get(executor.canonical(trainer.state))
+        return losses, without_key_bias(state.params), state.tables
+
+    right, found = run(ONE_DEVICE), {}
+    for text_of_mesh in texts:
+        mine = run(executor(text_of_mesh, model)[0])
+        found[text_of_mesh] = {
+            "losses": error(mine[0], right[0]),
+            "params": error(mine[1], right[1]),
+            "layouts": error(mine[2], right[2]) if right[2] else 0.0,
+        }
+    return found
+
+
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
     what, name, *texts = sys.argv[1:]
-    print(json.dumps({"compare": compare, "move": move}[what](name, texts)))
+    print(json.dumps({"compare": compare, "move": move, "evolve": evolve}[what](name, texts)))

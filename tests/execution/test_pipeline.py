@@ -17,8 +17,8 @@ from sparse_dataflow.execution import pipeline, schedules, stages
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def on_eight_devices(*cases):
-    """What pipeline_runs.py prints of each case, in a process of eight virtual CPU devices."""
+def on_eight_devices(script, *arguments):
+    """What a script prints in a process of eight virtual CPU devices."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
@@ -27,70 +27,107 @@ def on_eight_devices(*cases):
         "NPROC": "32",
     }
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/execution/pipeline_runs.py"), json.dumps(cases)],
+        [sys.executable, str(ROOT / "tests/execution" / script), *arguments],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()[-len(cases) :]]
-
-
-def case(model, layers, schedule, micro_batches, axes, **more):
-    settings = {"model": model, "layers": layers, "schedule": schedule}
-    return settings | {"micro_batches": micro_batches, "axes": axes} | more
-
-
-EVERYDAY = [
-    # Each schedule, each way to cut a stage, dense and block-sparse, layers that divide and do not.
-    case("dense", 4, "gpipe", 2, {"stage": 2, "data": 2, "tensor": 2}),
-    case("dense", 4, "1f1b", 8, {"stage": 4}),
-    case("mixed", 5, "interleaved", 4, {"stage": 2, "tensor": 2}, chunks=2, remat="full"),
-    case("mixed", 5, "zero_bubble", 4, {"stage": 2, "fsdp": 2}, division=[2, 3], remat="dots"),
-]
-NIGHTLY = [
-    case("dense", 8, "1f1b", 8, {"stage": 8}, remat="full"),
-    case("dense", 8, "interleaved", 8, {"stage": 4, "fsdp": 2}, chunks=2),
-    case("dense", 8, "zero_bubble", 2, {"stage": 4, "tensor": 2}),
-    case("dense", 8, "gpipe", 1, {"stage": 1, "fsdp": 4, "data": 2}, zero=1),
-    case("mixed", 5, "1f1b", 2, {"stage": 4, "data": 2}, zero=0),
-    case("mixed", 5, "gpipe", 4, {"stage": 2, "fsdp": 2, "tensor": 2}, chunks=2, zero=2),
-    case("mixed", 5, "zero_bubble", 4, {"stage": 4, "tensor": 2}, remat="full"),
-]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
-    "cases",
+    ("model", "texts"),
     [
-        pytest.param(EVERYDAY, marks=pytest.mark.slow),
-        pytest.param(NIGHTLY, marks=pytest.mark.nightly),
+        # Each schedule, each way to cut a stage, layers that divide and layers that do not.
+        pytest.param(
+            "dense_deep",
+            ["stage:2,data:2,tensor:2/3/4/gpipe/1", "stage:4,fsdp:2/3/8/1f1b/1"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "sparse_deep",
+            ["stage:4,tensor:2/3/4/zero_bubble/1"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "sparse_deep_full",
+            ["stage:2,fsdp:2,tensor:2/2/2/interleaved/2/2+1+1+1"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "dense_deep",
+            [
+                "stage:8/3/16/1f1b/1",
+                "stage:8/3/4/zero_bubble/1",
+                "stage:4,fsdp:2/1/8/interleaved/2",
+                "stage:1,data:8/0/2/gpipe/2/6+2",
+                "stage:2,tensor:4/3/16/1f1b/1/3+5",
+            ],
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "sparse_deep",
+            [
+                "stage:4,data:2/0/2/1f1b/1/1+1+2+1",
+                "stage:2,fsdp:4/1/4/interleaved/2",
+                "stage:2,data:2,fsdp:2/2/4/zero_bubble/1",
+                "stage:2,fsdp:2,tensor:2/3/4/gpipe/2",
+            ],
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "sparse_deep_full",
+            ["stage:4,data:2/3/4/1f1b/1", "stage:2,tensor:4/3/4/zero_bubble/1/4+1"],
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["everyday", "nightly"],
 )
-def test_a_pipeline_trains_as_one_device_does(cases):
-    """Losses and gradients of three optimizer steps, and an evaluation after them."""
-    for settings, found in zip(cases, on_eight_devices(*cases)):
-        assert found["loss"] < 2e-6, settings
-        # Of Adam's moments, after steps that Adam took from rounding errors.
-        assert found["error"] < 1e-4, settings
+def test_stages_train_like_one_device(model, texts):
+    """Three optimizer steps and an evaluation."""
+    for text, errors in on_eight_devices("mesh_training.py", "compare", model, *texts).items():
+        assert max(errors["losses"], errors["eval"], errors["norms"]) < 1e-5, (text, errors)
+        assert errors["first moments"] < 1e-4, (text, errors)
+        # Adam divides by the root of a square, and so enlarges what rounding leaves.
+        assert max(errors["moments"], errors["params"]) < 1e-3, (text, errors)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["rigl", "set", "sparse_to_dense"])
+def test_layouts_evolve_over_stages_as_on_one_device(method):
+    text = "stage:2,data:2,tensor:2/3/1/zero_bubble/1"
+    [errors] = on_eight_devices("mesh_training.py", "evolve", method, text).values()
+    assert errors["layouts"] == 0
+    assert errors["losses"] < 1e-5 and errors["params"] < 1e-2, errors
+
+
+@pytest.mark.slow
+def test_a_state_moves_between_pipelines_and_other_meshes_to_the_bit():
+    texts = [
+        "stage:4,tensor:2/3/4/1f1b/1",
+        "data:2,fsdp:4/3/1",
+        "stage:2,fsdp:4/3/4/interleaved/2",
+    ]
+    found = on_eight_devices("mesh_training.py", "move", "sparse_deep", *texts)
+    assert all(found[text] for text in (*texts, "None"))
 
 
 @pytest.mark.slow
 def test_gradients_of_absent_blocks_are_those_of_one_device():
     """So methods that grow blocks by gradient work over stages."""
-    (found,) = on_eight_devices({"kind": "norms", "axes": {"stage": 2, "data": 2, "tensor": 2}})
-    assert found["error"] < 5e-6
+    (error,) = on_eight_devices(
+        "pipeline_runs.py", "norms", "stage:2,data:2,tensor:2/3/1/1f1b/1"
+    ).values()
+    assert error < 5e-6
 
 
 @pytest.mark.slow
 def test_memory_follows_the_schedule_and_not_the_micro_batches():
     """Temporaries of compiled programs for 8, 16 and 32 micro-batches."""
-    sizes = {"kind": "memory", "micro_batches": [8, 16, 32]}
-    flat, growing = (
-        np.array(found["sizes"])
-        for found in on_eight_devices(sizes | {"schedule": "1f1b"}, sizes | {"schedule": "gpipe"})
-    )
+    texts = [f"stage:8/3/{m}/{name}/1" for name in ("1f1b", "gpipe") for m in (8, 16, 32)]
+    found = on_eight_devices("pipeline_runs.py", "memory", *texts)
+    flat, growing = np.array([found[text] for text in texts]).reshape(2, 3)
     assert np.ptp(flat) < 0.05 * flat[0]
     assert growing[1] > 1.4 * growing[0] and growing[2] > 1.4 * growing[1]
 
@@ -98,13 +135,12 @@ def test_memory_follows_the_schedule_and_not_the_micro_batches():
 @pytest.mark.slow
 def test_a_tick_computes_nothing_but_its_action():
     """Counts what blocks do: the compiler moves nothing out of loops that have no round."""
-    (found,) = on_eight_devices({"kind": "calls", "stages": 4, "micro_batches": 4})
-    assert found == {"calls": 3 * 4 * 4}
+    assert on_eight_devices("pipeline_runs.py", "calls", "4x4") == {"4x4": 3 * 4 * 4}
 
 
 @pytest.mark.slow
 def test_weights_are_gathered_once_a_step():
-    (found,) = on_eight_devices({"kind": "gathers"})
+    (found,) = on_eight_devices("pipeline_runs.py", "gathers", "stage:2,fsdp:4/3/4/1f1b/1").values()
     assert found["inside"] == 0 and found["outside"] > 0
 
 

@@ -1,4 +1,4 @@
-"""Both benchmarks from end to end at tiny sizes, as a user starts them."""
+"""The benchmarks from end to end at tiny sizes, as a user starts them."""
 
 import json
 
@@ -63,8 +63,9 @@ def test_tuning_keeps_the_fastest_tiles_that_it_measured(job, tmp_path):
     flags = ("--shapes=64x128", *KERNEL, "--patterns=random", "--tune", f"--tuned={tmp_path}")
     done = job.run(*flags, experiment="kernel_bench")
     assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.iterdir()
-    assert f"kept in {path}" in done.stdout
+    (folder,) = tmp_path.iterdir()
+    (path,) = folder.iterdir()
+    assert f"kept in {folder}" in done.stdout and folder.name == "block_sparse_matmul"
     entries = tuned.read(path)
     assert {case.product for case in entries} == set(tuned.PRODUCTS)
     for case, tiles in entries.items():
@@ -128,3 +129,20 @@ def test_kernel_bench_refuses_shapes_before_it_times_any(job, tmp_path, flag, wo
     done = job.run(*KERNEL, flag, f"--keep={folder}", experiment="kernel_bench")
     assert words in complaint(done)
     assert done.stdout == "" and not folder.exists()
+
+
+def test_decode_bench(job, tmp_path):
+    folder = tmp_path / "kept"
+    shape = ("--scale=pico", "--block=16", "--density=0.25", "--batch=2", "--cached=5")
+    done = job.run(*shape, "--rounds=1", f"--keep={folder}", experiment="decode_bench")
+    result = kept(done, folder)
+    check_ratio(result)
+    assert result["ratio"] == pytest.approx(
+        result["rows"]["dense"]["token_ms"] / result["rows"]["sparse"]["token_ms"]
+    )
+    assert result["byte_ceiling"] == pytest.approx(
+        result["rows"]["dense"]["read_bytes"] / result["rows"]["sparse"]["read_bytes"]
+    )
+    for row in result["rows"].values():
+        assert row["tokens_per_second"] == pytest.approx(2e3 / row["token_ms"])
+    assert f"byte ceiling {result['byte_ceiling']:.2f}x" in done.stdout

@@ -1,5 +1,7 @@
 """What the tests of the exchange share: models, and weights changed on disk."""
 
+import dataclasses
+
 import jax
 import numpy as np
 from make_fixture import BYTES
@@ -13,6 +15,7 @@ DENSE = ModelConfig(
     num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=BYTES.vocab_size, max_len=16
 )
 SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))
+SUPAR = dataclasses.replace(SPARSE, parametrization="supar")
 LOW_RANK = SPARSE.with_linears(LinearSpec("block_sparse", "random", 0.25, 8, rank=3), ("mlp_in",))
 
 

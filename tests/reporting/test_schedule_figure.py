@@ -5,7 +5,12 @@ import numpy as np
 import pytest
 
 from sparse_dataflow.execution import schedules
-from sparse_dataflow.reporting.schedule_figure import ACTIONS, LONGEST, schedule_picture
+from sparse_dataflow.reporting.schedule_figure import (
+    ACTIONS,
+    LONGEST,
+    schedule_page,
+    schedule_picture,
+)
 
 
 def cells(picture, colour):
@@ -41,3 +46,12 @@ def test_a_long_schedule_stays_a_small_picture():
     assert schedule.ticks > LONGEST
     widest = float(ElementTree.fromstring(picture).get("width"))
     assert widest < 1200 and f"{schedule.ticks} ticks" in picture
+
+
+def test_a_page_has_all_pictures_and_needs_no_network():
+    made = [schedules.make(name, 2, 4) for name in schedules.SCHEDULES]
+    page = schedule_page(made)
+    for schedule in made:
+        assert f"{schedule.name}: 2 stages, 4 micro-batches" in page
+    assert page.count("<svg") == len(made) and "--part0: #332288" in page
+    assert not re.search(r"(src|href)=.?http|url\(http|<script", page)

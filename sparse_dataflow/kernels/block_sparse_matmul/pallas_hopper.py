@@ -21,6 +21,7 @@ kernels of XLA for each side of a weight; of known ones it is done while tracing
 With `plgpu.force_gpu_interpret_mode()` around the trace, the kernels run on a CPU.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -48,6 +49,17 @@ DTYPES = ("bfloat16", "float32")
 
 NEEDED_JAX = (0, 11)
 """The first jax whose Mosaic GPU has what the kernels use, and an interpreter for it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options(fused.Options):
+    """What is fixed when the op is traced.
+
+    Attributes:
+      out_features: width of y.
+    """
+
+    out_features: int
 
 
 def block_sparse_matmul(
@@ -95,7 +107,7 @@ def block_sparse_matmul(
         empty = jnp.zeros(result.shape, result.dtype)
         return empty if residual is None else empty + residual
     tuning = tuning or default_tuning(x, values, tables, residual=residual is not None)
-    options = fused.Options(activation is not None, keep_preactivation, tuning)
+    options = _Options(activation is not None, keep_preactivation, tuning, result.shape[1])
     lines = jax.tree.map(jnp.asarray, lines_of(tables, len(values), tuning))
     return _matmul(options, x, values, bias, residual, lines)
 
@@ -126,7 +138,8 @@ def value_and_preactivation(
     if len(x) == 0:
         empty = jnp.zeros(result.shape, result.dtype)
         return empty, empty
-    options = fused.Options(True, True, tuning or default_tuning(x, values, tables))
+    tuning = tuning or default_tuning(x, values, tables)
+    options = _Options(True, True, tuning, result.shape[1])
     lines = lines_of(tables, len(values), options.tuning)
     return tuple(_product(options, x, values, bias, None, lines, keep=True))
 
@@ -292,12 +305,11 @@ def _gradients(options, x, values, before, dy, lines):
 
 def _product(options, x, values, bias, residual, lines, keep):
     bias = None if bias is None else bias.astype(jnp.float32)
-    columns = None if bias is None else len(bias)
     run = functools.partial(
         line_product,
         tiles=options.tuning.forward,
         transposed=False,
-        columns=columns if residual is None else residual.shape[1],
+        columns=options.out_features,
         multiprocessors=options.tuning.multiprocessors,
     )
     if x.dtype == jnp.float32:

@@ -51,7 +51,7 @@ def line_product(
     residual: jax.Array | None = None,
     preactivation: jax.Array | None = None,
     keep: bool = False,
-    columns: int | None = None,
+    columns: int,
     multiprocessors: int,
 ) -> tuple[jax.Array, ...]:
     """x times the stored blocks of each line.
@@ -70,7 +70,7 @@ def line_product(
       preactivation: like the residual, at which the derivative of a GELU multiplies
         the product; excludes bias, gelu, residual and keep.
       keep: whether what enters the GELU is a second result; excludes residual.
-      columns: of the results; None for all.
+      columns: of the results, at most all of the lines'.
       multiprocessors: of the device.
 
     Returns:
@@ -79,7 +79,6 @@ def line_product(
     tokens, block = len(x), values.shape[1]
     lines, fan = tables.index.shape
     parts = max(1, block // tiles.columns)
-    columns = lines * parts * tiles.columns if columns is None else columns
     if bias is not None:
         # Loaded without TMA, which alone would stop at the end of an array.
         bias = jnp.pad(bias, (0, lines * parts * tiles.columns - len(bias)))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.kernels import tuned
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu as products
 from sparse_dataflow.kernels.block_sparse_matmul import tuning as sizes
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import (
@@ -21,7 +22,14 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import (
 )
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import smem_bytes
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_kernels as kernels
-from sparse_dataflow.kernels.sparse_mlp.tuning import MlpShape, MlpTuning, fused_tuning
+from sparse_dataflow.kernels.sparse_mlp.tuning import (
+    MlpShape,
+    MlpTiles,
+    MlpTuning,
+    fused_tuning,
+)
+from sparse_dataflow.kernels.sparse_mlp.tuning import spaces as mlp_spaces
+from sparse_dataflow.kernels.tuned import Case, Space
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 
@@ -96,7 +104,11 @@ def default_tuning(
     tables_in: LayoutTables,
     tables_out: LayoutTables,
 ) -> MlpTuning:
-    """Tile sizes on the TPU compiled for; what of the MLP is fused there."""
+    """Tile sizes on the TPU compiled for; what of the MLP is fused there.
+
+    A fused pass that was measured is fused, with the sizes that were the fastest.
+    """
+    operands = x, values_in, values_out, tables_in, tables_out
     lines_in = lines_of(tables_in, values_in.shape[1])
     lines_out = lines_of(tables_out, values_out.shape[1])
     unfused = MlpTuning(
@@ -106,11 +118,46 @@ def default_tuning(
         product_out=tuning_of(x, values_out, lines_out, False),
         gradient_in=tuning_of(x, values_in, lines_in, False).weight_gradient,
     )
+    shape = _shape(*operands)
+    if shape is None:
+        return unfused
+    heuristic = fused_tuning(unfused, shape, sizes.budget())
+    measured = {
+        case.product: tuned.lookup("sparse_mlp", case, MlpTiles, space.legal)
+        for case, space in spaces(*operands).items()
+    }
+    return dataclasses.replace(heuristic, **{k: tiles for k, tiles in measured.items() if tiles})
+
+
+def spaces(
+    x: jax.Array,
+    values_in: jax.Array,
+    values_out: jax.Array,
+    tables_in: LayoutTables,
+    tables_out: LayoutTables,
+) -> dict[Case, Space]:
+    """What an autotuner may try of each fused pass; none where the MLP cannot be fused."""
+    operands = x, values_in, values_out, tables_in, tables_out
+    shape = _shape(*operands)
+    if shape is None:
+        return {}
+    stored = jax.ShapeDtypeStruct(
+        (len(values_in) + len(values_out), *values_in.shape[1:]), values_in.dtype
+    )
+    widths = shape.by_hidden.features, shape.by_result.features
+    made = mlp_spaces(shape, sizes.budget(), sizes.device().num_cores)
+    return tuned.by_case("pallas_tpu", x, stored, widths, made)
+
+
+def _shape(x, values_in, values_out, tables_in, tables_out):
+    """The MLP's; None where its kernels cannot be fused."""
+    lines_in = lines_of(tables_in, values_in.shape[1])
+    lines_out = lines_of(tables_out, values_out.shape[1])
     most = sizes.device().smem_capacity_bytes * 7 // 8
     alike = tile_of(values_in) == tile_of(values_out)
     if not alike or sum(map(smem_bytes, (*lines_in, *lines_out))) > most:
-        return unfused
-    shape = MlpShape(
+        return None
+    return MlpShape(
         by_hidden=operand_of(x, values_in, lines_in, False),
         by_result=operand_of(x, values_out, lines_out, False),
         by_hidden_row=operand_of(x, values_out, lines_out, True),
@@ -118,7 +165,6 @@ def default_tuning(
         bytes_in=_stored_bytes(values_in),
         bytes_out=_stored_bytes(values_out),
     )
-    return fused_tuning(unfused, shape, sizes.budget())
 
 
 def _stored_bytes(values):

@@ -10,6 +10,7 @@ from sparse_dataflow.kernels.block_sparse_matmul.tuning import (
     StreamTiles,
     TuningConfig,
 )
+from sparse_dataflow.kernels.tuned import Space
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +105,45 @@ def fused_tuning(unfused: MlpTuning, shape: MlpShape, vmem_bytes: int) -> MlpTun
     if backward and backward_traffic(shape, backward) > recomputing_traffic(shape, *single):
         backward = None
     return dataclasses.replace(unfused, forward=forward, backward=backward)
+
+
+def spaces(shape: MlpShape, vmem_bytes: int, cores: int) -> dict[str, Space]:
+    """What an autotuner may try of each fused pass that fits VMEM at all."""
+    by_pass = {
+        "forward": (forward_tiles, forward_bytes, (shape.by_hidden, shape.by_result)),
+        "backward": (
+            backward_tiles,
+            backward_bytes,
+            (shape.by_hidden, shape.by_hidden_row, shape.by_input_row),
+        ),
+    }
+    made = {}
+    for name, (first, bytes_of, operands) in by_pass.items():
+        if start := first(shape, vmem_bytes, cores):
+            made[name] = _space(start, shape, operands, bytes_of, vmem_bytes)
+    return made
+
+
+def _space(start, shape, operands, bytes_of, vmem_bytes):
+    itemsize = shape.by_hidden.itemsize
+
+    def legal(tiles):
+        streamed = len(tiles.streams) == len(operands) and all(
+            stream.entries > 0 and stream.ahead > 1 for stream in tiles.streams
+        )
+        whole = tiles.rows > 0 and tiles.tokens % tiles.rows == 0
+        in_order = tiles.tokens % products.sublanes(itemsize) == 0 < tiles.tokens
+        some = tiles.lines > 0 and tiles.buffers in (1, 2)
+        return streamed and whole and in_order and some and bytes_of(shape, tiles) <= vmem_bytes
+
+    choices = {
+        "tokens": tuple(products.token_tiles(shape.tokens, itemsize, 1024)),
+        "buffers": (1, 2),
+        "rows": (128, 256, 512, 1024),
+        "lines": (1, 2, 4, 8),
+        "streams": tuple(dict.fromkeys(zip(*map(products.streams, operands)))),
+    }
+    return Space(start, choices, legal)
 
 
 def forward_tiles(shape: MlpShape, vmem_bytes: int, cores: int) -> MlpTiles | None:

@@ -1,0 +1,125 @@
+"""Weights that a training begins with: those of another run, GPT-2 or OPT, or an export.
+
+What gets sparser on the way keeps its largest blocks (one-shot pruning by magnitude); what gets
+denser keeps its function.  The optimizer begins anew.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.evaluation import trained
+from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
+from sparse_dataflow.interchange import huggingface
+from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
+from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
+from sparse_dataflow.training.step import TrainState
+from sparse_dataflow.training.transitions import change_model
+
+
+class StartingPoint(NamedTuple):
+    """A model whose weights another begins with.
+
+    Attributes:
+      model: its config.
+      params: on the host; see `gpt`.
+      tables: numpy layout tables.
+      tokenizer: its tokenizer, which the new training keeps.
+      about: JSON-able, for config.json: where it is from, and what it is.
+    """
+
+    model: ModelConfig
+    params: dict
+    tables: dict
+    tokenizer: Tokenizer
+    about: dict[str, Any]
+
+
+def shape(folder: str | Path) -> ModelConfig:
+    """The dense model of the shape that a run, or a Hugging Face directory, holds; reads no weights
+    of a run.
+
+    Raises:
+      UserError: it holds none.
+    """
+    if huggingface.is_directory(folder):
+        model = read(str(folder)).model
+    else:
+        variants = trained.read_config(folder)["variants"]
+        model = ModelConfig.from_json(variants[_variant(variants)]["model"])
+    return dataclasses.replace(model, linears={})
+
+
+@functools.lru_cache(maxsize=1)
+def read(folder: str) -> StartingPoint:
+    """The newest checkpoint of a run, of its dense model where it has one, or a Hugging Face
+    directory.
+
+    Raises:
+      UserError: there is none, or it is damaged.
+    """
+    about = {"path": str(Path(folder).expanduser().absolute())}
+    if huggingface.is_directory(folder):
+        found = huggingface.read(folder)
+        about |= {"model": found.model.to_json(), "weights": found.digest}
+        return StartingPoint(found.model, found.params, found.tables, found.tokenizer, about)
+    variant = _variant(trained.read_config(folder)["variants"])
+    found = trained.load(folder, variant)
+    about |= {"model": found.model.to_json(), "variant": variant, "step": found.step}
+    params = jax.device_get(found.params)
+    return StartingPoint(found.model, params, found.tables, found.tokenizer, about)
+
+
+def _variant(variants):
+    return "dense" if "dense" in variants else next(iter(variants))
+
+
+def begun_state(
+    start: StartingPoint,
+    model: ModelConfig,
+    training: TrainingConfig,
+    executor: Executor = ONE_DEVICE,
+) -> TrainState:
+    """The state before the first step of `model`, with the weights of `start`.
+
+    Raises:
+      UserError: the two models differ in more than what is stored of their projections.
+    """
+    refuse_other_shape(start.model, model)
+    step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)
+    params = jax.tree.map(jnp.array, start.params)
+    state = change_model(TrainState(step, params, (), start.tables, key), start.model, model)
+    moments = jax.jit(make_optimizer(model, training).init)(state.params)
+    return executor.place(state._replace(moments=moments))
+
+
+def refuse_other_shape(start: ModelConfig, model: ModelConfig) -> None:
+    """Raises UserError, naming what differs, unless `model` can begin with weights of `start`."""
+    free = ("linears", "remat", "compute_dtype", "seed")
+    differences = [
+        f"{field.name} is {getattr(start, field.name)} there and {getattr(model, field.name)} here"
+        for field in dataclasses.fields(model)
+        if field.name not in free and getattr(start, field.name) != getattr(model, field.name)
+    ]
+    for name in PROJECTIONS:
+        before, after = start.linear(name), model.linear(name)
+        if before.rank and after.rank != before.rank:
+            differences.append(f"{name} has rank {before.rank} there and {after.rank} here")
+        if before.kind == after.kind == "block_sparse":
+            if before.block != after.block:
+                differences.append(f"{name} has blocks of {before.block} there, {after.block} here")
+            if before.density < after.density:
+                differences.append(
+                    f"{name} has density {before.density:g} there and {after.density:g} here"
+                )
+    if differences:
+        raise UserError(
+            f"The weights to begin with do not fit: {'; '.join(differences)}. Give the values there"
+            ", or other weights."
+        )

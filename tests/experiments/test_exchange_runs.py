@@ -1,0 +1,100 @@
+"""A run is continued, exported and imported by commands, as a user does it."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from sparse_dataflow.evaluation import trained
+from sparse_dataflow.evaluation.generate import generate
+from sparse_dataflow.interchange import huggingface
+
+pytestmark = pytest.mark.slow  # Every command is a process of its own.
+
+
+def test_a_run_writes_exports_and_is_begun_from(job, undisturbed, tmp_path):
+    model = trained.load(undisturbed, "sparse")
+    prompt = "the of and"
+    (expected,) = generate(model, [model.tokenizer.encode(prompt).tolist()], max_new_tokens=8)
+    written = job.run(
+        f"--run={undisturbed}", f"--prompt={prompt}", "--max_new_tokens=8", experiment="generate"
+    )
+    assert written.returncode == 0, written.stderr
+    assert written.stdout == prompt + expected.text + "\n"
+
+    for form in huggingface.FORMS:
+        done = job.run(
+            f"--run={undisturbed}", f"--to={tmp_path / form}", f"--form={form}", experiment="export"
+        )
+        assert done.returncode == 0, done.stderr
+        card = (tmp_path / form / "README.md").read_text()
+        config = json.loads((undisturbed / "config.json").read_text())
+        for fact in (
+            "density 0.25",
+            "bits per byte",
+            config["date"],
+            f"jax {config['versions']['jax']}",
+        ):
+            assert fact in card
+        assert " ".join(config["command"]) in card
+    sparse = huggingface.read(tmp_path / "sparse")
+    assert sparse.model == model.model and sparse.tokenizer == model.tokenizer
+    again = job.run(f"--run={undisturbed}", f"--to={tmp_path / 'dense'}", experiment="export")
+    assert again.returncode == 2 and "exists already" in again.stderr
+
+    begun = tmp_path / "begun"
+    sizes = ("--block=16", "--density=0.25", "--steps=2", "--twin=no")
+    start = f"--init_from={tmp_path / 'dense'}"
+    done = job.run(*sizes, f"--corpus={job.corpus}", start, f"--out={begun}")
+    assert done.returncode == 0, done.stderr
+    config = json.loads((begun / "config.json").read_text())
+    assert config["init_from"]["path"] == str(tmp_path / "dense")
+    first = trained.load(begun, "sparse", "0")
+    # The largest quarter of the blocks are those that were stored, as the others are zeros.
+    for name in ("qkv", "mlp_out"):
+        was, now = (m.params["blocks"][name]["values"] for m in (model, first))
+        np.testing.assert_allclose(np.sum(np.square(was)), np.sum(np.square(now)), rtol=1e-5)
+
+
+def test_lines_are_continued_until_the_input_ends(job, undisturbed):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "experiments.generate"),
+            *(f"--run={undisturbed}", "--interactive", "--max_new_tokens=3"),
+        ],
+        input="the of\n" + 99 * "word " + "\nand to\n",
+        cwd=job.corpus.parent,
+        env=job.environment,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the of" in done.stdout and "and to" in done.stdout
+    assert "the model sees 64 at once" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("experiment", "arguments", "message"),
+    [
+        ("generate", [], "No run is named"),
+        ("generate", ["--run=nowhere"], "not a run folder"),
+        ("generate", ["--run=RUN", "--variant=small"], "it has: sparse, dense"),
+        ("generate", ["--run=RUN", f"--prompt={'word ' * 99}"], "the model sees 64 at once"),
+        ("export", ["--run=RUN"], "give a new one with --to"),
+        ("gpt13b_sparse", ["--init_from=nowhere"], "nowhere is not a run folder"),
+        ("gpt13b_sparse", ["--init_from=RUN", "--scale=nano"], "--scale with --init_from"),
+    ],
+)
+def test_bad_input_is_named(job, undisturbed, experiment, arguments, message):
+    given = [argument.replace("RUN", str(undisturbed)) for argument in arguments]
+    done = job.run(*given, experiment=experiment)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_run_without_its_tokenizer_is_named(job, copy):
+    (copy / "tokenizer.json").unlink()
+    done = job.run(f"--run={copy}", experiment="generate")
+    assert done.returncode == 2 and "has no tokenizer.json" in done.stderr

@@ -1,0 +1,93 @@
+"""Rates measured on the spot go through the cost model and come out as the times measured."""
+
+import dataclasses
+import types
+
+import pytest
+
+from experiments import prediction
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.sizes import PROJECTIONS, SIZES
+from sparse_dataflow.planning import memory
+from sparse_dataflow.planning.chips import Chip
+from sparse_dataflow.planning.efficiency import PRIOR
+from sparse_dataflow.planning.step_time import step_time
+from sparse_dataflow.training.optimizer import TrainingConfig
+
+CHIP = Chip("cpu", {"float32": 2e11}, 2**34, 2e10)
+SECONDS = {"qkv": 0.03, "attention": 0.02, "attn_out": 0.01, "mlp_in": 0.04, "mlp_out": 0.05}
+SECONDS |= {"norms and GELU": 0.006, "head and loss": 0.07, "optimizer": 0.008}
+
+
+@pytest.fixture
+def sections(monkeypatch):
+    monkeypatch.setattr(prediction, "initial_state", lambda *_: None)
+    monkeypatch.setattr(prediction, "section_seconds", lambda *_: dict(SECONDS))
+
+
+@pytest.mark.parametrize("density", [1.0, 0.25])
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_step_is_predicted_as_its_sections_times_layers(sections, density, layers, remat):
+    config = prediction._model("nano", density, 64)
+    config = dataclasses.replace(config, num_layers=layers, remat=remat)
+    training = TrainingConfig(steps=1, batch=4, sequence=64)
+    rates = prediction.measured_rates(config, training, CHIP)
+    layout = prediction.layout_of(config, training)
+    time = step_time(config, 64, layout, CHIP, PRIOR, rates=rates)
+    for name in (*PROJECTIONS, "attention"):
+        assert time.terms[name] == pytest.approx(layers * SECONDS[name])
+    # Norms and GELU run again with what is computed again.
+    again = 4 / 3 if remat == "full" else 1
+    assert time.terms["element-wise"] == pytest.approx(again * layers * SECONDS["norms and GELU"])
+    assert time.terms["head"] == pytest.approx(SECONDS["head and loss"])
+    one = dataclasses.replace(config, num_layers=1)
+    grown = memory.parameter_count(config) / memory.parameter_count(one)
+    assert time.terms["optimizer"] == pytest.approx(SECONDS["optimizer"] * grown)
+    forward = sum(SECONDS[n] for n in ("qkv", "attention", "attn_out", "mlp_in")) / 3
+    expected = layers * forward if remat == "full" else 0
+    assert time.terms["recompute"] == pytest.approx(expected)
+
+
+def test_a_row_has_both_times_and_what_they_are_made_of(sections, monkeypatch):
+    monkeypatch.setattr(prediction, "measured_seconds", lambda *_: 0.5)
+    asked = types.SimpleNamespace(sequence=0, tokens=1024, block=0, rounds=1)
+    row = prediction.check("nano", 0.125, asked, CHIP)
+    assert (row["batch"], row["sequence"], row["measured_ms"]) == (8, 128, 500.0)
+    assert row["predicted_ms"] == pytest.approx(sum(row["terms_ms"].values()))
+    assert row["error"] == pytest.approx(row["predicted_ms"] / 500 - 1)
+
+
+def test_long_sequences_are_cut_and_one_row_stays(sections, monkeypatch):
+    monkeypatch.setattr(prediction, "measured_seconds", lambda *_: 0.5)
+    asked = types.SimpleNamespace(sequence=0, tokens=100, block=0, rounds=1)
+    row = prediction.check("125m", 1.0, asked, CHIP)
+    assert (row["batch"], row["sequence"]) == (1, prediction.LONGEST)
+
+
+def test_layouts_without_balance_are_refused_before_anything_is_measured():
+    prediction.refuse_unfit("125m", 1.0, 64)
+    prediction.refuse_unfit("125m", 0.125, 0)
+    with pytest.raises(UserError, match="no balanced layout"):
+        prediction.refuse_unfit("125m", 0.125, 64)
+    with pytest.raises(UserError, match="does not divide"):
+        prediction.refuse_unfit("nano", 0.5, 100)
+    assert SIZES["125m"].d_model == 768
+
+
+@pytest.mark.nightly
+def test_a_tiny_step_is_predicted_and_measured(job, tmp_path):
+    """From end to end; on a busy machine the error says nothing."""
+    flags = ("--scales=pico", "--block=16", "--tokens=128", "--rounds=1", f"--keep={tmp_path}")
+    done = job.run(*flags, experiment="predict_check")
+    assert done.returncode == 0, done.stderr
+    assert "largest error" in done.stdout and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.nightly
+def test_interplay_measures_whole_steps_fused_and_unfused(job, tmp_path):
+    flags = ("--scale=pico", "--block=16", "--tokens=128", "--rounds=1", f"--out={tmp_path}")
+    done = job.run(*flags, experiment="interplay")
+    assert done.returncode == 0, done.stderr
+    assert "measured: 1/8 of the blocks gains" in done.stdout
+    assert "predicted: 1/8 of the blocks gains" in done.stdout
