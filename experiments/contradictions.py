@@ -6,7 +6,7 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from experiments import command_line
+from experiments import command_line, execution_flags
 from experiments.command_line import Group
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import PROJECTIONS
@@ -29,6 +29,7 @@ def check(values: absl_flags.FlagValues, groups: Sequence[Group]) -> None:
     _check_training(values)
     _check_sparsity(values)
     _check_evolution(values)
+    execution_flags.check(values)
     _check_start(values)
     _check_folders(values, groups)
 

@@ -38,8 +38,9 @@ DEVICES = Group(
             "choice",
             "auto",
             "whole has all layers in one program; pipeline streams micro-batches (--accumulation) "
-            "through the stages of the mesh; auto is pipeline where the mesh has stages.",
-            lambda: ("auto", "whole", "pipeline"),
+            "through the stages of the mesh; relay brings one block at a time to the device, from "
+            "parameters in host memory; auto is pipeline where the mesh has stages, else whole.",
+            lambda: ("auto", "whole", "pipeline", "relay"),
             fixed=False,
         ),
         Flag(

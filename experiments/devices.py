@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 from jax.sharding import AbstractMesh
 
-from experiments import contradictions, flags
+from experiments import contradictions, execution_flags, flags
 from experiments.recipes import Variant
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import describe, distributed
@@ -48,6 +48,8 @@ def executor(values) -> Executor:
     Raises:
       UserError: no such mesh, schedule or division of the layers; names the legal values.
     """
+    if values.executor == "relay":
+        return execution_flags.relay(values)
     imagined = values.describe == "yes" and values.mesh != "auto"
     sizes = meshes.parse(values.mesh, None if imagined else jax.device_count())
     staged = _pipelines(values, sizes["stage"])
@@ -115,7 +117,7 @@ def check(executor: Executor, values, variants: list[Variant], memory_bytes: int
     for variant in variants:
         for stage in variant.stages:
             executor.check(stage.model, variant.training)
-    if memory_bytes is None or executor == ONE_DEVICE:
+    if memory_bytes is None or executor == ONE_DEVICE or values.executor == "relay":
         return
     need = sum(max(map(describe.bytes_a_chip, arrays(executor, v))) for v in variants)
     if need > memory_bytes * memory.USABLE:

@@ -16,6 +16,7 @@ from experiments import command_line, contradictions
 from experiments.command_line import Flag, Group
 from experiments.contradictions import given
 from experiments.device_flags import DEVICES
+from experiments.execution_flags import RELAY
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "EVOLUTION",
     "GROUPS",
     "MODEL",
+    "RELAY",
     "RUN",
     "SPARSITY",
     "START",
@@ -310,8 +312,9 @@ RUN = Group(
         ),
     ),
 )
-GROUPS = (MODEL, SPARSITY, EVOLUTION, TRAINING, DATA, START, RUN, DEVICES)
-_NOT_KEPT = ("out", "resume", *(flag.name for flag in DEVICES.flags))
+GROUPS = (MODEL, SPARSITY, EVOLUTION, TRAINING, DATA, START, RUN, DEVICES, RELAY)
+# The executor is kept: with the relay's files, what a run goes on from lies with it.
+_NOT_KEPT = ("out", "resume", *(f.name for f in DEVICES.flags if f.name != "executor"))
 
 
 def without(*names: str, groups: Sequence[Group] = GROUPS) -> tuple[Group, ...]:

@@ -14,7 +14,16 @@ from pathlib import Path
 
 import jax
 
-from experiments import devices, flags, memory_check, recipes, run_folder, run_report, step_plan
+from experiments import (
+    devices,
+    flags,
+    memory_check,
+    recipes,
+    relay_plan,
+    run_folder,
+    run_report,
+    step_plan,
+)
 from experiments.recipes import Variant
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.data.corpora import load_corpus
@@ -75,7 +84,9 @@ def _run(experiment, values, groups, sparse):
         # Refuses what cannot be trained, before any work.
         executor, wanted = devices.executor(values), recipes.variants(values, names)
         devices.check(executor, values, wanted, chip.memory_bytes)
-        if executor == ONE_DEVICE:
+        if values.executor == "relay":
+            relay_plan.tell(values, wanted, chip, executor.devices)
+        elif executor == ONE_DEVICE:
             memory_check.refuse_too_large(values, wanted, chip.memory_bytes)
 
         corpus = load_corpus(values.corpus, CACHE)
@@ -121,6 +132,9 @@ def _run(experiment, values, groups, sparse):
             say(f"stopped; go on with: {again}")
             return
         if processes.first():
+            for v in variants:
+                if programs[v.name][-1].timeline is not None:
+                    say(f"{v.name:>6}: {relay_plan.measured(programs[v.name][-1].timeline())}")
             report = run_report.write(folder, saved, trainers, corpus, tokenizer, chip)
             say(report.headline)
             say(f"report: {report.path}")

@@ -13,6 +13,7 @@ from sparse_dataflow.data.prompts import heldout_prompts
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.generate import new_tokens
+from sparse_dataflow.execution import timeline
 from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.models import gpt
 from sparse_dataflow.planning import cost, memory
@@ -100,6 +101,7 @@ def _variant(folder, trainer, chip):
         ),
         key=lambda plan: plan.total,
     )
+    spans = trainer.timeline
     return VariantData(
         name=trainer.name,
         loss=evaluation["loss"],
@@ -116,11 +118,21 @@ def _variant(folder, trainer, chip):
         history=history,
         section_seconds=_section_seconds(trainer, of_phase[-1]),
         memory=plan.categories,
+        timeline=[list(span) for span in spans],
+        hidden=timeline.hidden_share(spans) if spans else None,
     )
 
 
 def _section_seconds(trainer, step_seconds):
-    """Nothing where the model is spread over devices: its sections are not timed by themselves."""
+    """Of the relay what its sections computed, and what was not computing; nothing where the model
+    is spread over devices, whose sections are not timed by themselves."""
+    spans = trainer.timeline
+    if spans:
+        found = {
+            name: timeline.seconds([s for s in spans if s.section.startswith(kind)], "compute")
+            for name, kind in (("embed", "embed"), ("blocks", "block"), ("head and loss", "head"))
+        }
+        return {**found, "other": max(0.0, step_seconds - sum(found.values()))}
     if trainer.executor != ONE_DEVICE:
         return {}
     return section_seconds(trainer.model, trainer.training, trainer.state, step_seconds)

@@ -17,6 +17,9 @@ class Executor(Protocol):
     A training state and its layout tables are canonical wherever they are saved, changed or looked
     at: as on one device.  `place` brings them to where the programs want them, `canonical` back.
     `loss` and `loss_and_gradients` are traced inside a program; params and tables are as placed.
+
+    An executor that is no single program has `initial_state`, `abstract_state` and `programs` of
+    its own instead of what is traced; see `relay_executor.RelayExecutor`.
     """
 
     def describe(self) -> str:

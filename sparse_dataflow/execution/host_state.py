@@ -107,6 +107,17 @@ def fresh_state(
     return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key)
 
 
+def copied_state(state: TrainState, trees: tuple[dict, dict, dict]) -> TrainState:
+    """The state with its parameters and moments copied into these trees."""
+    moments = adam(state.moments)
+    jax.tree.map(
+        lambda to, leaf: np.copyto(to, leaf), trees, (state.params, moments.mu, moments.nu)
+    )
+    params, mu, nu = trees
+    after = with_adam(state.moments, int(moments.count), mu, nu)
+    return state._replace(params=params, moments=after)
+
+
 def training_key(training: TrainingConfig) -> jax.Array:
     """The key of every state of a training."""
     return jax.random.split(jax.random.key(training.seed))[1]

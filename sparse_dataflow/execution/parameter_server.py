@@ -56,10 +56,6 @@ class InMemory:
         """Trees that take the results of an update of these."""
         return params, mu, nu
 
-    def scratch(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An array for values that change between two steps."""
-        return np.empty(shape, dtype)
-
     def updated(self, section: Section, views: tuple) -> None:
         """Told when the three views of a section hold its results."""
 

@@ -92,12 +92,11 @@ class Relay:
             self._cut, self._whole = relay_programs.data_shardings(mesh)
         else:
             self._cut = self._whole = SingleDeviceSharding(jax.local_devices()[0])
-        rows, ways = training.batch // training.micro_batches, self._cut.num_devices
-        if rows % ways:
-            raise UserError(
-                f"A micro-batch of {rows} sequences does not cut over {ways} devices; give a "
-                "--batch and an --accumulation whose quotient is a multiple of them."
-            )
+        # Between processes on CPUs, collectives of two programs at once meet in any order, and may
+        # wait for each other for ever.
+        self._one_at_a_time = jax.process_count() > 1 and jax.default_backend() == "cpu"
+        relay_programs.refuse_uncut(training, self._cut.num_devices)
+        rows = training.batch // training.micro_batches
         self._train_shape = (training.micro_batches, rows, training.sequence)
         self.programs = relay_programs.compiled(model, self._train_shape, mesh)
         self._eval_shape = (1, *eval_shape) if eval_shape else None
@@ -113,9 +112,19 @@ class Relay:
             storage=storage,
             pinned=self._pinned if locked else None,
         )
+        self._depth = DepthSchedule()
         self._watching = ThreadPoolExecutor(1, "watch")
         self.timeline = Timeline()
         self.observe: Callable[[str], None] = lambda program: None
+
+    def begin(self, training: TrainingConfig) -> None:
+        """Settles the run's length and seed, on which the depth of a step depends; before, all
+        blocks take part in every step."""
+        self.training, self._depth = training, self.config.depth
+
+    def bring(self, params: dict, section: Section, *more: Any) -> tuple:
+        """A section's parameters, and other host arrays, on the device."""
+        return jax.block_until_ready(self._put((self.server.copy(params, section), *more)))
 
     def train_step(
         self, state: TrainState, tokens: np.ndarray, learning_rate: float
@@ -132,7 +141,7 @@ class Relay:
         """
         step = int(state.step)
         self.timeline = Timeline()
-        blocks = self.config.depth.active(
+        blocks = self._depth.active(
             self.model.num_layers, step, self.training.steps, self.training.seed
         )
         sections = [EMBED, *blocks, HEAD]
@@ -190,6 +199,8 @@ class Relay:
         self.observe(name)
         dispatched = time.perf_counter()
         found = getattr(self.programs, name)(*arguments)
+        if self._one_at_a_time:
+            jax.block_until_ready(found)
         # What the next program takes over cannot be waited for.
         kept = found[1] if name == "backward" else found
         kept = kept[0] if name == "head" else kept
@@ -202,7 +213,7 @@ class Relay:
         run, timeline = self.eval_programs, Timeline()
         inputs, targets, weights = self._batch(tokens, weights, self._eval_shape)
         fetch = lambda section, *more: self.server.fetching.submit(  # noqa: E731
-            lambda: jax.block_until_ready(self._put((self.server.copy(params, section), *more)))
+            self.bring, params, section, *more
         )
         x = run.embed(*fetch(EMBED).result(), inputs)
 

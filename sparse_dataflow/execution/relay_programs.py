@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sparse_dataflow.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.training.optimizer import TrainingConfig
 
 DATA_AXIS = "data"
 
@@ -209,6 +211,20 @@ def layer_tables(model: ModelConfig) -> dict:
     """Tables of the first layer's own layouts, in numpy; every layer's have these shapes."""
     first = gpt.layout_tables(gpt.layouts(dataclasses.replace(model, num_layers=1)))
     return jax.tree.map(lambda stacked: stacked[0], first)
+
+
+def refuse_uncut(training: TrainingConfig, devices: int) -> None:
+    """Refuses a micro-batch that does not cut over the devices.
+
+    Raises:
+      UserError: naming what would.
+    """
+    rows = training.batch // training.micro_batches
+    if rows % devices:
+        raise UserError(
+            f"A micro-batch of {rows} sequences does not cut over {devices} devices; legal: a "
+            f"--batch and an --accumulation whose quotient is a multiple of {devices}."
+        )
 
 
 def data_shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:

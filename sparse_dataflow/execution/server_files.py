@@ -13,8 +13,8 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 import threading
+import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +41,8 @@ from sparse_dataflow.training.step import TrainState
 ALIGNMENT = 4096
 SLOTS = (0, 1)
 RECORD = "server.json"
+SLOW_SECONDS = 10.0
+"""That keeping a step may take before a run says that its disk is slow."""
 
 
 class MappedFiles:
@@ -67,7 +69,7 @@ class MappedFiles:
         leaves = jax.tree.leaves(abstract.params["blocks"])
         self._sections = all_sections(leaves[0].shape[0])
         self._digests: dict[Section, int] = {}
-        self._lock = threading.Lock()
+        self._lock, self._told = threading.Lock(), False
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._held = (self.folder / "lock").open("w")
@@ -152,13 +154,6 @@ class MappedFiles:
         """The trees of the slot that does not hold the last complete step."""
         return self._trees[self._free_slot()][:3]
 
-    def scratch(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An array in a file of the folder that no name keeps; for values that change between two
-        steps."""
-        with tempfile.TemporaryFile(dir=self.folder) as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, int(np.prod(shape)) * dtype.itemsize))
-            return np.memmap(file, dtype, "r+", shape=shape)
-
     def updated(self, section: Section, views: tuple) -> None:
         """Takes the digest of a section that holds its results."""
         digest = _digest(views)
@@ -186,8 +181,7 @@ class MappedFiles:
         body = {"commits": commits, "digest": _text_digest(commits)}
         unfinished = self.folder / f".{RECORD}"
         try:
-            with (self.folder / f"slot{slot}").open("r+b") as file:
-                os.fsync(file.fileno())
+            self._flush(slot)
             with unfinished.open("w") as file:
                 file.write(json.dumps(body))
                 file.flush()
@@ -201,6 +195,27 @@ class MappedFiles:
                 "room, then go on with --resume."
             ) from error
         self._commits = commits
+
+    def _flush(self, slot):
+        """Brings a slot to the disk, and says once where that is what a run waits for."""
+        start = time.perf_counter()
+        with (self.folder / f"slot{slot}").open("r+b") as file:
+            os.fsync(file.fileno())
+        seconds = time.perf_counter() - start
+        if seconds > SLOW_SECONDS and not self._told:
+            self._told = True
+            logging.warning(
+                "The disk of %s takes %.0f s to keep a step (%.2f GiB at %.2f GiB/s); a larger "
+                "--batch does so less often, a faster disk in less time.",
+                self.folder,
+                seconds,
+                self._slot_bytes() / GIB,
+                self._slot_bytes() / GIB / seconds,
+            )
+
+    def close(self) -> None:
+        """Lets another process use the folder."""
+        self._held.close()
 
     def _free_slot(self) -> int:
         return 1 - self._commits[0]["slot"] if self._commits else 0

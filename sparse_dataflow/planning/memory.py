@@ -142,13 +142,14 @@ def training_bytes(
         working_copy=copied * compute if compute != MASTER_BYTES else 0,
         gradients=parameters * MASTER_BYTES * (2 if accumulation > 1 else 1),
         moments=parameters * MASTER_BYTES * ADAM_MOMENTS,
-        layout_tables=_table_bytes(config, stored_density),
+        layout_tables=table_bytes(config, stored_density),
         activations=tokens * (config.num_layers * held.kept + held.working + held.ends),
         logits=2 * min(tokens, logits_chunk) * config.vocab_size * 4,
     )
 
 
-def _table_bytes(config: ModelConfig, stored_density: Mapping[str, float] | None) -> int:
+def table_bytes(config: ModelConfig, stored_density: Mapping[str, float] | None = None) -> int:
+    """Bytes of the index tables of all layers; see `cost.stored_fractions`."""
     fractions = stored_fractions(config, stored_density)
     total = 0
     for name in PROJECTIONS:

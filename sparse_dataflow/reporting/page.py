@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_dataflow.reporting import figures, quantities, svg
 from sparse_dataflow.reporting.quantities import MISSING, finite
+from sparse_dataflow.reporting.timeline_figure import timeline
 
 if TYPE_CHECKING:
     from sparse_dataflow.reporting.report import (
@@ -80,6 +81,7 @@ def contents(data: "ReportData") -> dict[str, Any]:
         "facts": facts(data),
         "curves": _curves(variants),
         "breakdowns": {"step": seconds, "memory": memory},
+        "timelines": _timelines(variants),
         "pictures": pictures,
         "pictures_left_out": left_out,
         "evaluation": evaluation_table(data.evaluation) if data.evaluation else None,
@@ -218,6 +220,19 @@ def _curves(variants: Sequence["VariantData"]) -> list[dict[str, Any]]:
     histories = {v.name: v.history for v in variants}
     drawn = [(x, figures.loss_curves(histories, x, f"loss-{x}")) for x in ("tokens", "seconds")]
     return [{"x": x, "svg": made[0], "clipped": made[1]} for x, made in drawn if made]
+
+
+def _timelines(variants: Sequence["VariantData"]) -> list[dict[str, Any]]:
+    found = []
+    for v in variants:
+        if v.timeline:
+            spans = [tuple(span) for span in v.timeline]
+            told = (
+                f"{quantities.percent([v.hidden])[0]} of the transfer ran while the device computed"
+            )
+            drawn = timeline(spans, f"timeline-{v.name}", f"{v.name}: {told}.")
+            found.append({"name": v.name, "svg": drawn, "told": told})
+    return found
 
 
 def _breakdown(

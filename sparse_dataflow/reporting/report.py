@@ -37,6 +37,9 @@ class VariantData:
       history: rows of metrics.jsonl, kinds "train" and "eval".
       section_seconds: where a step's time goes, section -> seconds, in order of execution.
       memory: category -> bytes.
+      timeline: (kind, section, start, stop in seconds) of the last step's work, where the executor
+        notes it.
+      hidden: fraction of the transfer during which the device computed.
     A measurement that was not made is None and prints as a dash.
     """
 
@@ -55,6 +58,8 @@ class VariantData:
     history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     section_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    timeline: list[list[Any]] = dataclasses.field(default_factory=list)
+    hidden: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, exchanged_share
 from sparse_dataflow.training.checkpoint import Checkpoints
-from sparse_dataflow.training.metrics import MetricsWriter, Progress, say
+from sparse_dataflow.training.metrics import MetricsWriter, Progress, read_metrics, say
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
 from sparse_dataflow.training.phases import phase_before, phases, phases_flops, refuse_unfit
 from sparse_dataflow.training.plateau import Plateau, next_begins, with_starts
@@ -89,15 +89,26 @@ class Trainer:
             return saved_state(self.phases, training, step, executor)
 
         restored = self._checkpoints.restore(wanted)
+        saved = int(restored[0].step) if restored else None
         if restored:
-            state, extra = restored
-            self.state = executor.place(state)
-            self.seconds = extra["seconds"]
-            self._plateau = Plateau.from_json(extra["plateau"])
-        else:
+            self.seconds = restored[1]["seconds"]
+            self._plateau = Plateau.from_json(restored[1]["plateau"])
+
+        def first_state():
+            if restored:
+                return executor.place(restored[0])
             draw = functools.partial(initial_state, self.phases[0].model, training, executor)
-            self.state = (start or draw)()
+            return (start or draw)()
+
+        if programs[0].begin is None:
+            self.state = first_state()
+        else:
+            self.state = programs[0].begin(
+                name, training, known, saved, first_state, drawn=start is None
+            )
         self.step = int(self.state.step)
+        if saved is not None and self.step != saved:
+            self.seconds = _seconds_at(folder, self.step, self.seconds)
         self._phase = phase_before(self.phases, self.step)
         self._tables = self._programs[self._phase].tables(self.state.tables)
         self._batches = data.train.iterate(self.step)
@@ -203,6 +214,12 @@ class Trainer:
             }
         )
 
+    @property
+    def timeline(self) -> list:
+        """Spans of the last step; none of an executor that notes none."""
+        told = self._programs[self._phase].timeline
+        return list(told()) if told else []
+
     def _put(self, batch):
         return self.executor.put(batch, self.training.batch)
 
@@ -282,6 +299,13 @@ class Trainer:
             f"checkpoint: {f'step {good[-1]}' if good else 'none'}; start a new run with a lower "
             "--learning_rate."
         )
+
+
+def _seconds_at(folder, step, otherwise):
+    """Training time until a step, of the rows that a run has left."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    found = [r["seconds"] for r in rows if r.get("kind") == "train" and r.get("step") == step]
+    return found[-1] if found else otherwise
 
 
 def _make(folder: Path) -> None:

@@ -61,6 +61,10 @@ class Compiled:
         where the evolution reads them.
       update_seconds: of one layout update, measured.
       parameter_norms: params -> norms by parameter group.
+      begin: (variant's name, training, identity of its checkpoints, step of the newest one or None,
+        function that gives its state or the initial one, `drawn`) -> the state to go on with, of an
+        executor that keeps states of its own.
+      timeline: () -> spans of the last step, of an executor that notes them.
     """
 
     train_step: Callable
@@ -70,6 +74,8 @@ class Compiled:
     gradient_norms: Callable | None = None
     update_seconds: float = 0.0
     parameter_norms: Callable = group_norms
+    begin: Callable | None = None
+    timeline: Callable | None = None
 
 
 def compile_programs(
@@ -114,6 +120,9 @@ def compile_programs(
 def _compiled(stage, training, data, executor):
     start = time.perf_counter()
     model = stage.model
+    if hasattr(executor, "programs"):
+        made = executor.programs(model, training, data)
+        return Compiled(**made, seconds=time.perf_counter() - start)
     canonical = gpt.layout_tables(gpt.layouts(model))
     tables = functools.partial(executor.tables, changing=stage.runtime_layouts)
     given = tables(canonical)
@@ -144,10 +153,11 @@ def _with_updates(programs, stage, training, data, evolution, executor):
     """`programs` with what updates read; an update was made twice, and timed the second time."""
     model, method = stage.model, METHODS[evolution.method]
     rows = probed_rows(training)
-    norms = jax.jit(
-        functools.partial(executor.block_gradient_norms, model), out_shardings=executor.replicated()
-    )
-    if method.reads_gradients:
+    if method.reads_gradients and programs.gradient_norms is None:
+        norms = jax.jit(
+            functools.partial(executor.block_gradient_norms, model),
+            out_shardings=executor.replicated(),
+        )
         programs = dataclasses.replace(
             programs,
             gradient_norms=lambda params, tables, tokens: jax.device_get(

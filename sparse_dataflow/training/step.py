@@ -47,6 +47,8 @@ def initial_state(
 
     The same on every executor, and as it places them.
     """
+    if hasattr(executor, "initial_state"):
+        return executor.initial_state(model, training)
     tables = gpt.layout_tables(gpt.layouts(model))
     # The length of the training draws nothing, and is known only after the first states are.
     state = _draw(model, dataclasses.replace(training, steps=1), executor)()
@@ -57,6 +59,8 @@ def abstract_state(
     model: ModelConfig, training: TrainingConfig, executor: Executor = ONE_DEVICE
 ) -> TrainState:
     """Shapes, dtypes and shardings of `initial_state`, without tables."""
+    if hasattr(executor, "abstract_state"):
+        return executor.abstract_state(model, training)
     shapes = jax.eval_shape(_draw(model, dataclasses.replace(training, steps=1), executor))
     shardings = executor.shardings(shapes)
     if shardings is None:

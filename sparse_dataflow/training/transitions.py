@@ -49,7 +49,7 @@ def update_layouts(
     seed = np.asarray(jax.device_get(key)).ravel().tolist()
     layouts = gpt.layouts_of(model, state.tables)
     for name, old in layouts.items():
-        norms = to_host(_stored_norms(state.params["blocks"][name]["values"]))
+        norms = _norms_by_block(state.params["blocks"][name]["values"])
         new = []
         for layer, layout in enumerate(old):
             gradients = None if gradient_norms is None else gradient_norms[name][layer]
@@ -57,7 +57,7 @@ def update_layouts(
             new.append(update(layout, norms[layer], gradients, share, rng))
         layouts[name] = new
         sources = np.stack([sources_of(before, after) for before, after in zip(old, new)])
-        state = _moved(state, name, "values", "values", lambda a, s=sources: carried(a, s))
+        state = _moved(state, name, "values", "values", lambda a, s=sources: _carry(a, s))
     return state._replace(tables=gpt.layout_tables(layouts))
 
 
@@ -98,6 +98,24 @@ def carried(values: jax.Array, sources: jax.Array) -> jax.Array:
     layer = jnp.arange(len(values))[:, None]
     taken = values[layer, jnp.maximum(sources, 0)]
     return jnp.where((sources >= 0)[:, :, None, None], taken, 0)
+
+
+def _carry(values, sources):
+    """`carried`; of values in host memory, a layer after the other and there."""
+    if not isinstance(values, np.ndarray):
+        return carried(values, sources)
+    new = np.empty((*sources.shape, *values.shape[2:]), values.dtype)
+    for layer, source in enumerate(sources):
+        np.take(values[layer], np.maximum(source, 0), axis=0, out=new[layer])
+        new[layer][source < 0] = 0
+    return new
+
+
+def _norms_by_block(values):
+    """[layers, nnz] Euclidean norms, in numpy."""
+    if not isinstance(values, np.ndarray):
+        return to_host(_stored_norms(values))
+    return np.stack([np.sqrt(np.einsum("nij,nij->n", layer, layer)) for layer in values])
 
 
 @functools.partial(jax.jit, static_argnames="grid")

@@ -202,6 +202,7 @@ def test_blocks_left_out_stay_and_the_others_learn(spec):
     model, how = MODELS["sparse"], training(steps=6)
     depth = DepthSchedule.parse(spec)
     relay = Relay(model, how, RelayConfig(depth=depth))
+    relay.begin(how)
     state = fresh_state(model, how, starting_blocks=depth.starting_blocks(3))
     for number in range(6):
         before = jax.tree.map(np.copy, state.params["blocks"])

@@ -1,0 +1,53 @@
+"""Memory and time of the relay against depth (L2L, arXiv 2002.05645, figure of constant memory).
+
+Trains a model of each depth for a few steps with the stash on the host, prints compile time, device
+memory and step time beside the plan, and keeps them as JSON. Neither compile time nor device memory
+depends on the depth; the time of a step is proportional to it.
+
+    python -m experiments.relay_depth
+    python -m experiments.relay_depth --scale=6.7b --depths=8,32,128 --density=0.125
+"""
+
+from experiments import flags
+from experiments.command_line import Flag, Group
+from experiments.relay_flags import COMMON
+
+DEPTH = Group(
+    "Depth",
+    "what is compared",
+    (Flag("depths", "text", "2,8,32", "Numbers of blocks, in a comma list."),),
+)
+GROUPS = (*COMMON, DEPTH)
+COLUMNS = (
+    "layers", "compile_seconds", "device_bytes", "planned_device_bytes", "step_seconds",
+    "tokens_per_second", "hidden_transfer",
+)  # fmt: skip
+
+
+def main(values):
+    """Runs every depth; see the module docstring."""
+    import dataclasses
+
+    from experiments import measurement, relay_flags, relay_measure
+    from sparse_dataflow.errors import UserError
+    from sparse_dataflow.execution.relay import RelayConfig
+
+    try:
+        depths = sorted({int(part) for part in values.depths.split(",")})
+    except ValueError:
+        depths = [0]
+    if depths[0] < 1:
+        raise UserError(f"--depths={values.depths} is not a comma list of numbers from 1 on.")
+    model, training, chip = relay_flags.described(values)
+    rows = []
+    for layers in depths:
+        deep = dataclasses.replace(model, num_layers=layers)
+        row = relay_measure.relayed(deep, training, RelayConfig("host"), chip, values.steps)
+        rows.append(row)
+        print(relay_measure.table([row], COLUMNS).splitlines()[-1], flush=True)
+    print(relay_measure.table(rows, COLUMNS))
+    relay_flags.kept(values, measurement, "relay_depth", chip, {"rows": rows})
+
+
+if __name__ == "__main__":
+    flags.run(main, __doc__, GROUPS)

@@ -1,0 +1,53 @@
+"""What the relay's experiments share: their flags, and the model, training and chip of them."""
+
+import types
+
+from experiments import flags
+from experiments.command_line import Flag, Group
+
+MEASURE = Group(
+    "Measurement",
+    "how it is measured",
+    (
+        Flag("steps", "integer", 3, "Timed steps.", legal=("1 or more", lambda n: n > 0)),
+        Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),
+    ),
+)
+COMMON = (
+    *flags.without(
+        "minutes", "steps", "twin", "warmup", groups=(flags.MODEL, flags.SPARSITY, flags.TRAINING)
+    ),
+    MEASURE,
+)
+
+
+def described(values):
+    """(model, training, chip) of the flags; the model is dense where --density is 1.
+
+    On a CPU `auto` is the scale "pico", so that the command runs there.
+    """
+    import jax
+
+    from experiments import recipes
+    from sparse_dataflow.execution.host_memory import keep_freed_memory
+    from sparse_dataflow.planning import hardware
+
+    keep_freed_memory()
+    asked = {f.name: values[f.name].value for g in COMMON for f in g.flags}
+    settings = types.SimpleNamespace(**asked | {"twin": "no", "warmup": 0.0, "tokenizer": "bpe"})
+    settings.vocab_size = 0
+    if settings.scale == "auto":
+        settings.scale = "pico" if jax.default_backend() == "cpu" else "1.3b"
+        settings.block = min(settings.block, 16) if settings.scale == "pico" else settings.block
+    chip = hardware.detect(["float32" if values.dtype == "auto" else values.dtype])
+    sparse = settings.density < 1
+    names = recipes.settle(settings, jax.default_backend(), chip.memory_bytes, sparse)
+    variant = recipes.variants(settings, names[:1])[0]
+    return variant.model, variant.training, chip
+
+
+def kept(values, measurement, name, chip, result) -> None:
+    """Keeps a result as JSON where --keep names a folder."""
+    if values.keep:
+        full = {**measurement.provenance(chip.name), **result}
+        print(f"kept in {measurement.keep(values.keep, f'{name}_{chip.name}', full)}")

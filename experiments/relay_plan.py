@@ -1,0 +1,68 @@
+"""What the relay needs for a run: told before it, refused where the machine is too small, and set
+beside what was measured after it."""
+
+import os
+
+import jax
+import psutil
+
+from experiments.recipes import Variant
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import timeline
+from sparse_dataflow.planning import memory, relay
+from sparse_dataflow.planning.hardware import CHIPS, GIB, Chip
+from sparse_dataflow.training.metrics import say
+
+
+def of(values, variant: Variant, chip: Chip, devices: int = 1) -> relay.RelayPlan:
+    """The plan of one variant under the flags of `execution_flags`."""
+    training = variant.training
+    return relay.plan(
+        variant.model,
+        training.batch,
+        training.sequence,
+        training.micro_batches,
+        stash=values.stash,
+        clipping=values.clipping,
+        files=bool(values.server_dir),
+        pinned=chip.name in CHIPS,
+        chip=chip,
+        host_bandwidth=chip.host_bandwidth,
+        devices=devices,
+    )
+
+
+def tell(values, variants: list[Variant], chip: Chip, devices: int = 1) -> None:
+    """Prints each variant's plan.
+
+    Raises:
+      UserError: the device or the host is too small; names what is needed.
+    """
+    plans = [of(values, v, chip, devices) for v in variants]
+    for v, found in zip(variants, plans):
+        say(f"{v.name:>6}: {found.text()}")
+    relay.refuse_small_host(plans[0].beside(plans[1:]), psutil.virtual_memory().available)
+    if jax.default_backend() == "gpu":
+        limit = float(os.environ.get(relay.PINNED_SETTING) or relay.PINNED_GIB)
+        relay.refuse_unpinned(plans[0].beside(plans[1:]), limit)
+    need = max(found.device_total for found in plans)
+    if chip.memory_bytes is not None and need > chip.memory_bytes * memory.USABLE:
+        raise UserError(
+            f"The relay needs {need / GIB:,.1f} GiB on the device with these flags, and it has "
+            f"{chip.memory_bytes / GIB:,.1f}; more --accumulation makes micro-batches smaller, "
+            "--stash=host keeps their boundaries in host memory."
+        )
+
+
+def measured(spans) -> str:
+    """One line on what the last step took, from its timeline."""
+    seconds = {kind: timeline.seconds(spans, kind) for kind in timeline.KINDS}
+    parts = ", ".join(f"{kind} {value:.3g} s" for kind, value in seconds.items())
+    stats = jax.local_devices()[0].memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use")
+    used = "" if peak is None else f"; most device memory {peak / GIB:,.2f} GiB"
+    return (
+        f"relay measured, last step: {parts}; {timeline.hidden_share(spans):.0%} of the transfer "
+        f"and {timeline.hidden_share(spans, ('update',)):.0%} of the updates were hidden behind "
+        f"computing{used}; host memory {psutil.Process().memory_info().rss / GIB:,.2f} GiB"
+    )

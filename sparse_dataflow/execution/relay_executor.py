@@ -1,0 +1,185 @@
+"""The relay as an `Executor`: what training asks of it, beside `relay.Relay`.
+
+It is no single program, so it brings its own states and programs where others give functions to be
+traced; see `executor.Executor`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from sparse_dataflow.execution import host_optimizer, host_state, relay_programs
+from sparse_dataflow.execution.host_state import all_sections, view
+from sparse_dataflow.execution.parameter_server import group_norms
+from sparse_dataflow.execution.relay import Relay, RelayConfig
+from sparse_dataflow.execution.relay_probe import block_gradient_norms
+from sparse_dataflow.execution.server_files import MappedFiles
+from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.training.step import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class RelayExecutor:
+    """One block at a time on the device; states are numpy arrays in host memory.
+
+    Attributes:
+      config: of the relay.
+      server_dir: folder of mapped files for masters and moments; host memory where empty.
+      mesh: whose axis "data" each micro-batch is cut over; one device where None.
+    """
+
+    config: RelayConfig = dataclasses.field(default_factory=RelayConfig)
+    server_dir: str = ""
+    mesh: Mesh | None = None
+
+    @property
+    def devices(self) -> int:
+        """See `Executor`."""
+        return 1 if self.mesh is None else self.mesh.size
+
+    def describe(self) -> str:
+        """See `Executor`."""
+        return f"the relay on {self.devices} device{'s' if self.devices > 1 else ''}"
+
+    def check(self, model: ModelConfig, training: TrainingConfig) -> None:
+        """See `Executor`."""
+        relay_programs.refuse_uncut(training, self.devices)
+
+    def arrays(self, state, tables, changing, batch):
+        """See `Executor`: of what stays on a device between programs; `planning.relay` has all."""
+        return {"batch": batch}
+
+    def placed_shapes(self, state):
+        """See `Executor`."""
+        return state
+
+    def initial_state(self, model: ModelConfig, training: TrainingConfig) -> TrainState:
+        """As `training.step.initial_state`, in host memory."""
+        return host_state.fresh_state(model, training, None, self._starting(model))
+
+    def abstract_state(self, model: ModelConfig, training: TrainingConfig) -> TrainState:
+        """What a checkpoint is read into: numpy arrays, whose memory is not taken yet."""
+        shapes = host_state.abstract_state(model, training)
+        arrays = jax.tree.map(
+            lambda leaf: np.zeros(leaf.shape, leaf.dtype), (shapes.params, shapes.moments)
+        )
+        step = np.zeros((), np.int32)
+        return shapes._replace(step=step, params=arrays[0], moments=arrays[1])
+
+    def programs(self, model: ModelConfig, training: TrainingConfig, data) -> dict[str, Any]:
+        """The fields of `training.programs.Compiled` for one model."""
+        held_out = data.validation[0]["weights"].shape
+        relay = Relay(model, training, self.config, eval_shape=held_out, mesh=self.mesh)
+        return {
+            "train_step": relay.train_step,
+            "eval_step": relay.eval_step,
+            "tables": lambda tables: tables,
+            "gradient_norms": functools.partial(_gradient_norms, relay),
+            "parameter_norms": parameter_norms,
+            "begin": functools.partial(self._begin, relay),
+            "timeline": lambda: relay.timeline.spans,
+        }
+
+    def _begin(
+        self,
+        relay: Relay,
+        name: str,
+        training: TrainingConfig,
+        identity: Mapping[str, Any],
+        saved: int | None,
+        state: Callable[[], TrainState],
+        drawn: bool,
+    ) -> TrainState:
+        """The state that a run goes on with, and the relay made ready for its length.
+
+        Args:
+          relay: whose steps follow.
+          name: of the variant.
+          training: of the run, whose length is known now.
+          identity: of its checkpoints.
+          saved: step of its newest checkpoint; None where there is none.
+          state: reads that checkpoint, or gives the initial state.
+          drawn: whether the initial state is `initial_state`'s.
+        """
+        relay.begin(training)
+        if not self.server_dir:
+            return self.place(state())
+        model = relay.model
+        abstract = host_state.abstract_state(model, training)
+        folder = Path(self.server_dir) / name
+        if jax.process_count() > 1:
+            folder /= f"process{jax.process_index()}"
+        files = MappedFiles(folder, abstract, identity)
+        relay.server.storage = files
+        kept = files.restore(host_state.training_key(training))
+        if kept is not None and (saved is None or int(kept.step) >= saved):
+            return kept
+        if saved is None and drawn:
+            return files.new_state(
+                lambda *trees: host_state.fresh_state(model, training, trees, self._starting(model))
+            )
+        return files.new_state(lambda *trees: host_state.copied_state(state(), trees))
+
+    def _starting(self, model):
+        return self.config.depth.starting_blocks(model.num_layers)
+
+    def shardings(self, state):
+        """See `Executor`."""
+        return None
+
+    def replicated(self):
+        """See `Executor`."""
+        return None
+
+    def place(self, state):
+        """Every array in numpy, writable."""
+        arrays = jax.tree.map(_owned, (state.step, state.params, state.moments))
+        return state._replace(step=arrays[0], params=arrays[1], moments=arrays[2])
+
+    def canonical(self, state):
+        """See `Executor`."""
+        return state
+
+    def tables(self, tables, changing):
+        """See `Executor`."""
+        return tables
+
+    def rows(self, batch):
+        """See `Executor`."""
+        return None
+
+    def put(self, batch, rows):
+        """See `Executor`."""
+        return batch
+
+
+def parameter_norms(params: dict) -> dict[str, float]:
+    """As `training.step.group_norms`, of host arrays."""
+    layers = len(jax.tree.leaves(params["blocks"])[0])
+    return group_norms(
+        {
+            section: {
+                jax.tree_util.keystr(path, simple=True, separator="."): host_optimizer.square_sum(a)
+                for path, a in jax.tree_util.tree_leaves_with_path(view(params, section))
+            }
+            for section in all_sections(layers)
+        }
+    )
+
+
+def _gradient_norms(relay, params, tables, tokens):
+    return block_gradient_norms(
+        relay.model, functools.partial(relay.bring, params), tables, np.asarray(tokens)
+    )
+
+
+def _owned(leaf):
+    writable = isinstance(leaf, np.ndarray) and leaf.flags.writeable
+    return leaf if writable else np.array(leaf)

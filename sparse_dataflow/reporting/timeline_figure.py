@@ -1,0 +1,91 @@
+"""When the relay fetched, computed, returned and updated each section: a picture of one step."""
+
+from collections.abc import Sequence
+
+import matplotlib
+from markupsafe import Markup
+
+from sparse_dataflow.reporting import svg
+from sparse_dataflow.reporting.svg import COLOUR
+
+WIDTH = 680
+LANES = ("fetch", "compute", "return", "update")
+_LANE = 34
+
+Span = tuple[str, str, float, float]
+"""(kind, one of LANES; section; start; stop), both in seconds."""
+
+
+def timeline(spans: Sequence[Span], key: str, description: str) -> Markup:
+    """One lane a kind of work, one bar a span, labelled with its section where there is room.
+
+    Blocks take their colour by turns, so that the same block is found in every lane.
+
+    Args:
+      spans: of one step, at least one.
+      key: prefix of the figure's ids, unique on the page.
+      description: what it shows, to be read aloud.
+    """
+    begin = min(start for _, _, start, _ in spans)
+    end = max(stop for *_, stop in spans)
+    length = (end - begin) or 1.0
+    sections = list(dict.fromkeys(section for _, section, *_ in sorted(spans, key=_start)))
+    height = _LANE * len(LANES) + 26
+    with matplotlib.rc_context(svg.STYLE):
+        figure = svg.figure(WIDTH, height)
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set(xlim=(0, WIDTH), ylim=(height, 0))
+        axes.set_axis_off()
+        text = {"va": "center", "parse_math": False}
+        unit = (WIDTH - 70) / length
+        for lane, kind in enumerate(LANES):
+            middle = _LANE * lane + 18
+            axes.text(0, middle, kind, color=COLOUR["ink"], **text)
+            for section, start, stop in _merged(spans, kind):
+                left, width = 64 + (start - begin) * unit, (stop - start) * unit
+                part = sections.index(section) % svg.PARTS
+                axes.barh(
+                    middle,
+                    max(width, 0.6),
+                    height=22,
+                    left=left,
+                    align="center",
+                    color=COLOUR[f"part{part}"],
+                )
+                label = section.removeprefix("block ")
+                if width > 7 * len(label) + 4:
+                    axes.text(
+                        left + width / 2,
+                        middle,
+                        label,
+                        ha="center",
+                        fontsize=10,
+                        color=COLOUR[f"on-part{part}"],
+                        **text,
+                    )
+        axes.text(64, height - 10, "0", color=COLOUR["muted"], **text)
+        axes.text(
+            WIDTH - 4,
+            height - 10,
+            f"{1e3 * length:,.3g} ms",
+            ha="right",
+            color=COLOUR["muted"],
+            **text,
+        )
+        return svg.inline(figure, key, "Timeline of a step", description)
+
+
+def _start(span):
+    return span[2]
+
+
+def _merged(spans, kind):
+    """(section, start, stop) of a kind; pieces of one section that overlap or touch are one."""
+    found: list[list] = []
+    chosen = sorted((s for s in spans if s[0] == kind), key=lambda span: (span[1], span[2]))
+    for _, section, start, stop in chosen:
+        if found and found[-1][0] == section and start <= found[-1][2]:
+            found[-1][2] = max(found[-1][2], stop)
+        else:
+            found.append([section, start, stop])
+    return found

@@ -1,0 +1,90 @@
+"""The main job through the relay: the whole executor's results, and exact resumes."""
+
+import numpy as np
+import pytest
+from main_job import assert_same_results, complaint, rows
+
+SHORT = ("--twin=no", "--executor=relay")
+
+
+def losses(folder):
+    return [row["loss"] for row in rows(folder, "sparse") if row["kind"] == "train"]
+
+
+def done(process):
+    assert process.returncode == 0, process.stderr
+    return process
+
+
+@pytest.fixture(scope="module")
+def relayed(job, tmp_path_factory):
+    """A run of 12 steps whose layouts change, in host memory."""
+    folder = tmp_path_factory.mktemp("relayed") / "run"
+    process = done(job.new(folder, *SHORT, "--evolution=rigl", "--evolve_every=4"))
+    assert "relay plan" in process.stderr and "relay measured" in process.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_the_relay_is_the_whole_executor_to_rounding(job, relayed, tmp_path):
+    folder = tmp_path / "run"
+    done(job.new(folder, "--twin=no", "--evolution=rigl", "--evolve_every=4"))
+    np.testing.assert_allclose(losses(relayed), losses(folder), rtol=1e-4)
+    evaluated = [
+        [row["loss"] for row in rows(run, "sparse") if row["kind"] == "final"]
+        for run in (relayed, folder)
+    ]
+    np.testing.assert_allclose(*evaluated, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_killed_in_a_step_it_goes_on_from_the_one_before(job, relayed, tmp_path):
+    """Between checkpoints, which are at 3, 6, 9 and 12; the layouts change after 4 and 8.
+
+    The record of a step is opened and renamed, beginning with that of step 0.
+    """
+    folder, server = tmp_path / "run", tmp_path / "server"
+    plan = (*SHORT, "--evolution=rigl", "--evolve_every=4", f"--server_dir={server}")
+    killed = job.new(folder, *plan, events=[(r"\.server\.json", 11, "SIGKILL")])
+    assert killed.returncode == -9, killed.stderr
+    killed = job.resume(folder, events=[(r"\.server\.json", 9, "SIGKILL")])
+    assert killed.returncode == -9 and "goes on after step 4 of 12" in killed.stderr
+    assert "goes on after step 8 of 12" in done(job.resume(folder)).stderr
+    assert_same_results(folder, relayed)
+
+
+@pytest.mark.slow
+def test_a_run_may_change_its_executor(job, relayed, tmp_path):
+    """The same checkpoint: begun as one program, ended by the relay."""
+    folder = tmp_path / "run"
+    plan = ("--twin=no", "--evolution=rigl", "--evolve_every=4")
+    killed = job.new(folder, *plan, events=[(r"sparse/checkpoints/9\.saving", 1, "SIGKILL")])
+    assert killed.returncode == -9, killed.stderr
+    again = done(job.resume(folder, "--executor=relay", "--stash=host"))
+    assert "goes on after step 6 of 12" in again.stderr
+    np.testing.assert_allclose(losses(folder), losses(relayed), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_depth_is_the_same_after_a_resume(job, tmp_path):
+    plan = ("--twin=no", "--executor=relay", "--depth_schedule=drop:0.4")
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    done(job.new(whole, *plan))
+    killed = job.new(folder, *plan, events=[(r"sparse/checkpoints/9\.saving", 1, "SIGKILL")])
+    assert killed.returncode == -9, killed.stderr
+    done(job.resume(folder))
+    assert_same_results(folder, whole)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--stash=host"], "--stash without the relay"),
+        (["--executor=relay", "--depth_schedule=grow:2"], "legal: constant, drop:P"),
+        (["--executor=relay", "--server_dir=s", "--evolution=gradual"], "legal with it: static"),
+        (["--executor=relay", "--scale=1t"], "of host memory with these flags"),
+        (["--executor=relay", "--server_dir=/proc/none"], "name another --server_dir"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(job, tmp_path, arguments, words):
+    assert words in complaint(job.new(tmp_path / "run", *arguments))

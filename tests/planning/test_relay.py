@@ -1,0 +1,105 @@
+"""The relay's plan: bytes of the state exactly, and figures that scale as they must."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution.host_state import abstract_state
+from sparse_dataflow.models.sizes import SIZES, LinearSpec
+from sparse_dataflow.planning import relay
+from sparse_dataflow.planning.hardware import CHIPS, GIB
+from sparse_dataflow.training.optimizer import TrainingConfig
+
+PICO = SIZES["pico"]
+EIGHTH = LinearSpec("block_sparse", "monarch", density=0.125, block=128)
+LARGE = dataclasses.replace(SIZES["13b"], compute_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_masters_and_moments_are_those_of_the_state(sparse):
+    model = PICO
+    if sparse:
+        model = PICO.with_linears(LinearSpec("block_sparse", "monarch", density=0.25, block=16))
+    state = abstract_state(model, TrainingConfig(1, 8, 64))
+    arrays = [a for a in jax.tree.leaves((state.params, state.moments)) if a.ndim]
+    planned = relay.plan(model, 8, 64).host["masters and moments"]
+    assert planned == sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in arrays)
+
+
+@given(st.integers(1, 500), st.integers(1, 500))
+@settings(max_examples=20)
+def test_the_device_knows_no_depth_where_the_stash_is_on_the_host(few, many):
+    plans = [
+        relay.plan(dataclasses.replace(LARGE, num_layers=n), 8, 2048, 8, stash="host")
+        for n in (few, many)
+    ]
+    assert plans[0].device == plans[1].device
+    deep = [relay.plan(dataclasses.replace(LARGE, num_layers=n), 8, 2048, 8) for n in (few, many)]
+    grown = deep[1].device_total - deep[0].device_total
+    assert grown == (many - few) * 8 * 2048 * LARGE.d_model * 2
+
+
+def test_an_eighth_of_the_blocks_is_an_eighth_of_the_traffic():
+    """Of the blocks: embeddings, norms and biases stay."""
+    dense, sparse = (relay.plan(m, 8, 2048) for m in (LARGE, LARGE.with_linears(EIGHTH)))
+    for field in ("fetched", "returned", "updated"):
+        assert 6 < getattr(dense, field) / getattr(sparse, field) < 8
+    assert 6 < dense.host_total / sparse.host_total < 8
+
+
+def test_bytes_a_parameter_are_those_of_l2l():
+    """6 at 16 bits: weights twice, gradients once (arXiv 2002.05645)."""
+    plan = relay.plan(LARGE, 8, 2048)
+    assert (plan.fetched + plan.returned) / plan.updated == pytest.approx(6, rel=1e-6)
+
+
+def test_micro_batches_hide_transfer_where_the_plan_says():
+    chip, link = CHIPS["h200"], 50e9
+    needed = relay.plan(LARGE, 1, 2048, chip=chip, host_bandwidth=link).micro_batches
+    assert 1 < needed < 32
+    fast = relay.plan(LARGE, 1, 2048, chip=chip, host_bandwidth=4 * link).micro_batches
+    assert fast <= -(-needed // 4) + 1
+    enough = relay.plan(LARGE, needed, 2048, needed, chip=chip, host_bandwidth=link)
+    assert enough.transfer_seconds <= enough.compute_seconds
+    assert relay.plan(LARGE, 1, 2048).micro_batches is None
+
+
+def test_files_and_eager_clipping_relieve_host_memory():
+    plan = lambda **options: relay.plan(LARGE, 8, 2048, 8, **options)  # noqa: E731
+    assert plan(files=True).host_total < plan().host_total / 3
+    assert plan(files=True).disk == 2 * plan().host["masters and moments"]
+    assert plan(clipping="eager").host["gradients"] < plan().host["gradients"] / 5
+    halves = relay.plan(LARGE, 8, 2048, 4, devices=2).device["boundaries"]
+    assert halves == plan().device["boundaries"] // 2
+
+
+def test_a_host_too_small_is_refused_with_both_figures():
+    found = relay.plan(LARGE, 8, 2048)
+    relay.refuse_small_host(found, 2 * found.host_total)
+    with pytest.raises(
+        UserError, match=r"needs .* GiB of host memory .* 64 GiB are available; --s"
+    ):
+        relay.refuse_small_host(found, 64 * GIB)
+
+
+def test_the_text_names_every_figure():
+    text = relay.plan(LARGE, 8, 2048, chip=CHIPS["h200"], host_bandwidth=5e10, files=True).text()
+    for word in ("on the device", "in host memory", "on disk", "fetched", "transfer hides from"):
+        assert word in text
+
+
+def test_a_batch_that_cannot_be_cut_is_refused():
+    with pytest.raises(UserError, match="does not cut into 3 micro-batches"):
+        relay.plan(LARGE, 8, 2048, 3)
+
+
+def test_a_limit_on_page_locked_memory_is_named_with_what_is_needed():
+    found = relay.plan(LARGE, 8, 2048, stash="host")
+    relay.refuse_unpinned(found, 64)
+    with pytest.raises(UserError, match=rf"set {relay.PINNED_SETTING}=\d+ in the environment"):
+        relay.refuse_unpinned(found, 8)
