@@ -245,6 +245,8 @@ def _trainer(
     eval_every = values.eval_every or max(1, variant.training.steps // EVALUATIONS_A_RUN)
 
     def mfu(model, speed):
+        if getattr(values, "depth_schedule", "constant") != "constant":
+            return None  # The FLOPs of a step change with its depth.
         flops = cost.flops_per_token(model, variant.training.sequence).total
         return cost.mfu(flops, speed / executor.devices, chip, model.compute_dtype)
 

@@ -42,7 +42,7 @@ def main(values):
     from sparse_dataflow.errors import UserError
     from sparse_dataflow.execution.relay import RelayConfig
     from sparse_dataflow.models.sizes import SIZES, LinearSpec, ModelConfig
-    from sparse_dataflow.planning import hardware, memory, relay
+    from sparse_dataflow.planning import chips, hardware, memory, relay
     from sparse_dataflow.training.optimizer import TrainingConfig
 
     if values.chip not in hardware.CHIPS:
@@ -58,7 +58,7 @@ def main(values):
         1, values.batch, min(2048, dense.max_len), values.accumulation, learning_rate=1e-4
     )
     chip = dataclasses.replace(
-        hardware.CHIPS[values.chip], memory_bytes=int(values.device_gb * hardware.GIGA)
+        hardware.CHIPS[values.chip], memory_bytes=int(values.device_gb * chips.GIGA)
     )
     config, result = RelayConfig("host", "eager"), {}
     for name, model in (("dense", dense), ("sparse", sparse)):
@@ -74,7 +74,7 @@ def main(values):
             fused_attention=True,
         )
         fits = plan.device_total <= chip.memory_bytes
-        enough = plan.host_total <= values.host_gb * hardware.GIGA
+        enough = plan.host_total <= values.host_gb * chips.GIGA
         print(
             f"{name}: {memory.parameter_count(model):,} stored parameters\n  {plan.text()}\n  "
             f"{'fits' if fits else 'does not fit'} a device of {values.device_gb:g} GB, "

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from sparse_dataflow.execution import relay_programs
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.planning import relay
-from sparse_dataflow.planning.hardware import GIGA
+from sparse_dataflow.planning.chips import GIGA
 
 pytest.importorskip(
     "libtpu", reason="compiling for a TPU needs libtpu: pip install 'sparse_dataflow[aot]'"

@@ -30,6 +30,7 @@ def test_any_spans_are_drawn(found):
 
 
 @given(spans)
+@settings(deadline=None)
 def test_the_hidden_share_is_one_of_the_transfer(found):
     share = hidden_share(found)
     assert 0 <= share <= 1 + 1e-9
