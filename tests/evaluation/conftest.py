@@ -96,7 +96,8 @@ def run_folder(models, tokenizer, tmp_path):
                 params = jax.tree.map(lambda a, step=step: a + step, state.params)
                 state = state._replace(step=np.int32(step), params=params)
                 states[name, step] = state
-                checkpoints.save(step, state, {"bits_per_byte": metric}, metric)
+                extra = {"bits_per_byte": metric, "starts": [0]}
+                checkpoints.save(step, state, extra, metric)
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer.save(folder / "tokenizer.json")
     return SimpleNamespace(path=folder, states=states)
