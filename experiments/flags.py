@@ -15,6 +15,7 @@ from absl import flags as absl_flags
 from experiments import command_line, contradictions
 from experiments.command_line import Flag, Group
 from experiments.contradictions import given
+from experiments.device_flags import DEVICES
 from experiments.execution_flags import RELAY
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES
 
@@ -47,12 +48,6 @@ def _methods() -> tuple[str, ...]:
     from sparse_dataflow.sparsity.evolution import METHODS
 
     return tuple(METHODS)
-
-
-def _schedules() -> tuple[str, ...]:
-    from sparse_dataflow.execution.schedules import SCHEDULES
-
-    return tuple(SCHEDULES)
 
 
 def _one_of(*names: str):
@@ -313,95 +308,6 @@ RUN = Group(
             0,
             "Steps between checkpoints; 0 is at every other evaluation.",
             legal=_COUNT,
-            fixed=False,
-        ),
-    ),
-)
-DEVICES = Group(
-    "Devices",
-    "where the model lies; none of it changes the results, and a resumed run may have others",
-    (
-        Flag(
-            "mesh",
-            "text",
-            "auto",
-            "Devices along each axis, as in data:2,fsdp:4,tensor:8; one size may be left out. data "
-            "copies the model, stage cuts it by layers, fsdp deals out what --zero says, tensor "
-            "cuts every layer. auto is fsdp over all devices.",
-            fixed=False,
-        ),
-        Flag(
-            "zero",
-            "integer",
-            3,
-            "What fsdp deals out: 0 nothing, 1 moments, 2 gradients too, 3 parameters too.",
-            legal=("0 to 3", lambda level: 0 <= level <= 3),
-            fixed=False,
-        ),
-        Flag(
-            "executor",
-            "choice",
-            "auto",
-            "whole has all layers in one program; pipeline streams micro-batches (--accumulation) "
-            "through the stages of the mesh; relay brings one block at a time to the device, from "
-            "parameters in host memory; auto is pipeline where the mesh has stages, else whole.",
-            _one_of("auto", "whole", "pipeline", "relay"),
-            fixed=False,
-        ),
-        Flag(
-            "schedule",
-            "choice",
-            "1f1b",
-            "What the stages do when: zero_bubble idles least, interleaved less than 1f1b, gpipe "
-            "as much as 1f1b while it keeps the activations of all micro-batches.",
-            _schedules,
-            fixed=False,
-        ),
-        Flag(
-            "chunks",
-            "integer",
-            1,
-            "Parts of the model on each stage of an interleaved pipeline.",
-            legal=_AT_LEAST_ONE,
-            fixed=False,
-        ),
-        Flag(
-            "describe",
-            "switch",
-            "no",
-            "Print every array with its shape, sharding and bytes a chip, and train nothing.",
-            _one_of("yes", "no"),
-            fixed=False,
-        ),
-        Flag(
-            "coordinator",
-            "text",
-            "",
-            "host:port of process 0, in a run of several; else JAX_COORDINATOR_ADDRESS.",
-            fixed=False,
-        ),
-        Flag(
-            "processes",
-            "integer",
-            0,
-            "How many processes the run has; 0 is JAX_NUM_PROCESSES, or 1.",
-            legal=_COUNT,
-            fixed=False,
-        ),
-        Flag(
-            "process",
-            "integer",
-            -1,
-            "Number of this process, from 0; -1 is JAX_PROCESS_ID.",
-            legal=("-1 or more", lambda n: n >= -1),
-            fixed=False,
-        ),
-        Flag(
-            "join_timeout",
-            "number",
-            300.0,
-            "Seconds that processes wait for the last one.",
-            legal=("above 0", lambda seconds: seconds > 0),
             fixed=False,
         ),
     ),

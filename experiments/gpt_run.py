@@ -170,7 +170,7 @@ def _tokenizer(values, folder, corpus) -> Tokenizer:
     return starting_point.read(values.init_from).tokenizer
 
 
-def _start(values, variant) -> Callable[[], TrainState] | None:
+def _start(values, variant, executor) -> Callable[[], TrainState] | None:
     """What gives the state before the first step where --init_from names weights; a resumed run
     asks for it only where it has no checkpoint."""
     if not values.init_from:
@@ -178,7 +178,8 @@ def _start(values, variant) -> Callable[[], TrainState] | None:
 
     def begun():
         weights = starting_point.read(values.init_from)
-        return starting_point.begun_state(weights, variant.phases[0].model, variant.training)
+        model = variant.phases[0].model
+        return starting_point.begun_state(weights, model, variant.training, executor)
 
     return begun
 
@@ -262,7 +263,7 @@ def _trainer(
         executor=executor,
         mfu=mfu,
         position=position,
-        start=_start(values, variant),
+        start=_start(values, variant, executor),
     )
 
 

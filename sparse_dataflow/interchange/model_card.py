@@ -83,6 +83,7 @@ def _shape(trained):
         ("layers, width, heads", f"{model.num_layers}, {model.d_model}, {model.num_heads}"),
         ("MLP width, activation", f"{model.d_ff}, {model.activation}"),
         ("positions, norm", f"{model.positions}, {model.norm}"),
+        ("parametrization", model.parametrization),
         ("vocabulary", f"{model.vocab_size:,} tokens"),
         ("context it was trained with", f"{trained.context} tokens"),
         ("parameters stored", f"{memory.parameter_count(model):,} (dense: {dense:,})"),

@@ -43,7 +43,10 @@ def layout_bytes(
     tokens = np.asarray(layout.micro_batch) * sequence
     shard = {stage: layout.fsdp if layout.zero >= stage else 1 for stage in (1, 2, 3)}
     accumulated = np.where(np.asarray(layout.accumulation) > 1, 2, 1)
-    copied = weights if remat == "none" and layout.zero < 3 else block_weights
+    # A pipeline's stage gathers its weights once a step and keeps them.
+    gathered = (layout.zero == 3) & (np.asarray(layout.stage) > 1)
+    copied = np.where(gathered | (remat == "none" and layout.zero < 3), weights, block_weights)
+    copy_bytes = np.where(gathered | (compute != memory.MASTER_BYTES), compute, 0)
     held = memory.activation_bytes(config, sequence, layout.fused_attention)
     layers = np.ceil(config.num_layers / np.asarray(layout.stage))
     border = 1 / layout.tensor if layout.sequence_parallel else 1.0
@@ -52,7 +55,7 @@ def layout_bytes(
     whole = memory.training_bytes(config, 1, sequence, stored_density=stored_density)
     plan = MemoryPlan(
         parameters=weights * memory.MASTER_BYTES / shard[3],
-        working_copy=copied * compute if compute != memory.MASTER_BYTES else 0.0 * weights,
+        working_copy=copied * copy_bytes,
         gradients=weights * memory.MASTER_BYTES * accumulated / shard[2],
         moments=weights * memory.MASTER_BYTES * memory.ADAM_MOMENTS / shard[1],
         layout_tables=whole.layout_tables * layers / config.num_layers / layout.tensor,

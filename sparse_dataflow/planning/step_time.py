@@ -323,15 +323,16 @@ def _state_seconds(weights, layout, network, efficiency, computing, dtype_bytes)
     crossing = collectives.reduce_seconds(
         weights / fsdp * layout.gradient_bytes, data, outer, network, efficiency, axes
     )
-    rounds = layout.accumulation if layout.zero == 3 else 1
-    # Forward and backward gather weights with ZeRO 3; below it the updated ones are gathered once,
-    # and without ZeRO the gradients are instead.
-    sizes = {0: layout.gradient_bytes, 1: dtype_bytes, 2: dtype_bytes, 3: 2 * dtype_bytes}
-    inner = rounds * (gradients + gathered(weights * sizes[layout.zero]))
+    # Forward and backward of every micro-batch gather weights with ZeRO 3, in a pipeline once a
+    # step; below it the updated ones are gathered once, and without ZeRO the gradients are instead.
+    streams = (layout.zero == 3) & (np.asarray(layout.stage) == 1)
+    rounds = np.where(streams, layout.accumulation, 1)
+    size = np.where(streams, 2 * dtype_bytes, dtype_bytes if layout.zero else layout.gradient_bytes)
+    inner = rounds * (gradients + gathered(weights * size))
     # What comes once hides behind the last micro-batch's backward pass, two thirds of its time, and
     # updated weights behind the first one's forward pass.
     once = (1 if layout.zero else 2 / 3) / np.asarray(layout.accumulation)
-    hides = computing if layout.zero == 3 else computing * once
+    hides = computing * np.where(streams, 1.0, once)
     return _exposed(inner + crossing, hides, efficiency)
 
 

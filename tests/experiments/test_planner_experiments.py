@@ -26,6 +26,8 @@ def test_layout_search_prints_the_best_and_the_command(tmp_path, capsys):
     assert "what decides: Shapley effects" in said and "term of a step" in said
     command = said.strip().splitlines()[-1].strip()
     words = dict(w[2:].split("=") for w in command.split() if w.startswith("--"))
+    known = {flag.name for group in flags.GROUPS for flag in group.flags}
+    assert set(words) <= known
     mesh = dict(axis.split(":") for axis in words["mesh"].split(","))
     assert set(mesh) == {"data", "stage", "fsdp", "tensor"}
     chips = 1

@@ -1,11 +1,13 @@
 """Rates measured on the spot go through the cost model and come out as the times measured."""
 
+import csv
 import dataclasses
+import json
 import types
 
 import pytest
 
-from experiments import prediction
+from experiments import interplay_report, interplay_step, prediction
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES
 from sparse_dataflow.planning import memory
@@ -73,6 +75,34 @@ def test_layouts_without_balance_are_refused_before_anything_is_measured():
     with pytest.raises(UserError, match="does not divide"):
         prediction.refuse_unfit("nano", 0.5, 100)
     assert SIZES["125m"].d_model == 768
+
+
+def test_interplay_of_measured_steps_wins_back_what_fusion_gives(
+    sections, monkeypatch, tmp_path, capsys
+):
+    """Both sides in this process with made-up times: what a child prints, and what it means."""
+    monkeypatch.setattr(interplay_step.hardware, "detect", lambda _: CHIP)
+    seconds = iter((0.9, 0.7, 0.6, 0.55, 0.8, 0.5, 0.3, 0.2))  # unfused, then fused
+    monkeypatch.setattr(prediction, "measured_seconds", lambda *_: next(seconds))
+
+    def child(asking, fused):
+        return json.loads(json.dumps(interplay_step.main(types.SimpleNamespace(**asking))))
+
+    monkeypatch.setattr(interplay_report, "_measured", child)
+    asked = types.SimpleNamespace(scale="nano", hardware="this", measure="yes", tokens=1024)
+    asked.block, asked.stages, asked.micro_batches, asked.rounds = 64, 2, 8, 1
+    asked.out = str(tmp_path)
+    interplay_report.run(asked)
+    said = capsys.readouterr().out
+    assert "measured: 1/8 of the blocks gains 1.64x unfused, 4.00x fused" in said
+    with (tmp_path / "interplay.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["measured_ms"]) for row in rows[:2]] == pytest.approx([900, 800])
+    for row in rows:
+        assert float(row["pipelined_ms"]) > float(row["predicted_ms"])  # a chip's own, with bubble
+    intensity = [float(row["intensity_mlp_in"]) for row in rows]
+    assert all(unfused < fused for unfused, fused in zip(intensity[::2], intensity[1::2]))
+    assert (tmp_path / "interplay.png").exists() and (tmp_path / "roofline.png").exists()
 
 
 @pytest.mark.nightly

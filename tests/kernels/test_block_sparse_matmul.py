@@ -200,7 +200,9 @@ def test_products_match_the_dense_product(implementation):
     check()
 
 
-@suite(keep=lambda i: "float32" in i.dtypes)  # Differences of bfloat16 are mostly rounding.
+# Differences of bfloat16, and of the sums of it that Hopper's float32 is, are mostly rounding:
+# test_pallas_hopper.py takes them of the exact function.
+@suite(keep=lambda i: "float32" in i.dtypes and i.name != "pallas_hopper")
 @pytest.mark.parametrize("balanced", [True, False])
 def test_gradients_match_finite_differences(implementation, balanced):
     block = implementation.blocks[1 % len(implementation.blocks)]

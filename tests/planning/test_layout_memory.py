@@ -43,6 +43,13 @@ def test_zero_deals_out_moments_then_gradients_then_weights():
     assert [p.parameters for p in plans] == pytest.approx([weights] * 3 + [weights / 8])
 
 
+def test_a_pipeline_keeps_the_weights_that_it_gathered():
+    plan = layout_bytes(MODEL, 2048, RunLayout(fsdp=8, zero=3, stage=2, remat="full"))
+    dealt = layout_bytes(MODEL, 2048, RunLayout(fsdp=8, zero=3, remat="full"))
+    assert plan.working_copy == pytest.approx(2 * 8 * plan.parameters / 4)
+    assert dealt.working_copy < 2 * 8 * dealt.parameters / 4
+
+
 def test_published_runs_fit_their_chips():
     from sparse_dataflow.planning import published
 

@@ -17,7 +17,7 @@ from sparse_dataflow.planning import collectives, cost, memory
 from sparse_dataflow.planning.chips import CHIPS, Chip, Network
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency
 from sparse_dataflow.planning.run_layout import BUBBLES, RECOMPUTED, RunLayout
-from sparse_dataflow.planning.step_time import GROUPS, step_time
+from sparse_dataflow.planning.step_time import GROUPS, stage_parameters, step_time
 
 GOLDEN = Path(__file__).parent / "explain.txt"
 IDEAL = Efficiency(1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -115,6 +115,16 @@ def test_state_by_hand_for_each_zero_stage():
     for zero, sizes in ((0, 4 + 4), (1, 4 + 2), (2, 4 + 2), (3, 2 * (4 + 2 * 2))):
         time = seconds(dataclasses.replace(layout, zero=zero))
         assert time.terms["state"] == pytest.approx(sizes * across)
+
+
+def test_a_pipeline_gathers_its_weights_once_a_step():
+    layout = RunLayout(fsdp=8, zero=3, accumulation=4, stage=2, island=8)
+    pipelined = seconds(layout).terms["state"]
+    stage = stage_parameters(MODEL, layout)
+    assert pipelined == pytest.approx((4 + 2) * stage * 7 / 8 / 300e9)
+    whole = seconds(dataclasses.replace(layout, stage=1)).terms["state"]
+    alone = memory.parameter_count(MODEL)
+    assert whole == pytest.approx(4 * (4 + 2 * 2) * alone * 7 / 8 / 300e9)
 
 
 def test_relay_moves_six_bytes_a_parameter():

@@ -1,6 +1,5 @@
 """Items as lm-eval tasks, and lm-eval's own tasks by name. Needs the extra `eval`."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager, get_task_dict
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.evaluation.harness import quiet
 from sparse_dataflow.evaluation.tasks.items import Item
 
 STANDARD = (
@@ -52,11 +52,8 @@ def of_items(name: str, items: Sequence[Item], examples: Sequence[Item] = ()) ->
             "doc_to_target": lambda row: row["answer"],
             "doc_to_choice": lambda row: row["choices"],
         }
-    logging.disable(logging.WARNING)  # of the metadata, which a data set of our own does not read
-    try:
+    with quiet():
         return ConfigurableTask(config=config)
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def _rows(items):
@@ -82,7 +79,8 @@ def by_name(name: str, manager: TaskManager, own: Sequence[str]) -> dict[str, An
             f"as {', '.join(STANDARD)}, or a file of JSON lines."
         )
     try:
-        return _leaves(get_task_dict([name], manager))
+        with quiet():
+            return _leaves(get_task_dict([name], manager))
     except Exception as error:  # Whatever a hub, a network or a disk may raise.
         said = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
         raise UserError(

@@ -1,0 +1,61 @@
+"""Which flags make a pipeline, and what contradicts it; no device of these meshes is there."""
+
+import pytest
+from absl import flags as absl_flags
+
+from experiments import command_line, devices, flags
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution.pipelined import Pipelined
+from sparse_dataflow.execution.sharded import Sharded
+from sparse_dataflow.models.sizes import SIZES
+from sparse_dataflow.training.optimizer import TrainingConfig
+
+
+def executor(*arguments):
+    values = absl_flags.FlagValues()
+    flags.define(flags.GROUPS, values)
+    command_line.parse(["toy", "--describe=yes", *arguments], flags.GROUPS, values)
+    return devices.executor(values)
+
+
+def test_a_mesh_with_stages_is_a_pipeline_and_others_are_not():
+    made = executor(
+        "--scale=13b", "--mesh=stage:4,tensor:2", "--schedule=interleaved", "--chunks=2"
+    )
+    assert isinstance(made, Pipelined) and made.schedule == "interleaved"
+    assert made.division.layers == (5,) * 8
+    assert "stage:4,tensor:2" in made.describe() and "--chunks=2" in made.describe()
+    assert type(executor("--scale=13b", "--mesh=data:4,tensor:2")) is Sharded
+    assert isinstance(executor("--scale=13b", "--mesh=stage:3", "--executor=pipeline"), Pipelined)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh=stage:2", "--executor=whole"], "legal: --executor=pipeline, or the axes"),
+        (["--mesh=fsdp:2", "--executor=pipeline"], "no stages; legal: a mesh with stage:2"),
+        (["--mesh=fsdp:2", "--schedule=gpipe"], "--schedule without a pipeline; legal with stage"),
+        (["--mesh=fsdp:2", "--schedule=1f1b", "--chunks=2"], "--schedule and --chunks without"),
+        (["--mesh=stage:4"], r"2 layers.*stage:4 with 1 chunks.*legal stages: 1, 2\."),
+        (["--mesh=stage:2", "--chunks=2", "--schedule=interleaved"], "legal stages: 1"),
+    ],
+)
+def test_flags_that_contradict_a_pipeline_are_refused_in_words(arguments, message):
+    with pytest.raises(UserError, match=message):
+        executor("--scale=pico", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "micro_batches", "message"),
+    [
+        (["--schedule=interleaved"], 3, "3 micro-batches.*legal: multiples of 2, such as 4"),
+        (["--schedule=interleaved"], 1, "1 micro-batches.*legal: multiples of 2, such as 2"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_before_anything_runs(
+    arguments, micro_batches, message
+):
+    made = executor("--scale=pico", "--mesh=stage:2", *arguments)
+    training = TrainingConfig(1, 6, 64, micro_batches)
+    with pytest.raises(UserError, match=message):
+        made.check(SIZES["pico"], training)

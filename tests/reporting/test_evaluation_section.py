@@ -1,0 +1,87 @@
+"""The report shows an evaluation as it is, and calls nothing better that may be chance."""
+
+import json
+
+import pytest
+import report_sample
+
+from sparse_dataflow.reporting.page import evaluation_table
+from sparse_dataflow.reporting.report import (
+    EvaluationData,
+    EvaluationRow,
+    ReportData,
+    write_report,
+)
+
+
+def row(**changes):
+    fields = {
+        "task": "cloze",
+        "shots": 5,
+        "metric": "acc",
+        "lower_is_better": False,
+        "items": 200,
+        "documents": 18,
+        "chance": 0.25,
+        "unigram": 0.3,
+        "bigram": None,
+        "values": {"sparse": 0.51, "dense": 0.47},
+        "errors": {"sparse": 0.03, "dense": None},
+        "difference": 0.04,
+        "low": 0.01,
+        "high": 0.07,
+        "p": 0.012,
+    }
+    return EvaluationRow(**{**fields, **changes})
+
+
+def evaluation(*rows, models=("sparse", "dense")):
+    return EvaluationData(list(models), list(rows), "By a stated test.", ["A note <&>."], "python")
+
+
+@pytest.mark.parametrize(
+    ("changes", "better"),
+    [
+        ({}, True),
+        ({"difference": -0.04, "low": -0.07, "high": -0.01}, False),
+        ({"low": -0.01}, None),
+        ({"low": None, "high": None, "p": None}, None),
+        ({"lower_is_better": True, "metric": "loss"}, False),
+        ({"lower_is_better": True, "difference": -0.5, "low": -0.7, "high": -0.1}, True),
+    ],
+)
+def test_better_only_where_the_interval_leaves_out_zero(changes, better):
+    (shown,) = evaluation_table(evaluation(row(**changes)))
+    assert shown["better"] is better
+
+
+def test_the_section_says_every_number(tmp_path):
+    data = report_sample.bare(evaluation=evaluation(row(), row(shots=0, p=1e-9)))
+    assert ReportData.from_json(json.loads(json.dumps(data.to_json()))) == data
+    write_report(data, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    for text in ("cloze, 5-shot", "cloze, 0-shot", "51.0%", "± 3.0%", "+4.0%", "1.0% to 7.0%"):
+        assert text in page
+    for text in (
+        "p = 0.012",
+        "p &lt; 0.0001",
+        "25.0%",
+        "30.0%",
+        "18 documents",
+        "A note &lt;&amp;&gt;",
+    ):
+        assert text in page
+    assert "By a stated test." in page and 'href="#evaluation"' in page
+
+
+def test_one_model_has_no_difference(tmp_path):
+    alone = row(values={"sparse": 0.5}, errors={"sparse": 0.1}, difference=None, low=None,
+                high=None, p=None)  # fmt: skip
+    data = report_sample.bare(evaluation=evaluation(alone, models=("sparse",)))
+    write_report(data, tmp_path / "report.html")
+    assert "sparse less" not in (tmp_path / "report.html").read_text()
+
+
+def test_without_an_evaluation_there_is_no_section(tmp_path):
+    write_report(report_sample.bare(), tmp_path / "report.html")
+    assert 'id="evaluation"' not in (tmp_path / "report.html").read_text()
