@@ -22,6 +22,7 @@ from sparse_dataflow.execution.relay_probe import block_gradient_norms
 from sparse_dataflow.execution.server_files import MappedFiles
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.training.phases import probed_rows
 from sparse_dataflow.training.step import TrainState
 
 
@@ -175,9 +176,8 @@ def parameter_norms(params: dict) -> dict[str, float]:
 
 
 def _gradient_norms(relay, params, tables, tokens):
-    return block_gradient_norms(
-        relay.model, functools.partial(relay.bring, params), tables, np.asarray(tokens)
-    )
+    rows = np.asarray(tokens)[: probed_rows(relay.training)]
+    return block_gradient_norms(relay.model, functools.partial(relay.bring, params), tables, rows)
 
 
 def _owned(leaf):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import relay_programs, whole
+from sparse_dataflow.execution import block_gradients, relay_probe, relay_programs, whole
 from sparse_dataflow.execution.depth_schedule import DepthSchedule
 from sparse_dataflow.execution.host_state import abstract_state, fresh_state
 from sparse_dataflow.execution.relay import Relay, RelayConfig
@@ -259,3 +259,16 @@ def test_a_lost_device_ends_the_run_in_words():
 def test_unknown_settings_are_refused_in_words(field):
     with pytest.raises(UserError, match="legal are"):
         RelayConfig(**{field: "nowhere"})
+
+
+def test_block_gradients_are_those_of_one_program():
+    model, how = MODELS["sparse"], training()
+    state = fresh_state(model, how)
+    bring = functools.partial(Relay(model, how).bring, state.params)
+    tokens = tokens_of(3, rows=2)
+    mine = relay_probe.block_gradient_norms(model, bring, state.tables, tokens)
+    program = jax.jit(functools.partial(block_gradients.block_gradient_norms, model))
+    theirs = program(state.params, state.tables, tokens)
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-4, atol=1e-7)
