@@ -70,6 +70,13 @@ EVALUATION = Group(
             legal=("0 or more", lambda n: n >= 0),
         ),
         Flag(
+            "mesh",
+            "text",
+            "auto",
+            "Devices along the axes data, fsdp and tensor, as in data:2,tensor:4; auto is fsdp on "
+            "all devices.",
+        ),
+        Flag(
             "measure_speed",
             "switch",
             "no",

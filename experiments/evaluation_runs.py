@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from lm_eval.tasks import TaskManager
 
@@ -20,11 +21,14 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation import harness, scoring
 from sparse_dataflow.evaluation.harness import HarnessLM
 from sparse_dataflow.evaluation.ngrams import Ngrams
+from sparse_dataflow.evaluation.over_mesh import forward_over
 from sparse_dataflow.evaluation.significance import estimate, paired
 from sparse_dataflow.evaluation.tasks import lm_eval_tasks, own
 from sparse_dataflow.evaluation.tasks.items import Item, read_items
 from sparse_dataflow.evaluation.trained import Trained, load, read_config
+from sparse_dataflow.execution import mesh as meshes
 from sparse_dataflow.execution.host_memory import keep_freed_memory
+from sparse_dataflow.execution.sharded import Sharded
 from sparse_dataflow.planning import hardware
 from sparse_dataflow.training.metrics import say
 
@@ -83,12 +87,15 @@ def run(values) -> None:
     tasks = _tasks(values, corpus, first.tokenizer, context, max(shots))
     tokens = prepare_tokens(corpus, first.tokenizer, gpt_run.CACHE)
     ngrams = Ngrams(tokens.train.tokens, first.tokenizer.vocab_size)
-    lms = {name: harness.harness_lm(trained) for name, trained in models.items()}
+    forwards = {name: _forward(values.mesh, trained) for name, trained in models.items()}
+    lms = {name: harness.harness_lm(models[name], forwards[name]) for name in models}
     for name in BASELINES:
         scorer = getattr(ngrams, f"score_{name}")
         lms[name] = HarnessLM(first.tokenizer, context, scorer)
 
-    losses = {name: _losses(trained, tokens.validation.tokens) for name, trained in models.items()}
+    losses = {
+        name: _losses(models[name], forwards[name], tokens.validation.tokens) for name in models
+    }
     rows, notes, speed = [_loss_row(losses, first.tokenizer)], [], []
     for count in shots:
         asked = {
@@ -219,10 +226,20 @@ def _refuse_unasked(name, items, most_shots):
         )
 
 
-def _losses(trained, tokens):
+def _forward(mesh, trained):
+    """The model's forward, over the devices that --mesh names."""
+    sizes = meshes.parse(mesh, jax.device_count())
+    if sizes["stage"] > 1:
+        raise UserError(f"--mesh={mesh} has stages; legal here: the axes data, fsdp and tensor.")
+    if jax.device_count() == 1:
+        return scoring.forward_of(trained)
+    return forward_over(trained, Sharded(meshes.make(sizes)))
+
+
+def _losses(trained, forward, tokens):
     """Of each held-out token that the run's last evaluation counts: float [tokens] loss in nats,
     int [tokens] its document; and their UTF-8 bytes."""
-    training, forward = trained.training, scoring.forward_of(trained)
+    training = trained.training
     rows = scoring.limits_of(trained).rows(training.sequence)
     batches = EvalBatches(tokens, rows, training.sequence, gpt_run.FINAL_WINDOWS)
     losses = [

@@ -61,6 +61,16 @@ class Sharded:
         rows = P(BATCH_AXES)
         return self._over_mesh(local, tables, (kept, rows, rows), P())(params, tokens, weights)
 
+    def token_scores(self, model, params, tables, tokens):
+        """As `whole.token_scores`, of the whole batch."""
+        member, kept, _ = self._member(model, params)
+
+        def local(params, tables, tokens):
+            return whole.token_scores(model, params, own_tables(tables), tokens, member)
+
+        rows = P(BATCH_AXES)
+        return self._over_mesh(local, tables, (kept, rows), (rows, rows))(params, tokens)
+
     def loss_and_gradients(self, model, params, tables, tokens, micro_batches):
         """See `Executor`."""
         member, kept, gradient_specs = self._member(model, params)

@@ -139,14 +139,14 @@ def loss(
 
 
 def token_scores(
-    config: ModelConfig, params: dict, tables: dict, tokens: jax.Array
+    config: ModelConfig, params: dict, tables: dict, tokens: jax.Array, member: Member = ALONE
 ) -> tuple[jax.Array, jax.Array]:
     """Float32 [B, T] losses of each next token of int32 [B, T + 1] tokens, in nats, and bool [B, T]
     whether it is the likeliest; no more memory than `loss` needs."""
-    x = gpt.embed(config, params["embed"], tokens[:, :-1])
-    x = apply_blocks(config, params["blocks"], tables, x)
-    embedding = params["embed"]["tokens"]
-    return gpt.head_scores(config, params["head"], embedding, x, tokens[:, 1:])
+    embed, head = (member.section(params, name) for name in ("embed", "head"))
+    x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
+    x = apply_blocks(config, params["blocks"], tables, x, member)
+    return gpt.head_scores(config, head, embed["tokens"], x, tokens[:, 1:], member.shard)
 
 
 def logits(config: ModelConfig, params: dict, tables: dict, tokens: jax.Array) -> jax.Array:

@@ -280,14 +280,23 @@ def head_scores(
     embedding_VxD: jax.Array,
     x_BxTxD: jax.Array,
     targets_BxT: jax.Array,
+    shard: Shard = WHOLE,
 ) -> tuple[jax.Array, jax.Array]:
     """Last section: float32 [B, T] negative log-likelihoods in nats, and bool [B, T] whether each
-    target is the likeliest token."""
+    target is the likeliest token; of the whole sequence, on every member of a shard's group."""
     x = head(config, params, x_BxTxD)
-    losses, largest = cross_entropy.token_scores(
-        x.reshape(-1, x.shape[-1]), embedding_VxD.astype(x.dtype), targets_BxT.reshape(-1)
+    own, axis = targets_BxT, None
+    if shard.vocabulary:
+        x, axis = shard.gather(x), shard.axis
+    else:
+        own = shard.own(targets_BxT, axis=1)
+    found = cross_entropy.token_scores(
+        x.reshape(-1, x.shape[-1]), embedding_VxD.astype(x.dtype), own.reshape(-1), axis
     )
-    return losses.reshape(targets_BxT.shape), largest.reshape(targets_BxT.shape)
+    losses, largest = (part.reshape(own.shape) for part in found)
+    if shard.vocabulary:
+        return losses, largest
+    return shard.gather(losses), shard.gather(largest)
 
 
 def logits(config: ModelConfig, params: dict, x_BxTxD: jax.Array) -> jax.Array:
