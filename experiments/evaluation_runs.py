@@ -3,6 +3,7 @@
 Needs the extra `eval`.
 """
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -219,10 +220,12 @@ def _refuse_unasked(name, items, most_shots):
     """Refuses a file whose items are not of one kind, or too few to show the others."""
     if len({len(item.choices) == 1 for item in items}) > 1:
         raise UserError(f"The task file {name} mixes items of one choice with items of several.")
-    if len(items) <= most_shots:
+    # Examples are items that differ from the one that is asked.
+    often = max(collections.Counter((i.context, i.choices, i.answer) for i in items).values())
+    if len(items) - often < most_shots:
         raise UserError(
-            f"The task file {name} has {len(items)} items, too few for {most_shots} others as "
-            "examples; give --num_fewshot=0, or more items."
+            f"The task file {name} has {len(items)} items, too few for {most_shots} different ones "
+            "as examples; give --num_fewshot=0, or more items."
         )
 
 

@@ -96,7 +96,10 @@ def arrays(folder: Path, variant: str, step: int) -> dict[str, np.ndarray]:
     """Every array of a checkpoint, by name."""
     path = folder / variant / "checkpoints" / str(step) / "state"
     with ocp.PyTreeCheckpointer() as checkpointer:
-        return checkpointer.restore(path.absolute())
+        names = checkpointer.metadata(path.absolute()).item_metadata.tree
+        # Into numpy, as the devices of the processes that saved need not be here.
+        wanted = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+        return checkpointer.restore(path.absolute(), restore_args=wanted)
 
 
 def assert_same_results(folder: Path, other: Path, steps: int = 12) -> None:

@@ -38,7 +38,8 @@ def evaluated(job, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_run_and_its_twin(evaluated, copy, quick_compile):
-    (copy / "mine.jsonl").write_text("".join(json.dumps(GOOD) + "\n" for _ in range(3)))
+    mine = [GOOD | {"context": context} for context in ("the", "of", "and")]
+    (copy / "mine.jsonl").write_text("".join(json.dumps(item) + "\n" for item in mine))
     tasks = f"cloze,last_word,{copy / 'mine.jsonl'}"
     status, out, error = evaluated(
         f"--run={copy}", f"--tasks={tasks}", "--num_fewshot=0,1", "--items=9", "--limit=6"
@@ -103,7 +104,7 @@ def test_tasks_that_cannot_be_asked(evaluated, copy, tmp_path):
     path.write_text(json.dumps({"context": "a"}) + "\n")
     assert "line 1, lacks choices and answer" in refusal(evaluated, run, f"--tasks={path}")
     path.write_text(json.dumps(GOOD) + "\n")
-    assert "too few for 5 others" in refusal(evaluated, run, f"--tasks={path}")
+    assert "too few for 5 different ones" in refusal(evaluated, run, f"--tasks={path}")
     assert not (copy / "evaluation.json").exists()
 
 

@@ -34,7 +34,9 @@ def test_the_config_says_all_and_loads_again(undisturbed, job):
     assert "--density=0.25" in config["command"] and config["date"].startswith("20")
     assert {"python", "jax", "jaxlib", "sparse_dataflow"} <= config["versions"].keys()
     assert config["flags"]["scale"] == "pico" and config["flags"]["twin"] == "yes"
-    assert "auto" not in config["flags"].values()
+    # What the machine decides is not the run's; a relay's files are.
+    left = {name for name, value in config["flags"].items() if value == "auto"}
+    assert left == {"executor"}
     assert config["corpus"]["name"] == str(job.corpus)
     tokenizer = Tokenizer.load(undisturbed / "tokenizer.json")
     assert tokenizer.content_hash == config["tokenizer"]

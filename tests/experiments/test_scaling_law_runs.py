@@ -76,7 +76,7 @@ def test_parameters_are_the_stored_weights_of_projections():
     assert scaling_law_runs.stored_parameters(model) == weights
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_small_grid_is_trained_predicted_and_gone_on_with(job, tmp_path):
     out = tmp_path / "grid"
     arguments = ["--scale=pico", "--block=16", "--widths=64,128", "--densities=1,0.25"]
