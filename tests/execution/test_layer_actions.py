@@ -82,7 +82,8 @@ def test_full_remat_keeps_the_input_alone_and_recomputes_once():
     _, (saved, _, _), (forward, again, backward, weights) = run(model, recompute=True)
     assert [leaf.shape for leaf in saved] == [(4, 10, model.d_model)]
     _, together = whole_layer(DENSE)
-    assert forward + again + backward + weights == pytest.approx(together + forward, rel=0.06)
+    # Computing twice what one recomputation gives would add a third.
+    assert forward + again + backward + weights == pytest.approx(together + forward, rel=0.1)
 
 
 def test_weights_are_not_kept():
