@@ -199,7 +199,7 @@ def _layouts(settings):
 def _measure(shape, tokens, layouts, settings, rounds):
     """Rows of one shape: the dense product is timed anew, in turn, beside every layout."""
     from experiments import kernel_peers, kernel_programs, measurement
-    from sparse_dataflow.errors import UserError
+    from sparse_dataflow.errors import UserError, first_line
 
     operands = kernel_programs.Operands.draw(*shape, tokens, settings["dtype"])
     for product in settings["products"]:
@@ -219,8 +219,8 @@ def _measure(shape, tokens, layouts, settings, rounds):
                 try:
                     programs[name] = make()
                 except (UserError, RuntimeError, NotImplementedError) as refusal:
-                    first = (str(refusal).strip() or type(refusal).__name__).splitlines()[0]
-                    print(f"{shape[0]}x{shape[1]} {product} {name} is left out: {first}")
+                    said = first_line(refusal)
+                    print(f"{shape[0]}x{shape[1]} {product} {name} is left out: {said}")
             seconds = measurement.paired_seconds(
                 {"dense": dense.run, **{name: p.run for name, p in programs.items()}},
                 rounds,

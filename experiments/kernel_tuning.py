@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments import kernel_programs, measurement
 from experiments.kernel_programs import Case, Operands
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.errors import UserError, first_line
 from sparse_dataflow.kernels import tuned
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper, pallas_tpu, tuning_xla, xla
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu as mlp_tpu
@@ -145,8 +145,7 @@ def _seconds(program, key, timer, tried):
         try:
             runs[tiles] = program(key.product, tiles).run
         except (UserError, RuntimeError, NotImplementedError) as refusal:
-            first = (str(refusal).strip() or type(refusal).__name__).splitlines()[0]
-            print(f"{tiles} is left out: {first}")
+            print(f"{tiles} is left out: {first_line(refusal)}")
     seconds = timer(runs)
     return [float(np.median(seconds[tiles])) if tiles in runs else math.inf for tiles in tried]
 

@@ -1,4 +1,4 @@
-"""The one exception that speaks to the user."""
+"""The one exception that speaks to the user, and the first line of what others say."""
 
 
 class UserError(ValueError):
@@ -6,3 +6,8 @@ class UserError(ValueError):
 
     Experiments print it without a stack trace and exit with status 2.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, at most 300 characters; its type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -1,8 +1,12 @@
 import math
 import os
+import pathlib
+import sys
 
 import jax
 import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 # The interpreter of GPU kernels blocks threads of XLA's pool, which has one a core, while other
 # threads of the same kernel wait for one: with two cores it sometimes waits for ever.  XLA reads

@@ -31,7 +31,7 @@ from sparse_dataflow.data.documents import (
     Source,
 )
 from sparse_dataflow.data.splits import is_held_out
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.errors import UserError, first_line
 
 DEFAULT_CORPUS = "python_stdlib"
 LEGAL_CORPORA = (
@@ -80,7 +80,7 @@ class _StoredDocuments(Sequence[Document]):
             record = self.records[position]
         except RuntimeError as error:  # the record format keeps checksums
             raise UserError(
-                f"Record {position} of a prepared corpus is damaged ({_first_line(error)}). "
+                f"Record {position} of a prepared corpus is damaged ({first_line(error)}). "
                 "Delete the folder named there, or the cache's folder 'tfds', and run again."
             ) from error
         name = record["id"].decode() if self.id_prefix is None else f"{self.id_prefix}{position}"
@@ -142,7 +142,7 @@ def _prepare(builder) -> None:
         builder.download_and_prepare()
     except RuntimeError as error:  # what the array_record writer raises, as when the disk is full
         raise UserError(
-            f"The corpus could not be stored in {target} ({_first_line(error)}). "
+            f"The corpus could not be stored in {target} ({first_line(error)}). "
             "Free some space there, or name another cache folder."
         ) from error
 
@@ -157,7 +157,7 @@ def _open_split(builder, split: str) -> _StoredDocuments:
         stored = len(ArrayRecordDataSource([str(f) for f in builder.info.splits[split].filepaths]))
     except Exception as error:
         raise UserError(
-            f"The prepared corpus in {builder.data_dir} cannot be read ({_first_line(error)}). "
+            f"The prepared corpus in {builder.data_dir} cannot be read ({first_line(error)}). "
             "Delete that folder and run again."
         ) from error
     if stored != yielded:
@@ -249,7 +249,7 @@ def _load_tfds(name: str, cache_dir: Path) -> Corpus:
             ) from error
         except Exception as error:
             raise UserError(
-                f"The tfds corpus '{name}' could not be prepared ({_first_line(error)}). "
+                f"The tfds corpus '{name}' could not be prepared ({first_line(error)}). "
                 f"Check its name, the network and what it requires. Legal are {LEGAL_CORPORA}."
             ) from error
     described = [builder.info.full_name, feature] + [
@@ -292,10 +292,6 @@ def _tfds_splits(
         _StoredDocuments(records["train"], feature, "train/", np.flatnonzero(chosen))
         for chosen in (~held_out, held_out)
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.errors import UserError, first_line
 from sparse_dataflow.execution import relay_programs
 from sparse_dataflow.execution.depth_schedule import DepthSchedule
 from sparse_dataflow.execution.host_state import EMBED, HEAD, Section, section_name
@@ -152,7 +152,7 @@ class Relay:
             after, norms = server.finish()
         except jax.errors.JaxRuntimeError as error:
             raise UserError(
-                f"The device failed in step {step + 1} ({_first_line(error)}). The run ends here; "
+                f"The device failed in step {step + 1} ({first_line(error)}). The run ends here; "
                 "what was saved before is whole: go on with --resume."
             ) from error
         return after, StepReport(np.float32(loss), norms)
@@ -288,7 +288,3 @@ def _placed(array, sharding):
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding, may_alias=False)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-
-def _first_line(error):
-    return (str(error).strip() or repr(error)).splitlines()[0][:200]

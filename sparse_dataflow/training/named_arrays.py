@@ -15,6 +15,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
+from sparse_dataflow.errors import first_line
+
 # A save ends when the file system has done or refused it, not by the clock.
 _SAVE_TIMEOUT_SECONDS = 7 * 24 * 3600
 
@@ -98,7 +100,7 @@ def reason(error: BaseException) -> str:
     code = re.search(r"os_error_code='(\d+)'", str(error))
     if code:
         return os.strerror(int(code[1]))
-    return (str(error).strip() or repr(error)).splitlines()[0][:200]
+    return first_line(error)
 
 
 def _is_key(leaf: Any) -> bool:

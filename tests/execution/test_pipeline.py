@@ -1,40 +1,18 @@
 """Pipelines over eight virtual devices: training as on one device, in the memory of the table."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import numpy as np
 import pytest
+from eight_devices import on_eight_devices
 from hypothesis import given
 from hypothesis import strategies as st
+from mesh_trainings import (
+    assert_layouts_evolve_alike,
+    assert_like_one_device,
+    mesh_training,
+)
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import pipeline, schedules, stages
-
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-def on_eight_devices(script, *arguments):
-    """What a script prints in a process of eight virtual CPU devices."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/execution'}",
-        # Threads of XLA's pool: devices wait for each other, each on one.
-        "NPROC": "32",
-    }
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/execution" / script), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -86,20 +64,14 @@ def on_eight_devices(script, *arguments):
 )
 def test_stages_train_like_one_device(model, texts):
     """Three optimizer steps and an evaluation."""
-    for text, errors in on_eight_devices("mesh_training.py", "compare", model, *texts).items():
-        assert max(errors["losses"], errors["eval"], errors["norms"]) < 1e-5, (text, errors)
-        assert errors["first moments"] < 1e-4, (text, errors)
-        # Adam divides by the root of a square, and so enlarges what rounding leaves.
-        assert max(errors["moments"], errors["params"]) < 1e-3, (text, errors)
+    assert_like_one_device(mesh_training("compare", model, *texts))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", ["rigl", "set", "sparse_to_dense"])
 def test_layouts_evolve_over_stages_as_on_one_device(method):
     text = "stage:2,data:2,tensor:2/3/1/zero_bubble/1"
-    [errors] = on_eight_devices("mesh_training.py", "evolve", method, text).values()
-    assert errors["layouts"] == 0
-    assert errors["losses"] < 1e-5 and errors["params"] < 1e-2, errors
+    assert_layouts_evolve_alike(mesh_training("evolve", method, text))
 
 
 @pytest.mark.slow
@@ -109,7 +81,7 @@ def test_a_state_moves_between_pipelines_and_other_meshes_to_the_bit():
         "data:2,fsdp:4/3/1",
         "stage:2,fsdp:4/3/4/interleaved/2",
     ]
-    found = on_eight_devices("mesh_training.py", "move", "sparse_deep", *texts)
+    found = mesh_training("move", "sparse_deep", *texts)
     assert all(found[text] for text in (*texts, "None"))
 
 
@@ -117,7 +89,7 @@ def test_a_state_moves_between_pipelines_and_other_meshes_to_the_bit():
 def test_gradients_of_absent_blocks_are_those_of_one_device():
     """So methods that grow blocks by gradient work over stages."""
     (error,) = on_eight_devices(
-        "pipeline_runs.py", "norms", "stage:2,data:2,tensor:2/3/1/1f1b/1"
+        "execution/pipeline_runs.py", "norms", "stage:2,data:2,tensor:2/3/1/1f1b/1"
     ).values()
     assert error < 5e-6
 
@@ -126,7 +98,7 @@ def test_gradients_of_absent_blocks_are_those_of_one_device():
 def test_memory_follows_the_schedule_and_not_the_micro_batches():
     """Temporaries of compiled programs for 8, 16 and 32 micro-batches."""
     texts = [f"stage:8/3/{m}/{name}/1" for name in ("1f1b", "gpipe") for m in (8, 16, 32)]
-    found = on_eight_devices("pipeline_runs.py", "memory", *texts)
+    found = on_eight_devices("execution/pipeline_runs.py", "memory", *texts)
     flat, growing = np.array([found[text] for text in texts]).reshape(2, 3)
     assert np.ptp(flat) < 0.05 * flat[0]
     assert growing[1] > 1.4 * growing[0] and growing[2] > 1.4 * growing[1]
@@ -135,12 +107,14 @@ def test_memory_follows_the_schedule_and_not_the_micro_batches():
 @pytest.mark.slow
 def test_a_tick_computes_nothing_but_its_action():
     """Counts what blocks do: the compiler moves nothing out of loops that have no round."""
-    assert on_eight_devices("pipeline_runs.py", "calls", "4x4") == {"4x4": 3 * 4 * 4}
+    assert on_eight_devices("execution/pipeline_runs.py", "calls", "4x4") == {"4x4": 3 * 4 * 4}
 
 
 @pytest.mark.slow
 def test_weights_are_gathered_once_a_step():
-    (found,) = on_eight_devices("pipeline_runs.py", "gathers", "stage:2,fsdp:4/3/4/1f1b/1").values()
+    (found,) = on_eight_devices(
+        "execution/pipeline_runs.py", "gathers", "stage:2,fsdp:4/3/4/1f1b/1"
+    ).values()
     assert found["inside"] == 0 and found["outside"] > 0
 
 

@@ -1,15 +1,13 @@
 """A training over a mesh is the one of a single device, and no weight travels over tensor."""
 
-import json
-import os
-import pathlib
 import random
-import subprocess
-import sys
 
 import pytest
+from mesh_trainings import (
+    assert_like_one_device,
+    mesh_training,
+)
 
-ROOT = pathlib.Path(__file__).parents[2]
 SHAPES = [
     (data, fsdp, tensor)
     for data in (1, 2, 4, 8)
@@ -19,35 +17,9 @@ SHAPES = [
 ]
 
 
-def on_eight_devices(*arguments):
-    """What mesh_training.py prints, in a process of eight virtual CPU devices."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/execution/mesh_training.py"), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def written(shape, zero=3, micro_batches=1):
     data, fsdp, tensor = shape
     return f"data:{data},fsdp:{fsdp},tensor:{tensor}/{zero}/{micro_batches}"
-
-
-def assert_like_one_device(found):
-    for text, errors in found.items():
-        assert max(errors["losses"], errors["eval"], errors["norms"]) < 1e-5, (text, errors)
-        assert errors["first moments"] < 1e-4, (text, errors)
-        # Adam divides by the root of a square, and so enlarges what rounding leaves.
-        assert max(errors["moments"], errors["params"]) < 1e-3, (text, errors)
 
 
 @pytest.mark.slow
@@ -60,7 +32,7 @@ def assert_like_one_device(found):
     ],
 )
 def test_eight_devices_train_like_one(model, texts):
-    found = on_eight_devices("compare", model, *texts)
+    found = mesh_training("compare", model, *texts)
     assert_like_one_device(found)
     for text, errors in found.items():
         if "fsdp" not in text:
@@ -75,7 +47,7 @@ def test_eight_devices_train_like_one(model, texts):
 def test_every_mesh_and_zero_trains_like_one_device(model, zero):
     draw = random.Random(f"{model}{zero}")
     texts = [written(shape, zero, draw.choice((1, 2))) for shape in SHAPES]
-    assert_like_one_device(on_eight_devices("compare", model, *texts))
+    assert_like_one_device(mesh_training("compare", model, *texts))
 
 
 @pytest.mark.slow
@@ -90,7 +62,7 @@ def test_every_mesh_and_zero_trains_like_one_device(model, zero):
     ],
 )
 def test_layouts_evolve_over_a_mesh_as_on_one_device(method):
-    [errors] = on_eight_devices("evolve", method, "data:2,fsdp:2,tensor:2/3/1").values()
+    [errors] = mesh_training("evolve", method, "data:2,fsdp:2,tensor:2/3/1").values()
     assert errors["layouts"] == 0
     assert errors["losses"] < 1e-5 and errors["params"] < 1e-2, errors
 
@@ -100,8 +72,10 @@ def test_layouts_evolve_over_a_mesh_as_on_one_device(method):
 def test_a_checkpoint_moves_between_any_two_meshes(model):
     draw = random.Random(0)
     shapes = draw.sample(SHAPES, 4)
-    found = on_eight_devices(
-        "move", model, *(written(shape, draw.randrange(4)) for shape in shapes)
+    found = mesh_training(
+        "move",
+        model,
+        *(written(shape, draw.randrange(4)) for shape in shapes),
     )
     assert found.pop("None devices") == 1
     assert all(found.values()), found

@@ -1,15 +1,10 @@
 """The block-sparse matmul over a mesh: the same as on one device, and no weight travels."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eight_devices import on_eight_devices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -20,28 +15,6 @@ from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.block_sparse_matmul import api, sharded
 from sparse_dataflow.sparsity.layout import BlockLayout
 from sparse_dataflow.sparsity.patterns import make_layout
-
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-def on_eight_devices(*arguments):
-    """What sharded_products.py prints, in a process of eight virtual CPU devices."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": str(ROOT),
-        # Threads of XLA's pool: the devices' interpreters wait for each other, each on one.
-        "NPROC": "32",
-    }
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/kernels/sharded_products.py"), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
@@ -56,7 +29,7 @@ def on_eight_devices(*arguments):
     ],
 )
 def test_eight_devices_agree_with_one(implementation, side, kind):
-    found = on_eight_devices(implementation, side, kind)
+    found = on_eight_devices("kernels/sharded_products.py", implementation, side, kind)
     assert found["error"] < 5e-6
     # One sum of partial results over the tensor axis, one of dW over the data axis.
     sums = {"all-gather": 0, "all-to-all": 0, "collective-permute": 0, "all-reduce": 2}
@@ -74,7 +47,7 @@ def test_eight_devices_agree_with_one(implementation, side, kind):
     ],
 )
 def test_a_sharded_mlp_agrees_with_one_device(implementation, kind):
-    found = on_eight_devices(implementation, "mlp", kind)
+    found = on_eight_devices("kernels/sharded_products.py", implementation, "mlp", kind)
     assert found["error"] < 5e-6
     moved = {name: count for name, count in found["collectives"].items() if name != "all-reduce"}
     assert not any(moved.values())

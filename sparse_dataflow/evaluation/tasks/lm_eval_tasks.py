@@ -7,7 +7,7 @@ import datasets
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager, get_task_dict
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.errors import UserError, first_line
 from sparse_dataflow.evaluation.harness import quiet
 from sparse_dataflow.evaluation.tasks.items import Item
 
@@ -82,10 +82,9 @@ def by_name(name: str, manager: TaskManager, own: Sequence[str]) -> dict[str, An
         with quiet():
             return _leaves(get_task_dict([name], manager))
     except Exception as error:  # Whatever a hub, a network or a disk may raise.
-        said = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
         raise UserError(
-            f"The data of the task {name} cannot be reached from here ({said}). The tasks "
-            f"{', '.join(own)} need no network."
+            f"The data of the task {name} cannot be reached from here ({first_line(error)}). The "
+            f"tasks {', '.join(own)} need no network."
         ) from error
 
 
