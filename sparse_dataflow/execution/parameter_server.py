@@ -46,7 +46,7 @@ from sparse_dataflow.training.step import TrainState
 
 CLIPPINGS = ("exact", "eager")
 IN_FLIGHT = 2
-"""Sections whose gradients may be on the device, or on their way from it, at once."""
+"""Sections whose gradients may be on the device at once: one computed, one on its way from it."""
 
 
 class InMemory:
@@ -177,21 +177,21 @@ class ServerStep:
     def give(self, section: Section, gradient: Any) -> None:
         """Takes a gradient from the device as soon as it is there.
 
-        Waits while `IN_FLIGHT` earlier ones are still on their way, so that no more of them fill
-        the device.
+        Waits until the next one has room beside those still on their way: however slow the host
+        is, no more than `IN_FLIGHT` of them are on the device.
         """
+        paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(gradient))
+        self._taken.append(self._server.returning.submit(self._take, section, paths, [*leaves]))
         while len(self._taken) >= IN_FLIGHT:
             self._taken.popleft().result()
-        self._taken.append(self._server.returning.submit(self._take, section, gradient))
 
-    def _take(self, section, gradient):
-        jax.block_until_ready(gradient)
-        paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(gradient))
+    def _take(self, section, paths, leaves):
+        jax.block_until_ready(leaves)
         with self._timeline.span("return", section_name(section)):
             held = self._room(section, leaves)
-            for to, leaf in zip(held, leaves):
-                np.copyto(to, np.asarray(leaf.addressable_data(0)))
-        del gradient, leaves
+            # A leaf that is read is let go: the thread's own arguments outlive the work.
+            for to in held:
+                np.copyto(to, np.asarray(leaves.pop(0)))
         self._squares[section] = {
             jax.tree_util.keystr(path, simple=True, separator="."): host_optimizer.square_sum(g)
             for path, g in zip(paths, held)

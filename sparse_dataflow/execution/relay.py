@@ -178,6 +178,7 @@ class Relay:
         )
         del x, params, embed
         server.give(HEAD, head)
+        del head
 
         def backward(block, fetched):
             nonlocal dx
@@ -201,9 +202,9 @@ class Relay:
         found = getattr(self.programs, name)(*arguments)
         if self._one_at_a_time:
             jax.block_until_ready(found)
-        # What the next program takes over cannot be waited for.
-        kept = found[1] if name == "backward" else found
-        kept = kept[0] if name == "head" else kept
+        # All of a program's results are ready at once, and the watch keeps what it waits for alive:
+        # it takes a small one.  What the next program takes over (dx) cannot be waited for.
+        kept = min(jax.tree.leaves(found[1] if name == "backward" else found), key=lambda a: a.size)
         done = self._watching.submit(_watch, kept, dispatched, section_name(section), self.timeline)
         return found, done
 

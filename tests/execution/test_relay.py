@@ -2,18 +2,28 @@
 
 import dataclasses
 import functools
+import time
 
 import jax
 import numpy as np
 import pytest
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import block_gradients, relay_probe, relay_programs, whole
+from sparse_dataflow.execution import (
+    block_gradients,
+    host_optimizer,
+    parameter_server,
+    relay_probe,
+    relay_programs,
+    whole,
+)
+from sparse_dataflow.execution import relay as relay_module
 from sparse_dataflow.execution.depth_schedule import DepthSchedule
-from sparse_dataflow.execution.host_state import abstract_state, fresh_state
+from sparse_dataflow.execution.host_state import fresh_state
 from sparse_dataflow.execution.relay import Relay, RelayConfig
 from sparse_dataflow.execution.timeline import KINDS, hidden_share
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.planning import relay as planning
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
 from sparse_dataflow.training.step import initial_state, make_eval_step, make_train_step
 
@@ -153,36 +163,61 @@ def test_eager_clipping_keeps_the_global_norm_below_the_limit():
     assert 0.5 * tight.clip < 10 * norm <= tight.clip * 1.0001
 
 
+# Of blocks that are large beside what stands between them.
+WIDE = dataclasses.replace(DENSE, d_ff=1024)
+
+
 def device_bytes():
     return sum(a.nbytes for a in jax.live_arrays() if a.sharding.memory_kind == "device")
 
 
-def most_device_bytes(layers, stash):
-    model = dataclasses.replace(MODELS["sparse"], num_layers=layers, compute_dtype="bfloat16")
-    how = training(steps=2)
-    relay, state = Relay(model, how, RelayConfig(stash=stash)), fresh_state(model, how)
+def most_device_bytes(layers, config, slow=None):
+    """The most that is alive when a program starts, beyond what was before; with None, "fetch",
+    "return", "update" or "watch" of the host taking longer than the device computes."""
+    model, how = dataclasses.replace(WIDE, num_layers=layers), training(steps=2)
+    relay, state = Relay(model, how, config), fresh_state(model, how)
     before, most = device_bytes(), 0
 
     def observe(program):
         nonlocal most
         most = max(most, device_bytes() - before)
 
+    def late(function):
+        def call(*arguments):
+            time.sleep(0.02)
+            return function(*arguments)
+
+        return call
+
     relay.observe = observe
-    for number in range(2):
-        state, _ = relay.train_step(state, tokens_of(number), 1e-3)
+    with pytest.MonkeyPatch.context() as patch:
+        owner, name = {
+            "fetch": (relay.server, "put"),
+            "return": (parameter_server.ServerStep, "_room"),
+            "update": (host_optimizer, "square_sum"),
+            "watch": (relay_module, "_watch"),
+            None: (relay, "_put"),
+        }[slow]
+        if slow:
+            patch.setattr(owner, name, late(getattr(owner, name)))
+        for number in range(2):
+            state, _ = relay.train_step(state, tokens_of(number), 1e-3)
     return most
 
 
-def test_device_memory_does_not_grow_with_the_depth():
-    boundary = 4 * 11 * DENSE.d_model * 2
-    block = sum(
-        np.prod(leaf.shape[1:]) * 4
-        for leaf in jax.tree.leaves(abstract_state(MODELS["sparse"], training()).params["blocks"])
-    )
-    few, many = most_device_bytes(3, "host"), most_device_bytes(12, "host")
-    # What runs beside may be a block's copy or a boundary ahead or behind.
-    assert many <= few + 2 * boundary + block
-    assert most_device_bytes(12, "device") >= few + 6 * boundary
+@pytest.mark.parametrize("clipping", ["exact", "eager"])
+@pytest.mark.parametrize("slow", [None, "fetch", "return", "update", "watch"])
+def test_the_device_holds_what_is_planned_however_slow_the_host_is(slow, clipping):
+    most = most_device_bytes(8, RelayConfig("host", clipping), slow)
+    plan = planning.plan(WIDE, 4, 11, stash="host").device
+    # What a program makes inside itself is alive only while it runs.
+    assert most <= sum(plan.values()) - plan["inside a block"]
+
+
+def test_a_stash_on_the_device_grows_with_the_depth():
+    boundary = 4 * 11 * WIDE.d_model * 4
+    few, many = (most_device_bytes(layers, RelayConfig("device")) for layers in (3, 23))
+    assert many >= few + 15 * boundary
 
 
 def test_one_set_of_programs_serves_any_depth():

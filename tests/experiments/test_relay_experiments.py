@@ -14,13 +14,12 @@ def result(folder):
 
 
 @pytest.mark.slow
-def test_depth_costs_neither_compiling_nor_memory(job, tmp_path):
+def test_depth_costs_no_memory(job, tmp_path):
     done = job.run(*PICO, "--depths=2,6", f"--keep={tmp_path}", experiment="relay_depth")
     assert done.returncode == 0, done.stderr
     few, many = result(tmp_path)["rows"]
     assert (few["layers"], many["layers"]) == (2, 6)
-    assert many["compile_seconds"] < few["compile_seconds"]
-    assert many["device_bytes"] <= 1.2 * few["device_bytes"]
+    assert max(few["device_bytes"], many["device_bytes"]) <= few["planned_device_bytes"]
     assert many["planned_device_bytes"] == few["planned_device_bytes"]
 
 
