@@ -1,7 +1,7 @@
 """What training asks of an executor, and the executor of one device."""
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -18,8 +18,7 @@ class Executor(Protocol):
     at: as on one device.  `place` brings them to where the programs want them, `canonical` back.
     `loss` and `loss_and_gradients` are traced inside a program; params and tables are as placed.
 
-    An executor that is no single program has `initial_state`, `abstract_state` and `programs` of
-    its own instead of what is traced; see `relay_executor.RelayExecutor`.
+    An executor that is no single program is one of `OwnPrograms` instead of what is traced.
     """
 
     def describe(self) -> str:
@@ -85,6 +84,20 @@ class Executor(Protocol):
 
     def put(self, batch: dict[str, np.ndarray], rows: int) -> dict[str, Any]:
         """This process's rows -> the batch of `rows` rows as programs want it."""
+
+
+@runtime_checkable
+class OwnPrograms(Protocol):
+    """What an executor has besides that is no single program, as the relay."""
+
+    def initial_state(self, model: ModelConfig, training: Any) -> Any:
+        """As `training.step.initial_state`."""
+
+    def abstract_state(self, model: ModelConfig, training: Any) -> Any:
+        """As `training.step.abstract_state`."""
+
+    def programs(self, model: ModelConfig, training: Any, data: Any) -> dict[str, Any]:
+        """The fields of `training.programs.Compiled`, but for `seconds`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The relay as an `Executor`: what training asks of it, beside `relay.Relay`.
 
 It is no single program, so it brings its own states and programs where others give functions to be
-traced; see `executor.Executor`.
+traced; see `executor.Executor` and `executor.OwnPrograms`.
 """
 
 import dataclasses
@@ -62,11 +62,11 @@ class RelayExecutor:
         return state
 
     def initial_state(self, model: ModelConfig, training: TrainingConfig) -> TrainState:
-        """As `training.step.initial_state`, in host memory."""
+        """See `OwnPrograms`: in host memory."""
         return host_state.fresh_state(model, training, None, self._starting(model))
 
     def abstract_state(self, model: ModelConfig, training: TrainingConfig) -> TrainState:
-        """What a checkpoint is read into: numpy arrays, whose memory is not taken yet."""
+        """See `OwnPrograms`: numpy arrays whose memory is not taken before a checkpoint is read."""
         shapes = host_state.abstract_state(model, training)
         arrays = jax.tree.map(
             lambda leaf: np.zeros(leaf.shape, leaf.dtype), (shapes.params, shapes.moments)
@@ -75,7 +75,7 @@ class RelayExecutor:
         return shapes._replace(step=step, params=arrays[0], moments=arrays[1])
 
     def programs(self, model: ModelConfig, training: TrainingConfig, data) -> dict[str, Any]:
-        """The fields of `training.programs.Compiled` for one model."""
+        """See `OwnPrograms`."""
         held_out = data.validation[0]["weights"].shape
         relay = Relay(model, training, self.config, eval_shape=held_out, mesh=self.mesh)
         return {

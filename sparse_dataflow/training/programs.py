@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
-from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
+from sparse_dataflow.execution.executor import ONE_DEVICE, Executor, OwnPrograms
 from sparse_dataflow.models import gpt
 from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, Stage
 from sparse_dataflow.training.optimizer import TrainingConfig
@@ -120,7 +120,7 @@ def compile_programs(
 def _compiled(stage, training, data, executor):
     start = time.perf_counter()
     model = stage.model
-    if hasattr(executor, "programs"):
+    if isinstance(executor, OwnPrograms):
         made = executor.programs(model, training, data)
         return Compiled(**made, seconds=time.perf_counter() - start)
     canonical = gpt.layout_tables(gpt.layouts(model))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
+from sparse_dataflow.execution.executor import ONE_DEVICE, Executor, OwnPrograms
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
@@ -47,7 +47,7 @@ def initial_state(
 
     The same on every executor, and as it places them.
     """
-    if hasattr(executor, "initial_state"):
+    if isinstance(executor, OwnPrograms):
         return executor.initial_state(model, training)
     tables = gpt.layout_tables(gpt.layouts(model))
     # The length of the training draws nothing, and is known only after the first states are.
@@ -59,7 +59,7 @@ def abstract_state(
     model: ModelConfig, training: TrainingConfig, executor: Executor = ONE_DEVICE
 ) -> TrainState:
     """Shapes, dtypes and shardings of `initial_state`, without tables."""
-    if hasattr(executor, "abstract_state"):
+    if isinstance(executor, OwnPrograms):
         return executor.abstract_state(model, training)
     shapes = jax.eval_shape(_draw(model, dataclasses.replace(training, steps=1), executor))
     shardings = executor.shardings(shapes)
