@@ -85,12 +85,14 @@ class Stage:
       model: what is trained.
       runtime_layouts: whether the layouts are known only while training, and so are data.
       rate: learning rate relative to the schedule's.
+      decays: whether the learning rate stays at its peak up to here, and decays from here on.
     """
 
     start: float
     model: ModelConfig
     runtime_layouts: bool = False
     rate: float = 1.0
+    decays: bool = False
 
 
 Update = Callable[
@@ -235,11 +237,15 @@ def _refuse_nothing_to_do(model, method):
 
 
 def _sparse_to_dense(model, config):
-    """SPDF (arXiv 2303.10464): the sparse model, then the dense one; some projections earlier."""
+    """SPDF (arXiv 2303.10464): the sparse model, then the dense one; some projections earlier.
+
+    As in SPDF the dense weights have a decay of their own: those that begin at zero cannot be
+    learned at the end of a cosine.  Before it the rate is stable (arXiv 2404.06395, section 4).
+    """
     to_dense = lambda spec: LinearSpec(rank=spec.rank)  # noqa: E731
     dense = _with_sparse_specs(model, to_dense)
     if not config.first:
-        return Stage(0.0, model), Stage(config.until, dense, rate=config.dense_rate)
+        return Stage(0.0, model), Stage(config.until, dense, rate=config.dense_rate, decays=True)
     sparse = model.sparse_projections
     if not set(config.first) < set(sparse):
         raise UserError(
@@ -252,7 +258,7 @@ def _sparse_to_dense(model, config):
     share = sum(sizes[name] for name in config.first) / sum(sizes.values())
     return (
         Stage(0.0, model),
-        Stage(config.until, partly, rate=config.dense_rate**share),
+        Stage(config.until, partly, rate=config.dense_rate**share, decays=True),
         Stage((1 + config.until) / 2, dense, rate=config.dense_rate),
     )
 

@@ -16,8 +16,14 @@ from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, exchanged_share
 from sparse_dataflow.training.checkpoint import Checkpoints
 from sparse_dataflow.training.metrics import MetricsWriter, Progress, read_metrics, say
-from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
-from sparse_dataflow.training.phases import phase_before, phases, phases_flops, refuse_unfit
+from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.training.phases import (
+    learning_rate,
+    phase_before,
+    phases,
+    phases_flops,
+    refuse_unfit,
+)
 from sparse_dataflow.training.plateau import Plateau, next_begins, with_starts
 from sparse_dataflow.training.programs import Compiled, TrainingData, changed, evolved, stepped
 from sparse_dataflow.training.saved_state import identity, saved_state
@@ -78,7 +84,6 @@ class Trainer:
         self.phases = phases(model, self.evolution, training.steps)
         self._data, self._programs, self._mfu = data, programs, mfu
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
-        self._learning_rate = learning_rate_schedule(training)
         processes.from_first(lambda: _make(folder))
         known = identity(model, training, self.evolution, data.tokenizer_hash)
         self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=known)
@@ -145,10 +150,10 @@ class Trainer:
         """
         batch = self._put(next(self._batches))
         self._evolve(batch)
-        learning_rate = self._learning_rate(self.step) * self.phases[self._phase].rate
+        rate = learning_rate(self.training, self.phases, self._phase, self.step)
         start = time.perf_counter()
         self.state, self._tables, report = stepped(
-            self._programs[self._phase], self.state, self._tables, batch, learning_rate
+            self._programs[self._phase], self.state, self._tables, batch, rate
         )
         report = jax.tree.map(float, jax.device_get(report))
         elapsed = time.perf_counter() - start
@@ -163,7 +168,7 @@ class Trainer:
                 "tokens": self.tokens,
                 "seconds": self.seconds,
                 "loss": report.loss,
-                "learning_rate": learning_rate,
+                "learning_rate": rate,
                 "gradient_norm": math.hypot(*report.gradient_norms.values()),
                 "tokens_per_second": speed,
                 "mfu": self._mfu(self.model, speed),

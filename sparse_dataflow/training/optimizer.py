@@ -1,6 +1,7 @@
 """AdamW with warm-up and cosine decay, decoupled decay masks and density-aware learning rates."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -53,15 +54,19 @@ FINAL_LEARNING_RATE = 0.1
 """Where the cosine ends, as a fraction of the peak (GPT-3, arXiv 2005.14165, appendix B)."""
 
 
-def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
-    """Step (from 0) -> learning rate: linear warm-up, then cosine to FINAL_LEARNING_RATE."""
+@functools.cache
+def learning_rate_schedule(training: TrainingConfig, decay_from: int = 0) -> Callable[[int], float]:
+    """Step (from 0) -> learning rate: linear warm-up, the peak until the step `decay_from`, then
+    cosine to FINAL_LEARNING_RATE."""
     warmup = min(round(training.warmup * training.steps), training.steps - 1)
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=training.learning_rate / (warmup + 1),
-        peak_value=training.learning_rate,
-        warmup_steps=warmup,
-        decay_steps=training.steps,
-        end_value=training.learning_rate * FINAL_LEARNING_RATE,
+    peak, stable = training.learning_rate, max(warmup, decay_from)
+    schedule = optax.join_schedules(
+        [
+            optax.linear_schedule(peak / (warmup + 1), peak, warmup),
+            optax.constant_schedule(peak),
+            optax.cosine_decay_schedule(peak, training.steps - stable, FINAL_LEARNING_RATE),
+        ],
+        [warmup, stable],
     )
     return lambda step: float(schedule(step))
 

@@ -6,7 +6,7 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning import cost
 from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, exchanged_share, stages
-from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Phase:
       model: what is trained.
       runtime_layouts: whether its layouts are data of the programs.
       rate: learning rate relative to the schedule's.
+      decays: see `sparsity.evolution.Stage`.
     """
 
     start: int
@@ -26,6 +27,7 @@ class Phase:
     model: ModelConfig
     runtime_layouts: bool
     rate: float
+    decays: bool = False
 
     @property
     def steps(self) -> int:
@@ -42,7 +44,7 @@ def phases(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> tuple[
     found = stages(model, evolution)
     starts = [round(stage.start * steps) for stage in found]
     return tuple(
-        Phase(start, stop, stage.model, stage.runtime_layouts, stage.rate)
+        Phase(start, stop, stage.model, stage.runtime_layouts, stage.rate, stage.decays)
         for stage, start, stop in zip(found, starts, [*starts[1:], steps])
     )
 
@@ -50,6 +52,14 @@ def phases(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> tuple[
 def phase_before(found: tuple[Phase, ...], step: int) -> int:
     """Which phase made the state after `step` steps: a checkpoint of a phase's last step is its."""
     return next(i for i, phase in enumerate(found) if step <= phase.stop)
+
+
+def learning_rate(
+    training: TrainingConfig, found: tuple[Phase, ...], number: int, step: int
+) -> float:
+    """Of a step (from 0) in the phase `number` of `found`."""
+    decay_from = next((phase.start for phase in found if phase.decays), 0)
+    return learning_rate_schedule(training, decay_from)(step) * found[number].rate
 
 
 def update_steps(evolution: EvolutionConfig, steps: int) -> list[int]:
