@@ -76,13 +76,6 @@ EVALUATION = Group(
             "Devices along the axes data, fsdp and tensor, as in data:2,tensor:4; auto is fsdp on "
             "all devices.",
         ),
-        Flag(
-            "measure_speed",
-            "switch",
-            "no",
-            "Also time the own tasks against the forward pass of the training.",
-            lambda: ("yes", "no"),
-        ),
     ),
 )
 GROUPS = (EVALUATION,)
@@ -90,14 +83,19 @@ GROUPS = (EVALUATION,)
 
 def main(values):
     """Evaluates, prints a table and keeps it; see the module docstring."""
+    refuse_without_lm_eval()
+    from experiments import evaluation_runs
+
+    evaluation_runs.run(values)
+
+
+def refuse_without_lm_eval() -> None:
+    """UserError where the package lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             "Evaluation needs the package lm-eval: pip install 'sparse_dataflow[eval]', or "
             "pip install lm-eval."
         )
-    from experiments import evaluation_runs
-
-    evaluation_runs.run(values)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from lm_eval.tasks import TaskManager
 
-from experiments import evaluation_report, evaluation_speed, gpt_run, measurement
+from experiments import evaluation_report, gpt_run, measurement
 from experiments.contradictions import given
 from sparse_dataflow.data.batches import EvalBatches, bits_per_byte
 from sparse_dataflow.data.corpora import Corpus, load_corpus
@@ -80,7 +80,7 @@ def run(values) -> None:
       UserError: in words, before anything is scored where it can be known then.
     """
     keep_freed_memory()
-    shots = _shots(values.num_fewshot)
+    shots = shots_of(values.num_fewshot)
     models = _models(values)
     first = next(iter(models.values()))
     corpus = _corpus(first)
@@ -88,16 +88,16 @@ def run(values) -> None:
     tasks = _tasks(values, corpus, first.tokenizer, context, max(shots))
     tokens = prepare_tokens(corpus, first.tokenizer, gpt_run.CACHE)
     ngrams = Ngrams(tokens.train.tokens, first.tokenizer.vocab_size)
-    forwards = {name: _forward(values.mesh, trained) for name, trained in models.items()}
-    lms = {name: harness.harness_lm(models[name], forwards[name]) for name in models}
+    scorers = {name: _scorer(values.mesh, trained) for name, trained in models.items()}
+    lms = {name: harness.harness_lm(models[name], *scorers[name]) for name in models}
     for name in BASELINES:
         scorer = getattr(ngrams, f"score_{name}")
         lms[name] = HarnessLM(first.tokenizer, context, scorer)
 
     losses = {
-        name: _losses(models[name], forwards[name], tokens.validation.tokens) for name in models
+        name: _losses(models[name], *scorers[name], tokens.validation.tokens) for name in models
     }
-    rows, notes, speed = [_loss_row(losses, first.tokenizer)], [], []
+    rows, notes = [_loss_row(losses, first.tokenizer)], []
     for count in shots:
         asked = {
             task: made for task, made in tasks.items() if count == 0 or not made.zero_shot_only
@@ -113,9 +113,6 @@ def run(values) -> None:
                 scores[task][name] = score
             if name in models:
                 notes += _truncation(name, count, before, lm.counts, context)
-                if values.measure_speed == "yes":
-                    speed.append(evaluation_speed.measure(models[name], lm, mine, name, count))
-                    say(speed[-1]["text"])
         rows += [_row(t, asked[t], count, scores[t], list(models)) for t in asked]
     result = {
         **measurement.provenance(hardware.detect([first.model.compute_dtype]).name),
@@ -124,7 +121,6 @@ def run(values) -> None:
         "context": context,
         "notes": notes,
         "rows": rows,
-        **({"speed": speed} if speed else {}),
     }
     print(evaluation_report.text(result))
     say(f"kept in {evaluation_report.keep(first.folder, result)}")
@@ -132,7 +128,8 @@ def run(values) -> None:
     say(f"report: {report}" if report else "no report yet: the run has not ended")
 
 
-def _shots(text) -> list[int]:
+def shots_of(text: str) -> list[int]:
+    """Ascending numbers of a comma list; UserError where it is none."""
     try:
         counts = sorted({int(part) for part in text.split(",")})
         if counts[0] < 0:
@@ -229,26 +226,28 @@ def _refuse_unasked(name, items, most_shots):
         )
 
 
-def _forward(mesh, trained):
-    """The model's forward, over the devices that --mesh names."""
+def _scorer(mesh, trained):
+    """The model's forward over the devices that --mesh names, and what one call of it takes."""
     sizes = meshes.parse(mesh, jax.device_count())
     if sizes["stage"] > 1:
         raise UserError(f"--mesh={mesh} has stages; legal here: the axes data, fsdp and tensor.")
     if jax.device_count() == 1:
-        return scoring.forward_of(trained)
-    return forward_over(trained, Sharded(meshes.make(sizes)))
+        return scoring.forward_of(trained), scoring.limits_of(trained)
+    executor = Sharded(meshes.make(sizes))
+    limits = scoring.limits_of(trained, meshes.batch_parts(executor.mesh))
+    return forward_over(trained, executor), limits
 
 
-def _losses(trained, forward, tokens):
+def _losses(trained, forward, limits, tokens):
     """Of each held-out token that the run's last evaluation counts: float [tokens] loss in nats,
     int [tokens] its document; and their UTF-8 bytes."""
-    training = trained.training
-    rows = scoring.limits_of(trained).rows(training.sequence)
-    batches = EvalBatches(tokens, rows, training.sequence, gpt_run.FINAL_WINDOWS)
-    losses = [
-        np.asarray(forward(batch["tokens"])[0], np.float64)[batch["weights"] > 0]
-        for batch in batches
-    ]
+    sequence = trained.training.sequence
+    batches = EvalBatches(tokens, limits.rows(sequence), sequence, gpt_run.FINAL_WINDOWS)
+    places = limits.every_place(sequence)
+    losses = []
+    for batch in batches:
+        found = np.asarray(forward(batch["tokens"], places)[0], np.float64)
+        losses.append(found.reshape(-1)[batch["weights"].reshape(-1) > 0])
     ends = np.asarray(tokens[: batches.total_tokens]) == trained.tokenizer.eot_id
     # A target at place i belongs to the document after as many ends as stand before it.
     size = batches.total_bytes(trained.tokenizer.token_bytes)

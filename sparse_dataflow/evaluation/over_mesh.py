@@ -15,7 +15,8 @@ from sparse_dataflow.training.step import TrainState
 def forward_over(trained: Trained, executor: Sharded) -> Forward:
     """As `scoring.forward_of`, each device on its part of model and batch.
 
-    Batches are filled up to what the mesh divides, with rows and tokens that are not read.
+    Places have one row for each of `mesh.batch_parts`, which divide the rows. Sequences and places
+    are filled up to what the mesh divides, with tokens that are not read.
 
     Raises:
       UserError: the mesh does not divide the model.
@@ -28,16 +29,19 @@ def forward_over(trained: Trained, executor: Sharded) -> Forward:
     given = executor.tables(trained.tables, changing=False)
 
     @jax.jit
-    def program(params, given, tokens):
+    def program(params, given, tokens, places):
         tables = given or trained.tables
-        return executor.token_scores(trained.model, params, tables, tokens)
+        return executor.token_scores(trained.model, params, tables, tokens, places)
 
-    def forward(tokens):
-        rows, length = tokens.shape[0], tokens.shape[1] - 1
-        shape = -(-rows // parts) * parts, -(-length // tensor) * tensor + 1
-        padded = np.zeros(shape, np.int32)
-        padded[:rows, : length + 1] = tokens
-        batch = executor.put({"tokens": padded}, len(padded))["tokens"]
-        return [found[:rows, :length] for found in program(state.params, given, batch)]
+    def forward(tokens, places):
+        length, count = tokens.shape[1] - 1, places.shape[1]
+        longer, more = -length % tensor, -count % tensor
+        places = places + places // length * longer
+        tokens = np.pad(tokens, ((0, 0), (0, longer)))
+        places = np.pad(places, ((0, 0), (0, more)))
+        batch = executor.put({"tokens": tokens}, len(tokens))
+        batch |= executor.put({"places": places}, parts)
+        found = program(state.params, given, batch["tokens"], batch["places"])
+        return [part[:, :count] for part in found]
 
     return forward

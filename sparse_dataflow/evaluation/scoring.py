@@ -3,11 +3,12 @@
 A request is (context tokens, continuation tokens). Requests are sorted by length and cut into
 batches of about equally many tokens; lengths are rounded up to at most `BUCKETS` values, so that a
 pass compiles few programs, chosen so that the least is padded. Padding stands behind the request,
-where a causal model cannot see it.
+where a causal model cannot see it. Only continuations meet the vocabulary; batches of one length
+have about equally many of their tokens, and so one shape.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -20,14 +21,17 @@ Request = tuple[Sequence[int], Sequence[int]]
 Score = tuple[float, bool]
 """Log-likelihood of the continuation in nats, and whether greedy decoding would have written it."""
 
-Forward = Callable[[np.ndarray], tuple[jax.Array, jax.Array]]
-"""int32 [B, T + 1] tokens -> float32 [B, T] losses of the last T, bool [B, T] whether likeliest."""
+Forward = Callable[[np.ndarray, np.ndarray], tuple[jax.Array, jax.Array]]
+"""(int32 [B, T + 1] tokens, int32 [parts, S] places) -> float32 [parts, S] losses, bool [parts, S]
+whether likeliest. Places of part i are indices into the targets, the last T tokens of each row, of
+the i-th B / parts rows."""
 
 BUCKETS = 6
 """Most lengths of a pass."""
 
 _PADDING = 0.1  # Share of padded tokens that is not worth another program.
 _MULTIPLE = 2
+_PLACES_MULTIPLE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,17 +41,22 @@ class Limits:
     Attributes:
       context: the most tokens that the model sees at once.
       tokens: about how many a batch holds, as a micro-batch of the training does.
-      rows_multiple: the number of rows is a multiple of this, as a mesh may ask for.
+      parts: what the rows are dealt out to, as by a mesh; divides their number.
     """
 
     context: int
     tokens: int
-    rows_multiple: int = 1
+    parts: int = 1
 
     def rows(self, length: int) -> int:
         """Rows of a batch of sequences of this length."""
         fit = max(1, self.tokens // length)
-        return max(1, fit // self.rows_multiple) * self.rows_multiple
+        return max(1, fit // self.parts) * self.parts
+
+    def every_place(self, length: int) -> np.ndarray:
+        """Int32 [parts, S]: all places of a batch of this length."""
+        part = np.arange(self.rows(length) // self.parts * length, dtype=np.int32)
+        return np.tile(part, (self.parts, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,17 +89,22 @@ _COUNTED = dataclasses.fields(Counts)[:-1]
 
 def forward_of(trained: Trained) -> Forward:
     """The model as one program on the default device, specialised to its layouts."""
-    program = jax.jit(
-        lambda params, tokens: whole.token_scores(trained.model, params, trained.tables, tokens)
-    )
-    return lambda tokens: program(trained.params, tokens)
+
+    @jax.jit
+    def program(params, tokens, places):
+        found = whole.token_scores(
+            trained.model, params, trained.tables, tokens, places.reshape(-1)
+        )
+        return tuple(part[None] for part in found)
+
+    return lambda tokens, places: program(trained.params, tokens, places)
 
 
-def limits_of(trained: Trained) -> Limits:
+def limits_of(trained: Trained, parts: int = 1) -> Limits:
     """Batches as large as the training's micro-batches, which are known to fit the device."""
     training = trained.training
     rows = training.batch // training.micro_batches
-    return Limits(training.sequence, rows * training.sequence)
+    return Limits(training.sequence, rows * training.sequence, parts)
 
 
 def score(
@@ -106,15 +120,17 @@ def score(
     rows = [_fitted(request, limits.context) for request in requests]
     lengths = [len(tokens) - 1 for tokens, _ in rows]
     buckets = bucket_lengths(lengths, limits.context)
-    order = sorted(range(len(rows)), key=lambda i: -lengths[i])
+    batches = _batches(rows, lengths, buckets, limits)
+    most = {length: 0 for length in buckets}
+    for parts, length in batches:
+        counts = [sum(rows[i][1] for i in part) for part in parts]
+        most[length] = max(most[length], *counts)
     scores: list[Score] = [(0.0, True)] * len(rows)
     padded, running = 0, []
-    for chosen, length in _batches(order, lengths, buckets, limits):
-        batch = np.zeros((limits.rows(length), length + 1), np.int32)
-        for row, i in enumerate(chosen):
-            batch[row, : len(rows[i][0])] = rows[i][0]
-        padded += batch[:, 1:].size
-        running.append((chosen, forward(batch)))
+    for parts, length in batches:
+        tokens, places = _arrays(parts, rows, length, limits, most[length])
+        padded += tokens[:, 1:].size
+        running.append((parts, forward(tokens, places)))
         if len(running) > 2:  # The device works ahead, without holding every result.
             _collect(running.pop(0), rows, scores)
     for results in running:
@@ -165,23 +181,58 @@ def _fitted(request, context) -> tuple[np.ndarray, int]:
     return np.asarray([*before, *after], np.int32)[-(context + 1) :], len(after)
 
 
-def _batches(order, lengths, buckets, limits) -> Iterator[tuple[list[int], int]]:
-    """Longest first, so that the rows which the last batch of a length leaves go to the next."""
+def _batches(rows, lengths, buckets, limits) -> list[tuple[list[list[int]], int]]:
+    """(the requests of each part, length) of every batch.
+
+    Cut longest first, so that the rows which the last batch of a length leaves go to the next; then
+    dealt out anew among the batches of one length, so that all score about as many tokens.
+    """
+    order = sorted(range(len(rows)), key=lambda i: -lengths[i])
+    cut: dict[int, list[list[int]]] = {}
     start = 0
     while start < len(order):
-        longest = lengths[order[start]]
-        length = next(bucket for bucket in buckets if bucket >= longest)
+        length = min(bucket for bucket in buckets if bucket >= lengths[order[start]])
         stop = start + limits.rows(length)
-        yield order[start:stop], length
+        cut.setdefault(length, []).append(order[start:stop])
         start = stop
+    batches = []
+    for length, groups in cut.items():
+        chosen = sorted((i for group in groups for i in group), key=lambda i: rows[i][1])
+        hands = len(groups) * limits.parts
+        dealt = [chosen[hand::hands] for hand in range(hands)]
+        batches += [(dealt[first :: len(groups)], length) for first in range(len(groups))]
+    return batches
+
+
+def _arrays(parts, rows, length, limits, most):
+    """(int32 [rows, length + 1] tokens, int32 [parts, scored] places) of a batch."""
+    size = limits.rows(length) // limits.parts
+    tokens = np.zeros((limits.parts, size, length + 1), np.int32)
+    places = np.zeros((limits.parts, _rounded(most, size * length)), np.int32)
+    for part, chosen in enumerate(parts):
+        found = []
+        for row, i in enumerate(chosen):
+            request, scored = rows[i]
+            tokens[part, row, : len(request)] = request
+            end = row * length + len(request) - 1
+            found.append(np.arange(end - scored, end))
+        if found:
+            joined = np.concatenate(found)
+            places[part, : len(joined)] = joined
+    return tokens.reshape(-1, length + 1), places
+
+
+def _rounded(count, most):
+    return min(-(-count // _PLACES_MULTIPLE) * _PLACES_MULTIPLE, most)
 
 
 def _collect(results, rows, scores):
-    chosen, outputs = results
+    parts, outputs = results
     losses, largest = jax.device_get(outputs)
-    for row, i in enumerate(chosen):
-        tokens, scored = rows[i]
-        end = len(tokens) - 1
-        span = slice(end - scored, end)
-        loss = losses[row, span].sum(dtype=np.float64)
-        scores[i] = (-float(loss), bool(largest[row, span].all()))
+    for part, chosen in enumerate(parts):
+        start = 0
+        for i in chosen:
+            stop = start + rows[i][1]
+            loss = losses[part, start:stop].sum(dtype=np.float64)
+            scores[i] = (-float(loss), bool(largest[part, start:stop].all()))
+            start = stop

@@ -61,15 +61,19 @@ class Sharded:
         rows = P(BATCH_AXES)
         return self._over_mesh(local, tables, (kept, rows, rows), P())(params, tokens, weights)
 
-    def token_scores(self, model, params, tables, tokens):
-        """As `whole.token_scores`, of the whole batch."""
+    def token_scores(self, model, params, tables, tokens, places):
+        """As `whole.token_scores`, of places int32 [parts, S]: row i is of the i-th part of the
+        batch's rows. Returns [parts, S] each."""
         member, kept, _ = self._member(model, params)
 
-        def local(params, tables, tokens):
-            return whole.token_scores(model, params, own_tables(tables), tokens, member)
+        def local(params, tables, tokens, places):
+            found = whole.token_scores(model, params, own_tables(tables), tokens, places[0], member)
+            return tuple(part[None] for part in found)
 
         rows = P(BATCH_AXES)
-        return self._over_mesh(local, tables, (kept, rows), (rows, rows))(params, tokens)
+        return self._over_mesh(local, tables, (kept, rows, rows), (rows, rows))(
+            params, tokens, places
+        )
 
     def loss_and_gradients(self, model, params, tables, tokens, micro_batches):
         """See `Executor`."""

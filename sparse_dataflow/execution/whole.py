@@ -139,14 +139,31 @@ def loss(
 
 
 def token_scores(
-    config: ModelConfig, params: dict, tables: dict, tokens: jax.Array, member: Member = ALONE
+    config: ModelConfig,
+    params: dict,
+    tables: dict,
+    tokens: jax.Array,
+    places: jax.Array,
+    member: Member = ALONE,
 ) -> tuple[jax.Array, jax.Array]:
-    """Float32 [B, T] losses of each next token of int32 [B, T + 1] tokens, in nats, and bool [B, T]
-    whether it is the likeliest; no more memory than `loss` needs."""
+    """Losses of some next tokens, and whether each is the likeliest; memory as `loss` needs it.
+
+    Args:
+      config: the model.
+      params: see `gpt`.
+      tables: see `gpt`.
+      tokens: int32 [B, T + 1]; the first T are inputs, the last T targets.
+      places: int32 [S], which of the B * T targets; the others cost no logits.
+      member: whose rows, params and tables these are.
+
+    Returns:
+      float32 [S] losses in nats, bool [S].
+    """
     embed, head = (member.section(params, name) for name in ("embed", "head"))
     x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
     x = apply_blocks(config, params["blocks"], tables, x, member)
-    return gpt.head_scores(config, head, embed["tokens"], x, tokens[:, 1:], member.shard)
+    targets = tokens[:, 1:]
+    return gpt.head_scores(config, head, embed["tokens"], x, targets, places, member.shard)
 
 
 def logits(config: ModelConfig, params: dict, tables: dict, tokens: jax.Array) -> jax.Array:

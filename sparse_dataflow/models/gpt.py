@@ -280,23 +280,27 @@ def head_scores(
     embedding_VxD: jax.Array,
     x_BxTxD: jax.Array,
     targets_BxT: jax.Array,
+    places_S: jax.Array,
     shard: Shard = WHOLE,
 ) -> tuple[jax.Array, jax.Array]:
-    """Last section: float32 [B, T] negative log-likelihoods in nats, and bool [B, T] whether each
-    target is the likeliest token; of the whole sequence, on every member of a shard's group."""
-    x = head(config, params, x_BxTxD)
-    own, axis = targets_BxT, None
-    if shard.vocabulary:
-        x, axis = shard.gather(x), shard.axis
-    else:
-        own = shard.own(targets_BxT, axis=1)
-    found = cross_entropy.token_scores(
-        x.reshape(-1, x.shape[-1]), embedding_VxD.astype(x.dtype), own.reshape(-1), axis
+    """Last section at some places: float32 [S] negative log-likelihoods in nats, and bool [S]
+    whether each target is the likeliest token, on every member of a shard's group.
+
+    Targets are those of the whole sequence, x is the shard's own. Places are int32 indices into
+    the B * T targets; where the embedding is not cut, the group's members divide their number.
+    """
+    x = shard.gather(x_BxTxD)
+    own = places_S if shard.vocabulary else shard.own(places_S, axis=0)
+    x_SxD = head(config, params, x.reshape(-1, x.shape[-1])[own])
+    losses, largest = cross_entropy.token_scores(
+        x_SxD,
+        embedding_VxD.astype(x.dtype),
+        targets_BxT.reshape(-1)[own],
+        shard.axis if shard.vocabulary else None,
     )
-    losses, largest = (part.reshape(own.shape) for part in found)
     if shard.vocabulary:
         return losses, largest
-    return shard.gather(losses), shard.gather(largest)
+    return shard.gather(losses[None])[0], shard.gather(largest[None])[0]
 
 
 def logits(config: ModelConfig, params: dict, x_BxTxD: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ python mesh_scores.py RUN_FOLDER MESH ...
 """
 
 import dataclasses
+import functools
 import json
 import sys
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation.over_mesh import forward_over
-from sparse_dataflow.evaluation.scoring import forward_of
+from sparse_dataflow.evaluation.scoring import forward_of, limits_of, score
 from sparse_dataflow.evaluation.trained import load
 from sparse_dataflow.execution import mesh as meshes
 from sparse_dataflow.execution.sharded import Sharded
@@ -26,16 +27,21 @@ if __name__ == "__main__":
         # The folder's models are fresh ones with their step added to every weight.
         params = jax.tree.map(lambda leaf, step=trained.step: leaf - step, trained.params)
         trained = dataclasses.replace(trained, params=params)
-        tokens = rng.integers(trained.tokenizer.vocab_size, size=(3, 30)).astype(np.int32)
-        expected = [np.asarray(part) for part in forward_of(trained)(tokens)]
+        draw = functools.partial(rng.integers, trained.tokenizer.vocab_size)
+        requests = [(draw(size=1 + i % 20), draw(size=1 + i % 11)) for i in range(30)]
+        expected, _ = score(forward_of(trained), limits_of(trained), requests)
         for text in texts:
             executor = Sharded(meshes.make(meshes.parse(text, jax.device_count())))
+            limits = limits_of(trained, meshes.batch_parts(executor.mesh))
             try:
-                scores = [np.asarray(part) for part in forward_over(trained, executor)(tokens)]
+                scores, _ = score(forward_over(trained, executor), limits, requests)
             except UserError as error:
                 found[f"{variant} {text}"] = str(error)
                 continue
-            assert scores[0].shape == expected[0].shape == (3, 29)
-            error = np.abs(scores[0] - expected[0]).max() / np.abs(expected[0]).max()
-            found[f"{variant} {text}"] = [float(error), int((scores[1] != expected[1]).sum())]
+            (mine, greedy), (alone, as_alone) = zip(*scores), zip(*expected)
+            error = np.abs(np.subtract(mine, alone)).max() / np.abs(alone).max()
+            found[f"{variant} {text}"] = [
+                float(error),
+                sum(np.not_equal(greedy, as_alone).tolist()),
+            ]
     print(json.dumps(found))

@@ -67,9 +67,11 @@ def test_agrees_with_each_request_by_itself(trained, variant):
 def counting(shapes):
     """A forward that remembers shapes and scores each target by its own value."""
 
-    def forward(tokens):
-        shapes.append(tokens.shape)
-        return tokens[:, 1:].astype(np.float32), np.ones(tokens[:, 1:].shape, bool)
+    def forward(tokens, places):
+        shapes.append((tokens.shape, places.shape))
+        targets = tokens[:, 1:].reshape(len(places), -1)
+        found = np.take_along_axis(targets, places, axis=1).astype(np.float32)
+        return found, np.ones(found.shape, bool)
 
     return forward
 
@@ -77,15 +79,47 @@ def counting(shapes):
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 128)), max_size=200),
        st.sampled_from([1, 2, 4]))  # fmt: skip
-def test_few_shapes_and_every_answer_in_its_place(sizes, multiple):
-    shapes, limits = [], Limits(context=128, tokens=512, rows_multiple=multiple)
+def test_few_shapes_and_every_answer_in_its_place(sizes, parts):
+    shapes, limits = [], Limits(context=128, tokens=512, parts=parts)
     requests = draw_requests(1000, sizes)
     scores, counts = score(counting(shapes), limits, requests)
     assert [s for s, _ in scores] == [-float(sum(after)) for _, after in requests]
     assert len(set(shapes)) <= scoring.BUCKETS
-    assert all(rows % multiple == 0 and length <= 129 for rows, length in shapes)
+    for (rows, width), (rows_of, places) in shapes:
+        assert rows % parts == 0 and width <= 129
+        assert rows_of == parts and places <= rows // parts * (width - 1)
     assert counts.truncated == sum(a + b > 129 for a, b in sizes)
-    assert counts.padded == sum(rows * (length - 1) for rows, length in shapes)
+    assert counts.padded == sum(rows * (width - 1) for (rows, width), _ in shapes)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 20), min_size=8, max_size=200), st.sampled_from([1, 2]))
+def test_batches_of_a_length_score_about_as_many_tokens(scored, parts):
+    shapes, limits = [], Limits(context=32, tokens=256, parts=parts)
+    score(counting(shapes), limits, draw_requests(9, [(33 - n, n) for n in scored]))
+    most = max(places for _, (_, places) in shapes)
+    # Dealt out by size, hands differ by less than the largest request; shapes are rounded.
+    assert most < sum(scored) / (parts * len(shapes)) + max(scored) + 16
+
+
+def test_a_pass_over_every_length_compiles_a_few_programs(trained):
+    model, compiled = trained("sparse"), []
+    forward, limits = scoring.forward_of(model), scoring.limits_of(model)
+    sizes = [(before, after) for before in range(1, 33) for after in (1, 5, 11)]
+
+    def note(name, *_, **about):
+        if name.endswith("backend_compile_duration"):
+            compiled.append(about)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        score(forward, limits, draw_requests(model.model.vocab_size, sizes))
+        first = len(compiled)
+        score(forward, limits, draw_requests(model.model.vocab_size, sizes, seed=1))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert 1 <= first <= scoring.BUCKETS
+    assert len(compiled) == first  # Other tokens of these lengths need none.
 
 
 @settings(deadline=None, max_examples=60)
