@@ -81,11 +81,12 @@ def run(values) -> None:
     """
     keep_freed_memory()
     shots = shots_of(values.num_fewshot)
+    given = _given_tasks(values, max(shots))  # A name that is wrong, or not reached, costs no load.
     models = _models(values)
     first = next(iter(models.values()))
     corpus = _corpus(first)
     context = min(trained.context for trained in models.values())
-    tasks = _tasks(values, corpus, first.tokenizer, context, max(shots))
+    tasks = _tasks(values, given, corpus, first.tokenizer, context, max(shots))
     tokens = prepare_tokens(corpus, first.tokenizer, gpt_run.CACHE)
     ngrams = Ngrams(tokens.train.tokens, first.tokenizer.vocab_size)
     scorers = {name: _scorer(values.mesh, trained) for name, trained in models.items()}
@@ -143,8 +144,6 @@ def shots_of(text: str) -> list[int]:
 
 def _models(values) -> dict[str, Trained]:
     """The one or two models to evaluate, by the names that they get in the table."""
-    if not values.run:
-        raise UserError("--run is needed: the run folder to evaluate.")
     has = list(read_config(values.run)["variants"])
     asked = list(values.variant) if given(values, "variant") else has
     if not asked:
@@ -179,36 +178,51 @@ def _corpus(trained) -> Corpus:
     return corpus
 
 
-def _tasks(values, corpus, tokenizer, context, most_shots) -> dict[str, Made]:
-    """The tasks that --tasks names, in that order."""
-    mine, found, manager = own.own_tasks(corpus.name), {}, None
+def _given_tasks(values, most_shots) -> dict[str, dict[str, Made] | None]:
+    """What each name in --tasks stands for, in that order; None for an own task, to be made."""
+    if not values.run:
+        raise UserError("--run is needed: the run folder to evaluate.")
+    corpus = read_config(values.run)["corpus"]["name"]
+    mine, given, manager = own.own_tasks(corpus), {}, None
     names = [part.strip() for part in values.tasks.split(",") if part.strip()]
     for name in dict.fromkeys(n for part in names for n in (mine if part == "own" else [part])):
         if name in own.OWN:
             if name not in mine:
                 raise UserError(
-                    f"The task {name} needs Python source, and {corpus.name} has its own tasks: "
+                    f"The task {name} needs Python source, and {corpus} has its own tasks: "
                     f"{', '.join(mine)}."
                 )
-            say(f"making {values.items} items of {name}")
-            wanted = corpus, tokenizer, context, values.items, values.seed
-            items, examples = own.make(name, *wanted)
-            if len(items) < 2 or len(examples) < most_shots:
-                say(f"{name} is left out: the documents of {corpus.name} give too few items")
-                continue
-            found[name] = Made(lm_eval_tasks.of_items(name, items, examples), items)
+            given[name] = None
         elif name.endswith((".jsonl", ".json")):
             items = read_items(Path(name))
             _refuse_unasked(name, items, most_shots)
-            found[Path(name).stem] = Made(lm_eval_tasks.of_items(Path(name).stem, items), items)
+            stem = Path(name).stem
+            given[name] = {stem: Made(lm_eval_tasks.of_items(stem, items), items)}
         else:
             manager = manager or TaskManager()
             made = lm_eval_tasks.by_name(name, manager, mine)
-            found |= {task: Made(it) for task, it in made.items()}
+            given[name] = {task: Made(it) for task, it in made.items()}
+    return given
+
+
+def _tasks(values, given, corpus, tokenizer, context, most_shots) -> dict[str, Made]:
+    """The tasks that --tasks names, in that order, the own ones made."""
+    found = {}
+    for name, made in given.items():
+        if made is not None:
+            found |= made
+            continue
+        say(f"making {values.items} items of {name}")
+        wanted = corpus, tokenizer, context, values.items, values.seed
+        items, examples = own.make(name, *wanted)
+        if len(items) < 2 or len(examples) < most_shots:
+            say(f"{name} is left out: the documents of {corpus.name} give too few items")
+            continue
+        found[name] = Made(lm_eval_tasks.of_items(name, items, examples), items)
     if not found:
         raise UserError(
-            f"--tasks={values.tasks} leaves no task; legal: own, {', '.join(mine)}, lm-eval's "
-            "tasks and files of JSON lines."
+            f"--tasks={values.tasks} leaves no task; legal: own, "
+            f"{', '.join(own.own_tasks(corpus.name))}, lm-eval's tasks and files of JSON lines."
         )
     return found
 

@@ -152,6 +152,8 @@ def write(
             tensors.write(partial / tensors.FILE, found, {})
         else:
             sparse_form.write(partial, model, params, tables, context, tokenizer.eot_id)
+        # safetensors makes files that their owner alone may read.
+        shutil.copymode(partial / CONFIG, partial / tensors.FILE)
         tokenizer_files.write(partial, tokenizer, context)
         (partial / CARD).write_text(card, encoding="utf-8")
     return Path(folder).expanduser()

@@ -10,6 +10,8 @@ from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.training.metrics import read_metrics
 
 EVALUATION = "evaluation.json"
+_NO_TASK = "None was evaluated; `python -m experiments.evaluate` does."
+_BASELINES = ("chance", "unigram", "bigram")
 
 _READERS = {
     "dense": """```python
@@ -127,29 +129,35 @@ def _losses(trained):
 
 
 def _tasks(trained):
-    """Of RUN/evaluation.json where it judged this variant; the project writes it, so it is whole
-    or not there."""
+    """Of RUN/evaluation.json where it judged this very checkpoint; the project writes the file, so
+    it is whole or not there."""
     path = trained.folder / EVALUATION
-    rows: list[dict[str, Any]] = []
-    if path.exists():
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    mine = [row for row in rows if trained.variant in row["models"]]
-    if not mine:
-        return "None was evaluated; `python -m experiments.evaluate` does."
-    return _table(
-        ("task", "shots", "metric", "items", "value", "standard error", "chance"),
+    if not path.exists():
+        return _NO_TASK
+    result = json.loads(path.read_text(encoding="utf-8"))
+    judged = result["models"].get(trained.variant)
+    if judged is None or Path(judged["run"]).resolve() != trained.folder.resolve():
+        return _NO_TASK
+    if judged["step"] != trained.step:
+        return f"They were evaluated after step {judged['step']:,} only, not of these weights."
+    table = _table(
+        ("task", "shots", "metric", "items", "value", "standard error", *_BASELINES),
         [
             (
                 row["task"],
-                row["shots"],
+                "" if row["shots"] is None else row["shots"],
                 row["metric"],
-                row["items"],
+                f"{row['items']:,}",
                 *(_number(row["models"][trained.variant][key]) for key in ("value", "error")),
-                _number(row["chance"]),
+                *(
+                    _number((row["baselines"] | {"chance": row["chance"]}).get(b))
+                    for b in _BASELINES
+                ),
             )
-            for row in mine
+            for row in result["rows"]
         ],
     )
+    return f"{table}\n\n`{result['command']}`"
 
 
 def _number(value):
@@ -162,7 +170,7 @@ def _made(config, versions):
     exported = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f"## How it was made\n`{command}`\n\nTrained {config['date']} on {config['machine']} with "
-        f"{made}. Exported with {exported}."
+        f"{made}. Exported with {exported}.\n"
     )
 
 

@@ -1,0 +1,78 @@
+"""A card says what was trained, and only what was measured of these very weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+from make_fixture import BYTES
+from models import SPARSE, drawn
+
+from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.interchange import huggingface
+from sparse_dataflow.interchange.model_card import model_card
+from sparse_dataflow.training.optimizer import TrainingConfig
+
+CONFIG = {
+    "experiment": "gpt13b_sparse",
+    "command": ["python -m experiments.gpt13b_sparse", "--steps=7"],
+    "date": "2026-01-01",
+    "machine": "a machine",
+    "versions": {"jax": "1.2.3"},
+    "corpus": {"name": "letters", "hash": "ab" * 32},
+}
+
+
+@pytest.fixture
+def trained(tmp_path):
+    params, tables = drawn(SPARSE)
+    training = TrainingConfig(steps=7, batch=4, sequence=16)
+    return Trained(tmp_path, "sparse", SPARSE, params, tables, BYTES, 7, training, CONFIG, {})
+
+
+def judge(folder, run=None, step=7):
+    row = {
+        "metric": "acc",
+        "items": 1200,
+        "chance": 0.25,
+        "models": {"sparse": {"value": 0.375, "error": 0.0125}},
+    }
+    result = {
+        "command": "python -m experiments.evaluate --run=RUN",
+        "models": {"sparse": {"run": str(run or folder), "step": step}},
+        "rows": [
+            row | {"task": "held-out text", "shots": None, "baselines": {}},
+            row | {"task": "cloze", "shots": 5, "baselines": {"unigram": 0.26, "bigram": 0.3}},
+        ],
+    }
+    (Path(folder) / "evaluation.json").write_text(json.dumps(result))
+
+
+def card(trained, form="dense"):
+    return model_card(trained, form, {"safetensors": "9.8"})
+
+
+@pytest.mark.parametrize("form", huggingface.FORMS)
+def test_it_says_data_sizes_density_losses_tasks_command_and_versions(trained, form):
+    judge(trained.folder)
+    (trained.folder / "sparse").mkdir()
+    final = {"kind": "final", "step": 7, "loss": 1.2345, "bits_per_byte": 2.5}
+    (trained.folder / "sparse" / "metrics.jsonl").write_text(json.dumps(final) + "\n")
+    said = card(trained, form)
+    for fact in (
+        *("448 tokens of the corpus `letters`", "2, 32, 4", "density 0.5, blocks of 8", "7 of 7"),
+        *("1.2345", "2.5000", "--steps=7", "jax 1.2.3", "safetensors 9.8", "experiments.evaluate"),
+        "| cloze | 5 | acc | 1,200 | 0.375 | 0.0125 | 0.25 | 0.26 | 0.3 |",
+    ):
+        assert fact in said, fact
+    assert "None" not in said and said.endswith(".\n")
+
+
+def test_without_an_evaluation_it_says_so(trained):
+    assert "None was evaluated" in card(trained) and "None was measured" in card(trained)
+
+
+def test_what_was_measured_of_another_model_is_not_shown(trained, tmp_path):
+    judge(trained.folder, run=tmp_path / "other")
+    assert "None was evaluated" in card(trained)
+    judge(trained.folder, step=3)
+    assert "after step 3 only" in card(trained) and "0.375" not in card(trained)
