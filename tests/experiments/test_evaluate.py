@@ -95,7 +95,15 @@ def test_runs_that_cannot_be_evaluated(evaluated, copy, tmp_path):
     assert not (copy / "evaluation.json").exists()
 
 
-def test_tasks_that_cannot_be_asked(evaluated, copy, tmp_path):
+@pytest.fixture
+def no_loading(monkeypatch):
+    """Fails where a model is loaded."""
+    from experiments import evaluation_runs
+
+    monkeypatch.setattr(evaluation_runs, "load", lambda *args: pytest.fail("a model was loaded"))
+
+
+def test_tasks_that_cannot_be_asked(evaluated, copy, tmp_path, no_loading):
     run = f"--run={copy}"
     error = refusal(evaluated, run, "--tasks=clozes")
     assert "no task 'clozes'" in error and "Did you mean cloze?" in error
@@ -105,6 +113,19 @@ def test_tasks_that_cannot_be_asked(evaluated, copy, tmp_path):
     assert "line 1, lacks choices and answer" in refusal(evaluated, run, f"--tasks={path}")
     path.write_text(json.dumps(GOOD) + "\n")
     assert "too few for 5 different ones" in refusal(evaluated, run, f"--tasks={path}")
+    assert not (copy / "evaluation.json").exists()
+
+
+def test_without_a_network_the_own_tasks_are_named(evaluated, copy, no_loading, monkeypatch):
+    import datasets
+
+    def unreachable(path, **kwargs):
+        raise ConnectionError(f"Couldn't reach {path!r} on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    error = refusal(evaluated, f"--run={copy}", "--tasks=cloze,hellaswag")
+    assert "data of the task hellaswag cannot be reached from here (Couldn't reach" in error
+    assert "last_word, continuation, cloze need no network" in error
     assert not (copy / "evaluation.json").exists()
 
 
