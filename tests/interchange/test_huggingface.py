@@ -210,18 +210,34 @@ def test_sharded_and_half_precision_weights_are_read(folder):
     )
 
 
-def test_nothing_half_written_is_left(tmp_path, monkeypatch):
-    def fail(*args):
+@pytest.mark.parametrize("form", huggingface.FORMS)
+def test_nothing_half_written_is_left(tmp_path, monkeypatch, form):
+    def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(huggingface.tokenizer_files, "write", fail)
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "deep" / "model"
+    monkeypatch.setattr(huggingface.tokenizer_files, "write", full)
     with pytest.raises(UserError, match="cannot be written: No space left"):
-        export(tmp_path / "deep" / "model", "dense", DENSE)
-    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+        export(folder, form, DENSE)
+    monkeypatch.setattr(huggingface.tokenizer_files, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export(folder, form, DENSE)
+    assert not list(folder.parent.iterdir())
     monkeypatch.undo()
-    export(tmp_path / "deep" / "model", "dense", DENSE)
+    # As kill -9 leaves it.
+    (folder.parent / ".model.partial").mkdir()
+    (folder.parent / ".model.partial" / "model.safetensors").write_bytes(b"half")
+    export(folder, form, DENSE)
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    modes = {path.name: path.stat().st_mode for path in folder.iterdir()}
+    assert modes["README.md"] == modes["model.safetensors"]
+    before = {path: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(UserError, match="exists already"):
-        export(tmp_path / "deep" / "model", "dense", DENSE)
+        export(folder, form, SPARSE)
+    assert before == {path: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_what_gpt2_has_not_is_refused(tmp_path):
