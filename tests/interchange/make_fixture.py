@@ -33,26 +33,26 @@ OPT_SHAPE = {
 OPT_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 
 
-def main():
-    """See the module docstring."""
+def write(gpt2_folder, opt_folder, seed=0):
+    """A random model of each kind, as transformers saves it, beside its logits."""
     import torch
     import transformers
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     rates = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), BYTES.eot_id)
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE, **rates, **ends))
-    keep(FOLDER, gpt2, SHAPE["vocab_size"])
-    tokenizer_files.write(FOLDER, BYTES, SHAPE["n_positions"])
+    keep(gpt2_folder, gpt2, SHAPE["vocab_size"])
+    tokenizer_files.write(gpt2_folder, BYTES, SHAPE["n_positions"])
     opt = transformers.OPTForCausalLM(
         transformers.OPTConfig(
             **OPT_SHAPE, dropout=0.0, bos_token_id=2, pad_token_id=1, eos_token_id=2
         )
     )
-    keep(OPT_FOLDER, opt, OPT_SHAPE["vocab_size"])
+    keep(opt_folder, opt, OPT_SHAPE["vocab_size"])
     vocab = {token: number for number, token in enumerate((*OPT_SPECIALS, *BYTES.tokens))}
-    (OPT_FOLDER / "vocab.json").write_text(json.dumps(vocab))
-    (OPT_FOLDER / "merges.txt").write_text("#version: 0.2\n")
+    (opt_folder / "vocab.json").write_text(json.dumps(vocab))
+    (opt_folder / "merges.txt").write_text("#version: 0.2\n")
 
 
 def keep(folder, model, vocab_size):
@@ -74,4 +74,4 @@ def keep(folder, model, vocab_size):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write(FOLDER, OPT_FOLDER))

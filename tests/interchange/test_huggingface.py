@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import make_fixture
 import numpy as np
 import pytest
 from hypothesis import given
@@ -33,20 +34,20 @@ def alike(one, other):
     return all(jax.tree.leaves(same))
 
 
-def test_imported_logits_are_those_of_transformers():
-    """tests/interchange/make_fixture.py wrote both with transformers."""
-    imported = huggingface.read(FOLDER)
-    expected = load_file(FOLDER / "expected.safetensors")
+def check_gpt2(folder):
+    """The import's logits and tokenizer against those that transformers left beside the model."""
+    imported = huggingface.read(folder)
+    expected = load_file(folder / "expected.safetensors")
     found = logits(imported.model, imported.params, {}, expected["ids"])
     np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=1e-4)
     assert np.abs(expected["logits"]).max() > 1  # A model of zeros would agree as well.
     assert imported.tokenizer == BYTES
 
 
-def test_opt_comes_with_its_vocabulary_in_our_order():
+def check_opt(folder):
     """Text first, end of text last; what is predicted of a token is the same."""
-    imported = huggingface.read(OPT_FOLDER)
-    expected = load_file(OPT_FOLDER / "expected.safetensors")
+    imported = huggingface.read(folder)
+    expected = load_file(folder / "expected.safetensors")
     there = [*BYTES.tokens, "<s>", "<pad>", "<unk>", "</s>"]
     vocab = {token: number for number, token in enumerate((*OPT_SPECIALS, *BYTES.tokens))}
     order = np.array([vocab[token] for token in there])
@@ -55,6 +56,20 @@ def test_opt_comes_with_its_vocabulary_in_our_order():
     np.testing.assert_allclose(found, expected["logits"][..., order], rtol=0, atol=1e-4)
     assert imported.model.activation == "relu"
     assert imported.tokenizer.tokens == BYTES.tokens and imported.tokenizer.eot_id == 259
+
+
+@pytest.mark.parametrize(("check", "folder"), [(check_gpt2, FOLDER), (check_opt, OPT_FOLDER)])
+def test_imported_logits_are_those_of_transformers(check, folder):
+    """tests/interchange/make_fixture.py wrote them with transformers."""
+    check(folder)
+
+
+def test_imported_logits_are_those_of_the_transformers_installed(tmp_path):
+    for library in ("transformers", "torch"):
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    make_fixture.write(tmp_path / "gpt2", tmp_path / "opt", seed=1)
+    check_gpt2(tmp_path / "gpt2")
+    check_opt(tmp_path / "opt")
 
 
 def test_the_fixtures_are_small():
