@@ -1,6 +1,7 @@
 """From flags to devices: the processes join, and the executor is made."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import jax
@@ -9,7 +10,7 @@ from jax.sharding import AbstractMesh
 from experiments import contradictions, execution_flags, flags
 from experiments.recipes import Variant
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import describe, distributed
+from sparse_dataflow.execution import cluster, describe, distributed
 from sparse_dataflow.execution import mesh as meshes
 from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.execution.pipelined import Pipelined
@@ -29,7 +30,10 @@ def joined(experiment: str, values, groups) -> Iterator[None]:
     Raises:
       UserError: they do not meet, or were told different things.
     """
-    me = distributed.membership(values.coordinator, values.processes, values.process)
+    me = cluster.membership(values.coordinator, values.processes, values.process)
+    if me.found:
+        # Each process for itself: which one speaks is not settled before they have met.
+        print(me.describe(), file=sys.stderr, flush=True)
     told = flags.as_dict(values, groups) | {
         name: values[name].value
         for name in ("out", "resume", "mesh", "zero", "executor", "schedule", "chunks", "describe")

@@ -1,7 +1,6 @@
 """Joins the processes of a run into one jax runtime, and ends all of them when one fails."""
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -13,63 +12,7 @@ import jax
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import rendezvous
-
-ENVIRONMENT = {
-    "coordinator": "JAX_COORDINATOR_ADDRESS",
-    "processes": "JAX_NUM_PROCESSES",
-    "process": "JAX_PROCESS_ID",
-}
-"""Variables that stand for a field of Membership that no flag gives."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Membership:
-    """Which process of which run this is.
-
-    Attributes:
-      coordinator: host:port of process 0.
-      processes: how many there are.
-      process: this one's number, from 0.
-    """
-
-    coordinator: str = ""
-    processes: int = 1
-    process: int = 0
-
-
-def membership(
-    coordinator: str, processes: int, process: int, environment: Mapping[str, str] = os.environ
-) -> Membership:
-    """From flags, where they are given, else from the environment, else alone.
-
-    Args:
-      coordinator: empty where not given.
-      processes: 0 where not given.
-      process: -1 where not given.
-      environment: see ENVIRONMENT.
-
-    Raises:
-      UserError: what is given does not name a process; says what is missing.
-    """
-    given = {"coordinator": coordinator, "processes": processes, "process": process}
-    unset = {"coordinator": "", "processes": 0, "process": -1}
-    found = {}
-    for name, value in given.items():
-        if value == unset[name] and environment.get(ENVIRONMENT[name]):
-            text = environment[ENVIRONMENT[name]]
-            if name != "coordinator" and not text.isdecimal():
-                raise UserError(f"{ENVIRONMENT[name]}={text} is not a whole number.")
-            value = text if name == "coordinator" else int(text)
-        found[name] = value
-    if found["processes"] in (0, 1) and not found["coordinator"]:
-        return Membership()
-    missing = [f"--{name}" for name, value in found.items() if value == unset[name]]
-    if missing:
-        raise UserError(
-            f"a run of several processes needs {', '.join(missing)} too (or "
-            f"{', '.join(ENVIRONMENT[name[2:]] for name in missing)})."
-        )
-    return Membership(**found)
+from sparse_dataflow.execution.cluster import Membership
 
 
 @contextlib.contextmanager
@@ -94,7 +37,14 @@ def joined(me: Membership, facts: Mapping[str, object], timeout: float) -> Itera
     facts = {**facts, "hash of all flags": hashlib.sha256(text.encode()).hexdigest()[:12]}
     group = rendezvous.meet(me.coordinator, me.processes, me.process, facts, timeout)
     try:
-        jax.distributed.initialize(me.coordinator, me.processes, me.process)
+        # jax would look for a launcher itself, and take one GPU a SLURM task, however few tasks.
+        jax.distributed.initialize(
+            me.coordinator,
+            me.processes,
+            me.process,
+            local_device_ids=me.devices,
+            cluster_detection_method="deactivate",
+        )
         yield
         group.leave()
     except BaseException as error:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import distributed, rendezvous
+from sparse_dataflow.execution import rendezvous
 
 
 def free_port():
@@ -103,18 +103,3 @@ def test_strangers_at_the_port_are_passed_over():
 def test_an_address_that_is_none_is_refused(address):
     with pytest.raises(UserError, match="write host:port"):
         rendezvous.meet(address, 2, 0, {}, 1.0)
-
-
-def test_membership_comes_from_flags_then_from_the_environment():
-    environment = {
-        "JAX_COORDINATOR_ADDRESS": "there:1",
-        "JAX_NUM_PROCESSES": "4",
-        "JAX_PROCESS_ID": "3",
-    }
-    assert distributed.membership("", 0, -1, {}) == distributed.Membership()
-    assert distributed.membership("", 0, -1, environment) == distributed.Membership("there:1", 4, 3)
-    assert distributed.membership("h:2", 2, 0, environment) == distributed.Membership("h:2", 2, 0)
-    with pytest.raises(UserError, match=r"needs --coordinator, --process too \(or JAX_COORD"):
-        distributed.membership("", 2, -1, {})
-    with pytest.raises(UserError, match="JAX_PROCESS_ID=one is not a whole number"):
-        distributed.membership("", 0, -1, environment | {"JAX_PROCESS_ID": "one"})
