@@ -10,7 +10,7 @@ READY := $(VENV)/.complete
 
 # What another project's shell set-up adds would leak into the environment.
 unexport PYTHONHOME PYTHONPATH
-export PYTHON
+export PYTHON LOCKED
 
 # An environment whose Python was since removed is made anew.
 GONE := $(shell test -x $(BIN)/python || echo FORCE)
@@ -20,7 +20,7 @@ TPU_COMPILES := test_pallas_tpu_compiles.py test_splash_compiles.py test_step_co
 GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick nightly aot-tpu aot-gpu bench lint format clean FORCE
+.PHONY: help env demo test quick nightly aot-tpu aot-gpu bench lint format lock clean FORCE
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="--flag=value ..."] [VENV=.venv] [PYTHON=python3.12]'
@@ -64,6 +64,9 @@ lint: $(READY) ## check style
 format: $(READY) ## repair style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+lock: $(READY) ## renew constraints.txt, the versions that CI installs
+	sh launch/lock.sh $(BIN)/python
 
 clean: ## remove environments, caches and builds; run folders stay
 	rm -rf .venv .venv*/ build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 #!/bin/sh
 # make_env.sh FOLDER [EXTRAS]: makes the virtual environment FOLDER with this project in it, or
-# brings it up to date with setup.cfg; EXTRAS are setup.cfg's, without a space (dev).
+# brings it up to date with setup.cfg; EXTRAS are setup.cfg's, without a space (dev).  With LOCKED=1
+# the versions are those of constraints.txt, which CI tests; else the newest that fit.
 #
 # FOLDER/.complete says that an environment is whole.  It is away while one is being changed, so
 # whatever Ctrl-C, a full disk or a lost network leaves behind is made anew the next time.
@@ -32,7 +33,9 @@ fi
 # pip ends on Ctrl-C as it does on an error; here the two differ.
 trap 'echo "stopped; make starts $env anew next time" >&2; exit 130' INT TERM
 
-if ! "$env/bin/python" -m pip install -qq --disable-pip-version-check --no-compile -e "$here/..[$extras]"; then
+set --
+[ -n "${LOCKED:-}" ] && set -- -c "$here/../constraints.txt"
+if ! "$env/bin/python" -m pip install -qq --disable-pip-version-check --no-compile "$@" -e "$here/..[$extras]"; then
     # pip downloads and resolves before it installs, so what was whole most likely still is.
     [ -n "$saved" ] && mv "$saved" "$complete"
     echo "error: pip could not install what setup.cfg names; its own message is above." >&2

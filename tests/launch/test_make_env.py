@@ -1,5 +1,6 @@
 """`make env` with a made-up Python, whose pip does what a test tells it to."""
 
+import configparser
 import os
 import pathlib
 import shutil
@@ -8,6 +9,8 @@ import subprocess
 import time
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = pathlib.Path(__file__).parents[2]
 # A make that runs these tests would pass its own settings on.
@@ -84,6 +87,36 @@ def test_it_is_made_once(clone):
     assert (status, done, err) == (0, ["venv", "pip"], "")
     assert out.startswith("making .venv with Python 3.13")
     assert clone.make() == (0, [], "", "")
+
+
+def test_versions_are_those_of_ci_only_where_asked_for(clone):
+    clone.pip('echo "$*" >>"$here/words"')
+    clone.make()
+    clone.change_metadata()
+    clone.make("LOCKED=1")
+    free, locked = (clone.folder / "words").read_text().splitlines()
+    assert "constraints" not in free and " -c launch/../constraints.txt -e " in locked
+
+
+def test_the_locked_versions_are_of_every_supported_python():
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    assert not any(word in line for line in lines for word in ("://", "--", "@"))
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    wanted = config["options"]["install_requires"] + config["options.extras_require"]["dev"]
+    wanted = [Requirement(w) for w in wanted.splitlines() if w and not w.lstrip().startswith("#")]
+    versions = {}
+    for python in ("3.11", "3.12", "3.13"):
+        machine = {"python_version": python, "python_full_version": f"{python}.1"}
+        machine |= {"sys_platform": "linux", "platform_machine": "x86_64"}
+        here = [p for p in pins if p.marker is None or p.marker.evaluate(machine)]
+        held = {canonicalize_name(p.name): str(next(iter(p.specifier)).version) for p in here}
+        assert len(held) == len(here)  # None twice.
+        for need in wanted:
+            assert need.specifier.contains(held[canonicalize_name(need.name)]), (python, need)
+        versions[python] = held["jax"]
+    assert versions["3.11"] == "0.10.2" and versions["3.12"] == versions["3.13"] != "0.10.2"
 
 
 def test_a_changed_setup_cfg_brings_it_up_to_date(clone):

@@ -1,0 +1,9 @@
+# NVIDIA GPUs: CUDA comes with jax's wheels; the host has the driver and NVIDIA's container toolkit.
+#
+#   docker build -f launch/docker/gpu.Dockerfile -t sparse_dataflow:gpu .
+FROM python:3.13-slim
+ENV PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1
+WORKDIR /sparse_dataflow
+COPY . .
+RUN pip install -c constraints.txt -e ".[cuda]"
+ENTRYPOINT ["sh", "launch/start_or_resume.sh"]

@@ -1,0 +1,19 @@
+#!/bin/sh
+# lock.sh PYTHON: renews constraints.txt, the one set of versions that CI and the images install, for
+# every supported Python on Linux and macOS.  PYTHON is of an environment with uv in it.
+#
+# A marker such as `python_full_version < '3.12'` keeps the sets apart.  Users are not bound by it:
+# `make env` takes it only with LOCKED=1.
+
+set -eu
+cd "$(dirname "$0")/.."
+new=$(mktemp)
+trap 'rm -f "$new"' EXIT
+{
+    echo "# Versions that CI tests, for each Python; made by \`make lock\`."
+    "$1" -m uv pip compile setup.cfg --extra dev --extra aot --universal --python-version 3.11 \
+        --fork-strategy requires-python --upgrade --quiet --no-header --no-annotate \
+        --no-emit-index-url --no-emit-find-links
+} >"$new"
+mv "$new" constraints.txt
+trap - EXIT

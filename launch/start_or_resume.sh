@@ -1,0 +1,37 @@
+#!/bin/sh
+# start_or_resume.sh FOLDER EXPERIMENT [--flag=value ...]: goes on with the run in FOLDER where one
+# has begun there, else begins it; so a launcher has one command for both.
+#
+# EXPERIMENT trains (gpt13b_sparse, gpt13b_dense); FOLDER must be the same on every host; $PYTHON is
+# the Python that runs it (python).  SIGTERM and SIGINT have the run save and end.  Then, with no
+# report written yet, the status is 75 (EX_TEMPFAIL of sysexits.h), so that a scheduler which starts
+# failed jobs again does not take the run for finished.
+
+set -eu
+if [ $# -lt 2 ]; then
+    echo "usage: start_or_resume.sh FOLDER EXPERIMENT [--flag=value ...]" >&2
+    exit 2
+fi
+folder=$1
+experiment=$2
+shift 2
+if [ -e "$folder/config.json" ]; then
+    set -- "--resume=$folder" "$@"
+else
+    set -- "--out=$folder" "$@"
+fi
+
+"${PYTHON:-python}" -m "experiments.$experiment" "$@" &
+run=$!
+trap 'kill -TERM "$run" 2>/dev/null || :' TERM INT
+status=0
+wait "$run" || status=$?
+# A trapped signal ends a wait early.
+while kill -0 "$run" 2>/dev/null; do
+    status=0
+    wait "$run" || status=$?
+done
+if [ "$status" = 0 ] && [ ! -e "$folder/report.html" ]; then
+    exit 75
+fi
+exit "$status"

@@ -1,0 +1,236 @@
+"""The shell scripts, with made-up schedulers, clouds and Pythons in the places of the real ones."""
+
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+LAUNCH = ROOT / "launch"
+SCRIPTS = [*sorted(LAUNCH.glob("*.sh")), LAUNCH / "slurm.sbatch"]
+# A run that saves when it is told to, and is finished at once where the test says so.
+RUN = """#!/bin/sh
+trap 'echo saved >>"$LOG"; exit 0' TERM
+echo "$$ $*" >>"$LOG"
+for word; do case $word in --out=* | --resume=*) folder=${word#*=} ;; esac; done
+mkdir -p "$folder"
+touch "$folder/config.json"
+case $WHAT in
+    finish) touch "$folder/report.html" ;;
+    fail) exit 3 ;;
+    *) while :; do sleep 0.05; done ;;
+esac
+"""
+
+
+class Desk:
+    """A folder of made-up programs, what they wrote down, and the variables that name them."""
+
+    def __init__(self, folder):
+        self.folder, self.log = folder, folder / "log"
+        self.log.touch()
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        self.program("run", RUN)
+        self.variables = {
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "HOME": str(folder),
+            "LOG": str(self.log),
+            "PYTHON": str(self.bin / "run"),
+            "WHAT": "finish",
+        }
+
+    def program(self, name, text):
+        path = self.bin / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def start(self, *words, **variables):
+        return subprocess.Popen(
+            list(map(str, words)),
+            cwd=self.folder,
+            env=self.variables | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *words, **variables):
+        process = self.start(*words, **variables)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def wait_for(self, text):
+        end = time.monotonic() + 60
+        while text not in self.log.read_text():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def desk(tmp_path):
+    return Desk(tmp_path)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_has_nothing_to_say(script):
+    # As a Python package it lies beside the interpreter.
+    found = shutil.which("shellcheck", path=f"{pathlib.Path(sys.executable).parent}") or (
+        shutil.which("shellcheck")
+    )
+    if not found:
+        pytest.skip("no shellcheck here")
+    done = subprocess.run([found, script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_run_is_begun_and_then_gone_on_with(desk):
+    command = ("sh", LAUNCH / "start_or_resume.sh", "a run", "gpt13b_sparse", "--corpus=a b")
+    assert desk.run(*command)[0] == 0
+    assert desk.run(*command)[0] == 0
+    first, second = (line.split(" ", 1)[1] for line in desk.log.read_text().splitlines())
+    assert first == "-m experiments.gpt13b_sparse --out=a run --corpus=a b"
+    assert second == "-m experiments.gpt13b_sparse --resume=a run --corpus=a b"
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_one_that_saved_before_its_end_is_not_taken_for_finished(desk, sent):
+    command = ("sh", LAUNCH / "start_or_resume.sh", "run", "gpt13b_sparse")
+    process = desk.start(*command, WHAT="train")
+    desk.wait_for("--out=run")
+    # It is heard once the trap is set, right after the run is started.
+    end = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < end:
+        process.send_signal(sent)
+        time.sleep(0.3)
+    process.communicate(timeout=60)
+    assert process.returncode == 75 and "saved" in desk.log.read_text()
+    assert desk.run(*command, WHAT="fail")[0] == 3
+    assert desk.run("sh", LAUNCH / "start_or_resume.sh", "run")[0] == 2
+
+
+SRUN = """#!/bin/sh
+while [ "${1#--}" != "$1" ]; do shift; done
+exec "$@"
+"""
+
+
+def slurm(desk, *words, **variables):
+    desk.program("srun", SRUN)
+    desk.program("scontrol", '#!/bin/sh\necho "scontrol $*" >>"$LOG"\n')
+    (desk.folder / "launch").symlink_to(LAUNCH)
+    more = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(desk.folder)}
+    return desk.start("bash", LAUNCH / "slurm.sbatch", *words, **more, **variables)
+
+
+def test_a_slurm_job_ends_with_its_run(desk):
+    process = slurm(desk, "--scale=nano", "--mesh=data:2")
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert "--out=runs/slurm-7 --scale=nano --mesh=data:2" in desk.log.read_text()
+    assert "scontrol" not in desk.log.read_text()
+
+
+def test_a_slurm_job_whose_time_is_over_saves_and_queues_again(desk):
+    process = slurm(desk, WHAT="train", EXPERIMENT="gpt13b_dense")
+    desk.wait_for("-m experiments.gpt13b_dense --out=runs/slurm-7")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGUSR1)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75 and "queueing again" in out
+    assert desk.log.read_text().endswith("saved\nscontrol requeue 7\n")
+
+
+def test_a_slurm_job_that_is_stopped_or_fails_stays_away(desk):
+    process = slurm(desk, WHAT="train")
+    desk.wait_for("--out=")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert desk.run("bash", LAUNCH / "slurm.sbatch", WHAT="fail", SLURM_JOB_ID="7")[0] == 3
+    assert "saved" in desk.log.read_text() and "scontrol" not in desk.log.read_text()
+
+
+# Two workers, each with a home of its own.
+GCLOUD = """#!/bin/sh
+echo "gcloud $1 $2 $3 $4 $5 $6" >>"$LOG"
+case "$*" in *--zone=Z*) ;; *) exit 9 ;; esac
+for word; do
+    case $word in --worker=*) which=${word#*=} ;; --command=*) command=${word#*=} ;; esac
+done
+[ "$which" = all ] && which='0 1'
+status=0
+for worker in $which; do
+    mkdir -p "$HOME/w$worker"
+    cd "$HOME/w$worker"
+    case $4 in
+        scp) cp "$5" "${6#*:}" ;;
+        ssh) HOME=$PWD sh -c "$command" ;;
+    esac || status=1
+done
+exit $status
+"""
+
+
+def test_a_tpu_vm_is_set_up_started_watched_and_stopped(desk):
+    if not shutil.which("setsid") or not (ROOT / ".git").exists():
+        pytest.skip("needs setsid and a clone")
+    desk.program("gcloud", GCLOUD)
+    script = LAUNCH / "tpu_vm.sh"
+    assert desk.run("sh", script)[0] == 2
+    desk.program("sudo", "#!/bin/sh\n")
+    status, _, err = desk.run("sh", script, "setup", "pod", "Z", PYTHON="/nowhere")
+    assert status == 1 and err.count("/nowhere is not a program") == 2
+    assert (desk.folder / "w1" / "sparse_dataflow" / "setup.cfg").exists(), err
+    for worker in ("w0", "w1"):
+        place = desk.folder / worker / "sparse_dataflow"
+        shutil.copy(LAUNCH / "start_or_resume.sh", place / "launch")
+        (place / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+        shutil.copy(desk.bin / "run", place / ".venv/bin/python")
+    odd = '--corpus=it\'s "$HOME" here'
+    start = ("sh", script, "start", "pod", "Z", desk.folder / "shared", "gpt13b_sparse", odd)
+    status, _, err = desk.run(*start, WHAT="train")
+    assert status == 0, err
+    desk.wait_for(odd)
+    end = time.monotonic() + 60
+    while desk.log.read_text().count(odd) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    status, _, err = desk.run(*start, WHAT="train")
+    assert status != 0 and "a run is still going on here" in err
+    time.sleep(0.3)
+    status, _, err = desk.run("sh", script, "stop", "pod", "Z")
+    assert status == 0 and desk.log.read_text().count("saved") == 2, err
+    assert "nothing runs here" in desk.run("sh", script, "stop", "pod", "Z")[1]
+
+
+@pytest.mark.parametrize("platform, extra", [("cpu", ""), ("gpu", "[cuda]"), ("tpu", "[tpu]")])
+def test_the_images_are_of_files_and_extras_that_are_there(platform, extra):
+    text = (LAUNCH / "docker" / f"{platform}.Dockerfile").read_text(encoding="utf-8")
+    assert f"docker build -f launch/docker/{platform}.Dockerfile" in text
+    assert f'-e ".{extra}"' in text and "FROM python:3.13" in text
+    wanted = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    for pattern in (line[1:] for line in wanted if line.startswith("!")):
+        assert list(ROOT.glob(pattern)), pattern
+    assert (ROOT / re.search(r"-c (\S+)", text)[1]).exists()
+    entry = re.search(r'ENTRYPOINT \["sh", "(.*)"\]', text)[1]
+    assert (ROOT / entry).exists()
+    if extra:
+        assert re.search(rf"^{extra[1:-1]} =$", (ROOT / "setup.cfg").read_text(), re.M)
+
+
+@pytest.mark.parametrize("page", sorted(LAUNCH.glob("*.md")), ids=lambda path: path.name)
+def test_every_page_says_what_a_page_must(page):
+    text = page.read_text(encoding="utf-8")
+    places = [
+        text.find(f"**{heading}**")
+        for heading in ("Prerequisites", "The one command", "Watch", "Stop", "Resume")
+    ]
+    assert -1 not in places and places == sorted(places) and "```" in text
