@@ -20,6 +20,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ECHO_SECONDS = 1.0
+"""In which a signal that comes again is the same one: some send it to a process and its group."""
+
 _GUARD = """
 import os, signal, sys, time
 groups = []
@@ -114,10 +117,10 @@ class Run:
     def wait(self, say: Callable[[str], None]) -> int:
         """Returns once all have ended: 0, or the status of the first that failed.
 
-        The first signal is handed on to each process, a second one kills all. A process that a
+        The first signal is handed on to each process, a later one kills all. A process that a
         signal ended has the status 128 + its number, as in a shell.
         """
-        status, deadline, asked, left = 0, None, False, set(range(len(self.processes)))
+        status, deadline, asked, left = 0, None, 0.0, set(range(len(self.processes)))
         while left:
             seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
@@ -126,11 +129,14 @@ class Run:
                 say(f"ending process {', '.join(map(str, sorted(left)))}, which did not end itself")
                 return status or 1
             if event < 0:
+                if asked and time.monotonic() - asked < ECHO_SECONDS:
+                    continue
                 if asked:
                     say("killing all")
                     self._signal_groups(signal.SIGKILL)
                     return status or 128 - event
-                asked, deadline = True, time.monotonic() + self._limits.stop
+                asked = time.monotonic()
+                deadline = asked + self._limits.stop
                 say(f"handing {signal.Signals(-event).name} on; a second one kills")
                 self._send(-event, left)
                 continue

@@ -164,7 +164,10 @@ def test_a_second_signal_kills(tmp_path):
     run = Launched(tmp_path, DEAF)
     run.wait_ready()
     run.process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    run.process.send_signal(signal.SIGTERM)  # The same stop, as sent to a group.
+    assert "handing SIGINT on" in run.process.stderr.readline()
+    time.sleep(1.2)
+    assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
     status, _, err = run.end()
     assert status == 130 and "killing all" in err
