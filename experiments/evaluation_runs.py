@@ -15,6 +15,7 @@ from lm_eval.tasks import TaskManager
 
 from experiments import evaluation_report, gpt_run, measurement
 from experiments.contradictions import given
+from sparse_dataflow.data import cache
 from sparse_dataflow.data.batches import EvalBatches, bits_per_byte
 from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.tokens import prepare_tokens
@@ -87,7 +88,7 @@ def run(values) -> None:
     corpus = _corpus(first)
     context = min(trained.context for trained in models.values())
     tasks = _tasks(values, given, corpus, first.tokenizer, context, max(shots))
-    tokens = prepare_tokens(corpus, first.tokenizer, gpt_run.CACHE)
+    tokens = prepare_tokens(corpus, first.tokenizer, cache.FOLDER)
     ngrams = Ngrams(tokens.train.tokens, first.tokenizer.vocab_size)
     scorers = {name: _scorer(values.mesh, trained) for name, trained in models.items()}
     lms = {name: harness.harness_lm(models[name], *scorers[name]) for name in models}
@@ -169,7 +170,7 @@ def _models(values) -> dict[str, Trained]:
 
 
 def _corpus(trained) -> Corpus:
-    corpus = load_corpus(trained.config["corpus"]["name"], gpt_run.CACHE)
+    corpus = load_corpus(trained.config["corpus"]["name"], cache.FOLDER)
     if corpus.content_hash != trained.config["corpus"].get("hash"):
         raise UserError(
             f"The corpus {corpus.name} has changed since {trained.folder} was trained on it, so "

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import functools
 import importlib.metadata
-import os
 import platform
 import shlex
 import signal
@@ -25,6 +24,7 @@ from experiments import (
     step_plan,
 )
 from experiments.recipes import Variant
+from sparse_dataflow.data import cache
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
@@ -41,7 +41,6 @@ from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
 from sparse_dataflow.training.step import TrainState
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sparse_dataflow"
 EVALUATION_WINDOWS = 64
 FINAL_WINDOWS = 2048
 EVALUATIONS_A_RUN = 8
@@ -89,7 +88,7 @@ def _run(experiment, values, groups, sparse):
         elif executor == ONE_DEVICE:
             memory_check.refuse_too_large(values, wanted, chip.memory_bytes)
 
-        corpus = load_corpus(values.corpus, CACHE)
+        corpus = load_corpus(values.corpus, cache.FOLDER)
         tokenizer = _tokenizer(values, folder, corpus)
         if saved:
             run_folder.refuse_other_data(folder, saved, corpus, tokenizer)
@@ -164,7 +163,7 @@ def _settle(values, chip, sparse) -> list[str]:
 def _tokenizer(values, folder, corpus) -> Tokenizer:
     """That of the weights to begin with, or of the flags."""
     if not values.init_from:
-        return load_tokenizer(values.tokenizer, corpus, recipes.vocab_size(values), CACHE)
+        return load_tokenizer(values.tokenizer, corpus, recipes.vocab_size(values), cache.FOLDER)
     if values.resume:
         return Tokenizer.load(folder / run_folder.TOKENIZER)
     return starting_point.read(values.init_from).tokenizer
@@ -192,7 +191,7 @@ def _say_allocation(variant):
 
 def training_data(values, variant, corpus, tokenizer, executor=ONE_DEVICE) -> TrainingData:
     """The batches of a variant's shape, drawn by `values.seed`, and the held-out windows."""
-    tokens = prepare_tokens(corpus, tokenizer, CACHE)
+    tokens = prepare_tokens(corpus, tokenizer, cache.FOLDER)
     say(
         f"corpus {corpus.name}: {tokens.train.documents:,} documents, "
         f"{len(tokens.train.tokens):,} training tokens; "

@@ -12,6 +12,7 @@ import jax
 
 from experiments import gpt_run, recipes
 from experiments.recipes import Variant
+from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
 from sparse_dataflow.errors import UserError
@@ -83,9 +84,9 @@ def begin(values, groups) -> Study:
     settings = types.SimpleNamespace(**{**_DEFAULTS, **asked})
     recipes.settle(settings, jax.default_backend(), chip.memory_bytes, sparse=True)
     asked |= {"scale": settings.scale, "dtype": settings.dtype}
-    corpus = load_corpus(values.corpus, gpt_run.CACHE)
+    corpus = load_corpus(values.corpus, cache.FOLDER)
     vocabulary = recipes.vocab_size(settings)
-    tokenizer = load_tokenizer(values.tokenizer, corpus, vocabulary, gpt_run.CACHE)
+    tokenizer = load_tokenizer(values.tokenizer, corpus, vocabulary, cache.FOLDER)
     return Study(asked, corpus, tokenizer, chip)
 
 

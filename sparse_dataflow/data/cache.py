@@ -13,6 +13,9 @@ from pathlib import Path
 
 from sparse_dataflow.errors import UserError
 
+FOLDER = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sparse_dataflow"
+"""Where prepared corpora, tokenizers and tokens are kept, where nobody says otherwise."""
+
 _STORAGE_ERRORS = {
     errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.ENAMETOOLONG,
     errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS,

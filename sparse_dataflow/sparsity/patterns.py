@@ -64,14 +64,7 @@ def make_layout(
     """
     if pattern not in PATTERNS:
         raise UserError(f"Pattern {pattern!r} is unknown; legal: {', '.join(sorted(PATTERNS))}.")
-    if block < 1 or in_features % block or out_features % block:
-        width = math.gcd(in_features, out_features)
-        legal = [b for b in range(8, min(width, 512) + 1) if width % b == 0]
-        raise UserError(
-            f"Block {block} does not divide a {in_features} x {out_features} weight; "
-            f"legal blocks up to 512: {', '.join(map(str, legal)) or 'none from 8 up'}."
-        )
-    in_blocks, out_blocks = in_features // block, out_features // block
+    in_blocks, out_blocks = _grid(in_features, out_features, block)
     ring = math.gcd(in_blocks, out_blocks)
     degree = round(density * ring)
     if degree < 1 or degree > ring or not math.isclose(degree, density * ring, rel_tol=1e-6):
@@ -87,9 +80,29 @@ def make_layout(
 
 
 def legal_densities(in_features: int, out_features: int, block: int) -> list[float]:
-    """The densities that `make_layout` accepts for this weight, ascending."""
-    ring = math.gcd(in_features // block, out_features // block)
+    """The densities that `make_layout` accepts for a weight, ascending: multiples of 1/ring.
+
+    Args:
+      in_features: rows of the weight, a multiple of block.
+      out_features: columns of the weight, a multiple of block.
+      block: side of a block, in features.
+
+    Raises:
+      UserError: if the block does not divide; the legal ones are named.
+    """
+    ring = math.gcd(*_grid(in_features, out_features, block))
     return [k / ring for k in range(1, ring + 1)]
+
+
+def _grid(in_features, out_features, block):
+    if block < 1 or in_features % block or out_features % block:
+        width = math.gcd(in_features, out_features)
+        legal = [b for b in range(8, min(width, 512) + 1) if width % b == 0]
+        raise UserError(
+            f"Block {block} does not divide a {in_features} x {out_features} weight; "
+            f"legal blocks up to 512: {', '.join(map(str, legal)) or 'none from 8 up'}."
+        )
+    return in_features // block, out_features // block
 
 
 def from_permutations(
