@@ -20,7 +20,7 @@ TPU_COMPILES := test_pallas_tpu_compiles.py test_splash_compiles.py test_step_co
 GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick nightly aot-tpu aot-gpu bench lint format lock clean FORCE
+.PHONY: help env demo test quick nightly aot-tpu aot-gpu bench lint format docs lock clean FORCE
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="--flag=value ..."] [VENV=.venv] [PYTHON=python3.12]'
@@ -64,6 +64,9 @@ lint: $(READY) ## check style
 format: $(READY) ## repair style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(READY) ## the API reference from the docstrings, as pages in build/docs
+	$(BIN)/python docs/api.py build/docs
 
 lock: $(READY) ## renew constraints.txt, the versions that CI installs
 	sh launch/lock.sh $(BIN)/python
