@@ -13,9 +13,7 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import cluster, describe, distributed
 from sparse_dataflow.execution import mesh as meshes
 from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
-from sparse_dataflow.execution.pipelined import Pipelined
-from sparse_dataflow.execution.sharded import Sharded
-from sparse_dataflow.execution.stages import divide
+from sparse_dataflow.execution.pipelined import executor_over
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.planning import memory
@@ -63,10 +61,8 @@ def executor(values) -> Executor:
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     else:
         mesh = meshes.make(sizes)
-    if not staged:
-        return Sharded(mesh, values.zero)
-    division = divide(SIZES[values.scale].num_layers, sizes["stage"], values.chunks)
-    return Pipelined(mesh, values.zero, division=division, schedule=values.schedule)
+    layers = SIZES[values.scale].num_layers
+    return executor_over(mesh, values.zero, layers, values.schedule, values.chunks)
 
 
 def _pipelines(values, stages):

@@ -4,7 +4,7 @@ import csv
 import dataclasses
 from pathlib import Path
 
-from experiments import planner_flags
+from experiments import layout_verify, planner_flags
 from experiments.layout_search import LARGEST_GRID
 from experiments.recipes import RECIPES
 from sparse_dataflow.errors import UserError
@@ -59,7 +59,9 @@ def run(asked) -> None:
         flat = priced.throughput.reshape(-1)
         found = [(c, flat[i]) for i, c in priced.ranked(TRIALS_KEPT)]
         print(f"{int(priced.legal.sum()):,} legal layouts of {choices.size:,}, all priced")
-    _print_best(request, found[:10])
+    best = [search.single(request.layout(choice)) for choice, _ in found[:10]]
+    said = layout_verify.verified(asked.scale, request, best, asked.verify)
+    _print_best(request, found[:10], said)
     _keep_trials(folder / "trials.csv", request, found)
     best = found[0][0]
     print(f"\n{search.single(request.layout(best))}")
@@ -91,19 +93,23 @@ def command(asked, request: search.Request, choice) -> str:
     return f"python -m experiments.{name} {' '.join(flags)}"
 
 
-def _print_best(request, found):
+def _print_best(request, found, verified):
     print(
         f"{'tokens/s/chip':>13} {'MFU':>6} {'GiB':>6}  {'data':>4} {'stage':>5} {'fsdp':>5} "
-        f"{'tensor':>6} {'micro':>5} {'accum':>5}  schedule, ZeRO, remat, limited by"
+        f"{'tensor':>6} {'micro':>5} {'accum':>5}  schedule, ZeRO, remat, limited by; compiled"
     )
-    for line in (row(request, choice, speed) for choice, speed in found):
+    alike = len(set(verified)) == 1
+    for (choice, speed), said in zip(found, verified):
+        line = row(request, choice, speed)
         print(
             f"{line['tokens_per_second_per_chip']:>13,.1f} {line['mfu']:>6.1%} {line['gib']:>6.1f}"
             f"  {line['data']:>4} {line['stage']:>5} {line['fsdp']:>5} {line['tensor']:>6} "
             f"{line['micro_batch']:>5} {line['accumulation']:>5}  {line['schedule']}"
             f"{'/' + str(line['chunks']) if line['chunks'] > 1 else ''}, {line['zero']}, "
-            f"{line['remat']}, {line['limit']}"
+            f"{line['remat']}, {line['limit']}; {'' if alike else said}".rstrip("; ")
         )
+    if alike:
+        print(f"by the compiler, all of them: {verified[0]}")
 
 
 def row(request, choice, speed) -> dict:

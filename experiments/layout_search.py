@@ -7,8 +7,9 @@ ZeRO, rematerialisation) by the planner's cost model, after arXiv 2312.12705.
     python -m experiments.layout_search --scale=13b --density=0.125 --hardware=h100 --chips=64
 
 Prints the ten best, the terms of the best one, how much each choice decides, and the command that
-runs it. Leaves OUT/trials.csv, OUT/sensitivity.png and OUT/roofline.png; a sampled search goes on
-where it was stopped.
+runs it; where the compiler for the chips is installed (make aot-tpu), the ten are compiled, and the
+table says which of them fit. Leaves OUT/trials.csv, OUT/sensitivity.png and OUT/roofline.png; a
+sampled search goes on where it was stopped.
 """
 
 from experiments import flags, planner_flags
@@ -54,6 +55,14 @@ SEARCH = Group(
             2000,
             "Layouts that optuna samples.",
             legal=planner_flags.AT_LEAST_ONE,
+        ),
+        Flag(
+            "verify",
+            "number",
+            10.0,
+            "Minutes in which the best ten are compiled for their chips (TPU v5e, v5p, v6e and "
+            "H200, where that compiler is installed); 0 compiles none.",
+            legal=("0 or more", lambda minutes: minutes >= 0),
         ),
         Flag("out", "text", "runs/layout_search", "Folder to make, or to go on in."),
     ),

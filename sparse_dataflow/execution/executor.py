@@ -79,6 +79,10 @@ class Executor(Protocol):
           batch: shapes of a whole batch by name.
         """
 
+    def rounds(self, model: ModelConfig, micro_batches: int) -> dict[str, float]:
+        """Name of a `jax.named_scope` in the step's program -> how often the busiest device goes
+        through the loop or branch in it, where the program alone does not tell."""
+
     def rows(self, batch: int) -> tuple[int, ...] | None:
         """Rows of a batch that this process loads; all where None."""
 
@@ -158,6 +162,10 @@ class OneDevice:
             "layout tables": tables if changing else {},
             "batch": batch,
         }
+
+    def rounds(self, model, micro_batches):
+        """See `Executor`."""
+        return {}
 
     def rows(self, batch):
         """See `Executor`."""

@@ -112,7 +112,8 @@ def make(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) 
     shape = [sizes[axis] for axis in AXES]
     groups, by_process = _groups(devices)
     if groups == 1:
-        return Mesh(mesh_utils.create_device_mesh(shape, devices), AXES)
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(grid, AXES)
     crossed = across(sizes, groups)
     inside = [size // other for size, other in zip(shape, crossed)]
     grid = mesh_utils.create_hybrid_device_mesh(

@@ -53,6 +53,33 @@ def make_plan(division: Division, schedule: Schedule) -> Plan:
     return Plan(division, schedule, allocate(schedule))
 
 
+BLOCKS = {
+    FORWARD: "forward_blocks",
+    RECOMPUTE: "recompute_blocks",
+    BACKWARD: "backward_blocks",
+    WEIGHTS: "weight_blocks",
+}
+"""Action -> the named scope of its loop over blocks."""
+
+TICKS, HEAD, EMBED, EMBEDDING = "pipeline_ticks", "head", "embed_input", "embedding_gradient"
+"""Other scopes: all ticks, the head with its gradient, the embedding, the embedding's gradient."""
+
+
+def rounds(plan: Plan) -> dict[str, float]:
+    """Named scope -> how often a step goes through it on the stage that does so most."""
+    schedule, held = plan.schedule, plan.division.held
+    found = {EMBED: float(schedule.micro_batches), HEAD: float(schedule.micro_batches)}
+    found[EMBEDDING] = float(schedule.micro_batches)
+    stages = np.arange(schedule.stages)[:, None]
+    for action, name in BLOCKS.items():
+        blocks = np.where(schedule.action == action, held[stages, schedule.chunk], 0)
+        found[name] = float(blocks.sum(axis=1).max())
+    for name in ("activation", "gradient"):
+        arrives = (getattr(plan.slots, f"{name}_arrives") >= 0).any(axis=0)
+        found[f"send_{name}"] = float(arrives.sum())
+    return found
+
+
 class Work(NamedTuple):
     """One stage's part of a model and of a batch.
 
@@ -147,7 +174,8 @@ def run_stage(plan: Plan, table: jax.Array, work: Work, axis: str = "stage"):
             state = acts[action](state, row)
         return state, None
 
-    state = lax.scan(tick, stage.start(), table)[0]
+    with jax.named_scope(TICKS):
+        state = lax.scan(tick, stage.start(), table)[0]
     return state.loss, state.gradients
 
 
@@ -210,7 +238,8 @@ class _Stage:
                 return buffer
             ring = [(stage, (stage + step) % stages) for stage in range(stages)]
             move = lambda: lax.ppermute(sent, self.axis, ring)  # noqa: E731
-            arrived = lax.cond(getattr(row, f"any_{name}_arrives") > 0, move, lambda: sent)
+            with jax.named_scope(f"send_{name}"):
+                arrived = lax.cond(getattr(row, f"any_{name}_arrives") > 0, move, lambda: sent)
             return _write(buffer, jnp.where(slot < 0, _read(buffer, slot), arrived), slot)
 
         return state._replace(
@@ -228,7 +257,7 @@ class _Stage:
             y, keep = self.actions.forward(*_here(number, (*self.layer(row, number), x)))
             return y, _write(saved, keep, row.saved, number) if self.trains else saved
 
-        x, saved = lax.fori_loop(0, self.times(row, FORWARD), layer, (x, state.saved))
+        x, saved = _loop(BLOCKS[FORWARD], self.times(row, FORWARD), layer, (x, state.saved))
 
         def head(number, carry):
             loss, embed, head, gradient = carry
@@ -240,9 +269,7 @@ class _Stage:
             return loss + more, embed, head, _write(gradient, dx, row.gradient)
 
         ends = state.loss, state.gradients["embed"], state.gradients["head"], state.gradient
-        loss, embed, head, gradient = lax.fori_loop(
-            0, self.times(row, FORWARD, part=-1), head, ends
-        )
+        loss, embed, head, gradient = _loop(HEAD, self.times(row, FORWARD, part=-1), head, ends)
         return state._replace(
             loss=loss,
             gradients=state.gradients | {"embed": embed, "head": head},
@@ -257,7 +284,8 @@ class _Stage:
         if self.plan.schedule.parts == 1:
             return embed()
         read = lambda: _read(state.activation, row.activation)  # noqa: E731
-        return lax.cond(self.times(row, FORWARD, part=0) > 0, embed, read)
+        with jax.named_scope(EMBED):
+            return lax.cond(self.times(row, FORWARD, part=0) > 0, embed, read)
 
     def recompute(self, state, row):
         """R of the row's part."""
@@ -269,7 +297,8 @@ class _Stage:
             return _write(recomputed, again, row.recomputed, number)
 
         times = self.times(row, RECOMPUTE)
-        return state._replace(recomputed=lax.fori_loop(0, times, layer, state.recomputed))
+        recomputed = _loop(BLOCKS[RECOMPUTE], times, layer, state.recomputed)
+        return state._replace(recomputed=recomputed)
 
     def backward(self, state, row):
         """B of the row's part, with the embedding's gradient after the first."""
@@ -285,16 +314,15 @@ class _Stage:
             return dx, _write(pending, keep, row.pending, number)
 
         dy = _read(state.gradient, row.gradient)
-        dx, pending = lax.fori_loop(0, times, layer, (dy, state.pending))
+        dx, pending = _loop(BLOCKS[BACKWARD], times, layer, (dy, state.pending))
 
         def embedding(number, gradient):
             own, dy = _here(number, (self.work.params["embed"], dx))
             _, pullback = jax.vjp(lambda params: self.embed(params, row.micro_batch), own)
             return jax.tree.map(jnp.add, gradient, pullback(dy)[0])
 
-        embed = lax.fori_loop(
-            0, self.times(row, BACKWARD, part=0), embedding, state.gradients["embed"]
-        )
+        first = self.times(row, BACKWARD, part=0)
+        embed = _loop(EMBEDDING, first, embedding, state.gradients["embed"])
         gradients = state.gradients | {"embed": embed}
         return state._replace(gradients=gradients, pending=pending, sent_backward=dx)
 
@@ -311,7 +339,7 @@ class _Stage:
             return jax.tree.map(lambda total, g: total.at[place].add(g), gradients, new)
 
         times = self.times(row, WEIGHTS)
-        blocks = lax.fori_loop(0, times, layer, state.gradients["blocks"])
+        blocks = _loop(BLOCKS[WEIGHTS], times, layer, state.gradients["blocks"])
         return state._replace(gradients=state.gradients | {"blocks": blocks})
 
     def times(self, row, action, part=None):
@@ -329,6 +357,12 @@ class _Stage:
     def layer(self, row, number):
         """(params, tables) of a block of the row's part."""
         return _read(self.blocks, self.place(row, number))
+
+
+def _loop(scope, times, body, carry):
+    """A loop whose length is data, under the name by which `rounds` tells how long it is."""
+    with jax.named_scope(scope):
+        return lax.fori_loop(0, times, body, carry)
 
 
 def _here(number, operands):

@@ -15,7 +15,7 @@ from sparse_dataflow.execution import mesh as meshes
 from sparse_dataflow.execution.mesh import BATCH_AXES
 from sparse_dataflow.execution.sharded import TABLES, Sharded, own_tables
 from sparse_dataflow.execution.sharding import COLUMN_PARALLEL
-from sparse_dataflow.execution.stages import Division, from_stages, to_stages
+from sparse_dataflow.execution.stages import Division, divide, from_stages, to_stages
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.linear import Probe
 
@@ -136,6 +136,10 @@ class Pipelined(Sharded):
         norms = self._mapped(local, specs, found)(pipeline.rows(plan), params, tables, tokens)
         return from_stages(self.division, norms)
 
+    def rounds(self, model, micro_batches):
+        """See `Executor`."""
+        return pipeline.rounds(self._plan(model, micro_batches))
+
     def _plan(self, model, micro_batches):
         stages, chunks = self.division.stages, self.division.chunks
         again = model.remat == "full"
@@ -226,3 +230,23 @@ def _probed_block(model, shard, axes, norms, held, x):
     params, tables = held
     probes = {name: Probe(tables[name], norms[name], axes) for name in tables}
     return gpt.block(model, params, probes, x, shard)
+
+
+def executor_over(
+    mesh: jax.sharding.Mesh, zero: int, num_layers: int, schedule: str, chunks: int
+) -> Sharded:
+    """`Pipelined` where the mesh has stages, else `Sharded`.
+
+    Args:
+      mesh: with all of `mesh.AXES`.
+      zero: see `sharding.ZERO`.
+      num_layers: of the model.
+      schedule: of a pipeline, like `chunks`.
+
+    Raises:
+      UserError: the layers cannot be divided over the stages.
+    """
+    if mesh.shape["stage"] == 1:
+        return Sharded(mesh, zero)
+    division = divide(num_layers, mesh.shape["stage"], chunks)
+    return Pipelined(mesh, zero, division=division, schedule=schedule)

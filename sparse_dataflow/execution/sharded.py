@@ -211,6 +211,10 @@ class Sharded:
             "batch": abstract(batch, P(BATCH_AXES)),
         }
 
+    def rounds(self, model, micro_batches):
+        """See `Executor`."""
+        return {}
+
     def rows(self, batch):
         """See `Executor`."""
         return meshes.rows_here(self.mesh, batch)

@@ -64,7 +64,8 @@ class MemoryPlan:
       gradients: float32; twice where micro-batches are accumulated.
       moments: Adam's two, float32.
       layout_tables: index tables of block-sparse weights.
-      activations: what the forward keeps for the backward, and the working set of one block.
+      activations: what the forward keeps for the backward.
+      working_set: what one block needs while it computes, and the head's input and gradient.
       logits: one chunk of logits and its gradient, float32.
     """
 
@@ -74,6 +75,7 @@ class MemoryPlan:
     moments: int
     layout_tables: int
     activations: int
+    working_set: int
     logits: int
 
     @property
@@ -143,7 +145,8 @@ def training_bytes(
         gradients=parameters * MASTER_BYTES * (2 if accumulation > 1 else 1),
         moments=parameters * MASTER_BYTES * ADAM_MOMENTS,
         layout_tables=table_bytes(config, stored_density),
-        activations=tokens * (config.num_layers * held.kept + held.working + held.ends),
+        activations=tokens * config.num_layers * held.kept,
+        working_set=tokens * (held.working + held.ends),
         logits=2 * min(tokens, logits_chunk) * config.vocab_size * 4,
     )
 

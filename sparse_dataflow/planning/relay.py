@@ -154,7 +154,7 @@ def plan(
         "two blocks": 2 * (block * compute + tables),
         "their gradients": block * (2 * compute + accumulated),
         "boundaries": boundary * ((model.num_layers + 3) if stash == "device" else 5),
-        "inside a block": max(micro.activations, micro.logits),
+        "inside a block": max(micro.activations + micro.working_set, micro.logits),
     }
     held = parameters if clipping == "exact" else rest + 3 * block
     copied = parameters * compute if pinned or compute != MASTER_BYTES else 0

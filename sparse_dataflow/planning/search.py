@@ -102,7 +102,7 @@ def space(request: Request) -> Space:
         {
             "tensor": _powers(min(chips, _LARGEST["tensor"])),
             "stage": tuple(stages),
-            "data": tuple(n for n in _powers(_LARGEST["data"]) if chips % n == 0),
+            "data": tuple(n for n in _copies(chips) if chips % n == 0),
             "micro_batch": _powers(_LARGEST["micro_batch"]),
             "chunks": tuple(chunks),
             "schedule": tuple(BUBBLES),
@@ -324,6 +324,13 @@ def _uneven_blocks(config, tensor):
 
 def _divisors(number: int) -> Sequence[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _copies(chips: int) -> list[int]:
+    """Powers of two, and these times the odd part of the chips, which no layer's width divides."""
+    odd = chips // (chips & -chips)
+    counts = {n * factor for n in _powers(_LARGEST["data"]) for factor in (1, odd)}
+    return sorted(n for n in counts if n <= _LARGEST["data"])
 
 
 def _powers(largest: int) -> tuple[int, ...]:

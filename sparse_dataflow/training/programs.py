@@ -16,12 +16,11 @@ from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, Stage
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.phases import probed_rows
 from sparse_dataflow.training.step import (
-    StepReport,
     abstract_state,
     group_norms,
     initial_state,
+    jitted_train_step,
     make_eval_step,
-    make_train_step,
 )
 from sparse_dataflow.training.transitions import change_model, update_layouts
 
@@ -129,14 +128,9 @@ def _compiled(stage, training, data, executor):
     fixed = None if given else canonical
     shapes = executor.placed_shapes(abstract_state(model, training, executor))
     shapes = shapes._replace(tables=given)
-    train_step = make_train_step(model, training, fixed, executor)
-    eval_step = make_eval_step(model, fixed, executor)
     told = executor.replicated()
-    laid_out = executor.shardings(shapes._replace(tables=()))
-    if laid_out is not None:
-        laid_out = laid_out._replace(tables=None), StepReport(told, told)
-    train_step = jax.jit(train_step, donate_argnums=0, out_shardings=laid_out)
-    eval_step = jax.jit(eval_step, out_shardings=told)
+    train_step = jitted_train_step(model, training, fixed, executor, shapes)
+    eval_step = jax.jit(make_eval_step(model, fixed, executor), out_shardings=told)
     batch = executor.put(data.train[0], data.train.batch_size)
     held_out = executor.put(data.validation[0], data.validation.batch_size)
     windows = held_out["tokens"], held_out["weights"]

@@ -114,6 +114,27 @@ def make_train_step(
     return train_step
 
 
+def jitted_train_step(
+    model: ModelConfig,
+    training: TrainingConfig,
+    tables: dict | None,
+    executor: Executor,
+    shapes: TrainState,
+) -> Callable:
+    """`make_train_step`, jitted: the state is donated, and its results lie where it lay.
+
+    Args:
+      model: as for `make_train_step`, like `training`, `tables` and `executor`.
+      shapes: of the state, as the executor places it.
+    """
+    step = make_train_step(model, training, tables, executor)
+    told = executor.replicated()
+    laid_out = executor.shardings(shapes._replace(tables=()))
+    if laid_out is not None:
+        laid_out = laid_out._replace(tables=None), StepReport(told, told)
+    return jax.jit(step, donate_argnums=0, out_shardings=laid_out)
+
+
 def make_eval_step(
     model: ModelConfig, tables: dict | None = None, executor: Executor = ONE_DEVICE
 ) -> Callable:

@@ -1,17 +1,15 @@
 """Depth is free: the relay for 4 and for 400 blocks, compiled for a TPU v5e with 16 GB."""
 
 import dataclasses
-import os
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from sparse_dataflow.execution import relay_programs
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
-from sparse_dataflow.planning import relay
+from sparse_dataflow.planning import relay, topologies
 from sparse_dataflow.planning.chips import GIGA
 
 pytest.importorskip(
@@ -34,21 +32,11 @@ MODELS = {
     "dense": MODEL,
     "sparse": MODEL.with_linears(LinearSpec("block_sparse", "monarch", density=0.125, block=128)),
 }
-SETTINGS = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 
 
 @pytest.fixture(scope="module")
 def mesh():
-    with pytest.MonkeyPatch.context() as patch:
-        for variable, value in SETTINGS.items():
-            if variable not in os.environ:
-                patch.setenv(variable, value)
-        chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    chips = topologies.tpu_devices("v5e:2x2")
     return Mesh(np.array(chips[:1]), (relay_programs.DATA_AXIS,))
 
 

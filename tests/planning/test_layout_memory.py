@@ -59,8 +59,9 @@ def test_published_runs_fit_their_chips():
                 continue  # offloads activations to the host
             layout = dataclasses.replace(row.layout, sequence_parallel=True)
             held = float(layout_bytes(row.config, row.sequence, layout).total)
-            # They keep gradients, some also moments, in bfloat16; this project in float32.
-            assert held < 1.6 * row.chip.memory_bytes, (source, row.name)
+            # They keep gradients, some also moments, in bfloat16, this project in float32; and its
+            # pipeline hands on more.
+            assert held < 2 * row.chip.memory_bytes, (source, row.name)
 
 
 @given(

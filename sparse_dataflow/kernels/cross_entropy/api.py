@@ -11,10 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.cross_entropy import vocabulary
 
 CHUNK = 512
 """Tokens whose logits are held at once."""
+
+UNROLL_CHUNKS = 4
+"""Most chunks that a program for a CPU writes out."""
 
 
 def token_scores(
@@ -39,8 +43,8 @@ def token_scores(
         largest = vocabulary.largest(logits, axis)
         return vocabulary.logsumexp(logits, axis) - target, target >= largest
 
-    losses, largest = zip(*(chunk(*c) for c in _chunks(x, targets)))
-    return jnp.concatenate(losses), jnp.concatenate(largest)
+    _, found = _over_chunks(lambda carry, part: (carry, chunk(*part)), (), (x, targets))
+    return found
 
 
 def token_losses(
@@ -71,20 +75,25 @@ def _share(total, axis):
 
 
 def _forward(x, embedding, targets, weights, axis):
-    losses, dxs = [], []
-    dembedding = jnp.zeros(embedding.shape, _wide(x.dtype))
-    for xc, tc, wc in _chunks(x, targets, weights):
+    def chunk(total, part):
+        loss, dembedding = total
+        xc, tc, wc = part
         logits = _logits(xc, embedding)
         lse = vocabulary.logsumexp(logits, axis)
         rows = vocabulary.own_rows(tc, len(embedding), axis)
-        losses.append(jnp.sum((lse - vocabulary.at(logits, rows, axis)) * wc))
+        loss += jnp.sum((lse - vocabulary.at(logits, rows, axis)) * wc)
         hit = jnp.arange(len(embedding)) == rows[:, None]
         dlogits = ((jnp.exp(logits - lse[:, None]) - hit) * wc[:, None]).astype(x.dtype)
-        dxs.append(jnp.matmul(dlogits, embedding))
+        dx = jnp.matmul(dlogits, embedding)
         dembedding += lax.dot_general(
             dlogits, xc, (((0,), (0,)), ((), ())), preferred_element_type=_wide(x.dtype)
         )
-    return _share(sum(losses), axis), (jnp.concatenate(dxs), dembedding.astype(embedding.dtype))
+        return (loss, dembedding), dx
+
+    wide = _wide(x.dtype)
+    total = jnp.zeros((), jnp.promote_types(wide, weights.dtype)), jnp.zeros(embedding.shape, wide)
+    (loss, dembedding), dx = _over_chunks(chunk, total, (x, targets, weights))
+    return _share(loss, axis), (dx, dembedding.astype(embedding.dtype))
 
 
 def _backward(axis, saved, cotangent):
@@ -110,9 +119,23 @@ def _logits(x, embedding):
     )
 
 
-def _chunks(*arrays):
-    tokens = len(arrays[0])
-    return [
-        tuple(lax.slice_in_dim(a, start, min(start + CHUNK, tokens)) for a in arrays)
-        for start in range(0, tokens, CHUNK)
-    ]
+def _over_chunks(step, carry, arrays):
+    """(carry, results of all tokens) of `step(carry, chunk's arrays)`, one chunk after the other.
+
+    Scanned but for a few chunks on a CPU: chunks written out may be computed side by side, and a
+    GPU's compiler then holds a gradient of the whole embedding for each.
+    """
+    whole = len(arrays[0]) // CHUNK
+    few = UNROLL_CHUNKS if dispatch.platform() == "cpu" else 1
+    parts, start = [], 0
+    if whole > few:
+        start = whole * CHUNK
+        stacked = tuple(a[:start].reshape(whole, CHUNK, *a.shape[1:]) for a in arrays)
+        carry, found = lax.scan(step, carry, stacked)
+        parts.append(jax.tree.map(lambda a: a.reshape(start, *a.shape[2:]), found))
+    while start < len(arrays[0]):
+        end = min(start + CHUNK, len(arrays[0]))
+        carry, found = step(carry, tuple(a[start:end] for a in arrays))
+        parts.append(found)
+        start = end
+    return carry, jax.tree.map(lambda *found: jnp.concatenate(found), *parts)
