@@ -251,12 +251,10 @@ def _memory(plan, found) -> str:
 
 def _flops(found) -> str:
     silent = found["kernels_without_flops"]
-    more = f", without {', '.join(silent)}, which say none" if silent else ""
-    share = found["model_flops"] / found["flops"]
-    return (
-        f"{found['flops'] / 1e12:,.1f} TFLOP a chip and step{more}; the model alone is "
-        f"{share:.0%} of them"
-    )
+    said = f"{found['flops'] / 1e12:,.1f} TFLOP a chip and step"
+    if silent:
+        return f"{said}, without {', '.join(silent)}, which say none"
+    return f"{said}; the model alone is {found['model_flops'] / found['flops']:.0%} of them"
 
 
 def _collectives(found) -> str:

@@ -13,6 +13,7 @@ from sparse_dataflow.planning import (
     cost,
     layout_memory,
     sampling,
+    sampling_deephyper,
     search,
     sensitivity,
     step_time,
@@ -22,6 +23,11 @@ from sparse_dataflow.planning.run_layout import RunLayout
 from sparse_dataflow.reporting import planner_figures
 
 TRIALS_KEPT = 1000
+SAMPLERS = {
+    "optuna": (sampling.sample, "trials.journal"),
+    "deephyper": (sampling_deephyper.sample, "trials.deephyper.jsonl"),
+}
+"""Engine -> (what samples, the file that keeps its trials)."""
 
 
 def run(asked) -> None:
@@ -44,9 +50,11 @@ def run(asked) -> None:
     choices = search.space(request)
     folder = Path(asked.out)
     folder.mkdir(parents=True, exist_ok=True)
-    sampled = asked.engine == "optuna" or (asked.engine == "auto" and choices.size > LARGEST_GRID)
+    sampled = asked.engine in SAMPLERS
+    sampled = sampled or (asked.engine == "auto" and choices.size > LARGEST_GRID)
     if sampled:
-        found = sampling.sample(request, choices, asked.trials, folder / "trials.journal")
+        sample, journal = SAMPLERS.get(asked.engine, SAMPLERS["optuna"])
+        found = sample(request, choices, asked.trials, folder / journal)
         if not found:
             raise UserError(
                 f"None of {asked.trials} sampled layouts is legal; legal: more --trials, or "

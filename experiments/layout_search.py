@@ -16,7 +16,7 @@ from experiments import flags, planner_flags
 from experiments.command_line import Flag, Group
 from sparse_dataflow.models.sizes import SIZES
 
-ENGINES = ("auto", "exhaustive", "optuna")
+ENGINES = ("auto", "exhaustive", "optuna", "deephyper")
 LARGEST_GRID = 5_000_000
 
 SEARCH = Group(
@@ -46,14 +46,14 @@ SEARCH = Group(
             "engine",
             "choice",
             "auto",
-            f"auto prices all layouts up to {LARGEST_GRID:,}, and samples beyond.",
+            f"auto prices all layouts up to {LARGEST_GRID:,}, and samples beyond, with optuna.",
             lambda: ENGINES,
         ),
         Flag(
             "trials",
             "integer",
             2000,
-            "Layouts that optuna samples.",
+            "Layouts that optuna or deephyper samples.",
             legal=planner_flags.AT_LEAST_ONE,
         ),
         Flag(

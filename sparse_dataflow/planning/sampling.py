@@ -56,7 +56,7 @@ def sample(
             name: levels[trial.suggest_int(name, 0, len(levels) - 1)]
             for name, levels in choices.levels.items()
         }
-        throughput, violations = _priced(request, choice)
+        throughput, violations = priced(request, choice)
         trial.set_user_attr("choice", choice)
         for reason, amount in violations.items():
             trial.set_constraint(reason, amount)
@@ -72,7 +72,7 @@ def sample(
     return sorted(found.values(), key=lambda pair: -pair[1])
 
 
-def _priced(request, choice) -> tuple[float, dict[str, float]]:
+def priced(request: Request, choice: dict) -> tuple[float, dict[str, float]]:
     """Tokens a second and chip; reason in BLOCKS -> above 0 where it blocks, by how much."""
     layout = request.layout(choice)
     seconds = search.explain(request, choice).total

@@ -48,8 +48,8 @@ def _flops(jaxpr, times, rounds, silent):
             left = equation.invars[0].aval.shape
             width = math.prod(left[axis] for axis in contracted)
             total += times * 2 * equation.outvars[0].aval.size * width
-        elif name == "pallas_call":
-            estimate = params.get("cost_estimate")
+        elif "cost_estimate" in params:  # a Pallas kernel, on a TPU or a GPU
+            estimate = params["cost_estimate"]
             kernel = _kernel(params)
             if estimate is not None:
                 total += times * estimate.flops
@@ -89,8 +89,8 @@ def _scores(equation):
     """FLOPs of one product of the size of the scores, the causal half of it."""
     arrays = [v.aval for v in equation.invars if len(v.aval.shape) == 4]
     query = next(a.shape for a in arrays if jnp.issubdtype(a.dtype, jnp.floating))
-    cudnn = equation.primitive.name != "pallas_call"
-    tokens = query[1] if cudnn else query[2]
+    # Pallas kernels have the heads before the tokens, cuDNN after them.
+    tokens = query[2 if "cost_estimate" in equation.params else 1]
     return math.prod(query) * tokens
 
 

@@ -1,6 +1,7 @@
 """The planner's experiments from end to end, in this process: what they print, keep and refuse."""
 
 import csv
+import sys
 
 import pytest
 from absl import flags as absl_flags
@@ -43,17 +44,29 @@ def test_layout_search_prints_the_best_and_the_command(tmp_path, capsys):
         assert (tmp_path / name).stat().st_size > 10_000
 
 
-def test_a_sparse_sampled_search_goes_on(tmp_path, capsys):
-    pytest.importorskip("optuna")
-    asked = ("--scale=1.3b", "--chips=8", "--batch=256", "--density=0.125", "--engine=optuna")
+@pytest.mark.parametrize(
+    ("engine", "journal"), [("optuna", "trials.journal"), ("deephyper", "trials.deephyper.jsonl")]
+)
+def test_a_sparse_sampled_search_goes_on(engine, journal, tmp_path, capsys):
+    pytest.importorskip(engine)
+    asked = ("--scale=1.3b", "--chips=8", "--batch=256", "--density=0.125", f"--engine={engine}")
     for trials in (25, 40):
         assert run(layout_search, *asked, f"--trials={trials}", f"--out={tmp_path}") == 0
         said = capsys.readouterr().out
         assert f"legal layouts of {trials} sampled" in said
         assert "experiments.gpt13b_sparse --scale=1.3b" in said and "--density=0.125" in said
-    assert (tmp_path / "trials.journal").exists()
+    assert (tmp_path / journal).exists()
     assert run(layout_search, *asked, "--chips=4", f"--out={tmp_path}") == 2
     assert "another request" in capsys.readouterr().err
+
+
+def test_an_engine_that_is_not_installed_is_answered_with_those_that_are(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, "deephyper.hpo", None)
+    asked = ("--scale=1.3b", "--chips=8", "--batch=256", "--engine=deephyper")
+    assert run(layout_search, *asked, f"--out={tmp_path}") == 2
+    assert "legal without it: auto, exhaustive, optuna" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""Searches a space too large to price whole with DeepHyper, as arXiv 2312.12705 did (section 4).
+
+What blocks a layout is told to DeepHyper as a failure by name ("F_memory"), which its surrogate
+model takes for the worst throughput seen.  Trials are kept as JSON lines, so a search that was
+stopped goes on.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.planning.sampling import priced
+from sparse_dataflow.planning.search import Request, Space
+
+ASKED_AT_ONCE = 10
+"""Trials between two fits of the surrogate model."""
+
+
+def sample(
+    request: Request, choices: Space, trials: int, journal: Path | None = None, seed: int = 0
+) -> list[tuple[dict, float]]:
+    """As `sampling.sample`, by DeepHyper's Bayesian optimisation.
+
+    Raises:
+      UserError: DeepHyper is not installed, or the journal is of another request.
+    """
+    try:
+        from deephyper.hpo import CBO, HpProblem
+    except ImportError:
+        raise UserError(
+            "--engine=deephyper needs DeepHyper: install the extra, pip install "
+            "sparse_dataflow[deephyper]; legal without it: auto, exhaustive, optuna."
+        ) from None
+    made = _kept(journal, request)
+    problem = HpProblem()
+    for name, levels in choices.levels.items():
+        problem.add_hyperparameter((0, max(len(levels) - 1, 1)), name)
+    with tempfile.TemporaryDirectory() as folder:
+        # It leaves its own records in a folder; ours are in the journal.
+        study = CBO(problem, random_state=seed + len(made), log_dir=folder, verbose=0)
+        if made:
+            study.tell([(at, _objective(speed, blocked)) for at, speed, blocked in made])
+        while len(made) < trials:
+            told = []
+            for at in study.ask(min(ASKED_AT_ONCE, trials - len(made))):
+                at = {name: int(index) for name, index in at.items()}
+                speed, violations = priced(request, _choice(choices, at))
+                blocked = max(violations, key=violations.get)
+                blocked = blocked if violations[blocked] > 0 else ""
+                made.append((at, speed, blocked))
+                told.append((at, _objective(speed, blocked)))
+            study.tell(told)
+            _keep(journal, request, made)
+    found = {}
+    for at, speed, blocked in made:
+        if not blocked:
+            choice = _choice(choices, at)
+            found[tuple(choice.values())] = (choice, speed)
+    return sorted(found.values(), key=lambda pair: -pair[1])
+
+
+def _choice(choices, at):
+    """Indices of levels -> their values; of a choice with one level any index is that one."""
+    return {name: levels[min(at[name], len(levels) - 1)] for name, levels in choices.levels.items()}
+
+
+def _objective(speed, blocked):
+    return f"F_{blocked}" if blocked else speed
+
+
+def _kept(journal, request):
+    if journal is None or not journal.exists():
+        return []
+    first, *lines = journal.read_text().splitlines()
+    if json.loads(first) != f"{request}":
+        raise UserError(f"{journal} holds trials of another request; name another --out.")
+    return [tuple(json.loads(line)) for line in lines]
+
+
+def _keep(journal, request, made):
+    if journal is not None:
+        lines = [json.dumps(one) for one in (f"{request}", *made)]
+        partial = journal.with_suffix(".partial")
+        partial.write_text("\n".join(lines) + "\n")
+        partial.replace(journal)
