@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import gpt_run, memory_check, step_plan, study
+from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.reporting.panels import save_bars
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import refuse_unfit, run_flops
@@ -55,6 +56,9 @@ def run(values, groups, arms: dict[str, dict | None]) -> None:
 
 def _variant(begun, arms, arm, seed=0):
     changes = arms[arm]
+    if changes and "rank" in changes:
+        width = SIZES[begun.asked["scale"]].d_model
+        changes = {**changes, "rank": max(1, round(changes["rank"] * width))}
     return begun.variant(BASELINE if changes is None else "sparse", seed=seed, **(changes or {}))
 
 

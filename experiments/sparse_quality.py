@@ -10,8 +10,8 @@ learning-rate schedule, never a curve cut short:
 
 Each arm learns at its scale's recipe: one rate for dense models, one for sparse ones.
 
-    python -m experiments.sparse_quality --scale=pico --block=16 --steps=300      two cores: minutes
-    python -m experiments.sparse_quality --steps=400 --seeds=3                    two cores: hours
+    python -m experiments.sparse_quality --scale=pico --block=8 --steps=5000       two cores: hours
+    python -m experiments.sparse_quality --steps=400 --equal=seconds              two cores: hours
     python -m experiments.sparse_quality --scale=125m --steps=20000 --corpus=...  a GPU
 
 Leaves OUT/quality.json and OUT/quality.md; the same command goes on where it was stopped.
@@ -20,19 +20,20 @@ Leaves OUT/quality.json and OUT/quality.md; the same command goes on where it wa
 from experiments import flags
 from experiments.command_line import Flag, Group
 
+# A rank is relative to the width of the model.
 ARMS = {
     "dense": None,
     "static_pixelfly": {"pattern": "pixelfly"},
     "static_cyclic": {"pattern": "cyclic"},
     "static_random": {"pattern": "random"},
     "static_monarch": {"pattern": "monarch"},
-    "low_rank": {"pattern": "pixelfly", "rank": 64},
+    "low_rank": {"pattern": "random", "rank": 1 / 16},
     "set": {"pattern": "random", "evolution": "set"},
     "rigl": {"pattern": "random", "evolution": "rigl"},
     "gradual": {"evolution": "gradual"},
-    "sparse_to_dense_50": {"evolution": "sparse_to_dense", "evolve_at": 0.5},
-    "sparse_to_dense_70": {"evolution": "sparse_to_dense", "evolve_at": 0.7},
-    "sparse_to_dense_90": {"evolution": "sparse_to_dense", "evolve_at": 0.9},
+    "sparse_to_dense_50": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.5},
+    "sparse_to_dense_70": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.7},
+    "sparse_to_dense_90": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.9},
 }
 EQUAL = ("tokens", "flops", "seconds")
 
