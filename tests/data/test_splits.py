@@ -1,7 +1,7 @@
 import hashlib
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.data.documents import Document
@@ -11,7 +11,6 @@ from sparse_dataflow.errors import UserError
 ids = st.lists(st.text(max_size=8), min_size=2, max_size=60, unique=True)
 
 
-@settings(deadline=None)
 @given(st.text(max_size=20))
 def test_the_hashed_rule_is_the_stated_one(name):
     first = hashlib.sha256(name.encode()).digest()[:8]
@@ -23,7 +22,6 @@ def test_about_one_in_twenty_is_held_out():
     assert 900 < held_out < 1100
 
 
-@settings(deadline=None)
 @given(ids)
 def test_every_document_lands_in_one_split_and_neither_is_empty(names):
     split = split_for(names)
@@ -32,7 +30,6 @@ def test_every_document_lands_in_one_split_and_neither_is_empty(names):
     assert {parts[0][0] for parts in landed} == {"train", "validation"}
 
 
-@settings(deadline=None)
 @given(ids, st.randoms())
 def test_the_split_does_not_depend_on_order(names, random):
     shuffled = random.sample(names, len(names))
@@ -49,7 +46,6 @@ def test_adding_documents_moves_none_of_the_others():
     assert held_out(few) == held_out(many) & set(few) != set()
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8"), min_size=2, max_size=400))
 def test_a_single_document_is_cut_without_loss(text):
     parts = dict(split_for(["only"]).parts(Document("only", text)))

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.data import tokenizer as tokenizer_module
@@ -41,7 +41,6 @@ def either(request, small):
     return small if request.param == "bpe" else gpt2_tokenizer()
 
 
-@settings(deadline=None)
 @given(text=unicode)
 def test_every_text_round_trips(either, text):
     ids = either.encode(text)
@@ -55,13 +54,11 @@ def test_tricky_texts_round_trip(either, text):
     assert either.decode(either.encode(text)) == text
 
 
-@settings(deadline=None)
 @given(text=unicode)
 def test_token_bytes_add_up_to_the_text(either, text):
     assert either.token_bytes[either.encode(text)].sum() == len(text.encode())
 
 
-@settings(deadline=None)
 @given(texts=st.lists(unicode, max_size=5))
 def test_a_batch_is_its_texts(either, texts):
     batch = either.encode_batch(texts)
@@ -73,7 +70,6 @@ def test_a_batch_is_its_texts(either, texts):
 lines = st.lists(st.sampled_from(["word", " ", "\n", "\n\n", "  if x:\n", "é\n", "\t", "1\r\n"]))
 
 
-@settings(deadline=None)
 @given(parts=lines)
 def test_long_texts_are_cut_where_no_token_changes(either, parts):
     text = "".join(parts)

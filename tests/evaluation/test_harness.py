@@ -35,7 +35,7 @@ def remembering(into):
     return scorer
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.text(max_size=20), st.text("ab \n", min_size=1, max_size=9)),
                 min_size=1, max_size=4))  # fmt: skip
 def test_text_becomes_the_tokens_that_lm_eval_would_make(tokenizer, pairs):

@@ -37,7 +37,7 @@ def test_incremental_logits_are_those_of_the_whole_text(config):
     weights = kv_cache.prepare(config, params, tables)
     whole_logits = jax.jit(lambda params, tokens: whole.logits(config, params, tables, tokens))
 
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=10)
     @given(
         lengths=st.lists(st.integers(1, WIDTH), min_size=ROWS, max_size=ROWS),
         seed=st.integers(0, 99),

@@ -21,7 +21,7 @@ def table(tokens, strength):
     return unigram, mixed / mixed.sum(axis=1, keepdims=True)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6))
 def test_scores_are_the_formulas(seed):
     rng = np.random.default_rng(seed)

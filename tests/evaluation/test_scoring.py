@@ -76,7 +76,7 @@ def counting(shapes):
     return forward
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 128)), max_size=200),
        st.sampled_from([1, 2, 4]))  # fmt: skip
 def test_few_shapes_and_every_answer_in_its_place(sizes, parts):
@@ -122,7 +122,7 @@ def test_a_pass_over_every_length_compiles_a_few_programs(trained):
     assert len(compiled) == first  # Other tokens of these lengths need none.
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=12), st.integers(1, 4))
 def test_bucket_lengths_pad_the_least(lengths, most):
     found = bucket_lengths(lengths, 64, most)

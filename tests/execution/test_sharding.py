@@ -54,7 +54,7 @@ def bytes_of(tree):
     return sum(math.prod(s.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, s in tree)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(drawn_meshes(), st.integers(0, 3), st.sampled_from((DENSE, SPARSE)))
 def test_arrays_are_cut_evenly_and_zero_deals_out_what_it_says(mesh, zero, model):
     params, moments = map(bytes_of, laid_out(model, mesh, zero))

@@ -37,7 +37,7 @@ def watch(event, arguments):
     if what == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     elif what == "SIGINT again":
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + 600
         while signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             assert time.monotonic() < give_up, "the first SIGINT was not noted"
             time.sleep(0.01)

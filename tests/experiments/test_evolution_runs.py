@@ -71,7 +71,7 @@ def check_report(folder, method):
 @pytest.mark.slow
 def test_minutes_are_planned_from_both_phases(job, tmp_path):
     folder = tmp_path / "run"
-    flags = ("--scale=pico", "--block=16", "--density=0.25", "--minutes=0.02", "--notwin")
+    flags = ("--scale=pico", "--block=16", "--density=0.25", "--minutes=0.05", "--notwin")
     evolution = ("--evolution=sparse_to_dense", f"--corpus={job.corpus}", f"--out={folder}")
     done = job.run(*flags, *evolution)
     assert done.returncode == 0, done.stderr

@@ -106,7 +106,7 @@ def test_a_users_own_pattern_is_legal(monkeypatch):
         },
     )
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_flags_survive_json_and_the_command_line(chosen):
     def write(value):
         return ",".join(value) if isinstance(value, set | list) else value

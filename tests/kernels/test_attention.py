@@ -42,7 +42,7 @@ def exact_attention(query, key, value):
 
 
 @pytest.mark.parametrize("name", ["reference", "xla"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     st.tuples(
         st.integers(1, 3), st.integers(1, 20), st.integers(1, 4), st.sampled_from([1, 8, 16])

@@ -189,7 +189,7 @@ def assert_close(actual, operands, layout):
 
 @every_implementation
 def test_products_match_the_dense_product(implementation):
-    @settings(max_examples=implementation.examples, deadline=None)
+    @settings(max_examples=implementation.examples)
     @given(case=cases(implementation))
     def check(case):
         operands = draw_operands(case.layout, case.tokens, case.dtype, case.seed)

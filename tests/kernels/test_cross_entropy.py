@@ -54,7 +54,7 @@ TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 2e-2}
 
 
 @pytest.mark.parametrize("module", [reference, api], ids=["reference", "chunked"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     tokens=st.sampled_from([1, 5, 8, 9, 16, 23]),
     d_model=st.integers(1, 9),

@@ -25,7 +25,7 @@ def precision(dtype):
     return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     hnp.arrays(np.float64, (2, 8), elements=st.floats(-8, 8, width=32)),
     st.sampled_from(["float64", "float32", "bfloat16"]),

@@ -73,7 +73,7 @@ def test_any_layout_runs_fused_in_one_program():
         programs.append(1)
         return fused(pallas_hopper, *operands)
 
-    @settings(max_examples=3, deadline=None)
+    @settings(max_examples=3)
     @given(places=st.permutations(range(in_blocks * out_blocks)), seed=st.integers(0, 99))
     def check(places, seed):
         mask = np.zeros(in_blocks * out_blocks, bool)
@@ -214,7 +214,7 @@ def test_parts_of_a_float32_sum_to_it():
     np.testing.assert_allclose(total, x, rtol=2**-24)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     mask=hnp.arrays(bool, hnp.array_shapes(min_dims=2, max_dims=2, max_side=7)),
     width=st.sampled_from([1, 2, 4]),
@@ -266,7 +266,7 @@ def test_lines_lie_side_by_side_where_that_is_faster():
     assert chosen == {"monarch": [2, 2, 2], "random": [1, 1, 1]}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=6), padding=st.integers(0, 9))
 def test_the_stored_blocks_of_a_line_are_counted(counts, padding):
     fan = max(1, max(counts) + padding)

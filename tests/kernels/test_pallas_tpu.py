@@ -34,7 +34,7 @@ def test_any_layout_runs_fused_in_one_program(block, dtype):
         programs.append(1)
         return fused(pallas_tpu, *operands)
 
-    @settings(max_examples=6, deadline=None)
+    @settings(max_examples=6)
     @given(places=st.permutations(range(in_blocks * out_blocks)), seed=st.integers(0, 99))
     def check(places, seed):
         mask = np.zeros(in_blocks * out_blocks, bool)
@@ -90,7 +90,6 @@ def test_weight_gradients_add_into_a_float32_accumulator(shape, block, dtype):
     assert_all_close([total], [accumulator + layout.from_dense(dense)], np.float32)
 
 
-@settings(deadline=None)
 @given(
     mask=hnp.arrays(bool, hnp.array_shapes(min_dims=2, max_dims=2, max_side=9)),
     ratio=st.sampled_from([1, 2, 4]),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eight_devices import on_eight_devices
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from simulated import targeted_tpu
@@ -66,7 +66,6 @@ def cuts(draw):
     return BlockLayout.from_mask(mask if by_columns else mask.T, 2), shards, by_columns
 
 
-@settings(deadline=None)
 @given(cuts())
 def test_shards_together_are_the_layout(drawn):
     layout, shards, by_columns = drawn

@@ -121,7 +121,7 @@ def assert_close(actual, right, dtype):
         np.testing.assert_allclose(np.asarray(result, np.float64), expected, atol=atol, rtol=0)
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16)
 @given(
     drawn_layouts(),
     st.sampled_from([(), (1,), (7,), (2, 5)]),

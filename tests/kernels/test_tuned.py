@@ -78,7 +78,7 @@ def spaces(backend, operands=SMALL):
         return kernels.spaces(*operands)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(goal=st.tuples(st.integers(0, 4), st.integers(0, 4)), seed=st.integers(0, 9))
 def test_descent_finds_the_fastest_legal_tiles(goal, seed):
     """Time grows with the distance from a goal; of two sizes, one is illegal past the other."""

@@ -58,7 +58,7 @@ class Machine:
             capture_output=True,
             text=True,
             cwd=self.home,
-            timeout=60,
+            timeout=600,
         )
 
 

@@ -64,7 +64,7 @@ class Clone:
     def make(self, *arguments):
         """(exit status, what was done, stdout, stderr)"""
         process = self.start(*arguments)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=600)
         return process.returncode, (self.folder / "log").read_text().split(), out, err
 
     def change_metadata(self):
@@ -154,12 +154,12 @@ def test_a_half_made_environment_is_made_anew(clone, update, sent):
     clone.pip('trap "exit 1" INT; touch "$here/half"; for i in 1 2 3 4 5 6 7 8 9; do sleep 1; done')
     reset = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     process = clone.start(start_new_session=True, **reset)
-    for _ in range(600):
+    for _ in range(6000):
         if (clone.folder / "half").exists():
             break
         time.sleep(0.05)
     os.killpg(process.pid, sent)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert process.returncode != 0
     clone.pip("true")
     assert clone.make()[:2] == (0, ["venv", "pip"])

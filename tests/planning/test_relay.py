@@ -32,7 +32,7 @@ def test_masters_and_moments_are_those_of_the_state(sparse):
 
 
 @given(st.integers(1, 500), st.integers(1, 500))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_device_knows_no_depth_where_the_stash_is_on_the_host(few, many):
     plans = [
         relay.plan(dataclasses.replace(LARGE, num_layers=n), 8, 2048, 8, stash="host")

@@ -70,7 +70,7 @@ def test_no_points_no_figure(rows):
     assert figures.loss_curves({"sparse": rows}, "tokens", "key") is None
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.dictionaries(
         st.sampled_from(["dense", "sparse"]),
@@ -89,7 +89,7 @@ def test_bars_are_as_long_as_their_values(parts):
         assert drawn == pytest.approx(expected, abs=1.1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.integers(1, 9), columns=st.integers(1, 9), cell=st.sampled_from([2.0, 5.0]),
     data=st.data(),

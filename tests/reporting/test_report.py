@@ -193,7 +193,7 @@ HIGHER_IS_BETTER = ("tokens_per_second", "mfu")
 SAYS_LOWER = ("lower", "fewer", "less", "shorter", "slower")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(dense=st.fixed_dictionaries(MEASURED), sparse=st.fixed_dictionaries(MEASURED))
 def test_the_numbers_in_the_table_are_those_of_the_data(tmp_path_factory, dense, sparse):
     new = {"dense": dense, "sparse": sparse}
@@ -283,7 +283,7 @@ ANY_TEXT = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(prompt=ANY_TEXT, truth=ANY_TEXT, dense=ANY_TEXT, sparse=ANY_TEXT, title=ANY_TEXT)
 def test_any_text_is_shown_as_it_is(tmp_path_factory, prompt, truth, dense, sparse, title):
     written = Continuation(prompt, truth, {"sparse": sparse, "dense": dense})

@@ -22,7 +22,7 @@ spans = st.lists(
 
 
 @given(spans)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_any_spans_are_drawn(found):
     drawn = ElementTree.fromstring(str(timeline(found, "t", "some words")))
     texts = "".join(drawn.itertext())
@@ -30,7 +30,6 @@ def test_any_spans_are_drawn(found):
 
 
 @given(spans)
-@settings(deadline=None)
 def test_the_hidden_share_is_one_of_the_transfer(found):
     share = hidden_share(found)
     assert 0 <= share <= 1 + 1e-9

@@ -25,7 +25,7 @@ def projection_flops(model):
     return sum(sections[name] for name in PROJECTIONS)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.sampled_from(["nano", "125m", "13b"]),
     st.sampled_from(["cyclic", "monarch"]),

@@ -39,7 +39,7 @@ def tiny_problems(draw):
     return grid(), degree * in_blocks // ring, degree * out_blocks // ring, kept, forbidden
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tiny_problems())
 def test_it_is_the_best_of_all_masks(problem):
     scores, fan_in, fan_out, kept, forbidden = problem
@@ -57,7 +57,7 @@ def test_it_is_the_best_of_all_masks(problem):
     assert scores[found].sum() == max(scores[mask].sum() for mask in legal)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sampled_from([(8, 32, 2), (32, 8, 1), (12, 18, 2), (16, 16, 16)]), st.integers(0, 99))
 def test_degrees_are_constant_and_kept_blocks_stay(grid, seed):
     in_blocks, out_blocks, degree = grid

@@ -36,7 +36,7 @@ layouts = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layouts, st.sampled_from([0.1, 0.3, 0.9]), st.sampled_from(["set", "rigl"]), st.data())
 def test_an_update_keeps_degrees_and_the_largest_blocks(layout, share, method, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))

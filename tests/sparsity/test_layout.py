@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -20,7 +20,6 @@ def eye(n, block=2):
     return BlockLayout.from_mask(np.eye(n, dtype=bool), block)
 
 
-@settings(deadline=None)
 @given(masks, blocks)
 def test_a_mask_comes_back(mask, block):
     layout = BlockLayout.from_mask(mask, block)
@@ -36,7 +35,6 @@ def test_a_mask_comes_back(mask, block):
     assert layout.balanced == (len(set(mask.sum(0))) == 1 and len(set(mask.sum(1))) == 1)
 
 
-@settings(deadline=None)
 @given(masks, blocks)
 def test_blocks_are_stored_by_output_then_input(mask, block):
     layout = BlockLayout.from_mask(mask, block)
@@ -47,7 +45,6 @@ def test_blocks_are_stored_by_output_then_input(mask, block):
     np.testing.assert_array_equal(layout.slots == -1, ~mask)
 
 
-@settings(deadline=None)
 @given(masks, blocks, st.integers(0, 9))
 def test_dense_form_element_by_element(mask, block, seed):
     layout = BlockLayout.from_mask(mask, block)
@@ -62,7 +59,6 @@ def test_dense_form_element_by_element(mask, block, seed):
     np.testing.assert_array_equal(layout.from_dense(dense), values)
 
 
-@settings(deadline=None)
 @given(masks)
 def test_tables_list_what_each_line_reads_and_feeds(mask):
     layout = BlockLayout.from_mask(mask, 1)
@@ -82,14 +78,12 @@ def test_tables_list_what_each_line_reads_and_feeds(mask):
             assert slot[line].tolist() == [*line_slots[line, stored], *[-1] * padding]
 
 
-@settings(deadline=None)
 @given(masks, blocks)
 def test_tables_give_the_layout_back(mask, block):
     layout = BlockLayout.from_mask(mask, block)
     assert BlockLayout.from_tables(layout.tables(), block) == layout
 
 
-@settings(deadline=None)
 @given(masks, masks, blocks, blocks)
 def test_layouts_are_equal_by_content(mask, other_mask, block, other_block):
     layout, other = (
@@ -198,7 +192,6 @@ def test_tables_of_no_layout_are_refused(tables, message):
         BlockLayout.from_tables(tables, 2)
 
 
-@settings(deadline=None)
 @given(masks, st.integers(0, 3), st.integers(0, 3))
 def test_widened_tables_are_the_same_layouts(mask, more_in, more_out):
     layout = BlockLayout.from_mask(mask, 2)

@@ -53,7 +53,7 @@ def test_all_patterns_of_the_plan_are_registered():
     assert plan <= set(PATTERNS)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(patterned_grids, st.integers(0, 60), st.sampled_from([1, 8, 24]))
 def test_every_pattern_is_balanced_and_as_dense_as_asked(patterned_grid, phase, block):
     pattern, (in_blocks, out_blocks, degree) = patterned_grid
@@ -69,14 +69,12 @@ def test_every_pattern_is_balanced_and_as_dense_as_asked(patterned_grid, phase, 
     assert again == layout
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(PATTERNS)), grids())
 def test_density_one_stores_every_block(pattern, grid):
     in_blocks, out_blocks, _ = grid
     assert make_layout(pattern, in_blocks * 4, out_blocks * 4, 4, 1.0).mask.all()
 
 
-@settings(deadline=None)
 @given(st.sampled_from(["pixelfly", "butterfly", "cyclic", "banded"]), grids(), st.integers(0, 20))
 def test_a_rectangular_grid_spreads_a_square_one(pattern, grid, phase):
     in_blocks, out_blocks, degree = grid
@@ -96,7 +94,6 @@ def test_pixelfly_is_the_flat_butterfly(ring):
         np.testing.assert_array_equal(square("pixelfly", ring, degree), np.isin(i ^ j, strides))
 
 
-@settings(deadline=None)
 @given(st.sampled_from(["pixelfly", "banded"]), st.integers(2, 24), st.data())
 def test_pixelfly_and_banded_are_equal_in_every_layer_and_nested(pattern, ring, data):
     degree = data.draw(st.integers(1, ring - 1))
@@ -137,7 +134,6 @@ def test_pixelfly_alone_does_not_mix_where_butterfly_does():
     assert not mixing("pixelfly", 16, degree=2, layers=8)
 
 
-@settings(deadline=None)
 @given(grids("monarch"), st.integers(0, 20))
 def test_monarch_is_block_diagonal_up_to_a_permutation(grid, phase):
     """Lines fall into ring / degree groups of equal support, which share nothing."""
@@ -170,7 +166,6 @@ def test_cyclic_moves_by_powers_of_two(ring):
     np.testing.assert_array_equal(square("cyclic", ring, 4), np.isin((i - j) % ring, [0, 1, 2, 4]))
 
 
-@settings(deadline=None)
 @given(st.integers(2, 24), st.data())
 def test_banded_reads_the_nearest_on_the_ring(ring, data):
     degree = data.draw(st.integers(1, ring))
@@ -244,7 +239,6 @@ def test_a_density_without_balanced_layout_is_refused(density):
         make_layout("random", 256, 768, 16, density)
 
 
-@settings(deadline=None)
 @given(grids(), st.sampled_from([1, 8]))
 def test_legal_densities_are_those_that_are_accepted(grid, block):
     in_blocks, out_blocks, _ = grid

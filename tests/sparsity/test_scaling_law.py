@@ -40,7 +40,7 @@ laws = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=5)
+@settings(max_examples=5)
 @given(laws)
 def test_it_predicts_runs_beyond_those_it_was_fitted_to(law):
     found = fit(grid(law), starts=8)

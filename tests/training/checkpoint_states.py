@@ -99,7 +99,7 @@ def in_new_process(code: str, *arguments, **environment) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout

@@ -31,7 +31,7 @@ def test_an_untouched_folder_verifies(folder):
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     files=st.dictionaries(
         st.text("abcxyz", min_size=1, max_size=4), st.binary(min_size=1), min_size=1, max_size=4

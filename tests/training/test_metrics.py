@@ -114,7 +114,7 @@ def test_a_full_disk_is_told_at_once_and_keeps_the_rows_before(tmp_path):
     assert len([json.loads(line) for line in lines[:3]]) == 3
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_torn_metrics_file_keeps_its_whole_rows(tmp_path_factory, data):
     rows = [{"kind": "train", "step": step, "loss": 1 / step} for step in range(1, 7)]

@@ -61,7 +61,7 @@ schedules = st.builds(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(schedules)
 def test_the_schedule_warms_up_then_falls_to_its_end(training):
     schedule = learning_rate_schedule(training)
