@@ -37,10 +37,10 @@ demo: $(READY) ## train a sparse GPT and its dense twin here; ARGS="--help" list
 	@$(BIN)/python -m experiments.gpt13b_sparse $(ARGS)
 
 test: $(READY) ## run the tests; TESTS="tests/sparsity -k layout" runs some
-	$(BIN)/python -m pytest -n $(WORKERS) $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
 quick: $(READY) ## run the tests that are not marked slow
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow and not nightly' $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow and not nightly' $(TESTS)
 
 nightly: $(READY) ## run the tests that are too long for every day
 	$(BIN)/python -m pytest -m nightly $(TESTS)

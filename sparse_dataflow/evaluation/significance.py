@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import stats
 
 CONFIDENCE = 0.95
 METHOD = (
@@ -75,6 +74,8 @@ def paired(first: np.ndarray, second: np.ndarray, documents: Sequence) -> Paired
     found = estimate(np.asarray(first) - np.asarray(second), documents)
     if found.error is None:
         return Paired(found.mean, None, None, None)
+    from scipy import stats  # Half a second to import, and no training needs it.
+
     degrees = found.documents - 1
     reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, degrees)) * found.error
     p = None if found.mean else 1.0  # Where no document differs from another, t says nothing.

@@ -1,7 +1,6 @@
 """The balanced layout of highest score: a maximum-weight b-matching of input and output blocks."""
 
 import numpy as np
-from scipy import optimize, sparse
 
 from sparse_dataflow.errors import UserError
 
@@ -65,6 +64,8 @@ def _any_completion(allowed, row_need, col_need):
     mask = np.zeros(allowed.shape, bool)
     if total == 0:
         return mask
+    from scipy import sparse  # A third of a second with optimize; a fixed layout needs neither.
+
     rows, cols = np.nonzero(allowed)
     in_blocks, out_blocks = allowed.shape
     source, sink = in_blocks + out_blocks, in_blocks + out_blocks + 1
@@ -102,6 +103,8 @@ def _line_tops(scores, allowed, row_need, col_need):
 
 def _solve(scores, candidates, row_need, col_need):
     """(chosen mask, price of a block more in each row, in each column)."""
+    from scipy import optimize, sparse
+
     rows, cols = np.nonzero(candidates)
     count, lines = len(rows), len(row_need) + len(col_need)
     matrix = sparse.csr_array(

@@ -69,6 +69,7 @@ def test_a_full_context_ends_a_row_and_not_the_others():
     assert [row.index(None) if None in row else len(row) for row in new] == [5, 2]
 
 
+@pytest.mark.slow
 def test_prompts_of_all_lengths_run_in_a_few_programs():
     config = dataclasses.replace(DENSE, max_len=128)
     before = kv_cache.read_prompts._cache_size(), generate_module._read_token._cache_size()

@@ -47,8 +47,18 @@ def dense_twin(model, params):
     return dataclasses.replace(model, linears=linears), {**params, "blocks": blocks}
 
 
-@pytest.mark.parametrize("model", [MODEL, RANKED, MIXED], ids=["all", "ranked", "some"])
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "remat"),
+    [
+        pytest.param(MODEL, "full", id="all-full"),
+        pytest.param(RANKED, "none", id="ranked-none"),
+        pytest.param(MIXED, "none", id="some-none"),
+        pytest.param(MODEL, "none", id="all-none", marks=pytest.mark.nightly),
+        pytest.param(RANKED, "full", id="ranked-full", marks=pytest.mark.nightly),
+        pytest.param(MIXED, "full", id="some-full", marks=pytest.mark.nightly),
+    ],
+)
 def test_they_are_the_norms_of_the_dense_models_gradient(model, remat):
     params, tokens = params_of(model), tokens_of()
     tables = gpt.layout_tables(gpt.layouts(model))

@@ -18,10 +18,11 @@ from sparse_dataflow.execution import pipeline, schedules, stages
 @pytest.mark.parametrize(
     ("model", "texts"),
     [
-        # Each schedule, each way to cut a stage, layers that divide and layers that do not.
+        # Each schedule (the gradient of 1f1b is compared below), each way to cut a stage, layers
+        # that divide and layers that do not.
         pytest.param(
             "dense_deep",
-            ["stage:2,data:2,tensor:2/3/4/gpipe/1", "stage:4,fsdp:2/3/8/1f1b/1"],
+            ["stage:2,data:2,tensor:2/3/4/gpipe/1"],
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -37,6 +38,7 @@ from sparse_dataflow.execution import pipeline, schedules, stages
         pytest.param(
             "dense_deep",
             [
+                "stage:4,fsdp:2/3/8/1f1b/1",
                 "stage:8/3/16/1f1b/1",
                 "stage:8/3/4/zero_bubble/1",
                 "stage:4,fsdp:2/1/8/interleaved/2",
@@ -96,12 +98,12 @@ def test_gradients_of_absent_blocks_are_those_of_one_device():
 
 @pytest.mark.slow
 def test_memory_follows_the_schedule_and_not_the_micro_batches():
-    """Temporaries of compiled programs for 8, 16 and 32 micro-batches."""
-    texts = [f"stage:8/3/{m}/{name}/1" for name in ("1f1b", "gpipe") for m in (8, 16, 32)]
+    """Temporaries of compiled programs for 8 and 32 micro-batches."""
+    texts = [f"stage:8/3/{m}/{name}/1" for name in ("1f1b", "gpipe") for m in (8, 32)]
     found = on_eight_devices("execution/pipeline_runs.py", "memory", *texts)
-    flat, growing = np.array([found[text] for text in texts]).reshape(2, 3)
+    flat, growing = np.array([found[text] for text in texts]).reshape(2, 2)
     assert np.ptp(flat) < 0.05 * flat[0]
-    assert growing[1] > 1.4 * growing[0] and growing[2] > 1.4 * growing[1]
+    assert growing[1] > 2 * growing[0]
 
 
 @pytest.mark.slow

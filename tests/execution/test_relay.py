@@ -88,7 +88,9 @@ def assert_same_reports(mine, theirs, rtol):
 
 
 @pytest.mark.parametrize("stash", ["device", "host"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["dense", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sparse", "mixed"))]
+)
 def test_losses_are_those_of_the_whole_executor(name, stash):
     """Dense, sparse and mixed; embeddings are tied in all; clipping is at work."""
     model, how = MODELS[name], training(micro_batches=2 if stash == "host" else 1)
@@ -121,6 +123,7 @@ def test_evaluation_is_that_of_the_whole_executor():
     np.testing.assert_allclose(mine, theirs, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16_keeps_float32_masters_and_its_copies_follow_them():
     model, how = dataclasses.replace(DENSE, compute_dtype="bfloat16"), training()
     relay = Relay(model, how)
@@ -144,6 +147,7 @@ def test_page_locked_copies_change_nothing():
     assert runs[0] == runs[1]
 
 
+@pytest.mark.slow
 def test_eager_clipping_keeps_the_global_norm_below_the_limit():
     """Each section may give its share; where none is above it, eager is exact."""
     model = DENSE

@@ -41,10 +41,12 @@ def alone(quick_compile):
     return relay_process.losses(None)
 
 
+@pytest.mark.slow
 def test_several_devices_share_each_micro_batch(alone):
     np.testing.assert_allclose(printed(start(1, 0, (0, 0), devices=2)), alone, rtol=2e-6)
 
 
+@pytest.mark.slow
 def test_several_processes_train_one_model(alone):
     ports = free_port(), free_port()
     both = [start(2, number, ports, devices=1) for number in range(2)]

@@ -10,13 +10,6 @@ from sparse_dataflow.kernels.block_sparse_matmul import tuning_xla
 from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.planning import cost, memory
 
-
-@pytest.fixture(autouse=True)
-def quick_compile(monkeypatch):
-    """In the processes that are started; what they time is of no interest here."""
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-
-
 KERNEL = ("--blocks=16", "--densities=0.25", "--tokens=64", "--rounds=1")
 
 
@@ -36,6 +29,7 @@ def check_ratio(found):
     assert 0 < found["ratio_low"] <= found["ratio"] <= found["ratio_high"]
 
 
+@pytest.mark.slow
 def test_kernel_bench(job, tmp_path):
     folder = tmp_path / "kept"
     flags = ("--shapes=64x128,128x64", *KERNEL, "--peers", f"--keep={folder}")
@@ -131,6 +125,7 @@ def test_kernel_bench_refuses_shapes_before_it_times_any(job, tmp_path, flag, wo
     assert done.stdout == "" and not folder.exists()
 
 
+@pytest.mark.slow
 def test_decode_bench(job, tmp_path):
     folder = tmp_path / "kept"
     shape = ("--scale=pico", "--block=16", "--density=0.25", "--batch=2", "--cached=5")

@@ -73,7 +73,13 @@ def assert_like_one_process(folder, undisturbed):
 
 
 @pytest.mark.slow
-def test_two_processes_train_like_one_and_go_on_as_one_or_as_four(job, undisturbed, tmp_path):
+@pytest.mark.parametrize(
+    ("processes", "mesh"),
+    [(1, "auto"), pytest.param(4, "fsdp:2,tensor:2", marks=pytest.mark.nightly)],
+)
+def test_two_processes_train_like_one_and_as_many_go_on(
+    job, undisturbed, tmp_path, processes, mesh
+):
     folder = tmp_path / "run"
     done = ended(start(job, 2, (0, 1), *new(job, folder), "--mesh=data:2"))
     assert [p.returncode for p in done] == [0, 0], [p.stderr for p in done]
@@ -82,20 +88,17 @@ def test_two_processes_train_like_one_and_go_on_as_one_or_as_four(job, undisturb
     assert (folder / "report.html").exists()
     assert_like_one_process(folder, undisturbed)
     assert 6 in checkpoint_steps(folder, "sparse")
-    for processes, mesh in ((1, "auto"), (4, "fsdp:2,tensor:2")):
-        other = tmp_path / f"on_{processes}"
-        shutil.copytree(folder, other)
-        for step in checkpoint_steps(other, "sparse"):
-            if step > 6:
-                shutil.rmtree(other / "sparse" / "checkpoints" / str(step))
-        flags = (f"--resume={other}", f"--mesh={mesh}")
-        if processes == 1:
-            done = [job.run(*flags)]
-        else:
-            done = ended(start(job, processes, range(processes), *flags))
-        assert [p.returncode for p in done] == [0] * processes, [p.stderr for p in done]
-        assert "goes on after step 6 of 12" in done[0].stderr
-        assert_like_one_process(other, undisturbed)
+    for step in checkpoint_steps(folder, "sparse"):
+        if step > 6:
+            shutil.rmtree(folder / "sparse" / "checkpoints" / str(step))
+    flags = (f"--resume={folder}", f"--mesh={mesh}")
+    if processes == 1:
+        done = [job.run(*flags)]
+    else:
+        done = ended(start(job, processes, range(processes), *flags))
+    assert [p.returncode for p in done] == [0] * processes, [p.stderr for p in done]
+    assert "goes on after step 6 of 12" in done[0].stderr
+    assert_like_one_process(folder, undisturbed)
 
 
 @pytest.mark.slow

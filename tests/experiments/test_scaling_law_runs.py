@@ -29,6 +29,7 @@ def runs_csv(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_any_csv_of_runs_is_fitted(job, runs_csv, tmp_path):
     out = tmp_path / "law"
     done = job.run(

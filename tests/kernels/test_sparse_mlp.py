@@ -121,6 +121,7 @@ def assert_close(actual, right, dtype):
         np.testing.assert_allclose(np.asarray(result, np.float64), expected, atol=atol, rtol=0)
 
 
+@pytest.mark.slow
 @settings(max_examples=16)
 @given(
     drawn_layouts(),

@@ -75,6 +75,7 @@ def test_many_tiles_over_two_cores(buffers):
     assert_close(actual, exact(operands, dy, layouts), "float32")
 
 
+@pytest.mark.slow
 def test_a_backward_pass_of_single_products():
     """What a chip with little VMEM does after a fused forward pass."""
     layouts = irregular(128, seed=2)
