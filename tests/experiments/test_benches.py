@@ -141,3 +141,21 @@ def test_decode_bench(job, tmp_path):
     for row in result["rows"].values():
         assert row["tokens_per_second"] == pytest.approx(2e3 / row["token_ms"])
     assert f"byte ceiling {result['byte_ceiling']:.2f}x" in done.stdout
+
+
+@pytest.mark.slow
+def test_scoring_bench(job, tmp_path):
+    pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+    folder = tmp_path / "kept"
+    shape = ("--scale=pico", "--block=16", "--density=0.25", f"--corpus={job.corpus}")
+    asked = ("--num_fewshot=0,1", "--items=6", "--rounds=1", f"--keep={folder}")
+    result = kept(job.run(*shape, *asked, experiment="scoring_bench"), folder)
+    rows = {(row["model"], row["shots"]): row for row in result["rows"]}
+    assert set(rows) == {(name, shots) for name in ("dense", "sparse") for shots in (0, 1)}
+    for row in rows.values():
+        assert 0 < row["share_low"] <= row["share"] <= row["share_high"]
+        rates = row["tokens_per_second"], row["forward_tokens_per_second"]
+        assert row["share"] == pytest.approx(rates[0] / rates[1])  # of one round
+        assert row["padding"] >= 0 and 1 <= row["programs"] <= 6 and row["requests"] >= 6
+    assert rows["dense", 0]["tokens"] == rows["sparse", 0]["tokens"]
+    assert rows["dense", 0]["tokens"] < rows["dense", 1]["tokens"]
