@@ -61,7 +61,7 @@ def read(folder: str | Path) -> Imported:
     kind = fields.get("model_type")
     if kind == "sparse_dataflow":
         model, params, tables = sparse_form.read(folder)
-        size = {"vocab_size": model.vocab_size, "eos_token_id": fields["end_of_text"]}
+        size = {"vocab_size": model.vocab_size, "eos_token_id": fields.get("end_of_text")}
         tokenizer = tokenizer_files.read(folder, size).tokenizer
         return Imported(model, params, tables, tokenizer, tensors.Tensors(folder).digest())
     if kind not in architectures.ARCHITECTURES:
@@ -78,10 +78,10 @@ def read(folder: str | Path) -> Imported:
         raise UserError(
             f"{folder / CONFIG} is damaged ({type(error).__name__}: {error})."
         ) from None
-    tokenizer, order = tokenizer_files.read(folder, fields)
     files = tensors.Tensors(folder)
     prefix = _prefix(files, architecture)
     params = architecture.params(model, lambda name, shape: files.read(prefix + name, shape))
+    tokenizer, order = tokenizer_files.read(folder, fields)
     params["embed"]["tokens"] = params["embed"]["tokens"][order]
     return Imported(model, params, {}, tokenizer, files.digest())
 
@@ -96,6 +96,8 @@ def _read_config(folder):
         raise UserError(f"{path} is damaged ({error}).") from None
     if not isinstance(fields, dict):
         raise UserError(f"{path} is damaged: it is no JSON object.")
+    if not isinstance(fields.get("model_type"), str):
+        raise UserError(f"{path} is damaged: it names no model_type.")
     return fields
 
 

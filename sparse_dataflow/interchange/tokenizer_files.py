@@ -97,7 +97,7 @@ def _ordered(vocab, merges, specials, size, config):
     end = config.get("eos_token_id")
     end = vocab.get(END_OF_TEXT, size - 1) if end is None else end
     taken = {number for number, _ in text}
-    if end in taken or not 0 <= end < size:
+    if type(end) is not int or end in taken or not 0 <= end < size:
         raise ValueError(f"its end of text has the id {end}, which is no token of its own")
     rest = [number for number in range(size) if number not in taken and number != end]
     order = np.array([number for number, _ in text] + rest + [end])

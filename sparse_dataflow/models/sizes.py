@@ -1,6 +1,7 @@
 """What a model is: one frozen config, and the named sizes from laptop to a trillion parameters."""
 
 import dataclasses
+import numbers
 from collections.abc import Mapping
 
 from sparse_dataflow.errors import UserError
@@ -37,8 +38,10 @@ class LinearSpec:
             raise UserError(f"linear kind {self.kind!r} is unknown; legal: dense, block_sparse.")
         if not 0 < self.density <= 1:
             raise UserError(f"density {self.density} is not in (0, 1].")
-        if self.block < 1 or self.rank < 0:
-            raise UserError(f"block {self.block} must be >= 1 and rank {self.rank} >= 0.")
+        if not isinstance(self.pattern, str):
+            raise UserError(f"pattern {self.pattern!r} must be a name.")
+        _whole("block", self.block, 1)
+        _whole("rank", self.rank, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +83,8 @@ class ModelConfig:
 
     def __post_init__(self):
         for name in ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "max_len"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} {getattr(self, name)} must be at least 1.")
+            _whole(name, getattr(self, name), 1)
+        _whole("seed", self.seed, 0)
         if self.d_model % self.num_heads:
             legal = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0]
             raise UserError(
@@ -142,6 +145,11 @@ class ModelConfig:
         """The config that `to_json` wrote."""
         linears = {k: LinearSpec(**v) for k, v in fields["linears"].items()}
         return cls(**{**fields, "linears": linears})
+
+
+def _whole(what: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise UserError(f"{what} {value!r} must be a whole number of at least {least}.")
 
 
 def _one_of(what: str, value: str, legal: tuple[str, ...]) -> None:

@@ -165,6 +165,11 @@ def test_damaged_tensors_are_named(folder, change, message):
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         ({"n_embd": "wide"}, "config.json is damaged|legal"),
         ({"n_head": 5}, "legal head counts"),
+        ({"n_layer": 1.5}, "num_layers 1.5 must be a whole number"),
+        ({"n_head": True}, "num_heads True must be a whole number"),
+        ({"vocab_size": 10**9}, "asks for \\[1000000000, 32\\]"),
+        ({"eos_token_id": 1.5}, "end of text has the id 1.5"),
+        ({"model_type": ["gpt2"]}, "names no model_type"),
     ],
 )
 def test_other_architectures_are_named(folder, fields, message):

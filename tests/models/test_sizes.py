@@ -109,7 +109,7 @@ def test_an_illegal_config_is_refused(change, message):
         ({"density": 0.0}, r"density 0.0 is not in \(0, 1\]"),
         ({"density": 1.5}, r"density 1.5 is not in \(0, 1\]"),
         ({"density": float("nan")}, r"density nan is not in \(0, 1\]"),
-        ({"block": 0}, "block 0 must be >= 1"),
+        ({"block": 0}, "block 0 must be a whole number of at least 1"),
         ({"rank": -1}, "rank -1 >= 0"),
     ],
 )
