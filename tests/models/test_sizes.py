@@ -110,7 +110,7 @@ def test_an_illegal_config_is_refused(change, message):
         ({"density": 1.5}, r"density 1.5 is not in \(0, 1\]"),
         ({"density": float("nan")}, r"density nan is not in \(0, 1\]"),
         ({"block": 0}, "block 0 must be a whole number of at least 1"),
-        ({"rank": -1}, "rank -1 >= 0"),
+        ({"rank": -1}, "rank -1 must be a whole number of at least 0"),
     ],
 )
 def test_an_illegal_linear_is_refused(fields, message):
