@@ -163,7 +163,7 @@ def test_damaged_tensors_are_named(folder, change, message):
         ({"model_type": "llama"}, "type 'llama'; legal: gpt2, opt"),
         ({"activation_function": "silu"}, "activation_function='silu'; legal: gelu_new"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
-        ({"n_embd": "wide"}, "config.json is damaged|legal"),
+        ({"n_embd": "wide"}, "d_model 'wide' must be a whole number"),
         ({"n_head": 5}, "legal head counts"),
         ({"n_layer": 1.5}, "num_layers 1.5 must be a whole number"),
         ({"n_head": True}, "num_heads True must be a whole number"),
