@@ -4,13 +4,17 @@ Says whether the step fits, what it takes of a chip by category beside the plann
 FLOPs, what is sent between the chips, read from the compiled program, and the time to compile. A
 plan that does not fit is answered with the nearest that does, found by compiling.
 
-    make aot-tpu    # once: the TPU compiler; for the H200 make aot-gpu
-    python -m experiments.compile_plan --scale=1t --topology=v5p:16x16x12
-    python -m experiments.compile_plan --scale=175b --topology=v5p:8x8x16
-    python -m experiments.compile_plan --scale=13b --density=0.125 --topology=v5e:4x4
-    python -m experiments.compile_plan --scale=13b --density=0.125 --topology=h200:1
+    python -m experiments.compile_plan --scale=1t --topology=v5p:16x16x12 \\
+        --mesh=data:3,fsdp:128,tensor:8 --batch=3072
+    python -m experiments.compile_plan --scale=175b --topology=v5p:8x8x16 \\
+        --mesh=stage:8,fsdp:16,tensor:8 --batch=1024 --accumulation=64
+    python -m experiments.compile_plan --scale=13b --density=0.125 --topology=v5e:4x4 --batch=16 \\
+        --mesh=fsdp:16
+    python -m experiments.compile_plan --scale=13b --density=0.125 --topology=h200:1 --batch=4 \\
+        --mesh=fsdp:1
 
-Takes one to four minutes of two cores; a trillion parameters need no more memory than a million.
+Needs the compiler of the chips: make aot-tpu, or make aot-gpu, installs it. Without --mesh the
+planner's search chooses the layout. Takes half a minute to two minutes of one core, and 2 GB.
 """
 
 from experiments import flags, planner_flags

@@ -87,10 +87,10 @@ def _products(kernel):
 
 def _scores(equation):
     """FLOPs of one product of the size of the scores, the causal half of it."""
-    arrays = [v.aval for v in equation.invars if len(v.aval.shape) == 4]
+    arrays = [v.aval for v in equation.invars if len(v.aval.shape) >= 3]
     query = next(a.shape for a in arrays if jnp.issubdtype(a.dtype, jnp.floating))
     # Pallas kernels have the heads before the tokens, cuDNN after them.
-    tokens = query[2 if "cost_estimate" in equation.params else 1]
+    tokens = query[-2 if "cost_estimate" in equation.params else -3]
     return math.prod(query) * tokens
 
 

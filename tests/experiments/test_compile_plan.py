@@ -6,14 +6,12 @@ python tests/experiments/test_compile_plan.py        writes the golden text anew
 
 import dataclasses
 import json
-import shlex
 from pathlib import Path
 
 import pytest
 from absl import flags as absl_flags
 
 from experiments import (
-    command_line,
     compile_plan,
     compile_report,
     flags,
@@ -31,15 +29,6 @@ def result(name):
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def plan_of(arguments):
-    """The plan that flags ask for."""
-    values = absl_flags.FlagValues()
-    command_line.define(compile_plan.GROUPS, values, "test")
-    command_line.parse(["compile_plan", *shlex.split(arguments)], compile_plan.GROUPS, values)
-    names = [flag.name for flag in compile_plan.PLAN.flags]
-    return compile_report.asked_plan(planner_flags.settings(values, names))
-
-
 def run(*arguments):
     values = absl_flags.FlagValues()
     argv = ["program", *arguments]
@@ -50,7 +39,7 @@ def run(*arguments):
 
 def test_the_plans_that_must_pass_are_shipped():
     asked = {"1t": "v5p:16x16x12", "175b": "v5p:8x8x16", "13b": "v5e:4x4"}
-    plans = [plan_of(result(name)["plan"]) for name in SHIPPED]
+    plans = [compile_report.plan_of(result(name)["plan"]) for name in SHIPPED]
     found = {(p.scale, p.topology.name): p for p in plans}
     assert set(asked.items()) <= set(found)
     assert found["13b", "v5e:4x4"].config.sparse_projections
@@ -59,7 +48,7 @@ def test_the_plans_that_must_pass_are_shipped():
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_planner_predicts_the_compilers_memory_within_a_tenth(name):
     found = result(name)
-    plan = plan_of(found["plan"])
+    plan = compile_report.plan_of(found["plan"])
     assert plan.flags == found["plan"]
     assert found["verdict"] == compile_report.FITS
     assert found["seconds"]["processor"] < 2 * 300
@@ -75,7 +64,7 @@ def test_the_planner_predicts_the_compilers_memory_within_a_tenth(name):
 
 def text():
     found = result("13b_density-0-125_v5e-4x4")
-    return compile_report.told(plan_of(found["plan"]), found) + "\n"
+    return compile_report.told(compile_report.plan_of(found["plan"]), found) + "\n"
 
 
 def test_text_of_a_plan():
