@@ -10,9 +10,10 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import queue
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -63,16 +64,25 @@ class Run:
     def __init__(self, commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], limits: Limits):
         """Starts (words, variables) in order, each as a session of its own."""
         self._limits = limits
-        self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._lock, self._readers, self.processes = threading.Lock(), [], []
+        # A pipe, as a signal's handler may write to it whatever the code that it interrupts holds,
+        # and one that wakes the main thread where another thread was given the signal.
+        self._events, self._to_events = os.pipe()
+        self._wake, to_wake = os.pipe()
+        os.set_blocking(to_wake, False)
+        signal.set_wakeup_fd(to_wake, warn_on_full_buffer=False)
+        self._lock = threading.Lock()
+        self._readers: list[threading.Thread] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
         # Should this process be killed, its guard ends what it started.
+        end, self._to_guard = os.pipe()
         self._guard = subprocess.Popen(
             [sys.executable, "-c", _GUARD.format(seconds=limits.kill)],
-            stdin=subprocess.PIPE,
+            stdin=end,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        os.close(end)
         try:
             for words, variables in commands:
                 self._start(words, variables)
@@ -91,8 +101,7 @@ class Run:
             start_new_session=True,
         )
         self.processes.append(process)
-        self._guard.stdin.write(f"{process.pid}\n".encode())
-        self._guard.stdin.flush()
+        os.write(self._to_guard, f"{process.pid}\n".encode())
         for pipe, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             reader = threading.Thread(target=self._copy, args=(number, pipe, out), daemon=True)
             reader.start()
@@ -108,11 +117,25 @@ class Run:
 
     def _watch(self, number):
         self.processes[number].wait()
-        self._events.put(number)
+        self._note(number)
 
     def note(self, number: int, frame: object = None) -> None:
         """Has `wait` hear of a signal; fit to be its handler."""
-        self._events.put(-number)
+        self._note(-number)
+
+    def _note(self, event):
+        os.write(self._to_events, struct.pack("i", event))
+
+    def _event(self, seconds):
+        """The next event: the number of a process that ended, or -signal; None for none in time."""
+        while True:
+            ready, _, _ = select.select([self._events, self._wake], [], [], seconds)
+            if not ready:
+                return None
+            if self._events in ready:
+                break
+            os.read(self._wake, 64)
+        return struct.unpack("i", os.read(self._events, struct.calcsize("i")))[0]
 
     def wait(self, say: Callable[[str], None]) -> int:
         """Returns once all have ended: 0, or the status of the first that failed.
@@ -123,9 +146,8 @@ class Run:
         status, deadline, asked, left = 0, None, 0.0, set(range(len(self.processes)))
         while left:
             seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                event = self._events.get(timeout=seconds)
-            except queue.Empty:
+            event = self._event(seconds)
+            if event is None:
                 say(f"ending process {', '.join(map(str, sorted(left)))}, which did not end itself")
                 return status or 1
             if event < 0:
@@ -164,9 +186,12 @@ class Run:
         self._signal_groups(signal.SIGKILL)
         for reader in self._readers:
             reader.join(1.0)
+        with contextlib.suppress(OSError):
+            os.write(self._to_guard, b"done\n")
+        os.close(self._to_guard)
         try:
-            self._guard.communicate(b"done\n", timeout=self._limits.kill)
-        except (OSError, subprocess.TimeoutExpired):
+            self._guard.wait(self._limits.kill)
+        except subprocess.TimeoutExpired:
             self._guard.kill()
 
     def _signal_groups(self, number):

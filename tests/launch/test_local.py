@@ -164,7 +164,7 @@ def test_a_second_signal_kills(tmp_path):
     run = Launched(tmp_path, DEAF)
     run.wait_ready()
     run.process.send_signal(signal.SIGINT)
-    run.process.send_signal(signal.SIGTERM)  # The same stop, as sent to a group.
+    run.process.send_signal(signal.SIGTERM)  # The same stop, as if sent to a group too.
     assert "handing SIGINT on" in run.process.stderr.readline()
     time.sleep(1.2)
     assert run.process.poll() is None
