@@ -57,9 +57,11 @@ bench: $(READY) ## time the kernels and the training step, sparse beside dense
 	@$(BIN)/python -m experiments.kernel_bench $(ARGS)
 	@$(BIN)/python -m experiments.step_bench $(ARGS)
 
-lint: $(READY) ## check style
+lint: $(READY) ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mypy launch/local.py launch/gke/render.py
 
 format: $(READY) ## repair style
 	$(BIN)/ruff check --fix .
@@ -72,5 +74,5 @@ lock: $(READY) ## renew constraints.txt, the versions that CI installs
 	sh launch/lock.sh $(BIN)/python
 
 clean: ## remove environments, caches and builds; run folders stay
-	rm -rf .venv .venv*/ build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv*/ build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -71,7 +71,8 @@ class _StoredDocuments(Sequence[Document]):
     def __len__(self) -> int:
         return len(self.records if self.indices is None else self.indices)
 
-    def __getitem__(self, index: int) -> Document:
+    # No one asks for slices.
+    def __getitem__(self, index: int) -> Document:  # type: ignore[override]
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index = index % len(self)
@@ -288,10 +289,11 @@ def _tfds_splits(
     held_out = np.array([is_held_out(f"train/{i}") for i in range(len(train))])
     if held_out.all() or not held_out.any():
         raise UserError(f"The tfds corpus '{name}' is too small to hold documents out of it.")
-    return tuple(
-        _StoredDocuments(records["train"], feature, "train/", np.flatnonzero(chosen))
-        for chosen in (~held_out, held_out)
-    )
+
+    def chosen(which):
+        return _StoredDocuments(records["train"], feature, "train/", np.flatnonzero(which))
+
+    return chosen(~held_out), chosen(held_out)
 
 
 @contextlib.contextmanager

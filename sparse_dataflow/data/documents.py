@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import tarfile
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -127,9 +127,11 @@ class SotuSource:
         try:
             with tarfile.open(self.archive) as archive:
                 speeches = sorted(
-                    (Path(member.name).stem, archive.extractfile(member).read().decode())
+                    (Path(member.name).stem, file.read().decode())
                     for member in archive
-                    if member.isfile() and re.fullmatch(r"package/data/\w+\.txt", member.name)
+                    if re.fullmatch(r"package/data/\w+\.txt", member.name)
+                    and member.isfile()
+                    and (file := archive.extractfile(member))
                 )
         except (tarfile.TarError, EOFError, OSError, UnicodeDecodeError) as error:
             raise UserError(
@@ -232,7 +234,7 @@ def _text_field(line: str, path: Path, number: int) -> str:
     return text
 
 
-def _files_below(root: Path, folders_left_out: set[str] = frozenset()) -> list[Path]:
+def _files_below(root: Path, folders_left_out: Set[str] = frozenset()) -> list[Path]:
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in folders_left_out]

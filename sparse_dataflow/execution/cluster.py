@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from sparse_dataflow.errors import UserError
 
@@ -79,7 +80,8 @@ def membership(
       UserError: what is given does not name a process; says what is missing or wrong.
     """
     given = {"coordinator": coordinator, "processes": processes, "process": process}
-    found, sources = {}, []
+    found: dict[str, Any] = {}
+    sources = []
     for name, value in given.items():
         if value != _UNSET[name]:
             sources.append("flags")
@@ -165,7 +167,7 @@ def _slurm(environment):
 def _first_host(nodes: str) -> str:
     """n001 of "n[001-004,7],m1", SLURM's short form of a list of hosts."""
     first = re.match(r"([^,\[]*)(?:\[([^],-]*)[^]]*\]([^,]*))?", nodes)
-    return "".join(part or "" for part in first.groups())
+    return "".join(part or "" for part in first.groups()) if first else nodes
 
 
 def _slurm_devices(environment):

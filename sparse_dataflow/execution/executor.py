@@ -21,6 +21,9 @@ class Executor(Protocol):
     An executor that is no single program is one of `OwnPrograms` instead of what is traced.
     """
 
+    def __hash__(self) -> int:
+        """Programs are kept by their executor."""
+
     def describe(self) -> str:
         """In a few words, for reports."""
 

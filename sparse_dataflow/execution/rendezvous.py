@@ -106,7 +106,8 @@ def meet(
 
 
 def _gather(address, count, mine, timeout):
-    end, peers, wrong = time.monotonic() + timeout, {}, ""
+    end, wrong = time.monotonic() + timeout, ""
+    peers: dict[int, socket.socket] = {}
     try:
         listener = socket.create_server(("", address[1]), backlog=count)
     except OSError as error:

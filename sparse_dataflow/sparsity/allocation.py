@@ -91,11 +91,11 @@ def _shared(budget, weights, parts):
 def _legal(model, name):
     """The densities that the projection's pattern has a layout for, ascending."""
     spec = model.linear(name)
-    sides = model.projection_shape(name)
+    rows, columns = model.projection_shape(name)
     found = []
-    for density in legal_densities(*sides, spec.block):
+    for density in legal_densities(rows, columns, spec.block):
         try:
-            make_layout(spec.pattern, *sides, spec.block, density)
+            make_layout(spec.pattern, rows, columns, spec.block, density)
         except UserError:
             continue
         found.append(density)

@@ -138,7 +138,7 @@ def stages(model: ModelConfig, config: EvolutionConfig) -> tuple[Stage, ...]:
     method = METHODS[config.method]
     if config.method != "static":
         _refuse_nothing_to_do(model, config.method)
-    found = (Stage(0.0, model, runtime_layouts=method.update is not None),)
+    found: tuple[Stage, ...] = (Stage(0.0, model, runtime_layouts=method.update is not None),)
     if method.stages is not None:
         found = method.stages(model, config)
     if config.given_layouts:
@@ -184,12 +184,13 @@ def set_blocks(
 def rigl_blocks(
     layout: BlockLayout,
     norms: np.ndarray,
-    gradient_norms: np.ndarray,
+    gradient_norms: np.ndarray | None,
     share: float,
     rng: np.random.Generator,
 ) -> BlockLayout:
     """RigL at block level (arXiv 1911.11134): the smallest blocks give way to those whose dense
     gradient is largest, which may be some of themselves."""
+    assert gradient_norms is not None  # Registered as one that reads them.
     kept, _ = _without_smallest(layout, norms, share)
     return _filled_up(layout, kept, gradient_norms)
 

@@ -85,7 +85,8 @@ class BlockLayout:
         if mask.ndim != 2 or mask.dtype != np.bool_:
             raise UserError(f"A mask is a bool matrix, not {mask.dtype} of rank {mask.ndim}.")
         cols, rows = np.nonzero(mask.T)
-        return cls(block, *mask.shape, rows, cols)
+        in_blocks, out_blocks = mask.shape
+        return cls(block, in_blocks, out_blocks, rows, cols)
 
     @classmethod
     def from_tables(cls, tables: LayoutTables, block: int) -> "BlockLayout":

@@ -137,7 +137,8 @@ def _butterfly_permutations(ring: int) -> tuple[list[np.ndarray], list[np.ndarra
     odd = ring // low
     cell = np.arange(ring)
     group, place = cell // low, cell % low
-    strides, compound = [], []
+    strides: list[np.ndarray] = []
+    compound: list[np.ndarray] = []
     for shift in range(odd):
         for flip in range(low):
             if shift == flip == 0:

@@ -172,7 +172,7 @@ def bootstrap(runs: Runs, rounds: int = 200, seed: int = 0) -> list[ScalingLaw]:
     units = best.unit_parameters, best.unit_tokens
     start = np.log([getattr(best, name) for name in CONSTANTS])
     rng = np.random.default_rng(seed)
-    found = []
+    found: list[ScalingLaw] = []
     while len(found) < rounds:
         drawn = runs.take(rng.integers(len(runs), size=len(runs)))
         if all(np.ptp(getattr(drawn, name)) for name in ("parameters", "sparsity", "tokens")):

@@ -269,8 +269,8 @@ class Trainer:
         parameter_norms = self._programs[self._phase].parameter_norms
         norms = jax.device_get(parameter_norms(self.state.params))
         self._refuse_non_finite("parameters", norms)
-        fresh = self.last_evaluation and self.last_evaluation["step"] == self.step
-        metric = self.last_evaluation["bits_per_byte"] if fresh else None
+        last = self.last_evaluation
+        metric = last["bits_per_byte"] if last and last["step"] == self.step else None
         extra = {
             "seconds": self.seconds,
             "data_position": self.step,

@@ -111,7 +111,7 @@ class MetricsWriter:
 
 
 def _is_whole(row: dict) -> bool:
-    numbers = (row.get(name) for name in ("step", *_NUMBERS.get(row.get("kind"), ("kind",))))
+    numbers = (row.get(name) for name in ("step", *_NUMBERS.get(str(row.get("kind")), ("kind",))))
     return all(isinstance(number, int | float) for number in numbers)
 
 

@@ -1,6 +1,7 @@
 """An evolution resolved to the steps of a run: which model is trained when."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import ModelConfig
@@ -49,7 +50,7 @@ def phases(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> tuple[
     )
 
 
-def phase_before(found: tuple[Phase, ...], step: int) -> int:
+def phase_before(found: Sequence[Phase], step: int) -> int:
     """Which phase made the state after `step` steps: a checkpoint of a phase's last step is its."""
     return next(i for i, phase in enumerate(found) if step <= phase.stop)
 

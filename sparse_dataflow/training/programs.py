@@ -199,8 +199,10 @@ def evolved(
 ):
     """`state` after one layout update that exchanges `share`; `batch` is the next step's."""
     method = METHODS[evolution.method]
+    assert method.update is not None
     norms = None
     if method.reads_gradients:
+        assert programs.gradient_norms is not None
         tables = programs.tables(state.tables)
         norms = programs.gradient_norms(state.params, tables, batch["tokens"])
     state = update_layouts(executor.canonical(state), model, method.update, share, norms)

@@ -64,16 +64,15 @@ def read(folder: str) -> StartingPoint:
     Raises:
       UserError: there is none, or it is damaged.
     """
-    about = {"path": str(Path(folder).expanduser().absolute())}
+    about: dict[str, Any] = {"path": str(Path(folder).expanduser().absolute())}
     if huggingface.is_directory(folder):
         found = huggingface.read(folder)
         about |= {"model": found.model.to_json(), "weights": found.digest}
         return StartingPoint(found.model, found.params, found.tables, found.tokenizer, about)
     variant = _variant(trained.read_config(folder)["variants"])
-    found = trained.load(folder, variant)
-    about |= {"model": found.model.to_json(), "variant": variant, "step": found.step}
-    params = jax.device_get(found.params)
-    return StartingPoint(found.model, params, found.tables, found.tokenizer, about)
+    run = trained.load(folder, variant)
+    about |= {"model": run.model.to_json(), "variant": variant, "step": run.step}
+    return StartingPoint(run.model, jax.device_get(run.params), run.tables, run.tokenizer, about)
 
 
 def _variant(variants):

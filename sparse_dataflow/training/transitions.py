@@ -154,7 +154,7 @@ def _pruned(state, name, old: list[BlockLayout] | None, spec):
     module = state.params["blocks"][name]
     if old is None:
         norms = to_host(_grid_norms(module["kernel"], spec.block))
-        stored = [None] * len(norms)
+        stored: list[np.ndarray | None] = [None] * len(norms)
     else:
         by_slot = to_host(_stored_norms(module["values"]))
         norms = np.zeros((len(old), *old[0].mask.shape), by_slot.dtype)
