@@ -120,7 +120,7 @@ def jitted_train_step(
     tables: dict | None,
     executor: Executor,
     shapes: TrainState,
-) -> Callable:
+) -> jax.stages.Wrapped:
     """`make_train_step`, jitted: the state is donated, and its results lie where it lay.
 
     Args:
