@@ -30,7 +30,6 @@ def main(values):
     seconds = measurement.paired_seconds(
         {name: program.run for name, program in programs.items()}, values.rounds, 0.01
     )
-    ratio, low, high = measurement.paired_ratio(seconds["dense"], seconds["sparse"])
     tokens, rows = training.batch * training.sequence, {}
     for name, model in models.items():
         flops = cost.flops_per_token(model, training.sequence)
@@ -55,29 +54,20 @@ def main(values):
             f"{name:>6}: {row['block_ms']:8.2f} ms  {row['tflops']:8.3f} TFLOP/s{used}  "
             f"compile {row['compile_seconds']:.1f} s"
         )
-    print(
-        f"dense / sparse: {ratio:.2f}x (quartiles {low:.2f}-{high:.2f}); ratio of FLOPs "
-        f"{ceiling:.2f}x, reached {ratio / ceiling:.0%}"
-    )
-    if values.keep:
-        result = {
-            **measurement.provenance(chip.name),
-            "inputs": "normal, unit variance",
-            "scale": scale,
-            "batch": training.batch,
-            "sequence": training.sequence,
-            "dtype": models["dense"].compute_dtype,
-            "density": values.density,
-            "pattern": values.pattern,
-            "block": values.block,
-            "flop_ratio": ceiling,
-            "ratio": ratio,
-            "ratio_low": low,
-            "ratio_high": high,
-            "rows": rows,
-        }
-        path = measurement.keep(values.keep, f"block_bench_{chip.name}_{scale}", result)
-        print(f"kept in {path}")
+    result = {
+        "inputs": "normal, unit variance",
+        "scale": scale,
+        "batch": training.batch,
+        "sequence": training.sequence,
+        "dtype": models["dense"].compute_dtype,
+        "density": values.density,
+        "pattern": values.pattern,
+        "block": values.block,
+        "flop_ratio": ceiling,
+        **measurement.speedup(seconds, "ratio of FLOPs", ceiling),
+        "rows": rows,
+    }
+    measurement.keep(values.keep, f"block_bench_{chip.name}_{scale}", chip.name, result)
 
 
 def _program(model, training):

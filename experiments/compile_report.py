@@ -1,5 +1,6 @@
 """Compiles a plan, tells of it, and keeps it."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import shlex
@@ -289,16 +290,11 @@ def _gib(size) -> str:
 
 
 def _keep(out, plan: Plan, found: dict) -> None:
-    if not out:
-        return
-    made = measurement.provenance(hardware.cpu_name())
+    compilers = {}
     for package in ("libtpu", "jax-cuda13-plugin"):
-        try:
-            made["versions"][package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            compilers[package] = importlib.metadata.version(package)
     density = min((spec.density for _, spec in plan.config.linears), default=1.0)
     kind = f"density-{density:g}" if density < 1 else "dense"
-    name = f"{plan.scale}_{kind}_{plan.topology.name}"
-    path = measurement.keep(out, name.replace(":", "-"), made | found)
-    print(f"\nkept in {path}")
+    name = f"{plan.scale}_{kind}_{plan.topology.name}".replace(":", "-")
+    measurement.keep(out, name, hardware.cpu_name(), {"compilers": compilers, **found})

@@ -70,7 +70,6 @@ def main(values):
     for name, model in models.items():
         runs[name], compile_seconds[name] = _writing(model, values)
     seconds = measurement.paired_seconds(runs, values.rounds)
-    ratio, low, high = measurement.paired_ratio(seconds["dense"], seconds["sparse"])
     ceiling = read["dense"] / read["sparse"]
     rows = {}
     for name in models:
@@ -93,30 +92,22 @@ def main(values):
             f"tokens/s  {row['read_bytes'] / 1e6:8.0f} MB read, "
             f"{row['gigabytes_per_second']:.1f} GB/s  compile {row['compile_seconds']:.1f} s"
         )
-    print(
-        f"dense / sparse: {ratio:.2f}x (quartiles {low:.2f}-{high:.2f}); byte ceiling "
-        f"{ceiling:.2f}x, reached {ratio / ceiling:.0%}"
-    )
-    if values.keep:
-        result = {
-            **measurement.provenance(chip.name),
-            "inputs": "random weights",
-            "scale": scale,
-            "layers": dense.num_layers,
-            "batch": values.batch,
-            "cached": values.cached,
-            "dtype": dense.compute_dtype,
-            "density": values.density,
-            "pattern": values.pattern,
-            "block": values.block,
-            "byte_ceiling": ceiling,
-            "ratio": ratio,
-            "ratio_low": low,
-            "ratio_high": high,
-            "rows": rows,
-        }
-        name = f"decode_bench_{chip.name}_{scale}_batch{values.batch}"
-        print(f"kept in {measurement.keep(values.keep, name, result)}")
+    result = {
+        "inputs": "random weights",
+        "scale": scale,
+        "layers": dense.num_layers,
+        "batch": values.batch,
+        "cached": values.cached,
+        "dtype": dense.compute_dtype,
+        "density": values.density,
+        "pattern": values.pattern,
+        "block": values.block,
+        "byte_ceiling": ceiling,
+        **measurement.speedup(seconds, "byte ceiling", ceiling),
+        "rows": rows,
+    }
+    name = f"decode_bench_{chip.name}_{scale}_batch{values.batch}"
+    measurement.keep(values.keep, name, chip.name, result)
 
 
 def _writing(model, values):

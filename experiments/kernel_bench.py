@@ -116,7 +116,6 @@ def main(values):
         f"{'quartiles':>11} {'of ideal':>8} {'TFLOP/s':>8} {'compile s':>9}"
     )
     result = {
-        **measurement.provenance(chip.name),
         "inputs": "normal, unit variance",
         "dtype": settings["dtype"],
         "rows": [],
@@ -126,9 +125,9 @@ def main(values):
             for row in _measure(shape, tokens, layouts[shape], settings, values.rounds):
                 result["rows"].append(row)
                 print(_line(row), flush=True)
-            if values.keep:
+            if values.keep:  # After every shape, for a benchmark that is stopped.
                 name = f"kernel_bench_{chip.name}_{settings['dtype']}"
-                path = measurement.keep(values.keep, name, result)
+                path = measurement.write(values.keep, name, chip.name, result)
     if values.keep:
         print(f"\nkept in {path}")
 

@@ -58,6 +58,25 @@ def paired_ratio(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float,
     return float(middle), float(low), float(high)
 
 
+def speedup(seconds: Mapping[str, np.ndarray], bound: str, ceiling: float) -> dict[str, float]:
+    """Dense time over sparse time, printed beside the most that it could be.
+
+    Args:
+      seconds: of "dense" and "sparse", as `paired_seconds` gives them.
+      bound: what sets the ceiling, in words.
+      ceiling: the ratio that it would allow.
+
+    Returns:
+      {"ratio" (median), "ratio_low", "ratio_high" (quartiles)}, for a result file.
+    """
+    ratio, low, high = paired_ratio(seconds["dense"], seconds["sparse"])
+    print(
+        f"dense / sparse: {ratio:.2f}x (quartiles {low:.2f}-{high:.2f}); {bound} {ceiling:.2f}x, "
+        f"reached {ratio / ceiling:.0%}"
+    )
+    return {"ratio": ratio, "ratio_low": low, "ratio_high": high}
+
+
 def provenance(machine: str) -> dict:
     """Command, date, machine and versions of this process, for a result file."""
     module = Path(sys.argv[0]).stem
@@ -72,8 +91,22 @@ def provenance(machine: str) -> dict:
     }
 
 
-def keep(folder: str, name: str, result: dict) -> Path:
-    """Writes FOLDER/NAME.json, NAME in lower-case words joined by "-" or "_"; returns its path."""
+def keep(folder: str, name: str, machine: str, result: dict) -> None:
+    """As `write`, and says where; does nothing where `folder` is ""."""
+    if folder:
+        print(f"kept in {write(folder, name, machine, result)}", flush=True)
+
+
+def write(folder: str, name: str, machine: str, result: dict) -> Path:
+    """Writes a result with its `provenance` as FOLDER/NAME.json, and returns its path.
+
+    Args:
+      folder: made where it is missing.
+      name: written in lower-case words joined by "-" or "_".
+      machine: that it was measured on.
+      result: JSON-able.
+    """
+    result = {**provenance(machine), **result}
     path = Path(folder) / f"{hardware.slug(name)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -99,16 +99,14 @@ def main(values):
             f"  measured {row['bubble_measured']:.3f}"
             f"  ({row['bubble_measured'] / max(row['bubble_of_table'], 1e-9) - 1:+.1%})"
         )
-    if values.keep:
-        result = {
-            **measurement.provenance("cpu"),
-            "inputs": "blocks that sleep in place of computing",
-            "stages": values.stages,
-            "micro_batches": values.micro_batches,
-            "action_ms": values.milliseconds,
-            "rows": rows,
-        }
-        print(f"kept in {measurement.keep(values.keep, 'pipeline_bubble_cpu', result)}")
+    result = {
+        "inputs": "blocks that sleep in place of computing",
+        "stages": values.stages,
+        "micro_batches": values.micro_batches,
+        "action_ms": values.milliseconds,
+        "rows": rows,
+    }
+    measurement.keep(values.keep, "pipeline_bubble_cpu", "cpu", result)
 
 
 def sleeping_step(schedule):

@@ -76,9 +76,7 @@ def main(values):
             flush=True,
         )
     print(f"largest error {max(abs(row['error']) for row in rows):.1%}")
-    if values.keep:
-        result = {**measurement.provenance(chip.name), "rows": rows}
-        print(f"kept in {measurement.keep(values.keep, f'predict_check_{chip.name}', result)}")
+    measurement.keep(values.keep, f"predict_check_{chip.name}", chip.name, {"rows": rows})
 
 
 if __name__ == "__main__":

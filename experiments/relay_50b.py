@@ -38,7 +38,7 @@ def main(values):
     """Plans, and runs where asked; see the module docstring."""
     import dataclasses
 
-    from experiments import measurement, relay_flags, relay_measure
+    from experiments import measurement, relay_measure
     from sparse_dataflow.errors import UserError
     from sparse_dataflow.execution.relay import RelayConfig
     from sparse_dataflow.models.sizes import SIZES, LinearSpec, ModelConfig
@@ -89,7 +89,7 @@ def main(values):
         print(relay_measure.table([row], columns))
         result["run"] = row
         chip = own
-    relay_flags.kept(values, measurement, "relay_50b", chip, result)
+    measurement.keep(values.keep, f"relay_50b_{chip.name}", chip.name, result)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def main(values):
             rows.append(row | {"stash": stash})
         rows.append(relay_measure.whole(model, how, chip, values.steps) | {"batch": batch})
         print(relay_measure.table(rows[-3:], COLUMNS), flush=True)
-    relay_flags.kept(values, measurement, "relay_bert_large", chip, {"rows": rows})
+    measurement.keep(values.keep, f"relay_bert_large_{chip.name}", chip.name, {"rows": rows})
 
 
 if __name__ == "__main__":

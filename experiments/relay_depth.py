@@ -46,7 +46,7 @@ def main(values):
         rows.append(row)
         print(relay_measure.table([row], COLUMNS).splitlines()[-1], flush=True)
     print(relay_measure.table(rows, COLUMNS))
-    relay_flags.kept(values, measurement, "relay_depth", chip, {"rows": rows})
+    measurement.keep(values.keep, f"relay_depth_{chip.name}", chip.name, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -44,10 +44,3 @@ def described(values):
     names = recipes.settle(settings, jax.default_backend(), chip.memory_bytes, sparse)
     variant = recipes.variants(settings, names[:1])[0]
     return variant.model, variant.training, chip
-
-
-def kept(values, measurement, name, chip, result) -> None:
-    """Keeps a result as JSON where --keep names a folder."""
-    if values.keep:
-        full = {**measurement.provenance(chip.name), **result}
-        print(f"kept in {measurement.keep(values.keep, f'{name}_{chip.name}', full)}")

@@ -45,22 +45,20 @@ def run(values, groups) -> None:
         f"{limits_of(models['dense']).tokens:,} tokens, {', '.join(tasks)}"
     )
     rows = [row for count in shots for row in _rows(models, tasks, count, values.rounds)]
-    if values.keep:
-        result = {
-            **measurement.provenance(found.chip.name),
-            "inputs": "random weights; items of the held-out documents",
-            "tokens": "of the requests, context and continuation, without padding",
-            "scale": found.asked["scale"],
-            "dtype": found.asked["dtype"],
-            "density": values.density,
-            "pattern": values.pattern,
-            "block": values.block,
-            "corpus": found.corpus.name,
-            "tasks": list(tasks),
-            "rows": rows,
-        }
-        name = f"scoring_bench_{found.chip.name}_{found.asked['scale']}"
-        print(f"kept in {measurement.keep(values.keep, name, result)}")
+    result = {
+        "inputs": "random weights; items of the held-out documents",
+        "tokens": "of the requests, context and continuation, without padding",
+        "scale": found.asked["scale"],
+        "dtype": found.asked["dtype"],
+        "density": values.density,
+        "pattern": values.pattern,
+        "block": values.block,
+        "corpus": found.corpus.name,
+        "tasks": list(tasks),
+        "rows": rows,
+    }
+    name = f"scoring_bench_{found.chip.name}_{found.asked['scale']}"
+    measurement.keep(values.keep, name, found.chip.name, result)
 
 
 def _random(found, name) -> Trained:

@@ -66,7 +66,6 @@ def main(values):
     for name, model in models.items():
         runs[name], compile_seconds[name] = compiled_step(model, training, tokens)
     seconds = measurement.paired_seconds(runs, values.rounds)
-    ratio, low, high = measurement.paired_ratio(seconds["dense"], seconds["sparse"])
     ceiling = cost.flop_ceiling(sparse, training.sequence)
     share = cost.flops_per_token(dense, training.sequence).projection_share
     rows = {}
@@ -92,29 +91,20 @@ def main(values):
             f"{name:>6}: {row['step_ms']:8.1f} ms a step  {row['tokens_per_second']:9,.0f} "
             f"tokens/s{used}  compile {row['compile_seconds']:.1f} s"
         )
-    print(
-        f"dense / sparse: {ratio:.2f}x (quartiles {low:.2f}-{high:.2f}); FLOP ceiling "
-        f"{ceiling:.2f}x, reached {ratio / ceiling:.0%}"
-    )
-    if values.keep:
-        result = {
-            **measurement.provenance(chip.name),
-            "inputs": "uniform random tokens",
-            "scale": scale,
-            "batch": training.batch,
-            "sequence": training.sequence,
-            "density": values.density,
-            "pattern": values.pattern,
-            "block": values.block,
-            "projection_share": share,
-            "flop_ceiling": ceiling,
-            "ratio": ratio,
-            "ratio_low": low,
-            "ratio_high": high,
-            "rows": rows,
-        }
-        path = measurement.keep(values.keep, f"step_bench_{chip.name}_{scale}", result)
-        print(f"kept in {path}")
+    result = {
+        "inputs": "uniform random tokens",
+        "scale": scale,
+        "batch": training.batch,
+        "sequence": training.sequence,
+        "density": values.density,
+        "pattern": values.pattern,
+        "block": values.block,
+        "projection_share": share,
+        "flop_ceiling": ceiling,
+        **measurement.speedup(seconds, "FLOP ceiling", ceiling),
+        "rows": rows,
+    }
+    measurement.keep(values.keep, f"step_bench_{chip.name}_{scale}", chip.name, result)
 
 
 def compiled_step(model, training, tokens):

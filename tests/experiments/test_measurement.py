@@ -71,6 +71,21 @@ def test_provenance_is_enough_to_repeat_it(monkeypatch):
 
 
 def test_a_result_is_kept_under_a_plain_name(tmp_path):
-    path = measurement.keep(str(tmp_path / "new" / "folder"), "step_Intel(R) X, 2 GHz!", {"a": [1]})
-    assert path == tmp_path / "new" / "folder" / "step_intel-r-x-2-ghz.json"
-    assert json.loads(path.read_text()) == {"a": [1]}
+    folder, name = tmp_path / "new" / "folder", "step_Intel(R) X, 2 GHz!"
+    path = measurement.write(str(folder), name, "abacus", {"a": [1]})
+    assert path == folder / "step_intel-r-x-2-ghz.json"
+    kept = json.loads(path.read_text())
+    assert (kept["a"], kept["machine"]) == ([1], "abacus")
+
+
+def test_a_speedup_is_told_beside_its_ceiling(capsys):
+    seconds = {"dense": np.asarray([4.0, 6.0, 8.0]), "sparse": np.asarray([2.0, 2.0, 2.0])}
+    found = measurement.speedup(seconds, "FLOP ceiling", 6.0)
+    assert found == {"ratio": 3.0, "ratio_low": 2.5, "ratio_high": 3.5}
+    said = "dense / sparse: 3.00x (quartiles 2.50-3.50); FLOP ceiling 6.00x, reached 50%"
+    assert capsys.readouterr().out.strip() == said
+
+
+def test_no_folder_keeps_nothing(capsys):
+    measurement.keep("", "step", "abacus", {})
+    assert not capsys.readouterr().out
