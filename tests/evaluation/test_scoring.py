@@ -92,7 +92,7 @@ def test_few_shapes_and_every_answer_in_its_place(sizes, parts):
     assert counts.padded == sum(rows * (width - 1) for (rows, width), _ in shapes)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 20), min_size=8, max_size=200), st.sampled_from([1, 2]))
 def test_batches_of_a_length_score_about_as_many_tokens(scored, parts):
     shapes, limits = [], Limits(context=32, tokens=256, parts=parts)

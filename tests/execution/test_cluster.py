@@ -173,7 +173,7 @@ def test_two_slurm_tasks_become_one_runtime():
             )
         )
     for number, process in enumerate(started):
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
         job = f"SLURM job {os.getpid()}"
         assert f"process {number} of 2 ({job}), coordinator localhost:6" in out

@@ -63,11 +63,11 @@ class Desk:
 
     def run(self, *words, **variables):
         process = self.start(*words, **variables)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=600)
         return process.returncode, out, err
 
     def wait_for(self, text):
-        end = time.monotonic() + 60
+        end = time.monotonic() + 600
         while text not in self.log.read_text():
             assert time.monotonic() < end
             time.sleep(0.02)
@@ -105,11 +105,11 @@ def test_one_that_saved_before_its_end_is_not_taken_for_finished(desk, sent):
     process = desk.start(*command, WHAT="train")
     desk.wait_for("--out=run")
     # It is heard once the trap is set, right after the run is started.
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while process.poll() is None and time.monotonic() < end:
         process.send_signal(sent)
         time.sleep(0.3)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert process.returncode == 75 and "saved" in desk.log.read_text()
     assert desk.run(*command, WHAT="fail")[0] == 3
     assert desk.run("sh", LAUNCH / "start_or_resume.sh", "run")[0] == 2
@@ -131,7 +131,7 @@ def slurm(desk, *words, **variables):
 
 def test_a_slurm_job_ends_with_its_run(desk):
     process = slurm(desk, "--scale=nano", "--mesh=data:2")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     assert (process.returncode, err) == (0, "")
     assert "--out=runs/slurm-7 --scale=nano --mesh=data:2" in desk.log.read_text()
     assert "scontrol" not in desk.log.read_text()
@@ -142,7 +142,7 @@ def test_a_slurm_job_whose_time_is_over_saves_and_queues_again(desk):
     desk.wait_for("-m experiments.gpt13b_dense --out=runs/slurm-7")
     time.sleep(0.3)
     process.send_signal(signal.SIGUSR1)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 75 and "queueing again" in out
     assert desk.log.read_text().endswith("saved\nscontrol requeue 7\n")
 
@@ -152,7 +152,7 @@ def test_a_slurm_job_that_is_stopped_or_fails_stays_away(desk):
     desk.wait_for("--out=")
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert process.returncode == 75
     assert desk.run("bash", LAUNCH / "slurm.sbatch", WHAT="fail", SLURM_JOB_ID="7")[0] == 3
     assert "saved" in desk.log.read_text() and "scontrol" not in desk.log.read_text()
@@ -199,7 +199,7 @@ def test_a_tpu_vm_is_set_up_started_watched_and_stopped(desk):
     status, _, err = desk.run(*start, WHAT="train")
     assert status == 0, err
     desk.wait_for(odd)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while desk.log.read_text().count(odd) < 2:
         assert time.monotonic() < end
         time.sleep(0.02)

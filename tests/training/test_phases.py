@@ -21,7 +21,7 @@ def rates(training, method="sparse_to_dense", **how):
     return found, [learning_rate(training, found, i, s) for s, i in enumerate(numbers)]
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(
     st.integers(20, 200), st.sampled_from([0.3, 0.5, 0.9]), st.sampled_from([0.25, 1.0]),
     st.sampled_from([(), ("qkv",)]),
@@ -39,7 +39,7 @@ def test_the_dense_stages_have_the_decay_to_themselves(steps, at, dense_rate, fi
     assert schedule[-1] == pytest.approx(0.01 * last)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(st.integers(20, 200), st.sampled_from(["set", "gradual"]))
 def test_other_methods_keep_one_cosine(steps, method):
     training = TrainingConfig(steps, 4, 8, learning_rate=0.01)
