@@ -195,7 +195,11 @@ def _bytes(program, jaxpr, arrays, training) -> StepBytes:
     if gradients is None:
         gradients = held["gradients"] * (2 if training.micro_batches > 1 else 1)
     known = held["parameters"] + held["moments"]
-    rest = found.temp_size_in_bytes + results - gradients - activations
+    # Small arrays may lie in a chip's own memory, which is not counted.
+    rest = found.temp_size_in_bytes + results
+    gradients = min(gradients, rest)
+    activations = min(activations, rest - gradients)
+    rest -= gradients + activations
     return StepBytes(
         held["parameters"],
         held["moments"],
