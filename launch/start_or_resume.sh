@@ -21,9 +21,12 @@ else
     set -- "--out=$folder" "$@"
 fi
 
+# A signal that comes before the run is known waits for it: nothing is left behind.
+run='' early=''
+trap 'if [ -n "$run" ]; then kill -TERM "$run" 2>/dev/null || :; else early=1; fi' TERM INT
 "${PYTHON:-python}" -m "experiments.$experiment" "$@" &
 run=$!
-trap 'kill -TERM "$run" 2>/dev/null || :' TERM INT
+[ -z "$early" ] || kill -TERM "$run" 2>/dev/null || :
 status=0
 wait "$run" || status=$?
 # A trapped signal ends a wait early.
