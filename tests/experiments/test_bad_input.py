@@ -9,6 +9,7 @@ from absl import flags as absl_flags
 from main_job import PICO, checkpoint_steps, complaint, rows, write_corpus
 
 from experiments import flags
+from sparse_dataflow.data import cache
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import ModelConfig
 
@@ -16,9 +17,9 @@ from sparse_dataflow.models.sizes import ModelConfig
 @pytest.fixture
 def refused(job, tmp_path, monkeypatch, capsys):
     """refused(flag, ...) -> what the main job, run in this process, says before it exits with 2."""
-    from experiments import gpt13b_dense, gpt13b_sparse, gpt_run
+    from experiments import gpt13b_dense, gpt13b_sparse
 
-    monkeypatch.setattr(gpt_run, "CACHE", job.cache / "sparse_dataflow")
+    monkeypatch.setattr(cache, "FOLDER", job.cache / "sparse_dataflow")
     monkeypatch.chdir(tmp_path)
     experiments = {"sparse": (gpt13b_sparse, flags.GROUPS), "dense": (gpt13b_dense,)}
 

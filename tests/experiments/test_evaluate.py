@@ -10,6 +10,7 @@ from main_job import rows
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 
 from experiments import evaluate, evaluation_report, flags
+from sparse_dataflow.data import cache
 from sparse_dataflow.reporting.report import ReportData
 
 GOOD = {"context": "the", "choices": [" of", " and"], "answer": 1}
@@ -19,9 +20,8 @@ GOOD = {"context": "the", "choices": [" of", " and"], "answer": 1}
 def evaluated(job, tmp_path, monkeypatch, capsys):
     """evaluated(flag, ...) -> (exit status, stdout, the error's line) of `evaluate` in this
     process."""
-    from experiments import gpt_run
 
-    monkeypatch.setattr(gpt_run, "CACHE", job.cache / "sparse_dataflow")
+    monkeypatch.setattr(cache, "FOLDER", job.cache / "sparse_dataflow")
     monkeypatch.chdir(tmp_path)
 
     def evaluated(*arguments):
