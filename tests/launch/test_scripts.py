@@ -29,6 +29,14 @@ esac
 """
 
 
+# No shell hears a signal that is ignored where it begins, as SIGINT is in the background.
+HEARING = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
 class Desk:
     """A folder of made-up programs, what they wrote down, and the variables that name them."""
 
@@ -53,7 +61,7 @@ class Desk:
 
     def start(self, *words, **variables):
         return subprocess.Popen(
-            list(map(str, words)),
+            [sys.executable, "-c", HEARING, *map(str, words)],
             cwd=self.folder,
             env=self.variables | variables,
             stdout=subprocess.PIPE,
