@@ -19,7 +19,6 @@ planner's search chooses the layout. Takes half a minute to two minutes of one c
 
 from experiments import flags, planner_flags
 from experiments.command_line import Flag, Group
-from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.planning.run_layout import BUBBLES
 
 AUTOMATIC = 0
@@ -28,7 +27,7 @@ PLAN = Group(
     "Plan",
     "what is compiled for what; what is left at its default the planner's search chooses",
     (
-        Flag("scale", "choice", "13b", "Named size.", lambda: tuple(SIZES)),
+        planner_flags.SCALE,
         planner_flags.DENSITY,
         planner_flags.BLOCK,
         Flag(

@@ -13,6 +13,7 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import mesh as meshes
 from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.execution.pipelined import executor_over
+from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning import (
     compile,
     cost,
@@ -44,7 +45,7 @@ class Plan:
     """
 
     scale: str
-    config: object
+    config: ModelConfig
     sequence: int
     topology: topologies.Topology
     layout: RunLayout

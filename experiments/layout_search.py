@@ -14,7 +14,6 @@ sampled search goes on where it was stopped.
 
 from experiments import flags, planner_flags
 from experiments.command_line import Flag, Group
-from sparse_dataflow.models.sizes import SIZES
 
 ENGINES = ("auto", "exhaustive", "optuna", "deephyper")
 LARGEST_GRID = 5_000_000
@@ -23,7 +22,7 @@ SEARCH = Group(
     "Search",
     "what is laid out on what",
     (
-        Flag("scale", "choice", "13b", "Named size.", lambda: tuple(SIZES)),
+        planner_flags.SCALE,
         planner_flags.HARDWARE,
         Flag(
             "chips",

@@ -10,6 +10,7 @@ from sparse_dataflow.planning import chips
 
 COUNT = ("0 or more", lambda n: n >= 0)
 AT_LEAST_ONE = ("1 or more", lambda n: n >= 1)
+SCALE = Flag("scale", "choice", "13b", "Named size.", lambda: tuple(SIZES))
 SEQUENCE = Flag("sequence", "integer", 0, "Tokens in a sequence; 0 is the scale's own length.")
 DENSITY = Flag(
     "density",

@@ -23,7 +23,7 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
-from sparse_dataflow.training.programs import TrainingData, compile_programs, stepped
+from sparse_dataflow.training.programs import TrainingData, compile_programs, held_out_nats, stepped
 from sparse_dataflow.training.step import initial_state
 
 HELD_OUT_WINDOWS = 32
@@ -69,8 +69,7 @@ def train(
       The model as `generate` takes it; `facts["bits_per_byte"]` is over held-out text.
 
     Raises:
-      UserError: the corpus, the layout or the shapes are not legal; says what would be.
-      FloatingPointError: the loss is not finite.
+      UserError: the corpus, the layout or the shapes are not legal, or a loss is not finite.
     """
     if training.sequence > model.max_len:
         raise UserError(
@@ -93,17 +92,14 @@ def train(
     seconds, quality = 0.0, None
     for number, batch in zip(range(training.steps), batches.iterate()):
         start = time.perf_counter()
-        state, tables, report = stepped(programs, state, tables, batch, float(rate(number)))
+        state, tables, report = stepped(programs, state, tables, batch, rate(number))
         loss = float(report.loss)
         seconds += time.perf_counter() - start
         step, quality = number + 1, None
         if not np.isfinite(loss):
-            raise FloatingPointError(f"the loss of step {step} is {loss}")
+            raise UserError(f"the loss of step {step} is {loss}; a lower learning rate may help.")
         if step == training.steps or (eval_every and step % eval_every == 0):
-            nats = sum(
-                float(programs.eval_step(state.params, tables, each["tokens"], each["weights"]))
-                for each in held_out
-            )
+            nats = held_out_nats(programs, state.params, tables, held_out)
             quality = bits_per_byte(nats, held_out_bytes)
         if on_step is not None:
             on_step(Progress(step, loss, seconds, quality))

@@ -25,7 +25,14 @@ from sparse_dataflow.training.phases import (
     refuse_unfit,
 )
 from sparse_dataflow.training.plateau import Plateau, next_begins, with_starts
-from sparse_dataflow.training.programs import Compiled, TrainingData, changed, evolved, stepped
+from sparse_dataflow.training.programs import (
+    Compiled,
+    TrainingData,
+    changed,
+    evolved,
+    held_out_nats,
+    stepped,
+)
 from sparse_dataflow.training.saved_state import identity, saved_state
 from sparse_dataflow.training.step import TrainState, initial_state
 
@@ -244,11 +251,8 @@ class Trainer:
         return self._evaluate("final", self._data.final, self._data.final_bytes)
 
     def _evaluate(self, kind, batches, total_bytes):
-        eval_step, params = self._programs[self._phase].eval_step, self.state.params
-        total = sum(
-            float(eval_step(params, self._tables, batch["tokens"], batch["weights"]))
-            for batch in map(self._put, batches)
-        )
+        programs, params = self._programs[self._phase], self.state.params
+        total = held_out_nats(programs, params, self._tables, map(self._put, batches))
         row = {
             "kind": kind,
             "step": self.step,

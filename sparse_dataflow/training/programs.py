@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -186,6 +186,14 @@ def stepped(programs: Compiled, state, tables, batch, learning_rate: float):
     given = state._replace(tables=tables)
     after, report = programs.train_step(given, batch["tokens"], np.float32(learning_rate))
     return after._replace(tables=state.tables), after.tables, report
+
+
+def held_out_nats(programs: Compiled, params, tables, batches: Iterable) -> float:
+    """Sum of the weighted next-token losses over `batches` of "tokens" and "weights", as put."""
+    return sum(
+        float(programs.eval_step(params, tables, batch["tokens"], batch["weights"]))
+        for batch in batches
+    )
 
 
 def evolved(
