@@ -21,7 +21,10 @@ def available(case: Case, operands: Operands) -> Iterator[tuple[str, Callable[[]
         return
     yield "torch_dense", lambda: _torch(case, operands, _dense_product)
     yield "torch_bsr", lambda: _torch(case, operands, _bsr_product)
-    if importlib.util.find_spec("triton") is not None:
+    import torch
+
+    # On a CPU torch has no Triton product, whether or not Triton is installed.
+    if torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
         yield "torch_triton_bsr", lambda: _torch(case, operands, _triton_product)
 
 
@@ -49,7 +52,7 @@ def _torch(case, operands, product):
     run = product(copy(operands.x), copy(_masked(case, operands)), case.layout.block)
 
     def start():
-        with torch.inference_mode():
+        with torch.no_grad():
             return _Pending(run(), torch.cuda.synchronize if device == "cuda" else None)
 
     return _timed(start)
