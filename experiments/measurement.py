@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import resource
 import shlex
 import sys
 import time
@@ -16,6 +17,8 @@ import numpy as np
 
 from sparse_dataflow.planning import hardware
 
+MOST_UNTIMED, FEW_PAGES = 8, 2000
+
 
 def paired_seconds(
     runs: Mapping[str, Callable[[], object]], rounds: int, enough: float = 0.0
@@ -24,7 +27,8 @@ def paired_seconds(
 
     Args:
       runs: name -> function that starts work and returns its arrays.
-      rounds: how often; two untimed rounds come first.
+      rounds: how often; untimed rounds come first: two, and more (MOST_UNTIMED in all) while the
+        process still grows, as pages that are touched for the first time would be timed too.
       enough: seconds that one timing takes at least: a shorter run is started several times in a
         row, which hides the cost of starting it where work is queued, as on a GPU.
 
@@ -32,15 +36,20 @@ def paired_seconds(
       name -> float [rounds] seconds of one call; element i of every name belongs to the same round.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    calls = dict.fromkeys(runs, 1)
-    for number in range(rounds + 2):
+    for number in range(MOST_UNTIMED):
+        touched = _pages_touched()
+        untimed = {name: _seconds_a_call(run, 1) for name, run in runs.items()}
+        if number > 0 and _pages_touched() - touched < FEW_PAGES:
+            break
+    calls = {name: max(1, math.ceil(enough / seconds)) for name, seconds in untimed.items()}
+    for _ in range(rounds):
         for name, run in runs.items():
-            seconds = _seconds_a_call(run, calls[name])
-            if number == 1:
-                calls[name] = max(1, math.ceil(enough / seconds))
-            if number >= 2:
-                times[name].append(seconds)
+            times[name].append(_seconds_a_call(run, calls[name]))
     return {name: np.asarray(seconds) for name, seconds in times.items()}
+
+
+def _pages_touched():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _seconds_a_call(run, calls):
@@ -87,6 +96,7 @@ def provenance(machine: str) -> dict:
         "versions": {
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")},
+            **({"torch": importlib.metadata.version("torch")} if "torch" in sys.modules else {}),
         },
     }
 

@@ -16,7 +16,23 @@ from experiments import measurement
 positive = hnp.arrays(float, 7, elements=st.floats(1e-3, 1e3))
 
 
-def test_runs_are_timed_in_turn_after_two_rounds_of_warming_up(monkeypatch):
+@pytest.fixture
+def still(monkeypatch):
+    """A process that does not grow."""
+    monkeypatch.setattr(measurement, "_pages_touched", lambda: 0)
+
+
+@pytest.mark.parametrize(
+    "grown, untimed", [((), 2), ((10**6, 10**6, 10**6, 9), 4), ((10**6,) * 99, 8)]
+)
+def test_nothing_is_timed_while_the_process_grows(monkeypatch, grown, untimed):
+    calls = []
+    monkeypatch.setattr(measurement, "_pages_touched", lambda: sum(grown[: len(calls)]))
+    measurement.paired_seconds({"one": lambda: calls.append(1)}, 3)
+    assert len(calls) == untimed + 3
+
+
+def test_runs_are_timed_in_turn_after_two_rounds_of_warming_up(monkeypatch, still):
     now, order = 0.0, []
 
     def take(name, seconds):
@@ -36,7 +52,7 @@ def test_runs_are_timed_in_turn_after_two_rounds_of_warming_up(monkeypatch):
     np.testing.assert_allclose(times["sparse"], [6, 8, 10])
 
 
-def test_a_short_run_is_started_again_until_the_time_is_enough(monkeypatch):
+def test_a_short_run_is_started_again_until_the_time_is_enough(monkeypatch, still):
     now, calls = 0.0, []
 
     def run():
