@@ -71,10 +71,11 @@ def run(asked) -> None:
     said = layout_verify.verified(asked.scale, request, best, asked.verify)
     _print_best(request, found[:10], said)
     _keep_trials(folder / "trials.csv", request, found)
+    for choice, _ in found[: asked.explain]:
+        print(f"\n{search.single(request.layout(choice))}")
+        print(search.explain(request, choice).explain())
+        print(f"\nmemory of the fullest chip\n{_memory(request, choice)}")
     best = found[0][0]
-    print(f"\n{search.single(request.layout(best))}")
-    print(search.explain(request, best).explain())
-    print(f"\nmemory of the fullest chip\n{_memory(request, best)}")
     if not sampled:
         _sensitivity(priced, folder)
     _roofline(asked, request, best, folder)

@@ -63,6 +63,13 @@ SEARCH = Group(
             "H200, where that compiler is installed); 0 compiles none.",
             legal=("0 or more", lambda minutes: minutes >= 0),
         ),
+        Flag(
+            "explain",
+            "integer",
+            1,
+            "How many of the best have every term of their step's time and memory printed.",
+            legal=planner_flags.COUNT,
+        ),
         Flag("out", "text", "runs/layout_search", "Folder to make, or to go on in."),
     ),
 )
