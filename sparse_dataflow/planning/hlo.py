@@ -20,7 +20,7 @@ KINDS = (
 )
 
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
-_ARRAY = re.compile(r"\b(pred|token|opaque|bf16|[sufc]\d+\w*)\[([\d,<=]*)\]")
+_ARRAY = re.compile(rf"\b(?:({'|'.join(_BITS)})|[suf](\d+)\w*)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"(?<=[\s)}\]])([a-z][\w\-]*)\(")
@@ -121,10 +121,12 @@ def _computations(text: str) -> dict[str, dict[str, _Instruction]]:
                 current = None
             continue
         made = _INSTRUCTION.match(line)
-        opcode = made and _OPCODE.search(f" {made[2]}")
-        if not opcode:
+        if made is None:
             continue
         whole = f" {made[2]}"
+        opcode = _OPCODE.search(whole)
+        if opcode is None:
+            continue
         inside = _parenthesised(whole, opcode.end())
         operands = tuple(re.findall(r"%([\w.\-]+)", inside))
         rest = whole[opcode.end() :]
@@ -183,7 +185,7 @@ def _calls(one: _Instruction, instructions, computations, rounds):
         parts = scope[1].split("/")
         told = next((rounds[part] for part in reversed(parts) if part in rounds), None)
     if one.opcode == "while":
-        body = re.search(r"\bbody=%?([\w.\-]+)", one.rest)[1]
+        body = _computation_of("body", one)
         length = _trip_count(one, instructions, computations)
         if math.isnan(length) and told is not None:
             return [(body, told, True)]
@@ -193,14 +195,19 @@ def _calls(one: _Instruction, instructions, computations, rounds):
     return [(name, 1.0, False) for name in [*branches, *named] if name in computations]
 
 
+def _computation_of(role: str, one: _Instruction) -> str:
+    """The computation that an instruction has in a role; "" for none."""
+    found = re.search(rf"\b{role}=%?([\w.\-]+)", one.rest)
+    return found[1] if found else ""
+
+
 def _trip_count(one: _Instruction, instructions, computations) -> float:
     """Rounds of a loop, by what XLA notes of it or by its condition, i < a constant; NaN where
     neither says."""
     noted = re.search(r'known_trip_count":?\{"?n"?:"?(\d+)', one.rest)
     if noted:
         return float(noted[1])
-    condition = re.search(r"\bcondition=%?([\w.\-]+)", one.rest)[1]
-    inside = computations.get(condition, {})
+    inside = computations.get(_computation_of("condition", one), {})
     test = next((i for i in inside.values() if i.opcode == "compare"), None)
     if test is None:
         # The comparison may be fused.
@@ -231,9 +238,8 @@ def _largest(one: _Instruction, instructions) -> int:
 def array_bytes(shape: str) -> int:
     """Bytes of a shape as XLA prints it, "bf16[8,128]{1,0}" or a tuple of them; no padding."""
     total = 0
-    for dtype, dims in _ARRAY.findall(shape):
-        bits = _BITS.get(dtype) or int(re.search(r"\d+", dtype)[0])
-        bits = 0 if dtype in ("token", "opaque") else bits
+    for named, width, dims in _ARRAY.findall(shape):
+        bits = _BITS[named] if named else int(width)
         sizes = [int(d.removeprefix("<=")) for d in dims.split(",") if d]
         total += math.prod(sizes) * bits // 8
     return total

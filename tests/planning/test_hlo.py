@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sparse_dataflow.planning import hlo
 
 DTYPES = {"f32": 4, "bf16": 2, "s8": 1}
+WIDTHS = {**DTYPES, "pred": 1, "u64": 8, "c64": 8, "c128": 16, "f8e4m3fn": 1, "token": 0}
 
 MODULE = """\
 HloModule jit_step, is_scheduled=true
@@ -106,13 +107,13 @@ def test_drawn_programs_are_counted_by_hand(rounds, size, form, part, dtype, kno
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(list(DTYPES)), st.lists(st.integers(0, 99), max_size=4)),
+        st.tuples(st.sampled_from(list(WIDTHS)), st.lists(st.integers(0, 99), max_size=4)),
         max_size=5,
     )
 )
 def test_bytes_of_a_tuple_are_those_of_its_arrays(arrays):
     shapes = [f"{dtype}[{','.join(map(str, dims))}]{{0:T(8,128)S(1)}}" for dtype, dims in arrays]
-    expected = sum(DTYPES[dtype] * math.prod(dims) for dtype, dims in arrays)
+    expected = sum(WIDTHS[dtype] * math.prod(dims) for dtype, dims in arrays)
     assert hlo.array_bytes(f"({', '.join(shapes)})") == expected
 
 
