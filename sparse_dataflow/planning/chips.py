@@ -24,6 +24,7 @@ Importing this module loads no jax.
 """  # noqa: E501
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -86,6 +87,22 @@ class Chip:
     def peak(self, dtype: str) -> float | None:
         """FLOP/s for operands of `dtype`, or None where it is not known."""
         return None if self.peak_flops is None else self.peak_flops.get(dtype)
+
+    def rates(self, dtype: str) -> tuple[float, float]:
+        """FLOP/s for operands of `dtype`, and bytes/s of the memory.
+
+        Raises:
+          UserError: either is not known.
+        """
+        peak = self.peak(dtype)
+        if peak is None or self.bandwidth is None:
+            raise UserError(f"{self.name} has no known {dtype} rate and bandwidth.")
+        return peak, self.bandwidth
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of device memory; infinite where not known."""
+        return math.inf if self.memory_bytes is None else self.memory_bytes
 
 
 def _chip(name, family, bfloat16, float32, memory, gigabytes_per_second, host, network):

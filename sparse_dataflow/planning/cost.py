@@ -227,7 +227,7 @@ def decoding_bytes(
       UserError: as `stored_fractions`.
     """
     fractions = stored_fractions(config, stored_density)
-    weights = config.vocab_size * config.d_model
+    weights: float = config.vocab_size * config.d_model
     for name in PROJECTIONS:
         fan_in, fan_out = config.projection_shape(name)
         rank = config.linear(name).rank

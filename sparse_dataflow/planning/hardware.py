@@ -136,7 +136,7 @@ def measure_cpu_bandwidth() -> float:
 def _best_seconds(run, budget: float) -> float:
     """Shortest of the runs (one at least) that fit into `budget` seconds, after a warm-up."""
     run().block_until_ready()
-    times = []
+    times: list[float] = []
     while not times or sum(times) < budget:
         start = time.perf_counter()
         run().block_until_ready()

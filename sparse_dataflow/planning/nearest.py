@@ -35,7 +35,7 @@ def fitting(request: Request, asked: RunLayout | None, spare: float = 1.0) -> li
       spare: fraction of the usable memory that they may take.
     """
     priced = search.price(request, search.space(request))
-    limit = spare * USABLE * request.chip.memory_bytes
+    limit = spare * USABLE * request.chip.capacity
     legal = priced.legal & (priced.memory <= limit)
     speed = np.where(legal, priced.throughput, 0.0).reshape(-1)
     order = np.argsort(-speed, kind="stable")[: int(np.count_nonzero(speed))]

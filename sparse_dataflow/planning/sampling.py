@@ -64,9 +64,9 @@ def sample(
         return throughput
 
     study.optimize(objective, n_trials=max(trials - made, 0))
-    found = {}
+    found: dict[tuple, tuple[dict, float]] = {}
     for trial in study.trials:
-        if trial.user_attrs.get("legal"):
+        if trial.user_attrs.get("legal") and trial.value is not None:
             choice = trial.user_attrs["choice"]
             found[tuple(choice.values())] = (choice, trial.value)
     return sorted(found.values(), key=lambda pair: -pair[1])
@@ -79,6 +79,6 @@ def priced(request: Request, choice: dict) -> tuple[float, dict[str, float]]:
     held = search.held_bytes(request, layout)
     reasons = search.blocks(request, layout, held)
     violations = {name: float(np.any(found)) for name, found in reasons.items()}
-    limit = USABLE * (request.chip.memory_bytes or np.inf)
+    limit = USABLE * request.chip.capacity
     tokens = request.batch * request.sequence / request.chips
     return float(tokens / seconds), {**violations, "memory": float(held / limit - 1)}

@@ -46,7 +46,7 @@ def sample(
             for at in study.ask(min(ASKED_AT_ONCE, trials - len(made))):
                 at = {name: int(index) for name, index in at.items()}
                 speed, violations = priced(request, _choice(choices, at))
-                blocked = max(violations, key=violations.get)
+                blocked = max(violations, key=violations.__getitem__)
                 blocked = blocked if violations[blocked] > 0 else ""
                 made.append((at, speed, blocked))
                 told.append((at, _objective(speed, blocked)))

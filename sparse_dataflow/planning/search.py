@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -57,16 +58,20 @@ class Request:
 
         Counts may be arrays; where something does not divide, the layout is nearest below it.
         """
-        counts = {name: np.asarray(choice[name]) for name in COUNTS}
-        fsdp = np.maximum(self.chips // (counts["tensor"] * counts["stage"] * counts["data"]), 1)
-        rows = counts["data"] * fsdp * counts["micro_batch"]
+        tensor, stage, data, micro_batch, chunks = (np.asarray(choice[name]) for name in COUNTS)
+        fsdp = np.maximum(self.chips // (tensor * stage * data), 1)
+        rows = data * fsdp * micro_batch
         return RunLayout(
-            **counts,
+            tensor=tensor,
+            stage=stage,
+            data=data,
+            micro_batch=micro_batch,
+            chunks=chunks,
             fsdp=fsdp,
             accumulation=np.maximum(self.batch // rows, 1),
             **{name: choice[name] for name in NAMES},
             sequence_parallel=True,  # as execution/sharded.py cuts activations
-            executor="pipeline" if np.any(counts["stage"] > 1) else "whole",
+            executor="pipeline" if np.any(stage > 1) else "whole",
         )
 
 
@@ -133,7 +138,11 @@ class Priced:
     @property
     def legal(self) -> np.ndarray:
         """bool [space.shape], what nothing blocks."""
-        return ~np.logical_or.reduce(list(self.blocked.values()))
+        return ~self.blocked_beside("")
+
+    def blocked_beside(self, reason: str) -> np.ndarray:
+        """bool [space.shape], what another reason than this one blocks."""
+        return np.any([found for name, found in self.blocked.items() if name != reason], axis=0)
 
     @property
     def throughput(self) -> np.ndarray:
@@ -145,7 +154,7 @@ class Priced:
     @property
     def unbounded_speed(self) -> float:
         """Tokens a second and chip of the fastest layout if memory had no limit; 0 for none."""
-        others = np.logical_or.reduce([self.blocked[b] for b in BLOCKS if b != "memory"])
+        others = self.blocked_beside("memory")
         r = self.request
         return float(np.where(others, 0.0, r.batch * r.sequence / r.chips / self.seconds).max())
 
@@ -172,7 +181,7 @@ def price(request: Request, choices: Space) -> Priced:
         names = {name: choices.levels[name][i] for name, i in zip(NAMES, at)}
         choice = {**dict(zip(COUNTS, counts)), **names}
         layout = request.layout(choice)
-        where = (..., *at)
+        where = (slice(None),) * len(inner) + at
         total, held, reasons = _priced(request, layout)
         seconds[where] = np.broadcast_to(total, inner)
         sizes[where] = np.broadcast_to(held, inner)
@@ -194,13 +203,14 @@ def explain(request: Request, choice: Mapping) -> StepTime:
 
 def held_bytes(request: Request, layout: RunLayout) -> np.ndarray:
     """Bytes on the fullest chip."""
-    return layout_bytes(request.config, request.sequence, layout).total
+    return np.asarray(layout_bytes(request.config, request.sequence, layout).total)
 
 
 def single(layout: RunLayout) -> RunLayout:
     """A layout whose counts are plain integers."""
-    counts = (*COUNTS, "fsdp", "accumulation")
-    return dataclasses.replace(layout, **{name: int(getattr(layout, name)) for name in counts})
+    names = (*COUNTS, "fsdp", "accumulation")
+    counts: dict[str, Any] = {name: int(getattr(layout, name)) for name in names}
+    return dataclasses.replace(layout, **counts)
 
 
 def blocks(request: Request, layout: RunLayout, memory) -> dict[str, np.ndarray]:
@@ -221,7 +231,7 @@ def blocks(request: Request, layout: RunLayout, memory) -> dict[str, np.ndarray]
         "layers": config.num_layers % (stage * chunks) != 0,
         "batch": np.asarray(layout.batch) != request.batch,
         "schedule": schedule,
-        "memory": np.asarray(memory) > USABLE * (request.chip.memory_bytes or math.inf),
+        "memory": np.asarray(memory) > USABLE * request.chip.capacity,
     }
 
 
@@ -234,19 +244,19 @@ def refuse(priced: Priced) -> None:
     if priced.legal.any():
         return
     r = priced.request
-    others = np.logical_or.reduce([priced.blocked[b] for b in BLOCKS if b != "batch"])
+    others = priced.blocked_beside("batch")
     if not others.all():
         near = _nearest_batch(priced, ~others)
         raise UserError(
             f"No layout on {r.chips} {r.chip.name} divides a batch of {r.batch} sequences; "
             f"the closest that one does is --batch={near}."
         )
-    others = np.logical_or.reduce([priced.blocked[b] for b in BLOCKS if b != "memory"])
+    others = priced.blocked_beside("memory")
     if not others.all():
         need = np.where(others, np.inf, priced.memory).min()
         raise UserError(
             f"No layout fits: the smallest needs {math.ceil(need / GIB)} GiB on each of {r.chips} "
-            f"{r.chip.name}, which have {math.floor(USABLE * r.chip.memory_bytes / GIB)} to use; "
+            f"{r.chip.name}, which have {math.floor(USABLE * r.chip.capacity / GIB)} to use; "
             f"{_more_chips(r)}."
         )
     least = min(BLOCKS, key=lambda b: int(priced.blocked[b].sum()))
@@ -272,7 +282,7 @@ def relay(request: Request) -> tuple[RunLayout, float] | None:
             remat="full",
             executor="relay",
         )
-        if float(held_bytes(request, layout)) <= USABLE * request.chip.memory_bytes:
+        if float(held_bytes(request, layout)) <= USABLE * request.chip.capacity:
             time = step_time(
                 request.config, request.sequence, layout, request.chip, request.efficiency
             )

@@ -56,11 +56,11 @@ def shapley_effects(values: np.ndarray, names: Sequence[str]) -> dict[str, float
             explained[kept] = values.mean(axis=others).var() / variance
     effects = {}
     for axis, name in enumerate(names):
-        others = [other for other in range(count) if other != axis]
+        rest = [other for other in range(count) if other != axis]
         effect = 0.0
         for size in range(count):
             weight = 1 / (count * math.comb(count - 1, size))
-            for kept in itertools.combinations(others, size):
+            for kept in itertools.combinations(rest, size):
                 with_axis = tuple(sorted((*kept, axis)))
                 effect += weight * (explained[with_axis] - explained[kept])
         effects[name] = float(effect)

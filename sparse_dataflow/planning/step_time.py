@@ -156,9 +156,7 @@ def step_time(
     Raises:
       UserError: a chip without the rates or links that are needed.
     """
-    peak = chip.peak(config.compute_dtype)
-    if peak is None or chip.bandwidth is None:
-        raise UserError(f"{chip.name} has no known {config.compute_dtype} rate and bandwidth.")
+    _, bandwidth = chip.rates(config.compute_dtype)
     network = chip.network
     if network is None:
         if np.any(np.asarray(layout.chips) > 1):
@@ -194,7 +192,7 @@ def step_time(
         terms["optimizer"] = 0.0 * computing
         terms["host"] = _relay_seconds(weights, chip, efficiency, computing)
     else:
-        rate = rates.get("optimizer", chip.bandwidth * efficiency.bandwidth)
+        rate = rates.get("optimizer", bandwidth * efficiency.bandwidth)
         terms["optimizer"] = weights / shards * OPTIMIZER_BYTES / rate
         terms["host"] = 0.0 * computing
     islands = np.maximum(np.asarray(layout.chips) / (layout.island or network.island), 1)
@@ -213,8 +211,8 @@ def stage_parameters(config: ModelConfig, layout: RunLayout, stored_density=None
 
 def _sections(config, sequence, layout, chip, efficiency, stored_density, rates):
     dtype_bytes = COMPUTE_BYTES[config.compute_dtype]
-    peak = chip.peak(config.compute_dtype)
-    memory = chip.bandwidth * efficiency.bandwidth
+    peak, bandwidth = chip.rates(config.compute_dtype)
+    memory = bandwidth * efficiency.bandwidth
     tokens = np.asarray(layout.micro_batch, np.float64) * sequence
     tensor = np.asarray(layout.tensor, np.float64)
     fractions = stored_fractions(config, stored_density)

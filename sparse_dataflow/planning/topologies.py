@@ -109,9 +109,10 @@ def of_chips(chip: Chip, number: int) -> Topology | None:
         found = [sides] if math.prod(sides) == number and _legal("h200", sides) else []
         kind = "h200"
     else:
-        kind = next((kind for kind, (name, *_) in _TPUS.items() if name == chip.name), None)
-        if kind is None:
+        kinds = [kind for kind, (name, *_) in _TPUS.items() if name == chip.name]
+        if not kinds:
             return None
+        (kind,) = kinds
         found = [s for s in _boxes(number, _TPUS[kind][1]) if _legal(kind, s)]
     if not found:
         return None

@@ -11,8 +11,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentF
 
 from sparse_dataflow.planning.chips import Chip
 from sparse_dataflow.planning.step_time import Section
+from sparse_dataflow.reporting.svg import Style
 
-STYLE = {
+STYLE: Style = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -62,7 +63,7 @@ def roofline(
     with style():
         figure, grid = new(7.2, 4.4)
         axes = grid[0][0]
-        peak, bandwidth = chip.peak(dtype), chip.bandwidth
+        peak, bandwidth = chip.rates(dtype)
         points = [
             s for sections in models.values() for s in sections.values() if float(s.flops) > 0
         ]

@@ -6,6 +6,7 @@ pages; text stays text; ids carry the figure's key, so figures share a page.
 
 import io
 import re
+from typing import Any
 from xml.etree import ElementTree
 
 from markupsafe import Markup
@@ -15,14 +16,22 @@ from matplotlib.figure import Figure
 PARTS = 9
 """Colours of a stacked bar: --part0 to --part8, and --on-part0 ... for text upon them."""
 
-_NAMES = ("ink", "muted", "rule", "paper", "well", "sparse", "dense")
-_NAMES += tuple(f"{kind}{i}" for i in range(PARTS) for kind in ("part", "on-part"))
+_NAMES = (
+    *("ink", "muted", "rule", "paper", "well", "sparse", "dense"),
+    *(f"{kind}{i}" for i in range(PARTS) for kind in ("part", "on-part")),
+)
 
 COLOUR = {name: f"#0a{i:02x}0b" for i, name in enumerate(_NAMES, start=1)}
 """CSS variable -> the hex code to draw it with: matplotlib wants a value, and nothing else uses
 these."""
 
-STYLE = {
+Style = dict[Any, object]
+"""matplotlib's settings; its releases differ in whether a key is any text or one of a list."""
+
+TEXT: dict[str, Any] = {"va": "center", "parse_math": False}
+"""How a label is set: centred on its height, its dollar signs no mathematics."""
+
+STYLE: Style = {
     "svg.fonttype": "none",
     "svg.hashsalt": "sparse_dataflow",
     "path.simplify": False,
@@ -89,7 +98,7 @@ def inline(drawn: Figure, key: str, title: str, description: str) -> Markup:
 
 
 def _name(root: ElementTree.Element, key: str, title: str, description: str) -> None:
-    width, height = (float(v) for v in root.get("viewBox").split()[2:])
+    width, height = (float(v) for v in root.attrib["viewBox"].split()[2:])
     root.attrib = {
         "viewBox": f"0 0 {width:g} {height:g}",
         "width": f"{width:g}",

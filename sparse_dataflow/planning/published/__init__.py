@@ -24,6 +24,7 @@ A gated MLP and grouped keys are given as the d_ff of equal parameters.
 import csv
 import dataclasses
 from importlib import resources
+from typing import Any
 
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning.chips import CHIPS, TERA, Chip
@@ -38,8 +39,10 @@ SOURCES = (
     "maxtext_v5p",
     "maxtext_v6e",
 )
-_COUNTS = ("data", "stage", "fsdp", "tensor", "island", "chunks", "zero")
-_COUNTS += ("micro_batch", "accumulation", "gradient_bytes")
+_COUNTS = (
+    *("data", "stage", "fsdp", "tensor", "island", "chunks", "zero"),
+    *("micro_batch", "accumulation", "gradient_bytes"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +83,14 @@ class Row:
         c, tokens = self.config, self.layout.batch * self.sequence
         block = c.num_layers * (4 * c.d_model**2 + 2 * c.d_model * c.d_ff)
         head = c.vocab_size * c.d_model
-        attention = 2 * c.num_layers * self.sequence * c.d_model
+        attention: float = 2 * c.num_layers * self.sequence * c.d_model
         passes = 8 if self.unit == "tflops_executed" else 6
         if self.unit == "tflops_6n":
             attention = 0
         elif self.unit == "tflops_causal":
             attention /= 2
         # The logits are never computed again (arXiv 2104.04473, appendix).
-        return tokens * (passes * (block + attention) + 6 * head)
+        return float(tokens * (passes * (block + attention) + 6 * head))
 
     @property
     def seconds(self) -> float:
@@ -96,15 +99,13 @@ class Row:
             return self.value
         rate = self.value * TERA
         if self.unit == "mfu":
-            rate = self.value / 100 * self.chip.peak("bfloat16")
-        return self.counted_flops / (self.layout.chips * rate)
+            rate = self.value / 100 * self.chip.rates("bfloat16")[0]
+        return float(self.counted_flops / (self.layout.chips * rate))
 
 
 def rows(source: str) -> list[Row]:
     """The rows of one of SOURCES, in the order of the source."""
-    path = resources.files(__package__) / f"{source}.csv"
-    with path.open(newline="") as file:
-        return [_row(source, fields) for fields in csv.DictReader(file)]
+    return [_row(source, fields) for fields in _table(source)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,39 +133,43 @@ class Scaling:
 
 def scalings() -> list[Scaling]:
     """The scaling studies; micro-batch 1, 1F1B, ZeRO 1, all recomputed."""
-    with (resources.files(__package__) / "scaling.csv").open(newline="") as file:
-        return [_scaling(fields) for fields in csv.DictReader(file)]
+    return [_scaling(fields) for fields in _table("scaling")]
+
+
+def _table(name: str) -> csv.DictReader:
+    text = (resources.files(__package__) / f"{name}.csv").read_text(encoding="utf-8")
+    return csv.DictReader(text.splitlines())
 
 
 def _scaling(fields):
     stage, tensor = int(fields["stage"]), int(fields["tensor"])
-    layouts = []
-    for end in ("from", "to"):
+
+    def layout(end):
         fsdp = int(fields[f"chips_{end}"]) // (stage * tensor)
-        layouts.append(
-            RunLayout(
-                stage=stage,
-                fsdp=fsdp,
-                tensor=tensor,
-                zero=1,
-                accumulation=int(fields[f"batch_{end}"]) // fsdp,
-                remat="block",
-                executor="pipeline",
-                gradient_bytes=2,
-            )
+        return RunLayout(
+            stage=stage,
+            fsdp=fsdp,
+            tensor=tensor,
+            zero=1,
+            accumulation=int(fields[f"batch_{end}"]) // fsdp,
+            remat="block",
+            executor="pipeline",
+            gradient_bytes=2,
         )
+
     return Scaling(
         fields["name"],
         fields["scale"],
         CHIPS[fields["chip"]],
-        *layouts,
+        layout("from"),
+        layout("to"),
         float(fields["value"]),
         fields["layout"],
     )
 
 
 def _row(source, fields):
-    counts = {name: int(fields[name]) for name in _COUNTS}
+    counts: dict[str, Any] = {name: int(fields[name]) for name in _COUNTS}
     layout = RunLayout(
         **counts,
         schedule="interleaved" if counts["chunks"] > 1 else "1f1b",
@@ -173,8 +178,10 @@ def _row(source, fields):
         sequence_parallel=fields["sequence_parallel"] == "1",
         fused_attention=fields["fused_attention"] == "1",
     )
-    shape = (int(fields[n]) for n in ("layers", "d_model", "heads", "d_ff", "vocab", "sequence"))
-    config = ModelConfig(*shape, compute_dtype="bfloat16")
+    layers, d_model, heads, d_ff, vocab, sequence = (
+        int(fields[n]) for n in ("layers", "d_model", "heads", "d_ff", "vocab", "sequence")
+    )
+    config = ModelConfig(layers, d_model, heads, d_ff, vocab, sequence, compute_dtype="bfloat16")
     return Row(
         source,
         fields["name"],
