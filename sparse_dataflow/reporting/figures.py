@@ -16,7 +16,7 @@ from matplotlib.path import Path
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from sparse_dataflow.reporting import quantities, svg
-from sparse_dataflow.reporting.svg import COLOUR
+from sparse_dataflow.reporting.svg import COLOUR, TEXT
 
 WIDTH = 420
 """Width of charts in SVG units: near one column of the page and near a phone, so type keeps its
@@ -58,8 +58,8 @@ def bits_per_nat(histories: Mapping[str, Sequence[Row]]) -> float | None:
 
     None where nothing was evaluated, or where the rows differ in it by more than rounding.
     """
-    points = [series(rows, "eval", "loss", "bits_per_byte") for rows in histories.values()]
-    points = np.concatenate([*points, np.zeros((0, 2))])
+    found = [series(rows, "eval", "loss", "bits_per_byte") for rows in histories.values()]
+    points = np.concatenate([*found, np.zeros((0, 2))])
     points = points[(points > 0).all(axis=1)]
     if not len(points):
         return None
@@ -149,8 +149,7 @@ def stacked_bars(
         axes.set_axis_off()
         for row, (variant, values) in enumerate(parts.items()):
             left, middle = 0.0, _BAR * row + 34
-            text = {"va": "center", "parse_math": False}
-            axes.text(0, middle - 23, variant, color=COLOUR[variant], fontweight="bold", **text)
+            axes.text(0, middle - 23, variant, color=COLOUR[variant], fontweight="bold", **TEXT)
             for i, name in enumerate(names):
                 width = values.get(name, 0.0) * unit
                 drawn = width - min(1.0, width / 4)
@@ -159,9 +158,9 @@ def stacked_bars(
                 # Room for a label is reckoned at a bold average character of this size.
                 if width > 6.5 * len(name) + 8:
                     axes.text(left + drawn / 2, middle + 0.5, name, ha="center", fontsize=10,
-                              color=COLOUR[f"on-part{i}"], **text)  # fmt: skip
+                              color=COLOUR[f"on-part{i}"], **TEXT)  # fmt: skip
                 left += width
-            axes.text(left + 6, middle + 0.5, totals[variant], color=COLOUR["ink"], **text)
+            axes.text(left + 6, middle + 0.5, totals[variant], color=COLOUR["ink"], **TEXT)
         described = "; ".join(f"{variant}: {totals[variant]} in all" for variant in parts)
         return svg.inline(figure, key, title, f"{described}. The table has every part.")
 
@@ -235,7 +234,8 @@ def _bits_axis(axes: Axes, bits: float | None) -> None:
     if bits is None:
         axes.spines["right"].set_visible(False)
         return
-    second = axes.secondary_yaxis("right", functions=(lambda v: v * bits, lambda v: v / bits))
+    there, back = (lambda v: np.multiply(v, bits)), (lambda v: np.divide(v, bits))
+    second = axes.secondary_yaxis("right", functions=(there, back))
     second.yaxis.set_major_locator(MaxNLocator(8, steps=_TICKS))
     second.set_ylabel("bits per byte")
 

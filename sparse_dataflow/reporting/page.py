@@ -98,10 +98,11 @@ def evaluation_table(evaluation: "EvaluationData") -> list[dict[str, Any]]:
     for row in evaluation.rows:
         # Shares are printed in percent, all else as it is.
         text = _percent if row.metric in ("acc", "acc_norm", "exact_match") else _plain_number
-        better, sure = None, row.low is not None and row.low * row.high > 0
-        if sure:
-            better = (row.difference < 0) == row.lower_is_better
-        interval = f"{text(row.low)} to {text(row.high)}" if row.low is not None else ""
+        better, interval = None, ""
+        if row.low is not None and row.high is not None:
+            interval = f"{text(row.low)} to {text(row.high)}"
+            if row.low * row.high > 0:
+                better = (row.low < 0) == row.lower_is_better
         rows.append({
             "task": row.task,
             "shots": "" if row.shots is None else f"{row.shots}-shot",
@@ -165,8 +166,12 @@ def table(variants: Sequence["VariantData"], flop_ceiling: float | None) -> list
     rows = []
     for measure in MEASURES:
         values = [finite(getattr(v, measure.field)) for v in variants]
-        row = {"label": measure.label, "field": measure.field, "cells": measure.text(values)}
-        row["under"] = None
+        row: dict[str, Any] = {
+            "label": measure.label,
+            "field": measure.field,
+            "cells": measure.text(values),
+            "under": None,
+        }
         if len(variants) == 2:
             row["verdict"], row["better"] = _verdict(measure, *values)
         if measure.field == "tokens_per_second":
@@ -193,7 +198,7 @@ def _verdict(measure: Measure, dense: float | None, sparse: float | None):
 def _ceiling(values: Sequence[float | None], flop_ceiling: float | None) -> str | None:
     """The FLOP ceiling beside the speed ratio, and the share of it that was reached."""
     ceiling = finite(flop_ceiling)
-    if not ceiling or len(values) < 2 or None in values or not values[0]:
+    if not ceiling or len(values) < 2 or not values[0] or values[1] is None:
         return None
     share = values[1] / values[0] / ceiling
     return f"FLOP ceiling {quantities.significant(ceiling)}×, {100 * share:.0f}% of it reached"
@@ -202,14 +207,14 @@ def _ceiling(values: Sequence[float | None], flop_ceiling: float | None) -> str 
 def facts(data: "ReportData") -> list[str]:
     """Sentences under the table on what bounds the ratio."""
     sentences = []
-    if finite(data.projection_share) is not None:
+    if (share := finite(data.projection_share)) is not None:
         sentences.append(
-            f"Projections hold {100 * data.projection_share:.1f}% of a dense step's FLOPs; the "
+            f"Projections hold {100 * share:.1f}% of a dense step's FLOPs; the "
             "rest (attention, embedding, loss) costs the same however sparse they are."
         )
-    if finite(data.flop_ceiling) is not None:
+    if (ceiling := finite(data.flop_ceiling)) is not None:
         sentences.append(
-            f"A dense step has {quantities.significant(data.flop_ceiling)}× the FLOPs of a sparse "
+            f"A dense step has {quantities.significant(ceiling)}× the FLOPs of a sparse "
             "step: the FLOP ceiling, which the speed-up could reach if every operation ran at one "
             "rate."
         )
@@ -266,7 +271,7 @@ def _largest_parts(parts: Mapping[str, Mapping[str, float]]) -> set[str]:
     for values in parts.values():
         for name, value in values.items():
             weight[name] = weight.get(name, 0.0) + (finite(value) or 0.0)
-    names = sorted(weight, key=weight.get, reverse=True)
+    names = sorted(weight, key=weight.__getitem__, reverse=True)
     if len(names) <= svg.PARTS:
         return set(names)
     return set([name for name in names if name != "other"][: svg.PARTS - 1])

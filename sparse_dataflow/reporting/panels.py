@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -75,7 +76,7 @@ def save_panels(path: Path, panels: Sequence[Panel]) -> None:
         _draw(axes, panel, names)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
-    handles = {}
+    handles: dict[str, Artist] = {}
     for axes in grid.flat:
         for handle, name in zip(*axes.get_legend_handles_labels()):
             handles.setdefault(name, handle)
@@ -91,8 +92,7 @@ def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
         colour = f"C{names.index(name) % 10}"
         line = "none" if not curve.joined else "--" if curve.dashed else "-"
         marker = "o" if curve.marked else "none"
-        look = {"linestyle": line, "marker": marker, "color": colour, "markersize": 4}
-        axes.plot(curve.x, curve.y, label=name, **look)
+        axes.plot(curve.x, curve.y, label=name, ls=line, marker=marker, color=colour, markersize=4)
         if len(curve.low):
             axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
     axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)

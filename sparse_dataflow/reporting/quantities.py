@@ -120,11 +120,11 @@ def _visible_character(character: str) -> str:
 
 
 def _each(values: Sequence[Number], one: Callable[[float], str]) -> list[str]:
-    return [MISSING if finite(v) is None else one(finite(v)) for v in values]
+    return [MISSING if (v := finite(value)) is None else one(v) for value in values]
 
 
 def _largest(values: Sequence[Number]) -> float:
-    return max((abs(finite(v)) for v in values if finite(v) is not None), default=0.0)
+    return max((abs(v) for value in values if (v := finite(value)) is not None), default=0.0)
 
 
 def _power(values: Sequence[Number], base: int, limit: int) -> int:

@@ -233,7 +233,7 @@ class ReportData:
           UserError: where a key is missing or unknown.
         """
         parts = {"variants": VariantData, "layouts": LayoutData, "continuations": Continuation}
-        nested = {
+        nested: dict[str, Any] = {
             key: [_construct(part, item) for item in data[key]]
             for key, part in parts.items()
             if isinstance(data, Mapping) and key in data

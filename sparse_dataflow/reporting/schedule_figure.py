@@ -17,7 +17,7 @@ from sparse_dataflow.execution.schedules import (
     Schedule,
 )
 from sparse_dataflow.reporting import svg
-from sparse_dataflow.reporting.svg import COLOUR
+from sparse_dataflow.reporting.svg import COLOUR, TEXT
 
 ACTIONS = {
     FORWARD: "forward",
@@ -53,10 +53,9 @@ def schedule_picture(schedule: Schedule, key: str) -> Markup:
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, max(width, 430)), ylim=(height, 0))
         axes.set_axis_off()
-        text = {"va": "center", "parse_math": False}
         for stage in range(schedule.stages):
             top = _TOP + stage * _ROW
-            axes.text(0, top + _ROW / 2, f"stage {stage}", color=COLOUR["muted"], **text)
+            axes.text(0, top + _ROW / 2, f"stage {stage}", color=COLOUR["muted"], **TEXT)
             axes.add_patch(
                 Rectangle((_LABEL, top + 1), ticks * cell, _ROW - 2, fc=COLOUR["well"], linewidth=0)
             )
@@ -76,14 +75,14 @@ def schedule_picture(schedule: Schedule, key: str) -> Markup:
             if cell >= _NUMBERED:
                 number = str(schedule.micro_batch[stage, tick] + 1)
                 axes.text(left + cell / 2, top + _ROW / 2 + 0.5, number, ha="center", fontsize=9,
-                          color=COLOUR[f"on-part{part}"], **text)  # fmt: skip
+                          color=COLOUR[f"on-part{part}"], **TEXT)  # fmt: skip
         left, middle = _LABEL, _TOP + body + _LEGEND / 2 + 4
         for part, (action, name) in enumerate(ACTIONS.items()):
             if np.any(schedule.action == action):
                 axes.add_patch(
                     Rectangle((left, middle - 5), 10, 10, fc=COLOUR[f"part{part}"], linewidth=0)
                 )
-                axes.text(left + 15, middle + 0.5, name, color=COLOUR["muted"], **text)
+                axes.text(left + 15, middle + 0.5, name, color=COLOUR["muted"], **TEXT)
                 left += 30 + 6.2 * len(name)
         title = f"Schedule {schedule.name}: {schedule.stages} stages"
         return svg.inline(figure, key, title, described(schedule))

@@ -6,7 +6,7 @@ import matplotlib
 from markupsafe import Markup
 
 from sparse_dataflow.reporting import svg
-from sparse_dataflow.reporting.svg import COLOUR
+from sparse_dataflow.reporting.svg import COLOUR, TEXT
 
 WIDTH = 680
 LANES = ("fetch", "compute", "return", "update")
@@ -36,11 +36,10 @@ def timeline(spans: Sequence[Span], key: str, description: str) -> Markup:
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, WIDTH), ylim=(height, 0))
         axes.set_axis_off()
-        text = {"va": "center", "parse_math": False}
         unit = (WIDTH - 70) / length
         for lane, kind in enumerate(LANES):
             middle = _LANE * lane + 18
-            axes.text(0, middle, kind, color=COLOUR["ink"], **text)
+            axes.text(0, middle, kind, color=COLOUR["ink"], **TEXT)
             for section, start, stop in _merged(spans, kind):
                 left, width = 64 + (start - begin) * unit, (stop - start) * unit
                 part = sections.index(section) % svg.PARTS
@@ -61,16 +60,16 @@ def timeline(spans: Sequence[Span], key: str, description: str) -> Markup:
                         ha="center",
                         fontsize=10,
                         color=COLOUR[f"on-part{part}"],
-                        **text,
+                        **TEXT,
                     )
-        axes.text(64, height - 10, "0", color=COLOUR["muted"], **text)
+        axes.text(64, height - 10, "0", color=COLOUR["muted"], **TEXT)
         axes.text(
             WIDTH - 4,
             height - 10,
             f"{1e3 * length:,.3g} ms",
             ha="right",
             color=COLOUR["muted"],
-            **text,
+            **TEXT,
         )
         return svg.inline(figure, key, "Timeline of a step", description)
 
