@@ -93,7 +93,8 @@ class HarnessLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = True) -> list[float]:
         """Log-likelihood in nats of whole texts, each token predicted once, in full windows."""
-        windows, owners = [], []
+        windows: list[tuple[list[int], list[int]]] = []
+        owners: list[int] = []
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
             found = get_rolling_token_windows(tokens, self.prefix_token_id, self._context, 1)

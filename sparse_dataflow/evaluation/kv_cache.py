@@ -59,7 +59,8 @@ def random_weights(config: ModelConfig, seed: int) -> Weights:
     one = dataclasses.replace(config, num_layers=1)
     draw = jax.jit(lambda key: gpt.init(one, key))
     tables = gpt.layout_tables(gpt.layouts(config))
-    layers, key = [], jax.random.key(seed)
+    layers: list[tuple[dict, dict]] = []
+    key = jax.random.key(seed)
     for i in range(config.num_layers):
         drawn = draw(jax.random.fold_in(key, i))
         own = jax.tree.map(lambda table, i=i: table[i : i + 1], tables)

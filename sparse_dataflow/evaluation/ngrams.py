@@ -31,7 +31,7 @@ class Ngrams:
         for strength in _STRENGTHS:
             self._count(tokens[:-held], strength)
             losses[strength] = -np.log(self._pairs(tokens[-held - 1 : -1], tokens[-held:])).sum()
-        self.strength = min(losses, key=losses.get)
+        self.strength = min(losses, key=losses.__getitem__)
         self._count(tokens, self.strength)
 
     def _count(self, tokens, strength):

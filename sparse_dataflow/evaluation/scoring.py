@@ -79,12 +79,12 @@ class Counts:
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(
-            *(getattr(self, f.name) + getattr(other, f.name) for f in _COUNTED),
-            lengths=self.lengths | other.lengths,
+            self.requests + other.requests,
+            self.truncated + other.truncated,
+            self.tokens + other.tokens,
+            self.padded + other.padded,
+            self.lengths | other.lengths,
         )
-
-
-_COUNTED = dataclasses.fields(Counts)[:-1]
 
 
 def forward_of(trained: Trained) -> Forward:
@@ -123,8 +123,7 @@ def score(
     batches = _batches(rows, lengths, buckets, limits)
     most = {length: 0 for length in buckets}
     for parts, length in batches:
-        counts = [sum(rows[i][1] for i in part) for part in parts]
-        most[length] = max(most[length], *counts)
+        most[length] = max(most[length], *(sum(rows[i][1] for i in part) for part in parts))
     scores: list[Score] = [(0.0, True)] * len(rows)
     padded, running = 0, []
     for parts, length in batches:
@@ -150,7 +149,7 @@ def bucket_lengths(lengths: Sequence[int], context: int, buckets: int = BUCKETS)
     values, counts = np.unique(rounded, return_counts=True)
     # best[k][j]: padded tokens of the first j values in k buckets, each as long as its last value.
     best = [np.array([0.0, *[np.inf] * len(values)])]
-    cut = []
+    cut: list[list[int]] = []
     total = np.concatenate([[0], np.cumsum(counts)])
     enough = (1 + _PADDING) * sum(lengths)
     while len(cut) < min(buckets, len(values)) and best[-1][-1] > enough:

@@ -17,7 +17,8 @@ class Writer:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
         """Stop strings may begin and end anywhere within tokens."""
-        self.text, self.tokens, self.stopped_by = "", [], ""
+        self.text, self.stopped_by = "", ""
+        self.tokens: list[int] = []
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""

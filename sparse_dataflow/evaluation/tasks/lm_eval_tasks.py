@@ -89,7 +89,7 @@ def by_name(name: str, manager: TaskManager, own: Sequence[str]) -> dict[str, An
 
 
 def _leaves(tree) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for name, task in tree.items():
         found |= _leaves(task) if isinstance(task, dict) else {str(name): task}
     return found

@@ -17,8 +17,6 @@ from sparse_dataflow.evaluation.tasks.cutting import (
 )
 from sparse_dataflow.evaluation.tasks.items import Builder, Item
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-
 
 def docstring_body(tokenizer: Tokenizer, tokens: int) -> Builder:
     """Items that ask which function body belongs to a docstring's first paragraph; the other
@@ -28,7 +26,9 @@ def docstring_body(tokenizer: Tokenizer, tokens: int) -> Builder:
     def build(document: Document, rng: np.random.Generator) -> Iterator[Item]:
         bodies = []
         for function in ast.walk(_parsed(document.text)):
-            summary = isinstance(function, _FUNCTIONS) and ast.get_docstring(function)
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            summary = ast.get_docstring(function)
             if summary and len(function.body) > 1:
                 ids = tokenizer.encode(_body(document.text, function))
                 summary = summary.split("\n\n")[0].strip()
