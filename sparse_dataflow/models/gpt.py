@@ -10,7 +10,7 @@ Shapes in names: B batch, T tokens, D d_model, H heads, N = B * T.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from sparse_dataflow.models.shard import WHOLE, Shard
 from sparse_dataflow.models.sizes import PROJECTIONS, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 
-ACTIVATIONS = {"gelu": gelu, "relu": jax.nn.relu}
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"gelu": gelu, "relu": jax.nn.relu}
 
 
 class Embed(nnx.Module):
@@ -224,7 +224,7 @@ def embed(
 def block(
     config: ModelConfig,
     params: dict,
-    tables: dict[str, LayoutTables],
+    tables: Mapping[str, LayoutTables | Probe],
     x_BxTxD: jax.Array,
     shard: Shard = WHOLE,
     attend: Callable = causal_attention,

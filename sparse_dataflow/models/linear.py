@@ -20,15 +20,13 @@ PROJECTION_OUTPUT = "projection_output"
 """Name under which a remat policy may keep every projection's result."""
 
 
-def projection_layout(config: ModelConfig, projection: str, layer: int) -> BlockLayout | None:
-    """The initial layout of one projection of one layer; None where it is dense.
+def projection_layout(config: ModelConfig, projection: str, layer: int) -> BlockLayout:
+    """The initial layout of one block-sparse projection of one layer.
 
     Raises:
       UserError: if the spec has no balanced layout; the legal values are named.
     """
     spec = config.linear(projection)
-    if spec.kind == "dense":
-        return None
     phase = config.seed + layer * len(PROJECTIONS) + PROJECTIONS.index(projection)
     in_features, out_features = config.projection_shape(projection)
     return make_layout(spec.pattern, in_features, out_features, spec.block, spec.density, phase)
@@ -67,11 +65,11 @@ class Linear(nnx.Module):
     def __init__(self, config: ModelConfig, projection: str, *, gain: float, rngs: nnx.Rngs):
         spec = config.linear(projection)
         in_features, out_features = config.projection_shape(projection)
-        layout = projection_layout(config, projection, layer=0)
-        self.sparse = layout is not None
-        shape = (in_features, out_features)
-        reads = in_features
-        if layout is not None:
+        self.sparse = spec.kind == "block_sparse"
+        shape: tuple[int, ...] = (in_features, out_features)
+        reads: float = in_features
+        if self.sparse:
+            layout = projection_layout(config, projection, layer=0)
             shape = (layout.nnz, layout.block, layout.block)
             reads = in_features * layout.density
         weight = nnx.Param(_normal(rngs, shape, gain / math.sqrt(reads)))
@@ -105,7 +103,7 @@ class Linear(nnx.Module):
         if isinstance(tables, Probe):
             y = block_sparse_matmul(x, own["values"], tables.tables)
             y = _with_gradient_norms(y, x, tables.norms, tables.axes)
-        elif self.sparse:
+        elif tables is not None:
             y = block_sparse_matmul(x, own["values"], tables)
         else:
             y = _matmul(x, own["kernel"])

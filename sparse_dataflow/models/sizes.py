@@ -134,11 +134,13 @@ class ModelConfig:
     @property
     def sparse_projections(self) -> tuple[str, ...]:
         """Names of the block-sparse projections."""
-        return tuple(name for name, spec in self.linears if spec.kind == "block_sparse")
+        linears = dict(self.linears)
+        return tuple(name for name, spec in linears.items() if spec.kind == "block_sparse")
 
     def to_json(self) -> dict:
         """A JSON-able dict; `from_json` is its inverse."""
-        return {**dataclasses.asdict(self), "linears": {k: vars(v) for k, v in self.linears}}
+        linears = {name: vars(spec) for name, spec in dict(self.linears).items()}
+        return {**dataclasses.asdict(self), "linears": linears}
 
     @classmethod
     def from_json(cls, fields: Mapping) -> "ModelConfig":

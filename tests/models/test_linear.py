@@ -121,7 +121,6 @@ def test_layers_and_projections_have_patterns_of_their_own():
     reseeded = dataclasses.replace(config, seed=1000)
     assert projection_layout(reseeded, "mlp_in", 0) != layouts[0]
     assert layouts[0] == projection_layout(config, "mlp_in", 0)
-    assert projection_layout(WIDE, "mlp_in", 0) is None
     assert layouts[0].density == make_layout("random", 256, 1024, 16, 1 / 8).density
 
 
