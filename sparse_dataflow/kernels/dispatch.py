@@ -5,6 +5,9 @@ import functools
 import jax
 from absl import logging
 
+Shaped = jax.Array | jax.ShapeDtypeStruct
+"""An operand of which only shape and dtype are read."""
+
 
 def platform() -> str:
     """The platform compiled for: that of the abstract mesh's device, else of the default one.

@@ -380,3 +380,5 @@ def test_a_float32_accumulator_is_asked_for():
     x, values, dy, *_ = draw(layout, 8, jnp.bfloat16)
     with pytest.raises(UserError, match="legal: float32"), targeted_gpu():
         pallas_hopper.weight_gradient(x, dy, layout.tables(), accumulator=jnp.asarray(values))
+    with pytest.raises(UserError, match="needs an accumulator, or the values' shape"):
+        pallas_hopper.weight_gradient(x, dy, layout.tables())

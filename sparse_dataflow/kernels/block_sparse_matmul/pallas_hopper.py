@@ -37,6 +37,7 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_products import l
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_shapes import lines_of, spaces_of
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import TERMS, split, terms_of
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import TuningConfig
+from sparse_dataflow.kernels.dispatch import Shaped
 from sparse_dataflow.kernels.gelu.api import through_gelu, value_and_derivative
 from sparse_dataflow.kernels.tuned import Case, Space
 from sparse_dataflow.sparsity.layout import LayoutTables
@@ -202,22 +203,24 @@ def weight_gradient(
       Float32 with an accumulator, else in the values' dtype.
 
     Raises:
-      UserError: if there is a `refusal`, or the accumulator is not float32.
+      UserError: if there is a `refusal`, the accumulator is not float32, or neither it nor the
+        values are given.
     """
-    accumulate = accumulator is not None
-    if accumulate:
+    if accumulator is not None:
         values = jax.ShapeDtypeStruct(accumulator.shape, x.dtype)
+    if values is None:
+        raise UserError("weight_gradient needs an accumulator, or the values' shape and dtype.")
     _refuse("weight_gradient", refusal(x, values, tables))
-    if accumulate and accumulator.dtype != jnp.float32:
+    if accumulator is not None and accumulator.dtype != jnp.float32:
         raise UserError(f"The accumulator is {accumulator.dtype}; legal: float32.")
     if len(x) == 0:
-        return accumulator if accumulate else jnp.zeros(values.shape, values.dtype)
-    tuning = tuning or default_tuning(x, values, tables, accumulate=accumulate)
+        return jnp.zeros(values.shape, values.dtype) if accumulator is None else accumulator
+    tuning = tuning or default_tuning(x, values, tables, accumulate=accumulator is not None)
     lines = lines_of(tables, len(values), tuning)
     return _weight_gradient(tuning, x, dy, values, lines, accumulator)
 
 
-def refusal(x: jax.Array, values: jax.Array, tables: LayoutTables) -> str:
+def refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:
     """Why these operands cannot run on the GPU compiled for, in words; empty where they can."""
     del tables  # Any layout runs: its tables lie in device memory.
     if jax.__version_info__ < NEEDED_JAX:
@@ -233,8 +236,8 @@ def refusal(x: jax.Array, values: jax.Array, tables: LayoutTables) -> str:
 
 
 def default_tuning(
-    x: jax.Array,
-    values: jax.Array,
+    x: Shaped,
+    values: Shaped,
     tables: LayoutTables,
     *,
     residual: bool = False,
@@ -258,7 +261,7 @@ def default_tuning(
     return TuningConfig(**tiles, multiprocessors=sizes.multiprocessors())
 
 
-def spaces(x: jax.Array, values: jax.Array, tables: LayoutTables) -> dict[Case, Space]:
+def spaces(x: Shaped, values: Shaped, tables: LayoutTables) -> dict[Case, Space]:
     """What an autotuner may try for each product; arguments as in `default_tuning`."""
     return spaces_of(x, values, tables)
 
