@@ -7,6 +7,7 @@ what a chip cannot hold, is told in one logged line and not used; nothing in it 
 import dataclasses
 import functools
 import json
+import math
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import jax
 from absl import logging
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.kernels.dispatch import Shaped
 from sparse_dataflow.planning import hardware
 
 MOST_BYTES = 4 << 20
@@ -96,17 +98,17 @@ def descend(
     Returns:
       The tile sizes, and in the round that chose them their seconds and the start's.
     """
-    best, found = space.start, None
+    best, own, first = space.start, math.nan, math.nan
     for _ in range(rounds):
         tried = list(dict.fromkeys([space.start, best, *space.neighbours(best)]))
         seconds = dict(zip(tried, seconds_of(tried), strict=True))
-        fastest = min(tried, key=seconds.get)
+        fastest = min(tried, key=seconds.__getitem__)
         stays = seconds[fastest] > (1 - LEAST_GAIN) * seconds[best]
         best = best if stays else fastest
-        found = seconds[best], seconds[space.start]
+        own, first = seconds[best], seconds[space.start]
         if stays:
             break
-    return best, *found
+    return best, own, first
 
 
 def device_kind() -> str:
@@ -123,8 +125,8 @@ def path_of(op: str, kind: str) -> Path:
 
 def by_case(
     implementation: str,
-    x: jax.Array,
-    values: jax.Array,
+    x: Shaped,
+    values: Shaped,
     widths: tuple[int, int],
     spaces: Mapping[str, Space],
 ) -> dict[Case, Space]:
@@ -222,7 +224,7 @@ def parsed(kind: Any, data: Any, where: str) -> Any:
     Raises:
       UserError: if names or types differ, or a number is below 0 or above MOST_SIZE.
     """
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         if not isinstance(data, dict) or data.keys() != hints.keys():
             raise UserError(f"{where}: a {kind.__name__} has {', '.join(hints)}.")

@@ -1,6 +1,7 @@
 """Causal attention through the splash kernels that ship with jax, on TPUs."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,11 +49,12 @@ def refusal(query: jax.Array) -> str:
 def _kernel(tokens, heads, interpret):
     tile = next(tile for tile in TILES if tokens % tile == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    sizes: dict[str, Any] = {f"block_{name}": tile for name in names}
     mask = splash_attention.CausalMask((tokens, tokens))
     # Tables of the mask must be concrete, whatever is being traced around them.
     with jax.ensure_compile_time_eval():
         return splash_attention.make_splash_mha_single_device(
             splash_attention.MultiHeadMask([mask] * heads),
-            block_sizes=splash_attention.BlockSizes(**{f"block_{n}": tile for n in names}),
+            block_sizes=splash_attention.BlockSizes(**sizes),
             interpret=interpret,
         )

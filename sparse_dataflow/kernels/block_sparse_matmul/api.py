@@ -81,7 +81,7 @@ def is_concrete(tables: LayoutTables) -> bool:
     return all(isinstance(table, np.ndarray) for table in tables)
 
 
-def check_operands(x: jax.Array, values: jax.Array, tables: LayoutTables) -> None:
+def check_operands(x: dispatch.Shaped, values: dispatch.Shaped, tables: LayoutTables) -> None:
     """Raises UserError where shapes or dtypes disagree, or concrete tables are no layout's."""
     if values.ndim != 3 or values.shape[1] != values.shape[2]:
         raise UserError(f"values have shape {values.shape}; legal: [nnz, block, block].")

@@ -55,21 +55,20 @@ def line_gradient(
     """
     stored, block = result.shape[:2]
     stages = pl.cdiv(len(x), tiles.depth)
-    plan = GradientPlan(tiles, block, *tables.index.shape, stored, steps=stages, first=0, pairs=0)
+    columns, fan = tables.index.shape
+    plan = GradientPlan(tiles, block, columns, fan, stored, steps=stages, first=0, pairs=0)
     pairs = pl.cdiv(plan.units, CONSUMERS)
     last = pairs % multiprocessors if tiles.splits > 1 else 0
     # A block of several units is summed by one kernel.
     whole = (pairs - last) * CONSUMERS // plan.parts**2 * plan.parts**2 // CONSUMERS
     operands = (x, dy, tables)
-    total = accumulator
-    if accumulator is None:
-        total = jax.ShapeDtypeStruct(result.shape, result.dtype)
     if whole:
         plan = plan._replace(pairs=whole)
-        total = jax.ShapeDtypeStruct(total.shape, total.dtype)
-        total = unit_sums(*operands, plan, total, accumulator, multiprocessors=multiprocessors)
-    elif accumulator is None:
-        total = jnp.zeros(total.shape, total.dtype)
+        dtype = result.dtype if accumulator is None else accumulator.dtype
+        made = jax.ShapeDtypeStruct(result.shape, dtype)
+        total = unit_sums(*operands, plan, made, accumulator, multiprocessors=multiprocessors)
+    else:
+        total = jnp.zeros(result.shape, result.dtype) if accumulator is None else accumulator
     if whole == pairs:
         return total
     plan = plan._replace(

@@ -123,8 +123,8 @@ def unit_sums(
       multiprocessors: of the device.
     """
 
-    def body(index, slot, x, dy, *refs):
-        refs = list(refs)
+    def body(index, slot, x, dy, *more):
+        refs = list(more)
         before = None if accumulator is None else refs.pop(0)
         arrays = _Arrays(index, slot, x, dy, before, refs.pop(0))
         _kernel(plan, arrays, _Scratch(*refs))
@@ -194,7 +194,7 @@ class _Unit(NamedTuple):
     tile of them."""
 
     column: Any
-    index: list
+    block_rows: list
     slot: list
     target: list
     row_part: Any
@@ -250,10 +250,10 @@ def _over_pairs(plan, arrays, act):
             column, position, part = place_of(first + number)
             # An odd number leaves the last pair one unit; the other is empty.
             inside = first + number < plan.units
-            index, slot = zip(*loads[number * plan.tiles.width :][: plan.tiles.width])
+            rows, slots = zip(*loads[number * plan.tiles.width :][: plan.tiles.width])
             slot = [
                 lax.select(inside & (position + place < plan.fan), slot, -1)
-                for place, side_by_side in enumerate(slot)
+                for place, side_by_side in enumerate(slots)
                 for slot in side_by_side
             ]
             target = slot
@@ -261,7 +261,7 @@ def _over_pairs(plan, arrays, act):
                 block = lax.div(first + number, plan.parts**2) * plan.tiles.width
                 target = [before + block + place for place in range(plan.tiles.width)]
             row_part, column_part = lax.rem(part, plan.parts), lax.div(part, plan.parts)
-            pair.append(_Unit(column, list(index), slot, target, row_part, column_part))
+            pair.append(_Unit(column, list(rows), slot, target, row_part, column_part))
         return pair
 
     @plgpu.nd_loop(
@@ -325,7 +325,7 @@ def _produce(plan, arrays, scratch, share, pair, first):
             copy_dy(1)
 
         for place, unit in enumerate(pair):
-            for number, index in enumerate(unit.index):
+            for number, index in enumerate(unit.block_rows):
                 row, _ = plan.row_of(index, unit.row_part)
                 plgpu.copy_gmem_to_smem(
                     arrays.x.at[tokens, pl.ds(row, plan.rows)],

@@ -99,12 +99,11 @@ def line_product(
     optional = [bias, elementwise]
     result = jax.ShapeDtypeStruct((tokens, columns), dtype)
 
-    def body(index, slot, x, values, *refs):
-        refs = list(refs)
+    def body(index, slot, x, values, *more):
+        refs = list(more)
         given = [refs.pop(0) if operand is not None else None for operand in optional]
-        arrays = _Arrays(index, slot, x, values, *given, refs.pop(0), None)
-        if keep:
-            arrays = arrays._replace(kept=refs.pop(0))
+        results = [refs.pop(0), refs.pop(0) if keep else None]
+        arrays = _Arrays(index, slot, x, values, *given, *results)
         _kernel(plan, arrays, _Scratch(*refs))
 
     kernel = plgpu.kernel(
@@ -164,10 +163,11 @@ def _slots(plan, elementwise, keep):
 def _scratch(plan, slots, dtype, result_dtype):
     tiles = plan.tiles
     # Copies of the lines' blocks end up one after another.
-    shape = (tiles.columns, tiles.depth)
+    shape: tuple[int, ...] = (tiles.columns, tiles.depth)
     if not plan.transposed:
         shape = (tiles.lines, tiles.depth, plan.share)
     stages = {"num_barriers": tiles.stages}
+    empty: plgpu.ClusterBarrier | plgpu.Barrier
     if tiles.cluster > 1:
         empty = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=CONSUMERS, **stages)
     else:

@@ -59,7 +59,7 @@ class Results:
         """(which of the unit's slots, shared memory, rows and columns of the block)."""
         plan, unit = self.plan, self.unit
         block, row, column = self.places[number]
-        _, above = plan.row_of(unit.index[block], unit.row_part)
+        _, above = plan.row_of(unit.block_rows[block], unit.row_part)
         line, column = divmod(column, plan.side)
         rows = pl.ds(unit.row_part * plan.side + row, plan.height)
         columns = pl.ds(unit.column_part * plan.side + column, self.width)

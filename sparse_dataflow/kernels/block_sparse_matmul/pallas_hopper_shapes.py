@@ -3,7 +3,6 @@
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from sparse_dataflow.kernels import tuned
@@ -14,6 +13,7 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import (
     side_by_side,
 )
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import TuningConfig
+from sparse_dataflow.kernels.dispatch import Shaped
 from sparse_dataflow.kernels.tuned import Case, Space
 from sparse_dataflow.sparsity.layout import LayoutTables
 
@@ -59,8 +59,8 @@ def _sides(tables, stored):
 
 
 def spaces_of(
-    x: jax.Array,
-    values: jax.Array,
+    x: Shaped,
+    values: Shaped,
     tables: LayoutTables,
     *,
     residual: bool = False,

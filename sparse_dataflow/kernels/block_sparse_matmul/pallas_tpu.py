@@ -26,6 +26,7 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import (
     Lines,
     gathers_from_dy,
     lines_of,
+    needed_tuning,
     pad_to,
     spaces_of,
     tile_of,
@@ -33,6 +34,7 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import (
 )
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import smem_bytes
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import TuningConfig
+from sparse_dataflow.kernels.dispatch import Shaped
 from sparse_dataflow.kernels.gelu.api import through_gelu
 from sparse_dataflow.kernels.tuned import Case, Space
 from sparse_dataflow.sparsity.layout import LayoutTables
@@ -102,7 +104,7 @@ def block_sparse_matmul(
         empty = jnp.zeros((0, out_features), x.dtype)
         return empty if residual is None else empty + residual
     lines = lines_of(tables, values.shape[1])
-    tuning = tuning or tuning_of(x, values, lines, activation is not None)
+    tuning = tuning or needed_tuning(x, values, lines, activation is not None)
     options = Options(activation is not None, keep_preactivation, tuning, out_features, interpret)
     return product_of_lines(options, x, values, bias, residual, lines)
 
@@ -142,7 +144,7 @@ def weight_gradient(
     if len(x) == 0:
         return accumulator
     lines = lines_of(tables, accumulator.shape[1])
-    tuning = tuning or tuning_of(x, values, lines, False)
+    tuning = tuning or needed_tuning(x, values, lines, False)
     return gradient_of_lines(
         tuning, x, dy, accumulator, lines, accumulator=accumulator, interpret=interpret
     )[0]
@@ -153,9 +155,7 @@ def _check_shape(name, array, legal):
         raise UserError(f"{name} has shape {array.shape}; legal: {legal}.")
 
 
-def refusal(
-    x: jax.Array, values: jax.Array, tables: LayoutTables, *, activated: bool = False
-) -> str:
+def refusal(x: Shaped, values: Shaped, tables: LayoutTables, *, activated: bool = False) -> str:
     """Why these operands cannot run on the TPU compiled for, in words; empty where they can."""
     block = values.shape[-1]
     if x.ndim != 2 or values.shape != (len(values), block, block):
@@ -177,7 +177,7 @@ def refusal(
 
 
 def default_tuning(
-    x: jax.Array, values: jax.Array, tables: LayoutTables, *, activated: bool = False
+    x: Shaped, values: Shaped, tables: LayoutTables, *, activated: bool = False
 ) -> TuningConfig | None:
     """Tile sizes for these shapes on the TPU compiled for; None where its VMEM holds none.
 
@@ -190,7 +190,7 @@ def default_tuning(
     return tuning_of(x, values, lines_of(tables, values.shape[-1]), activated)
 
 
-def spaces(x: jax.Array, values: jax.Array, tables: LayoutTables) -> dict[Case, Space] | None:
+def spaces(x: Shaped, values: Shaped, tables: LayoutTables) -> dict[Case, Space] | None:
     """What an autotuner may try for each product; None where VMEM holds nothing of one."""
     return spaces_of(x, values, lines_of(tables, values.shape[-1]), False)
 

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_tables
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import precision
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import precision, ref_if
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import GradientTiles
 from sparse_dataflow.kernels.gelu.api import value_and_derivative
 
@@ -126,7 +126,7 @@ def _kernel(
     slot_ref,
     whole_ref,
     lined_ref,
-    *refs,
+    *more,
     tiles,
     tokens,
     ratio,
@@ -134,11 +134,10 @@ def _kernel(
     activated,
     adds,
 ):
-    refs = list(refs)
-    preactivation_ref = refs.pop(0) if activated else None
-    accumulator_hbm = refs.pop(0) if adds else None
+    refs = list(more)
+    preactivation_ref, accumulator_hbm = ref_if(activated, refs), ref_if(adds, refs)
     result_hbm = refs.pop(0)
-    derived_ref, bias_ref = (refs.pop(0), refs.pop(0)) if activated else (None, None)
+    derived_ref, bias_ref = ref_if(activated, refs), ref_if(activated, refs)
     turned_ref, sums_ref, outgoing, sent, *refs = refs
     group, i = pl.program_id(0), pl.program_id(1)
     last = i == pl.num_programs(1) - 1
@@ -160,7 +159,7 @@ def _kernel(
         features = pl.ds(pl.multiple_of(part * tile, tile), tile)
         turned_ref[features, :] = own_rows(whole_ref[:, features]).T
 
-    masked_ref = refs.pop(0) if ragged and not activated else None
+    masked_ref = ref_if(ragged and not activated, refs)
     factor_ref = derived_ref if activated else masked_ref if ragged else lined_ref
 
     def prepare(columns):
@@ -174,7 +173,7 @@ def _kernel(
         elif ragged:
             masked_ref[:, columns] = own_rows(lined_ref[:, columns])
 
-    incoming, received = refs if adds else (None, None)
+    incoming, received = ref_if(adds, refs), ref_if(adds, refs)
 
     @pl.when(i == 0)
     def _():
@@ -223,7 +222,7 @@ def _kernel(
         if adds:
 
             @pl.when(number + 1 < parts)
-            def _():
+            def ahead():
                 receives(number + 1, start)
 
             receives(number, wait)
@@ -245,7 +244,7 @@ def _kernel(
     if adds:
 
         @pl.when(last)
-        def _():
+        def first_of_all():
             receives(0, start)
 
     @pl.loop(0, tiles.lines)

@@ -15,7 +15,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_tables
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import Rows, Stream, stream_shape
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import (
+    Rows,
+    Stream,
+    ref_if,
+    stream_shape,
+)
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import ProductTiles
 from sparse_dataflow.kernels.gelu.api import value_and_derivative
 
@@ -112,7 +117,7 @@ def _kernel(
     slot_ref,
     x_hbm,
     values_hbm,
-    *refs,
+    *more,
     tiles,
     shape,
     has_bias,
@@ -120,11 +125,10 @@ def _kernel(
     has_residual,
     keep,
 ):
-    refs = list(refs)
-    bias_ref = refs.pop(0) if has_bias else None
-    residual_ref = refs.pop(0) if has_residual else None
+    refs = list(more)
+    bias_ref, residual_ref = ref_if(has_bias, refs), ref_if(has_residual, refs)
     y_ref = refs.pop(0)
-    kept_ref = refs.pop(0) if keep else None
+    kept_ref = ref_if(keep, refs)
     sum_ref, x_buffers, x_arrived, *stream_refs = refs
     core, i, step = (pl.program_id(axis) for axis in range(3))
     own = pl.num_programs(1)

@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 
+from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels import tuned
 from sparse_dataflow.kernels.block_sparse_matmul import tuning as sizes
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import TileTables, tile_tables
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import Operand, TuningConfig
+from sparse_dataflow.kernels.dispatch import Shaped
 from sparse_dataflow.kernels.tuned import Case, Space
 from sparse_dataflow.sparsity.layout import LayoutTables
 
@@ -22,7 +24,7 @@ def lines_of(tables: LayoutTables, block: int) -> Lines:
     return by_column, tile_tables(tables.out_index, tables.out_slot, out_blocks, ratio)
 
 
-def operand_of(x: jax.Array, values: jax.Array, lines: Lines, transposed: bool) -> Operand:
+def operand_of(x: Shaped, values: Shaped, lines: Lines, transposed: bool) -> Operand:
     """What a product's tiles depend on: of y = xW, or of dx = dy Wᵀ.
 
     Args:
@@ -43,9 +45,7 @@ def operand_of(x: jax.Array, values: jax.Array, lines: Lines, transposed: bool) 
     )
 
 
-def tuning_of(
-    x: jax.Array, values: jax.Array, lines: Lines, activated: bool
-) -> TuningConfig | None:
+def tuning_of(x: Shaped, values: Shaped, lines: Lines, activated: bool) -> TuningConfig | None:
     """Tile sizes of the three products on the TPU compiled for; None where its VMEM holds none.
 
     Args:
@@ -70,9 +70,19 @@ def tuning_of(
     )
 
 
-def spaces_of(
-    x: jax.Array, values: jax.Array, lines: Lines, activated: bool
-) -> dict[Case, Space] | None:
+def needed_tuning(x: Shaped, values: Shaped, lines: Lines, activated: bool) -> TuningConfig:
+    """`tuning_of`, for who cannot go on without.
+
+    Raises:
+      UserError: VMEM holds no tiles.
+    """
+    found = tuning_of(x, values, lines, activated)
+    if found is None:
+        raise UserError("No tile of these shapes fits VMEM; legal: narrower or sharded weights.")
+    return found
+
+
+def spaces_of(x: Shaped, values: Shaped, lines: Lines, activated: bool) -> dict[Case, Space] | None:
     """What an autotuner may try for each product; None where VMEM holds nothing of one.
 
     Arguments are `tuning_of`'s.
@@ -85,10 +95,11 @@ def spaces_of(
         "input_gradient": sizes.product_space(backward, 1, budget, cores),
         "weight_gradient": sizes.gradient_space(gradient, activated, budget, cores),
     }
-    if None in made.values():
+    fitting = {product: space for product, space in made.items() if space is not None}
+    if len(fitting) < len(made):
         return None
     widths = len(lines[1].count) * tile_of(values), len(lines[0].count) * tile_of(values)
-    return tuned.by_case("pallas_tpu", x, values, widths, made)
+    return tuned.by_case("pallas_tpu", x, values, widths, fitting)
 
 
 def gathers_from_dy(lines: Lines, activated: bool) -> bool:
@@ -97,7 +108,7 @@ def gathers_from_dy(lines: Lines, activated: bool) -> bool:
     return not activated and len(by_column.count) < len(by_row.count)
 
 
-def tile_of(values: jax.Array) -> int:
+def tile_of(values: Shaped) -> int:
     """Side of a weight tile of values [nnz, block, block]."""
     return max(values.shape[-1], sizes.LANES)
 

@@ -19,6 +19,11 @@ from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_tables
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import StreamTiles
 
 
+def ref_if(given: bool, refs: list) -> Any:
+    """The next of a kernel's refs, which is removed; None where it was not given."""
+    return refs.pop(0) if given else None
+
+
 def precision(dtype):
     """Float32 products in full precision; the matrix unit would round to bfloat16."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
@@ -285,11 +290,11 @@ class Rows(NamedTuple):
         if whole:
 
             @pl.when(number < whole)
-            def _():
+            def of_a_whole_tile():
                 act(copy(tile))
 
         if rest:
 
             @pl.when(number == whole)
-            def _():
+            def of_the_rest():
                 act(copy(rest))

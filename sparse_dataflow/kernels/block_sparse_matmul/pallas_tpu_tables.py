@@ -61,9 +61,9 @@ def tile_tables(index: Any, slot: Any, others: int, ratio: int) -> TileTables:
     entries = min(ratio * slot.shape[1], tiles)
     rank = jnp.where(used, jnp.cumsum(used, axis=1) - 1, entries)
     chosen = rank[:, None] == jnp.arange(entries)[:, None]
-    order = jnp.where(chosen, jnp.arange(tiles), 0).max(axis=2)
+    numbers = jnp.where(chosen, jnp.arange(tiles), 0).max(axis=2)
     stored = jnp.where(chosen[..., None, None], grid[:, None], -1).max(axis=2)
-    return _int32(jnp, count, order, stored)
+    return _int32(jnp, count, numbers, stored)
 
 
 def padded(tables: TileTables, lines: int, entries: int) -> TileTables:

@@ -71,7 +71,7 @@ def _cut(layout, shards, fan, side, name):
     stored = np.bincount(side // own, minlength=shards)
     if np.ptp(stored):
         raise UserError(
-            f"Shards would store from {stored.min()} to {stored.max()} blocks; "
+            f"Shards would store from {min(stored)} to {max(stored)} blocks; "
             f"legal: layouts whose {name} blocks store equally many each, as balanced ones do."
         )
     members = [np.flatnonzero(side // own == shard) for shard in range(shards)]

@@ -179,8 +179,9 @@ def largest(tokens: int, itemsize: int, cores: int, fitting: Callable[[int, int]
                 best[buffers] = fitting(tile // 2, buffers) if halve else tiles
                 break
     double, single = best.get(2), best.get(1)
-    enough = double and double.tokens >= min(ENOUGH_TOKENS, single.tokens)
-    return double if enough else single
+    if double is None or single is None:
+        return single
+    return double if double.tokens >= min(ENOUGH_TOKENS, single.tokens) else single
 
 
 def product_space(operand: Operand, wide_blocks: int, vmem_bytes: int, cores: int) -> Space | None:
@@ -201,7 +202,7 @@ def product_space(operand: Operand, wide_blocks: int, vmem_bytes: int, cores: in
         "lines": tuple(range(1, 1 + min(8, operand.lines))),
         "stream": tuple(dict.fromkeys(streams(operand))),
     }
-    return start and Space(start, choices, legal)
+    return None if start is None else Space(start, choices, legal)
 
 
 def _widest(operand, tokens, buffers, wide_blocks, vmem_bytes):
@@ -277,7 +278,7 @@ def gradient_space(operand: Operand, activated: bool, vmem_bytes: int, cores: in
         "lines": tuple(_divided(operand.lines, operand.lines)),
         "entries": tuple(dict.fromkeys(even(operand.entries, most) for most in (1, 2, 4, 8, 16))),
     }
-    return start and Space(start, choices, legal)
+    return None if start is None else Space(start, choices, legal)
 
 
 def gradient_bytes(operand: Operand, tiles: GradientTiles, activated: bool) -> int:
@@ -318,7 +319,7 @@ def even(count: int, most: int) -> int:
 def _divided(count, most):
     """Parts of `count`, from the largest that is at most `most`, to 1."""
     parts = -(-count // min(most, count))
-    sizes = []
+    sizes: list[int] = []
     while not sizes or sizes[-1] > 1:
         sizes.append(-(-count // parts))
         parts *= 2

@@ -15,10 +15,10 @@ from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu as products
 from sparse_dataflow.kernels.block_sparse_matmul import tuning as sizes
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import (
     lines_of,
+    needed_tuning,
     operand_of,
     pad_to,
     tile_of,
-    tuning_of,
 )
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import smem_bytes
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_kernels as kernels
@@ -114,9 +114,9 @@ def default_tuning(
     unfused = MlpTuning(
         forward=None,
         backward=None,
-        product_in=tuning_of(x, values_in, lines_in, True),
-        product_out=tuning_of(x, values_out, lines_out, False),
-        gradient_in=tuning_of(x, values_in, lines_in, False).weight_gradient,
+        product_in=needed_tuning(x, values_in, lines_in, True),
+        product_out=needed_tuning(x, values_out, lines_out, False),
+        gradient_in=needed_tuning(x, values_in, lines_in, False).weight_gradient,
     )
     shape = _shape(*operands)
     if shape is None:
@@ -194,7 +194,7 @@ def _backward(options, operands, dy):
     x, values_in, bias_in, values_out, lines_in, lines_out = operands
     tuning = options.tuning
     if tuning.backward is None:
-        pair = lambda *differentiated: _pair(options, *differentiated, lines_in, lines_out)  # noqa: E731
+        pair = functools.partial(_pair, options, lines_in=lines_in, lines_out=lines_out)
         return *jax.vjp(pair, *operands[:4])[1](dy), None, None
     # Padding rows of dy are zero, so that those of the hidden layer add nothing below.
     wide_x = pad_to(x, _rows(lines_in, values_in))

@@ -87,8 +87,8 @@ def forward(
     )(*_flat(lines_in), *_flat(lines_out), x, values_in, values_out, bias_in.reshape(-1, tile))
 
 
-def _forward_kernel(*refs, tiles, first, second):
-    refs = list(refs)
+def _forward_kernel(*given, tiles, first, second):
+    refs = list(given)
     tables = [_take(refs, _STREAM_TABLES) for _ in range(2)]
     x_hbm, in_hbm, out_hbm, bias_ref, y_ref, sum_ref, hidden_ref = _take(refs, 7)
     core, i, step = (pl.program_id(axis) for axis in range(3))
@@ -228,8 +228,8 @@ def backward(
     return dx, h, dpre, jnp.sum(dbias_tiles, axis=0)
 
 
-def _backward_kernel(*refs, tiles, streams, tokens):
-    refs = list(refs)
+def _backward_kernel(*given, tiles, streams, tokens):
+    refs = list(given)
     tables = [_take(refs, _STREAM_TABLES) for _ in streams]
     x_hbm, dy_hbm, in_hbm, out_hbm, bias_ref = _take(refs, 5)
     dx_ref, hidden_ref, dpre_ref, dbias_ref = _take(refs, 4)
@@ -301,7 +301,9 @@ def _take(refs, number):
 
 
 def _stream(shape, passes, tables, hbm, refs):
-    return Stream(shape, passes, *tables, hbm, *_take(refs, 3 if shape.ratio > 1 else 2))
+    count, index, slot = tables
+    taken = _take(refs, 3 if shape.ratio > 1 else 2)
+    return Stream(shape, passes, count, index, slot, hbm, *taken)
 
 
 def _columns(line, tile):

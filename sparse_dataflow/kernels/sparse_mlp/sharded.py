@@ -65,10 +65,10 @@ class _Mlp(Cut):
         held = PartitionSpec(self.axis)
         return PartitionSpec(self.data_axes or None), held, held, held, held
 
-    def run(self, *operands):
+    def run(self, x, values_in, bias_in, values_out, tables):
         """A device's own part."""
-        *operands, tables = operands
-        return sparse_mlp(*operands, *self.own(tables), self.implementation)
+        own_in, own_out = self.own(tables)
+        return sparse_mlp(x, values_in, bias_in, values_out, own_in, own_out, self.implementation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -82,8 +82,8 @@ def _forward(cut, *operands):
 
 
 def _backward(cut, operands, dy):
-    def local(*operands):
-        *operands, tables, dy = operands
+    def local(*given):
+        *operands, tables, dy = given
         _, pullback = jax.vjp(lambda *operands: cut.run(*operands, tables), *operands)
         dx, *weights = pullback(dy)
         if cut.data_axes:

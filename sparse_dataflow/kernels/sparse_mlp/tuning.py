@@ -80,8 +80,12 @@ class MlpShape:
     @property
     def row_bytes(self) -> tuple[int, int, int]:
         """Bytes of a token's x, hidden activations and result."""
-        wide = (self.by_hidden.features, self.by_result.features, self.by_hidden_row.features)
-        return tuple(width * self.by_hidden.itemsize for width in wide)
+        itemsize = self.by_hidden.itemsize
+        return (
+            self.by_hidden.features * itemsize,
+            self.by_result.features * itemsize,
+            self.by_hidden_row.features * itemsize,
+        )
 
 
 def fused_tuning(unfused: MlpTuning, shape: MlpShape, vmem_bytes: int) -> MlpTuning:
