@@ -34,7 +34,8 @@ class Row:
 def row(group: str, name: str, leaf: Any) -> Row:
     """Of one array, concrete or abstract; without a sharding, one chip has all."""
     found = getattr(leaf, "sharding", None)
-    shape, spec = leaf.shape, ()
+    shape: tuple[int, ...] = leaf.shape
+    spec: list[list[str]] = []
     if isinstance(found, NamedSharding):
         shape = found.shard_shape(leaf.shape)
         longer = [axis for axis, size in found.mesh.shape.items() if size > 1]

@@ -27,13 +27,13 @@ class Rates(NamedTuple):
     """What one step's update of one parameter depends on beside the arrays.
 
     Attributes:
-      count: of this update, from 1.
+      number: of this update, from 1.
       clip: factor on the gradient, at most 1.
       learning_rate: of this parameter.
       decay: decoupled weight decay, 0 where it has none.
     """
 
-    count: int
+    number: int
     clip: float
     learning_rate: float
     decay: float
@@ -85,11 +85,11 @@ def update(
         np.multiply(g, np.float32(1 - B2), out=g)
         np.multiply(v, np.float32(B2), out=v_out)
         np.add(v_out, g, out=v_out)
-        np.multiply(v_out, np.float32(1 / (1 - B2**rates.count)), out=t)
+        np.multiply(v_out, np.float32(1 / (1 - B2**rates.number)), out=t)
         np.sqrt(t, out=t)
         np.add(t, np.float32(EPS), out=t)
         np.divide(m_out, t, out=t)
-        np.multiply(t, np.float32(1 / (1 - B1**rates.count)), out=t)
+        np.multiply(t, np.float32(1 / (1 - B1**rates.number)), out=t)
         np.multiply(p, np.float32(rates.decay), out=g)
         np.add(t, g, out=t)
         np.multiply(t, np.float32(rates.learning_rate), out=t)

@@ -35,7 +35,7 @@ def parse(text: str, devices: int | None) -> dict[str, int]:
         `devices`; the legal values are named.
     """
     if text == "auto":
-        return {axis: devices if axis == "fsdp" else 1 for axis in AXES}
+        return {axis: (devices or 1) if axis == "fsdp" else 1 for axis in AXES}
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition(":"))

@@ -306,8 +306,8 @@ def group_norms(squares: dict[Section, dict[str, float]]) -> dict[str, float]:
     total: dict[str, float] = collections.defaultdict(float)
     for section in sorted(squares, key=str):
         for leaf, value in squares[section].items():
-            block = isinstance(section, int)
-            total[f"blocks.{leaf.split('.')[0]}" if block else section] += value
+            group = f"blocks.{leaf.split('.')[0]}" if isinstance(section, int) else section
+            total[group] += value
     return {group: math.sqrt(value) for group, value in total.items()}
 
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from sparse_dataflow.execution.layer_actions import layer_actions
 from sparse_dataflow.execution.schedule_slots import Slots, allocate
@@ -195,7 +196,8 @@ class _Stage:
         self.x = jax.eval_shape(lambda: self.embed(work.params["embed"], 0))
         self.one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.blocks)
         again = RECOMPUTE in plan.schedule.actions
-        self.actions = layer_actions(work.layer, *self.one, self.x, again)
+        params, tables = self.one
+        self.actions = layer_actions(work.layer, params, tables, self.x, again)
 
     def embed(self, params, micro_batch):
         return self.work.embed(params, self.work.tokens[micro_batch, :, :-1])
@@ -374,9 +376,9 @@ def _here(number, operands):
     return lax.optimization_barrier((number, operands))[1]
 
 
-def _read(buffers, *at):
+def _read(buffers, *indices):
     """Each leaf's content at the indices, of which negative ones are taken for 0."""
-    at = [jnp.maximum(i, 0) for i in at]
+    at: list[ArrayLike] = [jnp.maximum(i, 0) for i in indices]
 
     def one(leaf):
         start = (*at, *[0] * (leaf.ndim - len(at)))
@@ -386,9 +388,9 @@ def _read(buffers, *at):
     return jax.tree.map(one, buffers)
 
 
-def _write(buffers, content, *at):
+def _write(buffers, content, *indices):
     """The buffers with the content at the indices, negative ones as in `_read`."""
-    at = [jnp.maximum(i, 0) for i in at]
+    at: list[ArrayLike] = [jnp.maximum(i, 0) for i in indices]
 
     def one(leaf, new):
         start = (*at, *[0] * (leaf.ndim - len(at)))

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from sparse_dataflow.errors import UserError, first_line
 from sparse_dataflow.execution import relay_programs
@@ -88,6 +88,8 @@ class Relay:
         """
         self.model, self.training, self.config = model, training, config or RelayConfig()
         self.mesh = mesh
+        self._cut: Sharding
+        self._whole: Sharding
         if mesh is not None:
             self._cut, self._whole = relay_programs.data_shardings(mesh)
         else:
@@ -100,7 +102,7 @@ class Relay:
         self._train_shape = (training.micro_batches, rows, training.sequence)
         self.programs = relay_programs.compiled(model, self._train_shape, mesh)
         self._eval_shape = (1, *eval_shape) if eval_shape else None
-        if eval_shape:
+        if self._eval_shape:
             self.eval_programs = relay_programs.compiled(model, self._eval_shape, mesh, True)
         locked = jax.default_backend() != "cpu" if pinned is None else pinned
         self._pinned = self._whole.with_memory_kind("pinned_host")
@@ -144,7 +146,7 @@ class Relay:
         blocks = self._depth.active(
             self.model.num_layers, step, self.training.steps, self.training.seed
         )
-        sections = [EMBED, *blocks, HEAD]
+        sections: list[Section] = [EMBED, *blocks, HEAD]
         try:
             server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
             batch = self._batch(tokens, None, self._train_shape)
@@ -268,7 +270,8 @@ def _walk(
         done = compute(block, ahead.result())
         if before is not None:
             before.result()
-        ahead = None if following is None else fetch(following)
+        if following is not None:
+            ahead = fetch(following)
         before = done
 
 

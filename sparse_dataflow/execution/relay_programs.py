@@ -8,12 +8,13 @@ Shapes in names: M micro-batches, B their batch, T tokens, D d_model, V vocabula
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models import gpt
@@ -23,8 +24,11 @@ from sparse_dataflow.training.optimizer import TrainingConfig
 DATA_AXIS = "data"
 
 
-class Programs(NamedTuple):
-    """What a training step runs on the device.
+T = TypeVar("T")
+
+
+class Programs(NamedTuple, Generic[T]):
+    """What a training step runs on the device, or a T for each of it.
 
     Attributes:
       embed: (embed params, int32 inputs [M, B, T]) -> x [M, B, T, D].
@@ -37,19 +41,19 @@ class Programs(NamedTuple):
         section; the embedding is tied, so both of its gradients are summed.
     """
 
-    embed: Callable
-    forward: Callable
-    head: Callable
-    backward: Callable
-    embed_backward: Callable
+    embed: T
+    forward: T
+    head: T
+    backward: T
+    embed_backward: T
 
 
-class EvalPrograms(NamedTuple):
+class EvalPrograms(NamedTuple, Generic[T]):
     """What an evaluation runs: as in `Programs`; `head` gives the loss alone."""
 
-    embed: Callable
-    forward: Callable
-    head: Callable
+    embed: T
+    forward: T
+    head: T
 
 
 def device_dtype(model: ModelConfig, path: tuple) -> jnp.dtype:
@@ -75,7 +79,7 @@ def section_shapes(model: ModelConfig) -> tuple[Any, Any, Any]:
     return drawn["embed"], block, drawn["head"]
 
 
-def functions(model: ModelConfig) -> Programs:
+def functions(model: ModelConfig) -> Programs[Callable]:
     """The programs before compiling, as pure functions."""
     embed_params = device_params(model, section_shapes(model)[0])
 
@@ -123,7 +127,7 @@ def functions(model: ModelConfig) -> Programs:
     return Programs(embed, forward, head, backward, embed_backward)
 
 
-def eval_functions(model: ModelConfig) -> EvalPrograms:
+def eval_functions(model: ModelConfig) -> EvalPrograms[Callable]:
     """The same for an evaluation."""
     training = functions(model)
 
@@ -136,7 +140,7 @@ def eval_functions(model: ModelConfig) -> EvalPrograms:
     return EvalPrograms(training.embed, training.forward, head)
 
 
-def arguments(model: ModelConfig, tables: dict, shape: tuple[int, int, int]) -> Programs:
+def arguments(model: ModelConfig, tables: dict, shape: tuple[int, int, int]) -> Programs[tuple]:
     """Shapes and dtypes of each program's arguments.
 
     Args:
@@ -159,7 +163,7 @@ def arguments(model: ModelConfig, tables: dict, shape: tuple[int, int, int]) -> 
 
 
 def lowered(
-    programs: Programs | EvalPrograms, given: Programs, mesh: Mesh | None = None, **options
+    programs: Programs | EvalPrograms, given: Programs[tuple], mesh: Mesh | None = None, **options
 ) -> Programs | EvalPrograms:
     """Each program lowered for its arguments.
 
@@ -188,7 +192,7 @@ def compiled(
     shape: tuple[int, int, int],
     mesh: Mesh | None = None,
     evaluation: bool = False,
-) -> Programs | EvalPrograms:
+) -> Programs[Compiled] | EvalPrograms[Compiled]:
     """The programs for the default backend, the same ones for every depth of a model.
 
     Args:

@@ -127,7 +127,7 @@ def make(
         )
     rule = SCHEDULES[name]
     orders = [rule.order(stages, micro_batches, chunks, stage) for stage in range(stages)]
-    actions = (FORWARD, BACKWARD, WEIGHTS)
+    actions: tuple[int, ...] = (FORWARD, BACKWARD, WEIGHTS)
     if recompute:
         actions = (FORWARD, RECOMPUTE, BACKWARD, WEIGHTS)
         orders = [_with_recompute(order) for order in orders]

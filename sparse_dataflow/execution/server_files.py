@@ -271,7 +271,7 @@ def _digest(tree) -> int:
     """CRC-32 over the bytes of all leaves: it finds torn and flipped bytes, and is no signature."""
     value = 0
     for leaf in jax.tree.leaves(tree):
-        value = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), value)
+        value = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, value)
     return value
 
 

@@ -126,7 +126,7 @@ class Sharded:
         if all(isinstance(table, np.ndarray) for table in jax.tree.leaves(tables)):
             run = lambda params, *rest: local(params, tables, *rest)  # noqa: E731
             in_specs = tuple(specs)
-            given = ()
+            given: tuple = ()
         else:
             run = lambda params, tables, *rest: local(params, tables, *rest)  # noqa: E731
             in_specs = (first, TABLES, *others)
@@ -170,7 +170,7 @@ class Sharded:
         arrays = state._replace(tables=())
 
         def one(path, leaf, target):
-            *_, module, name = [None, None, *(getattr(key, "key", None) for key in path)]
+            *_, module, name = ["", "", *(getattr(key, "key", "") for key in path)]
             if module in orders and name == "values":
                 return _taken(target)(laid_out(leaf, target), turned(orders[module]))
             return laid_out(leaf, target)
