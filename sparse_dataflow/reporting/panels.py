@@ -12,6 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+Values = Sequence[float] | np.ndarray
+
 _COLUMNS = 4
 _INCHES = 3.3
 
@@ -30,10 +32,10 @@ class Curve:
       dashed: whether the line is broken, as of what is predicted or compared with.
     """
 
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float] = ()
-    high: Sequence[float] = ()
+    x: Values
+    y: Values
+    low: Values = ()
+    high: Values = ()
     joined: bool = True
     marked: bool = True
     dashed: bool = False
