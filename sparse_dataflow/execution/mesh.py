@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from sparse_dataflow.errors import UserError
 
@@ -19,6 +19,9 @@ AXES = ("data", "stage", "fsdp", "tensor")
 """
 
 BATCH_AXES = ("data", "fsdp")
+
+AnyMesh = Mesh | AbstractMesh
+"""Of devices, or of described ones that need not be here."""
 
 
 def parse(text: str, devices: int | None) -> dict[str, int]:
@@ -155,18 +158,20 @@ def across(sizes: Mapping[str, int], groups: int) -> list[int]:
     return parts
 
 
-def describe(mesh: Mesh) -> str:
+def describe(mesh: AnyMesh) -> str:
     """ "data:2,fsdp:4": the axes that are longer than 1, or "one device"."""
     named = [f"{axis}:{size}" for axis, size in mesh.shape.items() if size > 1]
     return ",".join(named) or "one device"
 
 
-def rows_here(mesh: Mesh, rows: int) -> tuple[int, ...]:
+def rows_here(mesh: AnyMesh, rows: int) -> tuple[int, ...]:
     """Rows of a batch that are on this process's devices, ascending.
 
     Raises:
-      UserError: the rows cannot be dealt out evenly.
+      UserError: the rows cannot be dealt out evenly, or the devices are only described.
     """
+    if isinstance(mesh, AbstractMesh):
+        raise UserError(f"The devices of {describe(mesh)} are only described; none holds rows.")
     parts = batch_parts(mesh)
     if rows % parts:
         raise UserError(
@@ -183,6 +188,6 @@ def rows_here(mesh: Mesh, rows: int) -> tuple[int, ...]:
     return tuple(int(r) for r in np.flatnonzero(np.repeat(mine, each)))
 
 
-def batch_parts(mesh: Mesh) -> int:
+def batch_parts(mesh: AnyMesh) -> int:
     """Into how many parts the rows of a batch are cut."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

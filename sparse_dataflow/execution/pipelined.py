@@ -233,7 +233,7 @@ def _probed_block(model, shard, axes, norms, held, x):
 
 
 def executor_over(
-    mesh: jax.sharding.Mesh, zero: int, num_layers: int, schedule: str, chunks: int
+    mesh: meshes.AnyMesh, zero: int, num_layers: int, schedule: str, chunks: int
 ) -> Sharded:
     """`Pipelined` where the mesh has stages, else `Sharded`.
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.execution import cuts, sharding, whole
@@ -31,7 +31,7 @@ class Sharded:
       zero: what is dealt out over "fsdp"; see `sharding.ZERO`.
     """
 
-    mesh: Mesh
+    mesh: meshes.AnyMesh
     zero: int = 3
 
     @property

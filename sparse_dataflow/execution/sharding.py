@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution.mesh import BATCH_AXES, batch_parts
+from sparse_dataflow.execution.mesh import BATCH_AXES, AnyMesh, batch_parts
 from sparse_dataflow.execution.whole import FETCHED
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 
@@ -46,7 +46,7 @@ ZERO = {"moments": 1, "gradients": 2, "params": 3}
 """From which `--zero` on something is dealt out over "fsdp" (arXiv 1910.02054, section 5)."""
 
 
-def spec(path: str, shape: tuple[int, ...], mesh: Mesh, fsdp: bool = True) -> P:
+def spec(path: str, shape: tuple[int, ...], mesh: AnyMesh, fsdp: bool = True) -> P:
     """How a parameter, its gradient or a moment is cut.
 
     Args:
@@ -89,14 +89,14 @@ def axes_of(spec: P) -> set[str]:
     return {name for entry in spec for name in names(entry)}
 
 
-def specs(params: dict, mesh: Mesh, fsdp: bool = True) -> dict:
+def specs(params: dict, mesh: AnyMesh, fsdp: bool = True) -> dict:
     """`spec` of every leaf of a tree like the params."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: spec(dotted(path), leaf.shape, mesh, fsdp), params
     )
 
 
-def state_shardings(state: Any, mesh: Mesh, zero: int) -> Any:
+def state_shardings(state: Any, mesh: AnyMesh, zero: int) -> Any:
     """Shardings of a training state's arrays (without its tables).
 
     Args:
@@ -180,7 +180,7 @@ def scattered(gradient: jax.Array, kept: P, wanted: P) -> jax.Array:
     return gradient
 
 
-def summed(gradient: jax.Array, spec: P, mesh: Mesh) -> jax.Array:
+def summed(gradient: jax.Array, spec: P, mesh: AnyMesh) -> jax.Array:
     """The sum of the devices' gradients over every axis that does not cut it."""
     over = tuple(
         axis
@@ -191,7 +191,7 @@ def summed(gradient: jax.Array, spec: P, mesh: Mesh) -> jax.Array:
 
 
 def refuse_unfit(
-    mesh: Mesh, model: ModelConfig, batch: int, micro_batches: int, sequence: int
+    mesh: AnyMesh, model: ModelConfig, batch: int, micro_batches: int, sequence: int
 ) -> None:
     """Refuses a mesh that cannot cut this model and batch evenly.
 
