@@ -45,6 +45,11 @@ class Flag:
     legal: tuple[str, Callable[[float], bool]] | None = None
     fixed: bool = True
 
+    @property
+    def names(self) -> Sequence[str]:
+        """The legal names; none of a flag that is no choice."""
+        return self.choices() if self.choices else ()
+
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -73,11 +78,11 @@ class _Parser(absl_flags.ArgumentParser):
         if flag.kind == "number":
             return _number(text)
         if flag.kind == "choice":
-            return _choice(text, flag.choices())
+            return _choice(text, flag.names)
         if flag.kind == "switch":
-            return _choice(_SWITCH.get(text.lower(), text), flag.choices())
+            return _choice(_SWITCH.get(text.lower(), text), flag.names)
         if flag.kind == "list":
-            return _names(text, flag.choices())
+            return _names(text, flag.names)
         return text
 
     def flag_type(self):
@@ -185,7 +190,7 @@ def check_ranges(groups: Sequence[Group], values: absl_flags.FlagValues) -> None
         if flag.legal and flag.name in values:
             words, test = flag.legal
             value = values[flag.name].value
-            if not test(value):
+            if value is None or not test(value):
                 raise UserError(f"--{flag.name}={value} is not legal: it must be {words}.")
 
 
@@ -208,7 +213,7 @@ def _flag_help(flag: Flag) -> str:
         text += f" Legal: {flag.legal[0]}."
     if flag.choices:
         extra = ", or a comma list" if flag.kind == "list" else ""
-        named = ("all", "none", *flag.choices()) if flag.kind == "list" else flag.choices()
+        named = ("all", "none", *flag.names) if flag.kind == "list" else flag.names
         text += f" {_legal(named)}{extra}."
     lines = textwrap.wrap(text, WIDTH - _HELP_COLUMN, break_on_hyphens=False)
     if len(left) < _HELP_COLUMN:

@@ -99,7 +99,7 @@ def verdict(plan: Plan) -> dict:
     """
     layout, topology = plan.layout, plan.topology
     devices = topologies.devices(topology)
-    training = TrainingConfig(1, layout.batch, plan.sequence, layout.accumulation)
+    training = TrainingConfig(1, int(layout.batch), plan.sequence, int(layout.accumulation))
     executor = _executor(plan, devices)
     flops = cost.flops_per_token(plan.config, plan.sequence)
     share = layout.batch * plan.sequence / layout.chips
@@ -115,7 +115,7 @@ def verdict(plan: Plan) -> dict:
         return common | {"verdict": TOO_LARGE, "needed_bytes": error.needed, "said": str(error)}
     # The TPU's compiler refuses what does not fit; the GPU's leaves that to the runtime.
     usable = USABLE if topology.platform == "cuda" else 1.0
-    fits = step.bytes.total <= usable * topology.chip.memory_bytes
+    fits = step.bytes.total <= usable * topology.chip.capacity
     return common | {
         "verdict": FITS if fits else TOO_LARGE,
         "needed_bytes": step.bytes.total,
@@ -156,7 +156,10 @@ def asked_plan(asked) -> Plan:
                 f"data:{sizes['data']} x fsdp:{sizes['fsdp']}; legal: multiples of {rows}."
             )
         layout = RunLayout(
-            **sizes,
+            data=sizes["data"],
+            stage=sizes["stage"],
+            fsdp=sizes["fsdp"],
+            tensor=sizes["tensor"],
             zero=asked.zero,
             micro_batch=batch // rows,
             accumulation=asked.accumulation,
@@ -193,13 +196,15 @@ def _executor(plan: Plan, devices):
     if layout.chips == 1:
         return ONE_DEVICE
     mesh = meshes.make({axis: getattr(layout, axis) for axis in meshes.AXES}, devices)
-    return executor_over(mesh, layout.zero, plan.config.num_layers, layout.schedule, layout.chunks)
+    chunks = int(layout.chunks)
+    return executor_over(mesh, layout.zero, plan.config.num_layers, layout.schedule, chunks)
 
 
 def _nearest(plan: Plan, tries: int) -> tuple[Plan, dict] | None:
     """The nearest plan that fits, told as it is found."""
     layout, topology = plan.layout, plan.topology
-    request = search.Request(plan.config, plan.sequence, layout.batch, topology.chip, topology.size)
+    batch = int(layout.batch)
+    request = search.Request(plan.config, plan.sequence, batch, topology.chip, topology.size)
     candidates = nearest.fitting(request, layout)
     if not candidates:
         try:
@@ -298,7 +303,7 @@ def _keep(out, plan: Plan, found: dict) -> None:
     for package in ("libtpu", "jax-cuda13-plugin"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             compilers[package] = importlib.metadata.version(package)
-    density = min((spec.density for _, spec in plan.config.linears), default=1.0)
+    density = min((spec.density for spec in dict(plan.config.linears).values()), default=1.0)
     kind = f"density-{density:g}" if density < 1 else "dense"
     name = f"{plan.scale}_{kind}_{plan.topology.name}".replace(":", "-")
     measurement.keep(out, name, hardware.cpu_name(), {"compilers": compilers, **found})

@@ -3,8 +3,6 @@
 import dataclasses
 from pathlib import Path
 
-import numpy as np
-
 from experiments import recipes, study
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
@@ -100,7 +98,8 @@ def draw(rows: list[dict], path: Path) -> None:
                 points = sorted(
                     (r["width"], r["changes"][-1]) for r in own if r["density"] == density
                 )
-                curves[f"density {density:g}"] = Curve(*zip(*points))
+                x, y = zip(*points)
+                curves[f"density {density:g}"] = Curve(x, y)
             widths = sorted({r["width"] for r in own})
             panels.append(
                 Panel(
@@ -110,7 +109,7 @@ def draw(rows: list[dict], path: Path) -> None:
                     curves,
                     log_x=2,
                     log_y=True,
-                    ticks=np.asarray(widths),
+                    ticks=widths,
                 )
             )
     save_panels(path, panels)

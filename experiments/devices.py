@@ -57,6 +57,7 @@ def executor(values) -> Executor:
     staged = _pipelines(values, sizes["stage"])
     if not (imagined or staged) and jax.device_count() == 1:
         return ONE_DEVICE
+    mesh: meshes.AnyMesh
     if imagined:
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     else:

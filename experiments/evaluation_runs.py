@@ -97,7 +97,7 @@ def run(values) -> None:
         lms[name] = HarnessLM(first.tokenizer, context, scorer)
 
     losses = {
-        name: _losses(models[name], *scorers[name], tokens.validation.tokens) for name in models
+        name: _losses(models[name], tokens.validation.tokens, *scorers[name]) for name in models
     }
     rows, notes = [_loss_row(losses, first.tokenizer)], []
     for count in shots:
@@ -184,7 +184,8 @@ def _given_tasks(values, most_shots) -> dict[str, dict[str, Made] | None]:
     if not values.run:
         raise UserError("--run is needed: the run folder to evaluate.")
     corpus = read_config(values.run)["corpus"]["name"]
-    mine, given, manager = own.own_tasks(corpus), {}, None
+    mine, manager = own.own_tasks(corpus), None
+    given: dict[str, dict[str, Made] | None] = {}
     names = [part.strip() for part in values.tasks.split(",") if part.strip()]
     for name in dict.fromkeys(n for part in names for n in (mine if part == "own" else [part])):
         if name in own.OWN:
@@ -208,7 +209,7 @@ def _given_tasks(values, most_shots) -> dict[str, dict[str, Made] | None]:
 
 def _tasks(values, given, corpus, tokenizer, context, most_shots) -> dict[str, Made]:
     """The tasks that --tasks names, in that order, the own ones made."""
-    found = {}
+    found: dict[str, Made] = {}
     for name, made in given.items():
         if made is not None:
             found |= made
@@ -253,7 +254,7 @@ def _scorer(mesh, trained):
     return forward_over(trained, executor), limits
 
 
-def _losses(trained, forward, limits, tokens):
+def _losses(trained, tokens, forward, limits):
     """Of each held-out token that the run's last evaluation counts: float [tokens] loss in nats,
     int [tokens] its document; and their UTF-8 bytes."""
     sequence = trained.training.sequence
@@ -327,7 +328,10 @@ def _row(task, made, shots, scores, models):
 
 def _paired(values, documents):
     """First against second model as JSON; None where there is but one."""
-    return dataclasses.asdict(paired(*values, documents)) if len(values) == 2 else None
+    if len(values) != 2:
+        return None
+    first, second = values
+    return dataclasses.asdict(paired(first, second, documents))
 
 
 def _truncation(name, shots, before, after, context) -> list[str]:

@@ -103,7 +103,8 @@ def _run(experiment, values, groups, sparse):
         data = training_data(values, variants[0], corpus, tokenizer, executor)
         if values.steps:
             _refuse_unfit(variants)
-        programs, known = {}, {}
+        programs: dict[str, list[Compiled]] = {}
+        known: dict = {}
         for v in variants:
             say(f"{v.name:>6}: compiling")
             programs[v.name] = compile_programs(
@@ -132,8 +133,9 @@ def _run(experiment, values, groups, sparse):
             return
         if processes.first():
             for v in variants:
-                if programs[v.name][-1].timeline is not None:
-                    say(f"{v.name:>6}: {relay_plan.measured(programs[v.name][-1].timeline())}")
+                timeline = programs[v.name][-1].timeline
+                if timeline is not None:
+                    say(f"{v.name:>6}: {relay_plan.measured(timeline())}")
             report = run_report.write(folder, saved, trainers, corpus, tokenizer, chip)
             say(report.headline)
             say(f"report: {report.path}")

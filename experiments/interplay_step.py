@@ -38,7 +38,7 @@ def main(asked) -> dict:
         "densities": found,
         "chip": {
             "name": chip.name,
-            "peak_flops": dict(chip.peak_flops),
+            "peak_flops": dict(chip.peak_flops or {}),
             "memory_bytes": chip.memory_bytes,
             "bandwidth": chip.bandwidth,
         },

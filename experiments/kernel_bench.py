@@ -19,6 +19,9 @@ fastest that this device holds, and kept in the package, where the kernels look 
     python -m experiments.kernel_bench --tune
 """
 
+import functools
+from collections.abc import Callable
+
 from experiments import flags
 from experiments.command_line import Flag, Group
 
@@ -186,7 +189,7 @@ def _layouts(settings):
 
     return {
         shape: [
-            (pattern, density, make_layout(pattern, *shape, block, density))
+            (pattern, density, make_layout(pattern, shape[0], shape[1], block, density))
             for block in settings["blocks"]
             for density in settings["densities"]
             for pattern in settings["patterns"]
@@ -200,15 +203,13 @@ def _measure(shape, tokens, layouts, settings, rounds):
     from experiments import kernel_peers, kernel_programs, measurement
     from sparse_dataflow.errors import UserError, first_line
 
-    operands = kernel_programs.Operands.draw(*shape, tokens, settings["dtype"])
+    operands = kernel_programs.Operands.draw(shape[0], shape[1], tokens, settings["dtype"])
     for product in settings["products"]:
         dense = kernel_programs.dense(product, operands)
         for pattern, density, layout in layouts:
             case = kernel_programs.Case(layout, tokens, settings["dtype"], product)
-            makers = {
-                name: lambda case=case, name=name: kernel_programs.block_sparse(
-                    case, operands, name
-                )
+            makers: dict[str, Callable[[], kernel_programs.Program]] = {
+                name: functools.partial(kernel_programs.block_sparse, case, operands, name)
                 for name in settings["implementations"]
             }
             if settings["peers"] and product == "forward":

@@ -35,7 +35,7 @@ def _jax_bcsr(case, operands):
     weight = _masked(case, operands).T
     rows, cols = np.nonzero(np.asarray(weight.astype(jnp.float32)))
     starts = np.searchsorted(rows, np.arange(len(weight) + 1)).astype(np.int32)
-    stored = (weight[rows, cols], cols.astype(np.int32), starts)
+    stored = (weight[rows, cols], jnp.asarray(cols, jnp.int32), jnp.asarray(starts))
     matrix = sparse.BCSR(stored, shape=weight.shape)
     program = jax.jit(lambda matrix, x: (matrix @ x.T).T)
     return _timed(lambda: program(matrix, operands.x))

@@ -112,12 +112,14 @@ def tune_mlp(
         *((layout.nnz, layout.block, layout.block) for layout in layouts),
     )
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    stored = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)]
-    concrete = [layout.tables() for layout in layouts]
-    data = jax.tree.map(jnp.asarray, concrete)
+    x, values_in, values_out = (
+        jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)
+    )
+    tables_in, tables_out = (layout.tables() for layout in layouts)
+    data = jax.tree.map(jnp.asarray, (tables_in, tables_out))
     bias = jnp.zeros(first.out_features)
-    config = mlp_tpu.default_tuning(*stored, *concrete)
-    operands = Operands(stored[0], stored[0], stored[1])
+    config = mlp_tpu.default_tuning(x, values_in, values_out, tables_in, tables_out)
+    operands = Operands(x, x, values_in)
 
     def program(part, tiles):
         tuning = config if tiles is None else dataclasses.replace(config, **{part: tiles})
@@ -126,9 +128,9 @@ def tune_mlp(
             return mlp_tpu.sparse_mlp(x, values_in, bias, values_out, *tables, tuning=tuning)
 
         product = "forward" if part == "forward" else "forward_backward"
-        return kernel_programs.product_of(product, operands, mlp, *stored[1:], *data)
+        return kernel_programs.product_of(product, operands, mlp, values_in, values_out, *data)
 
-    for key, space in mlp_tpu.spaces(*stored, *concrete).items():
+    for key, space in mlp_tpu.spaces(x, values_in, values_out, tables_in, tables_out).items():
         if key in done:
             continue
         seconds_of = functools.partial(_seconds, program, key, timer)
@@ -166,10 +168,10 @@ def run(settings: dict, layouts: dict, rounds: int, folder: str) -> Path:
     """
     timer = functools.partial(measurement.paired_seconds, rounds=rounds, enough=ENOUGH_SECONDS)
     print(f"{'case':<66} {'tuned ms':>9} {'heuristic ms':>12}  tiles")
-    done = set()
+    done: set[tuned.Case] = set()
     for shape in settings["shapes"]:
         for tokens in settings["tokens"]:
-            operands = Operands.draw(*shape, tokens, settings["dtype"])
+            operands = Operands.draw(shape[0], shape[1], tokens, settings["dtype"])
             for number, (_, _, layout) in enumerate(layouts[shape]):
                 case = Case(layout, tokens, settings["dtype"], "forward")
                 for name in TUNABLE.keys() & set(settings["implementations"]):

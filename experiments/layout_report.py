@@ -67,8 +67,8 @@ def run(asked) -> None:
         flat = priced.throughput.reshape(-1)
         found = [(c, flat[i]) for i, c in priced.ranked(TRIALS_KEPT)]
         print(f"{int(priced.legal.sum()):,} legal layouts of {choices.size:,}, all priced")
-    best = [search.single(request.layout(choice)) for choice, _ in found[:10]]
-    said = layout_verify.verified(asked.scale, request, best, asked.verify)
+    leading = [search.single(request.layout(choice)) for choice, _ in found[:10]]
+    said = layout_verify.verified(asked.scale, request, leading, asked.verify)
     _print_best(request, found[:10], said)
     _keep_trials(folder / "trials.csv", request, found)
     for choice, _ in found[: asked.explain]:

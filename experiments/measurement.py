@@ -11,18 +11,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import numpy as np
 
 from sparse_dataflow.planning import hardware
 
+K = TypeVar("K")
+
 MOST_UNTIMED, FEW_PAGES = 8, 2000
 
 
 def paired_seconds(
-    runs: Mapping[str, Callable[[], object]], rounds: int, enough: float = 0.0
-) -> dict[str, np.ndarray]:
+    runs: Mapping[K, Callable[[], object]], rounds: int, enough: float = 0.0
+) -> dict[K, np.ndarray]:
     """Times each run once a round, in turn, so that all meet the same machine.
 
     Args:
@@ -35,7 +38,7 @@ def paired_seconds(
     Returns:
       name -> float [rounds] seconds of one call; element i of every name belongs to the same round.
     """
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[K, list[float]] = {name: [] for name in runs}
     for number in range(MOST_UNTIMED):
         touched = _pages_touched()
         untimed = {name: _seconds_a_call(run, 1) for name, run in runs.items()}

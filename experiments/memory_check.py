@@ -77,9 +77,9 @@ def _advice(values, variants, memory_bytes):
     if fit:
         return f"it fits with --remat={fit[0]} --accumulation={fit[1]}"
     names = [v.name for v in variants]
-    if len(variants) > 1 and fitting(variants[:1], memory_bytes):
-        remat, parts = fitting(variants[:1], memory_bytes)
-        return f"it fits with --twin=no --remat={remat} --accumulation={parts}"
+    fit = fitting(variants[:1], memory_bytes) if len(variants) > 1 else None
+    if fit:
+        return f"it fits with --twin=no --remat={fit[0]} --accumulation={fit[1]}"
     smaller = list(SIZES)[: list(SIZES).index(values.scale)]
     for scale in reversed(smaller):
         fit = _fitting_scale(values, scale, names, memory_bytes)

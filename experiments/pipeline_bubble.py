@@ -83,21 +83,21 @@ def main(values):
             seconds = step(1e-3 * values.milliseconds / chunks)
             lengths.append(seconds)
             measured.append(1 - sum(slept) / (values.stages * seconds))
+        of_table, found = schedule.bubble(), float(np.median(measured))
         row = {
             "schedule": name,
             "chunks": chunks,
             "recompute": recompute,
             "ticks": schedule.ticks,
             "step_seconds": float(np.median(lengths)),
-            "bubble_of_table": schedule.bubble(),
-            "bubble_measured": float(np.median(measured)),
+            "bubble_of_table": of_table,
+            "bubble_measured": found,
         }
         rows.append(row)
         label = name + " with recomputation" * recompute
         print(
-            f"{label:32} {row['ticks']:4} ticks  bubble of the table {row['bubble_of_table']:.3f}"
-            f"  measured {row['bubble_measured']:.3f}"
-            f"  ({row['bubble_measured'] / max(row['bubble_of_table'], 1e-9) - 1:+.1%})"
+            f"{label:32} {schedule.ticks:4} ticks  bubble of the table {of_table:.3f}"
+            f"  measured {found:.3f}  ({found / max(of_table, 1e-9) - 1:+.1%})"
         )
     result = {
         "inputs": "blocks that sleep in place of computing",

@@ -62,9 +62,8 @@ def main(values):
     for scale, density in cases:
         prediction.refuse_unfit(scale, density, values.block)
     chip = hardware.detect(("float32",))
-    print(
-        f"{chip.name}: {chip.peak('float32') / 1e9:,.0f} GFLOP/s, {chip.bandwidth / 1e9:.1f} GB/s"
-    )
+    peak, bandwidth = chip.rates("float32")
+    print(f"{chip.name}: {peak / 1e9:,.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s")
     rows = []
     for scale, density in cases:
         row = prediction.check(scale, density, values, chip)

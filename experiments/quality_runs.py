@@ -33,7 +33,7 @@ def run(values, groups, arms: dict[str, dict | None]) -> None:
     results = []
     with gpt_run.stop_on_signals() as stop:
         for seed in range(values.seeds):
-            steps = {}
+            steps: dict[str, dict[str, int]] = {}
             for equal in asked["equal"]:
                 for arm in asked["arms"]:
                     where = folder / f"equal_{equal}" / arm / f"seed_{seed}"
@@ -101,7 +101,7 @@ def tables(results: list[dict]) -> str:
             "| arm | bits per byte | spread | to dense | gap closed | steps | FLOPs | seconds |",
             "|---|---|---|---|---|---|---|---|",
         ]
-        for arm in sorted(arms, key=mean.get):
+        for arm in sorted(arms, key=mean.__getitem__):
             lines.append(_line(arm, arms[arm], mean))
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)

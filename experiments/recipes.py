@@ -100,7 +100,7 @@ def settle(values, backend: str, memory_bytes: int | None, sparse: bool) -> list
     if values.scale == "auto" and _start(values):
         count = memory.parameter_count(_size(values, ""))
         distance = {n: abs(math.log(memory.parameter_count(s) / count)) for n, s in SIZES.items()}
-        values.scale = min(distance, key=distance.get)
+        values.scale = min(distance, key=distance.__getitem__)
     elif values.scale == "auto":
         specs = linears(values) if sparse and not _trains_dense(values) else {}
         values.scale = memory.choose_scale(memory_bytes, backend, specs)

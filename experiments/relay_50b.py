@@ -73,7 +73,7 @@ def main(values):
             host_bandwidth=chip.host_bandwidth,
             fused_attention=True,
         )
-        fits = plan.device_total <= chip.memory_bytes
+        fits = plan.device_total <= chip.capacity
         enough = plan.host_total <= values.host_gb * chips.GIGA
         print(
             f"{name}: {memory.parameter_count(model):,} stored parameters\n  {plan.text()}\n  "

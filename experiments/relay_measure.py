@@ -41,7 +41,8 @@ def relayed(model, training, config: RelayConfig, chip: Chip, steps: int) -> dic
     start = time.perf_counter()
     run = Relay(model, training, config)
     compiled = time.perf_counter() - start
-    state, found = fresh_state(model, training), []
+    state = fresh_state(model, training)
+    found: list[float] = []
     before = most = _live_bytes()
 
     def observe(program):
@@ -83,11 +84,12 @@ def whole(model, training, chip: Chip, steps: int) -> dict:
     row = {"executor": "whole", "planned_device_bytes": plan}
     if chip.memory_bytes is not None and plan > chip.memory_bytes * memory.USABLE:
         return row | {"step_seconds": NOT_MEASURED}
-    state, found = initial_state(model, training), []
+    state = initial_state(model, training)
+    found: list[float] = []
     start = time.perf_counter()
-    program = jax.jit(make_train_step(model, training, state.tables), donate_argnums=0)
+    jitted = jax.jit(make_train_step(model, training, state.tables), donate_argnums=0)
     state = state._replace(tables=())
-    program = program.lower(state, _tokens(model, training, 0), np.float32(0)).compile()
+    program = jitted.lower(state, _tokens(model, training, 0), np.float32(0)).compile()
     compiled = time.perf_counter() - start
 
     def step(number):
@@ -97,7 +99,7 @@ def whole(model, training, chip: Chip, steps: int) -> dict:
 
     seconds = _timed(step, steps, found)
     stats = program.memory_analysis()
-    taken = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    taken = stats and stats.argument_size_in_bytes + stats.temp_size_in_bytes
     return {
         **row,
         **_figures(model, training, chip, seconds),

@@ -118,7 +118,7 @@ def _train(trainings, begun, folder, stop) -> bool:
 
 
 def _runs(trainings) -> Runs:
-    return Runs(*([t[name] for t in trainings] for name in COLUMNS))
+    return Runs(**{name: np.asarray([t[name] for t in trainings]) for name in COLUMNS})
 
 
 def read_runs(path: Path) -> Runs:
@@ -140,7 +140,7 @@ def read_runs(path: Path) -> Runs:
             f"{path} has no column {', '.join(missing)}; legal: {', '.join(COLUMNS)} in its first "
             "line, and a run in each other one."
         )
-    columns = {name: [] for name in COLUMNS}
+    columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
     for number, row in enumerate(rows, start=2):
         for name in COLUMNS:
             try:
@@ -149,7 +149,7 @@ def read_runs(path: Path) -> Runs:
                 raise UserError(
                     f"{path}, line {number}: {name} is {row[name]!r}, which is no number."
                 ) from None
-    return Runs(**columns)
+    return Runs(**{name: np.asarray(values) for name, values in columns.items()})
 
 
 def _write_runs(path, trainings):
@@ -257,8 +257,8 @@ def draw(runs: Runs, law: ScalingLaw, path: Path) -> None:
     tokens = np.geomspace(runs.tokens.min() / 10, runs.tokens.max() * 10, 400)
     reached, best = {}, {}
     for name, cost_of in COSTS.items():
-        losses = [best_for_budget(law, budget, s, cost_of(s), tokens)[0] for s in sparsities]
-        reached[name] = Curve(sparsities, losses, marked=False)
+        lowest = [best_for_budget(law, budget, s, cost_of(s), tokens)[0] for s in sparsities]
+        reached[name] = Curve(sparsities, lowest, marked=False)
     budgets = np.geomspace(spent.min(), 64 * spent.max(), 40)
     for size in np.quantile(runs.parameters, [0, 0.5, 1]):
         costs = np.array([COSTS["zeros computed"](s) for s in sparsities])
@@ -266,12 +266,12 @@ def draw(runs: Runs, law: ScalingLaw, path: Path) -> None:
         name = f"{size:,.0f} stored, zeros computed"
         best[name] = Curve(budgets, sparsities[losses.argmin(axis=1)], marked=False)
     equal = Curve(ends, ends, marked=False, dashed=True)
-    losses = "held-out loss, nats a token"
+    label = "held-out loss, nats a token"
     save_panels(
         path,
         [
-            Panel("fit", "fitted loss, nats a token", losses, {**points, "equal": equal}),
-            Panel(f"lowest loss for {budget:.1e} FLOPs", "sparsity", losses, reached),
+            Panel("fit", "fitted loss, nats a token", label, {**points, "equal": equal}),
+            Panel(f"lowest loss for {budget:.1e} FLOPs", "sparsity", label, reached),
             Panel("best sparsity", "training FLOPs", "sparsity", best, log_x=10),
         ],
     )

@@ -78,7 +78,7 @@ def _phase_seconds(variants, programs, data, executor=ONE_DEVICE):
     the next, so that no more memory is used than by training.
     """
     batch = executor.put(data.train[0], data.train.batch_size)
-    times = {v.name: [[] for _ in v.stages] for v in variants}
+    times: dict[str, list[list[float]]] = {v.name: [[] for _ in v.stages] for v in variants}
     for _ in range(ROUNDS):
         for v in variants:
             for number, stage in enumerate(v.stages):
