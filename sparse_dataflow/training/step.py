@@ -76,12 +76,14 @@ def abstract_state(
 def _draw(model, training, executor):
     optimizer = make_optimizer(model, training)
 
+    @jax.jit
     def draw():
         init_key, key = jax.random.split(jax.random.key(training.seed))
         params = gpt.init(model, init_key)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), (), key)
 
-    return jax.jit(draw, out_shardings=executor.shardings(jax.eval_shape(draw)))
+    laid_out = executor.shardings(jax.eval_shape(draw))
+    return draw if laid_out is None else jax.jit(draw, out_shardings=laid_out)
 
 
 def make_train_step(

@@ -1,10 +1,12 @@
 """Causal self-attention: one function, one implementation chosen per platform."""
 
+import importlib
+
 import jax
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels import dispatch
-from sparse_dataflow.kernels.attention import cudnn, reference, splash
+from sparse_dataflow.kernels.attention import cudnn, reference
 
 IMPLEMENTATIONS = ("reference", "xla", "cudnn", "splash")
 
@@ -41,7 +43,7 @@ def causal_attention(
     if name == "cudnn":
         return cudnn.causal_attention(query, key, value)
     if name == "splash":
-        return splash.causal_attention(query, key, value)
+        return _splash().causal_attention(query, key, value)
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="xla")
 
 
@@ -63,5 +65,10 @@ def _refusal(name, query):
     if name == "cudnn":
         return cudnn.refusal(query)
     if name == "splash":
-        return splash.refusal(query) or dispatch.partitioned()
+        return _splash().refusal(query) or dispatch.partitioned()
     return ""
+
+
+def _splash():
+    """Imported where it runs, with the compiler for TPUs."""
+    return importlib.import_module(f"{__package__}.splash")

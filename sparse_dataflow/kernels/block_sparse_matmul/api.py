@@ -1,6 +1,7 @@
 """The block-sparse matmul: one function, one implementation chosen per platform."""
 
 import functools
+import importlib
 import math
 
 import jax
@@ -8,18 +9,11 @@ import numpy as np
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels import dispatch
-from sparse_dataflow.kernels.block_sparse_matmul import (
-    pallas_hopper,
-    pallas_tpu,
-    reference,
-    xla,
-    xla_few_rows,
-    xla_static,
-)
+from sparse_dataflow.kernels.block_sparse_matmul import reference, xla, xla_few_rows, xla_static
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, check_shapes
 
-_KERNELS = {"pallas_tpu": ("tpu", pallas_tpu), "pallas_hopper": ("gpu", pallas_hopper)}
-"""Mosaic kernels: the platform that they run on, and their module."""
+_KERNELS = {"pallas_tpu": "tpu", "pallas_hopper": "gpu"}
+"""Mosaic kernels, each a module of this name: the platform that they run on."""
 
 IMPLEMENTATIONS = ("reference", "xla", "xla_static", *_KERNELS)
 
@@ -64,13 +58,13 @@ def block_sparse_matmul(
             )
         y = xla_static.block_sparse_matmul(flat, values, layout_of(tables, values.shape[-1]))
     elif name in _KERNELS:
-        home, kernels = _KERNELS[name]
+        home = _KERNELS[name]
         if dispatch.platform() != home:
             raise UserError(
                 f"implementation {name!r} runs on {home}, and this is {dispatch.platform()}; "
                 "legal here: reference, xla."
             )
-        y = kernels.block_sparse_matmul(flat, values, tables)
+        y = _kernels(name).block_sparse_matmul(flat, values, tables)
     else:
         raise UserError(f"implementation {name!r} is unknown; legal: {', '.join(IMPLEMENTATIONS)}.")
     return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -100,9 +94,9 @@ def check_operands(x: dispatch.Shaped, values: dispatch.Shaped, tables: LayoutTa
 
 def _choose(x, values, tables):
     name, reason = "xla", ""
-    for kernel, (home, kernels) in _KERNELS.items():
+    for kernel, home in _KERNELS.items():
         if dispatch.platform() == home:
-            reason = kernels.refusal(x, values, tables) or dispatch.partitioned()
+            reason = _kernels(kernel).refusal(x, values, tables) or dispatch.partitioned()
             name = "xla" if reason else kernel
     many = len(x) > xla_few_rows.FEW_ROWS
     if dispatch.platform() == "cpu" and is_concrete(tables) and many:
@@ -111,6 +105,11 @@ def _choose(x, values, tables):
         name = "xla_static" if groups <= MAX_STATIC_GROUPS else "xla"
     dispatch.log_choice("block_sparse_matmul", name, dispatch.platform(), reason)
     return name
+
+
+def _kernels(name):
+    """Imported where they run: the compilers that they are written for take half a second."""
+    return importlib.import_module(f"{__package__}.{name}")
 
 
 def layout_of(tables: LayoutTables, block: int) -> BlockLayout:

@@ -6,6 +6,7 @@ assembled, sliced or, but for its pre-activation, kept.
 """
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,10 @@ from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.block_sparse_matmul import api as matmul
 from sparse_dataflow.kernels.block_sparse_matmul import xla_static
 from sparse_dataflow.kernels.gelu.api import gelu, value_and_derivative
-from sparse_dataflow.kernels.sparse_mlp import pallas_hopper, pallas_tpu
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 
-_KERNELS = {"pallas_tpu": ("tpu", pallas_tpu), "pallas_hopper": ("gpu", pallas_hopper)}
-"""Mosaic kernels: the platform that they run on, and their module."""
+_KERNELS = {"pallas_tpu": "tpu", "pallas_hopper": "gpu"}
+"""Mosaic kernels, each a module of this name: the platform that they run on."""
 
 IMPLEMENTATIONS = ("products", "chunked", *_KERNELS)
 
@@ -69,7 +69,7 @@ def sparse_mlp(
         layouts = _layouts(values_in, tables_in, tables_out)
         y = _chunked_mlp(*operands, *layouts)
     elif implementation in _KERNELS:
-        y = _KERNELS[implementation][1].sparse_mlp(*operands, tables_in, tables_out)
+        y = _kernels(implementation).sparse_mlp(*operands, tables_in, tables_out)
     else:
         hidden = matmul.block_sparse_matmul(x, values_in, tables_in) + bias_in
         return matmul.block_sparse_matmul(gelu(hidden.astype(x.dtype)), values_out, tables_out)
@@ -87,7 +87,7 @@ def _check(x, values_in, bias_in, values_out, tables_in, tables_out):
 def _choose(flat, *stored):
     """The implementation of the platform compiled for, or products where it refuses."""
     platform = dispatch.platform()
-    best = {"cpu": "chunked", **{home: name for name, (home, _) in _KERNELS.items()}}[platform]
+    best = {"cpu": "chunked", **{home: name for name, home in _KERNELS.items()}}[platform]
     reason = _refusal(best, flat, *stored)
     name = "products" if reason else best
     dispatch.log_choice("sparse_mlp", name, platform, reason)
@@ -100,10 +100,14 @@ def _refusal(name, flat, *stored):
         return ""
     if name == "chunked":
         return _unchunked(*stored)
-    home, kernels = _KERNELS[name]
+    home = _KERNELS[name]
     if dispatch.platform() != home:
         return f"it runs on {home}, and this is {dispatch.platform()}."
-    return kernels.refusal(flat, *stored) or dispatch.partitioned()
+    return _kernels(name).refusal(flat, *stored) or dispatch.partitioned()
+
+
+def _kernels(name):
+    return importlib.import_module(f"{__package__}.{name}")
 
 
 def _unchunked(values_in, values_out, tables_in, tables_out):
