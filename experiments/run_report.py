@@ -30,6 +30,10 @@ from sparse_dataflow.training.sections import section_seconds
 
 CONTINUATIONS = 10
 
+TIMED_FROM = 10.0
+"""Seconds of training from which on the sections of a step are timed: compiling and repeating them
+takes as long, on a laptop, and would be most of a shorter run."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Written:
@@ -45,7 +49,8 @@ def write(folder: Path, config: dict, trainers: list[Trainer], corpus, tokenizer
     Raises:
       UserError: they cannot be written; the run itself is kept.
     """
-    variants = [_variant(folder, trainer, chip) for trainer in trainers]
+    timed = max(trainer.seconds for trainer in trainers) >= TIMED_FROM
+    variants = [_variant(folder, trainer, chip, timed) for trainer in trainers]
     sparse = [p.model for t in trainers for p in t.phases if p.model.sparse_projections]
     # A model that got sparser in stages is judged by its last.
     model = (sparse or [trainers[0].model])[-1]
@@ -59,7 +64,7 @@ def write(folder: Path, config: dict, trainers: list[Trainer], corpus, tokenizer
         versions=config["versions"],
         corpus=f"{corpus.name} ({corpus.content_hash[:12]})",
         tokenizer=f"{tokenizer.vocab_size} tokens ({tokenizer.content_hash[:12]})",
-        notes=_notes(config, folder, trainers),
+        notes=_notes(config, folder, trainers, timed),
         variants=variants,
         layouts=_layouts(trainers, model),
         flop_ceiling=cost.flop_ceiling(model, sequence) if sparse else None,
@@ -80,7 +85,7 @@ def write(folder: Path, config: dict, trainers: list[Trainer], corpus, tokenizer
     return Written(folder / "report.html", _headline(variants))
 
 
-def _variant(folder, trainer, chip):
+def _variant(folder, trainer, chip, timed):
     training, model = trainer.training, trainer.model
     history = read_metrics(folder / trainer.name / "metrics.jsonl")
     train = [row for row in history if row["kind"] == "train"]
@@ -116,16 +121,16 @@ def _variant(folder, trainer, chip):
         train_seconds=trainer.seconds,
         mfu=cost.mfu(flops, tokens_a_step / step_seconds, chip, model.compute_dtype),
         history=history,
-        section_seconds=_section_seconds(trainer, of_phase[-1]),
+        section_seconds=_section_seconds(trainer, of_phase[-1], timed),
         memory=plan.categories,
         timeline=[list(span) for span in spans],
         hidden=timeline.hidden_share(spans) if spans else None,
     )
 
 
-def _section_seconds(trainer, step_seconds):
-    """Of the relay what its sections computed, and what was not computing; nothing where the model
-    is spread over devices, whose sections are not timed by themselves."""
+def _section_seconds(trainer, step_seconds, timed):
+    """Of the relay what its sections computed, and what was not computing; nothing where they are
+    not to be timed, or the model is spread over devices, whose sections are not by themselves."""
     spans = trainer.timeline
     if spans:
         found = {
@@ -133,7 +138,7 @@ def _section_seconds(trainer, step_seconds):
             for name, kind in (("embed", "embed"), ("blocks", "block"), ("head and loss", "head"))
         }
         return {**found, "other": max(0.0, step_seconds - sum(found.values()))}
-    if trainer.executor != ONE_DEVICE:
+    if trainer.executor != ONE_DEVICE or not timed:
         return {}
     return section_seconds(trainer.model, trainer.training, trainer.state, step_seconds)
 
@@ -170,7 +175,7 @@ def _evolution_notes(folder, trainers):
     return notes
 
 
-def _notes(config, folder, trainers):
+def _notes(config, folder, trainers, timed):
     return [
         f"{t.name}: {t.model.num_layers} layers of width {t.model.d_model}, sequences of "
         f"{t.training.sequence} tokens, {t.training.batch} a step, peak learning rate "
@@ -179,11 +184,15 @@ def _notes(config, folder, trainers):
     ] + [
         *_evolution_notes(folder, trainers),
         "Held-out documents are whole files whose hashed name falls into one twentieth.",
-        _about_sections(trainers[0].executor),
+        _about_sections(trainers[0].executor, timed),
     ]
 
 
-def _about_sections(executor):
+def _about_sections(executor, timed):
+    if executor == ONE_DEVICE and not timed:
+        return (
+            f"Sections of a step are timed in runs of {TIMED_FROM:g} seconds of training or more."
+        )
     if executor == ONE_DEVICE:
         return (
             "Sections of a step are timed by themselves, forward and backward, at the run's shapes."

@@ -6,6 +6,7 @@ import struct
 import pytest
 from main_job import assert_same_results, checkpoint_steps, rows
 
+from experiments import run_report
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning import memory
@@ -101,8 +102,10 @@ def test_the_report_says_what_the_metrics_say(undisturbed):
         model = ModelConfig.from_json(config["variants"][variant.name]["model"])
         assert variant.stored_parameters == memory.parameter_count(model)
         assert sum(variant.memory.values()) == variant.training_bytes
-        assert set(variant.section_seconds) >= {"qkv", "attention", "head and loss", "optimizer"}
         assert variant.history == found
+    longest = max(variant.train_seconds for variant in report.variants)
+    for variant in report.variants:
+        assert bool(variant.section_seconds) == (longest >= run_report.TIMED_FROM)
     sparse, dense = report.variants
     assert sparse.stored_parameters < dense.stored_parameters
     # The ceiling counts the whole attention square, the FLOPs a token its causal half.
