@@ -1,16 +1,22 @@
 """The main job's corpus, caches and one undisturbed run, shared by all tests and workers."""
 
+import importlib
 import os
 import pathlib
+import re
 import shutil
 import sys
 
 import filelock
 import pytest
+from absl import flags as absl_flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from main_job import MainJob, write_corpus
+
+from experiments import flags
+from sparse_dataflow.data import cache
 
 
 @pytest.fixture(scope="session")
@@ -49,3 +55,27 @@ def undisturbed(job, shared, tmp_path_factory):
 def copy(undisturbed, tmp_path):
     """A copy of the undisturbed run that a test may damage."""
     return pathlib.Path(shutil.copytree(undisturbed, tmp_path / "copy"))
+
+
+@pytest.fixture
+def refused(job, tmp_path, monkeypatch, capsys):
+    """refused(flag, ..., experiment=NAME) -> what the experiment, "gpt13b_sparse" by default, says
+    before it exits with 2; in this process, as a new one takes seconds to start."""
+    monkeypatch.setattr(cache, "FOLDER", job.cache / "sparse_dataflow")
+    monkeypatch.chdir(tmp_path)
+
+    def refused(*arguments, experiment="gpt13b_sparse"):
+        module = importlib.import_module(f"experiments.{experiment}")
+        groups = getattr(module, "GROUPS", flags.GROUPS)
+        monkeypatch.setattr(sys, "argv", [experiment, *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            flags.run(module.main, module.__doc__, groups, values=absl_flags.FlagValues())
+        assert left.value.code == 2
+        out, err = capsys.readouterr()
+        errors = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and out == ""
+        # One or two sentences: a full stop inside a name is not followed by a space and a capital.
+        assert len(re.findall(r"[.;?!] [A-Z]", errors[0])) <= 2, errors[0]
+        return errors[0]
+
+    return refused

@@ -1,42 +1,12 @@
 """What a user can get wrong: refused in words before any work, and nothing is left behind."""
 
 import json
-import re
-import sys
 
 import pytest
-from absl import flags as absl_flags
 from main_job import PICO, checkpoint_steps, complaint, rows, write_corpus
 
-from experiments import flags
-from sparse_dataflow.data import cache
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import ModelConfig
-
-
-@pytest.fixture
-def refused(job, tmp_path, monkeypatch, capsys):
-    """refused(flag, ...) -> what the main job, run in this process, says before it exits with 2."""
-    from experiments import gpt13b_dense, gpt13b_sparse
-
-    monkeypatch.setattr(cache, "FOLDER", job.cache / "sparse_dataflow")
-    monkeypatch.chdir(tmp_path)
-    experiments = {"sparse": (gpt13b_sparse, flags.GROUPS), "dense": (gpt13b_dense,)}
-
-    def refused(*arguments, experiment="sparse"):
-        module = experiments[experiment][0]
-        groups = getattr(module, "GROUPS", flags.GROUPS)
-        monkeypatch.setattr(sys, "argv", ["gpt13b", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            flags.run(module.main, module.__doc__, groups, values=absl_flags.FlagValues())
-        assert left.value.code == 2
-        errors = [e for e in capsys.readouterr().err.splitlines() if e.startswith("error: ")]
-        assert len(errors) == 1
-        # One or two sentences: a full stop inside a name is not followed by a space and a capital.
-        assert len(re.findall(r"[.;?!] [A-Z]", errors[0])) <= 2, errors[0]
-        return errors[0]
-
-    return refused
 
 
 @pytest.fixture
@@ -139,7 +109,7 @@ def resumed(refused, copy):
 def test_flags_that_contradict_the_run(resumed):
     error = resumed("--density=0.5", "--steps=20")
     assert "--density=0.5 (saved: 0.25)" in error and "--steps=20 (saved: 12)" in error
-    assert "another experiment" in resumed(experiment="dense")
+    assert "another experiment" in resumed(experiment="gpt13b_dense")
 
 
 def test_a_resumed_folder_that_is_none(refused, undisturbed, tmp_path):

@@ -4,7 +4,7 @@ import json
 import signal
 
 import pytest
-from main_job import assert_same_results, checkpoint_steps, complaint, rows
+from main_job import assert_same_results, checkpoint_steps, rows
 
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.planning import cost, memory
@@ -26,7 +26,7 @@ def saving(step):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_kills_around_a_change(job, tmp_path, method):
+def test_kills_around_a_change(job, refused, tmp_path, method):
     folder, whole = tmp_path / "run", tmp_path / "whole"
     done = job.new(whole, *METHODS[method])
     assert done.returncode == 0, done.stderr
@@ -35,7 +35,7 @@ def test_kills_around_a_change(job, tmp_path, method):
     killed(job.resume(folder, events=[saving(9)]))
     assert checkpoint_steps(folder, "sparse") == [3, 6]
     killed(job.resume(folder, events=[saving(12)]))
-    error = complaint(job.resume(folder, "--evolution=set"))
+    error = refused(f"--resume={folder}", "--evolution=set")
     assert f"--evolution=set (saved: {method})" in error
     done = job.resume(folder)
     assert done.returncode == 0 and "goes on after step 9 of 12" in done.stderr, done.stderr

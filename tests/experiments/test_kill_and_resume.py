@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from main_job import PICO, PLAN, assert_same_results, checkpoint_steps, complaint, rows
+from main_job import PICO, PLAN, assert_same_results, checkpoint_steps, rows
 
 START = r"config\.json"
 FIRST_SAVE = r"sparse/checkpoints/3\.saving"
@@ -32,11 +32,11 @@ def saved(folder):
 
 
 @pytest.mark.slow
-def test_kills_at_the_joints_of_a_run(job, undisturbed, tmp_path):
+def test_kills_at_the_joints_of_a_run(job, refused, undisturbed, tmp_path):
     folder = tmp_path / "run"
     killed(job.new(folder, events=[(START, 2, "SIGKILL")]))
     assert not (folder / "config.json").exists()
-    assert "not a run folder" in complaint(job.resume(folder))
+    assert "not a run folder" in refused(f"--resume={folder}")
     killed(job.new(folder, events=[(FIRST_SAVE, 1, "SIGKILL")]))
     assert saved(folder) == {"sparse": 0, "dense": 0}
     assert len(rows(folder, "sparse")) == 3

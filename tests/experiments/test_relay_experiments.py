@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from main_job import complaint
 
 PICO = ("--scale=pico", "--density=0.25", "--block=16", "--batch=4", "--steps=1")
 
@@ -42,5 +41,5 @@ def test_fifty_billion_are_planned(job, tmp_path):
     assert found["sparse"]["fits_device"] and found["sparse"]["fits_host"]
 
 
-def test_depths_that_are_none_are_refused(job):
-    assert "--depths=2,x" in complaint(job.run("--depths=2,x", experiment="relay_depth"))
+def test_depths_that_are_none_are_refused(refused):
+    assert "--depths=2,x" in refused("--depths=2,x", experiment="relay_depth")

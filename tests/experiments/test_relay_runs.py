@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from main_job import assert_same_results, complaint, rows
+from main_job import PICO, PLAN, assert_same_results, rows
 
 SHORT = ("--twin=no", "--executor=relay")
 
@@ -86,5 +86,6 @@ def test_the_depth_is_the_same_after_a_resume(job, tmp_path):
         (["--executor=relay", "--server_dir=/proc/none"], "name another --server_dir"),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(job, tmp_path, arguments, words):
-    assert words in complaint(job.new(tmp_path / "run", *arguments))
+def test_what_cannot_be_is_refused_in_words(job, refused, tmp_path, arguments, words):
+    plan = (*PICO, *PLAN, f"--corpus={job.corpus}", f"--out={tmp_path / 'run'}")
+    assert words in refused(*plan, *arguments)

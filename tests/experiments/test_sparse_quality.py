@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from main_job import complaint
 
 from experiments import quality_runs, sparse_quality
 from sparse_dataflow.sparsity.evolution import METHODS
@@ -34,7 +33,7 @@ def test_arms_are_made_of_registered_patterns_and_methods():
 
 
 @pytest.mark.slow
-def test_a_small_comparison_goes_on_where_it_was_stopped(job, tmp_path):
+def test_a_small_comparison_goes_on_where_it_was_stopped(job, refused, tmp_path):
     arguments = ["--scale=pico", "--block=16", "--steps=8", "--seeds=1", f"--corpus={job.corpus}"]
     arguments += ["--arms=dense,static_random,sparse_to_dense_50", f"--out={tmp_path / 'q'}"]
     start = lambda *more, **options: job.run(  # noqa: E731
@@ -55,4 +54,5 @@ def test_a_small_comparison_goes_on_where_it_was_stopped(job, tmp_path):
         # To one dense step, by which the switch is rounded.
         assert by[arm]["flops"] == pytest.approx(by["dense"]["flops"], rel=1 / 8)
     assert "## Equal flops" in (tmp_path / "q" / "quality.md").read_text()
-    assert "--steps=9 (saved: 8)" in complaint(start("--steps=9"))
+    error = refused(*arguments, "--steps=9", experiment="sparse_quality")
+    assert "--steps=9 (saved: 8)" in error
