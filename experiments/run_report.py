@@ -129,8 +129,8 @@ def _variant(folder, trainer, chip, timed):
 
 
 def _section_seconds(trainer, step_seconds, timed):
-    """Of the relay what its sections computed, and what was not computing; nothing where they are
-    not to be timed, or the model is spread over devices, whose sections are not by themselves."""
+    """Of the relay what its sections computed, and what was not computing; nothing where the model
+    is spread over devices, whose sections are not timed by themselves, or they are not `timed`."""
     spans = trainer.timeline
     if spans:
         found = {
@@ -190,9 +190,7 @@ def _notes(config, folder, trainers, timed):
 
 def _about_sections(executor, timed):
     if executor == ONE_DEVICE and not timed:
-        return (
-            f"Sections of a step are timed in runs of {TIMED_FROM:g} seconds of training or more."
-        )
+        return f"Sections of a step are timed where training took {TIMED_FROM:g} seconds or more."
     if executor == ONE_DEVICE:
         return (
             "Sections of a step are timed by themselves, forward and backward, at the run's shapes."

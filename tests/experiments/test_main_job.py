@@ -2,12 +2,14 @@
 
 import json
 import struct
+from types import SimpleNamespace
 
 import pytest
 from main_job import assert_same_results, checkpoint_steps, rows
 
 from experiments import run_report
 from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning import memory
 from sparse_dataflow.reporting.report import ReportData
@@ -115,6 +117,15 @@ def test_the_report_says_what_the_metrics_say(undisturbed):
     assert drawn == set(config["flags"]["sparse_projections"])
     assert len(report.continuations) == 10
     assert all(c.prompt and set(c.by_variant) == {"sparse", "dense"} for c in report.continuations)
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_sections_are_timed_only_where_that_is_asked_for(monkeypatch, timed):
+    monkeypatch.setattr(run_report, "section_seconds", lambda *_: {"qkv": 1.0, "other": 0.5})
+    one = SimpleNamespace(timeline=[], executor=ONE_DEVICE, model=None, training=None, state=None)
+    found = run_report._section_seconds(one, 1.5, timed)
+    assert found == ({"qkv": 1.0, "other": 0.5} if timed else {})
+    assert ("10 seconds" in run_report._about_sections(ONE_DEVICE, timed)) != timed
 
 
 def test_the_page_needs_no_network(undisturbed):
