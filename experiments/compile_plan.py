@@ -12,6 +12,8 @@ plan that does not fit is answered with the nearest that does, found by compilin
         --mesh=fsdp:16
     python -m experiments.compile_plan --scale=13b --density=0.125 --topology=h200:1 --batch=4 \\
         --mesh=fsdp:1
+    python -m experiments.compile_plan --scale=13b --topology=h200:1 --batch=1 --mesh=fsdp:1 \\
+        --state_dtype=bfloat16
 
 Needs the compiler of the chips: make aot-tpu, or make aot-gpu, installs it. Without --mesh the
 planner's search chooses the layout. Takes half a minute to two minutes of one core, and 2 GB.
@@ -19,7 +21,7 @@ planner's search chooses the layout. Takes half a minute to two minutes of one c
 
 from experiments import flags, planner_flags
 from experiments.command_line import Flag, Group
-from sparse_dataflow.planning.run_layout import BUBBLES
+from sparse_dataflow.models.sizes import DTYPES
 
 AUTOMATIC = 0
 
@@ -83,17 +85,17 @@ PLAN = Group(
         ),
         Flag(
             "schedule",
-            "choice",
+            "text",
             "1f1b",
-            "Of a mesh with stages.",
-            lambda: tuple(BUBBLES),
+            "Of a mesh with stages: gpipe, 1f1b, interleaved:V with V parts of the model on each, "
+            "zero_bubble.",
         ),
         Flag(
-            "chunks",
-            "integer",
-            1,
-            "Parts of the model on each stage of an interleaved pipeline.",
-            legal=planner_flags.AT_LEAST_ONE,
+            "state_dtype",
+            "choice",
+            "float32",
+            "Type of Adam's moments, and of the gradients of a micro-batch.",
+            lambda: DTYPES,
         ),
         Flag(
             "tries",

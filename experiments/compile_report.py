@@ -11,6 +11,7 @@ from experiments import command_line, compile_plan, measurement, planner_flags
 from experiments.recipes import RECIPES
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import mesh as meshes
+from sparse_dataflow.execution import schedules
 from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.execution.pipelined import executor_over
 from sparse_dataflow.models.sizes import ModelConfig
@@ -63,8 +64,9 @@ class Plan:
         said += [f"--mesh={axes}", f"--zero={self.layout.zero}", f"--batch={self.layout.batch}"]
         said += [f"--accumulation={self.layout.accumulation}", f"--remat={self.layout.remat}"]
         if self.layout.stage > 1:
-            said += [f"--schedule={self.layout.schedule}"]
-            said += [f"--chunks={self.layout.chunks}"] if self.layout.chunks > 1 else []
+            said += [f"--schedule={schedules.written(self.layout.schedule, self.layout.chunks)}"]
+        if self.layout.state_dtype != "float32":
+            said += [f"--state_dtype={self.layout.state_dtype}"]
         return " ".join(said)
 
 
@@ -99,7 +101,10 @@ def verdict(plan: Plan) -> dict:
     """
     layout, topology = plan.layout, plan.topology
     devices = topologies.devices(topology)
-    training = TrainingConfig(1, int(layout.batch), plan.sequence, int(layout.accumulation))
+    batch, accumulation = int(layout.batch), int(layout.accumulation)
+    training = TrainingConfig(
+        1, batch, plan.sequence, accumulation, state_dtype=layout.state_dtype
+    )
     executor = _executor(plan, devices)
     flops = cost.flops_per_token(plan.config, plan.sequence)
     share = layout.batch * plan.sequence / layout.chips
@@ -155,6 +160,7 @@ def asked_plan(asked) -> Plan:
                 f"--batch={batch} cannot be cut into {asked.accumulation} micro-batches over "
                 f"data:{sizes['data']} x fsdp:{sizes['fsdp']}; legal: multiples of {rows}."
             )
+        schedule, chunks = schedules.parse(asked.schedule)
         layout = RunLayout(
             data=sizes["data"],
             stage=sizes["stage"],
@@ -163,11 +169,12 @@ def asked_plan(asked) -> Plan:
             zero=asked.zero,
             micro_batch=batch // rows,
             accumulation=asked.accumulation,
-            chunks=asked.chunks,
-            schedule=asked.schedule,
+            chunks=chunks,
+            schedule=schedule,
             remat=asked.remat,
             executor="pipeline" if sizes["stage"] > 1 else "whole",
             sequence_parallel=True,
+            state_dtype=asked.state_dtype,
         )
     config = dataclasses.replace(config, remat=layout.remat)
     return Plan(asked.scale, config, sequence, topology, layout)
@@ -184,7 +191,9 @@ def plan_of(text: str) -> Plan:
 
 def _fastest(asked, config, sequence, topology) -> RunLayout:
     batch = asked.batch or max(RECIPES[asked.scale].batch, topology.size)
-    request = search.Request(config, sequence, batch, topology.chip, topology.size)
+    request = search.Request(
+        config, sequence, batch, topology.chip, topology.size, asked.state_dtype
+    )
     found = nearest.fitting(request, None)
     if not found:
         search.refuse(search.price(request, search.space(request)))
@@ -196,15 +205,17 @@ def _executor(plan: Plan, devices):
     if layout.chips == 1:
         return ONE_DEVICE
     mesh = meshes.make({axis: getattr(layout, axis) for axis in meshes.AXES}, devices)
-    chunks = int(layout.chunks)
-    return executor_over(mesh, layout.zero, plan.config.num_layers, layout.schedule, chunks)
+    schedule = schedules.written(layout.schedule, int(layout.chunks))
+    return executor_over(mesh, layout.zero, plan.config.num_layers, schedule)
 
 
 def _nearest(plan: Plan, tries: int) -> tuple[Plan, dict] | None:
     """The nearest plan that fits, told as it is found."""
     layout, topology = plan.layout, plan.topology
     batch = int(layout.batch)
-    request = search.Request(plan.config, plan.sequence, batch, topology.chip, topology.size)
+    request = search.Request(
+        plan.config, plan.sequence, batch, topology.chip, topology.size, layout.state_dtype
+    )
     candidates = nearest.fitting(request, layout)
     if not candidates:
         try:

@@ -3,13 +3,6 @@
 from experiments.command_line import Flag, Group
 
 _COUNT = ("0 or more", lambda n: n >= 0)
-_AT_LEAST_ONE = ("1 or more", lambda n: n >= 1)
-
-
-def _schedules() -> tuple[str, ...]:
-    from sparse_dataflow.execution.schedules import SCHEDULES
-
-    return tuple(SCHEDULES)
 
 
 DEVICES = Group(
@@ -45,19 +38,11 @@ DEVICES = Group(
         ),
         Flag(
             "schedule",
-            "choice",
+            "text",
             "1f1b",
-            "What the stages do when: zero_bubble idles least, interleaved less than 1f1b, gpipe "
-            "as much as 1f1b while it keeps the activations of all micro-batches.",
-            _schedules,
-            fixed=False,
-        ),
-        Flag(
-            "chunks",
-            "integer",
-            1,
-            "Parts of the model on each stage of an interleaved pipeline.",
-            legal=_AT_LEAST_ONE,
+            "What the stages of a pipeline do when: gpipe, 1f1b, interleaved:V with V parts of the "
+            "model on each, zero_bubble. zero_bubble idles least, interleaved less than 1f1b, "
+            "gpipe as much as 1f1b while it keeps the activations of all micro-batches.",
             fixed=False,
         ),
         Flag(

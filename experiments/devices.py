@@ -34,7 +34,7 @@ def joined(experiment: str, values, groups) -> Iterator[None]:
         print(me.describe(), file=sys.stderr, flush=True)
     told = flags.as_dict(values, groups) | {
         name: values[name].value
-        for name in ("out", "resume", "mesh", "zero", "executor", "schedule", "chunks", "describe")
+        for name in ("out", "resume", "mesh", "zero", "executor", "schedule", "describe")
     }
     facts = {"experiment": experiment, "jax": jax.__version__}
     facts |= {f"--{name}": value for name, value in told.items()}
@@ -63,7 +63,7 @@ def executor(values) -> Executor:
     else:
         mesh = meshes.make(sizes)
     layers = SIZES[values.scale].num_layers
-    return executor_over(mesh, values.zero, layers, values.schedule, values.chunks)
+    return executor_over(mesh, values.zero, layers, values.schedule)
 
 
 def _pipelines(values, stages):
@@ -78,11 +78,8 @@ def _pipelines(values, stages):
             f"--mesh={values.mesh} cuts the model by layers, and --executor=whole keeps them "
             "together; legal: --executor=pipeline, or the axes data, fsdp, tensor."
         )
-    only = [f"--{name}" for name in ("schedule", "chunks") if contradictions.given(values, name)]
-    if stages == 1 and only:
-        raise UserError(
-            f"{' and '.join(only)} without a pipeline; legal with stage:2 or more in --mesh."
-        )
+    if stages == 1 and contradictions.given(values, "schedule"):
+        raise UserError("--schedule without a pipeline; legal with stage:2 or more in --mesh.")
     return stages > 1
 
 

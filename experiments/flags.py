@@ -17,7 +17,7 @@ from experiments.command_line import Flag, Group
 from experiments.contradictions import given
 from experiments.device_flags import DEVICES
 from experiments.execution_flags import RELAY
-from sparse_dataflow.models.sizes import PROJECTIONS, SIZES
+from sparse_dataflow.models.sizes import DTYPES, PROJECTIONS, SIZES
 
 __all__ = [
     "DATA",
@@ -106,7 +106,7 @@ MODEL = Group(
             "choice",
             "auto",
             "Type of activations; masters stay float32. auto is float32 on a CPU, else bfloat16.",
-            _one_of("auto", "float32", "bfloat16"),
+            _one_of("auto", *DTYPES),
         ),
     ),
 )
@@ -239,6 +239,14 @@ TRAINING = Group(
             legal=("in [0, 1)", lambda w: 0 <= w < 1),
         ),
         Flag("weight_decay", "number", 0.1, "Decoupled decay of AdamW, on matrices.", legal=_COUNT),
+        Flag(
+            "state_dtype",
+            "choice",
+            "float32",
+            "Type of Adam's moments, and of the gradients of a micro-batch; bfloat16 takes 10 "
+            "bytes a parameter where float32 takes 16.",
+            _one_of(*DTYPES),
+        ),
         Flag("seed", "integer", 0, "Draws the weights, data order and patterns.", legal=_COUNT),
         Flag(
             "twin",

@@ -8,6 +8,7 @@ from experiments import layout_verify, planner_flags
 from experiments.layout_search import LARGEST_GRID
 from experiments.recipes import RECIPES
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import schedules
 from sparse_dataflow.planning import (
     chips,
     cost,
@@ -97,8 +98,8 @@ def command(asked, request: search.Request, choice) -> str:
         f"--remat={layout.remat}",
     ]
     if layout.stage > 1:
-        flags += ["--executor=pipeline", f"--schedule={layout.schedule}"]
-        flags += [f"--chunks={layout.chunks}"] if layout.chunks > 1 else []
+        schedule = schedules.written(layout.schedule, layout.chunks)
+        flags += ["--executor=pipeline", f"--schedule={schedule}"]
     return f"python -m experiments.{name} {' '.join(flags)}"
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 
+import jax
+
 from experiments import recipes
 from experiments.recipes import Variant
 from sparse_dataflow.errors import UserError
@@ -17,17 +19,10 @@ def needed_bytes(variants: list[Variant]) -> int:
     The masters, moments and tables of all stay; a step's own memory is there once, the largest.
     A variant that trains several models in turn counts as the one that needs most.
     """
+    flash = jax.default_backend() != "cpu"
     plans = [
         max(
-            (
-                memory.training_bytes(
-                    stage.model,
-                    v.training.batch // v.training.micro_batches,
-                    v.training.sequence,
-                    accumulation=v.training.micro_batches,
-                )
-                for stage in v.stages
-            ),
+            (memory.of_training(stage.model, v.training, flash) for stage in v.stages),
             key=lambda plan: plan.total,
         )
         for v in variants
@@ -44,7 +39,10 @@ def fitting(variants: list[Variant], memory_bytes: int) -> tuple[str, int] | Non
     batch, micro = variants[0].training.batch, variants[0].training.micro_batches
     for parts in (n for n in range(micro, batch + 1) if batch % n == 0):
         for remat in dict.fromkeys((variants[0].model.remat, "full")):
-            if needed_bytes(_with(variants, remat, parts)) <= memory_bytes * memory.USABLE:
+            if (
+                needed_bytes(_with(variants, remat, micro_batches=parts))
+                <= memory_bytes * memory.USABLE
+            ):
                 return remat, parts
     return None
 
@@ -76,6 +74,10 @@ def _advice(values, variants, memory_bytes):
     fit = fitting(variants, memory_bytes)
     if fit:
         return f"it fits with --remat={fit[0]} --accumulation={fit[1]}"
+    rounded = _with(variants, state_dtype="bfloat16")
+    fit = fitting(rounded, memory_bytes)
+    if fit:
+        return f"it fits with --state_dtype=bfloat16 --remat={fit[0]} --accumulation={fit[1]}"
     names = [v.name for v in variants]
     fit = fitting(variants[:1], memory_bytes) if len(variants) > 1 else None
     if fit:
@@ -102,12 +104,12 @@ def _fitting_scale(values, scale, names, memory_bytes):
         values.scale = wanted
 
 
-def _with(variants, remat, parts):
+def _with(variants, remat=None, **training):
     return [
         dataclasses.replace(
             v,
-            model=dataclasses.replace(v.model, remat=remat),
-            training=dataclasses.replace(v.training, micro_batches=parts),
+            model=dataclasses.replace(v.model, remat=remat or v.model.remat),
+            training=dataclasses.replace(v.training, **training),
         )
         for v in variants
     ]

@@ -73,6 +73,7 @@ def layout_of(config: ModelConfig, training: TrainingConfig) -> RunLayout:
         accumulation=training.micro_batches,
         remat=config.remat,
         fused_attention=False,
+        state_dtype=training.state_dtype,
     )
 
 

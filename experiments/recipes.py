@@ -34,7 +34,7 @@ class Variant:
         """As under "variants" in a run's config.json."""
         return {
             "model": self.model.to_json(),
-            "training": dataclasses.asdict(self.training),
+            "training": self.training.to_json(),
             "evolution": dataclasses.asdict(self.evolution),
         }
 
@@ -263,4 +263,5 @@ def training_config(values, scale: str, model: ModelConfig, steps: int) -> Train
         warmup=values.warmup,
         weight_decay=values.weight_decay,
         seed=values.seed,
+        state_dtype=values.state_dtype,
     )

@@ -75,12 +75,7 @@ def relayed(model, training, config: RelayConfig, chip: Chip, steps: int) -> dic
 
 def whole(model, training, chip: Chip, steps: int) -> dict:
     """The same of the whole executor; its time is NOT_MEASURED where the device is too small."""
-    plan = memory.training_bytes(
-        model,
-        training.batch // training.micro_batches,
-        training.sequence,
-        accumulation=training.micro_batches,
-    ).total
+    plan = memory.of_training(model, training).total
     row = {"executor": "whole", "planned_device_bytes": plan}
     if chip.memory_bytes is not None and plan > chip.memory_bytes * memory.USABLE:
         return row | {"step_seconds": NOT_MEASURED}

@@ -95,15 +95,7 @@ def _variant(folder, trainer, chip, timed):
     step_seconds = float(np.dot(of_phase, [p.steps for p in trainer.phases]) / training.steps)
     flops = trainer.flops / trainer.tokens
     plan = max(
-        (
-            memory.training_bytes(
-                phase.model,
-                training.batch // training.micro_batches,
-                training.sequence,
-                accumulation=training.micro_batches,
-            )
-            for phase in trainer.phases
-        ),
+        (memory.of_training(phase.model, training) for phase in trainer.phases),
         key=lambda plan: plan.total,
     )
     spans = trainer.timeline

@@ -9,6 +9,7 @@ import numpy as np
 from sparse_dataflow.execution import whole
 from sparse_dataflow.execution.block_gradients import block_gradient_norms
 from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.training.optimizer import adam
 
 
 class Executor(Protocol):
@@ -40,9 +41,15 @@ class Executor(Protocol):
         """Float32 [] sum of weighted losses in nats; arguments as in `whole.loss`."""
 
     def loss_and_gradients(
-        self, model: ModelConfig, params: dict, tables: Any, tokens: jax.Array, micro_batches: int
+        self,
+        model: ModelConfig,
+        params: dict,
+        tables: Any,
+        tokens: jax.Array,
+        micro_batches: int,
+        dtype: str = "float32",
     ) -> tuple[jax.Array, dict]:
-        """As `whole.loss_and_gradients`, of the whole batch."""
+        """As `whole.loss_and_gradients`, of the whole batch; in float32 where all are summed."""
 
     def block_gradient_norms(
         self, model: ModelConfig, params: dict, tables: Any, tokens: jax.Array
@@ -124,9 +131,9 @@ class OneDevice:
         """See `Executor`."""
         return whole.loss(model, params, tables, tokens, weights)
 
-    def loss_and_gradients(self, model, params, tables, tokens, micro_batches):
+    def loss_and_gradients(self, model, params, tables, tokens, micro_batches, dtype="float32"):
         """See `Executor`."""
-        return whole.loss_and_gradients(model, params, tables, tokens, micro_batches)
+        return whole.loss_and_gradients(model, params, tables, tokens, micro_batches, dtype=dtype)
 
     def block_gradient_norms(self, model, params, tables, tokens):
         """See `Executor`."""
@@ -160,7 +167,7 @@ class OneDevice:
         """See `Executor`."""
         return {
             "parameters": state.params,
-            "gradients": state.params,
+            "gradients": adam(state.moments).mu,
             "moments": state.moments,
             "layout tables": tables if changing else {},
             "batch": batch,

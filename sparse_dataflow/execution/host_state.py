@@ -12,7 +12,7 @@ import numpy as np
 
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
+from sparse_dataflow.training.optimizer import TrainingConfig, adam, make_optimizer
 from sparse_dataflow.training.step import TrainState
 
 EMBED, HEAD = "embed", "head"
@@ -38,11 +38,6 @@ def view(tree: dict, section: Section) -> Any:
     if isinstance(section, int):
         return jax.tree.map(lambda stack: stack[section, ...], tree["blocks"])
     return tree[section]
-
-
-def adam(moments: Any) -> Any:
-    """The part of an optimizer's state that holds `count`, `mu` and `nu`."""
-    return next(part for part in moments if hasattr(part, "mu"))
 
 
 def with_adam(moments: Any, count: int, mu: dict, nu: dict) -> Any:

@@ -28,7 +28,6 @@ from sparse_dataflow.execution import host_optimizer
 from sparse_dataflow.execution.host_optimizer import Leaf, Rates
 from sparse_dataflow.execution.host_state import (
     Section,
-    adam,
     all_sections,
     section_name,
     view,
@@ -39,6 +38,7 @@ from sparse_dataflow.execution.timeline import Timeline
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.optimizer import (
     TrainingConfig,
+    adam,
     decay_mask,
     learning_rate_multipliers,
 )

@@ -41,8 +41,8 @@ class Pipelined(Sharded):
 
     def describe(self):
         """See `Executor`."""
-        chunks = f" --chunks={self.division.chunks}" if self.division.chunks > 1 else ""
-        return f"{super().describe()} --executor=pipeline --schedule={self.schedule}{chunks}"
+        schedule = schedules.written(self.schedule, self.division.chunks)
+        return f"{super().describe()} --executor=pipeline --schedule={schedule}"
 
     def check(self, model, training):
         """See `Executor`."""
@@ -73,8 +73,8 @@ class Pipelined(Sharded):
         specs = STAGED, kept, TABLES, P(BATCH_AXES), P(BATCH_AXES)
         return self._mapped(local, specs, P())(pipeline.rows(plan), params, tables, tokens, weights)
 
-    def loss_and_gradients(self, model, params, tables, tokens, micro_batches):
-        """See `Executor`."""
+    def loss_and_gradients(self, model, params, tables, tokens, micro_batches, dtype="float32"):
+        """See `Executor`; a stage sums the gradients of all micro-batches, in float32."""
         plan = self._plan(model, micro_batches)
         member, kept, wanted = self._member(model, params)
 
@@ -135,6 +135,9 @@ class Pipelined(Sharded):
         specs = STAGED, kept, TABLES, P(axes or None)
         norms = self._mapped(local, specs, found)(pipeline.rows(plan), params, tables, tokens)
         return from_stages(self.division, norms)
+
+    def _gradients_like(self, state):
+        return state.params
 
     def rounds(self, model, micro_batches):
         """See `Executor`."""
@@ -232,21 +235,20 @@ def _probed_block(model, shard, axes, norms, held, x):
     return gpt.block(model, params, probes, x, shard)
 
 
-def executor_over(
-    mesh: meshes.AnyMesh, zero: int, num_layers: int, schedule: str, chunks: int
-) -> Sharded:
+def executor_over(mesh: meshes.AnyMesh, zero: int, num_layers: int, schedule: str) -> Sharded:
     """`Pipelined` where the mesh has stages, else `Sharded`.
 
     Args:
       mesh: with all of `mesh.AXES`.
       zero: see `sharding.ZERO`.
       num_layers: of the model.
-      schedule: of a pipeline, like `chunks`.
+      schedule: of a pipeline, as `schedules.parse` takes it.
 
     Raises:
-      UserError: the layers cannot be divided over the stages.
+      UserError: no such schedule, or the layers cannot be divided over the stages.
     """
     if mesh.shape["stage"] == 1:
         return Sharded(mesh, zero)
+    name, chunks = schedules.parse(schedule)
     division = divide(num_layers, mesh.shape["stage"], chunks)
-    return Pipelined(mesh, zero, division=division, schedule=schedule)
+    return Pipelined(mesh, zero, division=division, schedule=name)

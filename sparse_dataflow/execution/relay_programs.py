@@ -218,11 +218,16 @@ def layer_tables(model: ModelConfig) -> dict:
 
 
 def refuse_uncut(training: TrainingConfig, devices: int) -> None:
-    """Refuses a micro-batch that does not cut over the devices.
+    """Refuses a micro-batch that does not cut over the devices, and a state that is not float32.
 
     Raises:
-      UserError: naming what would.
+      UserError: naming what would do.
     """
+    if training.state_dtype != "float32":
+        raise UserError(
+            f"The relay updates float32 moments in host memory, not {training.state_dtype} ones; "
+            "legal with it: --state_dtype=float32."
+        )
     rows = training.batch // training.micro_batches
     if rows % devices:
         raise UserError(

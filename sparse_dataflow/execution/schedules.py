@@ -107,18 +107,12 @@ def make(
     Raises:
       UserError: if the rule has no schedule for these counts; the legal ones are named.
     """
-    if name not in SCHEDULES:
-        raise UserError(f"--schedule={name} is unknown; legal: {', '.join(SCHEDULES)}.")
     if min(stages, micro_batches, chunks) < 1:
         raise UserError(
             f"{stages} stages, {micro_batches} micro-batches and {chunks} chunks; legal: each at "
             "least 1."
         )
-    if chunks > 1 and name not in CHUNKED:
-        raise UserError(
-            f"--chunks={chunks} contradicts --schedule={name}, whose stages hold one chunk; legal: "
-            f"--chunks=1, or --schedule={' or '.join(CHUNKED)}."
-        )
+    parse(written(name, chunks))
     if name == "interleaved" and micro_batches % stages:
         nearest = max(1, round(micro_batches / stages)) * stages
         raise UserError(
@@ -197,6 +191,31 @@ SCHEDULES: dict[str, Rule] = {
 
 CHUNKED = ("interleaved", "gpipe")
 """Schedules whose stages may hold several chunks."""
+
+
+def parse(text: str) -> tuple[str, int]:
+    """(name, chunks of a stage) of a schedule as it is written, "1f1b" or "interleaved:2".
+
+    Raises:
+      UserError: no such schedule, or no such number.
+    """
+    name, colon, chunks = text.partition(":")
+    if name not in SCHEDULES or (colon and not (chunks.isdecimal() and int(chunks))):
+        raise UserError(
+            f"--schedule={text} is unknown; legal: {', '.join(SCHEDULES)}, or interleaved:2 for "
+            "two chunks a stage."
+        )
+    if colon and int(chunks) > 1 and name not in CHUNKED:
+        raise UserError(
+            f"--schedule={text}: stages of {name} hold one chunk; legal: {name}, or "
+            f"{' or '.join(f'{other}:{chunks}' for other in CHUNKED)}."
+        )
+    return name, int(chunks) if colon else 1
+
+
+def written(name: str, chunks: int) -> str:
+    """The inverse of `parse`."""
+    return f"{name}:{chunks}" if chunks > 1 else name
 
 
 def _by_turns(forward, backward, ahead, behind=0):

@@ -27,7 +27,6 @@ from absl import logging
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution.host_state import (
     Section,
-    adam,
     all_sections,
     section_name,
     view,
@@ -36,6 +35,7 @@ from sparse_dataflow.execution.host_state import (
 from sparse_dataflow.planning.hardware import GIB
 from sparse_dataflow.training import manifest
 from sparse_dataflow.training.json_difference import differences
+from sparse_dataflow.training.optimizer import adam
 from sparse_dataflow.training.step import TrainState
 
 ALIGNMENT = 4096

@@ -17,6 +17,7 @@ from sparse_dataflow.execution.mesh import BATCH_AXES
 from sparse_dataflow.execution.sharding import COLUMN_PARALLEL
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.shard import Shard
+from sparse_dataflow.training.optimizer import adam
 
 TABLES = P("stage", "tensor")
 """Of tables [layers, shards, lines, fan]."""
@@ -75,13 +76,13 @@ class Sharded:
             params, tokens, places
         )
 
-    def loss_and_gradients(self, model, params, tables, tokens, micro_batches):
+    def loss_and_gradients(self, model, params, tables, tokens, micro_batches, dtype="float32"):
         """See `Executor`."""
         member, kept, gradient_specs = self._member(model, params)
 
         def local(params, tables, tokens):
             share, gradients = whole.loss_and_gradients(
-                model, params, own_tables(tables), tokens, micro_batches, member
+                model, params, own_tables(tables), tokens, micro_batches, member, dtype
             )
             summed = functools.partial(sharding.summed, mesh=self.mesh)
             gradients = jax.tree.map(summed, gradients, gradient_specs)
@@ -203,13 +204,17 @@ class Sharded:
             "parameters": placed.params,
             "gradients": jax.tree.map(
                 lambda leaf, spec: _abstract(leaf, NamedSharding(self.mesh, spec)),
-                placed.params,
+                self._gradients_like(placed),
                 gradients,
             ),
             "moments": placed.moments,
             "layout tables": abstract(self._cut_tables(tables, changing), TABLES),
             "batch": abstract(batch, P(BATCH_AXES)),
         }
+
+    def _gradients_like(self, state):
+        """Shapes and dtypes of the gradients."""
+        return adam(state.moments).mu
 
     def rounds(self, model, micro_batches):
         """See `Executor`."""

@@ -170,24 +170,28 @@ def scattered(gradient: jax.Array, kept: P, wanted: P) -> jax.Array:
     """A device's gradient of a parameter that is whole over "fsdp", summed over it and dealt out.
 
     Args:
-      gradient: cut as `kept`, or as `wanted` already.
+      gradient: cut as `kept`, or as `wanted` already; summed in float32 whatever its dtype.
       kept: spec of the parameter.
       wanted: spec of the gradient; as it is returned.
     """
     if "fsdp" in axes_of(wanted) and "fsdp" not in axes_of(kept):
         dim = next(i for i, entry in enumerate(wanted) if "fsdp" in names(entry))
-        return lax.psum_scatter(gradient, "fsdp", scatter_dimension=dim, tiled=True)
+        wide = gradient.astype(jnp.float32)
+        dealt = lax.psum_scatter(wide, "fsdp", scatter_dimension=dim, tiled=True)
+        return dealt.astype(gradient.dtype)
     return gradient
 
 
 def summed(gradient: jax.Array, spec: P, mesh: AnyMesh) -> jax.Array:
-    """The sum of the devices' gradients over every axis that does not cut it."""
+    """The sum of the devices' gradients over every axis that does not cut it, made in float32."""
     over = tuple(
         axis
         for axis in (*BATCH_AXES, "tensor")
         if mesh.shape[axis] > 1 and axis not in axes_of(spec)
     )
-    return lax.psum(gradient, over) if over else gradient
+    if not over:
+        return gradient
+    return lax.psum(gradient.astype(jnp.float32), over).astype(gradient.dtype)
 
 
 def refuse_unfit(

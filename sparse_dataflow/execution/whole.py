@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,11 +43,48 @@ class Member:
 
     def section(self, params: dict, name: str) -> dict:
         """A section's params to compute with."""
-        return params[name] if self.fetch is None else self.fetch(name, params[name])
+        own = jax.tree.map(_with_gradient, params[name], is_leaf=_traced)
+        return own if self.fetch is None else self.fetch(name, own)
 
 
 ALONE = Member()
 """One device does all the work."""
+
+
+class Traced(NamedTuple):
+    """A parameter whose gradient comes in a dtype of its own.
+
+    jax gives a gradient the dtype of what it is taken in, so that the gradients of all layers would
+    be float32 as the masters are.  Taken in `gradient` instead, each is rounded in its layer's
+    backward pass, and one of float32 lives no longer than that.
+
+    Attributes:
+      master: the parameter; a constant to the gradient.
+      gradient: zeros of its shape, in the gradient's dtype; nothing reads them.
+    """
+
+    master: jax.Array
+    gradient: jax.Array
+
+
+def _traced(leaf):
+    return isinstance(leaf, Traced)
+
+
+def _with_gradient(leaf):
+    return _rounded(*leaf) if _traced(leaf) else leaf
+
+
+@jax.custom_vjp
+def _rounded(master, gradient):
+    """The master; its cotangent goes to `gradient`, rounded to that dtype."""
+    return master
+
+
+_rounded.defvjp(
+    lambda master, gradient: (master, jnp.zeros((), gradient.dtype)),
+    lambda like, cotangent: (None, cotangent.astype(like.dtype)),
+)
 
 
 def apply_blocks(
@@ -179,20 +217,24 @@ def loss_and_gradients(
     tokens: jax.Array,
     micro_batches: int = 1,
     member: Member = ALONE,
+    dtype: str = "float32",
 ):
     """Mean next-token loss of int32 [B, T + 1] tokens and its gradient in params.
 
     Micro-batches are rows of the batch, accumulated in float32 one after the other.  A member gets
-    its share of both, with gradients as `member.collect` leaves them.
+    its share of both, with gradients as `member.collect` leaves them; those of one micro-batch come
+    in `dtype`.
     """
     targets = tokens[:, 1:]
     weight = jnp.full(targets.shape, 1 / (targets.size * member.batch_parts), jnp.float32)
 
     def one(params, tokens, weight):
-        value_and_grad = jax.value_and_grad(
-            lambda params: loss(config, params, tables, tokens, weight, member)
-        )
-        value, gradients = value_and_grad(params)
+        def share(gradients):
+            traced = jax.tree.map(Traced, params, gradients)
+            return loss(config, traced, tables, tokens, weight, member)
+
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)
+        value, gradients = jax.value_and_grad(share)(zeros)
         return value, member.collect(gradients)
 
     if micro_batches == 1:
@@ -204,5 +246,6 @@ def loss_and_gradients(
         return jax.tree.map(jnp.add, total, one(params, *batch)), None
 
     shapes = jax.eval_shape(one, params, *(a[0] for a in batches))
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    wide = lambda leaf: jnp.promote_types(leaf.dtype, jnp.float32)  # noqa: E731
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide(leaf)), shapes)
     return lax.scan(accumulate, zeros, batches)[0]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from sparse_dataflow.errors import UserError
 
 PROJECTIONS = ("qkv", "attn_out", "mlp_in", "mlp_out")
+DTYPES = ("float32", "bfloat16")
 
 SUPAR_WIDTH = 256
 """The d_model at which a dense model is the same under either parametrization; its heads are 64
@@ -101,7 +102,7 @@ class ModelConfig:
                 f"{self.num_heads} heads is {head_dim}; legal: fewer heads, or learned positions."
             )
         _one_of("remat", self.remat, ("none", "dots", "full"))
-        _one_of("compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
+        _one_of("compute_dtype", self.compute_dtype, DTYPES)
         _one_of("parametrization", self.parametrization, ("standard", "supar"))
         linears = tuple(sorted(dict(self.linears).items()))
         for name, _ in linears:

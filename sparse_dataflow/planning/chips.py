@@ -9,7 +9,7 @@ on TPU, float32 matrix cores on AMD.
 | --- | --- | --- |
 | a100-40gb, a100-80gb | NVIDIA A100 datasheet (2021): 312 bf16, 156 TF32; 40 GB 1,555 GB/s, 80 GB SXM 2,039 GB/s | NVLink 3, 600 GB/s both ways, 8 in a node; one 200 Gb/s InfiniBand HDR a GPU (DGX A100 datasheet); PCIe 4 x16 to the host |
 | h100 | NVIDIA H100 datasheet, SXM: 1,979 bf16 and 989 TF32 with sparsity, halved; 3.35 TB/s | NVLink 4, 900 GB/s both ways, 8 in a node; one 400 Gb/s NDR a GPU (DGX H100 datasheet); PCIe 5 x16 |
-| h200 | NVIDIA H200 datasheet, SXM: rates of the H100; 141 GB, 4.8 TB/s | as the H100 |
+| h200 | NVIDIA H200 datasheet, SXM: rates of the H100; 4.8 TB/s, 141 GB, of which its driver offers programs 139 GiB | as the H100 |
 | b200 | NVIDIA HGX/DGX B200 datasheets, one GPU of eight: 2.25 PFLOP/s bf16, 1.1 TF32, 180 GB, 8 TB/s | NVLink 5, 1,800 GB/s both ways, 8 in a node; 400 Gb/s a GPU (DGX B200 datasheet); PCIe 5 x16 |
 | mi250x-gcd | AMD Instinct MI250X datasheet, one of its two GCDs (a GCD is a device to JAX): 383/2 bf16, 95.7/2 float32 matrix, 64 GB, 3.2768/2 TB/s; 191.5 as in arXiv 2312.12705 | OLCF Frontier user guide: 200 GB/s between the GCDs of a board, 50 to 100 between boards of a node (100 taken), 8 GCDs a node; 4 Slingshot-11 NICs of 25 GB/s a node; 36 GB/s to the host |
 | tpu-v4 | Google Cloud TPU documentation, page "TPU v4": 275, 32 GiB, 1,200 GB/s a chip | arXiv 2304.01433: 3D torus, 6 links of 50 GB/s; data-centre network 200 Gb/s a host of 4 (recalled) |
@@ -126,7 +126,7 @@ CHIPS: dict[str, Chip] = {
         _chip("a100-40gb", "ampere", 312, 156, 40 * GIB, 1555, 32, _switch(300, 25)),
         _chip("a100-80gb", "ampere", 312, 156, 80 * GIB, 2039, 32, _switch(300, 25)),
         _chip("h100", "hopper", 989.4, 494.7, 80 * GIB, 3350, 64, _switch(450, 50)),
-        _chip("h200", "hopper", 989.4, 494.7, 141 * GIGA, 4800, 64, _switch(450, 50)),
+        _chip("h200", "hopper", 989.4, 494.7, 139 * GIB, 4800, 64, _switch(450, 50)),
         _chip("b200", "blackwell", 2250, 1100, 180 * GIGA, 8000, 64, _switch(900, 50)),
         _chip(
             "mi250x-gcd", "cdna2", 191.5, 47.85, 64 * GIB, 1638.4, 36, _switch(100, 12.5, pair=200)

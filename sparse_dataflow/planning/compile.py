@@ -17,7 +17,7 @@ from sparse_dataflow.execution import describe
 from sparse_dataflow.execution.executor import Executor
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.planning import hlo, topologies, traced
+from sparse_dataflow.planning import hlo, memory, topologies, traced
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.step import abstract_state, jitted_train_step
 
@@ -193,7 +193,9 @@ def _bytes(program, jaxpr, arrays, training) -> StepBytes:
     activations, accumulated = traced.kept_bytes(jaxpr, len(jax.tree.leaves(arrays["parameters"])))
     gradients = accumulated
     if gradients is None:
-        gradients = held["gradients"] * (2 if training.micro_batches > 1 else 1)
+        one = memory.gradient_bytes(1, training.state_dtype)
+        all_ = memory.gradient_bytes(training.micro_batches, training.state_dtype)
+        gradients = held["gradients"] // one * all_
     known = held["parameters"] + held["moments"]
     # Small arrays may lie in a chip's own memory, which is not counted.
     rest = found.temp_size_in_bytes + results

@@ -45,10 +45,9 @@ def layout_bytes(
     weights = stage_parameters(config, layout, stored_density)
     one_layer = dataclasses.replace(config, num_layers=1)
     block_weights = stage_parameters(one_layer, layout, stored_density)
-    compute = memory.COMPUTE_BYTES[config.compute_dtype]
+    compute = memory.DTYPE_BYTES[config.compute_dtype]
     tokens = np.asarray(layout.micro_batch) * sequence
     parts = {stage: _kept(config, layout, stage, stored_density) for stage in (1, 2, 3)}
-    accumulated = np.where(np.asarray(layout.accumulation) > 1, 2, 1)
     staged, dealt = np.asarray(layout.stage) > 1, np.asarray(layout.fsdp) > 1
     held = memory.activation_bytes(config, sequence, layout.fused_attention)
     layers = np.ceil(config.num_layers / np.asarray(layout.stage))
@@ -56,8 +55,9 @@ def layout_bytes(
     kept = held.boundary * border + (held.kept - held.boundary) / layout.tensor
     working = held.working / layout.tensor + held.ends * border
     whole = memory.training_bytes(config, 1, sequence, stored_density=stored_density)
-    # A stage accumulates the gradients of all its weights, and deals them out at the end.
-    gradients = np.where(staged, 1 + np.where(dealt, parts[2], 0), parts[2] * accumulated)
+    # A stage sums the gradients of all its weights in float32, and deals them out at the end.
+    gradient = memory.gradient_bytes(np.asarray(layout.accumulation), layout.state_dtype)
+    staged_gradients = memory.MASTER_BYTES * (1 + np.where(dealt, parts[2], 0))
     # What a device computes with: a stage gathers its weights once a step, and keeps them; else a
     # copy in the compute dtype of what it keeps, and a layer at a time what it gathers.
     block = block_weights - embedding(config) / layout.tensor
@@ -72,8 +72,8 @@ def layout_bytes(
     plan = MemoryPlan(
         parameters=weights * memory.MASTER_BYTES * parts[3],
         working_copy=np.where(sent | (compute != memory.MASTER_BYTES), copies * compute, 0),
-        gradients=weights * memory.MASTER_BYTES * gradients,
-        moments=weights * memory.MASTER_BYTES * memory.ADAM_MOMENTS * parts[1],
+        gradients=weights * np.where(staged, staged_gradients, parts[2] * gradient),
+        moments=weights * memory.moment_bytes(layout.state_dtype) * parts[1],
         layout_tables=whole.layout_tables * layers / config.num_layers / layout.tensor,
         activations=tokens
         * np.where(staged, pipeline_bytes(config, layout), kept * layers * in_flight(layout)),
@@ -140,7 +140,7 @@ def pipeline_bytes(config: ModelConfig, layout: RunLayout):
     - the backward pass hands on the norms' outputs, GELU's, the gradients of the four products'
       results and two float32 arrays of d.
     """
-    compute = memory.COMPUTE_BYTES[config.compute_dtype]
+    compute = memory.DTYPE_BYTES[config.compute_dtype]
     tensor = np.asarray(layout.tensor)
     gathered = config.d_model * compute
     cut = gathered / tensor if layout.sequence_parallel else gathered

@@ -1,8 +1,8 @@
 """Parameters and bytes of training on one device, by category, and the scale that fits a machine.
 
-Masters, gradients and both Adam moments are float32; where `compute_dtype` is bfloat16 a working
-copy of weights is counted beside the masters.  Only stored blocks are counted.  Pure Python:
-importing this module loads no jax.
+Masters are float32; gradients and both Adam moments are what the training's `state_dtype` says.
+Where `compute_dtype` is bfloat16 a working copy of weights is counted beside the masters.  Only
+stored blocks are counted.  Pure Python: importing this module loads no jax.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ MASTER_BYTES = 4
 ADAM_MOMENTS = 2
 # sparsity.layout.LayoutTables: index and slot of every stored block, by output and by input; int32.
 TABLE_BYTES_PER_BLOCK = 4 * 4
-COMPUTE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 # Fraction of a device's memory that a plan may fill; the rest is the runtime's and fragmentation.
 USABLE = 0.9
@@ -61,8 +61,8 @@ class MemoryPlan:
       parameters: float32 masters.
       working_copy: weights in the compute dtype, where that is not float32: of the whole model
         where the backward keeps them (remat "none"), else of the embedding and one block at a time.
-      gradients: float32; twice where micro-batches are accumulated.
-      moments: Adam's two, float32.
+      gradients: of one micro-batch, and their float32 sum where several are accumulated.
+      moments: Adam's two.
       layout_tables: index tables of block-sparse weights.
       activations: what the forward keeps for the backward.
       working_set: what one block needs while it computes, and the head's input and gradient.
@@ -111,6 +111,7 @@ def training_bytes(
     accumulation: int = 1,
     logits_chunk: int = 512,
     fused_attention: bool = False,
+    state_dtype: str = "float32",
 ) -> MemoryPlan:
     """Bytes of one training step on one device that holds the whole model.
 
@@ -122,6 +123,7 @@ def training_bytes(
       accumulation: micro-batches a step; above 1 a second copy of the gradients accumulates them.
       logits_chunk: tokens whose logits exist at once in the chunked cross-entropy.
       fused_attention: attention whose score matrix never reaches memory (flash attention).
+      state_dtype: see `training.optimizer.TrainingConfig`.
 
     Raises:
       UserError: batch, sequence, accumulation or logits_chunk below 1, or an illegal
@@ -137,18 +139,40 @@ def training_bytes(
     if config.remat != "none":
         copied = parameter_count(dataclasses.replace(config, num_layers=1), stored_density)
     tokens = batch * sequence
-    compute = COMPUTE_BYTES[config.compute_dtype]
+    compute = DTYPE_BYTES[config.compute_dtype]
     held = activation_bytes(config, sequence, fused_attention)
     return MemoryPlan(
         parameters=parameters * MASTER_BYTES,
         working_copy=copied * compute if compute != MASTER_BYTES else 0,
-        gradients=parameters * MASTER_BYTES * (2 if accumulation > 1 else 1),
-        moments=parameters * MASTER_BYTES * ADAM_MOMENTS,
+        gradients=parameters * gradient_bytes(accumulation, state_dtype),
+        moments=parameters * moment_bytes(state_dtype),
         layout_tables=table_bytes(config, stored_density),
         activations=tokens * config.num_layers * held.kept,
         working_set=tokens * (held.working + held.ends),
         logits=2 * min(tokens, logits_chunk) * config.vocab_size * 4,
     )
+
+
+def of_training(config: ModelConfig, training, fused_attention: bool = False) -> MemoryPlan:
+    """`training_bytes` of a model that is trained as a `TrainingConfig` says."""
+    return training_bytes(
+        config,
+        training.batch // training.micro_batches,
+        training.sequence,
+        accumulation=training.micro_batches,
+        fused_attention=fused_attention,
+        state_dtype=training.state_dtype,
+    )
+
+
+def gradient_bytes(accumulation, state_dtype: str):
+    """Bytes of a parameter's gradient: that of a micro-batch, and the sum of several."""
+    return DTYPE_BYTES[state_dtype] + MASTER_BYTES * (accumulation > 1)
+
+
+def moment_bytes(state_dtype: str) -> int:
+    """Bytes of a parameter's moments."""
+    return ADAM_MOMENTS * DTYPE_BYTES[state_dtype]
 
 
 def table_bytes(config: ModelConfig, stored_density: Mapping[str, float] | None = None) -> int:
@@ -194,7 +218,7 @@ def activation_bytes(
     input and output) and the scores twice, as logits and as probabilities.  In bfloat16 XLA
     allocates up to a third more on a CPU, where it widens elementwise operations to float32.
     """
-    compute = COMPUTE_BYTES[config.compute_dtype]
+    compute = DTYPE_BYTES[config.compute_dtype]
     d, d_ff = config.d_model, config.d_ff
     # Scores are computed in float32; the second copy has the operands' dtype.
     scores = 0 if fused_attention else config.num_heads * sequence * (4 + compute)

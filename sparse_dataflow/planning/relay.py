@@ -16,7 +16,7 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.planning.hardware import GIB, Chip
-from sparse_dataflow.planning.memory import COMPUTE_BYTES, MASTER_BYTES
+from sparse_dataflow.planning.memory import DTYPE_BYTES, MASTER_BYTES
 
 STATE_BYTES = MASTER_BYTES * (1 + memory.ADAM_MOMENTS)
 FILE_SLOTS = 2
@@ -134,7 +134,7 @@ def plan(
             f"A batch of {batch} sequences does not cut into {micro_batches} micro-batches on "
             f"{devices} devices."
         )
-    compute = COMPUTE_BYTES[model.compute_dtype]
+    compute = DTYPE_BYTES[model.compute_dtype]
     one, two = (dataclasses.replace(model, num_layers=n) for n in (1, 2))
     block = memory.parameter_count(two) - memory.parameter_count(one)
     rest = memory.parameter_count(one) - block

@@ -9,6 +9,7 @@ import dataclasses
 import numpy as np
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.sizes import DTYPES
 
 Counts = int | np.ndarray
 
@@ -56,6 +57,8 @@ class RunLayout:
       fused_attention: attention's scores never reach memory.
       gradient_bytes: of one gradient in a collective.
       island: chips joined by fast links; None for the chip's own.
+      state_dtype: of the moments, and of the gradients of a micro-batch; see
+        `training.optimizer.TrainingConfig`.
     """
 
     data: Counts = 1
@@ -74,9 +77,11 @@ class RunLayout:
     fused_attention: bool = True
     gradient_bytes: int = 4
     island: int | None = None
+    state_dtype: str = "float32"
 
     def __post_init__(self):
-        for name, legal in (("schedule", BUBBLES), ("remat", RECOMPUTED), ("executor", EXECUTORS)):
+        named = {"schedule": BUBBLES, "remat": RECOMPUTED, "executor": EXECUTORS}
+        for name, legal in (named | {"state_dtype": DTYPES}).items():
             if getattr(self, name) not in legal:
                 raise UserError(
                     f"{name} {getattr(self, name)!r} is unknown; legal: {', '.join(legal)}."

@@ -40,6 +40,7 @@ class Request:
       batch: sequences of an optimizer step.
       chip: what it runs on.
       chips: how many, all of which are used.
+      state_dtype: see `run_layout.RunLayout`.
     """
 
     config: ModelConfig
@@ -47,6 +48,7 @@ class Request:
     batch: int
     chip: Chip
     chips: int
+    state_dtype: str = "float32"
 
     @property
     def efficiency(self) -> Efficiency:
@@ -72,6 +74,7 @@ class Request:
             **{name: choice[name] for name in NAMES},
             sequence_parallel=True,  # as execution/sharded.py cuts activations
             executor="pipeline" if np.any(stage > 1) else "whole",
+            state_dtype=self.state_dtype,
         )
 
 

@@ -16,7 +16,7 @@ from sparse_dataflow.planning import collectives
 from sparse_dataflow.planning.chips import Chip, Network
 from sparse_dataflow.planning.cost import stored_fractions
 from sparse_dataflow.planning.efficiency import Efficiency
-from sparse_dataflow.planning.memory import COMPUTE_BYTES, parameter_count
+from sparse_dataflow.planning.memory import DTYPE_BYTES, parameter_count
 from sparse_dataflow.planning.run_layout import BUBBLES, RECOMPUTED, RunLayout
 
 # Elements that one token's element-wise operations read and write in a block's forward pass, as
@@ -30,8 +30,9 @@ SCORE_BYTES = 13
 ATTENTION_BACKWARD = 2.5
 # Passes over the float32 logits, forward and backward.
 LOGIT_BYTES = 4 * 4
-# AdamW reads master, gradient and two moments, writes three and the working copy.
-OPTIMIZER_BYTES = 30
+# Dtype of moments and gradients -> bytes a parameter: AdamW reads master, gradient and two moments,
+# writes three and the working copy.
+OPTIMIZER_BYTES = {"float32": 30, "bfloat16": 20}
 # Relay: weights in for the forward and the backward, gradients out, at 16 bits (arXiv 2002.05645).
 RELAY_BYTES = 6
 HOST_MEMORY_BANDWIDTH = 200e9
@@ -185,7 +186,7 @@ def step_time(
     computing = sum(terms.values()) - terms["bubble"] - terms["sends"]
     weights = stage_parameters(config, layout, stored_density)
     terms["state"] = _state_seconds(
-        weights, layout, network, efficiency, computing, COMPUTE_BYTES[config.compute_dtype]
+        weights, layout, network, efficiency, computing, DTYPE_BYTES[config.compute_dtype]
     )
     shards = layout.fsdp if layout.zero else 1
     if layout.executor == "relay":
@@ -193,7 +194,7 @@ def step_time(
         terms["host"] = _relay_seconds(weights, chip, efficiency, computing)
     else:
         rate = rates.get("optimizer", bandwidth * efficiency.bandwidth)
-        terms["optimizer"] = weights / shards * OPTIMIZER_BYTES / rate
+        terms["optimizer"] = weights / shards * OPTIMIZER_BYTES[layout.state_dtype] / rate
         terms["host"] = 0.0 * computing
     islands = np.maximum(np.asarray(layout.chips) / (layout.island or network.island), 1)
     terms["waits"] = efficiency.waits * np.log2(islands) * sum(terms.values())
@@ -210,7 +211,7 @@ def stage_parameters(config: ModelConfig, layout: RunLayout, stored_density=None
 
 
 def _sections(config, sequence, layout, chip, efficiency, stored_density, rates):
-    dtype_bytes = COMPUTE_BYTES[config.compute_dtype]
+    dtype_bytes = DTYPE_BYTES[config.compute_dtype]
     peak, bandwidth = chip.rates(config.compute_dtype)
     memory = bandwidth * efficiency.bandwidth
     tokens = np.asarray(layout.micro_batch, np.float64) * sequence
@@ -261,7 +262,7 @@ def _sections(config, sequence, layout, chip, efficiency, stored_density, rates)
 def _attention(config, sequence, tokens, tensor, layout, peak, memory, efficiency, rates):
     keys = sequence / 2 if layout.fused_attention else sequence
     flops = 2 * 2.0 * tokens * keys * config.d_model / tensor
-    size = 4 * tokens * config.d_model / tensor * COMPUTE_BYTES[config.compute_dtype]
+    size = 4 * tokens * config.d_model / tensor * DTYPE_BYTES[config.compute_dtype]
     if not layout.fused_attention:
         size = size + SCORE_BYTES * tokens * sequence * config.num_heads / tensor
     if "attention" in rates:
@@ -278,7 +279,7 @@ def _tensor_seconds(config, sequence, layout, network, efficiency):
     again = RECOMPUTED[layout.remat]
     reductions = 4 + ("attn_out" in again) + ("mlp_out" in again)
     size = np.asarray(layout.micro_batch) * sequence * config.d_model
-    size = size * COMPUTE_BYTES[config.compute_dtype]
+    size = size * DTYPE_BYTES[config.compute_dtype]
     island = layout.island or network.island
     tensor = np.asarray(layout.tensor)
     axes = _tensor_axes(tensor, island, network)
@@ -298,7 +299,7 @@ def _send_seconds(config, sequence, layout, network, efficiency):
     """Of all activations and gradients between stages that no computation hides."""
     stages = np.asarray(layout.stage)
     size = np.asarray(layout.micro_batch) * sequence * config.d_model / layout.tensor
-    size = size * COMPUTE_BYTES[config.compute_dtype]
+    size = size * DTYPE_BYTES[config.compute_dtype]
     island = layout.island or network.island
     near = np.asarray(2 * layout.fsdp * layout.tensor) <= island
     one = collectives.send_seconds(size, near, network, efficiency)
@@ -345,5 +346,5 @@ def _relay_seconds(weights, chip, efficiency, computing):
     if chip.host_bandwidth is None:
         raise UserError(f"{chip.name} has no known rate to its host; the relay needs one.")
     moved = weights * RELAY_BYTES / (chip.host_bandwidth * efficiency.fast_link)
-    update = weights * OPTIMIZER_BYTES / HOST_MEMORY_BANDWIDTH
+    update = weights * OPTIMIZER_BYTES["float32"] / HOST_MEMORY_BANDWIDTH
     return _exposed(np.maximum(moved, update), computing, efficiency)

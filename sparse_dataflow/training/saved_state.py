@@ -20,7 +20,7 @@ def identity(
     return {
         # Remat changes what is computed twice, not what is computed.
         "model": {name: value for name, value in model.to_json().items() if name != "remat"},
-        "training": dataclasses.asdict(training),
+        "training": training.to_json(),
         "evolution": dataclasses.asdict(evolution),
         "tokenizer": tokenizer_hash,
     }

@@ -104,8 +104,14 @@ def make_train_step(
         tables = state.tables if fixed is None else fixed
         with jax.named_scope("loss_and_gradients"):
             loss, gradients = executor.loss_and_gradients(
-                model, state.params, tables, tokens, training.micro_batches
+                model,
+                state.params,
+                tables,
+                tokens,
+                training.micro_batches,
+                training.state_dtype,
             )
+            gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
         with jax.named_scope("optimizer"):
             updates, moments = optimizer.update(gradients, state.moments, state.params)
             updates = jax.tree.map(lambda u: -learning_rate * u, updates)

@@ -21,7 +21,7 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.sparsity.evolution import Update, largest_blocks, sources_of
 from sparse_dataflow.sparsity.layout import BlockLayout
-from sparse_dataflow.training.optimizer import map_moments
+from sparse_dataflow.training.optimizer import adam, map_moments
 from sparse_dataflow.training.step import TrainState
 
 LOW_RANK = ("a_kernel", "b_kernel", "gate")
@@ -205,7 +205,7 @@ def _with_low_rank(state, name, fresh):
         module = {**tree["blocks"][name], **leaves}
         return {**tree, "blocks": {**tree["blocks"], name: module}}
 
-    moments = map_moments(
-        lambda tree: add(tree, jax.tree.map(jnp.zeros_like, fresh)), state.moments
-    )
+    dtype = jax.tree.leaves(adam(state.moments).mu)[0].dtype
+    zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype), fresh)
+    moments = map_moments(lambda tree: add(tree, zeros), state.moments)
     return state._replace(params=add(state.params, fresh), moments=moments)

@@ -223,7 +223,7 @@ def test_a_table_run_backwards_is_refused(arguments):
     [
         (("2f2b", 2, 4), "legal: gpipe, 1f1b, interleaved, zero_bubble"),
         (("1f1b", 0, 4), "legal: each at least 1"),
-        (("1f1b", 2, 4, 2), "--chunks=2 contradicts --schedule=1f1b.*legal: --chunks=1"),
+        (("1f1b", 2, 4, 2), "stages of 1f1b hold one chunk; legal: 1f1b, or interleaved:2"),
         (("interleaved", 4, 6, 2), "6 micro-batches.*legal: multiples of 4, such as 8"),
         (("interleaved", 4, 2, 2), "2 micro-batches.*legal: multiples of 4, such as 4"),
     ],

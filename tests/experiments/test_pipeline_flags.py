@@ -19,12 +19,11 @@ def executor(*arguments):
 
 
 def test_a_mesh_with_stages_is_a_pipeline_and_others_are_not():
-    made = executor(
-        "--scale=13b", "--mesh=stage:4,tensor:2", "--schedule=interleaved", "--chunks=2"
-    )
+    made = executor("--scale=13b", "--mesh=stage:4,tensor:2", "--schedule=interleaved:2")
     assert isinstance(made, Pipelined) and made.schedule == "interleaved"
     assert made.division.layers == (5,) * 8
-    assert "stage:4,tensor:2" in made.describe() and "--chunks=2" in made.describe()
+    assert "stage:4,tensor:2" in made.describe()
+    assert "--schedule=interleaved:2" in made.describe()
     assert type(executor("--scale=13b", "--mesh=data:4,tensor:2")) is Sharded
     assert isinstance(executor("--scale=13b", "--mesh=stage:3", "--executor=pipeline"), Pipelined)
 
@@ -35,9 +34,11 @@ def test_a_mesh_with_stages_is_a_pipeline_and_others_are_not():
         (["--mesh=stage:2", "--executor=whole"], "legal: --executor=pipeline, or the axes"),
         (["--mesh=fsdp:2", "--executor=pipeline"], "no stages; legal: a mesh with stage:2"),
         (["--mesh=fsdp:2", "--schedule=gpipe"], "--schedule without a pipeline; legal with stage"),
-        (["--mesh=fsdp:2", "--schedule=1f1b", "--chunks=2"], "--schedule and --chunks without"),
+        (["--mesh=stage:2", "--schedule=2f2b"], "2f2b is unknown; legal: gpipe, 1f1b.*interleaved:2"),
+        (["--mesh=stage:2", "--schedule=interleaved:0"], "interleaved:0 is unknown"),
+        (["--mesh=stage:2", "--schedule=1f1b:2"], "hold one chunk; legal: 1f1b, or interleaved:2"),
         (["--mesh=stage:4"], r"2 layers.*stage:4 with 1 chunks.*legal stages: 1, 2\."),
-        (["--mesh=stage:2", "--chunks=2", "--schedule=interleaved"], "legal stages: 1"),
+        (["--mesh=stage:2", "--schedule=interleaved:2"], "legal stages: 1"),
     ],
 )
 def test_flags_that_contradict_a_pipeline_are_refused_in_words(arguments, message):

@@ -1,0 +1,204 @@
+"""Moments and gradients in bfloat16: what is rounded, what that does to a training, and that the
+planner, the checkpoints and the executors know of it."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import describe, whole
+from sparse_dataflow.execution.executor import ONE_DEVICE
+from sparse_dataflow.execution.relay_executor import RelayExecutor
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.planning import memory
+from sparse_dataflow.sparsity.evolution import EvolutionConfig
+from sparse_dataflow.training.checkpoint import Checkpoints
+from sparse_dataflow.training.optimizer import TrainingConfig, adam, make_optimizer, map_moments
+from sparse_dataflow.training.saved_state import identity
+from sparse_dataflow.training.step import abstract_state, initial_state, make_train_step
+from sparse_dataflow.training.transitions import change_model
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+DENSE = ModelConfig(2, 32, 4, 64, vocab_size=48, max_len=8)
+SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))
+TRAINING = TrainingConfig(steps=30, batch=4, sequence=8, state_dtype="bfloat16")
+WIDE = dataclasses.replace(TRAINING, state_dtype="float32")
+TOKENS = np.random.default_rng(1).integers(0, 48, (30, 4, 9), np.int32)
+ROUNDING = 2.0**-8
+"""Of bfloat16, relative."""
+
+
+def trained(model, training, steps, state=None):
+    """(state, losses) after the steps, from the state's own on."""
+    tables = gpt.layout_tables(gpt.layouts(model))
+    state = initial_state(model, training) if state is None else state
+    step = jax.jit(make_train_step(model, training, tables))
+    state, losses = state._replace(tables=()), []
+    for tokens in TOKENS[int(state.step) : steps]:
+        state, report = step(state, tokens, np.float32(3e-3))
+        losses.append(float(report.loss))
+    return state._replace(tables=tables), losses
+
+
+def bits(state):
+    arrays = state._replace(key=jax.random.key_data(state.key))
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(arrays)]
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**31), st.integers(-12, 4))
+def test_a_step_is_that_of_float32_with_its_moments_rounded_at_the_end(seed, exponent):
+    rng = np.random.default_rng(seed)
+    params = gpt.init(DENSE, jax.random.key(0))
+    draw = lambda leaf: jnp.asarray(10.0**exponent * rng.normal(size=leaf.shape), "float32")  # noqa: E731
+    gradients = jax.tree.map(draw, params)
+    narrow, wide = make_optimizer(DENSE, TRAINING), make_optimizer(DENSE, WIDE)
+    before = narrow.init(params)
+    _, before = narrow.update(jax.tree.map(draw, params), before, params)
+    same = map_moments(lambda tree: jax.tree.map(jnp.float32, tree), before)
+    mine, after = narrow.update(gradients, before, params)
+    right, unrounded = wide.update(gradients, same, params)
+    for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(right)):
+        np.testing.assert_array_equal(one, other)
+    for one, other in zip(jax.tree.leaves(adam(after)), jax.tree.leaves(adam(unrounded))):
+        np.testing.assert_array_equal(one, other.astype(one.dtype))
+
+
+@settings(max_examples=20)
+@given(st.floats(-6, 1), st.floats(-6, 1))
+def test_the_second_moment_comes_near_any_square_and_falls_to_nothing(before, after):
+    # As the optimizer's source says: within 8% of the square, from above and from below.
+    optimizer = make_optimizer(DENSE, dataclasses.replace(TRAINING, clip=1e9))
+    params = {"head": {"norm": {"scale": jnp.ones(1)}}}
+    state = optimizer.init(params)
+    run = jax.jit(optimizer.update)
+
+    def steps(state, gradient, count):
+        gradients = {"head": {"norm": {"scale": jnp.full(1, gradient, jnp.float32)}}}
+        for _ in range(count):
+            _, state = run(gradients, state, params)
+        return float(adam(state).nu["head"]["norm"]["scale"][0]), state
+
+    _, state = steps(state, 10**before, 150)
+    found, state = steps(state, 10**after, 400)
+    assert found == pytest.approx(10 ** (2 * after), rel=0.08)
+    assert steps(state, 0.0, 200)[0] < 1e-3 * 10 ** (2 * after)
+
+
+@pytest.mark.parametrize("model", [DENSE, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_losses_are_those_of_float32_to_half_a_percent_over_30_steps(model, remat, micro_batches):
+    model = dataclasses.replace(model, remat=remat)
+    mine, right = (
+        trained(model, dataclasses.replace(training, micro_batches=micro_batches), 30)[1]
+        for training in (TRAINING, WIDE)
+    )
+    np.testing.assert_allclose(mine, right, rtol=5e-3)
+    assert right[-1] < right[0]
+
+
+@pytest.mark.parametrize("layers", [2, whole.UNROLL_LAYERS + 1], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_a_gradient_is_that_of_float32_rounded_once(layers, remat):
+    model = dataclasses.replace(DENSE, num_layers=layers, remat=remat)
+    params = gpt.init(model, jax.random.key(0))
+    loss = lambda p, dtype: whole.loss_and_gradients(model, p, {}, TOKENS[0], dtype=dtype)  # noqa: E731
+    (one, mine), (other, right) = (
+        jax.jit(loss, static_argnums=1)(params, dtype) for dtype in ("bfloat16", "float32")
+    )
+    assert float(one) == pytest.approx(float(other), rel=1e-6)
+    for rounded, exact in zip(jax.tree.leaves(mine), jax.tree.leaves(right)):
+        assert rounded.dtype == "bfloat16" and exact.dtype == "float32"
+        # Two programs may add up in another order.
+        noise = 1e-6 * np.abs(exact).max() + 1e-9
+        np.testing.assert_allclose(rounded.astype("float32"), exact, rtol=ROUNDING, atol=noise)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_no_float32_gradient_of_all_layers_is_ever_made(remat):
+    model = dataclasses.replace(DENSE, num_layers=4 * whole.UNROLL_LAYERS, remat=remat)
+    shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((1, 9), jnp.int32)
+
+    def allocated(dtype):
+        run = lambda p, t: whole.loss_and_gradients(model, p, {}, t, dtype=dtype)  # noqa: E731
+        found = jax.jit(run).lower(shapes, tokens).compile().memory_analysis()
+        return found.output_size_in_bytes, found.temp_size_in_bytes
+
+    (mine, beside), (right, least) = allocated("bfloat16"), allocated("float32")
+    blocks = sum(4 * leaf.size for leaf in jax.tree.leaves(shapes["blocks"]))
+    assert mine < 0.52 * right
+    assert beside - least < blocks / 8
+
+
+@pytest.mark.parametrize("model", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_a_resumed_training_has_the_same_bits(model, tmp_path):
+    undisturbed, _ = trained(model, TRAINING, 6)
+    begun, _ = trained(model, TRAINING, 3)
+    known = identity(model, TRAINING, EvolutionConfig(), "none")
+    with Checkpoints(tmp_path, config=known) as checkpoints:
+        checkpoints.save(3, begun, {})
+    wanted = abstract_state(model, TRAINING)._replace(tables=begun.tables)
+    restored, _ = Checkpoints(tmp_path, config=known).restore(wanted)
+    resumed, _ = trained(model, TRAINING, 6, restored)
+    assert bits(resumed) == bits(undisturbed)
+
+
+def test_a_checkpoint_of_another_dtype_is_refused_in_words(tmp_path):
+    state, _ = trained(DENSE, TRAINING, 1)
+    kept = identity(DENSE, TRAINING, EvolutionConfig(), "none")
+    with Checkpoints(tmp_path, config=kept) as checkpoints:
+        checkpoints.save(1, state, {})
+    other = Checkpoints(tmp_path, config=identity(DENSE, WIDE, EvolutionConfig(), "none"))
+    with pytest.raises(UserError, match=r'training\.state_dtype is "bfloat16" there'):
+        other.restore(abstract_state(DENSE, WIDE)._replace(tables={}))
+    with pytest.raises(UserError, match=r"mu.*bfloat16.*float32"):
+        Checkpoints(tmp_path, config=kept).restore(abstract_state(DENSE, WIDE)._replace(tables={}))
+
+
+def test_a_float32_training_is_kept_as_if_there_were_no_choice():
+    assert "state_dtype" not in WIDE.to_json()
+    assert TrainingConfig(**json.loads(json.dumps(WIDE.to_json()))) == WIDE
+    assert TrainingConfig(**json.loads(json.dumps(TRAINING.to_json()))) == TRAINING
+
+
+@given(
+    st.sampled_from([DENSE, SPARSE]),
+    st.sampled_from([TRAINING, WIDE]),
+    st.sampled_from(["dots", "full"]),
+)
+def test_the_planned_bytes_are_those_of_the_arrays(model, training, remat):
+    model = dataclasses.replace(model, remat=remat)
+    tables = gpt.layout_tables(gpt.layouts(model))
+    state = abstract_state(model, training)
+    arrays = ONE_DEVICE.arrays(state, tables, True, {})
+    held = {group: describe.bytes_a_chip({group: tree}) for group, tree in arrays.items()}
+    plan = memory.of_training(model, training)
+    assert held["parameters"] == plan.parameters
+    assert held["gradients"] == plan.gradients
+    assert held["moments"] == plan.moments + 4  # the count of steps
+
+
+def test_a_new_term_has_moments_of_the_same_dtype():
+    ranked = SPARSE.with_linears(dataclasses.replace(SPARSE.linear("qkv"), rank=2))
+    state = change_model(initial_state(SPARSE, TRAINING), SPARSE, ranked)
+    wanted = abstract_state(ranked, TRAINING)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state.moments) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), wanted.moments
+    )
+
+
+def test_what_is_not_legal_is_refused_in_words():
+    with pytest.raises(UserError, match="'float16' is unknown; legal: float32, bfloat16"):
+        dataclasses.replace(TRAINING, state_dtype="float16")
+    with pytest.raises(UserError, match="legal with it: --state_dtype=float32"):
+        RelayExecutor().check(DENSE, TRAINING)
