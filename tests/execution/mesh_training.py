@@ -1,7 +1,8 @@
 """Prints as JSON how a training over eight virtual devices compares with one on a single device.
 
 Run by test_sharded.py and test_pipeline.py, as a process decides at its start how many devices it
-has.  Arguments: what to do; the name of the model, or of the evolution; then meshes, each as
+has.  Arguments: what to do; the name of the model ("dense+bfloat16" with moments and gradients in
+that), or of the evolution; then meshes, each as
 "data:2,tensor:4/ZERO/MICRO_BATCHES"; a pipeline goes on with "/SCHEDULE/CHUNKS", and with "/2+3"
 where its parts have so many layers.
 """
@@ -69,10 +70,12 @@ def executor(text, model):
     return Pipelined(mesh, zero, division=division, schedule=schedule), int(micro)
 
 
-def train(model, executor, micro_batches):
+def train(model, executor, micro_batches, dtype="float32"):
     """(losses, gradient norms, moments of the first step, params and moments of the last, loss of
     an evaluation, text of the program), all canonical."""
-    training = TrainingConfig(STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3)
+    training = TrainingConfig(
+        STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3, state_dtype=dtype
+    )
     state = initial_state(model, training, executor)
     tables = gpt.layout_tables(gpt.layouts(model))
     given = executor.tables(tables, changing=False)
@@ -94,21 +97,21 @@ def train(model, executor, micro_batches):
         state, report = program(state, batch, np.float32(1e-3))
         reports.append(jax.tree.map(float, report))
         if first is None:
-            first = canonical(executor, state, tables)["moments"]
+            first = canonical(executor, state, tables, model)["moments"]
     held_out = executor.put({"tokens": tokens[0], "weights": weights}, BATCH)
     loss = evaluate(state.params, state.tables, held_out["tokens"], held_out["weights"])
     return {
         "losses": [report.loss for report in reports],
         "norms": [report.gradient_norms for report in reports],
         "first moments": first,
-        **canonical(executor, state, tables),
+        **canonical(executor, state, tables, model),
         "eval": float(loss),
         "text": program.as_text(),
     }
 
 
-def canonical(executor, state, tables):
-    state = jax.device_get(executor.canonical(state._replace(tables=tables)))
+def canonical(executor, state, tables, model):
+    state = jax.device_get(executor.canonical(state._replace(tables=tables), model))
     moments: list = []
     map_moments(lambda tree: moments.append(tree) or tree, state.moments)
     return {"params": without_key_bias(state.params), "moments": moments}
@@ -136,12 +139,14 @@ def gathered(text):
 
 
 def compare(name, texts):
+    name, _, dtype = name.partition("+")
     model, found, right = MODELS[name], {}, {}
+    dtype = dtype or "float32"
     for text in texts:
         sharded, micro = executor(text, model)
         if micro not in right:
-            right[micro] = train(model, ONE_DEVICE, micro)
-        mine = train(model, sharded, micro)
+            right[micro] = train(model, ONE_DEVICE, micro, dtype)
+        mine = train(model, sharded, micro, dtype)
         found[text] = {key: error(mine[key], right[micro][key]) for key in mine if key != "text"}
         found[text]["gathered"] = gathered(mine["text"])
     return found
@@ -162,11 +167,11 @@ def move(name, texts):
         after = ONE_DEVICE if text is None else executor(text, model)[0]
         with tempfile.TemporaryDirectory() as folder:
             with Checkpoints(Path(folder), config={}) as checkpoints:
-                checkpoints.save(1, before.canonical(state), {})
+                checkpoints.save(1, before.canonical(state, model), {})
             wanted = abstract_state(model, training, after)._replace(tables=tables)
             restored, _ = Checkpoints(Path(folder), config={}).restore(wanted)
         state, before = after.place(restored), after
-        mine = after.canonical(state)
+        mine = after.canonical(state, model)
         mine = jax.device_get(mine._replace(key=jax.random.key_data(mine.key)))
         same = jax.tree.map(
             lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), mine, right
@@ -205,7 +210,7 @@ def evolve(method, texts):
             trainer.close()
             rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
         losses = [row["loss"] for row in rows if "loss" in row]
-        state = jax.device_get(executor.canonical(trainer.state))
+        state = jax.device_get(executor.canonical(trainer.state, trainer.model))
         return losses, without_key_bias(state.params), state.tables
 
     right, found = run(ONE_DEVICE), {}

@@ -34,7 +34,10 @@ def test_a_mesh_with_stages_is_a_pipeline_and_others_are_not():
         (["--mesh=stage:2", "--executor=whole"], "legal: --executor=pipeline, or the axes"),
         (["--mesh=fsdp:2", "--executor=pipeline"], "no stages; legal: a mesh with stage:2"),
         (["--mesh=fsdp:2", "--schedule=gpipe"], "--schedule without a pipeline; legal with stage"),
-        (["--mesh=stage:2", "--schedule=2f2b"], "2f2b is unknown; legal: gpipe, 1f1b.*interleaved:2"),
+        (
+            ["--mesh=stage:2", "--schedule=2f2b"],
+            "2f2b is unknown; legal: gpipe, 1f1b.*interleaved:2",
+        ),
         (["--mesh=stage:2", "--schedule=interleaved:0"], "interleaved:0 is unknown"),
         (["--mesh=stage:2", "--schedule=1f1b:2"], "hold one chunk; legal: 1f1b, or interleaved:2"),
         (["--mesh=stage:4"], r"2 layers.*stage:4 with 1 chunks.*legal stages: 1, 2\."),

@@ -31,7 +31,9 @@ DENSE = ModelConfig(2, 32, 4, 64, vocab_size=48, max_len=8)
 SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))
 TRAINING = TrainingConfig(steps=30, batch=4, sequence=8, state_dtype="bfloat16")
 WIDE = dataclasses.replace(TRAINING, state_dtype="float32")
-TOKENS = np.random.default_rng(1).integers(0, 48, (30, 4, 9), np.int32)
+# Each text counts on by a step of its own.
+TOKENS = np.arange(120, dtype=np.int32).reshape(30, 4, 1) * 7
+TOKENS = (TOKENS + np.arange(9, dtype=np.int32) * np.arange(1, 5, dtype=np.int32)[:, None]) % 48
 ROUNDING = 2.0**-8
 """Of bfloat16, relative."""
 
@@ -53,7 +55,7 @@ def bits(state):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(arrays)]
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.integers(0, 2**31), st.integers(-12, 4))
 def test_a_step_is_that_of_float32_with_its_moments_rounded_at_the_end(seed, exponent):
     rng = np.random.default_rng(seed)
@@ -72,7 +74,7 @@ def test_a_step_is_that_of_float32_with_its_moments_rounded_at_the_end(seed, exp
         np.testing.assert_array_equal(one, other.astype(one.dtype))
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.floats(-6, 1), st.floats(-6, 1))
 def test_the_second_moment_comes_near_any_square_and_falls_to_nothing(before, after):
     # As the optimizer's source says: within 8% of the square, from above and from below.
@@ -88,14 +90,16 @@ def test_the_second_moment_comes_near_any_square_and_falls_to_nothing(before, af
         return float(adam(state).nu["head"]["norm"]["scale"][0]), state
 
     _, state = steps(state, 10**before, 150)
-    found, state = steps(state, 10**after, 400)
+    found, state = steps(state, 10**after, 700)
     assert found == pytest.approx(10 ** (2 * after), rel=0.08)
     assert steps(state, 0.0, 200)[0] < 1e-3 * 10 ** (2 * after)
 
 
-@pytest.mark.parametrize("model", [DENSE, SPARSE], ids=["dense", "sparse"])
-@pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("model", "remat", "micro_batches"),
+    [(DENSE, "full", 1), (SPARSE, "none", 2)],
+    ids=["dense", "sparse"],
+)
 def test_losses_are_those_of_float32_to_half_a_percent_over_30_steps(model, remat, micro_batches):
     model = dataclasses.replace(model, remat=remat)
     mine, right = (
@@ -103,7 +107,7 @@ def test_losses_are_those_of_float32_to_half_a_percent_over_30_steps(model, rema
         for training in (TRAINING, WIDE)
     )
     np.testing.assert_allclose(mine, right, rtol=5e-3)
-    assert right[-1] < right[0]
+    assert right[-1] < 0.9 * right[0]
 
 
 @pytest.mark.parametrize("layers", [2, whole.UNROLL_LAYERS + 1], ids=["unrolled", "scanned"])
@@ -185,7 +189,7 @@ def test_the_planned_bytes_are_those_of_the_arrays(model, training, remat):
     plan = memory.of_training(model, training)
     assert held["parameters"] == plan.parameters
     assert held["gradients"] == plan.gradients
-    assert held["moments"] == plan.moments + 4  # the count of steps
+    assert held["moments"] == plan.moments
 
 
 def test_a_new_term_has_moments_of_the_same_dtype():
