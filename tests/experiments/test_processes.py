@@ -75,7 +75,11 @@ def assert_like_one_process(folder, undisturbed):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "mesh"),
-    [(1, "auto"), pytest.param(4, "fsdp:2,tensor:2", marks=pytest.mark.nightly)],
+    [
+        (1, "auto"),
+        pytest.param(4, "fsdp:2,tensor:2", marks=pytest.mark.nightly),
+        pytest.param(4, "stage:2,data:2", marks=pytest.mark.nightly),
+    ],
 )
 def test_two_processes_train_like_one_and_as_many_go_on(
     job, undisturbed, tmp_path, processes, mesh
