@@ -68,7 +68,7 @@ class Executor(Protocol):
     def placed_shapes(self, state: Any) -> Any:
         """Shapes and shardings of `place`, of those of a canonical state without tables."""
 
-    def canonical(self, state: Any) -> Any:
+    def canonical(self, state: Any, model: ModelConfig) -> Any:
         """The inverse of `place`, but that arrays stay on their devices."""
 
     def tables(self, tables: dict, changing: bool) -> Any:
@@ -155,7 +155,7 @@ class OneDevice:
         """See `Executor`."""
         return state
 
-    def canonical(self, state):
+    def canonical(self, state, model):
         """See `Executor`."""
         return state
 

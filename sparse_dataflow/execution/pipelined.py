@@ -170,6 +170,7 @@ class Pipelined(Sharded):
 
     def placed_shapes(self, state):
         """See `Executor`."""
+        state = super().placed_shapes(state)
         if not self._moves:
             return state
         shapes = jax.eval_shape(functools.partial(_moved, self.division, to_stages), state)
@@ -183,9 +184,9 @@ class Pipelined(Sharded):
         """See `Executor`."""
         return self._run(to_stages, super().place(state))
 
-    def canonical(self, state):
+    def canonical(self, state, model):
         """See `Executor`."""
-        return super().canonical(self._run(from_stages, state))
+        return super().canonical(self._run(from_stages, state), model)
 
     @property
     def _moves(self):

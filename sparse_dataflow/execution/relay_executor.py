@@ -144,7 +144,7 @@ class RelayExecutor:
         arrays = jax.tree.map(_owned, (state.step, state.params, state.moments))
         return state._replace(step=arrays[0], params=arrays[1], moments=arrays[2])
 
-    def canonical(self, state):
+    def canonical(self, state, model):
         """See `Executor`."""
         return state
 

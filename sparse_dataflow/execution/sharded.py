@@ -152,15 +152,48 @@ class Sharded:
 
     def place(self, state):
         """See `Executor`."""
-        return self._reordered(state, lambda order: order)
+        return self._with_rows(self._reordered(state, lambda order: order))
 
     def placed_shapes(self, state):
         """See `Executor`."""
-        return state
+        shapes = self._row_shapes(state)
+        if shapes is state:
+            return state
+        return jax.tree.map(_abstract, shapes, self.shardings(shapes))
 
-    def canonical(self, state):
+    def canonical(self, state, model):
         """See `Executor`."""
-        return self._reordered(state, cuts.inverse)
+        return self._reordered(self._with_rows(state, model.vocab_size), cuts.inverse)
+
+    def _row_shapes(self, state, vocabulary=None):
+        """Shapes of the state with so many rows of its embedding, `sharding.filled` where None; the
+        state itself where it has them."""
+        own = state.params["embed"]["tokens"].shape[0]
+        rows = vocabulary or sharding.filled(own, self.mesh)
+        if rows == own:
+            return state
+
+        def one(path, leaf):
+            if sharding.dotted(path).endswith("embed.tokens"):
+                return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
+            return leaf
+
+        return jax.tree_util.tree_map_with_path(one, state)
+
+    def _with_rows(self, state, vocabulary=None):
+        """The placed state with zeros for rows that stand for no token, or without such rows."""
+        arrays = state._replace(tables=())
+        shapes = self._row_shapes(arrays, vocabulary)
+        if shapes is arrays:
+            return state
+
+        def one(leaf, shape, target):
+            if leaf.shape == shape.shape:
+                return leaf
+            return _resized(target, shape.shape[0])(leaf)
+
+        placed = jax.tree.map(one, arrays, shapes, self.shardings(shapes))
+        return placed._replace(tables=state.tables)
 
     def _reordered(self, state, turned):
         """The state with the blocks of row-parallel projections in another order, laid out."""
@@ -253,6 +286,16 @@ def laid_out(leaf, target):
     if isinstance(leaf, jax.Array):
         return jax.device_put(leaf, target)
     return jax.make_array_from_callback(leaf.shape, target, lambda index: leaf[index])
+
+
+@functools.cache
+def _resized(target, rows):
+    """Jitted table [V, D] -> its first rows, or with zeros behind them, laid out as `target`."""
+
+    def resize(table):
+        return jnp.pad(table[:rows], ((0, max(0, rows - len(table))), (0, 0)))
+
+    return jax.jit(resize, out_shardings=target)
 
 
 @functools.cache

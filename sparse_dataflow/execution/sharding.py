@@ -40,7 +40,8 @@ RULES = (
     (r"head\..*", P()),
 )
 """A row's "fsdp" goes to the next dimension that it divides, or nowhere, where it does not divide
-the one named; "tensor" on the vocabulary and "stage" on the layers likewise go nowhere."""
+the one named; "stage" on the layers likewise goes nowhere, and "tensor" on a vocabulary that is not
+filled up (`filled`)."""
 
 ZERO = {"moments": 1, "gradients": 2, "params": 3}
 """From which `--zero` on something is dealt out over "fsdp" (arXiv 1910.02054, section 5)."""
@@ -73,6 +74,18 @@ def spec(path: str, shape: tuple[int, ...], mesh: AnyMesh, fsdp: bool = True) ->
     while kept and not kept[-1]:
         kept.pop()
     return P(*(axes or None for axes in kept))
+
+
+VOCABULARY_MULTIPLE = 128
+"""Rows of a filled vocabulary on one device are a multiple of this: tiles of a product are then
+whole (as Megatron-LM's --make-vocab-size-divisible-by, arXiv 1909.08053, section 4)."""
+
+
+def filled(rows: int, mesh: Mesh) -> int:
+    """Rows of the embedding as it is placed: more where "tensor" would not cut it evenly."""
+    tensor = mesh.shape["tensor"]
+    whole = VOCABULARY_MULTIPLE * tensor
+    return rows if rows % tensor == 0 else -(-rows // whole) * whole
 
 
 def names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -270,7 +270,12 @@ def head_loss(
     x_NxD = x.reshape(-1, x.shape[-1])
     embedding = embedding_VxD.astype(x.dtype)
     return cross_entropy.weighted_loss(
-        x_NxD, embedding, targets_BxT.reshape(-1), weights_BxT.reshape(-1), axis
+        x_NxD,
+        embedding,
+        targets_BxT.reshape(-1),
+        weights_BxT.reshape(-1),
+        axis,
+        config.vocab_size,
     )
 
 
@@ -297,6 +302,7 @@ def head_scores(
         embedding_VxD.astype(x.dtype),
         targets_BxT.reshape(-1)[own],
         shard.axis if shard.vocabulary else None,
+        config.vocab_size,
     )
     if shard.vocabulary:
         return losses, largest

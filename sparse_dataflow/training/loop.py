@@ -282,7 +282,8 @@ class Trainer:
             "starts": [phase.start for phase in self.phases],
             "plateau": self._plateau.to_json(),
         }
-        self._checkpoints.save(self.step, self.executor.canonical(self.state), extra, metric)
+        state = self.executor.canonical(self.state, self.model)
+        self._checkpoints.save(self.step, state, extra, metric)
 
     def close(self) -> None:
         """Waits for the checkpoint under way and closes the files.

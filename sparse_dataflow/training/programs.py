@@ -213,10 +213,10 @@ def evolved(
         assert programs.gradient_norms is not None
         tables = programs.tables(state.tables)
         norms = programs.gradient_norms(state.params, tables, batch["tokens"])
-    state = update_layouts(executor.canonical(state), model, method.update, share, norms)
+    state = update_layouts(executor.canonical(state, model), model, method.update, share, norms)
     return executor.place(state)
 
 
 def changed(state, before, after, executor: Executor = ONE_DEVICE):
     """`state` of the model `before` as one of `after`."""
-    return executor.place(change_model(executor.canonical(state), before, after))
+    return executor.place(change_model(executor.canonical(state, before), before, after))

@@ -83,7 +83,26 @@ def test_fsdp_moves_to_a_dimension_that_it_divides(mesh):
     assert shape[0] == 2
 
 
-def test_a_vocabulary_that_tensor_does_not_divide_stays_whole():
+@given(st.integers(1, 60000), st.sampled_from([1, 2, 4, 8]))
+def test_a_vocabulary_is_filled_to_what_tensor_cuts_in_whole_tiles(rows, tensor):
+    mesh = abstract(f"tensor:{tensor}")
+    found = sharding.filled(rows, mesh)
+    assert found >= rows and found % tensor == 0
+    assert found - rows < 128 * tensor and (found == rows or found % (128 * tensor) == 0)
+    assert sharding.filled(found, mesh) == found
+
+
+def test_a_state_is_placed_with_a_vocabulary_that_tensor_cuts():
+    model = dataclasses.replace(DENSE, vocab_size=50257)
+    executor = Sharded(abstract("fsdp:2,tensor:4"))
+    placed = executor.arrays(shapes(model), {}, False, {})
+    for group in ("parameters", "gradients"):
+        table = placed[group]["embed"]["tokens"]
+        assert table.shape == (50688, 64)
+        assert table.sharding.shard_shape(table.shape) == (12672, 32)
+
+
+def test_a_vocabulary_that_is_not_filled_stays_whole():
     mesh = abstract("tensor:4")
     assert sharding.axes_of(sharding.spec("embed.tokens", (50257, 64), mesh)) == set()
     assert sharding.axes_of(sharding.spec("embed.tokens", (50256, 64), mesh)) == {"tensor"}

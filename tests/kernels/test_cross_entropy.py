@@ -83,6 +83,32 @@ def test_losses_and_gradients(module, tokens, d_model, vocab, dtype, seed, scale
         np.testing.assert_allclose(np.asarray(gradient, np.float64), expected, atol=size)
 
 
+@settings(max_examples=10)
+@given(
+    vocab=st.integers(1, 70),
+    more=st.integers(1, 20),
+    tokens=st.sampled_from([1, 8, 23]),
+    seed=st.integers(0, 99),
+)
+def test_rows_that_stand_for_no_token_change_nothing(vocab, more, tokens, seed):
+    x, embedding, targets, weights = operands(tokens, 5, vocab, "float32", seed)
+    longer = np.concatenate([embedding, np.full((more, 5), 3, np.float32)])
+
+    def of(table, size):
+        loss = lambda *a: api.weighted_loss(*a, targets, weights, None, size)  # noqa: E731
+        scores = api.token_scores(x, table, targets, None, size)
+        return *scores, *jax.value_and_grad(loss, (0, 1))(x, table)
+
+    losses, likeliest, loss, (dx, dtable) = of(longer, vocab)
+    right = of(embedding, None)
+    np.testing.assert_allclose(losses, right[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(likeliest, right[1])
+    np.testing.assert_allclose(loss, right[2], rtol=1e-5)
+    np.testing.assert_allclose(dx, right[3][0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(dtable[:vocab], right[3][1], rtol=1e-4, atol=1e-5)
+    assert not np.any(dtable[vocab:])
+
+
 def test_gradients_match_finite_differences():
     x, embedding, targets, weights = operands(11, 3, 7, "float64")
     rng = np.random.default_rng(1)

@@ -22,7 +22,11 @@ UNROLL_CHUNKS = 4
 
 
 def token_scores(
-    x: jax.Array, embedding: jax.Array, targets: jax.Array, axis: str | None = None
+    x: jax.Array,
+    embedding: jax.Array,
+    targets: jax.Array,
+    axis: str | None = None,
+    size: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Negative log-likelihood of each target, in nats, and whether no token is likelier.
 
@@ -31,13 +35,14 @@ def token_scores(
       embedding: float [vocab, d_model], the tied output layer.
       targets: int32 [tokens].
       axis: of `shard_map`, where each of its members holds some rows of the embedding.
+      size: of the vocabulary, where the embedding has more rows.
 
     Returns:
       float32 [tokens] and bool [tokens].
     """
 
     def chunk(x, targets):
-        logits = _logits(x, embedding)
+        logits = vocabulary.known(_logits(x, embedding), size, axis)
         rows = vocabulary.own_rows(targets, len(embedding), axis)
         target = vocabulary.at(logits, rows, axis)
         largest = vocabulary.largest(logits, axis)
@@ -48,37 +53,43 @@ def token_scores(
 
 
 def token_losses(
-    x: jax.Array, embedding: jax.Array, targets: jax.Array, axis: str | None = None
+    x: jax.Array,
+    embedding: jax.Array,
+    targets: jax.Array,
+    axis: str | None = None,
+    size: int | None = None,
 ) -> jax.Array:
     """The losses of `token_scores` alone, float32 [tokens]."""
-    return token_scores(x, embedding, targets, axis)[0]
+    return token_scores(x, embedding, targets, axis, size)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def weighted_loss(
     x: jax.Array,
     embedding: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
     axis: str | None = None,
+    size: int | None = None,
 ) -> jax.Array:
     """Sum over tokens of weights * token_losses, float32 scalar; weights are float32 [tokens].
 
     Differentiable in x and embedding.  Over an axis every member has an equal share of the sum,
     and its dx is that of its own rows: the members' shares, and their dx, sum up.
     """
-    return _share(jnp.sum(token_losses(x, embedding, targets, axis) * weights), axis)
+    losses = token_losses(x, embedding, targets, axis, size)
+    return _share(jnp.sum(losses * weights), axis)
 
 
 def _share(total, axis):
     return total if axis is None else total / lax.axis_size(axis)
 
 
-def _forward(x, embedding, targets, weights, axis):
+def _forward(x, embedding, targets, weights, axis, size):
     def chunk(total, part):
         loss, dembedding = total
         xc, tc, wc = part
-        logits = _logits(xc, embedding)
+        logits = vocabulary.known(_logits(xc, embedding), size, axis)
         lse = vocabulary.logsumexp(logits, axis)
         rows = vocabulary.own_rows(tc, len(embedding), axis)
         loss += jnp.sum((lse - vocabulary.at(logits, rows, axis)) * wc)
@@ -96,7 +107,7 @@ def _forward(x, embedding, targets, weights, axis):
     return _share(loss, axis), (dx, dembedding.astype(embedding.dtype))
 
 
-def _backward(axis, saved, cotangent):
+def _backward(axis, size, saved, cotangent):
     dx, dembedding = saved
     return (
         dx * cotangent.astype(dx.dtype),

@@ -1,6 +1,7 @@
 """A vocabulary cut over an axis of `shard_map`: each member holds equally many rows in order.
 
-With `axis` None, one program holds all rows.
+With `axis` None, one program holds all rows.  Rows from the vocabulary's end on are there to make
+the parts equal, and stand for no token.
 """
 
 import jax
@@ -27,6 +28,21 @@ def lookup(table: jax.Array, tokens: jax.Array, axis: str) -> jax.Array:
 def own_rows(tokens: jax.Array, held: int, axis: str | None) -> jax.Array:
     """Where tokens are among the `held` rows of this member; outside of them, not here."""
     return tokens if axis is None else tokens - lax.axis_index(axis) * held
+
+
+def known(logits: jax.Array, size: int | None, axis: str | None) -> jax.Array:
+    """Logits with -inf in the rows that stand for no token: float [tokens, vocab / members].
+
+    Args:
+      logits: of this member's rows.
+      size: of the vocabulary; None where every row stands for a token.
+      axis: of the members.
+    """
+    held = logits.shape[1]
+    if size is None or held * (1 if axis is None else lax.axis_size(axis)) <= size:
+        return logits
+    first = 0 if axis is None else lax.axis_index(axis) * held
+    return jnp.where(first + jnp.arange(held) < size, logits, -jnp.inf)
 
 
 def logsumexp(logits: jax.Array, axis: str | None) -> jax.Array:
