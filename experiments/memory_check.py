@@ -16,7 +16,6 @@ from sparse_dataflow.planning.hardware import GIB
 def needed_bytes(variants: list[Variant]) -> int:
     """Memory of training the variants by turns on one device.
 
-    The masters, moments and tables of all stay; a step's own memory is there once, the largest.
     A variant that trains several models in turn counts as the one that needs most.
     """
     flash = jax.default_backend() != "cpu"
@@ -27,8 +26,7 @@ def needed_bytes(variants: list[Variant]) -> int:
         )
         for v in variants
     ]
-    stays = [plan.parameters + plan.moments + plan.layout_tables for plan in plans]
-    return sum(stays) + max(plan.total - kept for plan, kept in zip(plans, stays))
+    return memory.by_turns(plans)
 
 
 def fitting(variants: list[Variant], memory_bytes: int) -> tuple[str, int] | None:

@@ -1,11 +1,14 @@
 """The whole training step, dense and sparse, paired in one run.
 
 Both steps run in turn on the same random tokens: forward, backward, clipping and AdamW at the
-scale's own batch. Prints step time, tokens/s, MFU, the ratio of each round (median and quartiles)
-and the FLOP ceiling of the scale, and keeps them as JSON.
+scale's own batch; one after the other where the device has no room for both states. Prints step
+time, tokens/s, MFU, memory, the ratio of each round (median and quartiles) and the FLOP ceiling of
+the scale, and keeps them as JSON.
 
     python -m experiments.step_bench
     python -m experiments.step_bench --scale=micro --density=0.25
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.98 python -m experiments.step_bench --scale=13b --block=128 \\
+        --batch=1 --remat=full --state_dtype=bfloat16      # an H200, which the dense one fills
 """
 
 from experiments import flags
@@ -62,10 +65,16 @@ def main(values):
     rng = np.random.default_rng(values.seed)
     shape = (training.batch, training.sequence + 1)
     tokens = rng.integers(dense.vocab_size, size=shape, dtype=np.int32)
-    runs, compile_seconds = {}, {}
-    for name, model in models.items():
-        runs[name], compile_seconds[name] = compiled_step(model, training, tokens)
-    seconds = measurement.paired_seconds(runs, values.rounds)
+    paired = fit_together(list(models.values()), training, chip.memory_bytes)
+    seconds, compile_seconds, step_bytes = {}, {}, {}
+    for group in [list(models)] if paired else [[name] for name in models]:
+        runs = {}
+        for name in group:
+            runs[name], compile_seconds[name], step_bytes[name] = compiled_step(
+                models[name], training, tokens
+            )
+        seconds |= measurement.paired_seconds(runs, values.rounds)
+        del runs
     ceiling = cost.flop_ceiling(sparse, training.sequence)
     share = cost.flops_per_token(dense, training.sequence).projection_share
     rows = {}
@@ -78,6 +87,8 @@ def main(values):
             "tokens_per_second": speed,
             "mfu": cost.mfu(flops, speed, chip, model.compute_dtype),
             "stored_parameters": memory.parameter_count(model),
+            "state_bytes": memory.of_training(model, training).state,
+            "step_bytes": step_bytes[name],
             "compile_seconds": compile_seconds[name],
         }
     print(
@@ -89,10 +100,13 @@ def main(values):
         used = "" if row["mfu"] is None else f"  MFU {row['mfu']:.1%}"
         print(
             f"{name:>6}: {row['step_ms']:8.1f} ms a step  {row['tokens_per_second']:9,.0f} "
-            f"tokens/s{used}  compile {row['compile_seconds']:.1f} s"
+            f"tokens/s{used}  {row['step_bytes'] / memory.GIB:.2f} GiB  "
+            f"compile {row['compile_seconds']:.1f} s"
         )
     result = {
         "inputs": "uniform random tokens",
+        "paired": paired,
+        "state_dtype": training.state_dtype,
         "scale": scale,
         "batch": training.batch,
         "sequence": training.sequence,
@@ -107,8 +121,21 @@ def main(values):
     measurement.keep(values.keep, f"step_bench_{chip.name}_{scale}", chip.name, result)
 
 
+def fit_together(models, training, memory_bytes) -> bool:
+    """Whether a device has room for the states of all models and one's step; True where its memory,
+    in bytes, is not known."""
+    import jax
+
+    from sparse_dataflow.planning import memory
+
+    flash = jax.default_backend() != "cpu"
+    plans = [memory.of_training(model, training, flash) for model in models]
+    return memory_bytes is None or memory.by_turns(plans) <= memory_bytes * memory.USABLE
+
+
 def compiled_step(model, training, tokens):
-    """(function that makes one step on its own state and returns its report, seconds to compile).
+    """(function that makes one step on its own state and returns its report, seconds to compile,
+    bytes of arguments, results and temporaries).
 
     Args:
       model: a ModelConfig.
@@ -134,7 +161,9 @@ def compiled_step(model, training, tokens):
         state, report = compiled(state, tokens, np.float32(1e-4))
         return report
 
-    return run, seconds
+    found = compiled.memory_analysis()
+    held = found.argument_size_in_bytes + found.temp_size_in_bytes
+    return run, seconds, held + found.output_size_in_bytes - found.alias_size_in_bytes
 
 
 if __name__ == "__main__":

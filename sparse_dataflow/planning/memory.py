@@ -7,7 +7,7 @@ stored blocks are counted.  Pure Python: importing this module loads no jax.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
@@ -163,6 +163,13 @@ def of_training(config: ModelConfig, training, fused_attention: bool = False) ->
         fused_attention=fused_attention,
         state_dtype=training.state_dtype,
     )
+
+
+def by_turns(plans: Sequence[MemoryPlan]) -> int:
+    """Bytes of several trainings that make their steps by turns on one device: the masters, moments
+    and tables of all stay, a step's own memory is there once, the largest."""
+    stays = [plan.parameters + plan.moments + plan.layout_tables for plan in plans]
+    return sum(stays) + max(plan.total - kept for plan, kept in zip(plans, stays))
 
 
 def gradient_bytes(accumulation, state_dtype: str):

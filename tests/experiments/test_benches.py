@@ -81,6 +81,10 @@ def test_step_bench(job, tmp_path):
     pico = SIZES["pico"]
     assert rows["dense"]["stored_parameters"] == memory.parameter_count(pico)
     assert rows["sparse"]["stored_parameters"] < rows["dense"]["stored_parameters"]
+    for row in rows.values():
+        # Masters and moments are there, gradients while the step runs.
+        assert 12 * row["stored_parameters"] < row["step_bytes"]
+        assert row["state_bytes"] == 16 * row["stored_parameters"]
     share = cost.flops_per_token(pico, result["sequence"]).projection_share
     assert result["projection_share"] == pytest.approx(share)
     assert 1 < result["flop_ceiling"] < 4

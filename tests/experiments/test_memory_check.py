@@ -1,9 +1,10 @@
+import dataclasses
 import re
 
 import pytest
 from absl import flags as absl_flags
 
-from experiments import command_line, flags, memory_check, recipes
+from experiments import command_line, flags, memory_check, recipes, step_bench
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.hardware import GIB
@@ -59,3 +60,20 @@ def test_the_scale_that_auto_chooses_has_flags_that_fit(gib):
     values, variants = described(gib=gib)
     assert values.scale != "nano"
     assert memory_check.fitting(variants, gib * GIB)
+
+
+def test_two_states_that_fit_only_one_by_one_are_measured_one_by_one():
+    _, (dense,) = described("--scale=13b", "--twin=no", "--batch=1", "--remat=full")
+    training = dataclasses.replace(dense.training, state_dtype="bfloat16")
+    models = [dataclasses.replace(dense.model, linears=()), dense.model]
+    assert not step_bench.fit_together(models, training, 139 * GIB)
+    assert all(step_bench.fit_together([model], training, 139 * GIB) for model in models)
+    assert step_bench.fit_together(models, training, 200 * GIB)
+    assert step_bench.fit_together(models, training, None)
+
+
+def test_a_dense_13b_on_an_h200_is_advised_a_state_in_bfloat16():
+    flags_of_13b = ("--scale=13b", "--batch=1", "--remat=full", "--sparse_projections=none")
+    values, variants = described(*flags_of_13b, "--twin=no")
+    with pytest.raises(UserError, match=r"fits with --state_dtype=bfloat16 --remat=full"):
+        memory_check.refuse_too_large(values, variants, 139 * GIB)
