@@ -28,7 +28,7 @@ def found(text):
     executor = ONE_DEVICE
     if mesh:
         made = meshes.make(meshes.parse(mesh, 8))
-        executor = executor_over(made, 3, model.num_layers, "1f1b", 1)
+        executor = executor_over(made, 3, model.num_layers, "1f1b")
     training = TrainingConfig(1, BATCH, SEQUENCE, int(micro_batches))
     step = compile.compile_step(model, training, executor, jax.devices()[0], changing=True)
     return {
