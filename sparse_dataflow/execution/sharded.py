@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -166,19 +167,20 @@ class Sharded:
         return self._reordered(self._with_rows(state, model.vocab_size), cuts.inverse)
 
     def _row_shapes(self, state, vocabulary=None):
-        """Shapes of the state with so many rows of its embedding, `sharding.filled` where None; the
-        state itself where it has them."""
-        own = state.params["embed"]["tokens"].shape[0]
-        rows = vocabulary or sharding.filled(own, self.mesh)
-        if rows == own:
-            return state
+        """The state with shapes in place of its embedding and its moments: of so many rows, or of
+        `sharding.filled`; the state itself where it has these rows."""
 
         def one(path, leaf):
-            if sharding.dotted(path).endswith("embed.tokens"):
-                return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
-            return leaf
+            if not sharding.dotted(path).endswith("embed.tokens"):
+                return leaf
+            rows = vocabulary or sharding.filled(leaf.shape[0], self.mesh)
+            if rows == leaf.shape[0]:
+                return leaf
+            return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
 
-        return jax.tree_util.tree_map_with_path(one, state)
+        shapes = jax.tree_util.tree_map_with_path(one, state)
+        same = all(map(operator.is_, jax.tree.leaves(shapes), jax.tree.leaves(state)))
+        return state if same else shapes
 
     def _with_rows(self, state, vocabulary=None):
         """The placed state with zeros for rows that stand for no token, or without such rows."""
