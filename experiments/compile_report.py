@@ -64,7 +64,9 @@ class Plan:
         said += [f"--mesh={axes}", f"--zero={self.layout.zero}", f"--batch={self.layout.batch}"]
         said += [f"--accumulation={self.layout.accumulation}", f"--remat={self.layout.remat}"]
         if self.layout.stage > 1:
-            said += [f"--schedule={schedules.written(self.layout.schedule, self.layout.chunks)}"]
+            said += [
+                f"--schedule={schedules.written(self.layout.schedule, int(self.layout.chunks))}"
+            ]
         if self.layout.state_dtype != "float32":
             said += [f"--state_dtype={self.layout.state_dtype}"]
         return " ".join(said)
@@ -102,9 +104,7 @@ def verdict(plan: Plan) -> dict:
     layout, topology = plan.layout, plan.topology
     devices = topologies.devices(topology)
     batch, accumulation = int(layout.batch), int(layout.accumulation)
-    training = TrainingConfig(
-        1, batch, plan.sequence, accumulation, state_dtype=layout.state_dtype
-    )
+    training = TrainingConfig(1, batch, plan.sequence, accumulation, state_dtype=layout.state_dtype)
     executor = _executor(plan, devices)
     flops = cost.flops_per_token(plan.config, plan.sequence)
     share = layout.batch * plan.sequence / layout.chips

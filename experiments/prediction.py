@@ -89,7 +89,7 @@ def measured_rates(config: ModelConfig, training: TrainingConfig, chip: Chip) ->
     rates["head"] = 3 * float(sections["head"].flops) / seconds["head and loss"]
     passes = 3 * float(sections["norms"].bytes + sections["gelu"].bytes)
     rates["norms"] = rates["gelu"] = passes / seconds["norms and GELU"]
-    updated = memory.parameter_count(one) * OPTIMIZER_BYTES
+    updated = memory.parameter_count(one) * OPTIMIZER_BYTES[training.state_dtype]
     rates["optimizer"] = updated / (seconds["optimizer"] * training.micro_batches)
     return rates
 

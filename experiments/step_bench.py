@@ -11,6 +11,8 @@ the scale, and keeps them as JSON.
         --batch=1 --remat=full --state_dtype=bfloat16      # an H200, which the dense one fills
 """
 
+from typing import Any
+
 from experiments import flags
 from experiments.command_line import Flag, Group
 
@@ -66,7 +68,8 @@ def main(values):
     shape = (training.batch, training.sequence + 1)
     tokens = rng.integers(dense.vocab_size, size=shape, dtype=np.int32)
     paired = fit_together(list(models.values()), training, chip.memory_bytes)
-    seconds, compile_seconds, step_bytes = {}, {}, {}
+    seconds: dict[str, np.ndarray] = {}
+    compile_seconds, step_bytes = {}, {}
     for group in [list(models)] if paired else [[name] for name in models]:
         runs = {}
         for name in group:
@@ -161,7 +164,7 @@ def compiled_step(model, training, tokens):
         state, report = compiled(state, tokens, np.float32(1e-4))
         return report
 
-    found = compiled.memory_analysis()
+    found: Any = compiled.memory_analysis()
     held = found.argument_size_in_bytes + found.temp_size_in_bytes
     return run, seconds, held + found.output_size_in_bytes - found.alias_size_in_bytes
 

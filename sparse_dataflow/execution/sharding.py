@@ -81,7 +81,7 @@ VOCABULARY_MULTIPLE = 128
 whole (as Megatron-LM's --make-vocab-size-divisible-by, arXiv 1909.08053, section 4)."""
 
 
-def filled(rows: int, mesh: Mesh) -> int:
+def filled(rows: int, mesh: AnyMesh) -> int:
     """Rows of the embedding as it is placed: more where "tensor" would not cut it evenly."""
     tensor = mesh.shape["tensor"]
     whole = VOCABULARY_MULTIPLE * tensor

@@ -5,6 +5,7 @@ it by layers, "fsdp" deals out what the ZeRO stage says, "tensor" cuts every lay
 """
 
 import dataclasses
+from collections.abc import Collection
 
 import numpy as np
 
@@ -80,8 +81,13 @@ class RunLayout:
     state_dtype: str = "float32"
 
     def __post_init__(self):
-        named = {"schedule": BUBBLES, "remat": RECOMPUTED, "executor": EXECUTORS}
-        for name, legal in (named | {"state_dtype": DTYPES}).items():
+        named: dict[str, Collection[str]] = {
+            "schedule": BUBBLES,
+            "remat": RECOMPUTED,
+            "executor": EXECUTORS,
+            "state_dtype": DTYPES,
+        }
+        for name, legal in named.items():
             if getattr(self, name) not in legal:
                 raise UserError(
                     f"{name} {getattr(self, name)!r} is unknown; legal: {', '.join(legal)}."
