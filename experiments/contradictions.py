@@ -54,6 +54,12 @@ def adopt(values: absl_flags.FlagValues) -> None:
 
 
 def _check_training(values):
+    relay = "executor" in values and values.executor == "relay"
+    if relay and "skip_spikes" in values and values.skip_spikes:
+        raise UserError(
+            f"--skip_spikes={values.skip_spikes:g} with --executor=relay, whose updates in host "
+            "memory are not taken back; legal: --skip_spikes=0."
+        )
     if given(values, "steps") and given(values, "minutes") and values.steps:
         raise UserError("--steps and --minutes contradict each other; give one of them.")
     micro = values.accumulation if "accumulation" in values else 1

@@ -84,5 +84,15 @@ DEVICES = Group(
             legal=("above 0", lambda seconds: seconds > 0),
             fixed=False,
         ),
+        Flag(
+            "heartbeat",
+            "number",
+            30.0,
+            "Seconds of silence, or of a step that does not end, after which every process names "
+            "whose it is, by host and phase; ten times as long, a silent process is taken for lost "
+            "and all end, with status 75.",
+            legal=("above 0", lambda seconds: seconds > 0),
+            fixed=False,
+        ),
     ),
 )

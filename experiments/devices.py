@@ -10,8 +10,9 @@ from jax.sharding import AbstractMesh
 from experiments import contradictions, execution_flags, flags
 from experiments.recipes import Variant
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import cluster, describe, distributed
+from sparse_dataflow.execution import cluster, describe, distributed, watch
 from sparse_dataflow.execution import mesh as meshes
+from sparse_dataflow.execution.clock import Clock
 from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.execution.pipelined import executor_over
 from sparse_dataflow.models import gpt
@@ -22,8 +23,14 @@ from sparse_dataflow.training.step import abstract_state
 
 
 @contextlib.contextmanager
-def joined(experiment: str, values, groups) -> Iterator[None]:
-    """Inside, jax has the devices of all processes that the flags name.
+def joined(experiment: str, values, groups, clock: Clock) -> Iterator[None]:
+    """Inside, jax has the devices of all processes that the flags name, and they watch each other.
+
+    Args:
+      experiment: its name.
+      values: the flags.
+      groups: those that the experiment has.
+      clock: says what this process is doing.
 
     Raises:
       UserError: they do not meet, or were told different things.
@@ -38,8 +45,10 @@ def joined(experiment: str, values, groups) -> Iterator[None]:
     }
     facts = {"experiment": experiment, "jax": jax.__version__}
     facts |= {f"--{name}": value for name, value in told.items()}
-    with distributed.joined(me, facts, values.join_timeout):
+    with distributed.joined(me, facts, values.join_timeout, values.heartbeat) as group:
+        watching = watch.Watch(clock, values.heartbeat, group)
         yield
+        watching.stop()
 
 
 def executor(values) -> Executor:

@@ -247,6 +247,15 @@ TRAINING = Group(
             "bytes a parameter where float32 takes 16.",
             _one_of(*DTYPES),
         ),
+        Flag(
+            "skip_spikes",
+            "number",
+            0.0,
+            "Standard deviations above the mean of the last 128 losses beyond which a step is "
+            "skipped; after 4 in a row the parameters go back to a checkpoint from before, and the "
+            "batches go on. 6 is usual; 0 is never.",
+            legal=_COUNT,
+        ),
         Flag("seed", "integer", 0, "Draws the weights, data order and patterns.", legal=_COUNT),
         Flag(
             "twin",

@@ -14,7 +14,7 @@ def main(values):
     """Trains and reports; see `gpt_run.run`."""
     from experiments import gpt_run
 
-    gpt_run.run("gpt13b_dense", values, GROUPS, sparse=False)
+    return gpt_run.run("gpt13b_dense", values, GROUPS, sparse=False)
 
 
 SPARSE_ONLY = ("pattern", "density", "block", "rank", "sparse_projections", "twin")

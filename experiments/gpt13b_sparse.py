@@ -16,7 +16,7 @@ def main(values):
     """Trains and reports; see `gpt_run.run`."""
     from experiments import gpt_run
 
-    gpt_run.run("gpt13b_sparse", values, flags.GROUPS, sparse=True)
+    return gpt_run.run("gpt13b_sparse", values, flags.GROUPS, sparse=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 
@@ -29,24 +30,27 @@ from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
+from sparse_dataflow.errors import TEMPORARY
 from sparse_dataflow.execution import processes
-from sparse_dataflow.execution.executor import ONE_DEVICE
+from sparse_dataflow.execution.clock import Clock
+from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.execution.host_memory import keep_freed_memory
 from sparse_dataflow.planning import cost, hardware, memory
 from sparse_dataflow.sparsity.allocation import allocation_table
-from sparse_dataflow.training import starting_point
-from sparse_dataflow.training.loop import Trainer, advance_side_by_side
+from sparse_dataflow.training import goodput, starting_point
+from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
 from sparse_dataflow.training.step import TrainState
+from sparse_dataflow.training.turns import advance_side_by_side
 
 EVALUATION_WINDOWS = 64
 FINAL_WINDOWS = 2048
 EVALUATIONS_A_RUN = 8
 
 
-def run(experiment: str, values, groups, sparse: bool) -> None:
+def run(experiment: str, values, groups, sparse: bool) -> int:
     """Trains what the flags say and leaves a run folder with a report.
 
     Args:
@@ -55,15 +59,20 @@ def run(experiment: str, values, groups, sparse: bool) -> None:
       groups: the flags that the experiment has.
       sparse: whether the model is the block-sparse one; its dense twin runs where --twin says so.
 
+    Returns:
+      The exit status: TEMPORARY where SIGTERM, which is how a machine is taken away, ended it after
+      saving; else 0.
+
     Raises:
       UserError: in words, before the first step where it can be known then.
     """
     keep_freed_memory()
-    with devices.joined(experiment, values, groups):
+    clock = Clock()
+    with devices.joined(experiment, values, groups, clock):
         if values.describe == "yes":
             _describe(values, sparse)
-        else:
-            _run(experiment, values, groups, sparse)
+            return 0
+        return _run(experiment, values, groups, sparse, clock)
 
 
 def _describe(values, sparse):
@@ -75,7 +84,7 @@ def _describe(values, sparse):
         print(devices.printed(executor, variants))
 
 
-def _run(experiment, values, groups, sparse):
+def _run(experiment, values, groups, sparse, clock):
     with run_folder.opened(experiment, values) as folder:
         chip = hardware.detect(["float32" if values.dtype == "auto" else values.dtype])
         names = _settle(values, chip, sparse)
@@ -107,38 +116,47 @@ def _run(experiment, values, groups, sparse):
         known: dict = {}
         for v in variants:
             say(f"{v.name:>6}: compiling")
-            programs[v.name] = compile_programs(
-                v.stages, v.training, data, v.evolution, known, executor
-            )
+            with clock.during("compile"):
+                programs[v.name] = compile_programs(
+                    v.stages, v.training, data, v.evolution, known, executor
+                )
         if not saved:
-            steps = step_plan.planned_steps(values, variants, programs, data, executor)
+            with clock.during("compile"):
+                steps = step_plan.planned_steps(values, variants, programs, data, executor)
             steps = processes.told(steps)
             variants = [v.with_steps(steps[v.name]) for v in variants]
             _refuse_unfit(variants)
             saved = _config(experiment, values, groups, variants, corpus, tokenizer, chip)
             run_folder.start(folder, saved, tokenizer)
 
+        ledger = goodput.Ledger(folder, clock)
         with stop_on_signals() as stop, contextlib.ExitStack() as stack:
             trainers = []
             for position, v in enumerate(variants):
-                t = _trainer(values, v, folder, data, programs[v.name], chip, position, executor)
+                how = _Laid(data, programs[v.name], chip, position, executor, clock)
+                t = _trainer(values, v, folder, how)
                 stack.push(functools.partial(_close, t))
                 trainers.append(t)
                 if values.resume:
                     say(f"{t.name:>6}: goes on after step {t.step} of {t.training.steps}")
-            finished = _train(trainers, stop)
+            finished = _train(trainers, stop, ledger)
+        ledger.note(ended=not finished)
         if not finished:
             again = f"python -m experiments.{experiment} --resume={shlex.quote(str(folder))}"
             say(f"stopped; go on with: {again}")
-            return
+            return stopped_status(stop())
         if processes.first():
             for v in variants:
                 timeline = programs[v.name][-1].timeline
                 if timeline is not None:
                     say(f"{v.name:>6}: {relay_plan.measured(timeline())}")
-            report = run_report.write(folder, saved, trainers, corpus, tokenizer, chip)
+            seconds = ledger.seconds(sum(t.seconds for t in trainers))
+            report = run_report.write(folder, saved, trainers, corpus, tokenizer, chip, seconds)
+            ledger.note(ended=True)
             say(report.headline)
+            say(goodput.told(seconds))
             say(f"report: {report.path}")
+    return 0
 
 
 def _close(trainer, kind, error, trace) -> None:
@@ -233,45 +251,50 @@ def _config(experiment, values, groups, variants, corpus, tokenizer, chip) -> di
     }
 
 
-def _trainer(
-    values,
-    variant: Variant,
-    folder: Path,
-    data: TrainingData,
-    programs: list[Compiled],
-    chip,
-    position,
-    executor,
-) -> Trainer:
+class _Laid(NamedTuple):
+    """What a trainer is given beside its variant."""
+
+    data: TrainingData
+    programs: list[Compiled]
+    chip: Any
+    position: int
+    executor: Executor
+    clock: Clock
+
+
+def _trainer(values, variant: Variant, folder: Path, laid: _Laid) -> Trainer:
+    executor = laid.executor
     eval_every = values.eval_every or max(1, variant.training.steps // EVALUATIONS_A_RUN)
 
     def mfu(model, speed):
         if getattr(values, "depth_schedule", "constant") != "constant":
             return None  # The FLOPs of a step change with its depth.
         flops = cost.flops_per_token(model, variant.training.sequence).total
-        return cost.mfu(flops, speed / executor.devices, chip, model.compute_dtype)
+        return cost.mfu(flops, speed / executor.devices, laid.chip, model.compute_dtype)
 
     return Trainer(
         variant.name,
         folder / variant.name,
         variant.model,
         variant.training,
-        data,
-        programs,
+        laid.data,
+        laid.programs,
         eval_every=eval_every,
         checkpoint_every=values.checkpoint_every or 2 * eval_every,
         evolution=variant.evolution,
         executor=executor,
         mfu=mfu,
-        position=position,
+        position=laid.position,
         start=_start(values, variant, executor),
+        clock=laid.clock,
     )
 
 
-def _train(trainers: list[Trainer], stop) -> bool:
+def _train(trainers: list[Trainer], stop, ledger: goodput.Ledger) -> bool:
     """Trains and evaluates all to the end; False if `stop()` came before, after saving."""
+    ledger.note()
     for _ in advance_side_by_side(trainers, stop):
-        pass
+        ledger.note(at_once=False)
     finished = all(trainer.finished for trainer in trainers)
     if finished:
         for trainer in trainers:
@@ -281,7 +304,10 @@ def _train(trainers: list[Trainer], stop) -> bool:
 
 @contextlib.contextmanager
 def stop_on_signals():
-    """Yields a function that tells whether SIGINT or SIGTERM came; a second SIGINT interrupts."""
+    """Yields a function that tells which of SIGINT and SIGTERM came first, 0 while none did.
+
+    A second SIGINT interrupts.
+    """
     came = []
 
     def note(number, frame):
@@ -291,10 +317,19 @@ def stop_on_signals():
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(came)
+        yield lambda: came[0] if came else 0
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def stopped_status(number: int) -> int:
+    """Exit status of a run that this signal ended after saving; the same on all processes.
+
+    SIGTERM is how a machine is taken away: TEMPORARY asks the scheduler for another start.  One who
+    presses Ctrl-C is there to do so: 0.
+    """
+    return TEMPORARY if processes.anywhere(number == signal.SIGTERM) else 0
 
 
 def _versions():

@@ -15,8 +15,11 @@ BASELINE = "dense"
 FLOOR = "static_random"
 
 
-def run(values, groups, arms: dict[str, dict | None]) -> None:
+def run(values, groups, arms: dict[str, dict | None]) -> int:
     """Trains every arm, seed and budget that the flags name; see `sparse_quality`.
+
+    Returns:
+      The exit status.
 
     Raises:
       UserError: in words, before the first step where it can be known then.
@@ -45,13 +48,14 @@ def run(values, groups, arms: dict[str, dict | None]) -> None:
                         result = study.train(f"{arm}, seed {seed}", variant, data, where, stop)
                     if result is None:
                         say("stopped; the same command goes on")
-                        return
+                        return gpt_run.stopped_status(stop())
                     results.append({"equal": equal, "arm": arm, "seed": seed, **result})
     (folder / "quality.json").write_text(json.dumps(results, indent=1) + "\n")
     text = tables(results)
     (folder / "quality.md").write_text(text)
     draw(results, folder / "quality.png")
     say(text)
+    return 0
 
 
 def _variant(begun, arms, arm, seed=0):

@@ -264,4 +264,5 @@ def training_config(values, scale: str, model: ModelConfig, steps: int) -> Train
         weight_decay=values.weight_decay,
         seed=values.seed,
         state_dtype=values.state_dtype,
+        skip_spikes=values.skip_spikes,
     )

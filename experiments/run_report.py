@@ -43,8 +43,10 @@ class Written:
     headline: str
 
 
-def write(folder: Path, config: dict, trainers: list[Trainer], corpus, tokenizer, chip) -> Written:
-    """Writes report.json and report.html of a finished run.
+def write(
+    folder: Path, config: dict, trainers: list[Trainer], corpus, tokenizer, chip, seconds: dict
+) -> Written:
+    """Writes report.json and report.html of a finished run; `seconds` as `goodput.account` gives.
 
     Raises:
       UserError: they cannot be written; the run itself is kept.
@@ -71,6 +73,7 @@ def write(folder: Path, config: dict, trainers: list[Trainer], corpus, tokenizer
         projection_share=dense_flops.projection_share,
         continuations=_continuations(trainers, corpus, tokenizer),
         evaluation=evaluation_report.read(folder),
+        goodput=seconds,
     )
     partial = folder / "report.json.new"
     try:

@@ -30,8 +30,11 @@ FLOPS = 6.0
 """Training FLOPs that a stored parameter costs for a token: forward 2, backward 4."""
 
 
-def run(values, groups) -> None:
+def run(values, groups) -> int:
     """Fits the runs of a CSV, or trains a grid and fits that; see `sparse_scaling_law`.
+
+    Returns:
+      The exit status.
 
     Raises:
       UserError: in words, for what cannot be read, trained or fitted.
@@ -42,7 +45,7 @@ def run(values, groups) -> None:
         law, laws = fit(runs), bootstrap(runs, values.rounds)
         folder.mkdir(parents=True, exist_ok=True)
         _report(folder, runs, law, laws, [])
-        return
+        return 0
     begun = study.begin(values, groups)
     asked = begun.asked
     varied = ("runs", "rounds", "out", "widths", "densities", "lengths")
@@ -52,18 +55,19 @@ def run(values, groups) -> None:
     fitted = [p for p in plan if not p["held_out"]]
     with gpt_run.stop_on_signals() as stop:
         if not _train(fitted, begun, folder, stop):
-            return
+            return gpt_run.stopped_status(stop())
         runs = _runs(fitted)
         law, laws = fit(runs), bootstrap(runs, values.rounds)
         predictions = [_predicted(p, law, laws) for p in held_out]
         say(_predictions_table(predictions))
         (folder / "predictions.json").write_text(json.dumps(predictions, indent=1) + "\n")
         if not _train(held_out, begun, folder, stop):
-            return
+            return gpt_run.stopped_status(stop())
     for prediction, training in zip(predictions, held_out):
         prediction["loss"] = training["loss"]
     _write_runs(folder / "runs.csv", plan)
     _report(folder, runs, law, laws, predictions)
+    return 0
 
 
 def _plan(values, begun) -> list[dict]:

@@ -73,7 +73,7 @@ def main(values):
     """Trains what is not trained yet, then writes the tables."""
     from experiments import quality_runs
 
-    quality_runs.run(values, GROUPS, ARMS)
+    return quality_runs.run(values, GROUPS, ARMS)
 
 
 if __name__ == "__main__":

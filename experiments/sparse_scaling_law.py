@@ -45,7 +45,7 @@ def main(values):
     """Reads or trains the runs, then fits, prints and draws."""
     from experiments import scaling_law_runs
 
-    scaling_law_runs.run(values, GROUPS)
+    return scaling_law_runs.run(values, GROUPS)
 
 
 if __name__ == "__main__":

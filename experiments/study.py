@@ -18,10 +18,11 @@ from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution.host_memory import keep_freed_memory
 from sparse_dataflow.planning import hardware
-from sparse_dataflow.training.loop import Trainer, advance_side_by_side
+from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import TrainingData, compile_programs
+from sparse_dataflow.training.turns import advance_side_by_side
 
 _DEFAULTS = {
     "twin": "no",

@@ -4,8 +4,8 @@
 #
 # EXPERIMENT trains (gpt13b_sparse, gpt13b_dense); FOLDER must be the same on every host; $PYTHON is
 # the Python that runs it (python).  SIGTERM and SIGINT have the run save and end.  Then, with no
-# report written yet, the status is 75 (EX_TEMPFAIL of sysexits.h), so that a scheduler which starts
-# failed jobs again does not take the run for finished.
+# report written yet, the status is 75 (EX_TEMPFAIL of sysexits.h), also after a SIGINT, which the
+# run itself ends with 0: a scheduler which starts failed jobs again must not take it for finished.
 
 set -eu
 if [ $# -lt 2 ]; then

@@ -1,5 +1,9 @@
 """The one exception that speaks to the user, and the first line of what others say."""
 
+TEMPORARY = 75
+"""Exit status of a run that is to be started again, as when its machine is taken away: EX_TEMPFAIL
+of sysexits.h, which schedulers may be told to requeue on."""
+
 
 class UserError(ValueError):
     """A request that cannot be served, told in one or two plain sentences with the legal values.

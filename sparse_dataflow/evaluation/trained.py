@@ -16,8 +16,7 @@ from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training.checkpoint import Checkpoints
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.phases import phase_before, phases
-from sparse_dataflow.training.plateau import with_starts
-from sparse_dataflow.training.saved_state import identity, saved_state
+from sparse_dataflow.training.saved_state import Kept, identity, saved_state
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -127,7 +126,7 @@ def load(run_folder: str | Path, variant: str, checkpoint: str = NEWEST) -> Trai
     found = phases(model, evolution, training.steps)
 
     def wanted(step, extra):
-        state = saved_state(with_starts(found, extra["starts"]), training, step)
+        state = saved_state(Kept.read(extra, found).phases, training, step)
         # The optimizer's part is read because it is there, and never reaches the device.
         on_host = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), state.moments)
         return state._replace(moments=on_host)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 
@@ -13,11 +14,14 @@ import jax
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import rendezvous
 from sparse_dataflow.execution.cluster import Membership
+from sparse_dataflow.execution.watch import LOST_AFTER
 
 
 @contextlib.contextmanager
-def joined(me: Membership, facts: Mapping[str, object], timeout: float) -> Iterator[None]:
-    """Inside, jax has the devices of all processes.
+def joined(
+    me: Membership, facts: Mapping[str, object], timeout: float, heartbeat: float
+) -> Iterator[rendezvous.Group | None]:
+    """Inside, jax has the devices of all processes; yields them, None for a process alone.
 
     If the block fails in one process, all end, each saying why; the process of the failure itself
     ends here, as the runtime would wait for the others at its end.
@@ -26,12 +30,14 @@ def joined(me: Membership, facts: Mapping[str, object], timeout: float) -> Itera
       me: this process.
       facts: what all must have been told alike, JSON-able; compared by name and by hash.
       timeout: seconds to wait for the last process.
+      heartbeat: that `watch.Watch` goes by, seconds; jax's runtime, which ends all without naming
+        anyone, waits longer.
 
     Raises:
       UserError: on every process, where they do not meet; see `rendezvous.meet`.
     """
     if me.processes == 1:
-        yield
+        yield None
         return
     text = json.dumps(facts, sort_keys=True, default=str)
     facts = {**facts, "hash of all flags": hashlib.sha256(text.encode()).hexdigest()[:12]}
@@ -44,8 +50,9 @@ def joined(me: Membership, facts: Mapping[str, object], timeout: float) -> Itera
             me.process,
             local_device_ids=me.devices,
             cluster_detection_method="deactivate",
+            heartbeat_timeout_seconds=100 + round(2 * LOST_AFTER * heartbeat),
         )
-        yield
+        yield group
         group.leave()
     except BaseException as error:
         if isinstance(error, UserError):
@@ -57,6 +64,9 @@ def joined(me: Membership, facts: Mapping[str, object], timeout: float) -> Itera
                 words, status = "it was interrupted.", 130
             else:
                 traceback.print_exc()
+                # The runtime may be speaking of the end of another process, which is noticed here
+                # too, and told better.
+                time.sleep(1.0)
         group.fail(words)
         sys.stdout.flush()
         sys.stderr.flush()

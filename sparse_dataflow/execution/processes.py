@@ -49,11 +49,11 @@ def from_first(function: Callable[[], Any]) -> Any:
     return result
 
 
-def anywhere(flag: bool) -> bool:
-    """Whether any process has it."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+def anywhere(*flags: bool) -> Any:
+    """Whether any process has it; of several flags, a list."""
+    if jax.process_count() > 1:
+        flags = tuple(multihost_utils.process_allgather(np.asarray(flags)).any(axis=0).tolist())
+    return flags[0] if len(flags) == 1 else list(flags)
 
 
 def refused_together(error: UserError | None) -> None:
@@ -66,12 +66,21 @@ def refused_together(error: UserError | None) -> None:
         if error is not None:
             raise error
         return
+    if (words := anyones(error)) is not None:
+        raise UserError(words)
+
+
+def anyones(words: object | None) -> str | None:
+    """The words of the lowest process that has some, up to 1000 bytes; None where none has."""
+    if jax.process_count() == 1:
+        return None if words is None else str(words)
     most = 1000
-    text = np.frombuffer(str(error or "").encode()[:most].ljust(most), np.uint8)
+    text = np.frombuffer(str(words or "").encode()[:most].ljust(most), np.uint8)
     for each in multihost_utils.process_allgather(text):
-        words = each.tobytes().decode(errors="replace").strip()
-        if words:
-            raise UserError(words)
+        found = each.tobytes().decode(errors="replace").strip()
+        if found:
+            return found
+    return None
 
 
 def to_host(tree: Any) -> Any:

@@ -3,19 +3,20 @@
 Over plain TCP, because jax's own runtime aborts the process where one is missing, and says neither
 which nor why.  The first process listens at the coordinator's address; the others connect, and say
 who they are and what they were told to do.  The connections stay: what ends one process is told to
-all, and one that is killed is noticed at once.
+all, one that is killed is noticed at once, and each tells what it is doing (see `watch`).
 """
 
 import contextlib
 import json
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.errors import TEMPORARY, UserError
+from sparse_dataflow.execution.lines import Lines, connected, listening
 
 GRACE_SECONDS = 3.0
 """That a process has to end by itself after another has: it may be about to say the same."""
@@ -25,20 +26,45 @@ LINGER_SECONDS = 15.0
 
 
 class Group:
-    """The processes that have met."""
+    """The processes that have met.
 
-    def __init__(self, number: int, peers: Mapping[int, socket.socket]):
-        self._number, self._peers = number, dict(peers)
+    The first is connected with all others, each of them with the first.
+
+    Attributes:
+      number: of this process.
+      told: {process: (when, by time.monotonic; what it last told)} of those connected with this.
+      on_news: is called, in a thread, with what the first process announces.
+    """
+
+    def __init__(self, number: int, peers: Mapping[int, Lines]):
+        self.number, self._peers = number, dict(peers)
+        now = time.monotonic()
+        self.told: dict[int, tuple[float, dict[str, Any]]] = {peer: (now, {}) for peer in peers}
+        self.on_news: Callable[[str], None] = lambda words: None
         self._leaving = threading.Event()
         self._gone = {peer: threading.Event() for peer in peers}
         for peer in peers:
             threading.Thread(target=self._listen, args=(peer,), daemon=True).start()
 
-    def fail(self, words: str) -> None:
-        """Tells all others why this process ends; returns once they know."""
+    @property
+    def leaving(self) -> bool:
+        """Whether this process is about to end."""
+        return self._leaving.is_set()
+
+    def tell(self, doing: Mapping[str, Any]) -> None:
+        """Tells those connected with this process, JSON-able, what it is doing."""
+        self._tell({"doing": dict(doing)})
+
+    def announce(self, words: str) -> None:
+        """From the first process: has `on_news` called on all."""
+        self._tell({"news": words})
+        self.on_news(words)
+
+    def fail(self, words: str, status: int = 2) -> None:
+        """Tells the others why this one ends, and they with `status`; returns once they know."""
         self._leaving.set()
-        self._tell({"failed": words, "process": self._number})
-        self._wait(LINGER_SECONDS if self._number == 0 else 1.0)
+        self._tell({"failed": words, "process": self.number, "status": status})
+        self._wait(LINGER_SECONDS if self.number == 0 else 1.0)
 
     def leave(self) -> None:
         """Ends the group well: returns once all others are here too, or have ended."""
@@ -49,7 +75,7 @@ class Group:
     def _tell(self, message):
         for connection in self._peers.values():
             with contextlib.suppress(OSError):
-                _send(connection, message)
+                connection.send(message)
 
     def _wait(self, seconds):
         end = None if seconds is None else time.monotonic() + seconds
@@ -57,24 +83,38 @@ class Group:
             gone.wait(None if end is None else max(0.0, end - time.monotonic()))
 
     def _listen(self, peer):
-        message = {}
+        message: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
-            message = _receive(self._peers[peer])
+            while not message:
+                message = self._heard(peer, self._peers[peer].receive())
         if not message.get("done"):
             origin = message.get("process", peer)
             words = message.get("failed", "it ended without a word; its own output may say why.")
-            if self._number == 0:
+            # Where a machine is lost another start is worth it; where a request is illegal, none.
+            status = message.get("status", TEMPORARY)
+            if self.number == 0:
+                told = {"failed": words, "process": origin, "status": status}
                 for other in self._peers.keys() - {peer}:
                     with contextlib.suppress(OSError):
-                        _send(self._peers[other], {"failed": words, "process": origin})
+                        self._peers[other].send(told)
             # One that was killed said nothing, and jax's runtime will soon abort without a word.
             if not self._leaving.wait(GRACE_SECONDS if "failed" in message else 0.0):
                 print(f"error: process {origin} ended: {words}", file=sys.stderr, flush=True)
-                if self._number == 0:
+                if self.number == 0:
                     self._gone[peer].set()
                     self._wait(LINGER_SECONDS)
-                os._exit(2)
+                os._exit(status if type(status) is int else TEMPORARY)
         self._gone[peer].set()
+
+    def _heard(self, peer, message):
+        """Takes in what a process tells while it runs; what it says at its end is given back."""
+        if "doing" in message:
+            self.told[peer] = time.monotonic(), dict(message["doing"])
+        elif "news" in message:
+            self.on_news(str(message["news"]))
+        else:
+            return message
+        return {}
 
 
 def meet(
@@ -98,8 +138,7 @@ def meet(
         raise UserError(f"--coordinator={address} is no address; write host:port.")
     if not 0 <= number < count:
         raise UserError(f"--process={number} of --processes={count}; legal: 0 to {count - 1}.")
-    mine = {"process": number, "processes": count, "facts": dict(facts)}
-    mine = json.loads(json.dumps(mine))
+    mine = {"process": number, "processes": count, "facts": json.loads(json.dumps(dict(facts)))}
     if number == 0:
         return Group(0, _gather((host, int(port)), count, mine, timeout))
     return Group(number, {0: _arrive((host, int(port)), mine, timeout)})
@@ -107,9 +146,9 @@ def meet(
 
 def _gather(address, count, mine, timeout):
     end, wrong = time.monotonic() + timeout, ""
-    peers: dict[int, socket.socket] = {}
+    peers: dict[int, Lines] = {}
     try:
-        listener = socket.create_server(("", address[1]), backlog=count)
+        listener = listening(address[1], count)
     except OSError as error:
         raise UserError(
             f"Process 0 cannot listen at port {address[1]} ({error.strerror}); name a free one "
@@ -119,17 +158,17 @@ def _gather(address, count, mine, timeout):
         while len(peers) < count - 1 and not wrong:
             listener.settimeout(max(0.001, end - time.monotonic()))
             try:
-                connection, _ = listener.accept()
+                connection = Lines(listener.accept()[0])
             except TimeoutError:
                 break
-            connection.settimeout(5.0)
+            connection.timeout(5.0)
             try:
-                theirs = _receive(connection)
+                theirs = connection.receive()
                 other = int(theirs["process"])
             except (OSError, ValueError, KeyError, TypeError):
                 connection.close()  # No process of a run.
                 continue
-            connection.settimeout(None)
+            connection.timeout(None)
             wrong = _difference(mine, theirs, peers)
             peers[other if other not in peers else -1] = connection
     missing = [str(n) for n in range(1, count) if n not in peers]
@@ -142,7 +181,7 @@ def _gather(address, count, mine, timeout):
         )
     for connection in peers.values():
         with contextlib.suppress(OSError):
-            _send(connection, {"refused": wrong})
+            connection.send({"refused": wrong})
     if wrong:
         for connection in peers.values():
             connection.close()
@@ -172,7 +211,7 @@ def _arrive(address, mine, timeout):
     end, reason = time.monotonic() + timeout, "no answer"
     while (left := end - time.monotonic()) > 0:
         try:
-            connection = socket.create_connection(address, timeout=left)
+            connection = connected(address, left)
             break
         except OSError as error:
             reason = error.strerror or str(error) or reason
@@ -182,30 +221,15 @@ def _arrive(address, mine, timeout):
             f"the coordinator {address[0]}:{address[1]} was not reached within {timeout:g} seconds "
             f"({reason}); --coordinator is the host of process 0 and a port that is open there."
         )
-    connection.settimeout(max(1.0, end - time.monotonic()) + timeout)
+    connection.timeout(max(1.0, end - time.monotonic()) + timeout)
     try:
-        _send(connection, mine)
-        refused = _receive(connection)["refused"]
+        connection.send(mine)
+        refused = connection.receive()["refused"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"the coordinator {address[0]}:{address[1]} ended before all processes had joined."
         ) from error
     if refused:
         raise UserError(refused)
-    connection.settimeout(None)
+    connection.timeout(None)
     return connection
-
-
-def _send(connection, message):
-    connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _receive(connection):
-    """One message, a line of JSON."""
-    text = b""
-    while not text.endswith(b"\n"):
-        piece = connection.recv(65536)
-        if not piece:
-            raise ValueError("the connection was closed")
-        text += piece
-    return json.loads(text)

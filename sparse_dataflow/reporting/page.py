@@ -85,7 +85,22 @@ def contents(data: "ReportData") -> dict[str, Any]:
         "pictures": pictures,
         "pictures_left_out": left_out,
         "evaluation": evaluation_table(data.evaluation) if data.evaluation else None,
+        "goodput": goodput(data.goodput),
     }  # fmt: skip
+
+
+def goodput(seconds: dict[str, float]) -> str:
+    """The share of a run's time that counts, and what the rest was; empty where it is not known."""
+    total = sum(seconds.values())
+    if not total or "productive" not in seconds:
+        return ""
+    rest = ", ".join(
+        f"{name} {_percent(part / total)}"
+        for name, part in seconds.items()
+        if name != "productive" and part / total >= 0.0005
+    )
+    told = f"{_percent(seconds['productive'] / total)} of {total:,.0f} s in steps that count"
+    return f"{told}; {rest}" if rest else told
 
 
 def evaluation_table(evaluation: "EvaluationData") -> list[dict[str, Any]]:

@@ -198,6 +198,8 @@ class ReportData:
       projection_share: share of a dense step's FLOPs in the projections, a fraction of one.
       continuations: generated text, side by side.
       evaluation: tasks that the models were asked, where `experiments.evaluate` has run.
+      goodput: seconds of the whole run, all its starts together, by what they were spent on;
+        "productive" are those of steps that count.
 
     Raises:
       UserError: on construction, where there is no variant, one twice, or one of unknown name.
@@ -217,6 +219,7 @@ class ReportData:
     projection_share: float | None = None
     continuations: list[Continuation] = dataclasses.field(default_factory=list)
     evaluation: EvaluationData | None = None
+    goodput: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         names = [v.name for v in self.variants]

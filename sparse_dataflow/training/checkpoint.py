@@ -11,29 +11,30 @@ Layout of the folder, where a step is a decimal number without leading zeros:
 
 A checkpoint appears under its step by one rename, after all its bytes are on disk; older ones are
 deleted only after that. So a kill at any moment leaves every whole checkpoint whole.
+
+Errors that pass (see `storage`) are waited for. Where arrays could not be written, what they held
+is gone by the time it is known: the next save is made in their stead.
 """
 
+import functools
 import json
 import math
 import operator
-import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from absl import logging
 
+from sparse_dataflow import storage
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import processes
-from sparse_dataflow.training import manifest, named_arrays
+from sparse_dataflow.training import checkpoint_folder, manifest, named_arrays
 from sparse_dataflow.training.json_difference import refuse_other
-
-_STEP = re.compile(r"0|[1-9][0-9]{0,17}")
-_LEFTOVER = re.compile(r"[0-9]+\.(saving|pruning)")
-_DAMAGED = re.compile(r"[0-9]+\.damaged(-[0-9]+)?")
+from sparse_dataflow.training.save_outcome import SaveOutcome
 
 
 class Checkpoints:
@@ -73,11 +74,11 @@ class Checkpoints:
         self._config = json.loads(json.dumps(config))
         self._read_only = read_only
         self._worker: threading.Thread | None = None
-        self._failure: UserError | None = None
+        self._outcome = SaveOutcome()
         self._known_whole: set[int] = set()
         self._orbax = named_arrays.make_checkpointer()
         if not read_only:
-            processes.from_first(self._prepare_folder)
+            processes.from_first(functools.partial(checkpoint_folder.prepare, self._folder))
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -91,20 +92,19 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the finished checkpoints, oldest first. Their bytes are checked on restore."""
-        return sorted(self._facts())
+        return sorted(checkpoint_folder.facts(self._folder))
 
     def best_step(self) -> int | None:
         """The step with the lowest metric, the newest of several; None where none has one."""
-        facts = self._facts()
-        rated = [step for step, fact in facts.items() if isinstance(fact.get("metric"), float)]
-        return min(rated, key=lambda step: (facts[step]["metric"], -step), default=None)
+        return checkpoint_folder.best(checkpoint_folder.facts(self._folder))
 
     def save(
         self, step: int, state: Any, extra: Mapping[str, Any], metric: float | None = None
     ) -> bool:
         """Starts to save a checkpoint and returns as soon as `state` may be changed or donated.
 
-        Waits for the save before it, if that is still under way.
+        Waits for the save before it, if that is still under way; this one takes its place where it
+        failed for a reason that passes.
 
         Args:
           step: 0 or more. A whole checkpoint of this step is kept as it is.
@@ -127,7 +127,7 @@ class Checkpoints:
             raise ValueError(f"step {step} is not between 0 and 10**18")
         if metric is not None:
             metric = float(metric) if math.isfinite(metric) else None
-        self.wait()
+        self.ended()
         arrays = named_arrays.flatten(state)
         about = {
             "extra": dict(extra) | {"config": self._config},
@@ -140,7 +140,10 @@ class Checkpoints:
             return False
         saving = self._folder / f"{step}.saving"
         try:
-            named_arrays.start_writing(self._orbax, saving / "state", arrays)
+            storage.retried(
+                f"Writing {saving}",
+                lambda: named_arrays.start_writing(self._orbax, saving / "state", arrays),
+            )
         except OSError as error:
             raise self._failed(step, error) from error
         except BaseException:
@@ -157,14 +160,34 @@ class Checkpoints:
         if self._is_whole(step):
             return False
         final, saving = self._folder / str(step), self._folder / f"{step}.saving"
-        try:
+
+        def make():
             if final.exists() or final.is_symlink():
                 self._set_aside(final, "it is in the way of a new checkpoint of that step")
-            _remove(saving)
+            checkpoint_folder.remove(saving)
             saving.mkdir(parents=True)
+
+        try:
+            storage.retried(f"Making {saving}", make)
         except OSError as error:
             raise self._failed(step, error) from error
         return True
+
+    @property
+    def again(self) -> bool:
+        """Whether a save ended that is worth another one now, on this process; see SaveOutcome."""
+        return self._outcome.again
+
+    def ended(self) -> UserError | None:
+        """None once no save is under way, or what kept the last from being written and may pass.
+
+        Raises:
+          UserError: what will not pass.
+        """
+        if self._worker is not None:
+            self._worker.join()
+            self._worker = None
+        return self._outcome.taken()
 
     def wait(self) -> None:
         """Returns once no save is under way.
@@ -172,11 +195,8 @@ class Checkpoints:
         Raises:
           UserError: the last save could not be written; told once.
         """
-        if self._worker is not None:
-            self._worker.join()
-            self._worker = None
-        failure, self._failure = self._failure, None
-        processes.refused_together(failure)
+        if (failure := self.ended()) is not None:
+            raise failure
 
     def restore(
         self, abstract_state: Any, step: int | None = None
@@ -210,12 +230,15 @@ class Checkpoints:
         tree = abstract_state(candidate, extra) if callable(abstract_state) else abstract_state
         wanted = named_arrays.describe(named_arrays.flatten(tree))
         refuse_other(path, "holds other arrays", arrays, wanted)
-        return named_arrays.read(self._orbax, path / "state", tree), extra
+        state = path / "state"
+        read = functools.partial(named_arrays.read, self._orbax, state, tree)
+        return storage.retried(f"Reading {state}", read), extra
 
     def _newest(self, step: int | None) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
         """(step, extra, description of the arrays) of what `restore` restores."""
         try:
-            steps = sorted((int(path.name) for path in self._folders(_STEP)), reverse=True)
+            found = checkpoint_folder.named(self._folder, checkpoint_folder.STEP)
+            steps = sorted((int(path.name) for path in found), reverse=True)
         except OSError as error:
             raise UserError(
                 f"{self._folder} cannot be read: {named_arrays.reason(error)}."
@@ -231,7 +254,8 @@ class Checkpoints:
         for candidate in steps:
             path = self._folder / str(candidate)
             try:
-                extra, arrays = self._checked(path)
+                check = functools.partial(self._checked, path)
+                extra, arrays = storage.retried(f"Reading {path}", check)
             except manifest.Damaged as damage:
                 if path.exists():
                     self._set_aside(path, str(damage))
@@ -249,8 +273,10 @@ class Checkpoints:
             )
         if pruned:
             return self._newest(None)
-        damaged = [path.name for path in self._folders(_DAMAGED)] + [
-            path.name for path in self._folders(_STEP)
+        damaged = [
+            path.name
+            for pattern in (checkpoint_folder.DAMAGED, checkpoint_folder.STEP)
+            for path in checkpoint_folder.named(self._folder, pattern)
         ]
         if not damaged:
             return None
@@ -270,20 +296,6 @@ class Checkpoints:
                 return extra, arrays
         raise manifest.Damaged("its extra.json is not that of a checkpoint")
 
-    def _prepare_folder(self) -> None:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for path in self._folders(_LEFTOVER):
-                _remove(path)
-            probe = self._folder / "0.saving"
-            probe.mkdir()
-            probe.rmdir()
-        except OSError as error:
-            raise UserError(
-                f"Checkpoints cannot be written to {self._folder}: {named_arrays.reason(error)}. "
-                "Choose a run folder that can be written."
-            ) from error
-
     def _finish(self, step: int, about: bytes, metric: float | None) -> None:
         """Ends a save in the background: files, manifest, rename, and only then pruning."""
         saving, final = self._folder / f"{step}.saving", self._folder / str(step)
@@ -291,36 +303,29 @@ class Checkpoints:
             self._orbax.wait_until_finished()
             if not processes.first():
                 return
-            (saving / "extra.json").write_bytes(about)
-            manifest.write(saving, {"step": step, "metric": metric})
-            saving.rename(final)
-            manifest.flush_folder(self._folder)
+
+            def complete():
+                if final.exists():
+                    return
+                (saving / "extra.json").write_bytes(about)
+                manifest.write(saving, {"step": step, "metric": metric})
+                saving.rename(final)
+
+            storage.retried(f"Writing {final}", complete)
+            storage.retried(f"Writing {final}", lambda: manifest.flush_folder(self._folder))
         except Exception as error:
-            failure = self._failed(step, error)
-            failure.__cause__ = error
-            self._failure = failure
-            logging.error("%s", failure)
+            self._outcome.failed(error, self._failed(step, error))
             return
+        self._outcome.written()
         self._known_whole.add(step)
         try:
-            self._prune(step)
+            checkpoint_folder.prune(self._folder, self._keep, step, self._known_whole.discard)
         except OSError as error:
             logging.warning(
                 "Old checkpoints in %s could not be deleted: %s.",
                 self._folder,
                 named_arrays.reason(error),
             )
-
-    def _prune(self, just_saved: int) -> None:
-        steps = self.steps()
-        kept = {just_saved, self.best_step(), *steps[-self._keep :]}
-        for step in sorted(set(steps) - kept):
-            doomed = self._folder / f"{step}.pruning"
-            _remove(doomed)
-            # A reader sees a whole checkpoint or none, never one half deleted.
-            (self._folder / str(step)).rename(doomed)
-            self._known_whole.discard(step)
-            _remove(doomed)
 
     def _failed(self, step: int, error: Exception) -> UserError:
         saving = self._folder / f"{step}.saving"
@@ -357,39 +362,5 @@ class Checkpoints:
         self._known_whole.discard(int(path.name))
         if self._read_only:
             logging.warning("Checkpoint %s cannot be used: %s.", path, reason)
-            return
-        aside, count = path.with_name(f"{path.name}.damaged"), 1
-        while aside.exists() or aside.is_symlink():
-            count += 1
-            aside = path.with_name(f"{path.name}.damaged-{count}")
-        try:
-            path.rename(aside)
-        except OSError as error:
-            raise UserError(
-                f"Checkpoint {path} cannot be used ({reason}) and could not be moved aside: "
-                f"{named_arrays.reason(error)}."
-            ) from error
-        logging.warning("Checkpoint %s cannot be used: %s. It is now %s.", path, reason, aside.name)
-
-    def _facts(self) -> dict[int, dict[str, Any]]:
-        facts = {}
-        for path in self._folders(_STEP):
-            try:
-                fact = manifest.read(path)
-            except (manifest.Damaged, OSError):
-                continue
-            if fact.get("step") == int(path.name):
-                facts[int(path.name)] = fact
-        return facts
-
-    def _folders(self, pattern: re.Pattern[str]) -> Iterator[Path]:
-        if not self._folder.is_dir():
-            return
-        for path in sorted(self._folder.iterdir()):
-            if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-                yield path
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        else:
+            checkpoint_folder.set_aside(path, reason)

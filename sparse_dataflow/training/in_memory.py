@@ -23,7 +23,13 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
-from sparse_dataflow.training.programs import TrainingData, compile_programs, held_out_nats, stepped
+from sparse_dataflow.training.programs import (
+    TrainingData,
+    any_loss,
+    compile_programs,
+    held_out_nats,
+    stepped,
+)
 from sparse_dataflow.training.step import initial_state
 
 HELD_OUT_WINDOWS = 32
@@ -92,7 +98,8 @@ def train(
     seconds, quality = 0.0, None
     for number, batch in zip(range(training.steps), batches.iterate()):
         start = time.perf_counter()
-        state, tables, report = stepped(programs, state, tables, batch, rate(number))
+        limit = any_loss(training)
+        state, tables, report = stepped(programs, state, tables, batch, rate(number), limit)
         loss = float(report.loss)
         seconds += time.perf_counter() - start
         step, quality = number + 1, None

@@ -3,19 +3,21 @@
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 
+from sparse_dataflow import storage
 from sparse_dataflow.data.batches import bits_per_byte
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import processes
+from sparse_dataflow.execution.clock import Clock
 from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, exchanged_share
 from sparse_dataflow.training.checkpoint import Checkpoints
-from sparse_dataflow.training.metrics import MetricsWriter, Progress, read_metrics, say
+from sparse_dataflow.training.metrics import MetricsWriter, Progress, say, seconds_at
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.phases import (
     learning_rate,
@@ -24,16 +26,18 @@ from sparse_dataflow.training.phases import (
     phases_flops,
     refuse_unfit,
 )
-from sparse_dataflow.training.plateau import Plateau, next_begins, with_starts
+from sparse_dataflow.training.plateau import Plateau, next_begins
 from sparse_dataflow.training.programs import (
     Compiled,
     TrainingData,
+    any_loss,
     changed,
     evolved,
     held_out_nats,
     stepped,
 )
-from sparse_dataflow.training.saved_state import identity, saved_state
+from sparse_dataflow.training.saved_state import Kept, identity, saved_state
+from sparse_dataflow.training.spikes import Spikes, counts, refuse_hopeless
 from sparse_dataflow.training.step import TrainState, initial_state
 
 
@@ -60,6 +64,7 @@ class Trainer:
         mfu: Callable[[ModelConfig, float], float | None] = lambda model, tokens_per_second: None,
         position: int = 0,
         start: Callable[[], TrainState] | None = None,
+        clock: Clock | None = None,
     ):
         """Opens the folder and continues from its newest whole checkpoint, if there is one.
 
@@ -80,12 +85,14 @@ class Trainer:
           position: row of the progress bar.
           start: gives the state before the first step, which is saved at once; drawn from the
             training seed where None.
+          clock: is told what this process does; its own where None.
 
         Raises:
           UserError: the folder cannot be written, or holds checkpoints of another config; the
             evolution does not fit the model or the steps.
         """
         self.name, self.training, self.executor = name, training, executor
+        self._clock = clock or Clock()
         self.evolution = evolution or EvolutionConfig()
         refuse_unfit(model, self.evolution, training.steps)
         self.phases = phases(model, self.evolution, training.steps)
@@ -94,17 +101,19 @@ class Trainer:
         processes.from_first(lambda: _make(folder))
         known = identity(model, training, self.evolution, data.tokenizer_hash)
         self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=known)
-        self.seconds, self._plateau = 0.0, Plateau()
+        self._limit = any_loss(training)
+        self.seconds, self._plateau, self._spikes = 0.0, Plateau(), Spikes()
 
         def wanted(step, extra):
-            self.phases = with_starts(self.phases, extra["starts"])
+            self.phases = Kept.read(extra, self.phases).phases
             return saved_state(self.phases, training, step, executor)
 
-        restored = self._checkpoints.restore(wanted)
+        with self._clock.during("checkpoint"):
+            restored = self._checkpoints.restore(wanted)
         saved = int(restored[0].step) if restored else None
         if restored:
-            self.seconds = restored[1]["seconds"]
-            self._plateau = Plateau.from_json(restored[1]["plateau"])
+            kept = Kept.read(restored[1], self.phases)
+            self.seconds, self._plateau, self._spikes = kept.seconds, kept.plateau, kept.spikes
 
         def first_state():
             if restored:
@@ -120,7 +129,7 @@ class Trainer:
             )
         self.step = int(self.state.step)
         if saved is not None and self.step != saved:
-            self.seconds = _seconds_at(folder, self.step, self.seconds)
+            self.seconds = seconds_at(folder, self.step, self.seconds)
         self._phase = phase_before(self.phases, self.step)
         self._tables = self._programs[self._phase].tables(self.state.tables)
         self._batches = data.train.iterate(self.step)
@@ -155,18 +164,66 @@ class Trainer:
           UserError: a loss or gradient is not finite; names step, parameter group and the last
             good checkpoint.
         """
-        batch = self._put(next(self._batches))
+        self._clock.step = f"step {self.step + 1} of {self.name}"
+        with self._clock.during("data"):
+            batch = self._put(next(self._batches))
         self._evolve(batch)
         rate = learning_rate(self.training, self.phases, self._phase, self.step)
-        start = time.perf_counter()
-        self.state, self._tables, report = stepped(
-            self._programs[self._phase], self.state, self._tables, batch, rate
-        )
-        report = jax.tree.map(float, jax.device_get(report))
-        elapsed = time.perf_counter() - start
+        if self._limit is not None:
+            self._limit = self._spikes.limit(self.training.skip_spikes)
+        with self._clock.during("step"):
+            start = time.perf_counter()
+            self.state, self._tables, report = stepped(
+                self._programs[self._phase], self.state, self._tables, batch, rate, self._limit
+            )
+            report = jax.tree.map(float, jax.device_get(report))
+            elapsed = time.perf_counter() - start
+        self._clock.stepped(elapsed)
         self.step += 1
-        self._refuse_non_finite("gradients", report.gradient_norms, report.loss)
         self.seconds += elapsed
+        if self._limit is not None and not counts(report.loss, report.gradient_norms, self._limit):
+            self._skipped(report.loss)
+        else:
+            self._refuse_non_finite("gradients", report.gradient_norms, report.loss)
+            self._spikes = self._spikes.good(report.loss)
+            self._tell(report, rate, elapsed)
+        if self.step % self._eval_every == 0 or self.finished:
+            self._watch(self.evaluate()["bits_per_byte"])
+        if self.step % self._checkpoint_every == 0 or self.finished:
+            self.save()
+
+    def _skipped(self, loss):
+        """Tells of a step whose update was not made; goes back after several."""
+        self._spikes = self._spikes.bad()
+        limit = float(self._limit)
+        row = {"kind": "skipped", "step": self.step, "tokens": self.tokens, "seconds": self.seconds}
+        known = {"loss": loss, "limit": limit}
+        row |= {name: value if math.isfinite(value) else None for name, value in known.items()}
+        self._metrics.write(row)
+        say(f"{self.name:>6}: step {self.step} skipped: loss {loss:.4g}, and {limit:.4g} counts")
+        if self._spikes.hopeless:
+            self._roll_back()
+
+    def _roll_back(self):
+        """Goes on with the parameters of a checkpoint from before the steps that were skipped."""
+        refuse_hopeless(self.name, self.step, self._spikes)
+        self._checkpoints.wait()
+        whole = processes.from_first(self._checkpoints.steps)
+        target = self._spikes.target(whole, self.step, self._checkpoint_every)
+        self._spikes = self._spikes.rolled_back()
+        if target is None or phase_before(self.phases, target) != self._phase:
+            say(f"{self.name:>6}: no checkpoint of this model from before these steps; going on")
+            return
+        with self._clock.during("checkpoint"):
+            state = saved_state(self.phases, self.training, target, self.executor)
+            restored, _ = self._checkpoints.restore(state, target)
+        self.state = self.executor.place(restored)._replace(step=self.state.step)
+        self._tables = self._programs[self._phase].tables(self.state.tables)
+        facts = {"tokens": self.tokens, "seconds": self.seconds, "to": target}
+        self._metrics.write({"kind": "rollback", "step": self.step, **facts})
+        say(f"{self.name:>6}: parameters of step {target} from here on")
+
+    def _tell(self, report, rate, elapsed):
         speed = self.training.batch * self.training.sequence / elapsed
         self._metrics.write(
             {
@@ -183,10 +240,6 @@ class Trainer:
         )
         left = self.seconds / self.step * (self.training.steps - self.step)
         self._progress.update(self.step, f"loss {report.loss:.3f}  {speed:,.0f} tokens/s", left)
-        if self.step % self._eval_every == 0 or self.finished:
-            self._watch(self.evaluate()["bits_per_byte"])
-        if self.step % self._checkpoint_every == 0 or self.finished:
-            self.save()
 
     def _watch(self, bits_per_byte):
         """Lets the next phase begin where this one's evaluations show no more progress."""
@@ -201,16 +254,20 @@ class Trainer:
     def _evolve(self, batch):
         """Changes the model or its layouts where that is due before the next step."""
         share = exchanged_share(self.evolution, self.step, self.training.steps)
+        if not share and self.step != self.phases[self._phase].stop:
+            return
+        with self._clock.during("evolution"):
+            self._evolve_by(share, batch)
+
+    def _evolve_by(self, share, batch):
         start = time.perf_counter()
         if self.step == self.phases[self._phase].stop:
             before, after = self.phases[self._phase : self._phase + 2]
             self.state = changed(self.state, before.model, after.model, self.executor)
             self._phase += 1
-        elif share:
+        else:
             programs, how = self._programs[self._phase], self.evolution
             self.state = evolved(self.state, self.model, programs, how, share, batch, self.executor)
-        else:
-            return
         self._tables = self._programs[self._phase].tables(self.state.tables)
         elapsed = time.perf_counter() - start
         self.seconds += elapsed
@@ -252,7 +309,13 @@ class Trainer:
 
     def _evaluate(self, kind, batches, total_bytes):
         programs, params = self._programs[self._phase], self.state.params
-        total = held_out_nats(programs, params, self._tables, map(self._put, batches))
+
+        def put(batch):
+            self._clock.progress += 1
+            return self._put(batch)
+
+        with self._clock.during("evaluation"):
+            total = held_out_nats(programs, params, self._tables, map(put, batches))
         row = {
             "kind": kind,
             "step": self.step,
@@ -282,8 +345,32 @@ class Trainer:
             "starts": [phase.start for phase in self.phases],
             "plateau": self._plateau.to_json(),
         }
-        state = self.executor.canonical(self.state, self.model)
-        self._checkpoints.save(self.step, state, extra, metric)
+        if self._limit is not None:
+            extra["spikes"] = self._spikes.to_json()
+        with self._clock.during("checkpoint"):
+            self._checkpoints.save(
+                self.step, self.executor.canonical(self.state, self.model), extra, metric
+            )
+
+    @property
+    def save_again(self) -> bool:
+        """Whether the last checkpoint failed for a reason that passes and is due again, here."""
+        return self._checkpoints.again
+
+    def save_surely(self) -> None:
+        """Returns once a checkpoint of the present step is on disk.
+
+        Raises:
+          UserError: as `save`.
+        """
+        with self._clock.during("checkpoint"):
+            self.save()
+            for seconds in storage.WAITS:
+                if self._checkpoints.ended() is None:
+                    return
+                time.sleep(seconds)
+                self.save()
+            self._checkpoints.wait()
 
     def close(self) -> None:
         """Waits for the checkpoint under way and closes the files.
@@ -311,32 +398,8 @@ class Trainer:
         )
 
 
-def _seconds_at(folder, step, otherwise):
-    """Training time until a step, of the rows that a run has left."""
-    rows = read_metrics(folder / "metrics.jsonl")
-    found = [r["seconds"] for r in rows if r.get("kind") == "train" and r.get("step") == step]
-    return found[-1] if found else otherwise
-
-
 def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder} cannot be made: {error.strerror}.") from error
-
-
-def advance_side_by_side(trainers: list[Trainer], stop: Callable[[], bool]) -> Iterator[Trainer]:
-    """Advances each trainer by turns until all are finished or `stop()`; yields who advanced.
-
-    The turn goes to whoever has done the smaller part of its own steps, so that a machine whose
-    speed drifts is shared fairly. When stopped, every trainer is saved first.
-    """
-    while running := [t for t in trainers if not t.finished]:
-        if processes.anywhere(stop()):
-            for trainer in running:
-                trainer.save()
-                say(f"{trainer.name:>6} saved at step {trainer.step}")
-            return
-        trainer = min(running, key=lambda t: t.step / t.training.steps)
-        trainer.advance()
-        yield trainer

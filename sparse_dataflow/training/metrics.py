@@ -19,6 +19,8 @@ _NUMBERS = {
     "train": ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second"),
     "eval": ("tokens", "seconds", "loss", "bits_per_byte"),
     "evolution": ("tokens", "seconds", "update_seconds", "exchanged", "parameters"),
+    "skipped": ("tokens", "seconds"),
+    "rollback": ("tokens", "seconds", "to"),
 }
 
 
@@ -46,6 +48,17 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
             continue
         rows[(row.get("kind"), row["step"]) if "step" in row else number] = row
     return list(rows.values())
+
+
+def seconds_at(folder: Path, step: int, otherwise: float) -> float:
+    """Training time until a step, by the rows in a variant's folder, where one says."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    found = [
+        r["seconds"]
+        for r in rows
+        if r.get("kind") in ("train", "skipped") and r.get("step") == step
+    ]
+    return found[-1] if found else otherwise
 
 
 class MetricsWriter:

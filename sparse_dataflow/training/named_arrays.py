@@ -3,7 +3,6 @@
 import errno
 import logging as std_logging
 import os
-import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
+from sparse_dataflow import storage
 from sparse_dataflow.errors import first_line
 
 # A save ends when the file system has done or refused it, not by the clock.
@@ -92,15 +92,8 @@ def read(checkpointer: ocp.AsyncCheckpointer, folder: Path, abstract_state: Any)
 
 def reason(error: BaseException) -> str:
     """What the system said, found in orbax's and tensorstore's long messages too."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__
-    code = re.search(r"os_error_code='(\d+)'", str(error))
-    if code:
-        return os.strerror(int(code[1]))
-    return first_line(error)
+    number = storage.code(error)
+    return first_line(error) if number is None else os.strerror(number)
 
 
 def _is_key(leaf: Any) -> bool:

@@ -40,6 +40,8 @@ class TrainingConfig:
       seed: draws parameters and data order.
       state_dtype: that both moments are kept in, and the gradients of a micro-batch; masters and
         sums over micro-batches are float32, and so is all arithmetic.
+      skip_spikes: standard deviations above the mean of the last losses beyond which a step is
+        skipped (see `spikes`); 0 skips none.
     """
 
     steps: int
@@ -52,6 +54,7 @@ class TrainingConfig:
     clip: float = 1.0
     seed: int = 0
     state_dtype: str = "float32"
+    skip_spikes: float = 0.0
 
     def __post_init__(self):
         if self.state_dtype not in DTYPES:

@@ -51,7 +51,8 @@ class Compiled:
     """The programs of one model.
 
     Attributes:
-      train_step: (state, tokens, learning rate) -> (state, StepReport); donates the state.
+      train_step: (state, tokens, learning rate) -> (state, StepReport); donates the state. With
+        --skip_spikes it takes the highest loss that counts as well.
       eval_step: (params, tables, tokens, weights) -> sum of weighted losses.
       seconds: that compiling took.
       tables: canonical numpy tables -> what both are given as the state's tables; () where they are
@@ -134,8 +135,9 @@ def _compiled(stage, training, data, executor):
     batch = executor.put(data.train[0], data.train.batch_size)
     held_out = executor.put(data.validation[0], data.validation.batch_size)
     windows = held_out["tokens"], held_out["weights"]
+    numbers = [np.float32(0)] * (2 if training.skip_spikes else 1)
     return Compiled(
-        train_step.lower(shapes, batch["tokens"], np.float32(0)).compile(),
+        train_step.lower(shapes, batch["tokens"], *numbers).compile(),
         eval_step.lower(shapes.params, given, *windows).compile(),
         time.perf_counter() - start,
         tables,
@@ -162,7 +164,8 @@ def _with_updates(programs, stage, training, data, evolution, executor):
     batches = [executor.put(data.train[step], data.train.batch_size) for step in range(2)]
     for _ in range(2):
         # Updates meet states that a step has made.
-        state, *_ = stepped(programs, state, programs.tables(state.tables), batches[0], 0.0)
+        tables = programs.tables(state.tables)
+        state, *_ = stepped(programs, state, tables, batches[0], 0.0, any_loss(training))
         jax.block_until_ready(state.params)
         start = time.perf_counter()
         state = evolved(state, model, programs, evolution, evolution.share, batches[1], executor)
@@ -170,7 +173,12 @@ def _with_updates(programs, stage, training, data, evolution, executor):
     return dataclasses.replace(programs, update_seconds=seconds)
 
 
-def stepped(programs: Compiled, state, tables, batch, learning_rate: float):
+def any_loss(training: TrainingConfig) -> np.float32 | None:
+    """`limit` for a step that counts whatever its loss."""
+    return np.float32(np.inf) if training.skip_spikes else None
+
+
+def stepped(programs: Compiled, state, tables, batch, learning_rate: float, limit=None):
     """One step.
 
     Args:
@@ -179,12 +187,14 @@ def stepped(programs: Compiled, state, tables, batch, learning_rate: float):
       tables: `programs.tables(state.tables)`; gone afterwards.
       batch: as the executor puts it.
       learning_rate: of this step.
+      limit: the highest loss that counts, where programs were compiled for one; else None.
 
     Returns:
       (state, tables for the next step, StepReport); the state's own tables stay as they are.
     """
     given = state._replace(tables=tables)
-    after, report = programs.train_step(given, batch["tokens"], np.float32(learning_rate))
+    numbers = [np.float32(learning_rate)] if limit is None else [np.float32(learning_rate), limit]
+    after, report = programs.train_step(given, batch["tokens"], *numbers)
     return after._replace(tables=state.tables), after.tables, report
 
 

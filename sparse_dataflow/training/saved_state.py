@@ -1,15 +1,18 @@
 """What a checkpoint of a training holds, and what must be the same for it to fit."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.phases import Phase, phase_before
+from sparse_dataflow.training.plateau import Plateau, with_starts
+from sparse_dataflow.training.spikes import Spikes
 from sparse_dataflow.training.step import TrainState, abstract_state
 
 
@@ -24,6 +27,43 @@ def identity(
         "evolution": dataclasses.asdict(evolution),
         "tokenizer": tokenizer_hash,
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What a checkpoint holds beside arrays.
+
+    Attributes:
+      seconds: training time until its step.
+      phases: where they were known to begin.
+      plateau: of the present phase.
+      spikes: of the losses before.
+    """
+
+    seconds: float
+    phases: tuple[Phase, ...]
+    plateau: Plateau
+    spikes: Spikes
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any], planned: tuple[Phase, ...]) -> "Kept":
+        """From a checkpoint's facts, whoever wrote them.
+
+        Raises:
+          UserError: they are not those of a training in these phases.
+        """
+        try:
+            starts, seconds = extra["starts"], float(extra["seconds"])
+            if not all(type(start) is int for start in starts) or sorted(starts) != starts:
+                raise ValueError("its phases are out of order")
+            found = with_starts(planned, starts)
+            plateau, spikes = Plateau.from_json(extra["plateau"]), extra.get("spikes")
+            return cls(seconds, found, plateau, Spikes.from_json(spikes))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UserError(
+                f"A checkpoint's extra.json was not written by this training ({error}); move its "
+                "folder away to go on from the one before."
+            ) from None
 
 
 def saved_state(

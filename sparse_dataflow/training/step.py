@@ -94,13 +94,16 @@ def make_train_step(
 ) -> Callable:
     """(state, int32 [batch, sequence + 1] tokens, learning rate) -> (state, StepReport).
 
+    With `training.skip_spikes` a fourth argument, float32 [], bounds the loss: where it is above,
+    or a gradient is not finite, parameters and moments stay as they are.
+
     `tables` are the layouts to specialise to; the state's own pass through untouched.  Without
     them the state's own are used, and may change from step to step.
     """
     optimizer = make_optimizer(model, training)
     fixed = tables
 
-    def train_step(state: TrainState, tokens: jax.Array, learning_rate: jax.Array):
+    def train_step(state: TrainState, tokens: jax.Array, learning_rate: jax.Array, *limit):
         tables = state.tables if fixed is None else fixed
         with jax.named_scope("loss_and_gradients"):
             loss, gradients = executor.loss_and_gradients(
@@ -117,6 +120,15 @@ def make_train_step(
             updates = jax.tree.map(lambda u: -learning_rate * u, updates)
             params = optax.apply_updates(state.params, updates)
         report = StepReport(loss, group_norms(gradients))
+        if training.skip_spikes:
+            (limit,) = limit
+            finite = [jnp.isfinite(norm) for norm in report.gradient_norms.values()]
+            counts = jnp.stack([loss <= limit, *finite]).all()
+            params, moments = jax.tree.map(
+                lambda new, old: jnp.where(counts, new, old),
+                (params, moments),
+                (state.params, state.moments),
+            )
         return state._replace(step=state.step + 1, params=params, moments=moments), report
 
     return train_step

@@ -5,9 +5,11 @@
 One after the other, at the N-th file operation whose path matches the regular expression PATH, WHAT
 happens: a signal's name sends it to this process, "SIGINT again" sends one once the program has
 noted the first (to Python, two that come together are one), "full" makes the disk refuse more than
-20 kB a file.
+20 kB a file, an error's name ("EIO") makes this operation fail so, "clock SECONDS" sets the time of
+day forward or back.
 """
 
+import errno
 import json
 import os
 import re
@@ -34,7 +36,13 @@ def watch(event, arguments):
         return
     happenings.pop(0)
     seen = 0
-    if what == "full":
+    if what in vars(errno):
+        number = getattr(errno, what)
+        raise OSError(number, os.strerror(number))
+    if what.startswith("clock "):
+        before, jump = time.time, float(what.removeprefix("clock "))
+        time.time = lambda: before() + jump
+    elif what == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     elif what == "SIGINT again":
         give_up = time.monotonic() + 600

@@ -14,7 +14,7 @@ from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.planning import cost
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
 from sparse_dataflow.training import plateau
-from sparse_dataflow.training.loop import Trainer, advance_side_by_side
+from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
 from sparse_dataflow.training.phases import (
@@ -25,6 +25,7 @@ from sparse_dataflow.training.phases import (
     update_steps,
 )
 from sparse_dataflow.training.programs import TrainingData, compile_programs
+from sparse_dataflow.training.turns import advance_side_by_side
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

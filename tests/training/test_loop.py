@@ -5,11 +5,12 @@ import pytest
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.training.loop import Trainer, advance_side_by_side
+from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.programs import Compiled, TrainingData
 from sparse_dataflow.training.step import StepReport
+from sparse_dataflow.training.turns import advance_side_by_side
 
 MODEL = ModelConfig(1, 8, 1, 32, 300, 4)
 TRAINING = TrainingConfig(steps=9, batch=2, sequence=4)
