@@ -1,6 +1,5 @@
 """Which flags contradict each other, and which contradict the run that is resumed."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from absl import flags as absl_flags
 
 from experiments import command_line, execution_flags
 from experiments.command_line import Group
+from sparse_dataflow import json_files
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import PROJECTIONS
 
@@ -181,7 +181,7 @@ def _check_same_run(values, groups):
 def _saved_flags(run: str) -> Mapping[str, object]:
     path = Path(run) / "config.json"
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["flags"])
+        return dict(json_files.load(path)["flags"])
     except FileNotFoundError:
         siblings = Path(run).parent.glob("*/config.json")
         runs = ", ".join(sorted(str(p.parent) for p in siblings)[-5:])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sparse_dataflow import json_files
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation.significance import METHOD
 from sparse_dataflow.reporting.report import (
@@ -83,7 +84,7 @@ def text(result: Mapping[str, Any]) -> str:
 def read(folder: Path) -> EvaluationData | None:
     """The evaluation that lies in a run folder; None where there is none that can be read."""
     try:
-        return data(json.loads((folder / RESULT).read_text(encoding="utf-8")))
+        return data(json_files.load(folder / RESULT))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
         return None
 
@@ -107,10 +108,10 @@ def add_to_report(folder: Path, result: Mapping[str, Any]) -> Path | None:
     if not path.exists():
         return None
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        kept = dict(json_files.load(path))
+    except (OSError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); resume the run to make it anew.") from None
-    report = ReportData.from_json(dict(kept) | {"evaluation": None})
+    report = ReportData.from_json(kept | {"evaluation": None})
     report = dataclasses.replace(report, evaluation=data(result))
     _replace(path, json.dumps(report.to_json()))
     write_report(report, folder / "report.html")

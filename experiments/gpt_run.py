@@ -36,6 +36,7 @@ from sparse_dataflow.execution.clock import Clock
 from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.execution.host_memory import keep_freed_memory
 from sparse_dataflow.planning import cost, hardware, memory
+from sparse_dataflow.redaction import redacted_json
 from sparse_dataflow.sparsity.allocation import allocation_table
 from sparse_dataflow.training import goodput, starting_point
 from sparse_dataflow.training.loop import Trainer
@@ -237,7 +238,7 @@ def _refuse_unfit(variants):
 
 
 def _config(experiment, values, groups, variants, corpus, tokenizer, chip) -> dict:
-    return {
+    config = {
         "experiment": experiment,
         "command": [f"python -m experiments.{experiment}", *sys.argv[1:]],
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -249,6 +250,7 @@ def _config(experiment, values, groups, variants, corpus, tokenizer, chip) -> di
         "variants": {v.name: v.to_json() for v in variants},
         **({"init_from": starting_point.read(values.init_from).about} if values.init_from else {}),
     }
+    return redacted_json(config)
 
 
 class _Laid(NamedTuple):

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.recipes import Variant
+from sparse_dataflow import json_files
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation.trained import CONFIG, TOKENIZER
 from sparse_dataflow.execution import processes
+from sparse_dataflow.links import refuse_leaving
 from sparse_dataflow.training.json_difference import differences
 
 _PARTIAL_CONFIG = "config.json.new"
@@ -85,11 +87,12 @@ def read(folder: Path, experiment: str, names: list[str]) -> dict:
       names: of the variants that its flags describe.
 
     Raises:
-      UserError: it is another experiment's, or damaged.
+      UserError: it is another experiment's, damaged, or leads out of its folder.
     """
     path = folder / CONFIG
+    refuse_leaving(folder)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json_files.load(path)
         other, corpus = config["experiment"], config["corpus"]["hash"]
         hashes = [corpus, config["tokenizer"]]
         steps = [config["variants"][name]["training"]["steps"] for name in names]

@@ -12,6 +12,7 @@ import jax
 
 from experiments import gpt_run, recipes
 from experiments.recipes import Variant
+from sparse_dataflow import json_files
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
@@ -147,13 +148,24 @@ def train(label: str, variant: Variant, data: TrainingData, where: Path, stop) -
 def kept(where: Path) -> dict | None:
     """What `train` left there, if it came to its end."""
     path = where / "result.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    return _read(path) if path.exists() else None
+
+
+def _read(path):
+    """The JSON object or number that a study left there; UserError where it is none."""
+    try:
+        found = json_files.load(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}); remove it to make it anew.") from None
+    if not (isinstance(found, dict) or (type(found) is int and found > 0)):
+        raise UserError(f"{path} is damaged; remove it to make it anew.")
+    return found
 
 
 def _steps_begun(where):
     """The steps that a training was begun with, which times measured anew do not change."""
     path = where / "steps.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    return _read(path) if path.exists() else None
 
 
 def keep_settings(folder: Path, settings: dict) -> None:
@@ -165,7 +177,7 @@ def keep_settings(folder: Path, settings: dict) -> None:
     settings = json.loads(json.dumps(settings))
     path = folder / "settings.json"
     if path.exists():
-        saved = json.loads(path.read_text())
+        saved = _read(path)
         wrong = [
             f"--{name}={value} (saved: {saved.get(name)})"
             for name, value in settings.items()

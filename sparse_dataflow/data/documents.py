@@ -5,7 +5,6 @@ times. Its `fingerprint` changes whenever its files do, so prepared copies never
 """
 
 import hashlib
-import json
 import os
 import platform
 import re
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from sparse_dataflow import json_files
 from sparse_dataflow.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".jsonl")
@@ -221,9 +221,10 @@ def _read_text_file(path: Path, name: str) -> Iterator[Document]:
 
 def _text_field(line: str, path: Path, number: int) -> str:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {number}, is not JSON: {error.msg}.") from error
+        record = json_files.parse(line)
+    except ValueError as error:
+        why = getattr(error, "msg", error)
+        raise UserError(f"{path}, line {number}, is not JSON: {why}.") from error
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise UserError(f'{path}, line {number}, has no field "text" with a string in it.')

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sparse_dataflow import json_files
 from sparse_dataflow.data.cache import exclusive, replacing
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.errors import UserError
@@ -118,7 +119,7 @@ class Tokenizer:
           UserError: the file is missing, damaged or of another format.
         """
         try:
-            fields = json.loads(Path(path).read_bytes())
+            fields = json_files.load(path)
             if fields["format"] != _FORMAT:
                 raise ValueError(f"its format is {fields['format']!r}, not {_FORMAT!r}")
             merges = tuple((left, right) for left, right in fields["merges"])
@@ -126,7 +127,7 @@ class Tokenizer:
             known = set(tokenizer.tokens)
             if not all({left, right, left + right} <= known for left, right in merges):
                 raise ValueError("a merge is not in its vocabulary")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"The tokenizer {path} cannot be read: {error}.") from error
         return tokenizer
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sparse_dataflow import json_files
 from sparse_dataflow.data.cache import exclusive, replacing
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
@@ -92,8 +93,8 @@ def _open_or_make(documents, split, corpus, tokenizer, cache_dir, folder) -> Spl
 def _open(array: Path, meta: Path, corpus: Corpus, tokenizer: Tokenizer) -> SplitTokens | None:
     """None where the files are missing, damaged or of something else: they are made again."""
     try:
-        stated = _Meta(**json.loads(meta.read_bytes()))
-        tokens = np.load(array, mmap_mode="r")
+        stated = _Meta(**json_files.load(meta))
+        tokens = np.load(array, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, TypeError, EOFError):
         return None
     wanted = (_FORMAT, corpus.content_hash, tokenizer.content_hash)

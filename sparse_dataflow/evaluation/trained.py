@@ -1,7 +1,7 @@
 """A trained model, read from its run folder: what evaluation, generation and export begin with."""
 
 import dataclasses
-import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from sparse_dataflow import json_files
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.links import refuse_leaving
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training.checkpoint import Checkpoints
@@ -67,15 +69,18 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not path.exists():
         raise UserError(f"{folder} is not a run folder: it has no {CONFIG}.")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json_files.load(path)
         if not config["variants"] or not isinstance(config["corpus"]["name"], str):
             raise ValueError("it names no variant or no corpus")
-        for fields in config["variants"].values():
+        for name, fields in config["variants"].items():
+            if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+                raise ValueError(f"{name!r} is no name of a variant")
             _configs(fields)
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}).") from None
+    refuse_leaving(path.parent)
     return config
 
 

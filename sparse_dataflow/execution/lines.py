@@ -5,6 +5,8 @@ import socket
 import threading
 from typing import Any
 
+from sparse_dataflow import json_files
+
 LONGEST = 2**20
 """Bytes of a message: a run's flags are far below; a stranger at the port cannot fill memory."""
 
@@ -39,10 +41,7 @@ class Lines:
             if len(self._rest) > LONGEST:
                 raise ValueError(f"a message is longer than {LONGEST} bytes")
         line, _, self._rest = self._rest.partition(b"\n")
-        try:
-            message = json.loads(line)
-        except RecursionError as error:
-            raise ValueError("a message is nested too deeply") from error
+        message = json_files.parse(line)
         if not isinstance(message, dict):
             raise ValueError("a message is no JSON object")
         return message

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from sparse_dataflow import json_files
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.interchange import architectures, sparse_form, tensors, tokenizer_files
@@ -43,7 +44,7 @@ class Imported(NamedTuple):
 def is_directory(folder: str | Path) -> bool:
     """Whether a folder's config.json names a model's architecture, as a run's does not."""
     try:
-        fields = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
+        fields = json_files.load(Path(folder) / CONFIG)
     except (OSError, ValueError):
         return False
     return isinstance(fields, dict) and "model_type" in fields
@@ -91,7 +92,7 @@ def _read_config(folder):
     if not path.exists():
         raise UserError(f"{folder} is no Hugging Face directory: it has no {CONFIG}.")
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json_files.load(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}).") from None
     if not isinstance(fields, dict):

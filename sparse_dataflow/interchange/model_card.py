@@ -1,10 +1,10 @@
 """The README.md of an exported model: what it is, what it learned and how well it does."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparse_dataflow import json_files
 from sparse_dataflow.evaluation.trained import Trained
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.training.metrics import read_metrics
@@ -134,7 +134,7 @@ def _tasks(trained):
     path = trained.folder / EVALUATION
     if not path.exists():
         return _NO_TASK
-    result = json.loads(path.read_text(encoding="utf-8"))
+    result = json_files.load(path)
     judged = result["models"].get(trained.variant)
     if judged is None or Path(judged["run"]).resolve() != trained.folder.resolve():
         return _NO_TASK

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from sparse_dataflow import json_files
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.interchange import tensors
 from sparse_dataflow.models import gpt
@@ -88,7 +89,7 @@ def read_config(folder: Path) -> ModelConfig:
     """The model of config.json; UserError where it is of another format or damaged."""
     path = Path(folder) / CONFIG
     try:
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        fields: dict[str, Any] = json_files.load(path)
         if fields["format"] != FORMAT:
             raise ValueError(f"its format is {fields['format']!r}, not {FORMAT!r}")
         return ModelConfig.from_json(fields["model"])

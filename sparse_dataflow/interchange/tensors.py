@@ -10,6 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from sparse_dataflow import json_files
 from sparse_dataflow.errors import UserError
 
 FILE = "model.safetensors"
@@ -98,9 +99,7 @@ def _files(folder):
     index = folder / INDEX
     if index.exists():
         try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
+            names = sorted(set(json_files.load(index)["weight_map"].values()))
             if not names or any(Path(name).name != name for name in names):
                 raise ValueError("its weight_map names no files of this folder")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

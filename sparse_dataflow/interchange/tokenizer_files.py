@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
+from sparse_dataflow import json_files
 from sparse_dataflow.data.tokenizer import GPT2_VOCAB_SIZE, Tokenizer, gpt2_tokenizer
 from sparse_dataflow.errors import UserError
 
@@ -67,7 +68,7 @@ def read(folder: Path, config: Mapping[str, Any]) -> Read:
 
 
 def _from_json(folder):
-    fields = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    fields = json_files.load(folder / FILE)
     model = fields["model"]
     if model.get("type", "BPE") != "BPE" or "ByteLevel" not in json.dumps(fields["pre_tokenizer"]):
         raise ValueError("it is no byte-level BPE")
@@ -77,7 +78,7 @@ def _from_json(folder):
 
 
 def _from_lists(folder):
-    vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    vocab = json_files.load(folder / "vocab.json")
     lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
     merges = [tuple(line.split(" ")) for line in lines if line and line[:8] != "#version"]
     return vocab, merges, set()

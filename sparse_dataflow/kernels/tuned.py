@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from absl import logging
 
+from sparse_dataflow import json_files
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels.dispatch import Shaped
 from sparse_dataflow.planning import hardware
@@ -200,8 +201,8 @@ def read(path: Path) -> dict[Case, Any]:
     if path.stat().st_size > MOST_BYTES:
         raise UserError(f"{path.name} is larger than {MOST_BYTES} bytes.")
     try:
-        content = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        content = json_files.load(path, MOST_BYTES)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path.name} is no JSON: {error}.") from None
     listed = content.get("entries") if isinstance(content, dict) else None
     if not isinstance(listed, list):
@@ -250,7 +251,7 @@ def write(path: Path, found: Iterable[tuple[Case, Any, dict]], source: dict) -> 
     entries = {}
     if path.exists():
         read(path)  # Refuses to write over what it cannot read.
-        for entry in json.loads(path.read_text())["entries"]:
+        for entry in json_files.load(path)["entries"]:
             entries[_identity(entry)] = entry
     for case, tiles, measured in found:
         entry = {**dataclasses.asdict(case), "tiles": dataclasses.asdict(tiles), **measured}

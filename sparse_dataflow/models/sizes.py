@@ -15,6 +15,15 @@ wide.  A learning rate tuned there is for every width and density under SuPar.""
 
 SUPAR_HEAD = 64
 
+MOST = 2**22
+"""Features, tokens or positions that a model may have: far above any, and few enough that a config
+from a file of someone else's cannot make this machine allocate without end."""
+
+MOST_LAYERS = 2**14
+
+MOST_BLOCKS = 2**28
+"""Stored blocks of a model, all layers and projections together."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LinearSpec:
@@ -85,7 +94,8 @@ class ModelConfig:
     def __post_init__(self):
         for name in ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "max_len"):
             _whole(name, getattr(self, name), 1)
-        _whole("seed", self.seed, 0)
+        _whole("num_layers", self.num_layers, 1, MOST_LAYERS)
+        _whole("seed", self.seed, 0, 2**63)
         if self.d_model % self.num_heads:
             legal = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0]
             raise UserError(
@@ -108,6 +118,14 @@ class ModelConfig:
         for name, _ in linears:
             _one_of("projection", name, PROJECTIONS)
         object.__setattr__(self, "linears", linears)
+        widths = {"qkv": 3 * self.d_model, "mlp_in": self.d_ff, "mlp_out": self.d_ff}
+        for name, spec in linears:
+            grid = self.d_model * widths.get(name, self.d_model) / spec.block**2
+            if self.num_layers * grid * spec.density > MOST_BLOCKS and spec.kind != "dense":
+                raise UserError(
+                    f"{name} has more than {MOST_BLOCKS} blocks with --block={spec.block}; legal: "
+                    "larger blocks."
+                )
 
     def linear(self, projection: str) -> LinearSpec:
         """The spec of one projection; dense where none was given."""
@@ -150,9 +168,12 @@ class ModelConfig:
         return cls(**{**fields, "linears": linears})
 
 
-def _whole(what: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise UserError(f"{what} {value!r} must be a whole number of at least {least}.")
+def _whole(what: str, value: int, least: int, most: int = MOST) -> None:
+    whole = not isinstance(value, bool) and isinstance(value, numbers.Integral)
+    if not whole or not least <= value <= most:
+        raise UserError(
+            f"{what} {str(value)[:40]} must be a whole number of at least {least}, at most {most}."
+        )
 
 
 def _one_of(what: str, value: str, legal: tuple[str, ...]) -> None:

@@ -138,6 +138,7 @@ CHIPS: dict[str, Chip] = {
     )
 }
 
+_MOST_BYTES = 2**20
 _REQUIRED = ("name", "bfloat16_tflops", "memory_gb", "bandwidth_gb_s")
 _OPTIONAL = ("float32_tflops", "host_gb_s", "family")
 _NETWORK = ("island", "fast_gb_s", "slow_gb_s", "axes")
@@ -173,10 +174,11 @@ def read(path: Path) -> Chip:
       UserError: no such file, no TOML, or a key that is missing, unknown or no positive number.
     """
     try:
-        fields = tomllib.loads(path.read_text())
+        with path.open("rb") as file:
+            fields = tomllib.loads(file.read(_MOST_BYTES).decode())
     except OSError:
         raise UserError(f"--hardware={path}: there is no such file to read.") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"--hardware={path} is no TOML: {error}.") from None
     links = fields.pop("network", None)
     _check(path, fields, _REQUIRED, _OPTIONAL)

@@ -232,7 +232,11 @@ class Checkpoints:
         refuse_other(path, "holds other arrays", arrays, wanted)
         state = path / "state"
         read = functools.partial(named_arrays.read, self._orbax, state, tree)
-        return storage.retried(f"Reading {state}", read), extra
+        try:
+            return storage.retried(f"Reading {state}", read), extra
+        except Exception as error:
+            # The bytes are those of its manifest, so whoever wrote this wrote no such arrays.
+            raise UserError(f"{state} cannot be read: {named_arrays.reason(error)}.") from error
 
     def _newest(self, step: int | None) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
         """(step, extra, description of the arrays) of what `restore` restores."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparse_dataflow import storage
+from sparse_dataflow import json_files, storage
 from sparse_dataflow.execution import processes
 from sparse_dataflow.execution.clock import Clock
 
@@ -91,10 +91,10 @@ def read(path: Path) -> list[dict[str, Any]]:
     rows = {}
     for line in lines:
         try:
-            row = json.loads(line)
+            row = json_files.parse(line)
             if _whole(row):
                 rows[row["attempt"]] = row
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return [rows[attempt] for attempt in sorted(rows)]
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from sparse_dataflow import json_files
+
 NAME = "manifest.json"
 # Far above any real manifest (about 150 bytes a file), and small enough to read without thought.
 MAX_BYTES = 64 * 2**20
@@ -104,14 +106,13 @@ def load_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
       Damaged: the file is missing, too large, or no JSON.
       OSError: it may not be read.
     """
-    with _loss_is_damage(), path.open("rb") as file:
-        text = file.read(max_bytes + 1)
-    if len(text) > max_bytes:
-        raise Damaged(f"its {path.name} is larger than {max_bytes} bytes")
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        with _loss_is_damage():
+            return json_files.load(path, max_bytes)
+    except json.JSONDecodeError as error:
         raise Damaged(f"its {path.name} is not JSON") from error
+    except ValueError as error:
+        raise Damaged(f"its {path.name} is not JSON: {error}") from error
 
 
 def flush_folder(folder: Path) -> None:

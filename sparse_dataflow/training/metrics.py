@@ -12,8 +12,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from sparse_dataflow import json_files
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import processes
+from sparse_dataflow.redaction import redacted
 
 _NUMBERS = {
     "train": ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second"),
@@ -22,6 +24,7 @@ _NUMBERS = {
     "skipped": ("tokens", "seconds"),
     "rollback": ("tokens", "seconds", "to"),
 }
+_LONGEST_LINE = 2**20  # Bytes; what is longer is torn in pieces, none of which is a row.
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
@@ -34,12 +37,19 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         return []
+    with path.open("rb") as file:
+        lines = enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1)
+        rows = _by_step(path, lines)
+    return list(rows.values())
+
+
+def _by_step(path, lines):
     rows: dict[Any, dict[str, Any]] = {}
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    for number, line in lines:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json_files.parse(line)
         except ValueError:
             row = None
         whole = isinstance(row, dict) and isinstance(row.get("kind", ""), str)
@@ -47,7 +57,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
             logging.getLogger(__name__).warning("%s: line %d is torn; passed over.", path, number)
             continue
         rows[(row.get("kind"), row["step"]) if "step" in row else number] = row
-    return list(rows.values())
+    return rows
 
 
 def seconds_at(folder: Path, step: int, otherwise: float) -> float:
@@ -195,8 +205,11 @@ class Progress:
 
 
 def say(text: str) -> None:
-    """Prints a line without breaking a progress bar; of several processes, the first one's."""
+    """Prints a line without breaking a progress bar; of several processes, the first one's.
+
+    Secrets do not come out.
+    """
     if not processes.first():
         return
-    tqdm.write(text, file=sys.stderr)
+    tqdm.write(redacted(text), file=sys.stderr)
     sys.stderr.flush()

@@ -1,12 +1,12 @@
 """Questions as data, how they are gathered from documents, and a user's own file of them."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from sparse_dataflow import json_files
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.splits import document_hash
 from sparse_dataflow.errors import UserError
@@ -96,9 +96,9 @@ def read_items(path: Path) -> list[Item]:
 
 def _item(where, line, number) -> Item:
     try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}, is not JSON: {error.msg}.") from None
+        fields = json_files.parse(line)
+    except ValueError as error:
+        raise UserError(f"{where}, is not JSON: {getattr(error, 'msg', error)}.") from None
     if not isinstance(fields, dict):
         raise UserError(f"{where}, is not a JSON object with {', '.join(_FIELDS)}.")
     missing = [name for name in _FIELDS if name not in fields]

@@ -1,0 +1,36 @@
+"""JSON files from anywhere: bounded, and never more than data."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 256 * 2**20
+"""Far above any file that a run writes."""
+
+
+def load(path: str | os.PathLike, most: int = MOST_BYTES) -> Any:
+    """The value in a UTF-8 file.
+
+    Raises:
+      OSError: it is missing or may not be read.
+      ValueError: it is no ordinary file, larger than `most` bytes, no UTF-8, or no JSON.
+    """
+    path = Path(path)
+    # Opening a pipe would wait for its other end.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path.name} is no ordinary file")
+    with path.open("rb") as file:
+        text = file.read(most + 1)
+    if len(text) > most:
+        raise ValueError(f"{path.name} is larger than {most} bytes")
+    return parse(text)
+
+
+def parse(text: str | bytes) -> Any:
+    """The value in a text; raises ValueError where it is no JSON, or nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

@@ -1,0 +1,224 @@
+"""Every file that the project reads, damaged or someone else's: it is read, or refused in words.
+
+Never a traceback, a hang, an allocation that the file's own size does not explain, or a path that
+leaves the folder.
+"""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import shutil
+import signal
+import tracemalloc
+import typing
+
+import absl.flags
+import numpy as np
+import pytest
+from file_damage import damaged
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from experiments import contradictions, evaluation_report, flags, run_folder, study
+from experiments.scaling_law_runs import read_runs
+from sparse_dataflow.data.corpora import load_corpus
+from sparse_dataflow.data.tokenizer import Tokenizer, gpt2_tokenizer
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.evaluation import trained
+from sparse_dataflow.evaluation.tasks import items
+from sparse_dataflow.interchange import sparse_form
+from sparse_dataflow.kernels import tuned
+from sparse_dataflow.models.sizes import SIZES, LinearSpec
+from sparse_dataflow.planning import chips
+from sparse_dataflow.sparsity.evolution import EvolutionConfig
+from sparse_dataflow.training import goodput, manifest
+from sparse_dataflow.training.checkpoint import Checkpoints
+from sparse_dataflow.training.metrics import MetricsWriter, read_metrics
+from sparse_dataflow.training.optimizer import TrainingConfig
+
+ROOT = pathlib.Path(__file__).parents[2]
+MOST_MEMORY = 300 * 2**20
+HANG = 900
+BYTES = Tokenizer(tuple(gpt2_tokenizer().tokens[:256]), (), 257)
+MODEL = dataclasses.replace(
+    SIZES["pico"], linears={"qkv": LinearSpec("block_sparse", density=0.25, block=16)}
+)
+CONFIG = {
+    "experiment": "gpt13b_sparse",
+    "command": ["python -m experiments.gpt13b_sparse", "--scale=pico"],
+    "date": "2026-01-01T00:00:00+00:00",
+    "versions": {"jax": "0.12.0"},
+    "machine": "a machine",
+    "flags": {"scale": "pico", "density": 0.25, "sparse_projections": ["qkv"], "steps": 12},
+    "corpus": {"name": "sotu", "hash": "0" * 64},
+    "tokenizer": "1" * 64,
+    "variants": {
+        "sparse": {
+            "model": MODEL.to_json(),
+            "training": dataclasses.asdict(TrainingConfig(12, 8, 64)),
+            "evolution": dataclasses.asdict(EvolutionConfig()),
+        }
+    },
+}
+EVALUATION = {
+    "models": ["sparse"], "method": "m", "notes": [], "command": "python",
+    "rows": [],
+}  # fmt: skip
+
+
+def adopted(path):
+    """As `--resume` takes it: every flag that the file has is parsed."""
+    values = absl.flags.FlagValues()
+    flags.define(values=values)
+    values(["x", f"--resume={path.parent}"])
+    contradictions.check(values, flags.GROUPS)
+    contradictions.adopt(values)
+
+
+def config_of(path):
+    run_folder.read(path.parent, "gpt13b_sparse", ["sparse"])
+
+
+def restored(path):
+    """A whole checkpoint whose manifest was made to fit what was changed."""
+    folder = path.parent
+    facts = {"step": 3, "metric": None}
+    (folder / manifest.NAME).unlink(missing_ok=True)
+    manifest.write(folder, facts)
+    state = {"w": np.zeros((4, 3), np.float32)}
+    Checkpoints(folder.parent, config={"a": 1}, read_only=True).restore(state)
+
+
+def metrics(path):
+    read_metrics(path)
+    MetricsWriter(path.parent, 2).close()
+
+
+def written(folder, name, content):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def text(value):
+    return json.dumps(value).encode()
+
+
+def run_of(path):
+    return trained.read_config(path.parent)
+
+
+def evaluated(path):
+    return evaluation_report.read(path.parent)
+
+
+def reported(path):
+    return evaluation_report.add_to_report(path.parent, EVALUATION)
+
+
+def kept(path):
+    return study.kept(path.parent)
+
+
+def settings_of(path):
+    return study.keep_settings(path.parent, {"scale": "pico"})
+
+
+def documents(path):
+    return list(load_corpus(str(path), path.parent / "cache").train)
+
+
+def exported(path):
+    return sparse_form.read_config(path.parent)
+
+
+def counted(path):
+    return goodput.account(goodput.read(path), 1.0)
+
+
+def tuning():
+    kinds = {int: 8, str: "x", bool: False}
+    hints = typing.get_type_hints(tuned.Case)
+    return text({"entries": [{n: kinds.get(k) for n, k in hints.items()} | {"tiles": {"tm": 8}}]})
+
+
+ROWS = b'{"kind": "train", "step": 1, "loss": 2.0}\n{"kind": "eval", "step": 1}\n'
+ATTEMPT = {"attempt": 1, "began": 1, "elapsed": 2, "seconds": {"step": 1}, "ended": True}
+CHIP = (
+    b'name = "x"\nbfloat16_tflops = 100\nmemory_gb = 80\nbandwidth_gb_s = 2000\n'
+    b"[network]\nisland = 8\nfast_gb_s = 300\nslow_gb_s = 50\n"
+)
+RUNS = b"parameters,sparsity,tokens,loss\n1000,0.5,2000,3.1\n3000,0.5,2000,3.0\n"
+EXTRA = {
+    "extra": {"config": {"a": 1}, "seconds": 1.0, "starts": [0]},
+    "state": {"w": {"shape": [4, 3], "dtype": "float32"}},
+}
+REPORT = {"title": "t", "command": "c", "variants": [{"name": "sparse"}], "layouts": []}
+QUESTION = {"context": "c", "choices": ["a", "b"], "answer": 1}
+EXPORT = {"format": sparse_form.FORMAT, "model": MODEL.to_json()}
+READERS = {
+    "config.json, resumed": ("config.json", text(CONFIG), config_of),
+    "config.json, its flags": ("config.json", text(CONFIG), adopted),
+    "config.json, evaluated": ("config.json", text(CONFIG), run_of),
+    "tokenizer.json": ("tokenizer.json", BYTES._canonical(), Tokenizer.load),
+    "metrics.jsonl": ("metrics.jsonl", ROWS, metrics),
+    "goodput.jsonl": ("goodput.jsonl", text(ATTEMPT), counted),
+    "evaluation.json": ("evaluation.json", text(EVALUATION), evaluated),
+    "report.json": ("report.json", text(REPORT), reported),
+    "hardware TOML": ("chip.toml", CHIP, chips.read),
+    "tuning JSON": ("tuned.json", tuning(), tuned.read),
+    "study CSV": ("runs.csv", RUNS, read_runs),
+    "study result.json": ("result.json", text({"loss": 1.0}), kept),
+    "study settings.json": ("settings.json", text({"scale": "pico"}), settings_of),
+    "task file": ("task.jsonl", text(QUESTION) + b"\n", items.read_items),
+    "corpus of JSON lines": ("corpus.jsonl", text({"text": "one two " * 9}) + b"\n", documents),
+    "corpus of text": ("corpus.txt", "d\u00e9 j\u00e0 vu ".encode() * 9, documents),
+    "sparse export's config.json": ("config.json", text(EXPORT), exported),
+    "checkpoint extra.json": ("3/extra.json", text(EXTRA), restored),
+}
+WHOLE_ELSEWHERE = ("report.json", "checkpoint extra.json")
+"""Files of which these are only a part, so that even whole they are refused here."""
+
+
+@contextlib.contextmanager
+def bounded():
+    """Ends what hangs, and refuses what allocates more than any of these files is worth."""
+
+    def hang(number, frame):
+        raise AssertionError(f"it took more than {HANG} seconds")
+
+    before = signal.signal(signal.SIGALRM, hang)
+    signal.alarm(HANG)
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY
+    finally:
+        tracemalloc.stop()
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", [name for name in READERS if name not in WHOLE_ELSEWHERE])
+def test_what_was_written_is_read(name, tmp_path):
+    file, content, read = READERS[name]
+    with bounded():
+        read(written(tmp_path, file, content))
+
+
+@pytest.mark.parametrize("name", READERS)
+@settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_what_nobody_wrote_is_read_or_refused_in_words(name, data, tmp_path_factory):
+    file, content, read = READERS[name]
+    folder = tmp_path_factory.mktemp("any", numbered=True)
+    path = written(folder, file, data.draw(damaged(content)))
+    try:
+        with bounded():
+            read(path)
+    except UserError as error:
+        words = str(error)
+        assert words and "Traceback" not in words and len(words) < 20_000
+    shutil.rmtree(folder)
