@@ -20,7 +20,7 @@ TPU_COMPILES := test_pallas_tpu_compiles.py test_splash_compiles.py test_step_co
 GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick nightly aot-tpu aot-gpu bench lint format docs lock clean FORCE
+.PHONY: help env demo test quick nightly faults aot-tpu aot-gpu bench lint format docs lock clean FORCE
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="--flag=value ..."] [VENV=.venv] [PYTHON=python3.12]'
@@ -44,6 +44,11 @@ quick: $(READY) ## run the tests that are not marked slow
 
 nightly: $(READY) ## run the tests that are too long for every day
 	$(BIN)/python -m pytest -m nightly $(TESTS)
+
+faults: $(READY) ## every fault test, and what they measured as the table of BUILD.md
+	rm -f tests/experiments/faults.json
+	FAULTS=$(CURDIR)/tests/experiments/faults.json $(BIN)/python -m pytest -m "" tests/experiments/test_faults.py $(TESTS)
+	$(BIN)/python tests/experiments/fault_records.py tests/experiments/faults.json
 
 aot-tpu: ## compile the TPU kernels and plans for v4 to v6e, without one (fetches libtpu: 200 MB in .venv-tpu)
 	@sh launch/make_env.sh .venv-tpu dev,aot

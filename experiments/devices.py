@@ -19,6 +19,7 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.hardware import GIB
+from sparse_dataflow.redaction import redacted
 from sparse_dataflow.training.step import abstract_state
 
 
@@ -38,7 +39,7 @@ def joined(experiment: str, values, groups, clock: Clock) -> Iterator[None]:
     me = cluster.membership(values.coordinator, values.processes, values.process)
     if me.found:
         # Each process for itself: which one speaks is not settled before they have met.
-        print(me.describe(), file=sys.stderr, flush=True)
+        print(redacted(me.describe()), file=sys.stderr, flush=True)
     told = flags.as_dict(values, groups) | {
         name: values[name].value
         for name in ("out", "resume", "mesh", "zero", "executor", "schedule", "describe")
@@ -47,8 +48,10 @@ def joined(experiment: str, values, groups, clock: Clock) -> Iterator[None]:
     facts |= {f"--{name}": value for name, value in told.items()}
     with distributed.joined(me, facts, values.join_timeout, values.heartbeat) as group:
         watching = watch.Watch(clock, values.heartbeat, group)
-        yield
-        watching.stop()
+        try:
+            yield
+        finally:
+            watching.stop()
 
 
 def executor(values) -> Executor:

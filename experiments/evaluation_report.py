@@ -111,7 +111,10 @@ def add_to_report(folder: Path, result: Mapping[str, Any]) -> Path | None:
         kept = dict(json_files.load(path))
     except (OSError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); resume the run to make it anew.") from None
-    report = ReportData.from_json(kept | {"evaluation": None})
+    try:
+        report = ReportData.from_json(kept | {"evaluation": None})
+    except (AttributeError, LookupError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); resume the run to make it anew.") from None
     report = dataclasses.replace(report, evaluation=data(result))
     _replace(path, json.dumps(report.to_json()))
     write_report(report, folder / "report.html")

@@ -49,19 +49,20 @@ def passes(error: BaseException) -> bool:
 
 
 def retried(
-    what: str, operation: Callable[[], T], waits: Sequence[float] = WAITS, sleep=time.sleep
+    what: str, operation: Callable[[], T], waits: Sequence[float] | None = None, sleep=time.sleep
 ) -> T:
     """What `operation` gives, made again after an error that passes.
 
     Args:
       what: names it in the log, as in "reading config.json".
       operation: may be called several times: what it made half, it makes anew.
-      waits: seconds before each new attempt, of which there are so many.
+      waits: seconds before each new attempt, of which there are so many; WAITS where None.
       sleep: waits that long.
 
     Raises:
       Exception: whatever `operation` raises that does not pass, or raised in the last attempt.
     """
+    waits = WAITS if waits is None else waits
     for attempt, seconds in enumerate(waits, start=1):
         try:
             return operation()

@@ -95,7 +95,7 @@ class Spikes:
 
 def counts(loss: float, norms: Mapping[str, float], limit: np.float32) -> bool:
     """Whether a step counts: what the step's program decides too, of the same float32 numbers."""
-    return all(math.isfinite(norm) for norm in norms.values()) and loss <= float(limit)
+    return all(map(math.isfinite, (loss, *norms.values()))) and loss <= float(limit)
 
 
 def refuse_hopeless(name: str, step: int, spikes: Spikes) -> None:

@@ -122,7 +122,7 @@ def make_train_step(
         report = StepReport(loss, group_norms(gradients))
         if training.skip_spikes:
             (limit,) = limit
-            finite = [jnp.isfinite(norm) for norm in report.gradient_norms.values()]
+            finite = [jnp.isfinite(norm) for norm in (loss, *report.gradient_norms.values())]
             counts = jnp.stack([loss <= limit, *finite]).all()
             params, moments = jax.tree.map(
                 lambda new, old: jnp.where(counts, new, old),

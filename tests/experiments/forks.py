@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import json
 import os
+import resource
 import runpy
 import select
 import signal
@@ -163,7 +164,9 @@ def _at_call(name, count, what):
 
     def counted(*arguments, **options):
         left[0] -= 1
-        if left[0] == 0:
+        if left[0] == 0 and what == "full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        elif left[0] == 0:
             os.kill(os.getpid(), getattr(signal, what))
         return whole(*arguments, **options)
 

@@ -22,12 +22,13 @@ from hypothesis import strategies as st
 
 from experiments import contradictions, evaluation_report, flags, run_folder, study
 from experiments.scaling_law_runs import read_runs
+from sparse_dataflow.data import tokens
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, gpt2_tokenizer
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.tasks import items
-from sparse_dataflow.interchange import sparse_form
+from sparse_dataflow.interchange import huggingface, sparse_form
 from sparse_dataflow.kernels import tuned
 from sparse_dataflow.models.sizes import SIZES, LinearSpec
 from sparse_dataflow.planning import chips
@@ -61,6 +62,7 @@ CONFIG = {
         }
     },
 }
+HUGGING_FACE = ROOT / "tests" / "interchange" / "gpt2"
 EVALUATION = {
     "models": ["sparse"], "method": "m", "notes": [], "command": "python",
     "rows": [],
@@ -209,9 +211,22 @@ def test_what_was_written_is_read(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", READERS)
-@settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_what_nobody_wrote_is_read_or_refused_in_words(name, data, tmp_path_factory):
+    check(name, data, tmp_path_factory)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", READERS)
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_much_that_nobody_wrote(name, data, tmp_path_factory):
+    check(name, data, tmp_path_factory)
+
+
+def check(name, data, tmp_path_factory):
+    """Draws a content for one of READERS, and has it read."""
     file, content, read = READERS[name]
     folder = tmp_path_factory.mktemp("any", numbered=True)
     path = written(folder, file, data.draw(damaged(content)))
@@ -221,4 +236,45 @@ def test_what_nobody_wrote_is_read_or_refused_in_words(name, data, tmp_path_fact
     except UserError as error:
         words = str(error)
         assert words and "Traceback" not in words and len(words) < 20_000
+    shutil.rmtree(folder)
+
+
+def edited(folder, file, content):
+    """A copy of a Hugging Face directory in which one file has another content."""
+    copy = pathlib.Path(shutil.copytree(HUGGING_FACE, folder / "gpt2"))
+    (copy / file).write_bytes(content)
+    return copy
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
+@settings(max_examples=6, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_hugging_face_directory_that_nobody_wrote(file, data, tmp_path_factory):
+    content = (HUGGING_FACE / file).read_bytes()
+    folder = tmp_path_factory.mktemp("any", numbered=True)
+    # The header of a safetensors file says where all else lies.
+    changed = damaged(content[:4096], 0).map(lambda head: head + content[4096:])
+    path = edited(folder, file, data.draw(changed if "safe" in file else damaged(content)))
+    try:
+        with bounded():
+            huggingface.read(path)
+    except UserError as error:
+        assert str(error)
+    shutil.rmtree(folder)
+
+
+@settings(max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_prepared_tokens_that_nobody_wrote_are_made_again(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("any", numbered=True)
+    (folder / "text.jsonl").write_text("".join(f'{{"text": "a b c {n}"}}\n' for n in range(200)))
+    corpus = load_corpus(str(folder / "text.jsonl"), folder)
+    # A copy: the files themselves are mapped into memory.
+    right = np.array(tokens.prepare_tokens(corpus, BYTES, folder).train.tokens)
+    for path in sorted((folder / "tokens").rglob("train.*")):
+        if data.draw(st.booleans()):
+            path.write_bytes(data.draw(damaged(path.read_bytes())))
+    with bounded():
+        again = tokens.prepare_tokens(corpus, BYTES, folder)
+    np.testing.assert_array_equal(again.train.tokens, right)
     shutil.rmtree(folder)
