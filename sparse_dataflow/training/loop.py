@@ -290,6 +290,7 @@ class Trainer:
         return list(told()) if told else []
 
     def _put(self, batch):
+        self._clock.progress += 1
         return self.executor.put(batch, self.training.batch)
 
     @property
@@ -309,13 +310,8 @@ class Trainer:
 
     def _evaluate(self, kind, batches, total_bytes):
         programs, params = self._programs[self._phase], self.state.params
-
-        def put(batch):
-            self._clock.progress += 1
-            return self._put(batch)
-
         with self._clock.during("evaluation"):
-            total = held_out_nats(programs, params, self._tables, map(put, batches))
+            total = held_out_nats(programs, params, self._tables, map(self._put, batches))
         row = {
             "kind": kind,
             "step": self.step,
