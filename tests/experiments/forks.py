@@ -85,8 +85,8 @@ class Forks:
     def start(self, *arguments, experiment="gpt13b_sparse", events=(), calls=(), environment=None):
         """A run of `python -m experiments.EXPERIMENT ARGUMENTS`.
 
-        `events` as in `eventful_run`; `calls` are ("module.function", n, signal's name), which
-        is sent at the n-th call of that function.
+        `events` as in `eventful_run`; `calls` are ("module.function", n, what happens at its
+        n-th call): a signal, or "full" as there.
         """
         self._count += 1
         log = self._folder / f"{self._count}.log"

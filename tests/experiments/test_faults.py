@@ -224,6 +224,20 @@ def test_full_disk(pair, whole):
 
 
 @pytest.mark.nightly
+def test_full_disk_on_a_worker_alone(pair, whole):
+    """The first process, which has room, does not wait for arrays that are never written."""
+    writing = "sparse_dataflow.training.named_arrays.start_writing"
+    statuses, seconds, texts = pair.end(pair.start(at_1={"calls": [(writing, 2, "full")]}))
+    assert statuses == [2, 2], texts
+    assert "could not be written" in texts[0] and "(File too large)" in texts[1]
+    assert_in_words(texts)
+    assert checkpoint_steps(pair.folder, "sparse") == [4]
+    repeated, back = pair.go_on()
+    name, ending = "disk full on a worker alone", '2, "could not be written; make room"'
+    fault_records.note(name, ending, seconds, repeated, back, same(pair.folder, whole))
+
+
+@pytest.mark.nightly
 def test_storage_that_fails_for_a_moment(pair, whole):
     """Input/output errors while a checkpoint is made, named and hashed, and while metrics are."""
     again = [(SAVE_8, n, "EIO") for n in (1, 3, 2)] + [(r"12\.saving/extra", 1, "ESTALE")]
