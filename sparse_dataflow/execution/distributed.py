@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Iterator, Mapping
 
@@ -64,9 +63,7 @@ def joined(
                 words, status = "it was interrupted.", 130
             else:
                 traceback.print_exc()
-                # The runtime may be speaking of the end of another process, which is noticed here
-                # too, and told better.
-                time.sleep(1.0)
+                group.blame(rendezvous.GRACE_SECONDS)
         group.fail(words)
         sys.stdout.flush()
         sys.stderr.flush()

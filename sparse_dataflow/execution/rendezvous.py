@@ -41,7 +41,7 @@ class Group:
         now = time.monotonic()
         self.told: dict[int, tuple[float, dict[str, Any]]] = {peer: (now, {}) for peer in peers}
         self.on_news: Callable[[str], None] = lambda words: None
-        self._leaving = threading.Event()
+        self._leaving, self._another = threading.Event(), threading.Event()
         self._gone = {peer: threading.Event() for peer in peers}
         for peer in peers:
             threading.Thread(target=self._listen, args=(peer,), daemon=True).start()
@@ -66,6 +66,14 @@ class Group:
         self._tell({"failed": words, "process": self.number, "status": status})
         self._wait(LINGER_SECONDS if self.number == 0 else 1.0)
 
+    def blame(self, seconds: float) -> None:
+        """Returns after so long, unless another process's end ends this one, and is told, first.
+
+        For an error of the runtime, which may speak of that end without naming whose it is.
+        """
+        if self._another.wait(seconds):
+            threading.Event().wait()
+
     def leave(self) -> None:
         """Ends the group well: returns once all others are here too, or have ended."""
         self._leaving.set()
@@ -88,6 +96,7 @@ class Group:
             while not message:
                 message = self._heard(peer, self._peers[peer].receive())
         if not message.get("done"):
+            self._another.set()
             origin = message.get("process", peer)
             words = message.get("failed", "it ended without a word; its own output may say why.")
             # Where a machine is lost another start is worth it; where a request is illegal, none.

@@ -149,7 +149,7 @@ class Watch:
         pause, before = min(1.0, self._heartbeat / 4), time.monotonic()
         while not self._stop.wait(pause):
             now = time.monotonic()
-            if now - before > self._heartbeat / 2:
+            if now - before > pause + self._heartbeat / 2:
                 # This process itself was stopped: what it did not hear meanwhile says nothing.
                 self._frozen = self._since = now
             before = now

@@ -80,7 +80,7 @@ def test_a_process_alone_names_its_own_stall_and_its_end():
             news.notify()
 
     clock.stepped(0.001)
-    watching = Watch(clock, 0.2, say=say)
+    watching = Watch(clock, 1.0, say=say)
     with clock.during("data"), news:
         assert news.wait_for(lambda: any("phase data" in text for text in told), 600)
     go_on = threading.Event()
@@ -101,11 +101,12 @@ def test_a_process_alone_names_its_own_stall_and_its_end():
 
 MEMBER = """
 import sys, threading, time
-from sparse_dataflow.execution import rendezvous
+from sparse_dataflow.execution import rendezvous, watch
 from sparse_dataflow.execution.clock import Clock
 from sparse_dataflow.execution.watch import Watch
 
 number, port, heartbeat = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+watch.LOST_AFTER = float(sys.argv[4])
 group = rendezvous.meet(f"127.0.0.1:{port}", 3, number, {}, 600.0)
 clock = Clock()
 clock.step = "step 5 of sparse"
@@ -121,11 +122,11 @@ with clock.during("data"):
 class Members:
     """Three processes that watch each other, by number."""
 
-    def __init__(self, heartbeat):
+    def __init__(self, heartbeat, lost_after):
         port = str(free_port())
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", MEMBER, str(n), port, str(heartbeat)],
+                [sys.executable, "-c", MEMBER, str(n), port, str(heartbeat), str(lost_after)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -154,7 +155,7 @@ class Members:
 @pytest.mark.parametrize("stopped", [0, 2])
 def test_a_stopped_process_is_named_in_every_log_and_may_go_on(stopped):
     others = [n for n in range(3) if n != stopped]
-    with Members(heartbeat=1.0) as members:
+    with Members(heartbeat=2.0, lost_after=10_000) as members:
         members.processes[stopped].send_signal(signal.SIGSTOP)
         for number in others:
             line = members.until(number, f"process {stopped} on ")
@@ -166,7 +167,7 @@ def test_a_stopped_process_is_named_in_every_log_and_may_go_on(stopped):
 
 
 def test_a_process_that_stays_silent_ends_all_with_the_status_to_start_again():
-    with Members(heartbeat=0.3) as members:
+    with Members(heartbeat=0.3, lost_after=10) as members:
         members.processes[1].send_signal(signal.SIGSTOP)
         for number in (0, 2):
             members.until(number, "error: process")

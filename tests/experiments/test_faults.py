@@ -184,7 +184,7 @@ def test_kill_during_a_restore(pair, whole):
 @pytest.mark.slow
 def test_a_process_that_is_stopped_is_named_and_nothing_is_lost(pair, whole):
     """For longer than the heartbeat; ten times as long, and it would be taken for lost."""
-    processes = pair.start("--heartbeat=6", at_1={"calls": [(STEP, 11, "SIGSTOP")]})
+    processes = pair.start("--heartbeat=20", at_1={"calls": [(STEP, 11, "SIGSTOP")]})
     processes[0].wait_for("stalled: process 1 on ")
     named = time.monotonic()
     processes[1].signal(signal.SIGCONT)
