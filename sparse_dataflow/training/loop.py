@@ -30,7 +30,6 @@ from sparse_dataflow.training.plateau import Plateau, next_begins
 from sparse_dataflow.training.programs import (
     Compiled,
     TrainingData,
-    any_loss,
     changed,
     evolved,
     held_out_nats,
@@ -101,7 +100,6 @@ class Trainer:
         processes.from_first(lambda: _make(folder))
         known = identity(model, training, self.evolution, data.tokenizer_hash)
         self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=known)
-        self._limit = any_loss(training)
         self.seconds, self._plateau, self._spikes = 0.0, Plateau(), Spikes()
 
         def wanted(step, extra):
@@ -169,20 +167,20 @@ class Trainer:
             batch = self._put(next(self._batches))
         self._evolve(batch)
         rate = learning_rate(self.training, self.phases, self._phase, self.step)
-        if self._limit is not None:
-            self._limit = self._spikes.limit(self.training.skip_spikes)
+        sigmas = self.training.skip_spikes
+        limit = self._spikes.limit(sigmas) if sigmas else None
         with self._clock.during("step"):
             start = time.perf_counter()
             self.state, self._tables, report = stepped(
-                self._programs[self._phase], self.state, self._tables, batch, rate, self._limit
+                self._programs[self._phase], self.state, self._tables, batch, rate, limit
             )
             report = jax.tree.map(float, jax.device_get(report))
             elapsed = time.perf_counter() - start
         self._clock.stepped(elapsed)
         self.step += 1
         self.seconds += elapsed
-        if self._limit is not None and not counts(report.loss, report.gradient_norms, self._limit):
-            self._skipped(report.loss)
+        if limit is not None and not counts(report.loss, report.gradient_norms, limit):
+            self._skipped(report.loss, float(limit))
         else:
             self._refuse_non_finite("gradients", report.gradient_norms, report.loss)
             self._spikes = self._spikes.good(report.loss)
@@ -192,10 +190,9 @@ class Trainer:
         if self.step % self._checkpoint_every == 0 or self.finished:
             self.save()
 
-    def _skipped(self, loss):
+    def _skipped(self, loss, limit):
         """Tells of a step whose update was not made; goes back after several."""
         self._spikes = self._spikes.bad()
-        limit = float(self._limit)
         row = {"kind": "skipped", "step": self.step, "tokens": self.tokens, "seconds": self.seconds}
         known = {"loss": loss, "limit": limit}
         row |= {name: value if math.isfinite(value) else None for name, value in known.items()}
@@ -216,8 +213,9 @@ class Trainer:
             return
         with self._clock.during("checkpoint"):
             state = saved_state(self.phases, self.training, target, self.executor)
-            restored, _ = self._checkpoints.restore(state, target)
-        self.state = self.executor.place(restored)._replace(step=self.state.step)
+            restored = self._checkpoints.restore(state, target)
+        assert restored is not None
+        self.state = self.executor.place(restored[0])._replace(step=self.state.step)
         self._tables = self._programs[self._phase].tables(self.state.tables)
         facts = {"tokens": self.tokens, "seconds": self.seconds, "to": target}
         self._metrics.write({"kind": "rollback", "step": self.step, **facts})
@@ -341,7 +339,7 @@ class Trainer:
             "starts": [phase.start for phase in self.phases],
             "plateau": self._plateau.to_json(),
         }
-        if self._limit is not None:
+        if self.training.skip_spikes:
             extra["spikes"] = self._spikes.to_json()
         with self._clock.during("checkpoint"):
             self._checkpoints.save(

@@ -121,9 +121,9 @@ def make_train_step(
             params = optax.apply_updates(state.params, updates)
         report = StepReport(loss, group_norms(gradients))
         if training.skip_spikes:
-            (limit,) = limit
+            (most,) = limit
             finite = [jnp.isfinite(norm) for norm in (loss, *report.gradient_norms.values())]
-            counts = jnp.stack([loss <= limit, *finite]).all()
+            counts = jnp.stack([loss <= most, *finite]).all()
             params, moments = jax.tree.map(
                 lambda new, old: jnp.where(counts, new, old),
                 (params, moments),
