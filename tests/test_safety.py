@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import pathlib
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from sparse_dataflow import json_files
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation import trained
+from sparse_dataflow.execution.server_files import _refuse_another_folder
 from sparse_dataflow.links import refuse_leaving
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 
@@ -117,9 +119,24 @@ def test_blocks_are_bounded_before_any_layout_is_made():
         ModelConfig(8, wide, 1, wide, 300, 4, {"qkv": LinearSpec("block_sparse", block=1)})
 
 
-def test_a_pipe_a_giant_and_a_tower_are_no_json_files(tmp_path):
-    import os
+@pytest.mark.parametrize("name", ["thesis.txt", "lock/", "slot0 ->"])
+def test_the_relay_s_files_go_to_a_folder_of_their_own_alone(tmp_path, name):
+    if name.endswith("->"):
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "precious").write_text("mine")
+        (tmp_path / "folder" / name.split()[0]).symlink_to(tmp_path / "precious")
+    else:
+        path = tmp_path / "folder" / name
+        path.mkdir(parents=True) if name.endswith("/") else path.parent.mkdir()
+        if not name.endswith("/"):
+            path.write_text("mine")
+    before = sorted((p.name, p.is_dir()) for p in tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="none of the server's own files"):
+        _refuse_another_folder(tmp_path / "folder")
+    assert sorted((p.name, p.is_dir()) for p in tmp_path.rglob("*")) == before
 
+
+def test_a_pipe_a_giant_and_a_tower_are_no_json_files(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_text(json.dumps("x" * 2000))
     (tmp_path / "tower").write_text("[" * 100_000)

@@ -41,6 +41,7 @@ from sparse_dataflow.training.step import TrainState
 ALIGNMENT = 4096
 SLOTS = (0, 1)
 RECORD = "server.json"
+_NAMES = {"lock", RECORD, f".{RECORD}", *(f"slot{slot}" for slot in SLOTS)}
 SLOW_SECONDS = 10.0
 """That keeping a step may take before a run says that its disk is slow."""
 
@@ -72,6 +73,7 @@ class MappedFiles:
         self._lock, self._told = threading.Lock(), False
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            _refuse_another_folder(self.folder)
             self._held = (self.folder / "lock").open("w")
             fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._commits = self._read_record()
@@ -265,6 +267,21 @@ class MappedFiles:
         except (manifest.Damaged, KeyError, TypeError):
             pass
         raise UserError(f"{path} is damaged; remove the folder to go on from the last checkpoint.")
+
+
+def _refuse_another_folder(folder: Path) -> None:
+    """Keeps a path, such as one in someone else's config.json, from naming a folder of other use.
+
+    Raises:
+      UserError: something else lies in it, or a link.
+    """
+    other = [p.name for p in folder.iterdir() if p.name not in _NAMES or not p.is_file()]
+    links = [path.name for path in folder.iterdir() if path.is_symlink()]
+    if found := sorted({*other, *links}):
+        raise UserError(
+            f"--server_dir={folder} holds {found[0]}, which is none of the server's own files; "
+            "name a folder for them alone."
+        )
 
 
 def _digest(tree) -> int:
