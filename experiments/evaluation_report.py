@@ -85,7 +85,7 @@ def read(folder: Path) -> EvaluationData | None:
     """The evaluation that lies in a run folder; None where there is none that can be read."""
     try:
         return data(json_files.load(folder / RESULT))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
+    except json_files.MALFORMED:
         return None
 
 
@@ -108,12 +108,9 @@ def add_to_report(folder: Path, result: Mapping[str, Any]) -> Path | None:
     if not path.exists():
         return None
     try:
-        kept = dict(json_files.load(path))
-    except (OSError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}); resume the run to make it anew.") from None
-    try:
-        report = ReportData.from_json(kept | {"evaluation": None})
-    except (AttributeError, LookupError, TypeError) as error:
+        kept = dict(json_files.load(path)) | {"evaluation": None}
+        report = ReportData.from_json(kept)
+    except json_files.MALFORMED as error:
         raise UserError(f"{path} is damaged ({error}); resume the run to make it anew.") from None
     report = dataclasses.replace(report, evaluation=data(result))
     _replace(path, json.dumps(report.to_json()))

@@ -97,7 +97,7 @@ def read(folder: Path, experiment: str, names: list[str]) -> dict:
         hashes = [corpus, config["tokenizer"]]
         steps = [config["variants"][name]["training"]["steps"] for name in names]
         config["date"], config["machine"], config["versions"], config["command"][0].split()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except json_files.MALFORMED as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}).") from None
     if other != experiment:
         raise UserError(

@@ -9,6 +9,9 @@ from typing import Any
 MOST_BYTES = 256 * 2**20
 """Far above any file that a run writes."""
 
+MALFORMED = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
+"""What may be raised while a value is taken for what it is not."""
+
 
 def load(path: str | os.PathLike, most: int = MOST_BYTES) -> Any:
     """The value in a UTF-8 file.

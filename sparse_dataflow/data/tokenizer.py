@@ -127,7 +127,7 @@ class Tokenizer:
             known = set(tokenizer.tokens)
             if not all({left, right, left + right} <= known for left, right in merges):
                 raise ValueError("a merge is not in its vocabulary")
-        except (OSError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except json_files.MALFORMED as error:
             raise UserError(f"The tokenizer {path} cannot be read: {error}.") from error
         return tokenizer
 

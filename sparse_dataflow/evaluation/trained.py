@@ -78,7 +78,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             _configs(fields)
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except json_files.MALFORMED as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}).") from None
     refuse_leaving(path.parent)
     return config

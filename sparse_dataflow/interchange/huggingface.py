@@ -75,7 +75,7 @@ def read(folder: str | Path) -> Imported:
         model = architecture.config(fields)
     except UserError as error:
         raise UserError(f"{folder} cannot be imported: {error}") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except json_files.MALFORMED as error:
         raise UserError(
             f"{folder / CONFIG} is damaged ({type(error).__name__}: {error})."
         ) from None

@@ -93,7 +93,7 @@ def read_config(folder: Path) -> ModelConfig:
         if fields["format"] != FORMAT:
             raise ValueError(f"its format is {fields['format']!r}, not {FORMAT!r}")
         return ModelConfig.from_json(fields["model"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except json_files.MALFORMED as error:
         raise UserError(f"{path} is no export of a sparse model ({error}).") from None
 
 

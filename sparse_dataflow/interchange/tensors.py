@@ -102,7 +102,7 @@ def _files(folder):
             names = sorted(set(json_files.load(index)["weight_map"].values()))
             if not names or any(Path(name).name != name for name in names):
                 raise ValueError("its weight_map names no files of this folder")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except json_files.MALFORMED as error:
             raise UserError(f"{index} is damaged ({type(error).__name__}: {error}).") from None
         missing = [name for name in names if not (folder / name).exists()]
         if missing:

@@ -61,7 +61,7 @@ def read(folder: Path, config: Mapping[str, Any]) -> Read:
         if sorted(vocab.values()) != sorted(set(vocab.values())):
             raise ValueError("two tokens share an id")
         return _ordered(vocab, merges, specials, size, config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except json_files.MALFORMED as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"The tokenizer {path} cannot be read: {error}.") from None
