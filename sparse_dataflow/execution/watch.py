@@ -58,7 +58,9 @@ class Doing:
         """From a message, which may be anything: what is of another kind counts as not told."""
         known = {field.name: field.type for field in dataclasses.fields(cls)}
         kinds = {name: str if kind is str else int | float for name, kind in known.items()}
-        fit = {n: v for n, v in told.items() if n in kinds and isinstance(v, kinds[n])}
+        fit: dict[str, Any] = {
+            n: v for n, v in told.items() if n in kinds and isinstance(v, kinds[n])
+        }
         return dataclasses.replace(cls(**fit), silent=silent)
 
     def where(self) -> str:
@@ -165,7 +167,7 @@ class Watch:
             for peer, (when, told) in list(self._group.told.items()):
                 doing[peer] = Doing.heard(told, now - max(when, self._frozen))
             if gone := lost(doing, self._heartbeat):
-                self._end(gone, doing)
+                self._end(self._group, gone, doing)
         if self._number:
             # The first judges over all; only over the first itself do the others.
             doing = {0: dataclasses.replace(doing[0], usual=0.0)}
@@ -189,7 +191,7 @@ class Watch:
         still = now - self._since
         return Doing(self._host, clock.phase, clock.step, still, clock.usual_step)
 
-    def _end(self, gone, doing):
+    def _end(self, group, gone, doing):
         seconds = LOST_AFTER * self._heartbeat
         named = ", ".join(f"process {n} on {doing[n].host}" for n in gone)
         text = (
@@ -197,7 +199,7 @@ class Watch:
             "the run again with --resume."
         )
         print(f"error: {text}", file=sys.stderr, flush=True)
-        self._group.fail(text, TEMPORARY)
+        group.fail(text, TEMPORARY)
         os._exit(TEMPORARY)
 
 
