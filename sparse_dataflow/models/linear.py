@@ -103,7 +103,7 @@ class Linear(nnx.Module):
         if isinstance(tables, Probe):
             y = block_sparse_matmul(x, own["values"], tables.tables)
             y = _with_gradient_norms(y, x, tables.norms, tables.axes)
-        elif tables is not None:
+        elif self.sparse and tables is not None:
             y = block_sparse_matmul(x, own["values"], tables)
         else:
             y = _matmul(x, own["kernel"])
