@@ -58,6 +58,8 @@ def read(folder: Path, config: Mapping[str, Any]) -> Read:
         )
     try:
         vocab, merges, specials = parts(folder)
+        if not all(type(number) is int and number >= 0 for number in vocab.values()):
+            raise ValueError("an id is no whole number of 0 or more")
         if sorted(vocab.values()) != sorted(set(vocab.values())):
             raise ValueError("two tokens share an id")
         return _ordered(vocab, merges, specials, size, config)
