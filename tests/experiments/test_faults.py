@@ -199,7 +199,7 @@ def test_a_process_that_is_stopped_is_named_and_nothing_is_lost(pair, whole):
 
 @pytest.mark.nightly
 def test_a_process_that_stays_stopped_ends_all(pair, whole):
-    processes = pair.start("--heartbeat=1", at_1={"calls": [(STEP, 11, "SIGSTOP")]})
+    processes = pair.start("--heartbeat=6", at_1={"calls": [(STEP, 11, "SIGSTOP")]})
     assert processes[0].wait() == 75
     assert "is taken for lost" in processes[0].text
     processes[1].signal(signal.SIGCONT)
