@@ -90,3 +90,11 @@ def test_a_checkpoint_moves_between_any_two_meshes(model):
     assert found.pop("None devices") == 1
     assert all(found.values()), found
     assert [n for name, n in found.items() if name.endswith("devices")] == [8] * 3
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_no_trace_of_a_filled_vocabulary():
+    # Of 45 tokens, which no tensor axis divides.
+    texts = ["data:2,fsdp:2,tensor:2/3/1", "stage:2,tensor:4/2/1/1f1b/1"]
+    found = mesh_training("move", "dense_odd", *texts)
+    assert all(found[text] for text in (*texts, "None")), found
