@@ -206,6 +206,10 @@ def _with_low_rank(state, name, fresh):
         return {**tree, "blocks": {**tree["blocks"], name: module}}
 
     dtype = jax.tree.leaves(adam(state.moments).mu)[0].dtype
-    zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype), fresh)
-    moments = map_moments(lambda tree: add(tree, zeros), state.moments)
+
+    def zeros():
+        """Made for each moment anew: a step gives every buffer away once."""
+        return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype), fresh)
+
+    moments = map_moments(lambda tree: add(tree, zeros()), state.moments)
     return state._replace(params=add(state.params, fresh), moments=moments)

@@ -96,7 +96,7 @@ def run_folder(models, tokenizer, tmp_path):
                 params = jax.tree.map(lambda a, step=step: a + step, state.params)
                 state = state._replace(step=np.int32(step), params=params)
                 states[name, step] = state
-                extra = {"bits_per_byte": metric, "starts": [0]}
+                extra = {"bits_per_byte": metric, "starts": [0], "seconds": 1.0, "plateau": None}
                 checkpoints.save(step, state, extra, metric)
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer.save(folder / "tokenizer.json")

@@ -150,7 +150,7 @@ import jax
 from sparse_dataflow.execution import cluster, distributed
 me = cluster.membership("", 0, -1)
 print(me.describe())
-with distributed.joined(me, {}, 60):
+with distributed.joined(me, {}, 60, 60):
     print(jax.process_index(), jax.process_count(), jax.device_count())
 """
 

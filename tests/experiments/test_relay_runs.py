@@ -82,7 +82,7 @@ def test_the_depth_is_the_same_after_a_resume(job, tmp_path):
         (["--stash=host"], "--stash without the relay"),
         (["--executor=relay", "--depth_schedule=grow:2"], "legal: constant, drop:P"),
         (["--executor=relay", "--server_dir=s", "--evolution=gradual"], "legal with it: static"),
-        (["--executor=relay", "--scale=1t"], "of host memory with these flags"),
+        (["--executor=relay", "--scale=175b", "--block=64"], "of host memory with these flags"),
         (["--executor=relay", "--server_dir=/proc/none"], "name another --server_dir"),
     ],
 )
