@@ -63,6 +63,16 @@ def _seconds_a_call(run, calls):
     return (time.perf_counter() - start) / calls
 
 
+def program_bytes(program: jax.stages.Compiled) -> int | None:
+    """Bytes of a program's arguments, results and temporaries; None where its compiler does not
+    say. What a result takes over from an argument counts once."""
+    found = program.memory_analysis()
+    if found is None:
+        return None
+    held = found.argument_size_in_bytes + found.temp_size_in_bytes
+    return held + found.output_size_in_bytes - found.alias_size_in_bytes
+
+
 def paired_ratio(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float, float]:
     """Median, lower and upper quartile of the ratio, round by round."""
     ratio = numerator / denominator

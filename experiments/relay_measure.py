@@ -5,6 +5,7 @@ import time
 import jax
 import numpy as np
 
+from experiments import measurement
 from sparse_dataflow.execution import timeline
 from sparse_dataflow.execution.host_state import fresh_state
 from sparse_dataflow.execution.relay import Relay, RelayConfig
@@ -93,13 +94,11 @@ def whole(model, training, chip: Chip, steps: int) -> dict:
         return float(report.loss)
 
     seconds = _timed(step, steps, found)
-    stats = program.memory_analysis()
-    taken = stats and stats.argument_size_in_bytes + stats.temp_size_in_bytes
     return {
         **row,
         **_figures(model, training, chip, seconds),
         "compile_seconds": compiled,
-        "device_bytes": _peak_bytes() or taken,
+        "device_bytes": _peak_bytes() or measurement.program_bytes(program),
         "losses": found,
     }
 

@@ -11,8 +11,6 @@ the scale, and keeps them as JSON.
         --batch=1 --remat=full --state_dtype=bfloat16      # an H200, which the dense one fills
 """
 
-from typing import Any
-
 from experiments import flags
 from experiments.command_line import Flag, Group
 
@@ -101,10 +99,10 @@ def main(values):
     )
     for name, row in rows.items():
         used = "" if row["mfu"] is None else f"  MFU {row['mfu']:.1%}"
+        held = f"  {row['step_bytes'] / memory.GIB:.2f} GiB" if row["step_bytes"] else ""
         print(
             f"{name:>6}: {row['step_ms']:8.1f} ms a step  {row['tokens_per_second']:9,.0f} "
-            f"tokens/s{used}  {row['step_bytes'] / memory.GIB:.2f} GiB  "
-            f"compile {row['compile_seconds']:.1f} s"
+            f"tokens/s{used}{held}  compile {row['compile_seconds']:.1f} s"
         )
     result = {
         "inputs": "uniform random tokens",
@@ -138,7 +136,7 @@ def fit_together(models, training, memory_bytes) -> bool:
 
 def compiled_step(model, training, tokens):
     """(function that makes one step on its own state and returns its report, seconds to compile,
-    bytes of arguments, results and temporaries).
+    `measurement.program_bytes`).
 
     Args:
       model: a ModelConfig.
@@ -150,6 +148,7 @@ def compiled_step(model, training, tokens):
     import jax
     import numpy as np
 
+    from experiments import measurement
     from sparse_dataflow.training.step import initial_state, make_train_step
 
     state = initial_state(model, training)
@@ -164,9 +163,7 @@ def compiled_step(model, training, tokens):
         state, report = compiled(state, tokens, np.float32(1e-4))
         return report
 
-    found: Any = compiled.memory_analysis()
-    held = found.argument_size_in_bytes + found.temp_size_in_bytes
-    return run, seconds, held + found.output_size_in_bytes - found.alias_size_in_bytes
+    return run, seconds, measurement.program_bytes(compiled)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from a file of someone else's cannot make this machine allocate without end."""
 MOST_LAYERS = 2**14
 
 MOST_BLOCKS = 2**28
-"""Stored blocks of a model, all layers and projections together."""
+"""Stored blocks of one projection, all layers together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,10 +118,9 @@ class ModelConfig:
         for name, _ in linears:
             _one_of("projection", name, PROJECTIONS)
         object.__setattr__(self, "linears", linears)
-        widths = {"qkv": 3 * self.d_model, "mlp_in": self.d_ff, "mlp_out": self.d_ff}
-        for name, spec in linears:
-            grid = self.d_model * widths.get(name, self.d_model) / spec.block**2
-            if self.num_layers * grid * spec.density > MOST_BLOCKS and spec.kind != "dense":
+        for name in self.sparse_projections:
+            spec, (fan_in, fan_out) = self.linear(name), self.projection_shape(name)
+            if self.num_layers * fan_in * fan_out / spec.block**2 * spec.density > MOST_BLOCKS:
                 raise UserError(
                     f"{name} has more than {MOST_BLOCKS} blocks with --block={spec.block}; legal: "
                     "larger blocks."

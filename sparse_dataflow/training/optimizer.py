@@ -23,6 +23,9 @@ until they are within 8% and 4% of where float32 would rest, and decay to nothin
 comes; with B2 = 0.999 neither would.
 """
 
+OPTIONAL = ("state_dtype", "skip_spikes")
+"""Fields of TrainingConfig that younger runs have; their defaults must stay what they are."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
@@ -73,10 +76,14 @@ class TrainingConfig:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, as runs and checkpoints keep them; a float32 state goes without saying, so
-        that runs fit which were kept before it could be another."""
-        fields = dataclasses.asdict(self)
-        return {n: v for n, v in fields.items() if (n, v) != ("state_dtype", "float32")}
+        """The fields, as runs and checkpoints keep them; OPTIONAL ones at their default go without
+        saying, so that runs fit which were kept before there was a choice."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return {
+            name: value
+            for name, value in dataclasses.asdict(self).items()
+            if name not in OPTIONAL or value != defaults[name]
+        }
 
 
 FINAL_LEARNING_RATE = 0.1

@@ -20,7 +20,13 @@ from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.planning import memory
 from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training.checkpoint import Checkpoints
-from sparse_dataflow.training.optimizer import TrainingConfig, adam, make_optimizer, map_moments
+from sparse_dataflow.training.optimizer import (
+    OPTIONAL,
+    TrainingConfig,
+    adam,
+    make_optimizer,
+    map_moments,
+)
 from sparse_dataflow.training.saved_state import identity
 from sparse_dataflow.training.step import abstract_state, initial_state, make_train_step
 from sparse_dataflow.training.transitions import change_model
@@ -169,10 +175,10 @@ def test_a_checkpoint_of_another_dtype_is_refused_in_words(tmp_path):
         Checkpoints(tmp_path, config=kept).restore(abstract_state(DENSE, WIDE)._replace(tables={}))
 
 
-def test_a_float32_training_is_kept_as_if_there_were_no_choice():
-    assert "state_dtype" not in WIDE.to_json()
-    assert TrainingConfig(**json.loads(json.dumps(WIDE.to_json()))) == WIDE
-    assert TrainingConfig(**json.loads(json.dumps(TRAINING.to_json()))) == TRAINING
+def test_defaults_of_younger_fields_are_kept_as_if_there_were_no_choice():
+    assert not set(OPTIONAL) & WIDE.to_json().keys()
+    for training in (WIDE, TRAINING, dataclasses.replace(WIDE, skip_spikes=6.0)):
+        assert TrainingConfig(**json.loads(json.dumps(training.to_json()))) == training
 
 
 @given(
