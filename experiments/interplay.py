@@ -3,13 +3,17 @@
 {dense, 1/2, 1/4, 1/8 of the blocks} x {unfused, fused} x {serial, pipelined}: sparsity alone lowers
 the operational intensity of every section; fusion wins it back. Whole training steps are measured
 on this machine, fused as XLA compiles them and unfused with its fusion switched off; predictions
-come from the cost model with the rates of the dense and sparse sections measured here. Pipelined
-is predicted: --stages chips of this kind with --micro_batches each, a chip's own throughput.
+come from the cost model with the rates of the dense and sparse sections measured here.
 
-    python -m experiments.interplay                      nano, several minutes
+A chip is one core of this machine, and --stages of them work at once: serial, each on a model of
+its own, or pipelined, as real processes that hand activations on (1F1B). A step has
+--micro_batches; what is compared is a chip's time for one of them.
+
+    python -m experiments.interplay                      nano, about ten minutes
     python -m experiments.interplay --hardware=h100 --scale=13b --measure=no
 
-Leaves OUT/interplay.csv, OUT/interplay.png and OUT/roofline.png.
+Leaves OUT/interplay.md, OUT/interplay.csv, OUT/interplay.png and OUT/roofline.png, and keeps what
+was measured as JSON.
 """
 
 from experiments import flags, planner_flags
@@ -33,15 +37,16 @@ INTERPLAY = Group(
         Flag(
             "tokens",
             "integer",
-            1024,
+            256,
             "Tokens of a micro-batch: as many sequences as fit, at least one.",
             legal=planner_flags.AT_LEAST_ONE,
         ),
         Flag("block", "integer", 64, "Side of a square block.", legal=planner_flags.AT_LEAST_ONE),
         Flag("stages", "integer", 2, "Of the pipeline.", legal=planner_flags.AT_LEAST_ONE),
-        Flag("micro_batches", "integer", 8, "Of the pipeline.", legal=planner_flags.AT_LEAST_ONE),
-        Flag("rounds", "integer", 5, "Timed steps.", legal=planner_flags.AT_LEAST_ONE),
+        Flag("micro_batches", "integer", 8, "Of a step.", legal=planner_flags.AT_LEAST_ONE),
+        Flag("rounds", "integer", 3, "Timed steps.", legal=planner_flags.AT_LEAST_ONE),
         Flag("out", "text", "runs/interplay", "Folder to make."),
+        Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),
     ),
 )
 GROUPS = (INTERPLAY,)

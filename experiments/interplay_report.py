@@ -4,10 +4,12 @@ import csv
 import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+from experiments import measurement
 from experiments.interplay import DENSITIES
 from experiments.planner_flags import model as planned_model
 from sparse_dataflow.errors import UserError
@@ -20,6 +22,8 @@ from sparse_dataflow.reporting import planner_figures
 
 LONGEST = 512
 NO_FUSION = "--xla_disable_hlo_passes=fusion"
+ORDERS = ("serial", "pipelined")
+WAYS = ("measured", "predicted")
 
 
 def run(asked) -> None:
@@ -29,72 +33,133 @@ def run(asked) -> None:
       asked: the flags of `interplay`.
 
     Raises:
-      UserError: this machine is to be predicted but not measured, or it has no CPU backend.
+      UserError: this machine is to be predicted but not measured, it has no core for each stage, or
+        the model no layer.
     """
     config = planned_model(asked.scale)
     here = asked.hardware == "this"
     sequence = min(config.max_len, LONGEST) if here else config.max_len
     batch = max(1, asked.tokens // sequence)
+    if asked.stages > config.num_layers:
+        raise UserError(
+            f"--stages={asked.stages} is more than the {config.num_layers} layers of "
+            f"{asked.scale!r}; legal: 1 to {config.num_layers}."
+        )
     measured = {}
     if asked.measure == "yes":
+        cores = _cores(asked.stages)
         asking = {"scale": asked.scale, "sequence": sequence, "batch": batch}
-        asking |= {"block": asked.block, "rounds": asked.rounds}
-        measured = {fused: _measured(asking | {"rates": fused}, fused) for fused in (False, True)}
+        asking |= {"micro_batches": asked.micro_batches, "block": asked.block}
+        asking |= {"rounds": asked.rounds}
+        for fused in (False, True):
+            measured[fused, "serial"] = _measured(asking | {"rates": fused}, fused, cores, 1)
+            if asked.stages > 1:
+                row = _measured(asking | {"rates": False}, fused, cores, asked.stages)
+                measured[fused, "pipelined"] = row
     elif here:
         raise UserError("--hardware=this is known by measuring; legal: --measure=yes, or a chip.")
-    chip = Chip(**measured[True]["chip"]) if here else chips.named(asked.hardware)
+    known = measured.get((True, "serial"))
+    chip = Chip(**known["chip"]) if here else chips.named(asked.hardware)
     rows, rooflines = [], {}
     for density in DENSITIES:
         for fused in (False, True):
-            found = measured.get(fused, {}).get("densities", {}).get(f"{density:g}", {})
-            rates = measured[True]["densities"][f"{density:g}"]["rates"] if here else None
+            rates = known["densities"][f"{density:g}"]["rates"] if here else None
             model = planned_model(
                 asked.scale, density, asked.block, "float32" if here else "bfloat16"
             )
-            serial, pipelined = _predicted(asked, model, chip, sequence, batch, fused, rates)
-            sections = with_passes(serial.sections)
+            predicted = _predicted(asked, model, chip, sequence, batch, fused, rates)
+            sections = with_passes(predicted["serial"].sections)
             label = f"{'dense' if density == 1 else f'{density:g}'}, {_word(fused)}"
             rooflines[label] = sections
-            rows.append(
-                {
-                    "density": density,
-                    "fused": fused,
-                    "measured_ms": 1e3 * found["seconds"] if found else None,
-                    "predicted_ms": 1e3 * float(serial.total),
-                    "pipelined_ms": 1e3 * float(pipelined.total) / asked.micro_batches
-                    * asked.stages,
-                    **{f"intensity_{n}": float(s.intensity) for n, s in sections.items()},
-                }
-            )  # fmt: skip
-    _print(rows, chip)
-    _keep(asked, rows, rooflines, chip)
+            row = {"density": density, "fused": fused}
+            for order, chips_used in (("serial", 1), ("pipelined", asked.stages)):
+                found = measured.get((fused, order), {}).get("densities", {})
+                seconds = found.get(f"{density:g}", {}).get("seconds")
+                ours = 1e3 * chips_used / asked.micro_batches
+                row[f"{order}_measured_ms"] = seconds and ours * seconds
+                row[f"{order}_predicted_ms"] = ours * float(predicted[order].total)
+            row |= {f"intensity_{n}": float(s.intensity) for n, s in sections.items()}
+            rows.append(row)
+    text = _table(rows, chip)
+    print(text)
+    _keep(asked, rows, rooflines, chip, text, known and known["chip"]["name"])
 
 
 def _word(fused):
     return "fused" if fused else "unfused"
 
 
-def _measured(asking, fused):
+def _cores(stages):
+    """A core for each stage."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < stages:
+        raise UserError(
+            f"--stages={stages} are measured on a core each, and {len(cores)} can be chosen here; "
+            "legal: fewer --stages, or --measure=no."
+        )
+    return cores[:stages]
+
+
+def _measured(asking, fused, cores, stages):
+    """What a process on each core found at once, its seconds those of all on average.
+
+    Args:
+      asking: see `interplay_step`.
+      fused: whether XLA may fuse.
+      cores: their numbers.
+      stages: that the processes are of one model; 1 where each has a model of its own.
+    """
     flags = os.environ.get("XLA_FLAGS", "")
     environment = {**os.environ, "XLA_FLAGS": flags if fused else f"{flags} {NO_FUSION}".strip()}
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.interplay_step"],
-        input=json.dumps(asking),
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise UserError(f"the {_word(fused)} steps ended early: {done.stderr.strip()[-400:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    address = _free_address() if stages > 1 else ""
+    children = []
+    try:
+        for process, core in enumerate(cores):
+            child = subprocess.Popen(
+                [sys.executable, "-m", "experiments.interplay_step"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                text=True,
+            )
+            children.append(child)
+            own = {"stages": stages, "coordinator": address, "cores": [core]}
+            own["process"] = process if stages > 1 else 0
+            child.stdin.write(json.dumps(asking | own))
+            child.stdin.flush()
+            child.stdin.close()
+            child.stdin = None
+        said = [child.communicate() for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    for child, (_, errors) in zip(children, said):
+        if child.returncode:
+            raise UserError(f"the {_word(fused)} steps ended early: {errors.strip()[-400:]}")
+    found = [json.loads(out.splitlines()[-1]) for out, _ in said]
+    for density, first in found[0]["densities"].items():
+        each = [one["densities"][density]["seconds"] for one in found]
+        first["seconds"] = sum(each) / len(each)
+    return found[0]
+
+
+def _free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def _predicted(asked, model, chip, sequence, batch, fused, rates):
-    """The serial step of one micro-batch, and the pipelined step of all of them on all stages."""
+    """{order: time of a step}: of one chip alone, and of all stages together."""
     efficiency = EFFICIENCIES.get(chip.family, PRIOR)
     # XLA keeps attention's scores on a CPU, fused or not: its measured rate stands for both.
-    layout = RunLayout(micro_batch=batch, fused=fused, fused_attention=fused and rates is None)
+    layout = RunLayout(
+        micro_batch=batch,
+        accumulation=asked.micro_batches,
+        fused=fused,
+        fused_attention=fused and rates is None,
+    )
     if rates:
         rates = {**rates}
         if not fused:
@@ -102,60 +167,87 @@ def _predicted(asked, model, chip, sequence, batch, fused, rates):
             rates |= {name: chip.bandwidth * efficiency.bandwidth for name in ("norms", "gelu")}
     serial = step_time(model, sequence, layout, chip, efficiency, rates=rates)
     network = chip.network or chips.Network(asked.stages, chip.bandwidth, chip.bandwidth)
-    several = dataclasses.replace(
-        layout, stage=asked.stages, accumulation=asked.micro_batches, executor="pipeline"
-    )
+    several = dataclasses.replace(layout, stage=asked.stages, executor="pipeline")
     joined = dataclasses.replace(chip, network=network)
-    return serial, step_time(model, sequence, several, joined, efficiency, rates=rates)
+    pipelined = step_time(model, sequence, several, joined, efficiency, rates=rates)
+    return {"serial": serial, "pipelined": pipelined}
 
 
-def _print(rows, chip):
-    base = rows[0]
-    print(f"{chip.name}: milliseconds a micro-batch and chip; x is the gain over dense, unfused")
-    print(
-        f"{'density':>8} {'':<8}{'measured':>10}{'x':>6}{'predicted':>11}{'x':>6}{'pipelined':>11}"
-        f"{'x':>6}  FLOP/byte of qkv, attn_out, mlp_in, mlp_out"
-    )
+def _columns(rows):
+    """(order, way) of those that are known."""
+    every = [(order, way) for way in WAYS for order in ORDERS]
+    return [pair for pair in every if rows[0][_key(*pair)]]
+
+
+def _key(order, way):
+    return f"{order}_{way}_ms"
+
+
+def _gain(rows, row, way, order):
+    """Over dense, unfused, serial, as found the same way."""
+    return rows[0][_key("serial", way)] / row[_key(order, way)]
+
+
+def _table(rows, chip):
+    """Markdown."""
+    columns = _columns(rows)
+    heads = [f"{way}, {order}" for order, way in columns]
+    lines = [
+        f"{chip.name}: a chip's milliseconds for a micro-batch, and the gain over dense, unfused, "
+        "serial",
+        "",
+        f"| density | | {' | '.join(heads)} | FLOP/byte of qkv, attn_out, mlp_in, mlp_out |",
+        f"|---|---|{'---|' * len(heads)}---|",
+    ]
     for row in rows:
-        measured, gain = row["measured_ms"], ""
-        if measured:
-            gain = f"{base['measured_ms'] / measured:.2f}"
-        intensity = (row[f"intensity_{n}"] for n in ("qkv", "attn_out", "mlp_in", "mlp_out"))
-        print(
-            f"{row['density']:>8g} {_word(row['fused']):<8}"
-            f"{f'{measured:.1f}' if measured else 'not run':>10}{gain:>6}"
-            f"{row['predicted_ms']:>11.2f}{base['predicted_ms'] / row['predicted_ms']:>6.2f}"
-            f"{row['pipelined_ms']:>11.2f}{base['predicted_ms'] / row['pipelined_ms']:>6.2f}  "
-            f"{', '.join(f'{value:.0f}' for value in intensity)}"
+        cells = [
+            f"{row[_key(order, way)]:.2f} ({_gain(rows, row, way, order):.2f}x)"
+            for order, way in columns
+        ]
+        sections = ("qkv", "attn_out", "mlp_in", "mlp_out")
+        intensity = ", ".join(f"{row[f'intensity_{name}']:.0f}" for name in sections)
+        cells = [f"{row['density']:g}", _word(row["fused"]), *cells, intensity]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
+    for order, way in columns:
+        key = _key(order, way)
+        alone, both = rows[0][key] / rows[-2][key], rows[1][key] / rows[-1][key]
+        lines.append(
+            f"- {way}, {order}: 1/8 of the blocks gains {alone:.2f}x unfused, {both:.2f}x fused"
         )
-    for key, name in (("measured_ms", "measured"), ("predicted_ms", "predicted")):
-        if rows[0][key]:
-            alone = rows[0][key] / rows[-2][key]
-            both = rows[1][key] / rows[-1][key]
-            print(f"{name}: 1/8 of the blocks gains {alone:.2f}x unfused, {both:.2f}x fused")
+    return "\n".join(lines)
 
 
-def _keep(asked, rows, rooflines, chip):
+def _keep(asked, rows, rooflines, chip, text, machine):
     folder = Path(asked.out)
     folder.mkdir(parents=True, exist_ok=True)
+    figures = "![gains](interplay.png)\n\n![roofline](roofline.png)\n"
+    (folder / "interplay.md").write_text(f"# Interplay, {asked.scale}\n\n{text}\n\n{figures}")
     with (folder / "interplay.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    kinds = [("measured_ms", "measured, serial")] if rows[0]["measured_ms"] else []
-    kinds += [("predicted_ms", "predicted, serial"), ("pipelined_ms", "predicted, pipelined")]
-    bars = {}
-    for fused in (False, True):
-        for key, name in kinds:
-            chosen = [row[key] for row in rows if row["fused"] == fused]
-            base = rows[0]["measured_ms" if key == "measured_ms" else "predicted_ms"]
-            bars[f"{_word(fused)}, {name}"] = [base / value for value in chosen]
+    panels = {
+        order: {
+            f"{_word(fused)}, {way}": [
+                _gain(rows, row, way, order) for row in rows if row["fused"] == fused
+            ]
+            for fused in (False, True)
+            for known, way in _columns(rows)
+            if known == order
+        }
+        for order in ORDERS
+    }
     labels = ["dense", *(f"{density:g}" for density in DENSITIES[1:])]
     title = f"{asked.scale} on {chip.name}: gain over dense, unfused, serial"
-    figure = planner_figures.bars(labels, bars, "gain, times", title)
+    figure = planner_figures.bars(labels, panels, "gain, times", title)
     print(planner_figures.save(figure, folder / "interplay.png"))
     shown = {n: s for n, s in rooflines.items() if n.startswith(("dense", "0.125"))}
     dtype = "float32" if asked.hardware == "this" else "bfloat16"
     title = f"{asked.scale} on {chip.name}: sections of a block, forward, with their passes"
     figure = planner_figures.roofline(chip, dtype, shown, title)
     print(planner_figures.save(figure, folder / "roofline.png"))
+    if machine:
+        settings = ("scale", "tokens", "block", "stages", "micro_batches", "rounds")
+        result = {name: getattr(asked, name) for name in settings} | {"rows": rows}
+        measurement.keep(asked.keep, f"interplay_{machine}_{asked.scale}", machine, result)

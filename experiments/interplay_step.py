@@ -1,47 +1,74 @@
-"""One side of `interplay`: whole steps at every density in a process of its own.
+"""One side of `interplay`: whole steps at every density in a process, or a row of processes.
 
 XLA reads whether it may fuse once, when a process starts. Reads its settings as JSON from standard
 input and writes the result as JSON, the last line of standard output.
 """
 
+import dataclasses
 import json
+import os
 import sys
 import types
 
 from experiments import prediction
 from experiments.interplay import DENSITIES
 from experiments.planner_flags import model as planned_model
+from sparse_dataflow.execution import distributed, mesh
+from sparse_dataflow.execution.cluster import Membership
+from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.execution.host_memory import keep_freed_memory
+from sparse_dataflow.execution.pipelined import executor_over
 from sparse_dataflow.planning import hardware
 from sparse_dataflow.training.optimizer import TrainingConfig
+
+SCHEDULE = "1f1b"
+MEET_SECONDS, HEARTBEAT_SECONDS = 120.0, 60.0
 
 
 def main(asked) -> dict:
     """Measured seconds, and the rates of sections, by density; and the machine's own rates.
 
     Args:
-      asked: scale, sequence, batch, block, rounds, and whether rates are wanted.
+      asked: scale, sequence, batch (sequences of a micro-batch), micro_batches (of a step), block,
+        rounds, whether rates are wanted, cores (numbers of those that this process runs on), stages
+        (processes in a row, each a stage), process (this one's number), and coordinator (host:port
+        of process 0).
     """
+    if asked.cores:
+        os.sched_setaffinity(0, asked.cores)
     keep_freed_memory()
-    chip = hardware.detect(("float32",))
-    training = TrainingConfig(
-        steps=1, batch=asked.batch, sequence=asked.sequence, learning_rate=1e-4
+    me = Membership(asked.coordinator, asked.stages, asked.process)
+    with distributed.joined(me, {}, MEET_SECONDS, HEARTBEAT_SECONDS):
+        return _measured(asked)
+
+
+def _measured(asked):
+    executor = ONE_DEVICE
+    if asked.stages > 1:
+        stages = mesh.make(mesh.parse(f"stage:{asked.stages}", asked.stages))
+        layers = planned_model(asked.scale).num_layers
+        executor = executor_over(stages, 0, layers, SCHEDULE)
+    one = TrainingConfig(steps=1, batch=asked.batch, sequence=asked.sequence, learning_rate=1e-4)
+    step = dataclasses.replace(
+        one, batch=asked.batch * asked.micro_batches, micro_batches=asked.micro_batches
     )
+    chip = hardware.detect(("float32",)) if asked.rates else None
     found = {}
     for density in DENSITIES:
         config = planned_model(asked.scale, density, asked.block, "float32")
         found[f"{density:g}"] = {
-            "seconds": prediction.measured_seconds(config, training, asked.rounds),
-            "rates": asked.rates and prediction.measured_rates(config, training, chip),
+            "seconds": prediction.measured_seconds(config, step, asked.rounds, executor),
+            "rates": chip and prediction.measured_rates(config, one, chip),
         }
+    return {"densities": found, "chip": chip and _described(chip)}
+
+
+def _described(chip):
     return {
-        "densities": found,
-        "chip": {
-            "name": chip.name,
-            "peak_flops": dict(chip.peak_flops or {}),
-            "memory_bytes": chip.memory_bytes,
-            "bandwidth": chip.bandwidth,
-        },
+        "name": chip.name,
+        "peak_flops": dict(chip.peak_flops or {}),
+        "memory_bytes": chip.memory_bytes,
+        "bandwidth": chip.bandwidth,
     }
 
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 
+from sparse_dataflow.execution import processes
 from sparse_dataflow.planning import hardware
 
 K = TypeVar("K")
@@ -42,7 +43,8 @@ def paired_seconds(
     for number in range(MOST_UNTIMED):
         touched = _pages_touched()
         untimed = {name: _seconds_a_call(run, 1) for name, run in runs.items()}
-        if number > 0 and _pages_touched() - touched < FEW_PAGES:
+        # Processes that step together warm up together.
+        if number > 0 and not processes.anywhere(_pages_touched() - touched >= FEW_PAGES):
             break
     calls = {name: max(1, math.ceil(enough / seconds)) for name, seconds in untimed.items()}
     for _ in range(rounds):

@@ -7,6 +7,7 @@ import numpy as np
 from experiments import measurement
 from experiments.planner_flags import model as planned_model
 from experiments.step_bench import compiled_step
+from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, ModelConfig
 from sparse_dataflow.planning import memory
@@ -94,10 +95,12 @@ def measured_rates(config: ModelConfig, training: TrainingConfig, chip: Chip) ->
     return rates
 
 
-def measured_seconds(config: ModelConfig, training: TrainingConfig, rounds: int) -> float:
-    """Median seconds of a whole training step."""
+def measured_seconds(
+    config: ModelConfig, training: TrainingConfig, rounds: int, executor: Executor = ONE_DEVICE
+) -> float:
+    """Median seconds of a whole training step; in several processes each calls this."""
     rng = np.random.default_rng(0)
     shape = (training.batch, training.sequence + 1)
     tokens = rng.integers(config.vocab_size, size=shape, dtype=np.int32)
-    run, *_ = compiled_step(config, training, tokens)
+    run, *_ = compiled_step(config, training, tokens, executor)
     return float(np.median(measurement.paired_seconds({"step": run}, rounds)["step"]))

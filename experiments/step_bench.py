@@ -134,26 +134,31 @@ def fit_together(models, training, memory_bytes) -> bool:
     return memory_bytes is None or memory.by_turns(plans) <= memory_bytes * memory.USABLE
 
 
-def compiled_step(model, training, tokens):
+def compiled_step(model, training, tokens, executor=None):
     """(function that makes one step on its own state and returns its report, seconds to compile,
     `measurement.program_bytes`).
 
     Args:
       model: a ModelConfig.
       training: a TrainingConfig.
-      tokens: int32 [batch, sequence + 1].
+      tokens: int32 [batch, sequence + 1]; all of it in each process of the executor's.
+      executor: where it runs; None for one device.
     """
     import time
 
-    import jax
     import numpy as np
 
     from experiments import measurement
-    from sparse_dataflow.training.step import initial_state, make_train_step
+    from sparse_dataflow.execution.executor import ONE_DEVICE
+    from sparse_dataflow.training.step import initial_state, jitted_train_step
 
-    state = initial_state(model, training)
-    step = jax.jit(make_train_step(model, training, state.tables), donate_argnums=0)
-    state = state._replace(tables=())
+    executor = executor or ONE_DEVICE
+    state = initial_state(model, training, executor)
+    given = executor.tables(state.tables, changing=False)
+    fixed = None if given else state.tables
+    state = state._replace(tables=given)
+    step = jitted_train_step(model, training, fixed, executor, state)
+    tokens = executor.put({"tokens": tokens}, len(tokens))["tokens"]
     start = time.perf_counter()
     compiled = step.lower(state, tokens, np.float32(0)).compile()
     seconds = time.perf_counter() - start

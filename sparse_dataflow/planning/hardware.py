@@ -78,7 +78,8 @@ def detect(dtypes: Iterable[str] = ("float32",)) -> Chip:
 
 def cpu_name() -> str:
     """Model of the host's CPU, and the cores that this process may use."""
-    return f"{_cpu_model()}, {_cpu_count()} cores"
+    cores = _cpu_count()
+    return f"{_cpu_model()}, {cores} core{'s' * (cores > 1)}"
 
 
 def slug(name: str) -> str:

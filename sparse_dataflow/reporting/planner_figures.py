@@ -222,27 +222,34 @@ def truth(points: Mapping[str, Sequence[tuple[float, float, bool]]], title: str)
         return figure
 
 
-def bars(labels: Sequence[str], groups: Mapping[str, Sequence[float]], ylabel: str, title: str):
-    """Groups of bars, one bar of each group at each label.
+def bars(
+    labels: Sequence[str],
+    panels: Mapping[str, Mapping[str, Sequence[float]]],
+    ylabel: str,
+    title: str,
+) -> Figure:
+    """Panels of grouped bars on one scale, one bar of each group at each label.
 
     Args:
-      labels: along the x axis.
-      groups: legend -> a value for each label.
+      labels: along each x axis.
+      panels: title -> legend -> a value for each label; all have the same legends.
       ylabel: of the values.
       title: above the figure.
     """
     with style():
-        figure, grid = new(7.2, 3.6)
-        axes = grid[0][0]
-        width = 0.84 / len(groups)
-        for number, (name, values) in enumerate(groups.items()):
-            x = np.arange(len(labels)) + (number - (len(groups) - 1) / 2) * width
-            axes.bar(x, values, 0.92 * width, color=COLOURS[number], label=name)
-            for at, value in zip(x, values):
-                axes.text(at, value, f"{value:.1f}", ha="center", va="bottom", fontsize=6.5)
-        axes.set_xticks(range(len(labels)), labels)
-        axes.grid(False, axis="x")
-        axes.set(ylabel=ylabel, xlabel="fraction of the blocks that are stored")
-        axes.legend(fontsize=7.5, loc="upper left")
+        figure, grid = new(4.2 * len(panels), 3.6, columns=len(panels), sharey=True)
+        for axes, (panel, groups) in zip(grid[0], panels.items()):
+            width = 0.84 / len(groups)
+            for number, (name, values) in enumerate(groups.items()):
+                x = np.arange(len(labels)) + (number - (len(groups) - 1) / 2) * width
+                axes.bar(x, values, 0.92 * width, color=COLOURS[number], label=name)
+                for at, value in zip(x, values):
+                    axes.text(at, value, f"{value:.1f}", ha="center", va="bottom", fontsize=6.5)
+            axes.set_xticks(range(len(labels)), labels)
+            axes.grid(False, axis="x")
+            axes.set_title(panel, fontsize=9)
+            axes.set(xlabel="fraction of the blocks that are stored")
+        grid[0][0].set(ylabel=ylabel)
+        grid[0][0].legend(fontsize=7.5, loc="upper left")
         figure.suptitle(title, fontsize=10)
         return figure

@@ -114,10 +114,12 @@ def test_interplay_of_a_chip_that_is_not_here(tmp_path, capsys):
     assert "1/8 of the blocks gains" in capsys.readouterr().out
     with (tmp_path / "interplay.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 8 and all(not row["measured_ms"] for row in rows)
-    predicted = {(row["density"], row["fused"]): float(row["predicted_ms"]) for row in rows}
+    assert len(rows) == 8 and all(not row["serial_measured_ms"] for row in rows)
+    predicted = {(row["density"], row["fused"]): float(row["serial_predicted_ms"]) for row in rows}
     fused = predicted["1.0", "True"] / predicted["0.125", "True"]
     unfused = predicted["1.0", "False"] / predicted["0.125", "False"]
     assert fused > 1.5 * unfused
     assert run(interplay_study, "--measure=no", f"--out={tmp_path}") == 2
     assert "--hardware=this is known by measuring" in capsys.readouterr().err
+    assert run(interplay_study, "--stages=3", f"--out={tmp_path}") == 2
+    assert "legal: 1 to 2" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Rates measured on the spot go through the cost model and come out as the times measured."""
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -82,24 +83,36 @@ def test_interplay_of_measured_steps_wins_back_what_fusion_gives(
 ):
     """Both sides in this process with made-up times: what a child prints, and what it means."""
     monkeypatch.setattr(interplay_step.hardware, "detect", lambda _: CHIP)
-    seconds = iter((0.9, 0.7, 0.6, 0.55, 0.8, 0.5, 0.3, 0.2))  # unfused, then fused
+    unfused, fused = (7.2, 5.6, 4.8, 4.4), (6.4, 4.0, 2.4, 1.6)
+    pipelined = tuple(0.75 * seconds for seconds in fused)
+    seconds = iter((*unfused, *pipelined, *fused, *pipelined))
     monkeypatch.setattr(prediction, "measured_seconds", lambda *_: next(seconds))
+    monkeypatch.setattr(interplay_step, "executor_over", lambda *_: None)
+    monkeypatch.setattr(interplay_step.mesh, "make", lambda _: None)
+    monkeypatch.setattr(interplay_step.distributed, "joined", lambda *_: contextlib.nullcontext())
 
-    def child(asking, fused):
-        return json.loads(json.dumps(interplay_step.main(types.SimpleNamespace(**asking))))
+    def child(asking, fused, cores, stages):
+        own = {"stages": stages, "process": 0, "coordinator": "", "cores": []}
+        return json.loads(json.dumps(interplay_step.main(types.SimpleNamespace(**asking | own))))
 
     monkeypatch.setattr(interplay_report, "_measured", child)
     asked = types.SimpleNamespace(scale="nano", hardware="this", measure="yes", tokens=1024)
     asked.block, asked.stages, asked.micro_batches, asked.rounds = 64, 2, 8, 1
-    asked.out = str(tmp_path)
+    asked.out, asked.keep = str(tmp_path), str(tmp_path)
+    monkeypatch.setattr(interplay_report, "_cores", lambda stages: list(range(stages)))
     interplay_report.run(asked)
     said = capsys.readouterr().out
-    assert "measured: 1/8 of the blocks gains 1.64x unfused, 4.00x fused" in said
+    assert "- measured, serial: 1/8 of the blocks gains 1.64x unfused, 4.00x fused" in said
+    assert said.startswith(f"{CHIP.name}: ")
+    assert said.splitlines()[0] in (tmp_path / "interplay.md").read_text()
     with (tmp_path / "interplay.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [float(row["measured_ms"]) for row in rows[:2]] == pytest.approx([900, 800])
+    assert [float(row["serial_measured_ms"]) for row in rows[:2]] == pytest.approx([900, 800])
+    # Two chips made the same micro-batches in three quarters of the time.
+    assert float(rows[1]["pipelined_measured_ms"]) == pytest.approx(0.75 * 2 * 800)
     for row in rows:
-        assert float(row["pipelined_ms"]) > float(row["predicted_ms"])  # a chip's own, with bubble
+        # A chip's own, with bubble.
+        assert float(row["pipelined_predicted_ms"]) > float(row["serial_predicted_ms"])
     intensity = [float(row["intensity_mlp_in"]) for row in rows]
     assert all(unfused < fused for unfused, fused in zip(intensity[::2], intensity[1::2]))
     assert (tmp_path / "interplay.png").exists() and (tmp_path / "roofline.png").exists()
@@ -117,7 +130,8 @@ def test_a_tiny_step_is_predicted_and_measured(job, tmp_path):
 @pytest.mark.nightly
 def test_interplay_measures_whole_steps_fused_and_unfused(job, tmp_path):
     flags = ("--scale=pico", "--block=16", "--tokens=128", "--rounds=1", f"--out={tmp_path}")
-    done = job.run(*flags, experiment="interplay")
+    done = job.run(*flags, f"--keep={tmp_path}", experiment="interplay")
     assert done.returncode == 0, done.stderr
-    assert "measured: 1/8 of the blocks gains" in done.stdout
-    assert "predicted: 1/8 of the blocks gains" in done.stdout
+    for way in ("measured", "predicted"):
+        for order in ("serial", "pipelined"):
+            assert f"- {way}, {order}: 1/8 of the blocks gains" in done.stdout
