@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import math
 import platform
-import resource
 import shlex
 import sys
 import time
@@ -16,12 +15,10 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from sparse_dataflow.execution import processes
+from sparse_dataflow.execution.warm_up import warm_up
 from sparse_dataflow.planning import hardware
 
 K = TypeVar("K")
-
-MOST_UNTIMED, FEW_PAGES = 8, 2000
 
 
 def paired_seconds(
@@ -31,8 +28,7 @@ def paired_seconds(
 
     Args:
       runs: name -> function that starts work and returns its arrays.
-      rounds: how often; untimed rounds come first: two, and more (MOST_UNTIMED in all) while the
-        process still grows, as pages that are touched for the first time would be timed too.
+      rounds: how often; untimed rounds come first: two, and more while the process still grows.
       enough: seconds that one timing takes at least: a shorter run is started several times in a
         row, which hides the cost of starting it where work is queued, as on a GPU.
 
@@ -40,21 +36,12 @@ def paired_seconds(
       name -> float [rounds] seconds of one call; element i of every name belongs to the same round.
     """
     times: dict[K, list[float]] = {name: [] for name in runs}
-    for number in range(MOST_UNTIMED):
-        touched = _pages_touched()
-        untimed = {name: _seconds_a_call(run, 1) for name, run in runs.items()}
-        # Processes that step together warm up together.
-        if number > 0 and not processes.anywhere(_pages_touched() - touched >= FEW_PAGES):
-            break
+    untimed = warm_up(lambda: {name: _seconds_a_call(run, 1) for name, run in runs.items()}, 2)
     calls = {name: max(1, math.ceil(enough / seconds)) for name, seconds in untimed.items()}
     for _ in range(rounds):
         for name, run in runs.items():
             times[name].append(_seconds_a_call(run, calls[name]))
     return {name: np.asarray(seconds) for name, seconds in times.items()}
-
-
-def _pages_touched():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _seconds_a_call(run, calls):

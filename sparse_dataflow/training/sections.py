@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.execution.warm_up import warm_up
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
@@ -106,10 +107,10 @@ def _optimizer_seconds(model, training, state):
 
 
 def _median(run, repeats=5):
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(repeats):
+    def seconds():
         start = time.perf_counter()
         jax.block_until_ready(run())
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
+        return time.perf_counter() - start
+
+    warm_up(seconds)
+    return float(np.median([seconds() for _ in range(repeats)]))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from experiments import measurement
+from sparse_dataflow.execution import warm_up
 
 positive = hnp.arrays(float, 7, elements=st.floats(1e-3, 1e3))
 
@@ -19,17 +20,7 @@ positive = hnp.arrays(float, 7, elements=st.floats(1e-3, 1e3))
 @pytest.fixture
 def still(monkeypatch):
     """A process that does not grow."""
-    monkeypatch.setattr(measurement, "_pages_touched", lambda: 0)
-
-
-@pytest.mark.parametrize(
-    "grown, untimed", [((), 2), ((10**6, 10**6, 10**6, 9), 4), ((10**6,) * 99, 8)]
-)
-def test_nothing_is_timed_while_the_process_grows(monkeypatch, grown, untimed):
-    calls = []
-    monkeypatch.setattr(measurement, "_pages_touched", lambda: sum(grown[: len(calls)]))
-    measurement.paired_seconds({"one": lambda: calls.append(1)}, 3)
-    assert len(calls) == untimed + 3
+    monkeypatch.setattr(warm_up, "_pages_touched", lambda: 0)
 
 
 def test_runs_are_timed_in_turn_after_two_rounds_of_warming_up(monkeypatch, still):
