@@ -127,7 +127,8 @@ SPARSITY = Group(
             "text",
             "uniform",
             "uniform gives every projection --density; compute shares the FLOPs that this costs "
-            "out by the Erdos-Renyi rule; or name some: qkv:0.25,mlp_in:0.0625.",
+            "out by the Erdos-Renyi rule; or name some: qkv:0.25,mlp_in:0.0625, or 0.5x and 1.5x "
+            "of --density.",
         ),
         Flag("block", "integer", 64, "Side of a square block, in features.", legal=_AT_LEAST_ONE),
         Flag(

@@ -20,6 +20,10 @@ Leaves OUT/quality.json and OUT/quality.md; the same command goes on where it wa
 from experiments import flags
 from experiments.command_line import Flag, Group
 
+# As many blocks in all as at one density: attention has 4 of a layer's 12 squares of d_model, each
+# projection of the MLP 4.
+TO_MLP_IN = "qkv:0.5x,attn_out:0.5x,mlp_in:1.5x"
+
 # A rank is relative to the width of the model.
 ARMS = {
     "dense": None,
@@ -27,6 +31,7 @@ ARMS = {
     "static_cyclic": {"pattern": "cyclic"},
     "static_random": {"pattern": "random"},
     "static_monarch": {"pattern": "monarch"},
+    "allocated": {"pattern": "random", "density_budget": TO_MLP_IN},
     "low_rank": {"pattern": "random", "rank": 1 / 16},
     "set": {"pattern": "random", "evolution": "set"},
     "rigl": {"pattern": "random", "evolution": "rigl"},

@@ -25,7 +25,8 @@ def allocate(model: ModelConfig, budget: str) -> ModelConfig:
       budget: "uniform" changes nothing.  "compute" follows the Erdos-Renyi rule (arXiv 1707.04780,
         section 3; arXiv 1911.11134, section 3): a density proportional to (in + out) / (in out), so
         that small projections, which have fewer paths to lose, keep more; never above the budget.
-        Or densities by name, "qkv:0.25,mlp_in:0.0625"; the others keep the model's.
+        Or densities by name, "qkv:0.25,mlp_in:0.0625", or what multiplies the model's own,
+        "qkv:0.5x,mlp_in:1.5x"; the others keep it.
 
     Raises:
       UserError: an unknown budget or projection, or a density that the pattern has no layout for;
@@ -117,12 +118,16 @@ def _named(model, budget):
                 f"--density_budget={budget} gives a density to {name}, which is dense; legal: "
                 f"{', '.join(model.sparse_projections)}."
             )
+        unit = model.linear(name).density if text.endswith("x") else 1.0
         try:
-            densities[name] = float(text)
+            densities[name] = unit * float(text.removesuffix("x"))
         except ValueError:
             densities[name] = 0.0
         if not 0 < densities[name] <= 1:
-            raise UserError(f"--density_budget={budget}: {part!r} is not a density in (0, 1].")
+            raise UserError(
+                f"--density_budget={budget}: {part!r} is not a density in (0, 1], nor one with x "
+                "behind it that multiplies --density."
+            )
     return densities
 
 

@@ -1,6 +1,7 @@
 """Densities by budget: legal ones, within the FLOPs, near the rule; and refused in words."""
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -77,9 +78,18 @@ def test_named_densities():
     }
 
 
+def test_named_multiples_of_the_density():
+    model = allocate(sparse(), "qkv:0.5x,attn_out:0.5x,mlp_in:1.5x")
+    found = {n: model.linear(n).density for n in PROJECTIONS}
+    assert found == {"qkv": 1 / 16, "attn_out": 1 / 16, "mlp_in": 3 / 16, "mlp_out": 1 / 8}
+    cells = {n: math.prod(model.projection_shape(n)) for n in PROJECTIONS}
+    assert sum(found[n] * cells[n] for n in cells) == sum(cells.values()) / 8
+
+
 @pytest.mark.parametrize(
     ("budget", "words"),
     [
+        ("qkv:9x", "'qkv:9x' is not a density in"),
         ("flops", "'flops' names no projection; legal: uniform, compute, or densities"),
         ("mlp:0.5", "'mlp:0.5' names no projection"),
         ("attn_out:0.5", "attn_out, which is dense; legal: mlp_in, mlp_out, qkv"),
