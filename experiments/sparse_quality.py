@@ -33,6 +33,7 @@ ARMS = {
     "static_monarch": {"pattern": "monarch"},
     "allocated": {"pattern": "random", "density_budget": TO_MLP_IN},
     "low_rank": {"pattern": "random", "rank": 1 / 16},
+    "allocated_low_rank": {"pattern": "random", "density_budget": TO_MLP_IN, "rank": 1 / 16},
     "set": {"pattern": "random", "evolution": "set"},
     "rigl": {"pattern": "random", "evolution": "rigl"},
     "gradual": {"evolution": "gradual"},
