@@ -1,6 +1,7 @@
 """The trainings of sparse_quality: planned to one budget, gone on with, and put into tables."""
 
 import json
+from collections.abc import Container
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,8 @@ def run(values, groups, arms: dict[str, dict | None]) -> int:
                         return gpt_run.stopped_status(stop())
                     results.append({"equal": equal, "arm": arm, "seed": seed, **result})
     (folder / "quality.json").write_text(json.dumps(results, indent=1) + "\n")
-    text = tables(results)
+    ends_dense = [arm for arm, changes in arms.items() if _ends_dense(changes)]
+    text = tables(results, ends_dense)
     (folder / "quality.md").write_text(text)
     draw(results, folder / "quality.png")
     say(text)
@@ -91,9 +93,19 @@ def _flops_a_step(variant):
     return total / variant.training.steps
 
 
-def tables(results: list[dict]) -> str:
+def _ends_dense(changes):
+    return changes is None or changes.get("evolution") == "sparse_to_dense"
+
+
+def tables(results: list[dict], ends_dense: Container[str]) -> str:
     """A Markdown table a budget: held-out bits per byte, mean and spread over seeds (half the
-    range), against dense, and the part of the gap from static random to dense that is closed."""
+    range), against dense, and the part of the gap from static random to dense that is closed;
+    below it which arm wins.
+
+    Args:
+      results: of each training.
+      ends_dense: arms whose last model is dense.
+    """
     parts = []
     for equal in dict.fromkeys(r["equal"] for r in results):
         arms: dict[str, list[dict]] = {}
@@ -107,6 +119,9 @@ def tables(results: list[dict]) -> str:
         ]
         for arm in sorted(arms, key=mean.__getitem__):
             lines.append(_line(arm, arms[arm], mean))
+        best = min(mean, key=mean.__getitem__)
+        sparse = min((arm for arm in mean if arm not in ends_dense), key=mean.get, default=None)
+        lines.append(f"\nLowest: {best}; of those that end sparse: {sparse or 'none was trained'}.")
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 

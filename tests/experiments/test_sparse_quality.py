@@ -18,13 +18,14 @@ def result(arm, bits, equal="tokens"):
 def test_tables_say_mean_spread_and_the_gap_that_is_closed():
     results = [result("dense", 2.0), result("dense", 2.2), result("static_random", 2.5)]
     results += [result("rigl", 2.15), result("rigl", 2.25), result("dense", 2.0, "flops")]
-    first, second = quality_runs.tables(results).split("## Equal flops")
+    first, second = quality_runs.tables(results, ["dense"]).split("## Equal flops")
     lines = [line for line in first.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0] for line in lines[1:]] == ["| dense", "| rigl", "| static_random"]
     assert "| 2.1000 | 0.1000 | +0.00% | 100% |" in lines[1]
     assert "| 2.2000 | 0.0500 | +4.76% | 75% |" in lines[2]
     assert "| 2.5000 | 0.0000 |" in lines[3] and "| 0% |" in lines[3]
-    assert "| 2.0000 |" in second
+    assert "Lowest: dense; of those that end sparse: rigl." in first
+    assert "| 2.0000 |" in second and "that end sparse: none was trained." in second
 
 
 def test_arms_are_made_of_registered_patterns_and_methods():
