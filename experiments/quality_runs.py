@@ -1,12 +1,11 @@
 """The trainings of sparse_quality: planned to one budget, gone on with, and put into tables."""
 
-import json
 from collections.abc import Container
 from pathlib import Path
 
 import numpy as np
 
-from experiments import gpt_run, memory_check, step_plan, study
+from experiments import gpt_run, measurement, memory_check, step_plan, study
 from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.reporting.panels import save_bars
 from sparse_dataflow.training.metrics import say
@@ -29,7 +28,8 @@ def run(values, groups, arms: dict[str, dict | None]) -> int:
     asked = begun.asked
     folder = Path(values.out)
     varied = ("arms", "equal", "seeds", "out")
-    study.keep_settings(folder, {k: v for k, v in asked.items() if k not in varied})
+    settings = {name: value for name, value in asked.items() if name not in varied}
+    study.keep_settings(folder, settings)
     for arm in asked["arms"]:
         variant = _variant(begun, arms, arm)
         refuse_unfit(variant.model, variant.evolution, values.steps)
@@ -51,7 +51,8 @@ def run(values, groups, arms: dict[str, dict | None]) -> int:
                         say("stopped; the same command goes on")
                         return gpt_run.stopped_status(stop())
                     results.append({"equal": equal, "arm": arm, "seed": seed, **result})
-    (folder / "quality.json").write_text(json.dumps(results, indent=1) + "\n")
+    found = {"settings": settings, "results": results}
+    measurement.write(str(folder), "quality", begun.chip.name, found)
     ends_dense = [arm for arm, changes in arms.items() if _ends_dense(changes)]
     text = tables(results, ends_dense)
     (folder / "quality.md").write_text(text)

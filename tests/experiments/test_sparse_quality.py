@@ -47,7 +47,7 @@ def test_a_small_comparison_goes_on_where_it_was_stopped(job, refused, tmp_path)
     assert not (tmp_path / "q" / "quality.json").exists()
     done = start("--equal=flops")
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "q" / "quality.json").read_text())
+    found = json.loads((tmp_path / "q" / "quality.json").read_text())["results"]
     by = {r["arm"]: r for r in found}
     assert list(by) == ["dense", "static_random", "sparse_to_dense_50"]
     assert by["dense"]["tokens"] == 8 * 8 * 64
