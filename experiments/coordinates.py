@@ -40,26 +40,33 @@ def measure(values, groups) -> list[dict]:
       UserError: a width or density that no layout serves.
     """
     begun = study.begin(values, groups)
+    widths = numbers(values.widths, "widths", int)
+    densities = numbers(values.densities, "densities")
+    trained = {
+        (parametrization, width, density): _variant(begun, parametrization, width, density)
+        for parametrization in PARAMETRIZATIONS
+        for width in widths
+        for density in densities
+    }
     rows = []
-    for parametrization in PARAMETRIZATIONS:
-        for width in numbers(values.widths, "widths", int):
-            for density in numbers(values.densities, "densities"):
-                variant = begun.variant(
-                    "sparse", parametrization=parametrization, density=density, warmup=0.0
-                )
-                model = widened(variant.model, width)
-                rate = recipes.SUPAR_LEARNING_RATE
-                training = dataclasses.replace(variant.training, learning_rate=rate)
-                data = begun.data(variant)
-                batches = [data.train[step]["tokens"] for step in range(values.steps)]
-                changes = activation_changes(model, training, batches)
-                say(f"{parametrization}, width {width}, density {density:g}")
-                rows += [
-                    {"parametrization": parametrization, "width": width, "density": density,
-                     "activation": name, "changes": changes[name].tolist()}
-                    for name in ACTIVATIONS
-                ]  # fmt: skip
+    for (parametrization, width, density), variant in trained.items():
+        data = begun.data(variant)
+        batches = [data.train[step]["tokens"] for step in range(values.steps)]
+        changes = activation_changes(variant.model, variant.training, batches)
+        say(f"{parametrization}, width {width}, density {density:g}")
+        rows += [
+            {"parametrization": parametrization, "width": width, "density": density,
+             "activation": name, "changes": changes[name].tolist()}
+            for name in ACTIVATIONS
+        ]  # fmt: skip
     return rows
+
+
+def _variant(begun, parametrization, width, density):
+    asked = begun.variant("sparse", parametrization=parametrization, density=density, warmup=0.0)
+    model = widened(asked.model, width)
+    training = dataclasses.replace(asked.training, learning_rate=recipes.SUPAR_LEARNING_RATE)
+    return dataclasses.replace(asked, model=model, training=training)
 
 
 def exponents(rows: list[dict]) -> dict[tuple[str, str], tuple[float, float]]:

@@ -8,6 +8,7 @@ An experiment ends with
 where `main(values)` reads `values.density` and the like.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from absl import flags as absl_flags
@@ -341,6 +342,12 @@ def without(*names: str, groups: Sequence[Group] = GROUPS) -> tuple[Group, ...]:
         Group(g.title, g.help, tuple(f for f in g.flags if f.name not in names)) for g in groups
     ]
     return tuple(group for group in kept if group.flags)
+
+
+def with_defaults(groups: Sequence[Group], **defaults: str | int | float) -> tuple[Group, ...]:
+    """The groups with other defaults of the named flags."""
+    change = lambda f: dataclasses.replace(f, default=defaults.get(f.name, f.default))  # noqa: E731
+    return tuple(dataclasses.replace(g, flags=tuple(map(change, g.flags))) for g in groups)
 
 
 def define(

@@ -33,9 +33,14 @@ LAW = Group(
     ),
 )
 GROUPS = (
-    *flags.without(
-        *("minutes", "steps", "twin", "density", "density_budget", "rank", "parametrization"),
-        groups=(flags.MODEL, flags.SPARSITY, flags.TRAINING, flags.DATA),
+    *flags.with_defaults(
+        flags.without(
+            *("minutes", "steps", "twin", "density", "density_budget", "rank", "parametrization"),
+            groups=(flags.MODEL, flags.SPARSITY, flags.TRAINING, flags.DATA),
+        ),
+        # Heads keep their width, and the narrowest model has a layout at the lowest density.
+        scale="pico",
+        block=8,
     ),
     LAW,
 )

@@ -83,8 +83,10 @@ def widened(model: ModelConfig, d_model: int) -> ModelConfig:
     """`model` at another width, the width of its heads and the ratio of its MLP kept.
 
     Raises:
-      UserError: the width is no multiple of a head's.
+      UserError: the width is no multiple of a head's, or its projections have no balanced layout.
     """
     heads = max(1, d_model * model.num_heads // model.d_model)
     d_ff = d_model * model.d_ff // model.d_model
-    return dataclasses.replace(model, d_model=d_model, num_heads=heads, d_ff=d_ff)
+    wide = dataclasses.replace(model, d_model=d_model, num_heads=heads, d_ff=d_ff)
+    gpt.layouts(dataclasses.replace(wide, num_layers=1))
+    return wide

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.training.coordinates import (
     ACTIVATIONS,
@@ -24,6 +25,13 @@ TRAINING = TrainingConfig(steps=3, batch=8, sequence=16, learning_rate=2e-3)
 def test_exponents_are_found(width, density, scale):
     sizes = {(w, d): scale * w**width * d**density for w in (64, 128, 512) for d in (1, 0.25)}
     assert slopes(sizes) == pytest.approx((width, density), abs=1e-6)
+
+
+def test_a_width_without_a_layout_is_refused():
+    sparse = MODEL.with_linears(LinearSpec("block_sparse", "cyclic", 1 / 8, 8), ["qkv"])
+    assert widened(sparse, 128).d_model == 128
+    with pytest.raises(UserError, match="no balanced layout"):
+        widened(dataclasses.replace(sparse, num_heads=1), 32)
 
 
 def test_heads_keep_their_width():
