@@ -48,10 +48,10 @@ def measure(values, groups) -> list[dict]:
         for width in widths
         for density in densities
     }
+    data = begun.data(next(iter(trained.values())))  # Of one shape for all.
+    batches = [data.train[step]["tokens"] for step in range(values.steps)]
     rows = []
     for (parametrization, width, density), variant in trained.items():
-        data = begun.data(variant)
-        batches = [data.train[step]["tokens"] for step in range(values.steps)]
         changes = activation_changes(variant.model, variant.training, batches)
         say(f"{parametrization}, width {width}, density {density:g}")
         rows += [
