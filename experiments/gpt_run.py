@@ -35,6 +35,7 @@ from sparse_dataflow.execution import processes
 from sparse_dataflow.execution.clock import Clock
 from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.execution.host_memory import keep_freed_memory
+from sparse_dataflow.execution.relay_executor import RelayExecutor
 from sparse_dataflow.planning import cost, hardware, memory
 from sparse_dataflow.redaction import redacted_json
 from sparse_dataflow.sparsity.allocation import allocation_table
@@ -93,8 +94,8 @@ def _run(experiment, values, groups, sparse, clock):
         # Refuses what cannot be trained, before any work.
         executor, wanted = devices.executor(values), recipes.variants(values, names)
         devices.check(executor, values, wanted, chip.memory_bytes)
-        if values.executor == "relay":
-            relay_plan.tell(values, wanted, chip, executor.devices)
+        if isinstance(executor, RelayExecutor):
+            relay_plan.tell(values, wanted, chip, executor)
         elif executor == ONE_DEVICE:
             memory_check.refuse_too_large(values, wanted, chip.memory_bytes)
 

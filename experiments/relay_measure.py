@@ -5,7 +5,7 @@ import time
 import jax
 import numpy as np
 
-from experiments import measurement
+from experiments import measurement, relay_plan
 from sparse_dataflow.execution import timeline
 from sparse_dataflow.execution.host_state import fresh_state
 from sparse_dataflow.execution.relay import Relay, RelayConfig
@@ -38,7 +38,12 @@ def relayed(model, training, config: RelayConfig, chip: Chip, steps: int) -> dic
 
     Device memory is the runtime's own peak where it tells one, else the most bytes of arrays that
     were alive on the device when a program was started.
+
+    Raises:
+      UserError: host memory is too small.
     """
+    plan = plan_of(model, training, config, chip)
+    relay_plan.refuse_small_host(plan)
     start = time.perf_counter()
     run = Relay(model, training, config)
     compiled = time.perf_counter() - start
@@ -59,7 +64,6 @@ def relayed(model, training, config: RelayConfig, chip: Chip, steps: int) -> dic
 
     seconds = _timed(step, steps, found)
     spans = run.timeline.spans
-    plan = plan_of(model, training, config, chip)
     return {
         "executor": "relay",
         **_figures(model, training, chip, seconds),

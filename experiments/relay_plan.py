@@ -8,7 +8,8 @@ import psutil
 
 from experiments.recipes import Variant
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import timeline
+from sparse_dataflow.execution import processes, timeline
+from sparse_dataflow.execution.relay_executor import RelayExecutor
 from sparse_dataflow.planning import memory, relay
 from sparse_dataflow.planning.hardware import CHIPS, GIB, Chip
 from sparse_dataflow.training.metrics import say
@@ -32,19 +33,17 @@ def of(values, variant: Variant, chip: Chip, devices: int = 1) -> relay.RelayPla
     )
 
 
-def tell(values, variants: list[Variant], chip: Chip, devices: int = 1) -> None:
-    """Prints each variant's plan.
+def tell(values, variants: list[Variant], chip: Chip, executor: RelayExecutor) -> None:
+    """Prints each variant's plan; called by all processes.
 
     Raises:
-      UserError: the device or the host is too small; names what is needed.
+      UserError: the device, the host or its disk is too small, or the server's files cannot be
+        kept where --server_dir says; names what is needed.
     """
-    plans = [of(values, v, chip, devices) for v in variants]
+    plans = [of(values, v, chip, executor.devices) for v in variants]
     for v, found in zip(variants, plans):
         say(f"{v.name:>6}: {found.text()}")
-    relay.refuse_small_host(plans[0].beside(plans[1:]), psutil.virtual_memory().available)
-    if jax.default_backend() == "gpu":
-        limit = float(os.environ.get(relay.PINNED_SETTING) or relay.PINNED_GIB)
-        relay.refuse_unpinned(plans[0].beside(plans[1:]), limit)
+    refuse_small_host(plans[0].beside(plans[1:]))
     need = max(found.device_total for found in plans)
     if chip.memory_bytes is not None and need > chip.memory_bytes * memory.USABLE:
         raise UserError(
@@ -52,6 +51,21 @@ def tell(values, variants: list[Variant], chip: Chip, devices: int = 1) -> None:
             f"{chip.memory_bytes / GIB:,.1f}; more --accumulation makes micro-batches smaller, "
             "--stash=host keeps their boundaries in host memory."
         )
+    executor.refuse_unusable_files({v.name: plan.disk for v, plan in zip(variants, plans)})
+
+
+def refuse_small_host(found: relay.RelayPlan) -> None:
+    """Refuses a plan that this machine's memory, or its page-locked part, cannot hold; called by
+    all processes.
+
+    Raises:
+      UserError: names what is needed.
+    """
+    available = psutil.virtual_memory().available
+    relay.refuse_small_host(found, available, processes.on_this_machine())
+    if jax.default_backend() == "gpu":
+        limit = float(os.environ.get(relay.PINNED_SETTING) or relay.PINNED_GIB)
+        relay.refuse_unpinned(found, limit)
 
 
 def measured(spans) -> str:

@@ -4,6 +4,8 @@ All are called by every process, in the same order, from the main thread.
 """
 
 import json
+import platform
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,14 @@ from sparse_dataflow.errors import UserError
 def first() -> bool:
     """Whether this is the process that writes the run folder and speaks."""
     return jax.process_index() == 0
+
+
+def on_this_machine() -> int:
+    """How many processes of the run this machine has, by its name."""
+    if jax.process_count() == 1:
+        return 1
+    mine = np.uint32(zlib.crc32(platform.node().encode()))
+    return int(np.sum(multihost_utils.process_allgather(mine) == mine))
 
 
 def told(value: Any) -> Any:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from sparse_dataflow.execution import host_optimizer, host_state, relay_programs
+from sparse_dataflow.execution import host_optimizer, host_state, relay_programs, server_files
 from sparse_dataflow.execution.host_state import all_sections, view
 from sparse_dataflow.execution.parameter_server import group_norms
 from sparse_dataflow.execution.relay import Relay, RelayConfig
@@ -52,6 +52,23 @@ class RelayExecutor:
     def check(self, model: ModelConfig, training: TrainingConfig) -> None:
         """See `Executor`."""
         relay_programs.refuse_uncut(training, self.devices)
+
+    def refuse_unusable_files(self, needs: Mapping[str, int]) -> None:
+        """Refuses a `server_dir` that cannot take what the trainings need.
+
+        Args:
+          needs: name of each variant -> bytes of its files.
+
+        Raises:
+          UserError: see `server_files.refuse_unusable`.
+        """
+        if self.server_dir:
+            folders = {self._folder(name): size for name, size in needs.items()}
+            server_files.refuse_unusable(Path(self.server_dir).absolute(), folders)
+
+    def _folder(self, name):
+        folder = Path(self.server_dir).absolute() / name
+        return folder / f"process{jax.process_index()}" if jax.process_count() > 1 else folder
 
     def arrays(self, state, tables, changing, batch):
         """See `Executor`: of what stays on a device between programs; `planning.relay` has all."""
@@ -114,10 +131,7 @@ class RelayExecutor:
             return self.place(state())
         model = relay.model
         abstract = host_state.abstract_state(model, training)
-        folder = Path(self.server_dir) / name
-        if jax.process_count() > 1:
-            folder /= f"process{jax.process_index()}"
-        files = MappedFiles(folder, abstract, identity)
+        files = MappedFiles(self._folder(name), abstract, identity)
         relay.server.storage = files
         kept = files.restore(host_state.training_key(training))
         if kept is not None and (saved is None or int(kept.step) >= saved):

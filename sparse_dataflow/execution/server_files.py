@@ -9,6 +9,7 @@ once every byte of the new slot is on disk.  A step that was cut short has writt
 `server.json` does not name first: it is as if it had never begun.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -16,9 +17,9 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -71,23 +72,11 @@ class MappedFiles:
         self._sections = all_sections(leaves[0].shape[0])
         self._digests: dict[Section, int] = {}
         self._lock, self._told = threading.Lock(), False
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            _refuse_another_folder(self.folder)
-            self._held = (self.folder / "lock").open("w")
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with _in_words(self.folder):
+            self._held = _taken(self.folder)
             self._commits = self._read_record()
             self._reserve()
             self._trees = {slot: self._map(slot) for slot in SLOTS}
-        except BlockingIOError:
-            raise UserError(
-                f"{self.folder} is in use by another run; name another --server_dir."
-            ) from None
-        except OSError as error:
-            raise UserError(
-                f"The server's files cannot be kept in {self.folder}: "
-                f"{error.strerror or error}; name another --server_dir."
-            ) from error
 
     @property
     def bytes(self) -> int:
@@ -227,15 +216,8 @@ class MappedFiles:
 
     def _reserve(self):
         """Makes room now: a full disk would end a process that writes to a mapped file."""
-        size = self._slot_bytes()
-        paths = [self.folder / f"slot{slot}" for slot in SLOTS]
-        have = sum(path.stat().st_blocks * 512 for path in paths if path.exists())
-        free = shutil.disk_usage(self.folder).free
-        if self.bytes - have > free:
-            raise UserError(
-                f"--server_dir={self.folder} needs {self.bytes / GIB:,.2f} GiB and its disk has "
-                f"{(have + free) / GIB:,.2f}; name a folder on a larger disk."
-            )
+        size, paths = self._slot_bytes(), _slots(self.folder)
+        _refuse_small_disk(self.folder, self.bytes, paths)
         for path in paths:
             with path.open("ab") as file:
                 if not self._commits or os.fstat(file.fileno()).st_size != size:
@@ -267,6 +249,64 @@ class MappedFiles:
         except (manifest.Damaged, KeyError, TypeError):
             pass
         raise UserError(f"{path} is damaged; remove the folder to go on from the last checkpoint.")
+
+
+def refuse_unusable(root: Path, needs: Mapping[Path, int]) -> None:
+    """Refuses, before anything else is done, folders that `MappedFiles` could not use.
+
+    Makes them where they are missing; reserves nothing.
+
+    Args:
+      root: of all of them, on one disk.
+      needs: folder of each training -> bytes of its files.
+
+    Raises:
+      UserError: one cannot be made or written, is in use or holds something else; or the disk has
+        no room for all.
+    """
+    for folder in needs:
+        with _in_words(folder):
+            _taken(folder).close()
+    with _in_words(root):
+        paths = [path for folder in needs for path in _slots(folder)]
+        _refuse_small_disk(root, sum(needs.values()), paths)
+
+
+@contextlib.contextmanager
+def _in_words(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BlockingIOError:
+        raise UserError(f"{folder} is in use by another run; name another --server_dir.") from None
+    except OSError as error:
+        raise UserError(
+            f"The server's files cannot be kept in {folder}: "
+            f"{error.strerror or error}; name another --server_dir."
+        ) from error
+
+
+def _taken(folder: Path) -> IO:
+    """The lock on a folder, which is made where it is missing; held until it is closed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _refuse_another_folder(folder)
+    held = (folder / "lock").open("w")
+    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return held
+
+
+def _slots(folder: Path) -> list[Path]:
+    return [folder / f"slot{slot}" for slot in SLOTS]
+
+
+def _refuse_small_disk(folder: Path, needed: int, paths: Iterable[Path]) -> None:
+    """What these files occupy already is room as well."""
+    have = sum(path.stat().st_blocks * 512 for path in paths if path.exists())
+    free = shutil.disk_usage(folder).free
+    if needed - have > free:
+        raise UserError(
+            f"--server_dir={folder} needs {needed / GIB:,.2f} GiB and its disk has "
+            f"{(have + free) / GIB:,.2f}; name a folder on a larger disk."
+        )
 
 
 def _refuse_another_folder(folder: Path) -> None:

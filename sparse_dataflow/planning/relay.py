@@ -156,6 +156,7 @@ def plan(
         "boundaries": boundary * ((model.num_layers + 3) if stash == "device" else 5),
         "inside a block": max(micro.activations + micro.working_set, micro.logits),
     }
+    kept = parameters * STATE_BYTES + memory.table_bytes(model)
     held = parameters if clipping == "exact" else rest + 3 * block
     copied = parameters * compute if pinned or compute != MASTER_BYTES else 0
     host = {
@@ -183,7 +184,7 @@ def plan(
     return RelayPlan(
         device=device,
         host=host,
-        disk=FILE_SLOTS * parameters * STATE_BYTES if files else 0,
+        disk=FILE_SLOTS * kept if files else 0,
         fetched=fetched,
         returned=returned,
         updated=parameters,
@@ -193,24 +194,33 @@ def plan(
     )
 
 
-def refuse_small_host(found: RelayPlan, available: int) -> None:
+def refuse_small_host(found: RelayPlan, available: int, processes: int = 1) -> None:
     """Refuses a plan that host memory cannot hold.
+
+    Args:
+      found: the plan of one process, which holds the whole server.
+      available: bytes of host memory.
+      processes: of the run on this machine.
 
     Raises:
       UserError: naming what is needed, what there is, and what needs less.
     """
-    if found.host_total <= available * memory.USABLE:
+    need = processes * found.host_total
+    if need <= available * memory.USABLE:
         return
-    state = found.host["masters and moments"]
+    state = processes * found.host["masters and moments"]
     advice = "a smaller scale or density"
     if state:
         advice = (
             f"--server_dir puts {state / GIB:,.3g} GiB of it into files, --clipping=eager holds "
             "fewer gradients, a lower --density stores less"
         )
+    if processes > 1:
+        advice += ", one process with all devices holds one server"
+    each = f", each of {processes} processes here" if processes > 1 else ""
     raise UserError(
-        f"The relay needs {found.host_total / GIB:,.3g} GiB of host memory with these flags "
-        f"({_listed(found.host)}), and {available / GIB:,.3g} GiB are available; {advice}."
+        f"The relay needs {need / GIB:,.3g} GiB of host memory with these flags "
+        f"({_listed(found.host)}{each}), and {available / GIB:,.3g} GiB are available; {advice}."
     )
 
 
@@ -218,7 +228,7 @@ PINNED_SETTING = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """Environment variable: GiB of page-locked host memory that XLA hands out to CUDA devices."""
 
 PINNED_GIB = 64
-"""What it is where it is not set (XLA's GPU client; recalled)."""
+"""What it is where it is not set (`GetGpuHostAllocator` in XLA's pjrt/gpu/gpu_helpers.cc)."""
 
 
 def refuse_unpinned(found: RelayPlan, limit_gib: float) -> None:

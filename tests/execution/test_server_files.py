@@ -156,6 +156,38 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
         open_files(tmp_path / "file")
 
 
+def test_folders_are_refused_before_anything_is_kept_in_them(tmp_path, monkeypatch):
+    """What cannot be made or written, is in use, holds something else, or is too small for all."""
+    needs = {tmp_path / "server" / name: 600 * 2**20 for name in ("sparse", "dense")}
+    roomy = shutil._ntuple_diskusage(2**40, 0, 2**40)
+    monkeypatch.setattr(server_files.shutil, "disk_usage", lambda path: roomy)
+    server_files.refuse_unusable(tmp_path / "server", needs)
+    files = open_files(tmp_path / "server" / "sparse")
+    with pytest.raises(UserError, match=r"sparse is in use by another run"):
+        server_files.refuse_unusable(tmp_path / "server", needs)
+    files.close()
+    # Each has room, and both have not; what files occupy already is room.
+    taken = sum(path.stat().st_blocks * 512 for path in (tmp_path / "server/sparse").glob("slot*"))
+    small = shutil._ntuple_diskusage(2**40, 2**40, 2 * 600 * 2**20 - taken)
+    monkeypatch.setattr(server_files.shutil, "disk_usage", lambda path: small)
+    server_files.refuse_unusable(tmp_path / "server", needs)
+    small = small._replace(free=small.free - 1)
+    with pytest.raises(UserError, match=r"server needs 1\.17 GiB and its disk has 1\.17"):
+        server_files.refuse_unusable(tmp_path / "server", needs)
+    monkeypatch.setattr(server_files.shutil, "disk_usage", lambda path: roomy)
+    (tmp_path / "server/dense/letter.txt").touch()
+    with pytest.raises(UserError, match=r"holds letter\.txt, which is none of the server's"):
+        server_files.refuse_unusable(tmp_path / "server", needs)
+
+    def read_only(path, *arguments, **options):
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "open", read_only)
+    for folder in (tmp_path / "new", Path("/proc/none")):
+        with pytest.raises(UserError, match=r"cannot be kept in .*name another --server_dir"):
+            server_files.refuse_unusable(folder, {folder: 1})
+
+
 def test_a_slow_disk_is_told_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(server_files, "SLOW_SECONDS", 0.0)
     files = open_files(tmp_path)

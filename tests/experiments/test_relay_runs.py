@@ -1,8 +1,15 @@
 """The main job through the relay: the whole executor's results, and exact resumes."""
 
+import shutil
+
 import numpy as np
 import pytest
 from main_job import PICO, PLAN, assert_same_results, rows
+
+from experiments import gpt_run
+from sparse_dataflow.execution import server_files
+from sparse_dataflow.models.sizes import SIZES, LinearSpec
+from sparse_dataflow.planning import memory
 
 SHORT = ("--twin=no", "--executor=relay")
 
@@ -84,8 +91,32 @@ def test_the_depth_is_the_same_after_a_resume(job, tmp_path):
         (["--executor=relay", "--server_dir=s", "--evolution=gradual"], "legal with it: static"),
         (["--executor=relay", "--scale=175b", "--block=64"], "of host memory with these flags"),
         (["--executor=relay", "--server_dir=/proc/none"], "name another --server_dir"),
+        (["--executor=relay", "--server_dir=taken"], "holds letter.txt, which is none of the"),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(job, refused, tmp_path, arguments, words):
+def test_what_cannot_be_is_refused_before_anything_is_compiled(
+    job, refused, tmp_path, monkeypatch, arguments, words
+):
+    monkeypatch.setattr(gpt_run, "compile_programs", None)
+    (tmp_path / "taken/sparse").mkdir(parents=True)
+    (tmp_path / "taken/sparse/letter.txt").touch()
     plan = (*PICO, *PLAN, f"--corpus={job.corpus}", f"--out={tmp_path / 'run'}")
     assert words in refused(*plan, *arguments)
+
+
+def test_a_disk_too_small_for_all_models_is_told_before_anything_is_compiled(
+    job, refused, tmp_path, monkeypatch
+):
+    """For both twins at once: 24 bytes a parameter each."""
+    monkeypatch.setattr(gpt_run, "compile_programs", None)
+    model = SIZES["pico"]
+    both = sum(
+        24 * memory.parameter_count(m)
+        for m in (model, model.with_linears(LinearSpec("block_sparse", density=0.25, block=16)))
+    )
+    disk = shutil._ntuple_diskusage(2**40, 2**40, both - 1)
+    monkeypatch.setattr(server_files.shutil, "disk_usage", lambda path: disk)
+    plan = (*PICO, *PLAN, f"--corpus={job.corpus}", f"--out={tmp_path / 'run'}")
+    relay = ("--executor=relay", f"--server_dir={tmp_path / 'server'}", "--twin=yes")
+    said = refused(*plan, *relay)
+    assert "GiB and its disk has" in said and "larger disk" in said

@@ -87,6 +87,22 @@ def test_a_host_too_small_is_refused_with_both_figures():
         relay.refuse_small_host(found, 64 * GIB)
 
 
+def test_processes_of_one_machine_share_its_memory():
+    found = relay.plan(LARGE, 8, 2048)
+    relay.refuse_small_host(found, 3 * found.host_total, processes=2)
+    with pytest.raises(UserError, match=r"each of 2 processes here.*one process with all devices"):
+        relay.refuse_small_host(found, 2 * found.host_total, processes=2)
+
+
+def test_the_files_hold_two_slots_of_all_that_a_step_leaves():
+    """Masters, moments and tables, each slot to whole pages."""
+    model = PICO.with_linears(LinearSpec("block_sparse", "monarch", density=0.25, block=16))
+    state = abstract_state(model, TrainingConfig(1, 8, 64))
+    arrays = [a for a in jax.tree.leaves((state.params, state.moments, state.tables)) if a.ndim]
+    held = 2 * sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in arrays)
+    assert relay.plan(model, 8, 64, files=True).disk == pytest.approx(held, rel=0.01)
+
+
 def test_the_text_names_every_figure():
     text = relay.plan(LARGE, 8, 2048, chip=CHIPS["h200"], host_bandwidth=5e10, files=True).text()
     for word in ("on the device", "in host memory", "on disk", "fetched", "transfer hides from"):
