@@ -21,8 +21,9 @@ RELAY = Group(
             "clipping",
             "choice",
             "exact",
-            "Gradients of the relay: exact clips by the global norm, as whole does, and holds all "
-            "of them until the last is there; eager clips and applies each section's at once.",
+            "Gradients of the relay: exact clips by the global norm, as whole does, which costs "
+            "one more pass that nothing hides, over gradients held until the last is there; eager "
+            "clips and applies each section's at once, beside the device's work.",
             lambda: ("exact", "eager"),
         ),
         Flag(

@@ -7,6 +7,7 @@ V100. With --scale=pico (what auto is on a CPU) the same runs at a toy's shape.
 
     python -m experiments.relay_bert_large --scale=350m          a GPU
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.11 python -m experiments.relay_bert_large --scale=350m
+    python -m experiments.relay_bert_large --clipping=eager      updates beside the device's work
 """
 
 from experiments import flags
@@ -62,7 +63,9 @@ def main(values):
             sequence=min(model.max_len, SEQUENCE),
         )
         for stash in ("device", "host"):
-            row = relay_measure.relayed(model, how, RelayConfig(stash), chip, values.steps)
+            row = relay_measure.relayed(
+                model, how, RelayConfig(stash, values.clipping), chip, values.steps
+            )
             rows.append(row | {"stash": stash})
         rows.append(relay_measure.whole(model, how, chip, values.steps) | {"batch": batch})
         print(relay_measure.table(rows[-3:], COLUMNS), flush=True)

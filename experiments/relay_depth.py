@@ -42,7 +42,8 @@ def main(values):
     rows = []
     for layers in depths:
         deep = dataclasses.replace(model, num_layers=layers)
-        row = relay_measure.relayed(deep, training, RelayConfig("host"), chip, values.steps)
+        config = RelayConfig("host", values.clipping)
+        row = relay_measure.relayed(deep, training, config, chip, values.steps)
         rows.append(row)
         print(relay_measure.table([row], COLUMNS).splitlines()[-1], flush=True)
     print(relay_measure.table(rows, COLUMNS))

@@ -2,7 +2,7 @@
 
 import types
 
-from experiments import flags
+from experiments import execution_flags, flags
 from experiments.command_line import Flag, Group
 
 MEASURE = Group(
@@ -13,10 +13,16 @@ MEASURE = Group(
         Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),
     ),
 )
+CLIPPING = Group(
+    execution_flags.RELAY.title,
+    "how it clips",
+    tuple(flag for flag in execution_flags.RELAY.flags if flag.name == "clipping"),
+)
 COMMON = (
     *flags.without(
         "minutes", "steps", "twin", "warmup", groups=(flags.MODEL, flags.SPARSITY, flags.TRAINING)
     ),
+    CLIPPING,
     MEASURE,
 )
 

@@ -29,6 +29,13 @@ def on_this_machine() -> int:
     return int(np.sum(multihost_utils.process_allgather(mine) == mine))
 
 
+def least(number: int) -> int:
+    """The least of what the processes have, in int32."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.process_allgather(np.int32(number)).min())
+
+
 def told(value: Any) -> Any:
     """What the first process has, on all: JSON-able; the others' own is not looked at."""
     if jax.process_count() == 1:

@@ -6,10 +6,11 @@ walks the blocks in reverse, fetches each again and computes its forward again. 
 the device as soon as it is there, and the parameter server updates it on the host.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +25,7 @@ from sparse_dataflow.execution.host_state import EMBED, HEAD, Section, section_n
 from sparse_dataflow.execution.parameter_server import CLIPPINGS, ParameterServer, ServerStep
 from sparse_dataflow.execution.timeline import Timeline
 from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.planning.relay import PINNED_SETTING
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.step import StepReport, TrainState
 
@@ -139,7 +141,7 @@ class Relay:
           learning_rate: of the step.
 
         Raises:
-          UserError: the device failed; what is saved is named nowhere else and stays whole.
+          UserError: the device failed; what was saved before stays whole.
         """
         step = int(state.step)
         self.timeline = Timeline()
@@ -147,16 +149,11 @@ class Relay:
             self.model.num_layers, step, self.training.steps, self.training.seed
         )
         sections: list[Section] = [EMBED, *blocks, HEAD]
-        try:
+        with device_errors_told(f"step {step + 1}"):
             server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
             batch = self._batch(tokens, None, self._train_shape)
             loss = self._pass(server, state.tables, blocks, batch)
             after, norms = server.finish()
-        except jax.errors.JaxRuntimeError as error:
-            raise UserError(
-                f"The device failed in step {step + 1} ({first_line(error)}). The run ends here; "
-                "what was saved before is whole: go on with --resume."
-            ) from error
         return after, StepReport(np.float32(loss), norms)
 
     def _pass(self, server: ServerStep, tables, blocks: tuple[int, ...], batch) -> jax.Array:
@@ -212,7 +209,15 @@ class Relay:
 
     def eval_step(self, params: dict, tables: dict, tokens, weights) -> np.ndarray:
         """Float32 [] sum of weighted losses in nats, over int32 [B, T + 1] tokens; all blocks take
-        part."""
+        part.
+
+        Raises:
+          UserError: the device failed.
+        """
+        with device_errors_told("an evaluation"):
+            return self._evaluated(params, tables, tokens, weights)
+
+    def _evaluated(self, params, tables, tokens, weights):
         run, timeline = self.eval_programs, Timeline()
         inputs, targets, weights = self._batch(tokens, weights, self._eval_shape)
         fetch = lambda section, *more: self.server.fetching.submit(  # noqa: E731
@@ -252,6 +257,28 @@ class Relay:
             return _placed(leaf, self._whole)
 
         return jax.tree.map(one, tree)
+
+
+@contextlib.contextmanager
+def device_errors_told(where: str) -> Iterator[None]:
+    """Inside, the runtime's errors are told in words.
+
+    Raises:
+      UserError: the device failed `where`, or page-locked memory is at its limit.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        saved = "what was saved before is whole: go on with --resume."
+        # XLA calls its pool of page-locked memory "host memory", and the device's by other names.
+        if "host memory" in str(error):
+            raise UserError(
+                f"Page-locked host memory is at its limit in {where} ({first_line(error)}). Set "
+                f"{PINNED_SETTING} to more GiB in the environment; {saved}"
+            ) from error
+        raise UserError(
+            f"The device failed in {where} ({first_line(error)}). The run ends here; {saved}"
+        ) from error
 
 
 def _walk(

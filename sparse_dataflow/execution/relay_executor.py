@@ -14,10 +14,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from sparse_dataflow.execution import host_optimizer, host_state, relay_programs, server_files
+from sparse_dataflow.execution import (
+    host_optimizer,
+    host_state,
+    processes,
+    relay_programs,
+    server_files,
+)
 from sparse_dataflow.execution.host_state import all_sections, view
 from sparse_dataflow.execution.parameter_server import group_norms
-from sparse_dataflow.execution.relay import Relay, RelayConfig
+from sparse_dataflow.execution.relay import Relay, RelayConfig, device_errors_told
 from sparse_dataflow.execution.relay_probe import block_gradient_norms
 from sparse_dataflow.execution.server_files import MappedFiles
 from sparse_dataflow.models.sizes import ModelConfig
@@ -67,8 +73,9 @@ class RelayExecutor:
             server_files.refuse_unusable(Path(self.server_dir).absolute(), folders)
 
     def _folder(self, name):
-        folder = Path(self.server_dir).absolute() / name
-        return folder / f"process{jax.process_index()}" if jax.process_count() > 1 else folder
+        # The first has the same folder however many there are, so that any number may go on.
+        own = "" if processes.first() else f"-process{jax.process_index()}"
+        return Path(self.server_dir).absolute() / f"{name}{own}"
 
     def arrays(self, state, tables, changing, batch):
         """See `Executor`: of what stays on a device between programs; `planning.relay` has all."""
@@ -133,7 +140,7 @@ class RelayExecutor:
         abstract = host_state.abstract_state(model, training)
         files = MappedFiles(self._folder(name), abstract, identity)
         relay.server.storage = files
-        kept = files.restore(host_state.training_key(training))
+        kept = _restored_together(files, host_state.training_key(training))
         if kept is not None and (saved is None or int(kept.step) >= saved):
             return kept
         if saved is None and drawn:
@@ -189,9 +196,21 @@ def parameter_norms(params: dict) -> dict[str, float]:
     )
 
 
+def _restored_together(files, key):
+    """The newest step that the files of every process have; None where there is none."""
+    kept = files.restore(key)
+    step = processes.least(-1 if kept is None else int(kept.step))
+    if kept is not None and int(kept.step) > step:
+        kept = files.restore(key, step)
+    missing = kept is None or int(kept.step) != step
+    return None if processes.anywhere(missing) else kept
+
+
 def _gradient_norms(relay, params, tables, tokens):
     rows = np.asarray(tokens)[: probed_rows(relay.training)]
-    return block_gradient_norms(relay.model, functools.partial(relay.bring, params), tables, rows)
+    fetch = functools.partial(relay.bring, params)
+    with device_errors_told("an update of the layouts"):
+        return block_gradient_norms(relay.model, fetch, tables, rows)
 
 
 def _owned(leaf):

@@ -95,18 +95,20 @@ class MappedFiles:
         self.commit(state)
         return state
 
-    def restore(self, key: jax.Array) -> TrainState | None:
+    def restore(self, key: jax.Array, latest: int | None = None) -> TrainState | None:
         """The last complete step, checked by its digests; None where there is none.
 
         Args:
           key: of the state, which no step changes.
+          latest: of the steps that are wanted; any where None.
 
         Raises:
           UserError: no complete step is whole, or the folder holds another training.
         """
-        if not self._commits:
+        wanted = [c for c in self._commits if latest is None or c["step"] <= latest]
+        if not wanted:
             return None
-        for number, commit in enumerate(self._commits):
+        for number, commit in enumerate(wanted):
             found = list(differences(commit["identity"], self._identity))
             if found:
                 name, was, now = found[0]
@@ -128,7 +130,7 @@ class MappedFiles:
                     "Step %d in %s is damaged in %s.", commit["step"], self.folder, wrong[0]
                 )
                 continue
-            self._commits = self._commits[number:]
+            self._commits = wanted[number:]
             return TrainState(
                 np.asarray(commit["step"], np.int32),
                 params,

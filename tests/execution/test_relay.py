@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import time
 
@@ -20,8 +21,9 @@ from sparse_dataflow.execution import (
 )
 from sparse_dataflow.execution import relay as relay_module
 from sparse_dataflow.execution.depth_schedule import DepthSchedule
-from sparse_dataflow.execution.host_state import fresh_state
+from sparse_dataflow.execution.host_state import abstract_state, fresh_state
 from sparse_dataflow.execution.relay import Relay, RelayConfig
+from sparse_dataflow.execution.server_files import MappedFiles
 from sparse_dataflow.execution.timeline import KINDS, hidden_share
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.planning import relay as planning
@@ -304,6 +306,70 @@ def test_a_lost_device_ends_the_run_in_words():
 
     relay.programs = relay.programs._replace(backward=lost)
     with pytest.raises(UserError, match=r"failed in step 1 \(INTERNAL: device lost\).*--resume"):
+        relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3)
+
+
+def test_a_device_lost_in_an_evaluation_ends_the_run_in_words():
+    model, how = DENSE, training()
+    relay, state = Relay(model, how, eval_shape=(4, 11)), fresh_state(model, how)
+
+    def lost(*arguments):
+        raise jax.errors.JaxRuntimeError("INTERNAL: device lost")
+
+    relay.eval_programs = relay.eval_programs._replace(forward=lost)
+    weights = np.ones((4, 11), np.float32)
+    with pytest.raises(UserError, match=r"failed in an evaluation \(INTERNAL: device lost\)"):
+        relay.eval_step(state.params, {}, tokens_of(0), weights)
+
+
+def test_a_device_lost_in_mid_step_leaves_the_step_before_in_the_files(tmp_path):
+    """Eager updates have reached some sections by then, in the slot that no record names."""
+    model, how = DENSE, training()
+    shapes = abstract_state(model, how)
+    files = MappedFiles(tmp_path, shapes, {})
+    relay = Relay(model, how, RelayConfig(clipping="eager"), storage=files)
+    state = files.new_state(lambda *trees: fresh_state(model, how, trees))
+    state, _ = relay_run(relay, state, steps=2)
+    before = jax.tree.map(np.copy, (state.params, state.moments))
+    calls, backward = itertools.count(1), relay.programs.backward
+
+    def lost(*arguments):
+        if next(calls) == model.num_layers:
+            # A block above this one was updated by now.
+            deadline = time.monotonic() + 60
+            while not files.told and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise jax.errors.JaxRuntimeError("INTERNAL: device lost")
+        return backward(*arguments)
+
+    files.told, kept = [], files.updated
+    files.updated = lambda section, views: (kept(section, views), files.told.append(section))
+    relay.programs = relay.programs._replace(backward=lost)
+    with pytest.raises(UserError, match=r"failed in step 3"):
+        relay.train_step(state, tokens_of(2), 1e-3)
+    assert files.told
+    files.close()
+    again = MappedFiles(tmp_path, shapes, {}).restore(state.key)
+    assert int(again.step) == 2
+    for one, other in zip(
+        jax.tree.leaves(before), jax.tree.leaves((again.params, again.moments)), strict=True
+    ):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_page_locked_memory_at_its_limit_names_the_setting():
+    model, how = dataclasses.replace(DENSE, compute_dtype="bfloat16"), training()
+    relay = Relay(model, how, pinned=True)
+
+    def full(copy):
+        # The words of XLA's allocator of page-locked memory.
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of host memory while trying to allocate 512 bytes with "
+            "allocator xla_gpu_host_bfc on device 0."
+        )
+
+    relay.server.published = full
+    with pytest.raises(UserError, match=rf"limit in step 1 .*Set {planning.PINNED_SETTING} to"):
         relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3)
 
 

@@ -14,7 +14,7 @@ import server_process
 from server_process import IDENTITY, MODEL, TRAINING, advance, first_state, key, open_files
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import host_state, server_files
+from sparse_dataflow.execution import host_state, processes, relay_executor, server_files
 from sparse_dataflow.execution.parameter_server import InMemory
 from sparse_dataflow.execution.server_files import MappedFiles
 
@@ -95,6 +95,23 @@ def test_a_damaged_step_is_rolled_back_to_the_one_before(tmp_path):
     state = files.restore(key())
     assert_same_bits(state, in_memory(2))
     assert_same_bits(advance(state, files, 5), in_memory(5))
+
+
+def test_a_step_that_another_process_lacks_is_given_up(tmp_path, monkeypatch):
+    """Both steps that are kept are whole; processes go on from the newest that all of them have."""
+    kept_until(tmp_path, 3)
+    for least, step in ((3, 3), (2, 2), (1, None), (-1, None)):
+        files = open_files(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "least", lambda own, least=least: min(own, least))
+            state = relay_executor._restored_together(files, key())
+        assert (None if state is None else int(state.step)) == step
+        if step == 2:
+            assert_same_bits(state, in_memory(2))
+            assert_same_bits(advance(state, files, 5), in_memory(5))
+            files.close()
+            kept_until(tmp_path, 3)
+        files.close()
 
 
 def test_where_no_step_is_whole_it_says_so(tmp_path):
