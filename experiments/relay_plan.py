@@ -30,6 +30,7 @@ def of(values, variant: Variant, chip: Chip, devices: int = 1) -> relay.RelayPla
         chip=chip,
         host_bandwidth=chip.host_bandwidth,
         devices=devices,
+        local_devices=jax.local_device_count() if devices > 1 else 1,
     )
 
 

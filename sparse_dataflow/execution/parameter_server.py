@@ -121,6 +121,13 @@ class ParameterServer:
         """A copy that an update has finished, where the device reads it from."""
         return copy if self.pinned is None else jax.device_put(copy, self.pinned)
 
+    def returned(self, gradient: jax.Array) -> np.ndarray:
+        """A gradient in host memory; through page-locked memory where copies wait there."""
+        own = gradient.addressable_data(0)
+        if self.pinned is not None:
+            own = jax.device_put(own, own.sharding.with_memory_kind("pinned_host"))
+        return np.asarray(own)
+
     def _made_copy(self, masters):
         def one(path, master):
             dtype = device_dtype(self.model, path)
@@ -191,7 +198,7 @@ class ServerStep:
             held = self._room(section, leaves)
             # A leaf that is read is let go: the thread's own arguments outlive the work.
             for to in held:
-                np.copyto(to, np.asarray(leaves.pop(0)))
+                np.copyto(to, self._server.returned(leaves.pop(0)))
         self._squares[section] = {
             jax.tree_util.keystr(path, simple=True, separator="."): host_optimizer.square_sum(g)
             for path, g in zip(paths, held)

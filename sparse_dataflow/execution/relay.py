@@ -130,6 +130,16 @@ class Relay:
         """A section's parameters, and other host arrays, on the device."""
         return jax.block_until_ready(self._put((self.server.copy(params, section), *more)))
 
+    def bring_to_one(self, params: dict, section: Section, *more: Any) -> tuple:
+        """As `bring`, on this process's first device alone."""
+        device = SingleDeviceSharding(jax.local_devices()[0])
+
+        def one(leaf):
+            own = leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf
+            return jax.device_put(own, device, may_alias=False)
+
+        return jax.block_until_ready(jax.tree.map(one, (self.server.copy(params, section), *more)))
+
     def train_step(
         self, state: TrainState, tokens: np.ndarray, learning_rate: float
     ) -> tuple[TrainState, StepReport]:

@@ -109,6 +109,7 @@ def plan(
     host_bandwidth: float | None = None,
     fused_attention: bool = False,
     devices: int = 1,
+    local_devices: int = 1,
 ) -> RelayPlan:
     """Bytes, traffic and times of one step.
 
@@ -125,6 +126,8 @@ def plan(
       host_bandwidth: bytes/s between device and host, one direction.
       fused_attention: see `memory.training_bytes`.
       devices: that share each micro-batch; each holds all parameters of a section.
+      local_devices: those of them that one process has; page-locked memory belongs to a device, so
+        each has copies and a stash of its own there.
 
     Raises:
       UserError: a batch that cannot be cut so.
@@ -159,11 +162,12 @@ def plan(
     kept = parameters * STATE_BYTES + memory.table_bytes(model)
     held = parameters if clipping == "exact" else rest + 3 * block
     copied = parameters * compute if pinned or compute != MASTER_BYTES else 0
+    waiting = local_devices * boundary * model.num_layers if stash == "host" else 0
     host = {
         "masters and moments": 0 if files else parameters * STATE_BYTES,
-        "device's copies": copied,
+        "device's copies": copied * (local_devices if pinned else 1),
         "gradients": held * compute,
-        "stash": boundary * model.num_layers if stash == "host" else 0,
+        "stash": waiting,
     }
     stashed = boundary * model.num_layers if stash == "host" else 0
     # The embedding comes twice: for the first section, and for the tied output layer.

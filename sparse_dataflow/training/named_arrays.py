@@ -63,7 +63,7 @@ def start_writing(
     Raises:
       OSError: the arrays are larger than the room on the disk; nothing is written then.
     """
-    raw = {name: _raw(leaf) for name, leaf in arrays.items() if leaf.size}
+    raw = {name: _written(_raw(leaf)) for name, leaf in arrays.items() if leaf.size}
     if sum(leaf.nbytes for leaf in raw.values()) > shutil.disk_usage(folder.parent).free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with jax.transfer_guard("allow"):  # Orbax's transfers are meant, whatever the loop forbids.
@@ -102,6 +102,13 @@ def _is_key(leaf: Any) -> bool:
 
 def _raw(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _written(raw: Any) -> Any:
+    """Of several processes each has the same in an array of its own devices, which orbax refuses;
+    numpy arrays are written by the first."""
+    own = isinstance(raw, jax.Array) and raw.is_fully_addressable
+    return np.asarray(raw) if own and jax.process_count() > 1 else raw
 
 
 def _has_devices(leaf: Any) -> bool:

@@ -20,12 +20,12 @@ MODEL = ModelConfig(
     num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12
 ).with_linears(LinearSpec("block_sparse", "butterfly", density=0.25, block=4))
 TRAINING = TrainingConfig(
-    steps=4, batch=8, sequence=11, micro_batches=2, learning_rate=5e-3, clip=0.7
+    steps=20, batch=8, sequence=11, micro_batches=2, learning_rate=5e-3, clip=0.7
 )
 
 
 def losses(mesh, ready=lambda: None):
-    """Of the first steps at a constant learning rate; `ready` is called between compiling and
+    """Of all steps at a constant learning rate; `ready` is called between compiling and
     them."""
     relay = Relay(MODEL, TRAINING, mesh=mesh)
     ready()

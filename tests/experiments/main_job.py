@@ -33,18 +33,22 @@ class MainJob:
 
         `events` are (regular expression of a path, n, what) for `eventful_run`.
         """
-        start = ["-m", f"experiments.{experiment}"]
-        if events:
-            start = [str(Path(__file__).with_name("eventful_run.py")), json.dumps(events)]
-            start.append(experiment)
         return subprocess.run(
-            [sys.executable, *start, *map(str, arguments)],
+            self.command(*arguments, experiment=experiment, events=events),
             cwd=cwd or self.corpus.parent,
             env=self.environment | ({"XDG_CACHE_HOME": str(cache)} if cache else {}),
             capture_output=True,
             text=True,
             timeout=TIMEOUT,
         )
+
+    def command(self, *arguments, experiment="gpt13b_sparse", events=()) -> list[str]:
+        """What `run` runs."""
+        start = ["-m", f"experiments.{experiment}"]
+        if events:
+            start = [str(Path(__file__).with_name("eventful_run.py")), json.dumps(events)]
+            start.append(experiment)
+        return [sys.executable, *start, *map(str, arguments)]
 
     def new(self, folder: Path, *arguments, **options) -> subprocess.CompletedProcess:
         """A new run of the tests' plan into `folder`."""

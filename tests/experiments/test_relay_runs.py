@@ -1,12 +1,15 @@
 """The main job through the relay: the whole executor's results, and exact resumes."""
 
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
-from main_job import PICO, PLAN, assert_same_results, rows
+from main_job import PICO, PLAN, TIMEOUT, assert_same_results, rows
+from ports import free_port
 
 from experiments import gpt_run
+from sparse_dataflow.errors import TEMPORARY
 from sparse_dataflow.execution import server_files
 from sparse_dataflow.models.sizes import SIZES, LinearSpec
 from sparse_dataflow.planning import memory
@@ -58,6 +61,44 @@ def test_killed_in_a_step_it_goes_on_from_the_one_before(job, relayed, tmp_path)
     assert killed.returncode == -9 and "goes on after step 4 of 12" in killed.stderr
     assert "goes on after step 8 of 12" in done(job.resume(folder)).stderr
     assert_same_results(folder, relayed)
+
+
+def two(job, *arguments, events):
+    """The ends of two processes, the second of which meets the events."""
+    address = f"--coordinator=127.0.0.1:{free_port()}"
+    started = [
+        subprocess.Popen(
+            job.command(
+                address, "--processes=2", f"--process={n}", *arguments, events=events if n else ()
+            ),
+            cwd=job.corpus.parent,
+            env=job.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for n in range(2)
+    ]
+    told = [process.communicate(timeout=TIMEOUT)[1] for process in started]
+    assert [process.returncode for process in started] == [TEMPORARY, -9], told
+    return told
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_from_a_step_that_both_have_and_one_from_the_last(
+    job, relayed, tmp_path
+):
+    """The first may have kept a step more than the second, which is killed before its record."""
+    folder, server = tmp_path / "run", tmp_path / "server"
+    plan = (*PICO, *PLAN, *SHORT, "--evolution=rigl", "--evolve_every=4")
+    new = (*plan, f"--corpus={job.corpus}", f"--out={folder}", f"--server_dir={server}")
+    two(job, *new, events=[(r"\.server\.json", 11, "SIGKILL")])
+    told, _ = two(job, f"--resume={folder}", events=[(r"\.server\.json", 9, "SIGKILL")])
+    assert "goes on after step 4 of 12" in told
+    told = done(job.resume(folder)).stderr
+    assert "goes on after step 8 of 12" in told or "goes on after step 9 of 12" in told
+    assert len(losses(folder)) == 12
+    np.testing.assert_allclose(losses(folder), losses(relayed), rtol=1e-4)
 
 
 @pytest.mark.slow

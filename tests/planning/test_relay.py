@@ -78,6 +78,16 @@ def test_files_and_eager_clipping_relieve_host_memory():
     assert halves == plan().device["boundaries"] // 2
 
 
+def test_each_device_of_a_process_has_page_locked_memory_of_its_own():
+    plan = lambda **options: relay.plan(LARGE, 8, 2048, devices=4, stash="host", **options).host  # noqa: E731
+    alone, four = plan(), plan(local_devices=4)
+    for name in ("device's copies", "stash"):
+        assert four[name] == 4 * alone[name] > 0
+    for name in ("masters and moments", "gradients"):
+        assert four[name] == alone[name]
+    assert plan(local_devices=4, pinned=False)["device's copies"] == alone["device's copies"]
+
+
 def test_a_host_too_small_is_refused_with_both_figures():
     found = relay.plan(LARGE, 8, 2048)
     relay.refuse_small_host(found, 2 * found.host_total)
