@@ -53,7 +53,7 @@ def _torch(case, operands, product):
 
     def start():
         with torch.no_grad():
-            return _Pending(run(), torch.cuda.synchronize if device == "cuda" else None)
+            return Pending(run(), torch.cuda.synchronize if device == "cuda" else None)
 
     return _timed(start)
 
@@ -76,16 +76,20 @@ def _triton_product(x, weight, block):
     return lambda: bsr_dense_mm(stored, columns)
 
 
-class _Pending:
-    """A result that jax.block_until_ready can wait for."""
+class Pending:
+    """A result of torch that jax.block_until_ready can wait for."""
 
     def __init__(self, result, wait):
         self.result, self._wait = result, wait
 
     def block_until_ready(self):
+        """As that of a jax array."""
         if self._wait is not None:
             self._wait()
         return self
+
+    def __float__(self) -> float:
+        return float(self.result)
 
 
 def _masked(case, operands):

@@ -3,12 +3,17 @@
 Both steps run in turn on the same random tokens: forward, backward, clipping and AdamW at the
 scale's own batch; one after the other where the device has no room for both states. Prints step
 time, tokens/s, MFU, memory, the ratio of each round (median and quartiles) and the FLOP ceiling of
-the scale, and keeps them as JSON.
+the scale, and keeps them as JSON. With --peers the same dense step in torch (torch.compile, fused
+attention), from the same parameters, takes its turn where torch is installed; on a GPU jax must
+leave it memory.
 
     python -m experiments.step_bench
     python -m experiments.step_bench --scale=micro --density=0.25
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.98 python -m experiments.step_bench --scale=13b --block=128 \\
         --batch=1 --remat=full --state_dtype=bfloat16      # an H200, which the dense one fills
+    XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_MEM_FRACTION=0.98 \\
+        python -m experiments.step_bench --scale=13b --block=128 --batch=1 --remat=full \\
+        --state_dtype=bfloat16 --peers                     # the same, torch's step first
 """
 
 from experiments import flags
@@ -22,12 +27,19 @@ BENCHMARK = Group(
         Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),
     ),
 )
+PEERS = Group(
+    "Peers",
+    "what else is timed",
+    (Flag("peers", "switch", "no", "The dense step in torch.", lambda: ("yes", "no")),),
+)
 GROUPS = (
     *flags.without(
         "minutes", "steps", "twin", groups=(flags.MODEL, flags.SPARSITY, flags.TRAINING)
     ),
     BENCHMARK,
+    PEERS,
 )
+LEARNING_RATE = 1e-4
 
 
 def asked_models(values):
@@ -55,9 +67,11 @@ def main(values):
     from sparse_dataflow.execution.host_memory import keep_freed_memory
 
     keep_freed_memory()
+    import functools
+
     import numpy as np
 
-    from experiments import measurement
+    from experiments import measurement, step_peers
     from sparse_dataflow.planning import cost, memory
 
     scale, dense, sparse, training, chip = asked_models(values)
@@ -65,44 +79,60 @@ def main(values):
     rng = np.random.default_rng(values.seed)
     shape = (training.batch, training.sequence + 1)
     tokens = rng.integers(dense.vocab_size, size=shape, dtype=np.int32)
-    paired = fit_together(list(models.values()), training, chip.memory_bytes)
+    makers = {
+        name: functools.partial(compiled_step, model, training, tokens)
+        for name, model in models.items()
+    }
+    if values.peers == "yes":
+        peer = step_peers.maker(dense, training, tokens, LEARNING_RATE)
+        # First, as jax does not give memory back.
+        makers = peer | makers
+        models |= {name: dense for name in peer}
+    planned = [models[name] for name in makers]
+    paired = fit_together(planned, training, chip.memory_bytes)
     seconds: dict[str, np.ndarray] = {}
-    compile_seconds, step_bytes = {}, {}
-    for group in [list(models)] if paired else [[name] for name in models]:
-        runs = {}
-        for name in group:
-            runs[name], compile_seconds[name], step_bytes[name] = compiled_step(
-                models[name], training, tokens
-            )
+    steps, first_losses = {}, {}
+    for group in [list(makers)] if paired else [[name] for name in makers]:
+        made = {name: step for name in group if (step := step_peers.made(name, makers[name]))}
+        first_losses |= {name: float(run().loss) for name, (run, *_) in made.items()}
+        runs = {name: run for name, (run, *_) in made.items()}
         seconds |= measurement.paired_seconds(runs, values.rounds)
-        del runs
+        steps |= {name: step[1:] for name, step in made.items()}
+        del runs, made
+        step_peers.release()
     ceiling = cost.flop_ceiling(sparse, training.sequence)
     share = cost.flops_per_token(dense, training.sequence).projection_share
     rows = {}
-    for name, model in models.items():
+    for name, (compile_seconds, step_bytes, *own) in steps.items():
+        model = models[name]
         step = float(np.median(seconds[name]))
         speed = training.batch * training.sequence / step
         flops = cost.flops_per_token(model, training.sequence).total
+        planned_state = memory.of_training(model, training).state
+        parameters, state_bytes = own or (memory.parameter_count(model), planned_state)
         rows[name] = {
             "step_ms": 1e3 * step,
             "tokens_per_second": speed,
             "mfu": cost.mfu(flops, speed, chip, model.compute_dtype),
-            "stored_parameters": memory.parameter_count(model),
-            "state_bytes": memory.of_training(model, training).state,
-            "step_bytes": step_bytes[name],
-            "compile_seconds": compile_seconds[name],
+            "stored_parameters": parameters,
+            "state_bytes": state_bytes,
+            "step_bytes": step_bytes,
+            "compile_seconds": compile_seconds,
+            "first_loss": first_losses[name],
         }
     print(
         f"{chip.name}: scale {scale}, {training.batch} x {training.sequence} tokens, "
         f"{dense.compute_dtype}, {values.pattern} at density {values.density:g}, block "
         f"{values.block}; projections hold {share:.1%} of the dense FLOPs"
     )
+    width = max(map(len, rows))
     for name, row in rows.items():
         used = "" if row["mfu"] is None else f"  MFU {row['mfu']:.1%}"
         held = f"  {row['step_bytes'] / memory.GIB:.2f} GiB" if row["step_bytes"] else ""
         print(
-            f"{name:>6}: {row['step_ms']:8.1f} ms a step  {row['tokens_per_second']:9,.0f} "
-            f"tokens/s{used}{held}  compile {row['compile_seconds']:.1f} s"
+            f"{name:>{width}}: {row['step_ms']:8.1f} ms a step  {row['tokens_per_second']:9,.0f} "
+            f"tokens/s{used}{held}  compile {row['compile_seconds']:.1f} s  first loss "
+            f"{row['first_loss']:.4f}"
         )
     result = {
         "inputs": "uniform random tokens",
@@ -117,6 +147,7 @@ def main(values):
         "projection_share": share,
         "flop_ceiling": ceiling,
         **measurement.speedup(seconds, "FLOP ceiling", ceiling),
+        "peers": step_peers.compared(seconds),
         "rows": rows,
     }
     measurement.keep(values.keep, f"step_bench_{chip.name}_{scale}", chip.name, result)
@@ -165,7 +196,7 @@ def compiled_step(model, training, tokens, executor=None):
 
     def run():
         nonlocal state
-        state, report = compiled(state, tokens, np.float32(1e-4))
+        state, report = compiled(state, tokens, np.float32(LEARNING_RATE))
         return report
 
     return run, seconds, measurement.program_bytes(compiled)

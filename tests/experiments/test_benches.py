@@ -71,13 +71,21 @@ def test_tuning_keeps_the_fastest_tiles_that_it_measured(job, tmp_path):
 @pytest.mark.slow
 def test_step_bench(job, tmp_path):
     folder = tmp_path / "kept"
-    flags = ("--scale=pico", "--block=16", "--density=0.25", "--rounds=1", f"--keep={folder}")
-    done = job.run(*flags, experiment="step_bench")
+    shape = ("--scale=pico", "--block=16", "--density=0.25", "--rounds=1")
+    done = job.run(*shape, "--peers", f"--keep={folder}", experiment="step_bench")
     result = kept(done, folder)
     check_ratio(result)
     assert (result["scale"], result["density"], result["block"]) == ("pico", 0.25, 16)
     rows = result["rows"]
     assert result["ratio"] == pytest.approx(rows["dense"]["step_ms"] / rows["sparse"]["step_ms"])
+    peer = rows.pop("torch_compile", None)
+    if peer is None:
+        assert "torch_compile is left out: " in done.stdout and result["peers"] == {}
+    else:
+        for same in ("stored_parameters", "state_bytes"):
+            assert peer[same] == rows["dense"][same]
+        assert peer["first_loss"] == pytest.approx(rows["dense"]["first_loss"], rel=1e-4)
+        assert result["peers"]["torch_compile"].keys() == {"over_dense", "over_sparse"}
     pico = SIZES["pico"]
     assert rows["dense"]["stored_parameters"] == memory.parameter_count(pico)
     assert rows["sparse"]["stored_parameters"] < rows["dense"]["stored_parameters"]
