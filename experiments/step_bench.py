@@ -16,6 +16,9 @@ leave it memory.
         --state_dtype=bfloat16 --peers                     # the same, torch's step first
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from experiments import flags
 from experiments.command_line import Flag, Group
 
@@ -79,7 +82,7 @@ def main(values):
     rng = np.random.default_rng(values.seed)
     shape = (training.batch, training.sequence + 1)
     tokens = rng.integers(dense.vocab_size, size=shape, dtype=np.int32)
-    makers = {
+    makers: dict[str, Callable[[], Any]] = {
         name: functools.partial(compiled_step, model, training, tokens)
         for name, model in models.items()
     }
@@ -91,7 +94,8 @@ def main(values):
     planned = [models[name] for name in makers]
     paired = fit_together(planned, training, chip.memory_bytes)
     seconds: dict[str, np.ndarray] = {}
-    steps, first_losses = {}, {}
+    steps: dict[str, tuple] = {}
+    first_losses: dict[str, float] = {}
     for group in [list(makers)] if paired else [[name] for name in makers]:
         made = {name: step for name in group if (step := step_peers.made(name, makers[name]))}
         first_losses |= {name: float(run().loss) for name, (run, *_) in made.items()}
