@@ -6,6 +6,8 @@ depends on the depth; the time of a step is proportional to it.
 
     python -m experiments.relay_depth
     python -m experiments.relay_depth --scale=6.7b --depths=8,32,128 --density=0.125
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.11 python -m experiments.relay_depth --scale=6.7b --density=1 \\
+        --depths=32 --batch=32 --accumulation=8 --clipping=eager    # 16 GB of an H200
 """
 
 from experiments import flags
@@ -20,7 +22,7 @@ DEPTH = Group(
 GROUPS = (*COMMON, DEPTH)
 COLUMNS = (
     "layers", "compile_seconds", "device_bytes", "planned_device_bytes", "step_seconds",
-    "tokens_per_second", "hidden_transfer",
+    "tokens_per_second", "model_tflops", "hidden_transfer", "hidden_updates",
 )  # fmt: skip
 
 
