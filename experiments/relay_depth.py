@@ -6,8 +6,8 @@ depends on the depth; the time of a step is proportional to it.
 
     python -m experiments.relay_depth
     python -m experiments.relay_depth --scale=6.7b --depths=8,32,128 --density=0.125
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.11 python -m experiments.relay_depth --scale=6.7b --density=1 \\
-        --depths=32 --batch=32 --accumulation=8 --clipping=eager    # 16 GB of an H200
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.11 python -m experiments.relay_depth --scale=6.7b \\
+        --density=1 --depths=32 --batch=32 --accumulation=8 --clipping=eager    # 16 GB of an H200
 """
 
 from experiments import flags
