@@ -58,7 +58,7 @@ def run(asked) -> None:
                 measured[fused, "pipelined"] = row
     elif here:
         raise UserError("--hardware=this is known by measuring; legal: --measure=yes, or a chip.")
-    known = measured.get((True, "serial"))
+    known = measured.get((True, "serial"), {})
     chip = Chip(**known["chip"]) if here else chips.named(asked.hardware)
     rows, rooflines = [], {}
     for density in DENSITIES:
@@ -82,7 +82,7 @@ def run(asked) -> None:
             rows.append(row)
     text = _table(rows, chip)
     print(text)
-    _keep(asked, rows, rooflines, chip, text, known and known["chip"]["name"])
+    _keep(asked, rows, rooflines, chip, text, known["chip"]["name"] if known else "")
 
 
 def _word(fused):
@@ -115,21 +115,17 @@ def _measured(asking, fused, cores, stages):
     children = []
     try:
         for process, core in enumerate(cores):
+            own = {"stages": stages, "coordinator": address, "cores": [core]}
+            own["process"] = process if stages > 1 else 0
+            settings = json.dumps(asking | own)
             child = subprocess.Popen(
-                [sys.executable, "-m", "experiments.interplay_step"],
-                stdin=subprocess.PIPE,
+                [sys.executable, "-m", "experiments.interplay_step", settings],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=environment,
                 text=True,
             )
             children.append(child)
-            own = {"stages": stages, "coordinator": address, "cores": [core]}
-            own["process"] = process if stages > 1 else 0
-            child.stdin.write(json.dumps(asking | own))
-            child.stdin.flush()
-            child.stdin.close()
-            child.stdin = None
         said = [child.communicate() for child in children]
     finally:
         for child in children:

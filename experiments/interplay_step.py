@@ -1,7 +1,7 @@
 """One side of `interplay`: whole steps at every density in a process, or a row of processes.
 
-XLA reads whether it may fuse once, when a process starts. Reads its settings as JSON from standard
-input and writes the result as JSON, the last line of standard output.
+XLA reads whether it may fuse once, when a process starts. The one argument is the settings as JSON;
+the result is JSON too, the last line of standard output.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from experiments.interplay import DENSITIES
 from experiments.planner_flags import model as planned_model
 from sparse_dataflow.execution import distributed, mesh
 from sparse_dataflow.execution.cluster import Membership
-from sparse_dataflow.execution.executor import ONE_DEVICE
+from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.execution.host_memory import keep_freed_memory
 from sparse_dataflow.execution.pipelined import executor_over
 from sparse_dataflow.planning import hardware
@@ -43,7 +43,7 @@ def main(asked) -> dict:
 
 
 def _measured(asked):
-    executor = ONE_DEVICE
+    executor: Executor = ONE_DEVICE
     if asked.stages > 1:
         stages = mesh.make(mesh.parse(f"stage:{asked.stages}", asked.stages))
         layers = planned_model(asked.scale).num_layers
@@ -73,4 +73,4 @@ def _described(chip):
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(types.SimpleNamespace(**json.load(sys.stdin)))))
+    print(json.dumps(main(types.SimpleNamespace(**json.loads(sys.argv[1])))))

@@ -121,7 +121,8 @@ def tables(results: list[dict], ends_dense: Container[str]) -> str:
         for arm in sorted(arms, key=mean.__getitem__):
             lines.append(_line(arm, arms[arm], mean))
         best = min(mean, key=mean.__getitem__)
-        sparse = min((arm for arm in mean if arm not in ends_dense), key=mean.get, default=None)
+        ending = [arm for arm in mean if arm not in ends_dense]
+        sparse = min(ending, key=mean.__getitem__, default=None)
         lines.append(f"\nLowest: {best}; of those that end sparse: {sparse or 'none was trained'}.")
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
