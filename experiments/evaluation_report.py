@@ -2,12 +2,11 @@
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparse_dataflow import json_files
+from sparse_dataflow import json_files, storage
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation.significance import METHOD
 from sparse_dataflow.reporting.report import (
@@ -119,10 +118,8 @@ def add_to_report(folder: Path, result: Mapping[str, Any]) -> Path | None:
 
 
 def _replace(path, content) -> Path:
-    partial = path.with_name(f"{path.name}.new")
     try:
-        partial.write_text(f"{content}\n", encoding="utf-8")
-        os.replace(partial, path)
+        storage.replace(path, f"{content}\n".encode())
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
     return path

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.recipes import Variant
-from sparse_dataflow import json_files
+from sparse_dataflow import json_files, storage
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.errors import UserError
@@ -16,7 +16,7 @@ from sparse_dataflow.execution import processes
 from sparse_dataflow.links import refuse_leaving
 from sparse_dataflow.training.json_difference import differences
 
-_PARTIAL_CONFIG = "config.json.new"
+_PROBE = ".writable"
 _DIFFERENCES_SHOWN = 3
 
 
@@ -35,11 +35,14 @@ def opened(experiment: str, values) -> Iterator[Path]:
         yield folder
         return
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
+
+    def probe():
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        storage.replace(folder / _PROBE, b"")
+        (folder / _PROBE).unlink(missing_ok=True)
+
+    try:
+        storage.retried(f"Making {folder}", probe)
     except OSError as error:
         _remove(folder, made)
         raise UserError(
@@ -55,7 +58,7 @@ def opened(experiment: str, values) -> Iterator[Path]:
 
 def _remove(folder, made):
     with contextlib.suppress(OSError):
-        for name in (TOKENIZER, _PARTIAL_CONFIG):
+        for name in (TOKENIZER, _PROBE):
             (folder / name).unlink(missing_ok=True)
         for path in made:
             path.rmdir()
@@ -71,9 +74,7 @@ def start(folder: Path, config: dict, tokenizer: Tokenizer) -> None:
         return
     try:
         tokenizer.save(folder / TOKENIZER)
-        partial = folder / _PARTIAL_CONFIG
-        partial.write_text(json.dumps(config, indent=1) + "\n")
-        partial.replace(folder / CONFIG)
+        storage.replace(folder / CONFIG, json.dumps(config, indent=1).encode() + b"\n")
     except OSError as error:
         raise UserError(f"Run folder {folder} cannot be written: {error.strerror}.") from error
 

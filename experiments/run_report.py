@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-import os
 import shlex
 from pathlib import Path
 
 import numpy as np
 
 from experiments import evaluation_report
+from sparse_dataflow import storage
 from sparse_dataflow.data.prompts import heldout_prompts
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation import kv_cache
@@ -75,10 +75,8 @@ def write(
         evaluation=evaluation_report.read(folder),
         goodput=seconds,
     )
-    partial = folder / "report.json.new"
     try:
-        partial.write_text(json.dumps(data.to_json()) + "\n")
-        os.replace(partial, folder / "report.json")
+        storage.replace(folder / "report.json", json.dumps(data.to_json()).encode() + b"\n")
     except OSError as error:
         raise UserError(
             f"The report cannot be written to {folder} ({error.strerror or error}). The run is "

@@ -12,7 +12,7 @@ import jax
 
 from experiments import gpt_run, recipes
 from experiments.recipes import Variant
-from sparse_dataflow import json_files
+from sparse_dataflow import json_files, storage
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
@@ -110,7 +110,7 @@ def train(label: str, variant: Variant, data: TrainingData, where: Path, stop) -
     refuse_unfit(variant.model, variant.evolution, variant.training.steps)
     programs = compile_programs(variant.stages, variant.training, data, variant.evolution)
     where.mkdir(parents=True, exist_ok=True)
-    (where / "steps.json").write_text(json.dumps(variant.training.steps) + "\n")
+    _keep(where / "steps.json", variant.training.steps)
     every = max(1, variant.training.steps // gpt_run.EVALUATIONS_A_RUN)
     trainer = Trainer(
         variant.name[:6],
@@ -141,7 +141,7 @@ def train(label: str, variant: Variant, data: TrainingData, where: Path, stop) -
         "seconds": trainer.seconds,
         "flops": trainer.flops,
     }
-    (where / "result.json").write_text(json.dumps(result) + "\n")
+    _keep(where / "result.json", result)
     return result
 
 
@@ -188,6 +188,14 @@ def keep_settings(folder: Path, settings: dict) -> None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(settings, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
+    _keep(path, settings)
+
+
+def _keep(path, value):
+    """Writes a file of a study, whole or not at all; UserError where it cannot be written."""
+    try:
+        storage.replace(path, json.dumps(value, indent=1).encode() + b"\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error

@@ -6,6 +6,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from sparse_dataflow import storage
+
 MOST_BYTES = 256 * 2**20
 """Far above any file that a run writes."""
 
@@ -14,21 +16,25 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, V
 
 
 def load(path: str | os.PathLike, most: int = MOST_BYTES) -> Any:
-    """The value in a UTF-8 file.
+    """The value in a UTF-8 file; storage that fails for a moment is waited for.
 
     Raises:
       OSError: it is missing or may not be read.
       ValueError: it is no ordinary file, larger than `most` bytes, no UTF-8, or no JSON.
     """
     path = Path(path)
+    text = storage.retried(f"Reading {path}", lambda: _read(path, most + 1))
+    if len(text) > most:
+        raise ValueError(f"{path.name} is larger than {most} bytes")
+    return parse(text)
+
+
+def _read(path: Path, size: int) -> bytes:
     # Opening a pipe would wait for its other end.
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path.name} is no ordinary file")
     with path.open("rb") as file:
-        text = file.read(most + 1)
-    if len(text) > most:
-        raise ValueError(f"{path.name} is larger than {most} bytes")
-    return parse(text)
+        return file.read(size)
 
 
 def parse(text: str | bytes) -> Any:

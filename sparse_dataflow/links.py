@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from sparse_dataflow import storage
 from sparse_dataflow.errors import UserError
 
 
@@ -14,8 +15,17 @@ def refuse_leaving(folder: Path) -> None:
     Raises:
       UserError: naming the link.
     """
-    inside = folder.resolve()
-    for parent, folders, files in os.walk(inside):
+    try:
+        storage.retried(f"Reading {folder}", lambda: _refuse_leaving(folder.resolve()))
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error.strerror or error}.") from error
+
+
+def _refuse_leaving(inside):
+    def refuse(error: OSError):
+        raise error
+
+    for parent, folders, files in os.walk(inside, onerror=refuse):
         for name in (*folders, *files):
             path = Path(parent, name)
             if path.is_symlink() and not path.resolve().is_relative_to(inside):

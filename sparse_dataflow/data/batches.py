@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparse_dataflow.data.stored import Flat
 from sparse_dataflow.errors import UserError
 
 Batch = dict[str, np.ndarray]
@@ -22,7 +23,7 @@ Batch = dict[str, np.ndarray]
 class _Windows:
     """Random-access source of int32 [sequence_length + 1]; a last, partial window is left out."""
 
-    tokens: np.ndarray
+    tokens: Flat
     sequence_length: int
 
     def __len__(self) -> int:
@@ -50,7 +51,7 @@ class TrainBatches:
       UserError: too few tokens for one window, or an illegal size or seed.
     """
 
-    tokens: np.ndarray
+    tokens: Flat
     batch_size: int
     sequence_length: int
     seed: int = 0
@@ -115,7 +116,7 @@ class EvalBatches:
       UserError: fewer than two tokens, or an illegal size.
     """
 
-    tokens: np.ndarray
+    tokens: Flat
     batch_size: int
     sequence_length: int
     max_windows: int | None = None

@@ -11,14 +11,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from sparse_dataflow import storage
 from sparse_dataflow.errors import UserError
 
 FOLDER = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sparse_dataflow"
 """Where prepared corpora, tokenizers and tokens are kept, where nobody says otherwise."""
 
-_STORAGE_ERRORS = {
-    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.ENAMETOOLONG,
-    errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS,
+_STORAGE_ERRORS = storage.PASSING | {
+    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.ENAMETOOLONG, errno.ENOSPC,
+    errno.ENOTDIR, errno.EPERM, errno.EROFS,
 }  # fmt: skip
 
 
@@ -32,12 +33,18 @@ def exclusive(cache_dir: Path, key: str) -> Iterator[None]:
     import filelock
 
     locks = cache_dir / "locks"
-    try:
+    lock = filelock.FileLock(locks / (re.sub(r"[^\w.-]+", "_", key) + ".lock"))
+
+    def hold():
         locks.mkdir(parents=True, exist_ok=True)
+        return lock.acquire()
+
+    try:
+        held = storage.retried(f"Locking {lock.lock_file}", hold)
     except OSError as error:
         raise _cannot_write(cache_dir, error) from error
     try:
-        with filelock.FileLock(locks / (re.sub(r"[^\w.-]+", "_", key) + ".lock")):
+        with held:
             yield
     except OSError as error:
         if error.errno not in _STORAGE_ERRORS:

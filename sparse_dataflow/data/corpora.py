@@ -7,6 +7,7 @@ documents are held out.
 
 import contextlib
 import difflib
+import functools
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from sparse_dataflow import storage
 from sparse_dataflow.data.cache import exclusive, replacing
 from sparse_dataflow.data.documents import (
     TEXT_SUFFIXES,
@@ -78,7 +80,7 @@ class _StoredDocuments(Sequence[Document]):
         index = index % len(self)
         position = index if self.indices is None else int(self.indices[index])
         try:
-            record = self.records[position]
+            record = storage.retried(f"Reading record {position}", lambda: self.records[position])
         except RuntimeError as error:  # the record format keeps checksums
             raise UserError(
                 f"Record {position} of a prepared corpus is damaged ({first_line(error)}). "
@@ -99,7 +101,8 @@ def load_corpus(name_or_path: str, cache_dir: Path) -> Corpus:
         the folder that tfds's own variable TFDS_DATA_DIR names where that is set.
 
     Raises:
-      UserError: no such corpus, nothing readable in it, or no way to fetch or store it.
+      UserError: no such corpus, nothing readable in it, or no way to fetch or store it; storage
+        that fails for a moment is waited for.
     """
     cache_dir = Path(cache_dir).expanduser()
     if name_or_path == "python_stdlib":
@@ -118,6 +121,16 @@ def _looks_like_path(name: str) -> bool:
 
 
 def _load_own(builder_name: str, name: str, source: Source, cache_dir: Path) -> Corpus:
+    load = functools.partial(_load_once, builder_name, name, source, cache_dir)
+    try:
+        return storage.retried(f"Reading the corpus {name}", load)
+    except OSError as error:
+        raise UserError(
+            f"The corpus {name} cannot be read ({error.filename}: {error.strerror or error})."
+        ) from error
+
+
+def _load_once(builder_name, name, source, cache_dir):
     fingerprint = source.fingerprint
     with _quiet():
         from sparse_dataflow.data import builders
@@ -238,7 +251,7 @@ def _load_tfds(name: str, cache_dir: Path) -> Corpus:
             feature = _text_feature(builder, tfds)
             with exclusive(cache_dir, f"tfds-{builder.info.full_name}"):
                 builder.download_and_prepare()
-            records = builder.as_data_source()
+            records = storage.retried(f"Reading the corpus {name}", builder.as_data_source)
         except UserError:
             raise
         except tfds.core.DatasetNotFoundError as error:

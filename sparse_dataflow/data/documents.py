@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import re
+import stat
 import sys
 import sysconfig
 import tarfile
@@ -236,11 +237,23 @@ def _text_field(line: str, path: Path, number: int) -> str:
 
 
 def _files_below(root: Path, folders_left_out: Set[str] = frozenset()) -> list[Path]:
+    def refuse(error: OSError):
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
     found = []
-    for folder, subfolders, names in os.walk(root):
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [name for name in subfolders if name not in folders_left_out]
         found += [Path(folder, name) for name in names]
-    return sorted((path for path in found if path.is_file()), key=Path.as_posix)
+    return sorted(filter(_is_file, found), key=Path.as_posix)
+
+
+def _is_file(path: Path) -> bool:
+    # Path.is_file takes a file that cannot be asked for none, and a corpus would lack it.
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _listing_digest(root: Path, files: list[Path]) -> str:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow import json_files
-from sparse_dataflow.data.cache import exclusive, replacing
+from sparse_dataflow import json_files, storage
+from sparse_dataflow.data.cache import exclusive
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.errors import UserError
 
@@ -108,8 +108,10 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """Writes canonical JSON, whole or not at all."""
-        with replacing(Path(path)) as temporary:
-            temporary.write_bytes(self._canonical())
+        path = Path(path)
+        make = functools.partial(path.parent.mkdir, parents=True, exist_ok=True)
+        storage.retried(f"Making {path.parent}", make)
+        storage.replace(path, self._canonical())
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":

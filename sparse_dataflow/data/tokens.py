@@ -1,4 +1,4 @@
-"""Each split as one flat array of tokens on disk, mapped into memory.
+"""Each split as one flat array of tokens on disk.
 
 A document's tokens are followed by the end of text. Files are named by the hashes of corpus and
 tokenizer, made whole or not at all, and checked when they are opened.
@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow import json_files
+from sparse_dataflow import json_files, storage
 from sparse_dataflow.data.cache import exclusive, replacing
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
+from sparse_dataflow.data.stored import StoredArray
 from sparse_dataflow.data.tokenizer import Tokenizer, pieces_of
 from sparse_dataflow.errors import UserError
 
@@ -23,6 +24,7 @@ _FORMAT = 1
 _BATCH_CHARACTERS = 2**21
 # Beyond this, a checksum at every start would be felt, and only the length is checked.
 _CHECKSUM_BYTES = 2**30
+_AT_ONCE = 2**24
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,12 +32,12 @@ class SplitTokens:
     """One tokenised split.
 
     Attributes:
-      tokens: uint16 or uint32 [count], read-only, mapped from disk.
+      tokens: uint16 or uint32 [count]; a slice of it is read when it is asked for.
       documents: number of documents.
       text_bytes: their length in UTF-8.
     """
 
-    tokens: np.ndarray
+    tokens: StoredArray
     documents: int
     text_bytes: int
 
@@ -83,7 +85,9 @@ def _open_or_make(documents, split, corpus, tokenizer, cache_dir, folder) -> Spl
         with exclusive(cache_dir, f"tokens-{folder.name}-{split}"):
             opened = _open(array, meta, corpus, tokenizer)
             if opened is None:
-                _make(documents, array, meta, corpus, tokenizer)
+                storage.retried(
+                    f"Writing {array}", lambda: _make(documents, array, meta, corpus, tokenizer)
+                )
                 opened = _open(array, meta, corpus, tokenizer)
     if opened is None:
         raise UserError(f"The tokens just written to {array} do not read back; check the disk.")
@@ -94,17 +98,24 @@ def _open(array: Path, meta: Path, corpus: Corpus, tokenizer: Tokenizer) -> Spli
     """None where the files are missing, damaged or of something else: they are made again."""
     try:
         stated = _Meta(**json_files.load(meta))
-        tokens = np.load(array, mmap_mode="r", allow_pickle=False)
-    except Exception:  # numpy parses the header as a Python literal, and raises what that raises.
+        tokens = StoredArray.open(array)
+    except Exception:  # See StoredArray.open.
         return None
     wanted = (_FORMAT, corpus.content_hash, tokenizer.content_hash)
     if (stated.format, stated.corpus, stated.tokenizer) != wanted:
         return None
     if tokens.shape != (stated.count,) or tokens.dtype != _dtype(tokenizer):
         return None
-    if tokens.nbytes <= _CHECKSUM_BYTES and zlib.crc32(tokens) != stated.crc32:
+    if tokens.nbytes <= _CHECKSUM_BYTES and _checksum(tokens) != stated.crc32:
         return None
     return SplitTokens(tokens, stated.documents, stated.text_bytes)
+
+
+def _checksum(tokens: StoredArray) -> int:
+    crc32 = 0
+    for first in range(0, len(tokens), _AT_ONCE):
+        crc32 = zlib.crc32(tokens[first : first + _AT_ONCE], crc32)
+    return crc32
 
 
 def _make(

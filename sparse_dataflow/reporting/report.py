@@ -4,13 +4,13 @@ import dataclasses
 import math
 import os
 import pathlib
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 import jinja2
 import numpy as np
 
+from sparse_dataflow import storage
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.reporting.quantities import visible
 
@@ -271,28 +271,12 @@ def write_report(data: ReportData, path: str | os.PathLike) -> None:
     )
     html = environment.get_template("template.html.jinja").render(page.contents(data))
     try:
-        _replace(path, html.encode("utf-8"))
+        storage.replace(path, html.encode("utf-8"))
     except OSError as error:
         raise UserError(
             f"The report could not be written to {path}: {error.strerror or error}. "
             "Free some space or name a folder that can be written; the run itself is kept."
         ) from error
-
-
-def _replace(path: pathlib.Path, content: bytes) -> None:
-    """Puts `content` at `path` in one step: written beside it, flushed to disk, then renamed."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes files that only their owner reads; a report is for anyone.
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        pathlib.Path(name).unlink(missing_ok=True)
-        raise
 
 
 def _construct(cls: type, data: Any, replaced: Mapping[str, Any] | None = None) -> Any:

@@ -83,9 +83,13 @@ def read(path: Path) -> list[dict[str, Any]]:
 
     Rows that are torn, or that no run wrote, are passed over.
     """
-    try:
+
+    def content():
         with path.open("rb") as file:
-            lines = file.read(_MOST_BYTES).split(b"\n")
+            return file.read(_MOST_BYTES)
+
+    try:
+        lines = storage.retried(f"Reading {path}", content).split(b"\n")
     except OSError:
         return []
     rows = {}

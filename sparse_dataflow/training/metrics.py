@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from sparse_dataflow import json_files
+from sparse_dataflow import json_files, storage
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import processes
 from sparse_dataflow.redaction import redacted
@@ -35,12 +35,15 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     that does not exist holds no rows.
     """
     path = Path(path)
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        lines = enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1)
-        rows = _by_step(path, lines)
-    return list(rows.values())
+
+    def read():
+        if not path.exists():
+            return {}
+        with path.open("rb") as file:
+            lines = enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1)
+            return _by_step(path, lines)
+
+    return list(storage.retried(f"Reading {path}", read).values())
 
 
 def _by_step(path, lines):
@@ -79,51 +82,83 @@ class MetricsWriter:
     Opening at step s drops rows past s, which a killed run wrote after its last checkpoint, and a
     finished run's last evaluation, which is made again.
 
+    Errors of storage that pass (see `storage`) are waited for, on files opened anew: a row that was
+    torn is passed over when it is read, and stands again after it.
+
     Raises:
       UserError: from every method, where the files cannot be written; the rows before stay.
     """
 
     def __init__(self, folder: Path, step: int = 0):
-        self._folder, self._file = folder, None
+        self._folder = folder
+        self._open: tuple[Any, Any] | None = None
+        self._path = folder / "metrics.jsonl"
         if not processes.first():
             return
-        path = folder / "metrics.jsonl"
-        with self._storage():
-            found = [row for row in read_metrics(path) if row.get("kind") != "final"]
-            rows = [row for row in found if _is_whole(row)]
-            if len(rows) < len(found):
-                say(f"{path}: {len(found) - len(rows)} rows are damaged; passed over.")
-            rewritten = path.with_suffix(".new")
-            rewritten.write_text(
-                "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
-            )
-            os.replace(rewritten, path)
-            self._file = path.open("a")
-            self._events = _EventFile(folder / "tensorboard", step + 1)
+        found = [row for row in self._told(read_metrics, self._path) if row.get("kind") != "final"]
+        rows = [row for row in found if _is_whole(row)]
+        if len(rows) < len(found):
+            say(f"{self._path}: {len(found) - len(rows)} rows are damaged; passed over.")
+        lines = (json.dumps(row) + "\n" for row in rows if row["step"] <= step)
+        self._told(storage.replace, self._path, "".join(lines).encode())
+        self._told(self._opened, step + 1)
 
     def write(self, row: dict) -> None:
         """Adds one row: {"kind", "step", ...numbers}."""
-        if self._file is None:
-            return
-        with self._storage():
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
-            scalars = {
-                f"{row['kind']}/{name}": value
-                for name, value in row.items()
-                if name not in ("kind", "step") and value is not None
-            }
-            self._events.add(row["step"], scalars)
+        if processes.first():
+            self._told(self._append, row)
 
     def close(self) -> None:
         """Flushes and closes both files."""
-        if self._file is None:
+        if self._open is None:
             return
-        with self._storage(), contextlib.closing(self._events):
-            self._file.close()
+        (file, events), self._open = self._open, None
+        with self._worded(), contextlib.closing(events):
+            file.close()
+
+    def _append(self, row):
+        file, events = self._opened(row["step"])
+        scalars = {
+            f"{row['kind']}/{name}": value
+            for name, value in row.items()
+            if name not in ("kind", "step") and value is not None
+        }
+        try:
+            file.write(json.dumps(row).encode() + b"\n")
+            file.flush()
+            events.add(row["step"], scalars)
+        except OSError as error:
+            if storage.passes(error):
+                with contextlib.suppress(UserError):
+                    self.close()
+            raise
+
+    def _opened(self, first_step):
+        """(metrics.jsonl, the file for TensorBoard), opened where they are not."""
+        if self._open is None:
+            file = self._path.open("ab")
+            try:
+                # What was torn stays a line of its own.
+                file.write(b"\n" * (file.tell() > 0 and not self._ends_whole()))
+                self._open = file, _EventFile(self._folder / "tensorboard", first_step)
+            except BaseException:
+                file.close()
+                raise
+        return self._open
+
+    def _ends_whole(self):
+        with self._path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() == b"\n"
+
+    def _told(self, operation, *arguments):
+        with self._worded():
+            return storage.retried(
+                f"Keeping metrics in {self._folder}", lambda: operation(*arguments)
+            )
 
     @contextlib.contextmanager
-    def _storage(self):
+    def _worded(self):
         try:
             yield
         except OSError as error:

@@ -1,8 +1,11 @@
+import os
+
 import numpy as np
 import pytest
 
 from sparse_dataflow.data import tokenizer as tokenizer_module
 from sparse_dataflow.data import tokens as tokens_module
+from sparse_dataflow.data.batches import TrainBatches
 from sparse_dataflow.data.tokenizer import gpt2_tokenizer, train_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.errors import UserError
@@ -32,22 +35,23 @@ def test_splits_are_their_documents_each_with_an_end(
         np.testing.assert_array_equal(stored.tokens, flat(documents, tokenizer))
         assert stored.documents == len(documents)
         assert stored.text_bytes == sum(len(d.text.encode()) for d in documents)
-        assert tokenizer.token_bytes[stored.tokens].sum() == stored.text_bytes
+        assert tokenizer.token_bytes[stored.tokens[:]].sum() == stored.text_bytes
 
 
-def test_tokens_are_mapped_and_not_read(prose, tokenizer, tmp_path):
+def test_tokens_are_read_by_the_slice(prose, tokenizer, tmp_path, monkeypatch):
     tokens = prepare_tokens(prose, tokenizer, tmp_path).train.tokens
-    assert isinstance(tokens, np.memmap)
     assert tokens.dtype == np.uint16
-    with pytest.raises(ValueError):
-        tokens[0] = 1
+    read, sizes = os.pread, []
+    monkeypatch.setattr(os, "pread", lambda *of: sizes.append(of[1]) or read(*of))
+    batch = TrainBatches(tokens, batch_size=3, sequence_length=5)[7]
+    assert batch["tokens"].shape == (3, 6) and sizes == [12] * 3
 
 
 def test_wide_vocabularies_get_wide_integers(prose, tmp_path, tokenizer):
     wide = type(tokenizer)(tokenizer.tokens, tokenizer.merges, vocab_size=70_000)
     stored = prepare_tokens(prose, wide, tmp_path).train.tokens
     assert stored.dtype == np.uint32
-    assert stored.max() == 69_999
+    assert stored[:].max() == 69_999
     assert prepare_tokens(prose, gpt2_tokenizer(), tmp_path).train.tokens.dtype == np.uint16
 
 

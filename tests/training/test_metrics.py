@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import struct
 
 import numpy as np
@@ -6,8 +8,10 @@ import pytest
 from checkpoint_states import in_new_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from storage_faults import failing as failing_operations
 from tensorboardX.proto import event_pb2
 
+from sparse_dataflow import storage
 from sparse_dataflow.training.metrics import MetricsWriter, read_metrics
 
 
@@ -112,6 +116,66 @@ def test_a_full_disk_is_told_at_once_and_keeps_the_rows_before(tmp_path):
     assert "Traceback" not in told and "Exception" not in told
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert len([json.loads(line) for line in lines[:3]]) == 3
+
+
+class Failing:
+    """A file whose flushes fail as drawn, after part of what was written has reached the disk."""
+
+    def __init__(self, file, draws):
+        self._file, self._draws = file, draws
+
+    def flush(self):
+        self._file.flush()
+        number, lost = self._draws.pop(0) if self._draws else (0, 0)
+        if number:
+            os.truncate(self._file.name, max(0, self._file.tell() - lost))
+            raise OSError(number, os.strerror(number))
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+@settings(max_examples=60)
+@given(
+    draws=st.lists(
+        st.tuples(st.sampled_from([0, 0, errno.EIO, errno.ESTALE]), st.integers(0, 60)), max_size=9
+    )
+)
+def test_rows_outlast_storage_that_fails_for_a_moment(tmp_path_factory, draws):
+    folder, left = tmp_path_factory.mktemp("metrics"), list(draws)
+    rows = [train_row(step) for step in range(1, 6)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "WAITS", (0.0,) * 10)
+        opened = MetricsWriter._opened
+
+        def failing(self, step):
+            if self._open is None:
+                file, events = opened(self, step)
+                self._open = Failing(file, left), events
+            return self._open
+
+        patch.setattr(MetricsWriter, "_opened", failing)
+        writer = MetricsWriter(folder)
+        for row in rows:
+            writer.write(row)
+        writer.close()
+    assert read_metrics(folder / "metrics.jsonl") == rows
+    told = [e for path in sorted((folder / "tensorboard").iterdir()) for e in events(path)]
+    assert {e.step for e in told if e.summary.value} >= {row["step"] for row in rows}
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 12), st.integers(1, 5), st.sampled_from(sorted(storage.PASSING)))
+def test_files_of_metrics_are_opened_once_storage_is_back(tmp_path_factory, first, times, number):
+    folder = tmp_path_factory.mktemp("metrics")
+    written(folder, [train_row(1), train_row(2)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "WAITS", (0.0,) * 5)
+        with failing_operations(folder, first, times, number):
+            writer = MetricsWriter(folder, 1)
+            writer.write(train_row(2, loss=2.0))
+            writer.close()
+    assert read_metrics(folder / "metrics.jsonl") == [train_row(1), train_row(2, loss=2.0)]
 
 
 @settings(max_examples=40)

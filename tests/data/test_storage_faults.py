@@ -1,0 +1,76 @@
+"""Storage that fails for a moment while data is prepared or read changes nothing."""
+
+import errno
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from storage_faults import failing
+
+from sparse_dataflow import storage
+from sparse_dataflow.data.corpora import load_corpus
+from sparse_dataflow.data.tokenizer import train_tokenizer
+from sparse_dataflow.data.tokens import prepare_tokens
+from sparse_dataflow.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch):
+    monkeypatch.setattr(storage, "WAITS", (0.0,) * 5)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for name in "abcdefgh":
+        (folder / f"{name}.txt").write_text(f"{name} lorem ipsum dolor sit amet\n" * 40)
+    return folder
+
+
+def prepared(text, cache):
+    """Everything that a training reads of a corpus."""
+    corpus = load_corpus(str(text), cache)
+    tokenizer = train_tokenizer(corpus, 300, cache)
+    found = prepare_tokens(corpus, tokenizer, cache)
+    tokens = [np.asarray(split.tokens).tolist() for split in (found.train, found.validation)]
+    return corpus.content_hash, tokenizer.content_hash, tokens
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    """(a prepared cache, what it gives)."""
+    cache = tmp_path_factory.mktemp("cache")
+    return cache, prepared(text, cache)
+
+
+@settings(max_examples=25)
+@given(
+    first=st.integers(0, 60),
+    times=st.integers(1, 5),
+    number=st.sampled_from(sorted(storage.PASSING)),
+    new=st.booleans(),
+)
+def test_what_passes_is_waited_for(text, whole, tmp_path_factory, first, times, number, new):
+    cache = tmp_path_factory.mktemp("cache")
+    if not new:
+        cache = shutil.copytree(whole[0], cache / "copy")
+    with failing(cache, first, times, number) as failed:
+        assert prepared(text, cache) == whole[1]
+    made = [path for path in cache.rglob("*") if path.name.endswith((".partial", ".new"))]
+    assert not made, failed
+
+
+@settings(max_examples=10)
+@given(first=st.integers(0, 40), times=st.integers(1, 5))
+def test_a_source_that_passes_is_waited_for(text, whole, tmp_path_factory, first, times):
+    with failing(text, first, times, errno.ESTALE):
+        assert prepared(text, tmp_path_factory.mktemp("cache")) == whole[1]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_what_stays_is_told_in_words(text, tmp_path, number):
+    with failing(tmp_path / "cache", 0, 10**6, number) as failed, pytest.raises(UserError):
+        prepared(text, tmp_path / "cache")
+    assert failed
