@@ -45,10 +45,9 @@ quick: $(READY) ## run the tests that are not marked slow
 nightly: $(READY) ## run the tests that are too long for every day
 	$(BIN)/python -m pytest -m nightly $(TESTS)
 
-faults: $(READY) ## every fault test, and what they measured as the table of BUILD.md
-	rm -f tests/experiments/faults.json
-	FAULTS=$(CURDIR)/tests/experiments/faults.json $(BIN)/python -m pytest -m "" tests/experiments/test_faults.py $(TESTS)
-	$(BIN)/python tests/experiments/fault_records.py tests/experiments/faults.json
+faults: $(READY) ## every fault test; what they measured becomes the table of BUILD.md
+	FAULTS=$(CURDIR)/tests/experiments/faults.json $(BIN)/python -m pytest -m "" tests/experiments/test_faults.py $(TESTS); \
+	ended=$$?; $(BIN)/python tests/experiments/fault_records.py && exit $$ended
 
 aot-tpu: ## compile the TPU kernels and plans for v4 to v6e, without one (fetches libtpu: 200 MB in .venv-tpu)
 	@sh launch/make_env.sh .venv-tpu dev,aot

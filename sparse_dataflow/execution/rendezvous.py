@@ -106,8 +106,9 @@ class Group:
                 for other in self._peers.keys() - {peer}:
                     with contextlib.suppress(OSError):
                         self._peers[other].send(told)
-            # One that was killed said nothing, and jax's runtime will soon abort without a word.
-            if not self._leaving.wait(GRACE_SECONDS if "failed" in message else 0.0):
+            # Of one that was killed or is silent nothing else is to come, and jax's runtime, whose
+            # service may be gone with it, will soon abort without a word.
+            if not self._leaving.wait(0.0 if status == TEMPORARY else GRACE_SECONDS):
                 print(f"error: process {origin} ended: {words}", file=sys.stderr, flush=True)
                 if self.number == 0:
                     self._gone[peer].set()

@@ -1,16 +1,20 @@
 """What the fault tests measured, as the table in BUILD.md.
 
-    python tests/experiments/fault_records.py tests/experiments/faults.json
+    python tests/experiments/fault_records.py
 
-prints the rows; `make faults` makes the file anew.
+puts what faults.json holds into BUILD.md; `make faults` measures it anew before.
 """
 
+import datetime
+import importlib.metadata
 import json
 import os
-import sys
+import platform
+import re
 from pathlib import Path
 
 FILE = Path(__file__).with_name("faults.json")
+PAGE = Path(__file__).parents[2] / "BUILD.md"
 FAULTS = (
     "kill -9 of a worker",
     "kill -9 of the coordinator",
@@ -35,38 +39,76 @@ HEAD = (
     "seconds from the next start to the first new step | ends at the bits of an undisturbed run |\n"
     "|---|---|---|---|---|---|\n"
 )
+_PLACE = re.compile(r"Measured by `make faults`.*?\n\n(\|.*\n)+")
 
 
-def note(fault, ending, ended, repeated, back, same):
-    """Keeps a row where FAULTS names a file to keep it in.
+class Record:
+    """The row of one fault; what was measured of it before is gone once its test begins.
 
-    Args:
-      fault: in words.
-      ending: in words.
-      ended: seconds until the last process had ended; None where none did.
-      repeated: steps that were made twice.
-      back: seconds from the next start to the first step that was not made before; None without.
-      same: whether the run ended at the bits of an undisturbed one.
+    Kept where FAULTS names the file for it, else nowhere.
     """
-    assert fault in FAULTS
-    if not (path := os.environ.get("FAULTS")):
-        return
-    path = Path(path)
-    rows = json.loads(path.read_text()) if path.exists() else {}
-    seconds = [None if value is None else round(value, 1) for value in (ended, back)]
-    rows[fault] = [ending, seconds[0], repeated, seconds[1], same]
-    path.write_text(json.dumps(rows, indent=1) + "\n")
+
+    def __init__(self, fault: str):
+        assert fault in FAULTS
+        self._fault, self._path = fault, os.environ.get("FAULTS")
+        self._put(None)
+
+    def note(self, ending, ended, repeated, back, same):
+        """Keeps what was measured.
+
+        Args:
+          ending: in words.
+          ended: seconds until the last process had ended; None where none did.
+          repeated: steps that were made twice; None where they were not counted.
+          back: seconds from the next start to the first step that was not made before; None
+            without.
+          same: whether the run ended at the bits of an undisturbed one.
+        """
+        seconds = [None if value is None else round(value, 1) for value in (ended, back)]
+        self._put([ending, seconds[0], repeated, seconds[1], same, _here()])
+
+    def _put(self, row):
+        if not self._path:
+            return
+        path = Path(self._path)
+        rows = json.loads(path.read_text()) if path.exists() else {}
+        rows.pop(self._fault, None)
+        if row is not None:
+            rows[self._fault] = row
+        rows = {fault: rows[fault] for fault in FAULTS if fault in rows}
+        path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def table(rows):
-    """All FAULTS as Markdown, with what was measured of them."""
+def _here():
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    jax = importlib.metadata.version("jax")
+    return f"{date}, {os.cpu_count()} cores, Python {platform.python_version()}, jax {jax}"
+
+
+def text(rows):
+    """Where it was measured, and all FAULTS as a table, in Markdown."""
+    where = "; ".join(sorted({row[-1] for row in rows.values()})) or "nowhere yet"
     lines = []
     for fault in FAULTS:
-        ending, ended, repeated, back, same = rows.get(fault, ["not measured yet", *[None] * 4])
+        row = rows.get(fault, ["not measured yet", *[None] * 5])
+        ending, ended, repeated, back, same, _ = row
         cells = [fault, ending, ended, repeated, back, {True: "yes", False: "NO"}.get(same)]
         lines.append("| " + " | ".join("-" if c is None else str(c) for c in cells) + " |\n")
-    return HEAD + "".join(lines)
+    return (
+        "Measured by `make faults`, two processes of the scale `pico` with checkpoints every 4 "
+        f"steps ({where}):\n\n{HEAD}{''.join(lines)}"
+    )
+
+
+def replaced(page, rows):
+    """The text of BUILD.md with the table of these rows."""
+    changed, count = _PLACE.subn(lambda found: text(rows), page)
+    assert count == 1, "BUILD.md has no place for the table"
+    return changed
 
 
 if __name__ == "__main__":
-    sys.stdout.write(table(json.loads(Path(sys.argv[1]).read_text())))
+    measured = json.loads(FILE.read_text())
+    PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), measured), encoding="utf-8")
+    missing = [fault for fault in FAULTS if fault not in measured]
+    print(f"{PAGE.name}: {len(measured)} of {len(FAULTS)} faults measured", *missing, sep="\n  ")

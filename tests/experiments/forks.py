@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-GUARD = 1500
+GUARD = 600
 """Seconds after which something hangs, on a machine that is busy with other things."""
 
 
@@ -174,7 +174,10 @@ def _at_call(name, count, what):
 
 
 if __name__ == "__main__":
-    for wanted in ("grain", "tensorboardX", "tokenizers", "matplotlib.figure"):
+    for wanted in (
+        "array_record.python.array_record_data_source", "grain", "matplotlib.figure",
+        "scipy.optimize", "sparse_dataflow.data.builders", "tensorboardX", "tokenizers",
+    ):  # fmt: skip
         importlib.import_module(wanted)
     importlib.import_module("experiments.gpt_run")
     importlib.import_module("experiments.run_report")

@@ -1,23 +1,46 @@
 """The table of faults in BUILD.md is what the fault tests last measured, of every fault."""
 
 import json
-import pathlib
 
 import fault_records
-
-BUILD = pathlib.Path(__file__).parents[2] / "BUILD.md"
+import pytest
+from fault_records import FAULTS, Record
 
 
 def test_the_table_is_the_measured_one():
     rows = json.loads(fault_records.FILE.read_text())
-    assert set(rows) <= set(fault_records.FAULTS)
-    assert fault_records.table(rows) in BUILD.read_text(encoding="utf-8"), (
-        f"python {fault_records.__file__} {fault_records.FILE} prints the table"
-    )
+    assert set(rows) <= set(FAULTS)
+    page = fault_records.PAGE.read_text(encoding="utf-8")
+    assert fault_records.replaced(page, rows) == page, f"run python {fault_records.__file__}"
 
 
 def test_every_fault_has_a_row_and_every_row_ended_at_the_same_bits():
     rows = json.loads(fault_records.FILE.read_text())
-    table = fault_records.table(rows)
-    assert all(table.count(f"\n| {fault} |") == 1 for fault in fault_records.FAULTS)
-    assert all(same for *_, same in rows.values())
+    table = fault_records.text(rows)
+    assert all(table.count(f"\n| {fault} |") == 1 for fault in FAULTS)
+    assert all(row[4] for row in rows.values())
+
+
+def test_a_test_that_fails_loses_its_own_row_alone(tmp_path, monkeypatch):
+    path = tmp_path / "faults.json"
+    monkeypatch.setenv("FAULTS", str(path))
+    Record(FAULTS[1]).note("2", 1.04, 3, None, True)
+    Record(FAULTS[0]).note("75", None, 0, 2.0, True)
+    before = json.loads(path.read_text())
+    assert list(before) == [FAULTS[0], FAULTS[1]] and before[FAULTS[1]][:5] == ["2", 1, 3, None, 1]
+    Record(FAULTS[0])
+    assert json.loads(path.read_text()) == {FAULTS[1]: before[FAULTS[1]]}
+    page = fault_records.PAGE.read_text(encoding="utf-8")
+    changed = fault_records.replaced(page, json.loads(path.read_text()))
+    assert f"| {FAULTS[0]} | not measured yet |" in changed
+    assert f"| {FAULTS[1]} | 2 | 1.0 | 3 | - | yes |" in changed
+    assert fault_records.replaced(changed, json.loads(fault_records.FILE.read_text())) == page
+
+
+def test_nothing_is_kept_where_nobody_asks(tmp_path, monkeypatch):
+    monkeypatch.delenv("FAULTS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    Record(FAULTS[0]).note("75", None, 0, 2.0, True)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(AssertionError):
+        Record("a fault of no name")
