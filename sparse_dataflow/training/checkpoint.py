@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import logging
 
 from sparse_dataflow import storage
@@ -34,6 +35,7 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import processes
 from sparse_dataflow.training import checkpoint_folder, manifest, named_arrays
 from sparse_dataflow.training.json_difference import refuse_other
+from sparse_dataflow.training.save_barrier import SaveBarrier
 from sparse_dataflow.training.save_outcome import SaveOutcome
 
 
@@ -76,7 +78,8 @@ class Checkpoints:
         self._worker: threading.Thread | None = None
         self._outcome = SaveOutcome()
         self._known_whole: set[int] = set()
-        self._orbax = named_arrays.make_checkpointer()
+        self._barrier = SaveBarrier()
+        self._orbax = named_arrays.make_checkpointer(self._barrier)
         if not read_only:
             processes.from_first(functools.partial(checkpoint_folder.prepare, self._folder))
 
@@ -139,10 +142,14 @@ class Checkpoints:
         if not processes.from_first(lambda: self._make_way(step)):
             return False
         saving = self._folder / f"{step}.saving"
+        self._barrier.begin()
+        # Of several processes one alone cannot begin anew: the others are on their way.
+        waits = None if jax.process_count() == 1 else ()
         try:
             storage.retried(
                 f"Writing {saving}",
                 lambda: named_arrays.start_writing(self._orbax, saving / "state", arrays),
+                waits,
             )
         except OSError as error:
             raise self._failed(step, error) from error
@@ -304,7 +311,11 @@ class Checkpoints:
         """Ends a save in the background: files, manifest, rename, and only then pruning."""
         saving, final = self._folder / f"{step}.saving", self._folder / str(step)
         try:
-            self._orbax.wait_until_finished()
+            try:
+                self._orbax.wait_until_finished()
+            except BaseException as error:
+                self._barrier.failed(error)
+                raise
             if not processes.first():
                 return
 

@@ -16,16 +16,19 @@ from absl import logging
 
 from sparse_dataflow import storage
 from sparse_dataflow.errors import first_line
-
-# A save ends when the file system has done or refused it, not by the clock.
-_SAVE_TIMEOUT_SECONDS = 7 * 24 * 3600
+from sparse_dataflow.training.save_barrier import TIMEOUT_SECONDS, SaveBarrier
 
 
-def make_checkpointer() -> ocp.AsyncCheckpointer:
-    """Orbax's asynchronous writer and reader, without its progress reports on the terminal."""
+def make_checkpointer(barrier: SaveBarrier) -> ocp.AsyncCheckpointer:
+    """Orbax's asynchronous writer and reader, without its progress reports on the terminal.
+
+    Args:
+      barrier: where its processes wait for each other in the background.
+    """
     _hush_orbax()
     options = ocp.options.AsyncOptions(
-        timeout_secs=_SAVE_TIMEOUT_SECONDS,
+        timeout_secs=TIMEOUT_SECONDS,
+        barrier_sync_fn=barrier.wait,
         # A folder that cannot be made is then an OSError from `save`; made in the background, it
         # leaves orbax's other threads waiting for it until the time is out.
         create_directories_asynchronously=False,
@@ -75,9 +78,14 @@ def read(checkpointer: ocp.AsyncCheckpointer, folder: Path, abstract_state: Any)
 
     A leaf whose `sharding` names devices is placed so, a numpy leaf stays in numpy, any other
     becomes an uncommitted array on the default device.
+
+    Raises:
+      ValueError: the arrays there are of other shapes or dtypes, whatever is told of them
+        elsewhere; none was read then.
     """
     names = flatten(abstract_state)
     stored = {name: leaf for name, leaf in names.items() if leaf.size}
+    _refuse_other_shapes(checkpointer, folder, stored)
     with jax.transfer_guard("allow"):
         raw = checkpointer.restore(
             folder,
@@ -88,6 +96,20 @@ def read(checkpointer: ocp.AsyncCheckpointer, folder: Path, abstract_state: Any)
         )
         leaves = [_placed(raw.get(name), leaf) for name, leaf in names.items()]
     return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+
+
+def _refuse_other_shapes(checkpointer, folder, wanted):
+    """Reading makes room for what an array's own metadata says, and for its chunks."""
+    found = checkpointer.metadata(folder).item_metadata.tree
+    for name, leaf in wanted.items():
+        raw, there = jax.eval_shape(_raw, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)), found[name]
+        chunk = getattr(there.storage, "chunk_shape", None) or raw.shape
+        fits = all(1 <= part <= max(1, size) for part, size in zip(chunk, raw.shape, strict=True))
+        if (tuple(there.shape), there.dtype) != (raw.shape, raw.dtype) or not fits:
+            raise ValueError(
+                f"{name} is {there.dtype}{list(there.shape)} in chunks of {list(chunk)} there, "
+                f"not {raw.dtype}{list(raw.shape)}"
+            )
 
 
 def reason(error: BaseException) -> str:

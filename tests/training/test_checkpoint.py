@@ -210,6 +210,25 @@ def test_other_arrays_are_refused(tmp_path, change, told):
         Checkpoints(tmp_path, config=CONFIG).restore(small_state(0) | change)
 
 
+@pytest.mark.parametrize("shape", [(3200, 8000), (16, 8), (32, 8, 1)])
+def test_arrays_of_other_shapes_than_are_told_of_them_are_refused_unread(
+    tmp_path, monkeypatch, shape
+):
+    """As someone may have made them to fill memory, with a manifest and a description that fit."""
+    saved(tmp_path / "own", [4])
+    told = tmp_path / "own" / "4"
+    with Checkpoints(tmp_path / "other", config=CONFIG) as others:
+        others.save(4, small_state(4) | {"w": jnp.zeros(shape)}, {})
+    shutil.rmtree(told / "state")
+    shutil.copytree(tmp_path / "other" / "4" / "state", told / "state")
+    (told / manifest.NAME).unlink()
+    manifest.write(told, {"step": 4, "metric": None})
+    checkpoints = Checkpoints(tmp_path / "own", config=CONFIG)
+    monkeypatch.setattr(checkpoints._orbax, "restore", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(UserError, match=r"cannot be read: w is float32\[.*not float32\[32, 8\]"):
+        checkpoints.restore(small_state(0))
+
+
 def test_leaving_the_block_tells_a_failure_unless_another_is_under_way(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "write", lambda *_: 1 / 0)
     with pytest.raises(UserError, match=r"step 1 .*division"):
