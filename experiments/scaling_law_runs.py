@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import io
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from experiments import gpt_run, measurement, study
 from experiments.coordinates import numbers
+from sparse_dataflow import json_files
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.planning import cost
@@ -132,9 +134,9 @@ def read_runs(path: Path) -> Runs:
       UserError: no such file, a missing column, a value that is no number, an illegal value.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        text = json_files.content(path).decode("utf-8")
+        rows = list(csv.DictReader(io.StringIO(text, newline="")))
+    except (OSError, ValueError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--runs={path} cannot be read: {reason}.") from error
     found = list(rows[0]) if rows else []

@@ -22,11 +22,16 @@ def load(path: str | os.PathLike, most: int = MOST_BYTES) -> Any:
       OSError: it is missing or may not be read.
       ValueError: it is no ordinary file, larger than `most` bytes, no UTF-8, or no JSON.
     """
+    return parse(content(path, most))
+
+
+def content(path: str | os.PathLike, most: int = MOST_BYTES) -> bytes:
+    """The bytes of a file that may be someone else's; raises as `load`."""
     path = Path(path)
-    text = storage.retried(f"Reading {path}", lambda: _read(path, most + 1))
-    if len(text) > most:
+    found = storage.retried(f"Reading {path}", lambda: _read(path, most + 1))
+    if len(found) > most:
         raise ValueError(f"{path.name} is larger than {most} bytes")
-    return parse(text)
+    return found
 
 
 def _read(path: Path, size: int) -> bytes:

@@ -81,7 +81,7 @@ def _from_json(folder):
 
 def _from_lists(folder):
     vocab = json_files.load(folder / "vocab.json")
-    lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
+    lines = json_files.content(folder / "merges.txt").decode("utf-8").splitlines()
     merges = [tuple(line.split(" ")) for line in lines if line and line[:8] != "#version"]
     return vocab, merges, set()
 

@@ -29,6 +29,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+from sparse_dataflow import json_files
 from sparse_dataflow.errors import UserError
 
 TERA = 1e12
@@ -174,8 +175,7 @@ def read(path: Path) -> Chip:
       UserError: no such file, no TOML, or a key that is missing, unknown or no positive number.
     """
     try:
-        with path.open("rb") as file:
-            fields = tomllib.loads(file.read(_MOST_BYTES).decode())
+        fields = tomllib.loads(json_files.content(path, _MOST_BYTES).decode())
     except OSError:
         raise UserError(f"--hardware={path}: there is no such file to read.") from None
     except (ValueError, RecursionError) as error:

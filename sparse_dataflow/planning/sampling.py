@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.errors import UserError, first_line
 from sparse_dataflow.planning import search
 from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.planning.search import Request, Space
@@ -40,12 +40,20 @@ def sample(
     from optuna.storages import journal as journals
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = JournalStorage(journals.JournalFileBackend(str(journal))) if journal else None
-    study = optuna.create_study(
-        storage=storage, study_name="layouts", direction="maximize", load_if_exists=True
-    )
     asked = f"{request}"
-    if study.user_attrs.get("request", asked) != asked:
+    try:
+        storage = JournalStorage(journals.JournalFileBackend(str(journal))) if journal else None
+        study = optuna.create_study(
+            storage=storage, study_name="layouts", direction="maximize", load_if_exists=True
+        )
+        other = study.user_attrs.get("request", asked) != asked
+        for trial in study.trials:
+            _choice(choices, trial)
+    except Exception as error:  # Optuna raises whatever a line that is none of its own leads to.
+        raise UserError(
+            f"{journal} cannot be read ({first_line(error)}); remove it to search anew."
+        ) from error
+    if other:
         raise UserError(f"{journal} holds trials of another request; name another --out.")
     study.set_user_attr("request", asked)
     made = len(study.trials)
@@ -57,7 +65,6 @@ def sample(
             for name, levels in choices.levels.items()
         }
         throughput, violations = priced(request, choice)
-        trial.set_user_attr("choice", choice)
         for reason, amount in violations.items():
             trial.set_constraint(reason, amount)
         trial.set_user_attr("legal", max(violations.values()) <= 0)
@@ -67,9 +74,17 @@ def sample(
     found: dict[tuple, tuple[dict, float]] = {}
     for trial in study.trials:
         if trial.user_attrs.get("legal") and trial.value is not None:
-            choice = trial.user_attrs["choice"]
+            choice = _choice(choices, trial)
             found[tuple(choice.values())] = (choice, trial.value)
     return sorted(found.values(), key=lambda pair: -pair[1])
+
+
+def _choice(choices, trial):
+    """The levels of a trial, whose journal may be anyone's; those not yet drawn are left out."""
+    for name, index in trial.params.items():
+        if type(index) is not int or not 0 <= index < len(choices.levels[name]):
+            raise ValueError(f"{name} is {index!r} in a trial")
+    return {name: choices.levels[name][trial.params[name]] for name in trial.params}
 
 
 def priced(request: Request, choice: dict) -> tuple[float, dict[str, float]]:

@@ -6,9 +6,11 @@ stopped goes on.
 """
 
 import json
+import math
 import tempfile
 from pathlib import Path
 
+from sparse_dataflow import json_files, storage
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.planning.sampling import priced
 from sparse_dataflow.planning.search import Request, Space
@@ -32,7 +34,7 @@ def sample(
             "--engine=deephyper needs DeepHyper: install the extra, pip install "
             "sparse_dataflow[deephyper]; legal without it: auto, exhaustive, optuna."
         ) from None
-    made = _kept(journal, request)
+    made = _kept(journal, request, choices)
     problem = HpProblem()
     for name, levels in choices.levels.items():
         problem.add_hyperparameter((0, max(len(levels) - 1, 1)), name)
@@ -69,18 +71,28 @@ def _objective(speed, blocked):
     return f"F_{blocked}" if blocked else speed
 
 
-def _kept(journal, request):
+def _kept(journal, request, choices):
     if journal is None or not journal.exists():
         return []
-    first, *lines = journal.read_text().splitlines()
-    if json.loads(first) != f"{request}":
+    try:
+        first, *trials = map(json_files.parse, json_files.content(journal).splitlines())
+        made = [(at, speed, blocked) for at, speed, blocked in trials]
+        for at, speed, blocked in made:
+            legal = at.keys() == choices.levels.keys() and math.isfinite(speed)
+            levels = (max(len(levels), 2) for levels in choices.levels.values())
+            indices = (at[name] for name in choices.levels)
+            if not legal or not all(type(i) is int and 0 <= i < n for i, n in zip(indices, levels)):
+                raise ValueError("a trial lies outside of what is searched")
+            if type(blocked) is not str:
+                raise ValueError("a trial's reason is no text")
+    except json_files.MALFORMED as error:
+        raise UserError(f"{journal} is damaged ({error}); remove it to search anew.") from None
+    if first != f"{request}":
         raise UserError(f"{journal} holds trials of another request; name another --out.")
-    return [tuple(json.loads(line)) for line in lines]
+    return made
 
 
 def _keep(journal, request, made):
     if journal is not None:
         lines = [json.dumps(one) for one in (f"{request}", *made)]
-        partial = journal.with_suffix(".partial")
-        partial.write_text("\n".join(lines) + "\n")
-        partial.replace(journal)
+        storage.replace(journal, ("\n".join(lines) + "\n").encode())

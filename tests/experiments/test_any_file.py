@@ -31,7 +31,7 @@ from sparse_dataflow.evaluation.tasks import items
 from sparse_dataflow.interchange import huggingface, sparse_form
 from sparse_dataflow.kernels import tuned
 from sparse_dataflow.models.sizes import SIZES, LinearSpec
-from sparse_dataflow.planning import chips
+from sparse_dataflow.planning import chips, sampling, sampling_deephyper, search
 from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training import goodput, manifest
 from sparse_dataflow.training.checkpoint import Checkpoints
@@ -62,7 +62,8 @@ CONFIG = {
         }
     },
 }
-HUGGING_FACE = ROOT / "tests" / "interchange" / "gpt2"
+HUGGING_FACE = ROOT / "tests" / "interchange"
+SEARCHED = search.Space({"tensor": (1, 2, 4), "zero": (0, 1)})
 EVALUATION = {
     "models": ["sparse"], "method": "m", "notes": [], "command": "python",
     "rows": [],
@@ -140,6 +141,24 @@ def counted(path):
     return goodput.account(goodput.read(path), 1.0)
 
 
+def journal_of_deephyper(path):
+    return sampling_deephyper._kept(path, "asked", SEARCHED)
+
+
+def journal_of_optuna(path):
+    """As far as trials are read: none is left to make."""
+    pytest.importorskip("optuna")
+    return sampling.sample("asked", SEARCHED, 0, path)
+
+
+def optuna_lines():
+    common = {"worker_id": "w"}
+    made = {"op_code": 0, "study_name": "layouts", "directions": [2]}
+    asked = {"op_code": 2, "study_id": 0, "user_attr": {"request": "asked"}}
+    lines = (common | made, common | asked)
+    return b"".join(text(line) + b"\n" for line in lines)
+
+
 def tuning():
     kinds = {int: 8, str: "x", bool: False}
     hints = typing.get_type_hints(tuned.Case)
@@ -159,6 +178,9 @@ EXTRA = {
 }
 REPORT = {"title": "t", "command": "c", "variants": [{"name": "sparse"}], "layouts": []}
 QUESTION = {"context": "c", "choices": ["a", "b"], "answer": 1}
+TRIALS = (
+    b'"asked"\n[{"tensor": 1, "zero": 0}, 12.5, ""]\n[{"tensor": 2, "zero": 1}, 3.0, "memory"]\n'
+)
 EXPORT = {"format": sparse_form.FORMAT, "model": MODEL.to_json()}
 READERS = {
     "config.json, resumed": ("config.json", text(CONFIG), config_of),
@@ -171,6 +193,8 @@ READERS = {
     "report.json": ("report.json", text(REPORT), reported),
     "hardware TOML": ("chip.toml", CHIP, chips.read),
     "tuning JSON": ("tuned.json", tuning(), tuned.read),
+    "trials of DeepHyper": ("trials.jsonl", TRIALS, journal_of_deephyper),
+    "trials of Optuna": ("trials.journal", optuna_lines(), journal_of_optuna),
     "study CSV": ("runs.csv", RUNS, read_runs),
     "study result.json": ("result.json", text({"loss": 1.0}), kept),
     "study settings.json": ("settings.json", text({"scale": "pico"}), settings_of),
@@ -241,12 +265,19 @@ def check(name, data, tmp_path_factory):
 
 def edited(folder, file, content):
     """A copy of a Hugging Face directory in which one file has another content."""
-    copy = pathlib.Path(shutil.copytree(HUGGING_FACE, folder / "gpt2"))
+    name, _, file = file.partition("/")
+    copy = pathlib.Path(shutil.copytree(HUGGING_FACE / name, folder / name))
     (copy / file).write_bytes(content)
     return copy
 
 
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "gpt2/config.json", "gpt2/tokenizer.json", "gpt2/model.safetensors", "opt/vocab.json",
+        "opt/merges.txt",
+    ],
+)  # fmt: skip
 @settings(max_examples=6, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_hugging_face_directory_that_nobody_wrote(file, data, tmp_path_factory):

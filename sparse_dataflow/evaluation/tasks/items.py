@@ -81,8 +81,8 @@ def read_items(path: Path) -> list[Item]:
         line and the field are named.
     """
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = json_files.content(Path(path).expanduser()).decode("utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:
         raise UserError(f"The task file {path} cannot be read: {error}.") from None
     items = [
         _item(f"{path}, line {number}", line, str(number))
