@@ -1,24 +1,29 @@
-"""Every command in the documentation names what is there, or says that it needs hardware."""
+"""Every command in the documentation is one, and is run by a test or says what it needs."""
 
+import ast
 import importlib
+import importlib.util
 import pathlib
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 
 import pytest
 from absl import flags as absl_flags
+from documented_commands import NOT_RUN, RUN
 
 from experiments import command_line, flags
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "BUILD.md", *sorted((ROOT / "launch").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "launch").glob("*.md"))]
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
 # Clusters and clouds, whose commands need "# needs ..." beside them.
 ELSEWHERE = ("docker", "sbatch", "scancel", "squeue", "kubectl", "gcloud")
 # Not ours: what gets the source, and what the reader's own file is called.
 OTHERS = ("git clone", "cd ", "python mine.py", "python -m build", "python -m venv")
+IN_CI = re.findall(r"^ *make ([a-z-]+)", (ROOT / ".ci" / "run").read_text(), re.M)
 
 
 def fenced(page):
@@ -83,11 +88,63 @@ def _refused_experiment(name, arguments):
     return ""
 
 
+def runners(line):
+    """What is run by a line that says nothing of hardware: keys that RUN should have."""
+    command, _, remark = line.partition(" #")
+    if "needs" in remark:
+        return []
+    found = []
+    for part in re.split(r" (?:\||&&) ", command):
+        words = [w for w in shlex.split(part) if not re.fullmatch(r"[A-Z_]+=.*", w)]
+        if words[0] == "make":
+            named = [f"make {word}" for word in words[1:]]
+            found += [n for n in named if n[5:] not in (*IN_CI, *NOT_RUN)]
+        elif words[0] in ("python", "sh"):
+            found += [word for word in words[1:] if not word.startswith("-")][:1]
+            found += [words[i + 1] for i, word in enumerate(words[2:], 1) if word == "-m"]
+    return found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_command_is_one(page):
+def test_every_command_is_one_and_is_run_by_a_test_or_says_what_it_needs(page):
     found = [*fenced(page), *inline(page)]
     wrong = {line: reason for line in found if (reason := refused(line))}
     assert not wrong
+    assert {line: run for line in found for run in runners(line) if run not in RUN} == {}
+
+
+def test_the_experiments_docstrings_name_commands():
+    lines = [
+        re.split(r"  ", line.strip())[0]
+        for path in sorted((ROOT / "experiments").glob("*.py"))
+        for line in (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
+        if line.startswith("    python -m ")
+    ]
+    assert len(lines) > 20
+    assert {line: reason for line in lines if (reason := refused(line))} == {}
+    assert {line: run for line in lines for run in runners(line) if run not in RUN} == {}
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_the_test_that_runs_it_is_there(name):
+    file, _, function = RUN[name].partition("::")
+    source = (ROOT / file).read_text()
+    assert re.search(rf"^def {function}", source, re.M), RUN[name]
+    if not name.startswith("make "):
+        assert re.split(r"[/.]", name)[-1 if name.startswith("exp") else -2] in source
+
+
+@pytest.mark.parametrize("target", sorted({*TARGETS} - {"env"}))
+def test_the_recipe_of_a_target_names_what_is_there(target):
+    """Python files, folders and scripts, read from a dry run."""
+    done = subprocess.run(
+        ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    named = re.findall(r"(?<![\w./-])((?:tests|launch|docs|experiments)/[\w./-]+)", done.stdout)
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    for module in re.findall(r"-m (experiments\.\w+)", done.stdout):
+        assert importlib.util.find_spec(module)
 
 
 def test_the_check_can_refuse():
@@ -103,6 +160,19 @@ def test_the_check_can_refuse():
     with pytest.raises(ModuleNotFoundError):
         refused("python -m experiments.nothing")
     assert sum(1 for page in PAGES for _ in fenced(page)) > 15
+    assert runners("python mine.py --pattern=x") == ["mine.py"]
+    assert runners("A=1 make bench && make test") == ["make bench"]
+    assert runners("python launch/local.py --processes=2 -m experiments.x") == [
+        "launch/local.py", "experiments.x"
+    ]  # fmt: skip
+    assert runners("python -m experiments.x   # needs a TPU") == []
+    assert {*NOT_RUN} <= {*TARGETS} and IN_CI
+
+
+def test_no_fence_escapes_the_checks():
+    for page in PAGES:
+        opened = re.findall(r"^ *```(\w*)$", page.read_text(encoding="utf-8"), re.M)
+        assert set(opened[::2]) <= {"", "python"} and set(opened[1::2]) <= {""}, page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

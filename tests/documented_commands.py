@@ -1,0 +1,47 @@
+"""Which test runs what the documentation tells a reader to type."""
+
+E = "tests/experiments/"
+RUN = {
+    "experiments.block_bench": E + "test_benches.py::test_block_bench",
+    "experiments.compile_plan": "tests/planning/test_plans_compile.py::test_a_shipped_plan",
+    "experiments.coordinate_check": E + "test_small_studies.py::test_coordinate_check",
+    "experiments.decode_bench": E + "test_benches.py::test_decode_bench",
+    "experiments.evaluate": E + "test_evaluate.py::test_a_run_and_its_twin",
+    "experiments.export": E + "test_exchange_runs.py::test_a_run_writes_exports_and_is_begun_from",
+    "experiments.generate": E + "test_exchange_runs.py::test_lines_are_continued_until",
+    "experiments.gpt13b_dense": E + "test_main_job.py::test_the_dense_experiment_alone",
+    "experiments.gpt13b_sparse": E + "conftest.py::undisturbed",
+    "experiments.interplay": E + "test_planner_experiments.py::test_interplay_of_a_chip",
+    "experiments.kernel_bench": E + "test_benches.py::test_kernel_bench",
+    "experiments.layout_search": E + "test_planner_experiments.py::test_layout_search_prints",
+    "experiments.pipeline_bubble": E + "test_small_studies.py::test_pipeline_bubble",
+    "experiments.planner_truth": E + "test_planner_experiments.py::test_truth_is_told",
+    "experiments.predict_check": E + "test_prediction.py::test_a_tiny_step_is_predicted",
+    "experiments.relay_50b": E + "test_relay_experiments.py::test_fifty_billion_are_planned",
+    "experiments.relay_bert_large": E + "test_relay_experiments.py::test_bert_large_compares",
+    "experiments.relay_depth": E + "test_relay_experiments.py::test_depth_costs_no_memory",
+    "experiments.scaling_study": E + "test_planner_experiments.py::test_scaling_names",
+    "experiments.scoring_bench": E + "test_benches.py::test_scoring_bench",
+    "experiments.sparse_quality": E + "test_sparse_quality.py::test_a_small_comparison",
+    "experiments.sparse_scaling_law": E + "test_scaling_law_runs.py::test_a_small_grid",
+    "experiments.step_bench": E + "test_benches.py::test_step_bench",
+    "mine.py": E + "test_small_studies.py::test_a_pattern_in_a_file_of_your_own",
+    "docs/api.py": "tests/test_documentation.py::test_the_reference_is_made_from_docstrings",
+    "launch/find_python.sh": "tests/launch/test_find_python.py::test_the_newest_wins",
+    "launch/gke/render.py": "tests/launch/test_gke.py::test_the_page_shows_commands_that_render",
+    "launch/local.py": E + "test_small_studies.py::test_two_processes_are_launched",
+    "launch/make_env.sh": "tests/launch/test_make_env.py::test_it_is_made_once",
+    "launch/tpu_vm.sh": "tests/launch/test_scripts.py::test_a_tpu_vm_is_set_up",
+    "tests/experiments/fault_records.py": E + "test_fault_records.py::test_a_test_that_fails",
+    "tests/experiments/test_golden.py": E + "test_golden.py::test_",
+    "tests/launch/test_gke.py": "tests/launch/test_gke.py::test_they_are_the_golden_ones",
+    "build": "tests/test_wheel.py::wheel",
+    "make aot-gpu": "tests/kernels/test_pallas_hopper_compiles.py::test_",
+    "make bench": E + "test_benches.py::test_step_bench",
+    "make docs": "tests/test_documentation.py::test_the_reference_is_made_from_docstrings",
+    "make faults": E + "test_faults.py::test_kills",
+}
+"""{module, script or target: FILE::what the name of the test, or fixture, begins with}."""
+
+NOT_RUN = ("clean", "format", "lock", "nightly")
+"""Targets that delete, rewrite, ask the network and take hours; a test reads their recipes."""
