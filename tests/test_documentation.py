@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import itertools
 import pathlib
 import re
 import runpy
@@ -100,8 +101,9 @@ def runners(line):
             named = [f"make {word}" for word in words[1:]]
             found += [n for n in named if n[5:] not in (*IN_CI, *NOT_RUN)]
         elif words[0] in ("python", "sh"):
-            found += [word for word in words[1:] if not word.startswith("-")][:1]
-            found += [words[i + 1] for i, word in enumerate(words[2:], 1) if word == "-m"]
+            script = [word for word in words[1:] if not word.startswith("-")][:1]
+            modules = [after for word, after in itertools.pairwise(words) if word == "-m"]
+            found += dict.fromkeys([*script, *modules])
     return found
 
 
@@ -130,8 +132,9 @@ def test_the_test_that_runs_it_is_there(name):
     file, _, function = RUN[name].partition("::")
     source = (ROOT / file).read_text()
     assert re.search(rf"^def {function}", source, re.M), RUN[name]
-    if not name.startswith("make "):
-        assert re.split(r"[/.]", name)[-1 if name.startswith("exp") else -2] in source
+    named = pathlib.PurePath(name.removeprefix("experiments.")).stem
+    if not name.startswith("make ") and named != pathlib.PurePath(file).stem:
+        assert named in source
 
 
 @pytest.mark.parametrize("target", sorted({*TARGETS} - {"env"}))

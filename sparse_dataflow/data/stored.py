@@ -112,6 +112,6 @@ class _Handle:
     def __init__(self, path: Path):
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def __del__(self):
+    def __del__(self, close=os.close):  # The module may be gone by then.
         if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
+            close(self.descriptor)
