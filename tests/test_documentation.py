@@ -27,9 +27,14 @@ OTHERS = ("git clone", "cd ", "python mine.py", "python -m build", "python -m ve
 IN_CI = re.findall(r"^ *make ([a-z-]+)", (ROOT / ".ci" / "run").read_text(), re.M)
 
 
+def joined(text):
+    """With lines that are continued on the next one in one."""
+    return re.sub(r" *\\\n *", " ", text)
+
+
 def fenced(page):
-    """The lines of the fenced blocks without a language, continued ones joined."""
-    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    """The lines of the fenced blocks without a language."""
+    text = joined(page.read_text(encoding="utf-8"))
     for block in re.findall(r"^```\n(.*?)^```", text, re.M | re.S):
         yield from (line.strip() for line in block.splitlines() if line.strip())
 
@@ -119,7 +124,7 @@ def test_the_experiments_docstrings_name_commands():
     lines = [
         re.split(r"  ", line.strip())[0]
         for path in sorted((ROOT / "experiments").glob("*.py"))
-        for line in (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
+        for line in joined(ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
         if line.startswith("    python -m ")
     ]
     assert len(lines) > 20
@@ -132,9 +137,8 @@ def test_the_test_that_runs_it_is_there(name):
     file, _, function = RUN[name].partition("::")
     source = (ROOT / file).read_text()
     assert re.search(rf"^def {function}", source, re.M), RUN[name]
-    named = pathlib.PurePath(name.removeprefix("experiments.")).stem
-    if not name.startswith("make ") and named != pathlib.PurePath(file).stem:
-        assert named in source
+    if not name.startswith("make "):
+        assert pathlib.PurePath(name.removeprefix("experiments.")).stem in file + source
 
 
 @pytest.mark.parametrize("target", sorted({*TARGETS} - {"env"}))
