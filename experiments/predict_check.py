@@ -5,7 +5,7 @@ them into the planner's cost model, and compares what it predicts for the whole 
 the step itself, dense and sparse.
 
     python -m experiments.predict_check                              nano and 125m, about 2 minutes
-    python -m experiments.predict_check --scales=micro --batch=4
+    python -m experiments.predict_check --scales=micro --tokens=2048
 
 Keeps the result as JSON.
 """
