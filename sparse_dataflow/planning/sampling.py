@@ -47,16 +47,15 @@ def sample(
             storage=storage, study_name="layouts", direction="maximize", load_if_exists=True
         )
         other = study.user_attrs.get("request", asked) != asked
-        for trial in study.trials:
-            _choice(choices, trial)
+        made = len([_choice(choices, trial) for trial in study.trials])
+        if not other:
+            study.set_user_attr("request", asked)
     except Exception as error:  # Optuna raises whatever a line that is none of its own leads to.
         raise UserError(
             f"{journal} cannot be read ({first_line(error)}); remove it to search anew."
         ) from error
     if other:
         raise UserError(f"{journal} holds trials of another request; name another --out.")
-    study.set_user_attr("request", asked)
-    made = len(study.trials)
     study.sampler = optuna.samplers.TPESampler(seed=seed + made)
 
     def objective(trial):
