@@ -47,8 +47,8 @@ def sample(
             storage=storage, study_name="layouts", direction="maximize", load_if_exists=True
         )
         other = study.user_attrs.get("request", asked) != asked
-        made = len([_choice(choices, trial) for trial in study.trials])
         if not other:
+            made = len([_choice(choices, trial) for trial in study.trials])
             study.set_user_attr("request", asked)
     except Exception as error:  # Optuna raises whatever a line that is none of its own leads to.
         raise UserError(
