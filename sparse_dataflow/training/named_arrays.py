@@ -102,7 +102,7 @@ def _refuse_other_shapes(checkpointer, folder, wanted):
     """Reading makes room for what an array's own metadata says, and for its chunks."""
     found = checkpointer.metadata(folder).item_metadata.tree
     for name, leaf in wanted.items():
-        raw, there = jax.eval_shape(_raw, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)), found[name]
+        raw, there = jax.eval_shape(_raw, leaf) if _is_key(leaf) else leaf, found[name]
         chunk = getattr(there.storage, "chunk_shape", None) or raw.shape
         fits = all(1 <= part <= max(1, size) for part, size in zip(chunk, raw.shape, strict=True))
         if (tuple(there.shape), there.dtype) != (raw.shape, raw.dtype) or not fits:
