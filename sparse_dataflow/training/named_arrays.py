@@ -104,7 +104,7 @@ def _refuse_other_shapes(checkpointer, folder, wanted):
     for name, leaf in wanted.items():
         raw, there = jax.eval_shape(_raw, leaf) if _is_key(leaf) else leaf, found[name]
         chunk = getattr(there.storage, "chunk_shape", None) or raw.shape
-        fits = all(1 <= part <= max(1, size) for part, size in zip(chunk, raw.shape, strict=True))
+        fits = all(1 <= part <= max(1, size) for part, size in zip(chunk, raw.shape))
         if (tuple(there.shape), there.dtype) != (raw.shape, raw.dtype) or not fits:
             raise ValueError(
                 f"{name} is {there.dtype}{list(there.shape)} in chunks of {list(chunk)} there, "
