@@ -3,11 +3,8 @@
 import contextlib
 import dataclasses
 import importlib.metadata
-import shlex
 
-from absl import flags as absl_flags
-
-from experiments import command_line, compile_plan, measurement, planner_flags
+from experiments import measurement, planner_flags
 from experiments.recipes import RECIPES
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import mesh as meshes
@@ -178,15 +175,6 @@ def asked_plan(asked) -> Plan:
         )
     config = dataclasses.replace(config, remat=layout.remat)
     return Plan(asked.scale, config, sequence, topology, layout)
-
-
-def plan_of(text: str) -> Plan:
-    """The plan of flags in one line, as `Plan.flags` writes them."""
-    values = absl_flags.FlagValues()
-    command_line.define(compile_plan.GROUPS, values, __name__)
-    command_line.parse(["compile_plan", *shlex.split(text)], compile_plan.GROUPS, values)
-    names = [flag.name for flag in compile_plan.PLAN.flags]
-    return asked_plan(planner_flags.settings(values, names))
 
 
 def _fastest(asked, config, sequence, topology) -> RunLayout:

@@ -9,12 +9,8 @@ from typing import Any
 from sparse_dataflow import json_files, storage
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation.significance import METHOD
-from sparse_dataflow.reporting.report import (
-    EvaluationData,
-    EvaluationRow,
-    ReportData,
-    write_report,
-)
+from sparse_dataflow.reporting.report import write_report
+from sparse_dataflow.reporting.report_data import EvaluationData, EvaluationRow, ReportData
 
 RESULT = "evaluation.json"
 REPORT = "report.json"

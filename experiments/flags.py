@@ -129,7 +129,8 @@ SPARSITY = Group(
             "uniform",
             "uniform gives every projection --density; compute shares the FLOPs that this costs "
             "out by the Erdos-Renyi rule; or name some: qkv:0.25,mlp_in:0.0625, or 0.5x and 1.5x "
-            "of --density.",
+            "of --density; depth:1.5x,0.5x multiplies it in equal parts of the depth, first to "
+            "last.",
         ),
         Flag("block", "integer", 64, "Side of a square block, in features.", legal=_AT_LEAST_ONE),
         Flag(
@@ -230,7 +231,22 @@ TRAINING = Group(
             "learning_rate",
             "number",
             0.0,
-            "Peak of the warm-up and cosine schedule; 0 is the scale's own.",
+            "Peak of the warm-up and cosine schedule, of dense weights; 0 is the scale's own.",
+            legal=_COUNT,
+        ),
+        Flag(
+            "sparse_rate",
+            "number",
+            0.0,
+            "How many times that a weight of 1/8 density learns at, others by a power of their "
+            "density; 0 is the scale's own.",
+            legal=_COUNT,
+        ),
+        Flag(
+            "vector_rate",
+            "number",
+            0.0,
+            "How many times that embeddings, biases and norms learn at; 0 is the scale's own.",
             legal=_COUNT,
         ),
         Flag(

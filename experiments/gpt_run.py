@@ -207,7 +207,8 @@ def _start(values, variant, executor) -> Callable[[], TrainState] | None:
 
 def _say_allocation(variant):
     if variant.model.sparse_projections:
-        flops = cost.flops_per_token(variant.model, variant.training.sequence).sections
+        sequence = variant.training.sequence
+        flops = lambda model: cost.flops_per_token(model, sequence).sections  # noqa: E731
         say(allocation_table(variant.model, flops))
 
 

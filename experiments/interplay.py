@@ -20,8 +20,6 @@ from experiments import flags, planner_flags
 from experiments.command_line import Flag, Group
 from sparse_dataflow.models.sizes import SIZES
 
-DENSITIES = (1.0, 1 / 2, 1 / 4, 1 / 8)
-
 INTERPLAY = Group(
     "Interplay",
     "what is predicted and measured",

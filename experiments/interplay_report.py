@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from experiments import measurement
-from experiments.interplay import DENSITIES
+from experiments.planner_flags import DENSITIES
 from experiments.planner_flags import model as planned_model
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.planning import chips

@@ -11,7 +11,7 @@ import sys
 import types
 
 from experiments import prediction
-from experiments.interplay import DENSITIES
+from experiments.planner_flags import DENSITIES
 from experiments.planner_flags import model as planned_model
 from sparse_dataflow.execution import distributed, mesh
 from sparse_dataflow.execution.cluster import Membership

@@ -5,7 +5,6 @@ import dataclasses
 from pathlib import Path
 
 from experiments import layout_verify, planner_flags
-from experiments.layout_search import LARGEST_GRID
 from experiments.recipes import RECIPES
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import schedules
@@ -52,7 +51,7 @@ def run(asked) -> None:
     folder = Path(asked.out)
     folder.mkdir(parents=True, exist_ok=True)
     sampled = asked.engine in SAMPLERS
-    sampled = sampled or (asked.engine == "auto" and choices.size > LARGEST_GRID)
+    sampled = sampled or (asked.engine == "auto" and choices.size > planner_flags.LARGEST_GRID)
     if sampled:
         sample, journal = SAMPLERS.get(asked.engine, SAMPLERS["optuna"])
         found = sample(request, choices, asked.trials, folder / journal)

@@ -16,7 +16,6 @@ from experiments import flags, planner_flags
 from experiments.command_line import Flag, Group
 
 ENGINES = ("auto", "exhaustive", "optuna", "deephyper")
-LARGEST_GRID = 5_000_000
 
 SEARCH = Group(
     "Search",
@@ -45,7 +44,8 @@ SEARCH = Group(
             "engine",
             "choice",
             "auto",
-            f"auto prices all layouts up to {LARGEST_GRID:,}, and samples beyond, with optuna.",
+            f"auto prices all layouts up to {planner_flags.LARGEST_GRID:,}, and samples beyond, "
+            "with optuna.",
             lambda: ENGINES,
         ),
         Flag(

@@ -17,12 +17,12 @@ from sparse_dataflow.execution import timeline
 from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.models import gpt
 from sparse_dataflow.planning import cost, memory
-from sparse_dataflow.reporting.report import (
+from sparse_dataflow.reporting.report import write_report
+from sparse_dataflow.reporting.report_data import (
     Continuation,
     LayoutData,
     ReportData,
     VariantData,
-    write_report,
 )
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics, say
@@ -172,7 +172,8 @@ def _notes(config, folder, trainers, timed):
     return [
         f"{t.name}: {t.model.num_layers} layers of width {t.model.d_model}, sequences of "
         f"{t.training.sequence} tokens, {t.training.batch} a step, peak learning rate "
-        f"{t.training.learning_rate:g}, {t.model.compute_dtype}."
+        f"{t.training.learning_rate:g} (blocks at 1/8 density x {t.training.sparse_rate:g}, "
+        f"embeddings, biases and norms x {t.training.vector_rate:g}), {t.model.compute_dtype}."
         for t in trainers
     ] + [
         *_evolution_notes(folder, trainers),

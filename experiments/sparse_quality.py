@@ -8,7 +8,8 @@ learning-rate schedule, never a curve cut short:
 - flops: as many steps as the dense training's FLOPs pay for.
 - seconds: as many steps as the dense training's time pays for, by step times measured here.
 
-Each arm learns at its scale's recipe: one rate for dense models, one for sparse ones.
+Each arm learns at its scale's recipe: rates for dense weights, for stored blocks by their density,
+and for embeddings, biases and norms, the same in every arm.
 
     python -m experiments.sparse_quality --scale=pico --block=8 --steps=5000       two cores: hours
     python -m experiments.sparse_quality --steps=400 --equal=seconds              two cores: hours
@@ -23,6 +24,8 @@ from experiments.command_line import Flag, Group
 # As many blocks in all as at one density: attention has 4 of a layer's 12 squares of d_model, each
 # projection of the MLP 4.
 TO_MLP_IN = "qkv:0.5x,attn_out:0.5x,mlp_in:1.5x"
+# Half of the layers with a third of the other half's.
+RISING, FALLING = "depth:0.5x,1.5x", "depth:1.5x,0.5x"
 
 # A rank is relative to the width of the model.
 ARMS = {
@@ -32,6 +35,8 @@ ARMS = {
     "static_random": {"pattern": "random"},
     "static_monarch": {"pattern": "monarch"},
     "allocated": {"pattern": "random", "density_budget": TO_MLP_IN},
+    "depth_rising": {"pattern": "random", "density_budget": RISING},
+    "depth_falling": {"pattern": "random", "density_budget": FALLING},
     "low_rank": {"pattern": "random", "rank": 1 / 16},
     "allocated_low_rank": {"pattern": "random", "density_budget": TO_MLP_IN, "rank": 1 / 16},
     "set": {"pattern": "random", "evolution": "set"},
@@ -40,7 +45,10 @@ ARMS = {
     "sparse_to_dense_50": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.5},
     "sparse_to_dense_70": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.7},
     "sparse_to_dense_90": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.9},
+    "monarch_to_dense_70": {"pattern": "monarch", "evolution": "sparse_to_dense", "evolve_at": 0.7},
 }
+ASKED_FOR = ("depth_rising", "depth_falling")
+"""Trained only where --arms names them."""
 EQUAL = ("tokens", "flops", "seconds")
 
 QUALITY = Group(
@@ -61,7 +69,13 @@ QUALITY = Group(
             "Trainings of each arm, with other weights, data order and patterns.",
             legal=("1 or more", lambda n: n > 0),
         ),
-        Flag("arms", "list", "all", "Ways of training.", lambda: tuple(ARMS)),
+        Flag(
+            "arms",
+            "list",
+            ",".join(arm for arm in ARMS if arm not in ASKED_FOR),
+            "Ways of training.",
+            lambda: tuple(ARMS),
+        ),
         Flag("equal", "list", "all", "What all arms have in common.", lambda: EQUAL),
         Flag("out", "text", "runs/sparse_quality", "Folder to make, or to go on in."),
     ),

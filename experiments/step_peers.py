@@ -24,7 +24,14 @@ from experiments.kernel_peers import Pending
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution.host_state import fresh_state, view
 from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.training.optimizer import B1, B2, EPS, TrainingConfig, decay_mask
+from sparse_dataflow.training.optimizer import (
+    B1,
+    B2,
+    EPS,
+    TrainingConfig,
+    decay_mask,
+    learning_rate_multipliers,
+)
 
 NAME = "torch_compile"
 
@@ -153,15 +160,17 @@ def _made(model, training, tokens, learning_rate, compiled, device):
     import torch
 
     kept = getattr(torch, training.state_dtype)
-    params, decayed = _parameters(model, training, kept, device)
+    params, kinds = _parameters(model, training, kept, device)
     leaves = jax.tree.leaves(params)
-    split = [[leaf for leaf, yes in zip(leaves, decayed) if yes is want] for want in (True, False)]
     optimizer = torch.optim.AdamW(
         [
-            {"params": split[0], "weight_decay": training.weight_decay},
-            {"params": split[1], "weight_decay": 0.0},
+            {
+                "params": [leaf for leaf, own in zip(leaves, kinds) if own == (decays, rate)],
+                "weight_decay": training.weight_decay if decays else 0.0,
+                "lr": rate * learning_rate,
+            }
+            for decays, rate in dict.fromkeys(kinds)
         ],
-        lr=learning_rate,
         betas=(B1, B2),
         eps=EPS,
         fused=True,
@@ -197,9 +206,10 @@ def _made(model, training, tokens, learning_rate, compiled, device):
     return PeerStep(run, seconds, held, count, 4 * kept.itemsize * count)
 
 
-def _parameters(model, training, dtype, device) -> tuple[dict[str, Any], list[bool]]:
-    """({"embed", "blocks" (a list of layers), "head"}, whether each leaf decays): our own initial
-    parameters, of which torch's product wants the transpose."""
+def _parameters(model, training, dtype, device) -> tuple[dict[str, Any], list[tuple[bool, float]]]:
+    """({"embed", "blocks" (a list of layers), "head"}, (whether it decays, its learning rate over
+    the schedule's) of each leaf): our own initial parameters, of which torch's product wants the
+    transpose."""
     import torch
 
     ours = fresh_state(model, training).params
@@ -210,7 +220,8 @@ def _parameters(model, training, dtype, device) -> tuple[dict[str, Any], list[bo
 
     blocks = [view(ours, layer) for layer in range(model.num_layers)]
     tree = {"embed": ours["embed"], "blocks": blocks, "head": ours["head"]}
-    return jax.tree_util.tree_map_with_path(one, tree), jax.tree.leaves(decay_mask(tree))
+    kinds = decay_mask(tree), learning_rate_multipliers(model, training, tree)
+    return jax.tree_util.tree_map_with_path(one, tree), list(zip(*map(jax.tree.leaves, kinds)))
 
 
 def _loss(model, params, tokens_BxT):

@@ -1,30 +1,40 @@
 """Runs a script of the tests in a process of eight virtual CPU devices."""
 
+import atexit
+import functools
 import json
 import os
 import pathlib
-import subprocess
-import sys
+import tempfile
+
+from forks import Forks
 
 ROOT = pathlib.Path(__file__).parents[1]
+IMPORTED = (
+    "sparse_dataflow.data.batches", "sparse_dataflow.execution.pipelined",
+    "sparse_dataflow.training.checkpoint", "sparse_dataflow.training.loop",
+)  # fmt: skip
+"""What most of the scripts import."""
 
 
 def on_eight_devices(script, *arguments):
     """What the script, named from the tests' folder, prints as JSON in its last line."""
-    path = ROOT / "tests" / script
+    run = _forks().start(ROOT / "tests" / script, *arguments)
+    assert run.wait(1500) == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@functools.cache
+def _forks():
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": f"{ROOT}:{path.parent}",
+        "PYTHONPATH": str(ROOT),
         # Threads of XLA's pool: devices wait for each other, each on one.
         "NPROC": "32",
     }
-    done = subprocess.run(
-        [sys.executable, str(path), *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    forks = Forks(environment, folder.name, IMPORTED)
+    atexit.register(forks.close)
+    return forks

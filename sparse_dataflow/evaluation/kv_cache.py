@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.groups import groups, parts
 from sparse_dataflow.models.sizes import ModelConfig
 
 
@@ -45,26 +46,24 @@ def prepare(config: ModelConfig, params: dict, tables: dict) -> Weights:
     dtype = jnp.dtype(config.compute_dtype)
     cast = functools.partial(jax.tree.map, lambda leaf: jnp.asarray(leaf, dtype))
     layers = tuple(
-        (
-            cast(jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"])),
-            jax.tree.map(lambda table, i=i: jnp.asarray(table[i]), tables),
-        )
-        for i in range(config.num_layers)
+        (cast(own), jax.tree.map(jnp.asarray, of_layer))
+        for own, of_layer in gpt.layers(params["blocks"], tables)
     )
     return Weights(cast(params["embed"]), layers, cast(params["head"]))
 
 
 def random_weights(config: ModelConfig, seed: int) -> Weights:
     """`prepare` of newly drawn parameters and the config's own layouts, drawn a layer at a time."""
-    one = dataclasses.replace(config, num_layers=1)
-    draw = jax.jit(lambda key: gpt.init(one, key))
     tables = gpt.layout_tables(gpt.layouts(config))
     layers: list[tuple[dict, dict]] = []
     key = jax.random.key(seed)
-    for i in range(config.num_layers):
-        drawn = draw(jax.random.fold_in(key, i))
-        own = jax.tree.map(lambda table, i=i: table[i : i + 1], tables)
-        layers += prepare(one, drawn, own).layers
+    for group, stacked in zip(groups(config), parts(tables), strict=True):
+        one = dataclasses.replace(group.model, num_layers=1)
+        draw = jax.jit(functools.partial(gpt.init, one))
+        for i, layer in enumerate(group.layers):
+            drawn = draw(jax.random.fold_in(key, layer))
+            own = jax.tree.map(lambda table, i=i: table[i : i + 1], stacked)
+            layers += prepare(one, drawn, own).layers
     return prepare(one, drawn, own)._replace(layers=tuple(layers))
 
 

@@ -30,7 +30,7 @@ def cut(tables: dict[str, LayoutTables], shards: int, changing: bool) -> dict[st
     """The layouts of every sparse projection, cut into shards.
 
     Args:
-      tables: canonical, concrete, stacked over layers; see `gpt`.
+      tables: canonical, concrete, stacked over the layers of a group; see `gpt`.
       shards: into how many.
       changing: whether the layouts may change later; the tables are then as wide as any could need.
 

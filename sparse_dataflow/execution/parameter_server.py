@@ -227,7 +227,9 @@ class ServerStep:
         masters = view(self._before[0], section)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(masters)]
         decayed = jax.tree.leaves(decay_mask(masters))
-        multipliers = jax.tree.leaves(learning_rate_multipliers(server.model, masters))
+        multipliers = jax.tree.leaves(
+            learning_rate_multipliers(server.model, server.training, masters)
+        )
         before = zip(*(jax.tree.leaves(view(tree, section)) for tree in self._before))
         after = list(zip(*(jax.tree.leaves(view(tree, section)) for tree in self._after)))
         room = jax.tree.leaves(server.copy(self._state.params, section))

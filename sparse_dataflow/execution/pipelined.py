@@ -17,6 +17,7 @@ from sparse_dataflow.execution.sharded import TABLES, Sharded, own_tables
 from sparse_dataflow.execution.sharding import COLUMN_PARALLEL
 from sparse_dataflow.execution.stages import Division, divide, from_stages, to_stages
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.groups import refuse_groups
 from sparse_dataflow.models.linear import Probe
 
 EVERY_AXIS = tuple(meshes.AXES)
@@ -46,6 +47,7 @@ class Pipelined(Sharded):
 
     def check(self, model, training):
         """See `Executor`."""
+        refuse_groups(model, "--executor=pipeline")
         super().check(model, training)
         self._plan(model, training.micro_batches)
 

@@ -26,6 +26,7 @@ from sparse_dataflow.execution.parameter_server import group_norms
 from sparse_dataflow.execution.relay import Relay, RelayConfig, device_errors_told
 from sparse_dataflow.execution.relay_probe import block_gradient_norms
 from sparse_dataflow.execution.server_files import MappedFiles
+from sparse_dataflow.models.groups import refuse_groups
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.phases import probed_rows
@@ -57,6 +58,7 @@ class RelayExecutor:
 
     def check(self, model: ModelConfig, training: TrainingConfig) -> None:
         """See `Executor`."""
+        refuse_groups(model, "--executor=relay")
         relay_programs.refuse_uncut(training, self.devices)
 
     def refuse_unusable_files(self, needs: Mapping[str, int]) -> None:

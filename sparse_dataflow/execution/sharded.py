@@ -17,6 +17,7 @@ from sparse_dataflow.execution.block_gradients import block_gradient_norms
 from sparse_dataflow.execution.mesh import BATCH_AXES
 from sparse_dataflow.execution.sharding import COLUMN_PARALLEL
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.groups import group_of, parts, together
 from sparse_dataflow.models.shard import Shard
 from sparse_dataflow.training.optimizer import adam
 
@@ -50,7 +51,8 @@ class Sharded:
         sharding.refuse_unfit(
             self.mesh, model, training.batch, training.micro_batches, training.sequence
         )
-        cuts.cut(gpt.layout_tables(gpt.layouts(model)), self._tensor, changing=False)
+        for group in parts(gpt.layout_tables(gpt.layouts(model))):
+            cuts.cut(group, self._tensor, changing=False)
 
     def loss(self, model, params, tables, tokens, weights):
         """See `Executor`."""
@@ -109,7 +111,8 @@ class Sharded:
         """(member, specs of the params, specs of the gradients)."""
         kept = sharding.specs(params, self.mesh, self.zero >= sharding.ZERO["params"])
         wanted = sharding.specs(params, self.mesh, self.zero >= sharding.ZERO["gradients"])
-        of_section = {**kept, "blocks": sharding.of_layer(kept["blocks"])}
+        specs = {name: parts(section) for name, section in kept.items()}
+        specs["blocks"] = tuple(map(sharding.of_layer, specs["blocks"]))
         cut = self._tensor > 1
         member = whole.Member(
             Shard(
@@ -117,7 +120,7 @@ class Sharded:
                 cut and "tensor" in sharding.axes_of(kept["embed"]["tokens"]),
             ),
             meshes.batch_parts(self.mesh),
-            lambda name, own: sharding.fetch(own, of_section[name], model.compute_dtype),
+            lambda name, own, group: sharding.fetch(own, specs[name][group], model.compute_dtype),
             lambda gradients: jax.tree.map(sharding.scattered, gradients, kept, wanted),
         )
         return member, kept, wanted
@@ -199,16 +202,18 @@ class Sharded:
 
     def _reordered(self, state, turned):
         """The state with the blocks of row-parallel projections in another order, laid out."""
-        orders = {}
+        orders: dict[tuple[int, str], np.ndarray] = {}
         if self._tensor > 1:
-            found = cuts.cut(state.tables, self._tensor, changing=False)
-            orders = {name: cut.order for name, cut in found.items() if cut.order is not None}
+            for group, tables in enumerate(parts(state.tables)):
+                found = cuts.cut(tables, self._tensor, changing=False)
+                orders |= {(group, n): c.order for n, c in found.items() if c.order is not None}
         arrays = state._replace(tables=())
 
         def one(path, leaf, target):
             *_, module, name = ["", "", *(getattr(key, "key", "") for key in path)]
-            if module in orders and name == "values":
-                return _taken(target)(laid_out(leaf, target), turned(orders[module]))
+            where = group_of(path), module
+            if where in orders and name == "values":
+                return _taken(target)(laid_out(leaf, target), turned(orders[where]))
             return laid_out(leaf, target)
 
         placed = jax.tree_util.tree_map_with_path(one, arrays, self.shardings(arrays))
@@ -224,8 +229,8 @@ class Sharded:
     def _cut_tables(self, tables, changing):
         if self._tensor == 1 and not changing:
             return ()
-        found = cuts.cut(tables, self._tensor, changing)
-        return {name: cut.tables for name, cut in found.items()}
+        found = [cuts.cut(group, self._tensor, changing) for group in parts(tables)]
+        return together([{name: cut.tables for name, cut in group.items()} for group in found])
 
     def arrays(self, state, tables, changing, batch):
         """See `Executor`."""

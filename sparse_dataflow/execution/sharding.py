@@ -24,18 +24,20 @@ COLUMN_PARALLEL = ("qkv", "mlp_in")
 ROW_PARALLEL = ("attn_out", "mlp_out")
 
 _COLUMN, _ROW = "|".join(COLUMN_PARALLEL), "|".join(ROW_PARALLEL)
+_BLOCKS = r"blocks\.(?:\d+\.)?"
+"""Of all blocks, or of one group of them (see `models.groups`)."""
 
 RULES = (
     # The first row whose expression matches the whole path says which axes cut each dimension.
     (r"embed\.tokens", P("tensor", "fsdp")),
     (r"embed\.positions", P(None, "fsdp")),
-    (rf"blocks\.({_COLUMN})\.values", P("stage", ("tensor", "fsdp"))),
-    (rf"blocks\.({_COLUMN})\.(kernel|b_kernel)", P("stage", "fsdp", "tensor")),
-    (rf"blocks\.({_COLUMN})\.a_kernel", P("stage", "fsdp")),
-    (rf"blocks\.({_COLUMN})\.bias", P("stage", "tensor")),
-    (rf"blocks\.({_ROW})\.values", P("stage", ("tensor", "fsdp"))),
-    (rf"blocks\.({_ROW})\.(kernel|a_kernel)", P("stage", "tensor", "fsdp")),
-    (rf"blocks\.({_ROW})\.b_kernel", P("stage", "fsdp")),
+    (rf"{_BLOCKS}({_COLUMN})\.values", P("stage", ("tensor", "fsdp"))),
+    (rf"{_BLOCKS}({_COLUMN})\.(kernel|b_kernel)", P("stage", "fsdp", "tensor")),
+    (rf"{_BLOCKS}({_COLUMN})\.a_kernel", P("stage", "fsdp")),
+    (rf"{_BLOCKS}({_COLUMN})\.bias", P("stage", "tensor")),
+    (rf"{_BLOCKS}({_ROW})\.values", P("stage", ("tensor", "fsdp"))),
+    (rf"{_BLOCKS}({_ROW})\.(kernel|a_kernel)", P("stage", "tensor", "fsdp")),
+    (rf"{_BLOCKS}({_ROW})\.b_kernel", P("stage", "fsdp")),
     (r"blocks\..*", P("stage")),
     (r"head\..*", P()),
 )
@@ -51,7 +53,7 @@ def spec(path: str, shape: tuple[int, ...], mesh: AnyMesh, fsdp: bool = True) ->
     """How a parameter, its gradient or a moment is cut.
 
     Args:
-      path: of the parameter, "blocks.qkv.values".
+      path: of the parameter, "blocks.qkv.values", or "blocks.1.qkv.values" in a group of layers.
       shape: of the whole array.
       mesh: the devices.
       fsdp: whether it is dealt out over that axis.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax import lax
 
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.groups import parts
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT
 from sparse_dataflow.models.shard import WHOLE, Shard
 from sparse_dataflow.models.sizes import ModelConfig
@@ -31,20 +32,21 @@ class Member:
     Attributes:
       shard: of every section.
       batch_parts: devices that the rows of a batch are dealt out to.
-      fetch: (section's name, its params as they are kept) -> params to compute with, their values
-        named FETCHED where they come from other devices; None where they are kept whole.
+      fetch: (section's name, its params as they are kept, number of its group where it is a block)
+        -> params to compute with, their values named FETCHED where they come from other devices;
+        None where they are kept whole.
       collect: gradients of a micro-batch in params as they are kept -> as they are accumulated.
     """
 
     shard: Shard = WHOLE
     batch_parts: int = 1
-    fetch: Callable[[str, dict], dict] | None = None
+    fetch: Callable[[str, dict, int], dict] | None = None
     collect: Callable[[dict], dict] = lambda gradients: gradients
 
-    def section(self, params: dict, name: str) -> dict:
-        """A section's params to compute with."""
+    def section(self, params: dict, name: str, group: int = 0) -> dict:
+        """A section's params to compute with; a block is of a group of layers."""
         own = jax.tree.map(_with_gradient, params[name], is_leaf=_traced)
-        return own if self.fetch is None else self.fetch(name, own)
+        return own if self.fetch is None else self.fetch(name, own, group)
 
 
 ALONE = Member()
@@ -89,33 +91,43 @@ _rounded.defvjp(
 
 def apply_blocks(
     config: ModelConfig,
-    params: dict,
-    tables: dict,
+    params: Any,
+    tables: Any,
     x_BxTxD: jax.Array,
     member: Member = ALONE,
 ) -> jax.Array:
     """Runs all blocks on [B, T, D].
 
     Concrete (numpy) tables are specialised at trace time.  Blocks are unrolled where `unrolls` says
-    so and else scanned, so that compile time does not depend on depth.
+    so and else scanned, group by group, so that compile time does not depend on depth.
     """
+    unrolled = unrolls(config, tables)
+    for group, stacked in enumerate(zip(parts(params), parts(tables), strict=True)):
+        one = _layer(config, member, group)
+        if unrolled:
+            own_params, own_tables = stacked
+            for i, layer in enumerate(_unstack(own_params)):
+                x_BxTxD = one(x_BxTxD, (layer, jax.tree.map(lambda t, i=i: t[i], own_tables)))
+        else:
+            step = lambda x, layer, one=one: (one(x, layer), None)  # noqa: E731
+            x_BxTxD, _ = lax.scan(step, x_BxTxD, stacked)
+    return x_BxTxD
+
+
+def _layer(config, member, group):
+    """(x, (params, tables) of a layer of the group) -> x, keeping for the backward what is said."""
 
     def one(x, layer):
         layer_params, layer_tables = layer
-        own = member.section({"blocks": layer_params}, "blocks")
+        own = member.section({"blocks": layer_params}, "blocks", group)
         return gpt.block(config, own, layer_tables, x, member.shard)
 
     if config.remat != "none":
-        one = rematerialised(config, one)
-    elif member.fetch is not None:
+        return rematerialised(config, one)
+    if member.fetch is not None:
         policy = jax.checkpoint_policies.save_anything_except_these_names(FETCHED)
-        one = jax.checkpoint(one, policy=policy)
-    if unrolls(config, tables):
-        layers = _unstack(params, config.num_layers)
-        for i, layer in enumerate(layers):
-            x_BxTxD = one(x_BxTxD, (layer, jax.tree.map(lambda t, i=i: t[i], tables)))
-        return x_BxTxD
-    return lax.scan(lambda x, layer: (one(x, layer), None), x_BxTxD, (params, tables))[0]
+        return jax.checkpoint(one, policy=policy)
+    return one
 
 
 def rematerialised(config: ModelConfig, layer: Callable) -> Callable:
@@ -132,7 +144,7 @@ UNROLL_CHANGING_LAYERS = 8
 """The same where the tables are traced, and may change from step to step."""
 
 
-def unrolls(config: ModelConfig, tables: dict) -> bool:
+def unrolls(config: ModelConfig, tables: Any) -> bool:
     """Whether `apply_blocks` unrolls: on a CPU, where a loop forces copies of its stacked operands
     (a step of `nano` with traced tables takes 1.3 times as long) and known layouts are worth
     specialising, as long as compile time stays small."""
@@ -141,10 +153,10 @@ def unrolls(config: ModelConfig, tables: dict) -> bool:
     return dispatch.platform() == "cpu" and config.num_layers <= deepest
 
 
-def _unstack(params, num_layers):
+def _unstack(params):
     """Per-layer trees; `split` transposes to one concatenate, where indexing would add L arrays."""
     leaves, structure = jax.tree.flatten(params)
-    columns = [[p[0] for p in lax.split(leaf, [1] * num_layers)] for leaf in leaves]
+    columns = [[p[0] for p in lax.split(leaf, [1] * len(leaf))] for leaf in leaves]
     return [jax.tree.unflatten(structure, layer) for layer in zip(*columns)]
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import jax
 import numpy as np
 
 from sparse_dataflow.models import gpt
@@ -21,24 +22,26 @@ def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelCon
       tables: concrete layout tables.
     """
     layouts = gpt.layouts_of(model, tables)
-    blocks = dict(params["blocks"])
-    for name in PROJECTIONS:
-        module = {leaf: np.asarray(values, np.float32) for leaf, values in blocks[name].items()}
-        if name in layouts:
-            stored = zip(layouts[name], module["values"])
-            kernel = np.stack([layout.to_dense(values) for layout, values in stored])
-        else:
-            kernel = module["kernel"]
-        if model.linear(name).rank:
-            term = module["a_kernel"] @ module["b_kernel"]
-            kernel = kernel + module["gate"][:, None, None] * term
-        blocks[name] = {"kernel": kernel, "bias": module["bias"]}
+    dense = dataclasses.replace(model, linears={}, parametrization="standard")
+    layers = []
+    for i, (own, _) in enumerate(gpt.layers(params["blocks"], tables)):
+        layer = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), own)
+        for name in PROJECTIONS:
+            module = layer[name]
+            if name in layouts:
+                kernel = layouts[name][i].to_dense(module["values"])
+            else:
+                kernel = module["kernel"]
+            if model.linear(name).rank:
+                kernel = kernel + module["gate"] * (module["a_kernel"] @ module["b_kernel"])
+            layer[name] = {"kernel": kernel, "bias": module["bias"]}
+        layers.append(layer)
+    blocks = gpt.stacked_layers(dense, layers)
     head = params["head"]
     if model.supar:
         blocks["qkv"] = {name: _scaled_queries(model, leaf) for name, leaf in blocks["qkv"].items()}
         scale = SUPAR_WIDTH / model.d_model
         head = {"norm": {name: scale * np.asarray(leaf) for name, leaf in head["norm"].items()}}
-    dense = dataclasses.replace(model, linears={}, parametrization="standard")
     return dense, {**params, "blocks": blocks, "head": head}
 
 

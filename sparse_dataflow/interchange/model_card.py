@@ -105,6 +105,9 @@ def _shape(trained):
                     f"the start{rank}",
                 )
             )
+    if model.density_by_depth:
+        times = ", ".join(f"{number:g}" for number in model.density_by_depth)
+        rows.append(("density of each layer", f"these times {times}"))
     return rows
 
 

@@ -13,7 +13,6 @@ so on (int32; `LayoutTables` says what they hold). The dense weight of a project
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.interchange import tensors
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.sparsity.layout import LayoutTables
 from sparse_dataflow.training.named_arrays import flatten
 
 FORMAT = "sparse_dataflow-1"
@@ -44,13 +42,13 @@ def write(
         "end_of_text": end_of_text,
     }
     (folder / CONFIG).write_text(json.dumps(about, indent=1) + "\n")
-    named = {
-        name: np.asarray(leaf, np.float32) for name, leaf in _parameters(model, params).items()
-    }
-    for projection, stacked in tables.items():
-        for field, layers in zip(LayoutTables._fields, stacked):
-            for i, table in enumerate(np.asarray(layers)):
-                named[f"blocks.{i}.{projection}.{field}"] = table
+    ends = {name: section for name, section in params.items() if name != "blocks"}
+    named = {name: np.asarray(leaf, np.float32) for name, leaf in flatten(ends).items()}
+    for i, (own, of_layer) in enumerate(gpt.layers(params["blocks"], tables)):
+        for name, leaf in flatten(own).items():
+            named[f"blocks.{i}.{name}"] = np.asarray(leaf, np.float32)
+        for name, table in flatten(of_layer).items():
+            named[f"blocks.{i}.{name}"] = np.asarray(table)
     tensors.write(folder / tensors.FILE, named, {"sparse_dataflow": FORMAT})
 
 
@@ -64,23 +62,18 @@ def read(folder: str | Path) -> tuple[ModelConfig, dict, dict]:
     model = read_config(folder)
     files = tensors.Tensors(folder)
     shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-    read = {name: files.read(name, leaf.shape) for name, leaf in _parameters(model, shapes).items()}
-    params = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _collect(read, _name(path), model, leaf.shape), shapes
-    )
-    tables = {}
-    for projection, expected in gpt.layout_tables(gpt.layouts(model)).items():
-        tables[projection] = LayoutTables(
-            *(
-                np.stack(
-                    [
-                        files.read_integers(f"blocks.{i}.{projection}.{field}", table.shape[1:])
-                        for i in range(model.num_layers)
-                    ]
-                )
-                for field, table in zip(LayoutTables._fields, expected)
-            )
+    expected = gpt.layout_tables(gpt.layouts(model))
+    apart = jax.eval_shape(lambda *stacked: list(gpt.layers(*stacked)), shapes["blocks"], expected)
+    layers = [
+        (
+            _read(files.read, own, f"blocks.{i}."),
+            _read(files.read_integers, of_layer, f"blocks.{i}."),
         )
+        for i, (own, of_layer) in enumerate(apart)
+    ]
+    blocks, tables = (gpt.stacked_layers(model, trees) for trees in zip(*layers))
+    ends = {name: section for name, section in shapes.items() if name != "blocks"}
+    params = {**_read(files.read, ends), "blocks": blocks}
     gpt.layouts_of(model, tables)  # Refuses tables that are no layout's.
     return model, params, tables
 
@@ -97,32 +90,11 @@ def read_config(folder: Path) -> ModelConfig:
         raise UserError(f"{path} is no export of a sparse model ({error}).") from None
 
 
-def _parameters(model, tree) -> dict[str, Any]:
-    """Leaves by name, those of the blocks a layer apart; of shapes too."""
-    return dict(_named(model, tree))
+def _read(read, shapes, prefix=""):
+    """The tensors of a tree of shapes, each by its dotted name."""
 
+    def one(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return read(prefix + name, leaf.shape)
 
-def _named(model, tree) -> Iterator[tuple[str, Any]]:
-    for name, leaf in flatten(tree).items():
-        if not name.startswith("blocks."):
-            yield name, leaf
-            continue
-        rest = name.removeprefix("blocks.")
-        for i in range(model.num_layers):
-            one = (
-                jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-                if isinstance(leaf, jax.ShapeDtypeStruct)
-                else leaf[i]
-            )
-            yield f"blocks.{i}.{rest}", one
-
-
-def _name(path):
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _collect(read, name, model, shape):
-    if not name.startswith("blocks."):
-        return read[name]
-    rest = name.removeprefix("blocks.")
-    return np.stack([read[f"blocks.{i}.{rest}"] for i in range(model.num_layers)]).reshape(shape)
+    return jax.tree_util.tree_map_with_path(one, shapes)

@@ -5,12 +5,18 @@ Executors know a model only through these pure functions over nested dicts of ar
     params = {"embed": ..., "blocks": every leaf stacked [num_layers, ...], "head": ...}
     tables = {projection: LayoutTables stacked [num_layers, ...]}, of the sparse projections
 
+where all layers store equally much; else params["blocks"] and tables are tuples of such trees, one
+a group of layers (see `groups`).
+
 Shapes in names: B batch, T tokens, D d_model, H heads, N = B * T.
 """
 
+import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +30,7 @@ from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
 from sparse_dataflow.kernels.cross_entropy import vocabulary
 from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
+from sparse_dataflow.models.groups import groups, parts, together
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT, Linear, Probe, projection_layout
 from sparse_dataflow.models.shard import WHOLE, Shard
 from sparse_dataflow.models.sizes import PROJECTIONS, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
@@ -143,9 +150,15 @@ class Head(nnx.Module):
 def init(config: ModelConfig, key: jax.Array) -> dict:
     """Draws the parameters, float32; see the module docstring for their structure."""
     keys = init_keys(config, key)
+    blocks = [
+        jax.vmap(functools.partial(init_section, group.model, "block"))(
+            keys["blocks"][group.layers.start : group.layers.stop]
+        )
+        for group in groups(config)
+    ]
     return {
         "embed": init_section(config, "embed", keys["embed"]),
-        "blocks": jax.vmap(lambda key: init_section(config, "block", key))(keys["blocks"]),
+        "blocks": together(blocks),
         "head": init_section(config, "head", keys["head"]),
     }
 
@@ -178,26 +191,55 @@ def layouts(config: ModelConfig) -> dict[str, list[BlockLayout]]:
     }
 
 
-def layout_tables(layouts: dict[str, list[BlockLayout]]) -> dict[str, LayoutTables]:
-    """Numpy tables stacked over layers; every layer of a projection must store equally many blocks
-    in lines of equal length, as balanced layouts do."""
+def refuse_layouts(config: ModelConfig) -> None:
+    """Raises UserError where `layouts` does, and makes those of one layer of each group alone."""
+    for group in groups(config):
+        layouts(dataclasses.replace(group.model, num_layers=1))
+
+
+def layout_tables(layouts: dict[str, list[BlockLayout]]) -> Any:
+    """Numpy tables stacked over the layers of each group, which are neighbours that store equally
+    many blocks; in lines of equal length, as balanced layouts do."""
+    stored = zip(*([layout.nnz for layout in layers] for layers in layouts.values()))
+    ends = itertools.accumulate(len(list(run)) for _, run in itertools.groupby(stored))
+    runs = list(itertools.pairwise([0, *ends])) or [(0, 0)]
+    return together([_stacked_tables(layouts, start, stop) for start, stop in runs])
+
+
+def _stacked_tables(layouts, start, stop):
     return {
-        projection: LayoutTables(*map(np.stack, zip(*(layout.tables() for layout in layers))))
-        for projection, layers in layouts.items()
+        name: LayoutTables(*map(np.stack, zip(*(one.tables() for one in layers[start:stop]))))
+        for name, layers in layouts.items()
     }
 
 
-def layouts_of(
-    config: ModelConfig, tables: dict[str, LayoutTables]
-) -> dict[str, list[BlockLayout]]:
+def layouts_of(config: ModelConfig, tables: Any) -> dict[str, list[BlockLayout]]:
     """The layouts, one a layer, that concrete tables of `layout_tables` describe."""
-    return {
-        projection: [
-            BlockLayout.from_tables(LayoutTables(*layer), config.linear(projection).block)
-            for layer in zip(*map(np.asarray, stacked))
+    found: dict[str, list[BlockLayout]] = {}
+    for group in parts(tables):
+        for projection, stacked in group.items():
+            found.setdefault(projection, []).extend(
+                BlockLayout.from_tables(LayoutTables(*layer), config.linear(projection).block)
+                for layer in zip(*map(np.asarray, stacked))
+            )
+    return found
+
+
+def layers(blocks: Any, tables: Any) -> Iterator[tuple[dict, dict]]:
+    """(parameters, tables) of each layer, first to last, from what is stacked over them."""
+    for stacked in zip(parts(blocks), parts(tables), strict=True):
+        for i in range(len(jax.tree.leaves(stacked[0])[0])):
+            yield jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
+
+
+def stacked_layers(config: ModelConfig, trees: Sequence) -> Any:
+    """Numpy trees, one a layer, stacked as the config's blocks are."""
+    return together(
+        [
+            jax.tree.map(lambda *leaves: np.stack(leaves), *trees[start:stop])
+            for start, stop in ((g.layers.start, g.layers.stop) for g in groups(config))
         ]
-        for projection, stacked in tables.items()
-    }
+    )
 
 
 def embed(

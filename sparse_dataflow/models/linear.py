@@ -12,6 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
+from sparse_dataflow.models.groups import layer_linear
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 from sparse_dataflow.sparsity.patterns import make_layout
@@ -26,7 +27,7 @@ def projection_layout(config: ModelConfig, projection: str, layer: int) -> Block
     Raises:
       UserError: if the spec has no balanced layout; the legal values are named.
     """
-    spec = config.linear(projection)
+    spec = layer_linear(config, projection, layer)
     phase = config.seed + layer * len(PROJECTIONS) + PROJECTIONS.index(projection)
     in_features, out_features = config.projection_shape(projection)
     return make_layout(spec.pattern, in_features, out_features, spec.block, spec.density, phase)

@@ -1,6 +1,7 @@
 """What a model is: one frozen config, and the named sizes from laptop to a trillion parameters."""
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Mapping
 
@@ -53,6 +54,20 @@ class LinearSpec:
         _whole("block", self.block, 1)
         _whole("rank", self.rank, 0)
 
+    def scaled(self, multiplier: float) -> "LinearSpec":
+        """This spec at a multiple of its density.
+
+        Raises:
+          UserError: that is above 1.
+        """
+        density = self.density * multiplier
+        if density > 1 + 1e-9:
+            raise UserError(
+                f"A density of {self.density:g} times {multiplier:g} is above 1; legal: multiples "
+                f"up to {1 / self.density:g}."
+            )
+        return dataclasses.replace(self, density=min(1.0, density))
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -66,6 +81,9 @@ class ModelConfig:
       vocab_size: tokens known to the embedding.
       max_len: longest sequence, in tokens (the number of learned positions).
       linears: (projection name, LinearSpec) pairs or a mapping of them; missing names are dense.
+      density_by_depth: what multiplies the density of every block-sparse projection, one number a
+        layer, first to last; empty where all layers store equally much.  Equal numbers go into the
+        specs, and it is then empty too.
       norm: "layernorm" or "rmsnorm".
       positions: "learned" or "rotary".
       activation: of the MLP, "gelu" (its tanh form, as in GPT-2) or "relu" (as in OPT).
@@ -83,6 +101,7 @@ class ModelConfig:
     vocab_size: int
     max_len: int
     linears: tuple[tuple[str, LinearSpec], ...] | Mapping[str, LinearSpec] = ()
+    density_by_depth: tuple[float, ...] = ()
     norm: str = "layernorm"
     positions: str = "learned"
     activation: str = "gelu"
@@ -118,16 +137,43 @@ class ModelConfig:
         for name, _ in linears:
             _one_of("projection", name, PROJECTIONS)
         object.__setattr__(self, "linears", linears)
+        self._settle_depth()
         for name in self.sparse_projections:
             spec, (fan_in, fan_out) = self.linear(name), self.projection_shape(name)
-            if self.num_layers * fan_in * fan_out / spec.block**2 * spec.density > MOST_BLOCKS:
+            layers = sum(self.density_by_depth) or self.num_layers
+            if layers * fan_in * fan_out / spec.block**2 * spec.density > MOST_BLOCKS:
                 raise UserError(
                     f"{name} has more than {MOST_BLOCKS} blocks with --block={spec.block}; legal: "
                     "larger blocks."
                 )
 
+    def _settle_depth(self):
+        """`density_by_depth` checked, and empty where it sets no layer apart from another."""
+        given = tuple(self.density_by_depth)
+        if given and len(given) != self.num_layers:
+            raise UserError(
+                f"density_by_depth has {len(given)} numbers for {self.num_layers} layers; legal: "
+                "one a layer, or none."
+            )
+        for number in given:
+            real = isinstance(number, numbers.Real) and not isinstance(number, bool)
+            if not real or not 0 < number < math.inf:
+                raise UserError(f"density_by_depth has {str(number)[:40]}; legal: numbers above 0.")
+        specs = {name: self.linear(name) for name in self.sparse_projections}
+        scaled = {
+            number: {name: spec.scaled(number) for name, spec in specs.items()}
+            for number in dict.fromkeys(given)
+        }
+        if not specs or len(scaled) < 2:
+            linears = dict(self.linears)
+            for own in scaled.values():
+                linears |= own
+            object.__setattr__(self, "linears", tuple(sorted(linears.items())))
+            given = ()
+        object.__setattr__(self, "density_by_depth", tuple(map(float, given)))
+
     def linear(self, projection: str) -> LinearSpec:
-        """The spec of one projection; dense where none was given."""
+        """The spec of one projection, before `density_by_depth`; dense where none was given."""
         return dict(self.linears).get(projection, LinearSpec())
 
     def projection_shape(self, projection: str) -> tuple[int, int]:
@@ -158,7 +204,9 @@ class ModelConfig:
     def to_json(self) -> dict:
         """A JSON-able dict; `from_json` is its inverse."""
         linears = {name: vars(spec) for name, spec in dict(self.linears).items()}
-        return {**dataclasses.asdict(self), "linears": linears}
+        fields = {**dataclasses.asdict(self), "linears": linears}
+        by_depth = fields.pop("density_by_depth")
+        return {**fields, "density_by_depth": list(by_depth)} if by_depth else fields
 
     @classmethod
     def from_json(cls, fields: Mapping) -> "ModelConfig":

@@ -19,6 +19,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.groups import mean_multiplier
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.planning.hardware import Chip
 
@@ -85,7 +86,8 @@ def stored_fractions(
     Args:
       config: the model.
       stored_density: what the real layouts store (stored blocks / all blocks), for some or all
-        projections.  Others take the density that their spec asks for, 1 where dense.
+        projections.  Others take the density that their spec asks for, the mean over layers, 1
+        where dense.
 
     Raises:
       UserError: an unknown projection or a fraction outside (0, 1].
@@ -97,7 +99,8 @@ def stored_fractions(
         if not 0 < fraction <= 1:
             raise UserError(f"stored density {fraction} of {name} is not in (0, 1].")
     specs = {name: config.linear(name) for name in PROJECTIONS}
-    asked = {n: s.density if s.kind == "block_sparse" else 1.0 for n, s in specs.items()}
+    mean = mean_multiplier(config)
+    asked = {n: s.density * mean if s.kind == "block_sparse" else 1.0 for n, s in specs.items()}
     return {**asked, **given}
 
 

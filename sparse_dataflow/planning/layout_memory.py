@@ -8,10 +8,12 @@ beside the compiler's, and tests hold them to its figures.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 
 import numpy as np
 
+from sparse_dataflow.models.groups import groups, widest
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.cost import stored_fractions
@@ -43,8 +45,7 @@ def layout_bytes(
     remat = layout.remat if layout.remat in ("none", "dots") else "full"
     config = dataclasses.replace(config, remat=remat)
     weights = stage_parameters(config, layout, stored_density)
-    one_layer = dataclasses.replace(config, num_layers=1)
-    block_weights = stage_parameters(one_layer, layout, stored_density)
+    block_weights = stage_parameters(memory.one_layer(config), layout, stored_density)
     compute = memory.DTYPE_BYTES[config.compute_dtype]
     tokens = np.asarray(layout.micro_batch) * sequence
     parts = {stage: _kept(config, layout, stage, stored_density) for stage in (1, 2, 3)}
@@ -98,8 +99,8 @@ def embedding(config: ModelConfig) -> int:
 
 
 def _widest(config, stored_density):
-    """Stored weights of the projection that has most."""
-    fractions = stored_fractions(config, stored_density)
+    """Stored weights of the projection that has most, of one layer."""
+    fractions = stored_fractions(widest(config), stored_density)
     return max(fractions[n] * np.prod(config.projection_shape(n)) for n in PROJECTIONS)
 
 
@@ -109,19 +110,19 @@ def _kept(config, layout, stage, stored_density):
     if layout.zero < stage:
         return 1.0
     fsdp, tensor = np.asarray(layout.fsdp), np.asarray(layout.tensor)
-    fractions = stored_fractions(config, stored_density)
     total = embedding(config)
     kept = np.where(config.d_model % fsdp == 0, embedding(config) / fsdp, embedding(config))
-    for name in PROJECTIONS:
+    for group, name in itertools.product(groups(config), PROJECTIONS):
         spec, (inside, outside) = config.linear(name), config.projection_shape(name)
-        weights = config.num_layers * inside * outside * fractions[name]
+        stored = inside * outside * stored_fractions(group.model, stored_density)[name]
         if spec.kind == "block_sparse":
-            blocks = round(inside * outside * fractions[name] / spec.block**2)
+            blocks = round(stored / spec.block**2)
             divides = (blocks % (fsdp * tensor) == 0) | (spec.block % fsdp == 0)
         elif name in ("qkv", "mlp_in"):
             divides = (inside % fsdp == 0) | (outside % (fsdp * tensor) == 0)
         else:
             divides = outside % fsdp == 0
+        weights = len(group.layers) * stored
         kept = kept + np.where(divides, weights / fsdp, weights)
         total += weights
     return kept / total

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.groups import widest
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
 from sparse_dataflow.planning.cost import stored_fractions
 from sparse_dataflow.planning.hardware import GIB
@@ -43,14 +44,19 @@ def parameter_count(config: ModelConfig, stored_density: Mapping[str, float] | N
     fractions = stored_fractions(config, stored_density)
     norm = config.d_model * (2 if config.norm == "layernorm" else 1)
     positions = config.max_len if config.positions == "learned" else 0
-    block = 2 * norm
+    block, stored = 2 * norm, 0
     for name in PROJECTIONS:
         fan_in, fan_out = config.projection_shape(name)
         rank = config.linear(name).rank
-        block += round(fan_in * fan_out * fractions[name]) + fan_out
-        block += rank * (fan_in + fan_out) + 1 if rank else 0
+        stored += round(config.num_layers * fan_in * fan_out * fractions[name])
+        block += fan_out + (rank * (fan_in + fan_out) + 1 if rank else 0)
     embeddings = (config.vocab_size + positions) * config.d_model
-    return embeddings + config.num_layers * block + norm
+    return embeddings + stored + config.num_layers * block + norm
+
+
+def one_layer(config: ModelConfig) -> ModelConfig:
+    """The model with one layer, of those that store most."""
+    return dataclasses.replace(widest(config), num_layers=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +143,7 @@ def training_bytes(
     parameters = parameter_count(config, stored_density)
     copied = parameters
     if config.remat != "none":
-        copied = parameter_count(dataclasses.replace(config, num_layers=1), stored_density)
+        copied = parameter_count(one_layer(config), stored_density)
     tokens = batch * sequence
     compute = DTYPE_BYTES[config.compute_dtype]
     held = activation_bytes(config, sequence, fused_attention)
@@ -190,9 +196,9 @@ def table_bytes(config: ModelConfig, stored_density: Mapping[str, float] | None 
         spec = config.linear(name)
         if spec.kind == "block_sparse":
             fan_in, fan_out = config.projection_shape(name)
-            blocks = round(fan_in * fan_out * fractions[name] / spec.block**2)
-            total += blocks * TABLE_BYTES_PER_BLOCK
-    return total * config.num_layers
+            weights = config.num_layers * fan_in * fan_out * fractions[name]
+            total += round(weights / spec.block**2) * TABLE_BYTES_PER_BLOCK
+    return total
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.groups import refuse_groups
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.planning.hardware import GIB, Chip
@@ -138,6 +139,7 @@ def plan(
             f"{devices} devices."
         )
     compute = DTYPE_BYTES[model.compute_dtype]
+    refuse_groups(model, "--executor=relay")
     one, two = (dataclasses.replace(model, num_layers=n) for n in (1, 2))
     block = memory.parameter_count(two) - memory.parameter_count(one)
     rest = memory.parameter_count(one) - block

@@ -72,24 +72,34 @@ def _objective(speed, blocked):
 
 
 def _kept(journal, request, choices):
+    """(indices by choice, speed, what blocks it) of each trial in the journal."""
     if journal is None or not journal.exists():
         return []
     try:
-        first, *trials = map(json_files.parse, json_files.content(journal).splitlines())
-        made = [(at, speed, blocked) for at, speed, blocked in trials]
-        for at, speed, blocked in made:
-            legal = at.keys() == choices.levels.keys() and math.isfinite(speed)
-            levels = (max(len(levels), 2) for levels in choices.levels.values())
-            indices = (at[name] for name in choices.levels)
-            if not legal or not all(type(i) is int and 0 <= i < n for i, n in zip(indices, levels)):
-                raise ValueError("a trial lies outside of what is searched")
-            if type(blocked) is not str:
-                raise ValueError("a trial's reason is no text")
+        first, *trials = json_files.content(journal).splitlines()
+        asked = json_files.parse(first)
+        if type(asked) is not str:
+            raise ValueError("it begins with no request")
+        # Trials of another request may lie outside of what this one searches, and be whole.
+        ours = asked == f"{request}"
+        made = [_trial(json_files.parse(line), choices) for line in trials] if ours else []
     except json_files.MALFORMED as error:
         raise UserError(f"{journal} is damaged ({error}); remove it to search anew.") from None
-    if first != f"{request}":
+    if not ours:
         raise UserError(f"{journal} holds trials of another request; name another --out.")
     return made
+
+
+def _trial(kept, choices):
+    at, speed, blocked = kept
+    legal = at.keys() == choices.levels.keys() and math.isfinite(speed)
+    levels = (max(len(levels), 2) for levels in choices.levels.values())
+    indices = (at[name] for name in choices.levels)
+    if not legal or not all(type(i) is int and 0 <= i < n for i, n in zip(indices, levels)):
+        raise ValueError("a trial lies outside of what is searched")
+    if type(blocked) is not str:
+        raise ValueError("a trial's reason is no text")
+    return at, speed, blocked
 
 
 def _keep(journal, request, made):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.groups import widest
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.planning import collectives
 from sparse_dataflow.planning.chips import Chip, Network
@@ -203,10 +204,12 @@ def step_time(
 
 def stage_parameters(config: ModelConfig, layout: RunLayout, stored_density=None):
     """Parameters of one chip of the fullest stage where nothing is dealt out over "fsdp"."""
+    alike = widest(config)
     one, two = (
-        parameter_count(dataclasses.replace(config, num_layers=n), stored_density) for n in (1, 2)
+        parameter_count(dataclasses.replace(alike, num_layers=n), stored_density) for n in (1, 2)
     )
-    block, ends = two - one, 2 * one - two
+    ends = 2 * one - two
+    block = (parameter_count(config, stored_density) - ends) / config.num_layers
     return (np.ceil(config.num_layers / np.asarray(layout.stage)) * block + ends) / layout.tensor
 
 

@@ -3,19 +3,17 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparse_dataflow.reporting import figures, quantities, svg
 from sparse_dataflow.reporting.quantities import MISSING, finite
+from sparse_dataflow.reporting.report_data import (
+    EvaluationData,
+    LayoutData,
+    ReportData,
+    VariantData,
+)
 from sparse_dataflow.reporting.timeline_figure import timeline
-
-if TYPE_CHECKING:
-    from sparse_dataflow.reporting.report import (
-        EvaluationData,
-        LayoutData,
-        ReportData,
-        VariantData,
-    )
 
 _EQUAL_CLOCK = 0.05
 _PICTURES = 12
@@ -65,7 +63,7 @@ RUN_MEASURES = (
 )
 
 
-def contents(data: "ReportData") -> dict[str, Any]:
+def contents(data: ReportData) -> dict[str, Any]:
     """What the template fills in; variants in the order dense, sparse."""
     variants = sorted(data.variants, key=lambda v: v.name)
     seconds = _breakdown({v.name: v.section_seconds for v in variants}, quantities.seconds, "step")
@@ -103,7 +101,7 @@ def goodput(seconds: dict[str, float]) -> str:
     return f"{told}; {rest}" if rest else told
 
 
-def evaluation_table(evaluation: "EvaluationData") -> list[dict[str, Any]]:
+def evaluation_table(evaluation: EvaluationData) -> list[dict[str, Any]]:
     """Rows of the evaluation's table: what was asked, cells by model, baselines, difference.
 
     A difference is called better or worse for the first model only where its 95% interval leaves
@@ -144,7 +142,7 @@ def _plain_number(value: float | None, sign: bool = False) -> str:
     return MISSING if value is None else f"{value:{'+' if sign else ''}.3f}"
 
 
-def headline(variants: Sequence["VariantData"]) -> str:
+def headline(variants: Sequence[VariantData]) -> str:
     """The run's result in one sentence, in bits per byte where evaluated so, else in loss."""
     field, unit = "bits_per_byte", "bits per byte of held-out text"
     if any(finite(v.bits_per_byte) is None for v in variants):
@@ -176,7 +174,7 @@ def headline(variants: Sequence["VariantData"]) -> str:
     )
 
 
-def table(variants: Sequence["VariantData"], flop_ceiling: float | None) -> list[dict[str, Any]]:
+def table(variants: Sequence[VariantData], flop_ceiling: float | None) -> list[dict[str, Any]]:
     """Rows of the headline table: label, cells by variant, verdict and what to say under it."""
     rows = []
     for measure in MEASURES:
@@ -219,7 +217,7 @@ def _ceiling(values: Sequence[float | None], flop_ceiling: float | None) -> str 
     return f"FLOP ceiling {quantities.significant(ceiling)}×, {100 * share:.0f}% of it reached"
 
 
-def facts(data: "ReportData") -> list[str]:
+def facts(data: ReportData) -> list[str]:
     """Sentences under the table on what bounds the ratio."""
     sentences = []
     if (share := finite(data.projection_share)) is not None:
@@ -236,13 +234,13 @@ def facts(data: "ReportData") -> list[str]:
     return sentences
 
 
-def _curves(variants: Sequence["VariantData"]) -> list[dict[str, Any]]:
+def _curves(variants: Sequence[VariantData]) -> list[dict[str, Any]]:
     histories = {v.name: v.history for v in variants}
     drawn = [(x, figures.loss_curves(histories, x, f"loss-{x}")) for x in ("tokens", "seconds")]
     return [{"x": x, "svg": made[0], "clipped": made[1]} for x, made in drawn if made]
 
 
-def _timelines(variants: Sequence["VariantData"]) -> list[dict[str, Any]]:
+def _timelines(variants: Sequence[VariantData]) -> list[dict[str, Any]]:
     found = []
     for v in variants:
         if v.timeline:
@@ -303,7 +301,7 @@ def fold(values: Mapping[str, float], kept: set[str]) -> dict[str, float]:
     return folded
 
 
-def layout_pictures(layouts: Sequence["LayoutData"]) -> tuple[list[dict[str, Any]], int]:
+def layout_pictures(layouts: Sequence[LayoutData]) -> tuple[list[dict[str, Any]], int]:
     """Pictures of the distinct layouts, all to one scale, and how many distinct ones were left out.
 
     Layers that share a projection's layout share one picture.
@@ -320,7 +318,7 @@ def layout_pictures(layouts: Sequence["LayoutData"]) -> tuple[list[dict[str, Any
     return pictures, len(groups) - len(chosen)
 
 
-def _picture(group: Sequence["LayoutData"], cell: float, key: str) -> dict[str, Any]:
+def _picture(group: Sequence[LayoutData], cell: float, key: str) -> dict[str, Any]:
     layout = group[0]
     blocks = layout.in_blocks * layout.out_blocks
     where = _layers([g.layer for g in group])

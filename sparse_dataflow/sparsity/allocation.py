@@ -1,19 +1,18 @@
-"""How much of each projection is stored: one density for all, or a FLOP budget shared out.
-
-Every block section of a model stores equally many blocks, because executors scan, pipeline and
-relay them as equals; so a projection has one density at every depth.
-"""
+"""How much of each projection is stored, and at which depth: one density for all, or a budget."""
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.groups import groups, mean_multiplier
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.sparsity.patterns import legal_densities, make_layout
 
 BUDGETS = ("uniform", "compute")
+DEPTH = "depth:"
+"""Before the multipliers of the parts of the depth."""
 
 
 def allocate(model: ModelConfig, budget: str) -> ModelConfig:
@@ -26,14 +25,17 @@ def allocate(model: ModelConfig, budget: str) -> ModelConfig:
         section 3; arXiv 1911.11134, section 3): a density proportional to (in + out) / (in out), so
         that small projections, which have fewer paths to lose, keep more; never above the budget.
         Or densities by name, "qkv:0.25,mlp_in:0.0625", or what multiplies the model's own,
-        "qkv:0.5x,mlp_in:1.5x"; the others keep it.
+        "qkv:0.5x,mlp_in:1.5x"; the others keep it.  Or what multiplies the density of all in equal
+        parts of the depth, from first to last, "depth:1.5x,0.5x".
 
     Raises:
-      UserError: an unknown budget or projection, or a density that the pattern has no layout for;
-        names the legal ones.
+      UserError: an unknown budget or projection, parts that do not divide the layers, or a density
+        that the pattern has no layout for; names the legal ones.
     """
     if budget == "uniform" or not model.sparse_projections:
         return model
+    if budget.startswith(DEPTH):
+        return _by_depth(model, budget)
     if budget == "compute":
         densities = _erdos_renyi(model)
     else:
@@ -91,16 +93,66 @@ def _shared(budget, weights, parts):
 
 def _legal(model, name):
     """The densities that the projection's pattern has a layout for, ascending."""
-    spec = model.linear(name)
     rows, columns = model.projection_shape(name)
-    found = []
-    for density in legal_densities(rows, columns, spec.block):
-        try:
-            make_layout(spec.pattern, rows, columns, spec.block, density)
-        except UserError:
-            continue
-        found.append(density)
-    return found
+    balanced = legal_densities(rows, columns, model.linear(name).block)
+    return [density for density in balanced if _has_layout(model, name, density)]
+
+
+def _has_layout(model, name, density):
+    spec, (rows, columns) = model.linear(name), model.projection_shape(name)
+    try:
+        make_layout(spec.pattern, rows, columns, spec.block, density)
+    except UserError:
+        return False
+    return True
+
+
+def _by_depth(model, budget):
+    given = budget.removeprefix(DEPTH).split(",")
+    multipliers = [_multiplier(text) for text in given]
+    for text, multiplier in zip(given, multipliers):
+        if multiplier <= 0:
+            raise UserError(
+                f"--density_budget={budget}: {text!r} is no multiple of --density; legal: numbers "
+                f"above 0 with x behind them, as in {DEPTH}1.5x,0.5x."
+            )
+    layers, parts = model.num_layers, len(multipliers)
+    if layers % parts:
+        legal = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
+        raise UserError(
+            f"--density_budget={budget} names {parts} parts of the depth, which do not divide "
+            f"{layers} layers; legal: {legal}."
+        )
+    for name in model.sparse_projections:
+        spec, density = model.linear(name), model.linear(name).density
+        for text, multiplier in zip(given, multipliers):
+            wanted = density * multiplier
+            if not _has_layout(model, name, wanted):
+                named = _nearest(_legal(model, name), wanted)
+                raise UserError(
+                    f"--density_budget={budget}: {text} of --density={density:g} gives {name} a "
+                    f"density of {wanted:.4g}, and {spec.pattern} has no balanced layout of that; "
+                    f"legal next to it: "
+                    f"{', '.join(f'{one / density:.6g}x' for one in named)}."
+                )
+    each = layers // parts
+    by_depth = tuple(multiplier for multiplier in multipliers for _ in range(each))
+    return dataclasses.replace(model, density_by_depth=by_depth)
+
+
+def _multiplier(text):
+    """The number of "1.5x"; 0 where it is none."""
+    try:
+        found = float(text.removesuffix("x")) if text.endswith("x") else 0.0
+    except ValueError:
+        return 0.0
+    return found if math.isfinite(found) else 0.0
+
+
+def _nearest(legal, wanted):
+    """The legal densities next to one, below and above it."""
+    below = [one for one in legal if one < wanted][-1:]
+    return below + [one for one in legal if one > wanted][:1]
 
 
 def _named(model, budget):
@@ -110,8 +162,8 @@ def _named(model, budget):
         if not colon or name not in PROJECTIONS:
             raise UserError(
                 f"--density_budget={budget} is not legal: {part!r} names no projection; legal: "
-                f"{', '.join(BUDGETS)}, or densities such as {PROJECTIONS[0]}:0.25,"
-                f"{PROJECTIONS[2]}:0.125 of {', '.join(model.sparse_projections)}."
+                f"{', '.join(BUDGETS)}, {DEPTH}1.5x,0.5x, or densities such as {PROJECTIONS[0]}:"
+                f"0.25,{PROJECTIONS[2]}:0.125 of {', '.join(model.sparse_projections)}."
             )
         if name not in model.sparse_projections:
             raise UserError(
@@ -131,24 +183,43 @@ def _named(model, budget):
     return densities
 
 
-def allocation_table(model: ModelConfig, flops: Mapping[str, float]) -> str:
-    """What each projection of every block stores, as lines of text.
+def allocation_table(
+    model: ModelConfig, flops: Callable[[ModelConfig], Mapping[str, float]]
+) -> str:
+    """What each projection of every block stores, as lines of text; by groups of layers where they
+    store unequally much, with the mean over all below.
 
     Args:
       model: its specs.
-      flops: projection -> training FLOPs a token over all layers, as `planning.cost` counts.
+      flops: model -> projection -> training FLOPs a token over all layers, as `planning.cost`
+        counts.
     """
-    total = sum(flops[name] for name in PROJECTIONS)
+    total = sum(flops(model)[name] for name in PROJECTIONS)
+    found = groups(model)
     lines = [f"{'projection':<11}{'grid':>11}{'density':>9}{'blocks a layer':>16}{'FLOPs':>8}"]
-    for name in PROJECTIONS:
-        spec = model.linear(name)
-        sides = model.projection_shape(name)
-        share = f"{flops[name] / total:>8.1%}"
-        if spec.kind == "dense":
-            lines.append(f"{name:<11}{f'{sides[0]}x{sides[1]}':>11}{'dense':>9}{'':>16}{share}")
-            continue
-        blocks = sides[0] * sides[1] // spec.block**2
-        stored = f"{round(spec.density * blocks):,} of {blocks:,}"
-        grid = "x".join(str(side // spec.block) for side in sides)
-        lines.append(f"{name:<11}{grid:>11}{spec.density:>9.4g}{stored:>16}{share}")
-    return "\n".join(lines)
+    before = [""]
+    for group in found:
+        layers, own = group.layers, flops(group.model)
+        for name in PROJECTIONS:
+            share = own[name] * len(layers) / model.num_layers / total
+            lines.append(_row(group.model, name, share))
+            before.append(f"{layers.start + 1} to {layers.stop}")
+    if len(found) == 1:
+        return "\n".join(lines)
+    lines = [f"{layers or 'layers':<11}{line}" for layers, line in zip(before, lines)]
+    mean = ", ".join(
+        f"{name} {model.linear(name).density * mean_multiplier(model):.4g}"
+        for name in PROJECTIONS
+        if name in model.sparse_projections
+    )
+    return "\n".join([*lines, f"mean density over {model.num_layers} layers: {mean}"])
+
+
+def _row(model, name, share):
+    spec, sides = model.linear(name), model.projection_shape(name)
+    if spec.kind == "dense":
+        return f"{name:<11}{f'{sides[0]}x{sides[1]}':>11}{'dense':>9}{'':>16}{share:>8.1%}"
+    blocks = sides[0] * sides[1] // spec.block**2
+    stored = f"{round(spec.density * blocks):,} of {blocks:,}"
+    grid = "x".join(str(side // spec.block) for side in sides)
+    return f"{name:<11}{grid:>11}{spec.density:>9.4g}{stored:>16}{share:>8.1%}"

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import numpy as np
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.groups import refuse_groups
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.sparsity.balance import balanced_top
 from sparse_dataflow.sparsity.layout import BlockLayout
@@ -36,7 +37,6 @@ class EvolutionConfig:
         begins (gradual, sparse_to_dense, low_rank_tail); 0 is the method's own.
       share: stored blocks that the first update exchanges, as a fraction; it falls to 0 along a
         cosine (arXiv 1911.11134, section 3).
-      dense_rate: learning rate of a dense stage over that of the sparse model.
       first: projections that sparse_to_dense makes dense at `at`, the others halfway from there to
         the end; none for all at once.
       plateau: evaluations without progress after which the next stage of sparse_to_dense begins,
@@ -49,7 +49,6 @@ class EvolutionConfig:
     every: int = 100
     at: float = 0.0
     share: float = 0.3
-    dense_rate: float = 1.0
     first: tuple[str, ...] = ()
     plateau: int = 0
     given_layouts: bool = False
@@ -67,8 +66,6 @@ class EvolutionConfig:
             )
         if self.plateau < 0:
             raise UserError(f"A plateau of {self.plateau} evaluations; legal: 0 or more.")
-        if self.dense_rate <= 0:
-            raise UserError(f"Learning rate {self.dense_rate} of a dense stage is not above 0.")
 
     @property
     def until(self) -> float:
@@ -84,14 +81,12 @@ class Stage:
       start: fraction of the steps, in [0, 1).
       model: what is trained.
       runtime_layouts: whether the layouts are known only while training, and so are data.
-      rate: learning rate relative to the schedule's.
       decays: whether the learning rate stays at its peak up to here, and decays from here on.
     """
 
     start: float
     model: ModelConfig
     runtime_layouts: bool = False
-    rate: float = 1.0
     decays: bool = False
 
 
@@ -138,10 +133,12 @@ def stages(model: ModelConfig, config: EvolutionConfig) -> tuple[Stage, ...]:
     method = METHODS[config.method]
     if config.method != "static":
         _refuse_nothing_to_do(model, config.method)
+        refuse_groups(model, f"--evolution={config.method}")
     found: tuple[Stage, ...] = (Stage(0.0, model, runtime_layouts=method.update is not None),)
     if method.stages is not None:
         found = method.stages(model, config)
     if config.given_layouts:
+        refuse_groups(model, "--init_from")
         found = tuple(map(_with_runtime_layouts, found))
     return found
 
@@ -246,7 +243,7 @@ def _sparse_to_dense(model, config):
     to_dense = lambda spec: LinearSpec(rank=spec.rank)  # noqa: E731
     dense = _with_sparse_specs(model, to_dense)
     if not config.first:
-        return Stage(0.0, model), Stage(config.until, dense, rate=config.dense_rate, decays=True)
+        return Stage(0.0, model), Stage(config.until, dense, decays=True)
     sparse = model.sparse_projections
     if not set(config.first) < set(sparse):
         raise UserError(
@@ -254,13 +251,10 @@ def _sparse_to_dense(model, config):
             f"the others; legal: some of {', '.join(sparse)}, but not all."
         )
     partly = _with_sparse_specs(model, to_dense, config.first)
-    # Between the two rates as the dense FLOPs are between the two models.
-    sizes = {name: math.prod(model.projection_shape(name)) for name in sparse}
-    share = sum(sizes[name] for name in config.first) / sum(sizes.values())
     return (
         Stage(0.0, model),
-        Stage(config.until, partly, rate=config.dense_rate**share, decays=True),
-        Stage((1 + config.until) / 2, dense, rate=config.dense_rate),
+        Stage(config.until, partly, decays=True),
+        Stage((1 + config.until) / 2, dense),
     )
 
 
@@ -304,7 +298,6 @@ def _gradual(model, config):
                 start=config.until * (1 - left ** (1 / 3)),
                 model=dataclasses.replace(model, linears=linears),
                 runtime_layouts=power < halvings,
-                rate=config.dense_rate ** (1 - math.log(density) / math.log(lowest)),
             )
         )
     return tuple(found)

@@ -178,12 +178,13 @@ def butterfly(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.nd
 
 @register("monarch")
 def monarch(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarray:
-    """Groups of `degree` ring cells, all blocks inside a group stored; strides rotate with `phase`.
+    """Equal groups with all their blocks stored: a permuted block diagonal, as a Monarch factor is
+    (arXiv 2204.00595, section 3), so that a group is one dense product.
 
-    Each weight is block-diagonal up to a permutation, as a Monarch factor is (arXiv 2204.00595,
-    section 3), so that a group is one dense product.  The cells of a group lie `stride` apart on
-    the narrower side of the weight and side by side on the wider one; successive weights use
-    other strides, and blocks mix over depth as in a butterfly of radix `degree`.
+    The output blocks of a group lie side by side.  Its input blocks do too where the weight widens
+    (qkv, mlp_in); elsewhere (attn_out, mlp_out) they lie as far apart as there are groups.  So the
+    second of two weights reads from every group of the first, as far as its fan-in goes, and the
+    same in every layer mixes all blocks.
 
     Raises:
       UserError: if `degree` does not divide the ring.
@@ -196,16 +197,9 @@ def monarch(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndar
             f"{out_blocks} blocks; legal: {', '.join(legal)}."
         )
     groups = ring // degree
-    strides = [s for s in range(1, groups + 1) if groups % s == 0]
-    # The shift keeps a projection from meeting the same stride in every layer.
-    stride = strides[(phase + phase // len(strides)) % len(strides)]
-    cell = np.arange(ring).reshape(-1, degree, stride).swapaxes(1, 2).reshape(groups, degree)
-    apart, together = cell, np.arange(ring).reshape(groups, degree)
-    reads, feeds = (apart, together) if in_blocks <= out_blocks else (together, apart)
-    permutations = np.empty((degree, ring), int)
-    for k in range(degree):
-        permutations[k, feeds] = np.roll(reads, k, axis=1)
-    return from_permutations(permutations, in_blocks, out_blocks)
+    together = lambda blocks: np.arange(blocks) // (blocks // groups)  # noqa: E731
+    reads = together(in_blocks) if in_blocks < out_blocks else np.arange(in_blocks) % groups
+    return reads[:, None] == together(out_blocks)
 
 
 @register("cyclic")

@@ -56,8 +56,7 @@ def _activations(model, params, tables, tokens):
     x = gpt.embed(model, params["embed"], tokens)
     found = {"embed": x}
     branches = []
-    for layer in range(model.num_layers):
-        own = jax.tree.map(lambda leaf, i=layer: leaf[i], (params["blocks"], tables))
+    for own in gpt.layers(params["blocks"], tables):
         block = gpt.bind_block(model)(own[0])
         middle, x_after = block.halves(x, own[1])
         branches.append((middle - x, x_after - middle))
@@ -88,5 +87,5 @@ def widened(model: ModelConfig, d_model: int) -> ModelConfig:
     heads = max(1, d_model * model.num_heads // model.d_model)
     d_ff = d_model * model.d_ff // model.d_model
     wide = dataclasses.replace(model, d_model=d_model, num_heads=heads, d_ff=d_ff)
-    gpt.layouts(dataclasses.replace(wide, num_layers=1))
+    gpt.refuse_layouts(wide)
     return wide

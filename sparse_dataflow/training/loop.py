@@ -166,7 +166,7 @@ class Trainer:
         with self._clock.during("data"):
             batch = self._put(next(self._batches))
         self._evolve(batch)
-        rate = learning_rate(self.training, self.phases, self._phase, self.step)
+        rate = learning_rate(self.training, self.phases, self.step)
         sigmas = self.training.skip_spikes
         limit = self._spikes.limit(sigmas) if sigmas else None
         with self._clock.during("step"):

@@ -1,7 +1,8 @@
-"""AdamW with warm-up and cosine decay, decoupled decay masks and density-aware learning rates."""
+"""AdamW with warm-up and cosine decay, decay masks, learning rates by kind of parameter."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.groups import group_of, groups
 from sparse_dataflow.models.sizes import DTYPES, SUPAR_WIDTH, ModelConfig
 
 B1, B2, EPS = 0.9, 0.95, 1e-8
@@ -23,7 +25,7 @@ until they are within 8% and 4% of where float32 would rest, and decay to nothin
 comes; with B2 = 0.999 neither would.
 """
 
-OPTIONAL = ("state_dtype", "skip_spikes")
+OPTIONAL = ("state_dtype", "skip_spikes", "sparse_rate", "vector_rate")
 """Fields of TrainingConfig that younger runs have; their defaults must stay what they are."""
 
 
@@ -36,7 +38,10 @@ class TrainingConfig:
       batch: sequences in an optimizer step.
       sequence: tokens in a sequence.
       micro_batches: parts the batch is accumulated over; must divide batch.
-      learning_rate: peak of the schedule.
+      learning_rate: peak of the schedule, at which dense weights learn.
+      sparse_rate: how many times that a block-sparse weight of 1/8 density learns at; between and
+        beyond, a power of the density, so that 1 is the same for every density.
+      vector_rate: how many times that embeddings, biases, norms and gates learn at.
       warmup: fraction of the steps spent in linear warm-up, in [0, 1).
       weight_decay: decoupled decay of matrices (biases, norms and gates have none).
       clip: largest global gradient norm.
@@ -58,6 +63,8 @@ class TrainingConfig:
     seed: int = 0
     state_dtype: str = "float32"
     skip_spikes: float = 0.0
+    sparse_rate: float = 1.0
+    vector_rate: float = 1.0
 
     def __post_init__(self):
         if self.state_dtype not in DTYPES:
@@ -70,6 +77,9 @@ class TrainingConfig:
             raise UserError(f"batch {self.batch} and sequence {self.sequence} must be at least 1.")
         if not 0 <= self.warmup < 1:
             raise UserError(f"warmup {self.warmup} is a fraction of the steps; legal: [0, 1).")
+        for name in ("sparse_rate", "vector_rate"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name} {getattr(self, name)} is not above 0.")
         if self.micro_batches < 1 or self.batch % self.micro_batches:
             raise UserError(
                 f"A batch of {self.batch} does not split into {self.micro_batches} micro-batches."
@@ -85,6 +95,9 @@ class TrainingConfig:
             if name not in OPTIONAL or value != defaults[name]
         }
 
+
+SPARSE_RATE_DENSITY = 1 / 8
+"""The density that `TrainingConfig.sparse_rate` is told for."""
 
 FINAL_LEARNING_RATE = 0.1
 """Where the cosine ends, as a fraction of the peak (GPT-3, arXiv 2005.14165, appendix B)."""
@@ -113,7 +126,7 @@ def make_optimizer(model: ModelConfig, training: TrainingConfig) -> optax.Gradie
     Its updates are to be multiplied by minus the learning rate, which a train step takes as an
     argument, so that a schedule is data.
     """
-    multipliers = lambda params: learning_rate_multipliers(model, params)  # noqa: E731
+    multipliers = lambda params: learning_rate_multipliers(model, training, params)  # noqa: E731
 
     def scale(updates, state, params=None):
         return jax.tree.map(lambda u, m: u * m, updates, multipliers(updates)), state
@@ -163,21 +176,29 @@ def decay_mask(params: dict) -> dict:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in decayed, params)
 
 
-def learning_rate_multipliers(model: ModelConfig, params: dict) -> dict:
-    """Learning rate of each parameter relative to the schedule's.
+def learning_rate_multipliers(model: ModelConfig, training: TrainingConfig, params: dict) -> dict:
+    """Learning rate of each parameter relative to the schedule's, by what kind of parameter it is.
 
-    With SuPar (arXiv 2405.15743, table 1) a weight learns at SUPAR_WIDTH / (d_model x density): a
-    step of Adam moves every weight alike, and an output then changes as much as at SUPAR_WIDTH,
-    for a sum over more, or fewer, inputs.  Embeddings, biases, norms and what reads the constant
-    rank of a low-rank term have the schedule's own rate.  The initial variance follows the stored
-    fan-in under either parametrization.
+    Stored blocks have `training.sparse_rate`, to a power that is 1 at SPARSE_RATE_DENSITY and 0 at
+    density 1; what is no matrix between features `training.vector_rate`; dense weights and
+    low-rank terms 1.
+
+    With SuPar (arXiv 2405.15743, table 1) a weight learns at SUPAR_WIDTH / (d_model x density)
+    besides: a step of Adam moves every weight alike, and an output then changes as much as at
+    SUPAR_WIDTH, for a sum over more, or fewer, inputs.  What reads the constant rank of a low-rank
+    term does not.  The initial variance follows the stored fan-in under either parametrization.
     """
 
     def multiplier(path, _):
-        names = [key.key for key in path]
-        if not model.supar or names[-1] not in ("kernel", "values", "a_kernel"):
-            return 1.0
-        density = model.linear(names[-2]).density if names[-1] == "values" else 1.0
-        return SUPAR_WIDTH / (model.d_model * density)
+        name = path[-1].key
+        if name not in ("kernel", "values", "a_kernel", "b_kernel"):
+            return training.vector_rate
+        density = 1.0
+        if name == "values":
+            density = groups(model)[group_of(path)].model.linear(path[-2].key).density
+        rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
+        if model.supar and name != "b_kernel":
+            rate *= SUPAR_WIDTH / (model.d_model * density)
+        return rate
 
     return jax.tree_util.tree_map_with_path(multiplier, params)

@@ -19,7 +19,6 @@ class Phase:
       stop: the step after the last one.
       model: what is trained.
       runtime_layouts: whether its layouts are data of the programs.
-      rate: learning rate relative to the schedule's.
       decays: see `sparsity.evolution.Stage`.
     """
 
@@ -27,7 +26,6 @@ class Phase:
     stop: int
     model: ModelConfig
     runtime_layouts: bool
-    rate: float
     decays: bool = False
 
     @property
@@ -45,7 +43,7 @@ def phases(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> tuple[
     found = stages(model, evolution)
     starts = [round(stage.start * steps) for stage in found]
     return tuple(
-        Phase(start, stop, stage.model, stage.runtime_layouts, stage.rate, stage.decays)
+        Phase(start, stop, stage.model, stage.runtime_layouts, stage.decays)
         for stage, start, stop in zip(found, starts, [*starts[1:], steps])
     )
 
@@ -55,12 +53,10 @@ def phase_before(found: Sequence[Phase], step: int) -> int:
     return next(i for i, phase in enumerate(found) if step <= phase.stop)
 
 
-def learning_rate(
-    training: TrainingConfig, found: tuple[Phase, ...], number: int, step: int
-) -> float:
-    """Of a step (from 0) in the phase `number` of `found`."""
+def learning_rate(training: TrainingConfig, found: tuple[Phase, ...], step: int) -> float:
+    """The schedule's at a step (from 0) of the phases."""
     decay_from = next((phase.start for phase in found if phase.decays), 0)
-    return learning_rate_schedule(training, decay_from)(step) * found[number].rate
+    return learning_rate_schedule(training, decay_from)(step)
 
 
 def update_steps(evolution: EvolutionConfig, steps: int) -> list[int]:

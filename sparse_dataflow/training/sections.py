@@ -14,6 +14,7 @@ import numpy as np
 from sparse_dataflow.execution.warm_up import warm_up
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.groups import groups, parts
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
 from sparse_dataflow.training.step import TrainState
@@ -39,15 +40,23 @@ def section_seconds(
     rng = np.random.default_rng(0)
     dtype = jnp.dtype(model.compute_dtype)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
-    layer = jax.tree.map(lambda leaf: leaf[0], state.params["blocks"])
-    tables = jax.tree.map(lambda table: table[0], state.tables)
+    of_group = [
+        jax.tree.map(lambda leaf: leaf[0], stacked)
+        for stacked in zip(parts(state.params["blocks"]), parts(state.tables), strict=True)
+    ]
     block = gpt.bind_block(model)
 
     def projection(name):
+        """Over all layers: one of each group is timed."""
         x = draw(B, T, model.projection_shape(name)[0])
-        return _seconds(
-            lambda params, x: getattr(block(params), name)(x, tables.get(name)), (layer, x)
-        )
+        total = 0.0
+        for group, (params, tables) in zip(groups(model), of_group, strict=True):
+
+            def one(params, x, tables=tables):
+                return getattr(block(params), name)(x, tables.get(name))
+
+            total += len(group.layers) * _seconds(one, (params, x))
+        return total
 
     def elementwise(params, x, hidden):
         bound = block(params)
@@ -68,22 +77,21 @@ def section_seconds(
             head, (head_params, embed_params["tokens"], draw(B, T, D)), targets, weights
         ),
     }
-    every_layer = {
+    layers = model.num_layers
+    attended, normed = tuple(draw(*heads) for _ in range(3)), (draw(B, T, D), draw(B, T, F))
+    all_layers = {
         "qkv": projection("qkv"),
-        "attention": _seconds(causal_attention, tuple(draw(*heads) for _ in range(3))),
+        "attention": layers * _seconds(causal_attention, attended),
         **{name: projection(name) for name in PROJECTIONS[1:]},
-        "norms and GELU": _seconds(elementwise, (layer, draw(B, T, D), draw(B, T, F))),
+        "norms and GELU": layers * _seconds(elementwise, (of_group[0][0], *normed)),
     }
-    parts = {
+    found = {
         "embed": training.micro_batches * once["embed"],
-        **{
-            name: training.micro_batches * model.num_layers * seconds
-            for name, seconds in every_layer.items()
-        },
+        **{name: training.micro_batches * seconds for name, seconds in all_layers.items()},
         "head and loss": training.micro_batches * once["head and loss"],
         "optimizer": _optimizer_seconds(model, training, state),
     }
-    return {**parts, "other": max(0.0, step_seconds - sum(parts.values()))}
+    return {**found, "other": max(0.0, step_seconds - sum(found.values()))}
 
 
 def _seconds(function: Callable, inputs: tuple, *data) -> float:

@@ -17,6 +17,7 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.interchange import huggingface
+from sparse_dataflow.models.groups import refuse_groups
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
 from sparse_dataflow.training.step import TrainState
@@ -46,13 +47,14 @@ def shape(folder: str | Path) -> ModelConfig:
     of a run.
 
     Raises:
-      UserError: it holds none.
+      UserError: it holds none, or one whose layers store unequally much.
     """
     if huggingface.is_directory(folder):
         model = read(str(folder)).model
     else:
         variants = trained.read_config(folder)["variants"]
         model = ModelConfig.from_json(variants[_variant(variants)]["model"])
+        refuse_groups(model, f"--init_from={folder}")
     return dataclasses.replace(model, linears={})
 
 
@@ -90,6 +92,8 @@ def begun_state(
     Raises:
       UserError: the two models differ in more than what is stored of their projections.
     """
+    for each in (start.model, model):
+        refuse_groups(each, "--init_from")
     refuse_other_shape(start.model, model)
     step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)
     params = jax.tree.map(jnp.array, start.params)

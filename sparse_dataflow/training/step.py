@@ -174,7 +174,7 @@ def group_norms(tree: dict) -> dict[str, jax.Array]:
     """Euclidean norm by parameter group: "embed", "head" and "blocks.<module>"."""
     squares: dict[str, jax.Array] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        names = [key.key for key in path]
+        names = [key.key for key in path if hasattr(key, "key")]
         group = ".".join(names[:2]) if names[0] == "blocks" else names[0]
         squares[group] = squares.get(group, 0.0) + jnp.sum(jnp.square(leaf))
     return {group: jnp.sqrt(total) for group, total in squares.items()}

@@ -14,6 +14,7 @@ CONFIGS = {
     "dense": DENSE,
     "sparse": SPARSE,
     "low rank": LOW_RANK,
+    "by depth": dataclasses.replace(LOW_RANK, density_by_depth=(2.0, 1.0)),
     "rotary": dataclasses.replace(SPARSE, positions="rotary", norm="rmsnorm"),
 }
 

@@ -25,6 +25,7 @@ from sparse_dataflow.execution.pipelined import Pipelined
 from sparse_dataflow.execution.sharded import Sharded
 from sparse_dataflow.execution.stages import divide
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.groups import parts
 from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
 from sparse_dataflow.training.checkpoint import Checkpoints
@@ -53,6 +54,7 @@ MODELS = {
     "dense_odd": dataclasses.replace(DENSE, vocab_size=45, norm="rmsnorm", remat="full"),
     "sparse": sparse("monarch"),
     "sparse_rank": sparse("random", rank=4, positions="rotary", remat="dots"),
+    "sparse_depth": sparse("monarch", num_layers=3, density_by_depth=(2.0, 2.0, 1.0)),
     "dense_deep": dataclasses.replace(DENSE, num_layers=8),
     "sparse_deep": sparse("monarch", num_layers=5),
     "sparse_deep_full": sparse("random", rank=4, num_layers=5, remat="full"),
@@ -119,10 +121,13 @@ def canonical(executor, state, tables, model):
 
 def without_key_bias(params):
     """A softmax does not see a key's bias: its gradient is rounding, which Adam makes a step of."""
-    bias = params["blocks"]["qkv"]["bias"]
-    bias = bias.reshape(len(bias), DENSE.num_heads, 3, -1)
-    qkv = {**params["blocks"]["qkv"], "bias": bias[:, :, [0, 2]]}
-    return {**params, "blocks": {**params["blocks"], "qkv": qkv}}
+
+    def without(blocks):
+        bias = blocks["qkv"]["bias"]
+        bias = bias.reshape(len(bias), DENSE.num_heads, 3, -1)
+        return {**blocks, "qkv": {**blocks["qkv"], "bias": bias[:, :, [0, 2]]}}
+
+    return {**params, "blocks": [without(blocks) for blocks in parts(params["blocks"])]}
 
 
 def error(mine, right):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_whole import DENSE, MODEL, SPARSE, arbitrary_params, assert_same, tables_of
+from small_models import DENSE, MODEL, SPARSE, arbitrary_params, assert_same, tables_of
 
 from sparse_dataflow.execution import whole
 from sparse_dataflow.execution.layer_actions import layer_actions

@@ -29,6 +29,7 @@ def written(shape, zero=3, micro_batches=1):
         ("dense", ["data:2,tensor:4/0/2"]),
         ("sparse", ["data:2,fsdp:2,tensor:2/2/2"]),
         ("sparse_rank", ["data:2,tensor:4/0/1"]),
+        ("sparse_depth", ["data:2,fsdp:2,tensor:2/3/2"]),
     ],
 )
 def test_eight_devices_train_like_one(model, texts):
@@ -52,7 +53,7 @@ def test_a_state_in_bfloat16_trains_over_a_mesh_as_on_one_device():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("model", ["dense", "dense_odd", "sparse", "sparse_rank"])
+@pytest.mark.parametrize("model", ["dense", "dense_odd", "sparse", "sparse_rank", "sparse_depth"])
 @pytest.mark.parametrize("zero", range(4))
 def test_every_mesh_and_zero_trains_like_one_device(model, zero):
     draw = random.Random(f"{model}{zero}")
@@ -78,7 +79,7 @@ def test_layouts_evolve_over_a_mesh_as_on_one_device(method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["sparse"])
+@pytest.mark.parametrize("model", ["sparse", "sparse_depth"])
 def test_a_checkpoint_moves_between_any_two_meshes(model):
     draw = random.Random(0)
     shapes = draw.sample(SHAPES, 3)

@@ -29,23 +29,26 @@ def shared(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def job(shared):
+def job(shared, tmp_path_factory):
     folder, lock = shared
     with lock:
         if not (folder / "corpus").exists():
             write_corpus(folder / "corpus.new")
             (folder / "corpus.new").rename(folder / "corpus")
-    return MainJob(folder / "corpus", folder / "cache", folder / "compiled")
+    logs = tmp_path_factory.mktemp("forks")
+    job = MainJob(folder / "corpus", folder / "cache", folder / "compiled", logs)
+    yield job
+    job.forks.close()
 
 
 @pytest.fixture(scope="session")
 def undisturbed(job, shared, tmp_path_factory):
-    """The folder of a whole run of the tests' plan; not to be changed."""
+    """The folder of a whole run of the tests' plan, started as a user does; not to be changed."""
     folder, lock = shared
     with lock:
         if not (folder / "undisturbed").exists():
             attempt = tmp_path_factory.mktemp("attempt") / "run"
-            done = job.new(attempt)
+            done = job.process(*job.plan(attempt))
             assert done.returncode == 0, done.stderr
             attempt.rename(folder / "undisturbed")
     return folder / "undisturbed"

@@ -1,16 +1,22 @@
-"""Runs an experiment to which something happens at a chosen file operation.
+"""Runs an experiment to which something happens at a chosen file operation or call.
 
-    python eventful_run.py '[[PATH, N, WHAT], ...]' EXPERIMENT ARGUMENTS...
+    python eventful_run.py '{"events": [], "calls": [], "whole": false}' EXPERIMENT ARGUMENTS...
 
-One after the other, at the N-th file operation whose path matches the regular expression PATH, WHAT
-happens: a signal's name sends it to this process, "SIGINT again" sends one once the program has
-noted the first (to Python, two that come together are one), "full" makes the disk refuse more than
-20 kB a file, an error's name ("EIO") makes this operation fail so, "clock SECONDS" sets the time of
-day forward or back.
+"events" are [PATH, N, WHAT]: one after the other, at the N-th file operation whose path matches the
+regular expression PATH, WHAT happens: a signal's name sends it to this process, "SIGINT again"
+sends one once the program has noted the first (to Python, two that come together are one), "full"
+makes the disk refuse more than 20 kB a file, an error's name ("EIO") makes this operation fail so,
+"clock SECONDS" sets the time of day forward or back.
+
+"calls" are ["module.function", N, WHAT] at its N-th call: a signal, or "full".
+
+What is not "whole" leaves out what takes seconds beside the training: see `shorten`.
 """
 
 import errno
+import importlib
 import json
+import math
 import os
 import re
 import resource
@@ -18,9 +24,13 @@ import runpy
 import signal
 import sys
 import time
+from pathlib import Path
+
+from sparse_dataflow.data import cache
 
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
-happenings = json.loads(sys.argv[1])
+asked = json.loads(sys.argv[1])
+happenings = asked["events"]
 seen = 0
 
 
@@ -43,7 +53,7 @@ def watch(event, arguments):
         before, jump = time.time, float(what.removeprefix("clock "))
         time.time = lambda: before() + jump
     elif what == "full":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        fill_disk()
     elif what == "SIGINT again":
         give_up = time.monotonic() + 600
         while signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -54,6 +64,44 @@ def watch(event, arguments):
         os.kill(os.getpid(), getattr(signal, what))
 
 
-sys.addaudithook(watch)
+def fill_disk():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+
+def at_call(name, count, what):
+    module, _, function = name.rpartition(".")
+    module = importlib.import_module(module)
+    whole, left = getattr(module, function), [count]
+
+    def counted(*arguments, **options):
+        left[0] -= 1
+        if left[0] == 0 and what == "full":
+            fill_disk()
+        elif left[0] == 0:
+            os.kill(os.getpid(), getattr(signal, what))
+        return whole(*arguments, **options)
+
+    setattr(module, function, counted)
+
+
+def shorten():
+    """Leaves out rates of this machine, the sections of a step, and continuations in the report."""
+    from experiments import run_report
+    from sparse_dataflow.planning import hardware
+
+    hardware.measure_cpu = lambda dtype="float32": 1e11
+    hardware.measure_cpu_bandwidth = lambda: 1e10
+    run_report.TIMED_FROM = math.inf
+    run_report._continuations = lambda *_: []
+
+
+# Of the environment of the process that was forked, where this is a fork.
+cache.FOLDER = Path(os.environ["XDG_CACHE_HOME"]) / "sparse_dataflow"
+if not asked["whole"]:
+    shorten()
+for call in asked["calls"]:
+    at_call(*call)
+if happenings:
+    sys.addaudithook(watch)
 name, sys.argv = sys.argv[2], [sys.argv[0], *sys.argv[3:]]
 runpy.run_module(f"experiments.{name}", run_name="__main__", alter_sys=True)

@@ -1,6 +1,7 @@
 """Runs the main job as a user does, at the scale 'pico', and compares what two runs left."""
 
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -10,11 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
+from forks import Fork, Forks
 
 ROOT = Path(__file__).parents[2]
 PICO = ("--scale=pico", "--block=16", "--density=0.25")
 PLAN = ("--steps=12", "--checkpoint_every=3", "--eval_every=6")
 TIMES = ("seconds", "tokens_per_second", "mfu", "update_seconds")
+IMPORTED = (
+    "array_record.python.array_record_data_source", "experiments.gpt_run", "grain",
+    "jax.interpreters.mlir", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
+    "scipy.optimize", "sparse_dataflow.data.builders", "sparse_dataflow.reporting.page",
+    "tensorboardX", "tensorflow_datasets.core.data_sources", "tokenizers",
+)  # fmt: skip
+"""What a run imports, most of it when it needs it."""
 TIMEOUT = 1500  # seconds, for a machine that is busy with other things
 
 
@@ -25,35 +34,64 @@ class MainJob:
     corpus: Path
     cache: Path
     compiled: Path
+    logs: Path
 
-    def run(
-        self, *arguments, experiment="gpt13b_sparse", events=(), cwd=None, cache=None
-    ) -> subprocess.CompletedProcess:
-        """`python -m experiments.EXPERIMENT ARGUMENTS` to its end.
+    @functools.cached_property
+    def forks(self) -> Forks:
+        """What starts them."""
+        return Forks(self.environment, self.logs, IMPORTED)
 
-        `events` are (regular expression of a path, n, what) for `eventful_run`.
+    def start(
+        self,
+        *arguments,
+        experiment="gpt13b_sparse",
+        events=(),
+        calls=(),
+        whole=False,
+        cwd=None,
+        **options,
+    ) -> Fork:
+        """A run of `python -m experiments.EXPERIMENT ARGUMENTS` as a fork.
+
+        Args:
+          events: what happens to it, as in `eventful_run`.
+          calls: likewise.
+          whole: with all that `eventful_run.shorten` leaves out.
+          cwd: the folder that it runs in; that of the tests' corpus if None.
+          options: of `Forks.start`.
         """
+        asked = {"events": list(events), "calls": list(calls), "whole": whole}
+        program = Path(__file__).with_name("eventful_run.py")
+        cwd = cwd or self.corpus.parent
+        return self.forks.start(
+            program, json.dumps(asked), experiment, *arguments, cwd=cwd, **options
+        )
+
+    def run(self, *arguments, cache=None, **options) -> subprocess.CompletedProcess:
+        """`start` to its end; `cache` is the folder of caches where it is not that of the tests."""
+        environment = {"XDG_CACHE_HOME": str(cache)} if cache else {}
+        run = self.start(*arguments, environment=environment, **options)
+        run.wait(TIMEOUT)
+        return subprocess.CompletedProcess(arguments, run.returncode, run.stdout, run.stderr)
+
+    def process(self, *arguments) -> subprocess.CompletedProcess:
+        """`python -m experiments.gpt13b_sparse ARGUMENTS` to its end, as a user starts it."""
         return subprocess.run(
-            self.command(*arguments, experiment=experiment, events=events),
-            cwd=cwd or self.corpus.parent,
-            env=self.environment | ({"XDG_CACHE_HOME": str(cache)} if cache else {}),
+            [sys.executable, "-m", "experiments.gpt13b_sparse", *map(str, arguments)],
+            cwd=self.corpus.parent,
+            env=self.environment,
             capture_output=True,
             text=True,
             timeout=TIMEOUT,
         )
 
-    def command(self, *arguments, experiment="gpt13b_sparse", events=()) -> list[str]:
-        """What `run` runs."""
-        start = ["-m", f"experiments.{experiment}"]
-        if events:
-            start = [str(Path(__file__).with_name("eventful_run.py")), json.dumps(events)]
-            start.append(experiment)
-        return [sys.executable, *start, *map(str, arguments)]
+    def plan(self, folder: Path, *arguments) -> list[str]:
+        """The flags of the tests' plan, into `folder`."""
+        return [*PICO, *PLAN, f"--corpus={self.corpus}", f"--out={folder}", *arguments]
 
     def new(self, folder: Path, *arguments, **options) -> subprocess.CompletedProcess:
         """A new run of the tests' plan into `folder`."""
-        corpus = f"--corpus={self.corpus}"
-        return self.run(*PICO, *PLAN, corpus, f"--out={folder}", *arguments, **options)
+        return self.run(*self.plan(folder, *arguments), **options)
 
     def resume(self, folder: Path, *arguments, **options) -> subprocess.CompletedProcess:
         """Goes on with the run in `folder`."""

@@ -5,11 +5,16 @@ python tests/experiments/test_compile_plan.py        writes the golden text anew
 """
 
 import dataclasses
-import json
+import sys
 from pathlib import Path
 
 import pytest
 from absl import flags as absl_flags
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from shipped_plans import SHIPPED, plan_of, result
 
 from experiments import (
     compile_plan,
@@ -20,13 +25,7 @@ from experiments import (
 )
 from sparse_dataflow.planning import chips, compile, nearest, search, topologies
 
-RESULTS = Path(__file__).parents[2] / "experiments/results/compile_plan"
 GOLDEN = Path(__file__).with_name("golden") / "compile_plan.txt"
-SHIPPED = sorted(path.stem for path in RESULTS.glob("*.json"))
-
-
-def result(name):
-    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def run(*arguments):
@@ -39,7 +38,7 @@ def run(*arguments):
 
 def test_the_plans_that_must_pass_are_shipped():
     asked = {"1t": "v5p:16x16x12", "175b": "v5p:8x8x16", "13b": "v5e:4x4"}
-    plans = [compile_report.plan_of(result(name)["plan"]) for name in SHIPPED]
+    plans = [plan_of(result(name)["plan"]) for name in SHIPPED]
     found = {(p.scale, p.topology.name): p for p in plans}
     assert set(asked.items()) <= set(found)
     assert found["13b", "v5e:4x4"].config.sparse_projections
@@ -48,7 +47,7 @@ def test_the_plans_that_must_pass_are_shipped():
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_planner_predicts_the_compilers_memory_within_a_tenth(name):
     found = result(name)
-    plan = compile_report.plan_of(found["plan"])
+    plan = plan_of(found["plan"])
     assert plan.flags == found["plan"]
     assert found["verdict"] == compile_report.FITS
     assert found["seconds"]["processor"] < 2 * 300
@@ -64,7 +63,7 @@ def test_the_planner_predicts_the_compilers_memory_within_a_tenth(name):
 
 def text():
     found = result("13b_density-0-125_v5e-4x4")
-    return compile_report.told(compile_report.plan_of(found["plan"]), found) + "\n"
+    return compile_report.told(plan_of(found["plan"]), found) + "\n"
 
 
 def test_text_of_a_plan():

@@ -11,7 +11,7 @@ pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 
 from experiments import evaluate, evaluation_report, flags
 from sparse_dataflow.data import cache
-from sparse_dataflow.reporting.report import ReportData
+from sparse_dataflow.reporting.report_data import ReportData
 
 GOOD = {"context": "the", "choices": [" of", " and"], "answer": 1}
 

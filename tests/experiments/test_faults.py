@@ -15,7 +15,7 @@ import time
 import psutil
 import pytest
 from fault_records import Record
-from forks import GUARD, Forks
+from forks import GUARD
 from main_job import PICO, arrays, checkpoint_steps, rows, untimed
 from ports import free_port
 
@@ -33,17 +33,11 @@ FIFTY = "50 kills in a row at random moments of one training"
 SILENT, BACK = "stalled: process 1 on ", "going on after the stall"
 
 
-@pytest.fixture(scope="module")
-def forks(job, tmp_path_factory):
-    with Forks(job.environment, tmp_path_factory.mktemp("forks")) as found:
-        yield found
-
-
 class Pair:
     """A run of two processes, its folder and what happens to them."""
 
-    def __init__(self, forks, job, folder, steps=STEPS):
-        self._forks, self._job, self.folder, self._steps = forks, job, folder, steps
+    def __init__(self, job, folder, steps=STEPS):
+        self._job, self.folder, self._steps = job, folder, steps
         self._started = []
 
     def __enter__(self):
@@ -63,7 +57,7 @@ class Pair:
         where = f"--coordinator=127.0.0.1:{free_port()}"
         self.before, self.began = self.steps(), time.monotonic()
         started = [
-            self._forks.start(
+            self._job.start(
                 where,
                 f"--processes={processes}",
                 f"--process={number}",
@@ -111,13 +105,13 @@ def until(true, processes):
 
 
 @pytest.fixture(scope="module")
-def whole(forks, job, shared, tmp_path_factory):
+def whole(job, shared, tmp_path_factory):
     """The folder of the same run, left alone."""
     folder, lock = shared
     with lock:
         if not (folder / "pair").exists():
             attempt = tmp_path_factory.mktemp("pair") / "run"
-            with Pair(forks, job, attempt) as pair:
+            with Pair(job, attempt) as pair:
                 statuses, _, texts = pair.end(pair.start())
             assert statuses == [0, 0], texts
             attempt.rename(folder / "pair")
@@ -125,8 +119,8 @@ def whole(forks, job, shared, tmp_path_factory):
 
 
 @pytest.fixture
-def pair(forks, job, tmp_path):
-    with Pair(forks, job, tmp_path / "run") as begun:
+def pair(job, tmp_path):
+    with Pair(job, tmp_path / "run") as begun:
         yield begun
 
 
@@ -349,14 +343,14 @@ def test_clock_jumps(pair, whole, seconds):
 @pytest.mark.parametrize(
     ("kills", "steps"), [(4, 32), pytest.param(50, 240, marks=pytest.mark.nightly)]
 )
-def test_random_kills_in_a_row_end_at_the_same_bits(forks, job, tmp_path, kills, steps):
+def test_random_kills_in_a_row_end_at_the_same_bits(job, tmp_path, kills, steps):
     """Before a random file operation or step, of a training that goes on after each."""
     record = Record(FIFTY) if kills == 50 else None
-    with Pair(forks, job, tmp_path / "whole", steps) as whole:
+    with Pair(job, tmp_path / "whole", steps) as whole:
         statuses, _, texts = whole.end(whole.start(processes=1))
     assert statuses == [0], texts
     draw, began = random.Random(1), time.monotonic()
-    with Pair(forks, job, tmp_path / "run", steps) as pair:
+    with Pair(job, tmp_path / "run", steps) as pair:
         inside = re.escape(str(pair.folder)) + "/sparse/"
         for _ in range(kills):
             # So near to the end it is killed before the next checkpoint: it comes no nearer.

@@ -12,7 +12,7 @@ from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning import memory
-from sparse_dataflow.reporting.report import ReportData
+from sparse_dataflow.reporting.report_data import ReportData
 from sparse_dataflow.training.optimizer import TrainingConfig
 
 TRAIN_KEYS = {

@@ -2,6 +2,7 @@
 
 import csv
 import sys
+import types
 
 import pytest
 from absl import flags as absl_flags
@@ -58,6 +59,21 @@ def test_a_sparse_sampled_search_goes_on(engine, journal, tmp_path, capsys):
     assert (tmp_path / journal).exists()
     assert run(layout_search, *asked, "--chips=4", f"--out={tmp_path}") == 2
     assert "another request" in capsys.readouterr().err
+
+
+def test_a_journal_of_another_request_is_named_before_its_trials_are_read(
+    tmp_path, monkeypatch, capsys
+):
+    """They lie outside of what is searched; DeepHyper itself need not be there."""
+    hpo = types.SimpleNamespace(CBO=None, HpProblem=None)
+    monkeypatch.setitem(sys.modules, "deephyper", types.SimpleNamespace(hpo=hpo))
+    monkeypatch.setitem(sys.modules, "deephyper.hpo", hpo)
+    journal = tmp_path / "trials.deephyper.jsonl"
+    asked = ("--scale=1.3b", "--chips=8", "--batch=256", "--engine=deephyper", f"--out={tmp_path}")
+    for begin, words in (('"other"', "holds trials of another request"), ("3", "is damaged")):
+        journal.write_text(begin + '\n[{"tensor": 99}, 1.0, ""]\n')
+        assert run(layout_search, *asked) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_an_engine_that_is_not_installed_is_answered_with_those_that_are(

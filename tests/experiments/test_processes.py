@@ -4,8 +4,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -17,36 +15,23 @@ from ports import free_port
 def start(job, processes, numbers, *arguments, more=None):
     """Some of a run's processes, started; `more` are flags of one process by its number."""
     address = f"--coordinator=127.0.0.1:{free_port()}"
-    commands = [
-        [
+    return [
+        job.start(
             address,
             f"--processes={processes}",
             f"--process={n}",
             *arguments,
             *(more or {}).get(n, ()),
-        ]
-        for n in numbers
-    ]
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "experiments.gpt13b_sparse", *map(str, command)],
-            cwd=job.corpus.parent,
-            env=job.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
         )
-        for command in commands
+        for n in numbers
     ]
 
 
 def ended(started):
-    """Each process's end, as `subprocess.run` gives it."""
-    done = []
+    """The processes, once all have ended."""
     for process in started:
-        out, err = process.communicate(timeout=TIMEOUT)
-        done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
-    return done
+        process.wait()
+    return started
 
 
 def new(job, folder):
@@ -112,9 +97,9 @@ def test_when_one_process_is_killed_the_others_end_in_words(job, tmp_path):
     started = start(job, 2, (0, 1), *new(job, folder), *endless, "--mesh=data:2")
     metrics, deadline = folder / "sparse" / "metrics.jsonl", time.monotonic() + TIMEOUT
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        assert started[0].poll() is None and time.monotonic() < deadline
+        assert started[0].returncode is None and time.monotonic() < deadline
         time.sleep(0.2)
-    started[1].send_signal(signal.SIGKILL)
+    started[1].signal(signal.SIGKILL)
     first, _ = ended(started)
     assert first.returncode != 0
     assert re.search(r"^error: process 1 ended: it ended without a word", first.stderr, re.M)

@@ -1,11 +1,10 @@
 """The main job through the relay: the whole executor's results, and exact resumes."""
 
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
-from main_job import PICO, PLAN, TIMEOUT, assert_same_results, rows
+from main_job import PICO, PLAN, assert_same_results, rows
 from ports import free_port
 
 from experiments import gpt_run
@@ -64,23 +63,17 @@ def test_killed_in_a_step_it_goes_on_from_the_one_before(job, relayed, tmp_path)
 
 
 def two(job, *arguments, events):
-    """The ends of two processes, the second of which meets the events."""
+    """What two processes said, the second of which meets the events."""
     address = f"--coordinator=127.0.0.1:{free_port()}"
     started = [
-        subprocess.Popen(
-            job.command(
-                address, "--processes=2", f"--process={n}", *arguments, events=events if n else ()
-            ),
-            cwd=job.corpus.parent,
-            env=job.environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+        job.start(
+            address, "--processes=2", f"--process={n}", *arguments, events=events if n else ()
         )
         for n in range(2)
     ]
-    told = [process.communicate(timeout=TIMEOUT)[1] for process in started]
-    assert [process.returncode for process in started] == [TEMPORARY, -9], told
+    statuses = [process.wait() for process in started]
+    told = [process.stderr for process in started]
+    assert statuses == [TEMPORARY, -9], told
     return told
 
 

@@ -1,9 +1,9 @@
 """A run that is given secrets by mistake keeps them out of all that it prints and writes."""
 
+import functools
 import re
 
 import pytest
-from forks import Forks
 from main_job import PICO
 
 SECRETS = {
@@ -22,20 +22,22 @@ def found_in(folder):
 
 @pytest.mark.slow
 def test_no_secret_reaches_the_run_folder_or_the_terminal(job, tmp_path):
-    with Forks(job.environment | SECRETS, tmp_path) as forks:
-        run = forks.start(
-            *PICO,
-            "--steps=2",
-            "--notwin",
-            f"--corpus={job.corpus}",
-            f"--out={tmp_path / 'run'}",
-            # Of no use to one process, and written down with all other flags.
-            "--coordinator=https://me:hunter2222@host:1?token=QzWvSecretOne",
-            "--processes=1",
-            "--process=0",
-        )
-        assert run.wait() == 0, run.text
-        refused = forks.start("--corpus=https://me:hunter2222@host/x?api_key=QzWvSecretTwo")
-        assert refused.wait() == 2
+    start = functools.partial(job.start, environment=SECRETS, whole=True)
+    run = start(
+        *PICO,
+        "--steps=2",
+        "--notwin",
+        f"--corpus={job.corpus}",
+        f"--out={tmp_path / 'run'}",
+        # Of no use to one process, and written down with all other flags.
+        "--coordinator=https://me:hunter2222@host:1?token=QzWvSecretOne",
+        "--processes=1",
+        "--process=0",
+        log=tmp_path / "run.log",
+    )
+    assert run.wait() == 0, run.text
+    corpus = "--corpus=https://me:hunter2222@host/x?api_key=QzWvSecretTwo"
+    refused = start(corpus, log=tmp_path / "refused.log")
+    assert refused.wait() == 2
     assert "***" in refused.text and "***" in (tmp_path / "run" / "config.json").read_text()
     assert found_in(tmp_path) == []

@@ -3,9 +3,12 @@
 import json
 
 import pytest
+from absl import flags as absl_flags
 
-from experiments import quality_runs, sparse_quality
+from experiments import command_line, flags, quality_runs, sparse_quality
 from sparse_dataflow.errors import TEMPORARY
+from sparse_dataflow.models.sizes import SIZES, LinearSpec
+from sparse_dataflow.sparsity.allocation import allocate
 from sparse_dataflow.sparsity.evolution import METHODS
 from sparse_dataflow.sparsity.patterns import PATTERNS
 
@@ -32,6 +35,17 @@ def test_arms_are_made_of_registered_patterns_and_methods():
     for changes in filter(None, sparse_quality.ARMS.values()):
         assert changes.get("pattern", "monarch") in PATTERNS
         assert changes.get("evolution", "static") in METHODS
+
+
+def test_arms_of_unequal_layers_are_trained_where_they_are_named():
+    values = absl_flags.FlagValues()
+    flags.define(sparse_quality.GROUPS, values)
+    command_line.parse(["sparse_quality"], sparse_quality.GROUPS, values)
+    assert set(sparse_quality.ARMS) - set(values.arms) == {"depth_rising", "depth_falling"}
+    sparse = SIZES["pico"].with_linears(LinearSpec("block_sparse", "random", 0.25, 8))
+    for arm in sparse_quality.ASKED_FOR:
+        model = allocate(sparse, sparse_quality.ARMS[arm]["density_budget"])
+        assert sorted(model.density_by_depth) == [0.5, 1.5]
 
 
 @pytest.mark.slow

@@ -20,7 +20,9 @@ with_torch = pytest.mark.skipif(
 
 MODEL = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12)
 # Clipping is at work.
-TRAINING = TrainingConfig(steps=9, batch=4, sequence=12, clip=0.3, weight_decay=0.1)
+TRAINING = TrainingConfig(
+    steps=9, batch=4, sequence=12, clip=0.3, weight_decay=0.1, vector_rate=3.0
+)
 TOKENS = np.random.default_rng(0).integers(40, size=(4, 13), dtype=np.int32)
 
 

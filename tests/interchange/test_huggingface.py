@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from make_fixture import BYTES, FOLDER, OPT_FOLDER, OPT_SPECIALS
-from models import DENSE, LOW_RANK, SPARSE, SUPAR, change_tensors, drawn, export
+from models import DENSE, DEPTH, LOW_RANK, SPARSE, SUPAR, change_tensors, drawn, export
 from safetensors.numpy import load_file
 
 from sparse_dataflow.errors import UserError
@@ -77,7 +77,11 @@ def test_the_fixtures_are_small():
     assert sum(path.stat().st_size for path in files) < 300_000
 
 
-@pytest.mark.parametrize("config", [SPARSE, LOW_RANK, SUPAR], ids=["sparse", "low rank", "supar"])
+@pytest.mark.parametrize(
+    "config",
+    [SPARSE, LOW_RANK, SUPAR, DEPTH],
+    ids=["sparse", "low rank", "supar", "by depth"],
+)
 def test_the_dense_form_has_the_logits_of_the_sparse_model(tmp_path, config):
     params, tables = export(tmp_path / "model", "dense", config)
     imported = huggingface.read(tmp_path / "model")
@@ -94,7 +98,11 @@ def test_a_dense_model_comes_back_to_the_bit(tmp_path):
     assert alike(imported.params, params)
 
 
-@pytest.mark.parametrize("config", [DENSE, SPARSE, LOW_RANK], ids=["dense", "sparse", "low rank"])
+@pytest.mark.parametrize(
+    "config",
+    [DENSE, SPARSE, LOW_RANK, DEPTH],
+    ids=["dense", "sparse", "low rank", "by depth"],
+)
 def test_the_sparse_form_comes_back_to_the_bit(tmp_path, config):
     params, tables = export(tmp_path / "model", "sparse", config)
     imported = huggingface.read(tmp_path / "model")

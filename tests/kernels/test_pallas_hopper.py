@@ -261,7 +261,8 @@ def test_lines_side_by_side_name_every_stored_block_once(mask, width, padding, t
 
 
 def test_lines_lie_side_by_side_where_that_is_faster():
-    """Monarch's adjacent lines read the same blocks, random ones hardly any."""
+    """Monarch's adjacent output blocks read the same blocks, but not its input blocks where the
+    weight does not widen; random ones hardly any."""
     chosen = {}
     for pattern in ("monarch", "random"):
         layout = make_layout(pattern, 5120, 5120, 64, 1 / 8)
@@ -272,7 +273,7 @@ def test_lines_lie_side_by_side_where_that_is_faster():
         chosen[pattern] = [
             tiles.lines for tiles in (config.forward, config.input_gradient, config.weight_gradient)
         ]
-    assert chosen == {"monarch": [2, 2, 2], "random": [1, 1, 1]}
+    assert chosen == {"monarch": [2, 1, 2], "random": [1, 1, 1]}
 
 
 @settings(max_examples=30)

@@ -1,10 +1,9 @@
-"""Plans through the TPU's compiler: tiny ones at once, the shipped ones nightly."""
+"""The plans of `compile_plan` through the compiler for TPUs: tiny ones, and the shipped nightly."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
+from shipped_plans import SHIPPED, plan_of, result
 
 from experiments import compile_report
 from experiments.compile_report import FITS, TOO_LARGE, Plan
@@ -16,7 +15,6 @@ pytest.importorskip("libtpu", reason="compiling for a TPU needs make aot-tpu")
 
 MODEL = ModelConfig(4, 512, 4, 2048, 1024, 256, compute_dtype="bfloat16", remat="full")
 SPARSE = MODEL.with_linears(LinearSpec("block_sparse", density=1 / 4, block=128))
-RESULTS = Path(__file__).parents[2] / "experiments/results/compile_plan"
 
 
 def plan(config, topology, **layout):
@@ -56,10 +54,10 @@ def test_what_is_too_large_is_refused_by_the_compiler():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*_v*.json")), ids=lambda path: path.stem)
-def test_a_shipped_plan_is_what_the_compiler_makes_now(path):
-    shipped = json.loads(path.read_text())
-    found = compile_report.verdict(compile_report.plan_of(shipped["plan"]))
+@pytest.mark.parametrize("name", [name for name in SHIPPED if "_v" in name])
+def test_a_shipped_plan_is_what_the_compiler_makes_now(name):
+    shipped = result(name)
+    found = compile_report.verdict(plan_of(shipped["plan"]))
     assert found["verdict"] == FITS
     assert sum(found["bytes"].values()) == pytest.approx(sum(shipped["bytes"].values()), rel=0.1)
     assert found["flops"] == pytest.approx(shipped["flops"], rel=0.01)

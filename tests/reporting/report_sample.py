@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from sparse_dataflow.reporting.report import Continuation, LayoutData, ReportData, VariantData
+from sparse_dataflow.reporting.report_data import Continuation, LayoutData, ReportData, VariantData
 
 BITS_PER_NAT = 0.42
 

@@ -6,12 +6,8 @@ import pytest
 import report_sample
 
 from sparse_dataflow.reporting.page import evaluation_table
-from sparse_dataflow.reporting.report import (
-    EvaluationData,
-    EvaluationRow,
-    ReportData,
-    write_report,
-)
+from sparse_dataflow.reporting.report import write_report
+from sparse_dataflow.reporting.report_data import EvaluationData, EvaluationRow, ReportData
 
 
 def row(**changes):

@@ -14,12 +14,8 @@ from report_sample import bare
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.reporting import page, quantities
-from sparse_dataflow.reporting.report import (
-    Continuation,
-    LayoutData,
-    ReportData,
-    write_report,
-)
+from sparse_dataflow.reporting.report import write_report
+from sparse_dataflow.reporting.report_data import Continuation, LayoutData, ReportData
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "base", "wbr", "source", "area", "col"}
 

@@ -7,7 +7,7 @@ import report_sample
 from report_sample import bare
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.reporting.report import LayoutData, ReportData
+from sparse_dataflow.reporting.report_data import LayoutData, ReportData
 
 
 @pytest.mark.parametrize("data", [report_sample.report(), report_sample.report("dense"), bare()])

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.groups import layer_linear
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec
 from sparse_dataflow.planning import cost
 from sparse_dataflow.sparsity.allocation import allocate, allocation_table
@@ -21,9 +22,12 @@ def sparse(scale="nano", pattern="cyclic", density=0.125, block=64, projections=
     return SIZES[scale].with_linears(spec, projections)
 
 
+def flops(model):
+    return cost.flops_per_token(model, SEQUENCE).sections
+
+
 def projection_flops(model):
-    sections = cost.flops_per_token(model, SEQUENCE).sections
-    return sum(sections[name] for name in PROJECTIONS)
+    return sum(flops(model)[name] for name in PROJECTIONS)
 
 
 @settings(max_examples=40)
@@ -90,17 +94,47 @@ def test_named_multiples_of_the_density():
     ("budget", "words"),
     [
         ("qkv:9x", "'qkv:9x' is not a density in"),
-        ("flops", "'flops' names no projection; legal: uniform, compute, or densities"),
+        ("flops", "'flops' names no projection; legal: uniform, compute, depth:1.5x"),
         ("mlp:0.5", "'mlp:0.5' names no projection"),
         ("attn_out:0.5", "attn_out, which is dense; legal: mlp_in, mlp_out, qkv"),
         ("qkv:0", "'qkv:0' is not a density in"),
         ("qkv:half", "'qkv:half' is not a density in"),
+        ("depth:1.5,0.5", "'1.5' is no multiple of --density; legal: numbers above 0 with x"),
+        ("depth:0x,2x", "'0x' is no multiple"),
+        ("depth:", "'' is no multiple"),
+        ("depth:infx,1x", "'infx' is no multiple"),
+        ("depth:1x,2x,1x", "3 parts of the depth, which do not divide 2 layers; legal: 1, 2"),
+        ("depth:1.3x,0.7x", r"1.3x of --density=0.125 gives \w+ a density of 0.1625, .* 1x, 1.5x"),
+        ("depth:9x,1x", r"9x of --density=0.125 gives \w+ a density of 1.125, .* legal .*: 8x"),
     ],
 )
 def test_refused_in_words(budget, words):
     model = sparse(projections=("qkv", "mlp_in", "mlp_out"))
     with pytest.raises(UserError, match=words):
         allocate(model, budget)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.sampled_from(["0.5x", "1x", "1.5x", "2x"]), min_size=1, max_size=4))
+def test_parts_of_the_depth_are_equally_many_layers(texts):
+    layers = 12
+    model = dataclasses.replace(sparse(density=1 / 4), num_layers=layers)
+    found = allocate(model, f"depth:{','.join(texts)}")
+    wanted = [float(text[:-1]) for text in texts for _ in range(layers // len(texts))]
+    for layer, multiplier in enumerate(wanted):
+        assert layer_linear(found, "qkv", layer).density == multiplier / 4
+    mean = sum(wanted) / layers
+    assert projection_flops(found) == pytest.approx(mean * projection_flops(model))
+
+
+def test_the_table_tells_groups_of_layers_and_their_mean():
+    model = allocate(sparse(projections=("qkv", "mlp_in")), "depth:2x,1x")
+    *rows, mean = (line.split() for line in allocation_table(model, flops).splitlines())
+    assert [row[:4] for row in rows[1:6:4]] == [["1", "to", "1", "qkv"], ["2", "to", "2", "qkv"]]
+    assert [row[5] for row in rows[1:6:4]] == ["0.25", "0.125"]
+    assert [row[6:9] for row in rows[1:6:4]] == [["192", "of", "768"], ["96", "of", "768"]]
+    assert sum(float(row[-1].rstrip("%")) for row in rows[1:]) == pytest.approx(100, abs=0.4)
+    assert mean == "mean density over 2 layers: qkv 0.1875, mlp_in 0.1875".split()
 
 
 def test_a_pattern_without_a_layout_that_cheap_is_refused():
@@ -111,7 +145,7 @@ def test_a_pattern_without_a_layout_that_cheap_is_refused():
 
 def test_the_table_has_every_projection_and_its_share():
     model = sparse(projections=("qkv", "mlp_in", "mlp_out"))
-    text = allocation_table(model, cost.flops_per_token(model, SEQUENCE).sections)
+    text = allocation_table(model, flops)
     rows = [line.split() for line in text.splitlines()]
     assert [row[0] for row in rows] == ["projection", *PROJECTIONS]
     assert rows[1][1:6] == ["16x48", "0.125", "96", "of", "768"]

@@ -107,7 +107,7 @@ def test_the_largest_blocks_are_a_balanced_layout_inside_the_one_before():
 
 
 def test_gradual_halves_along_the_cubic_schedule():
-    found = stages(MODEL, EvolutionConfig("gradual", at=0.5, dense_rate=0.5))
+    found = stages(MODEL, EvolutionConfig("gradual", at=0.5))
     densities = [s.model.linear("qkv").density for s in found]
     assert densities == [1, 0.5, 0.25, 0.125]
     assert not found[0].model.sparse_projections and found[-1].model == MODEL
@@ -116,7 +116,6 @@ def test_gradual_halves_along_the_cubic_schedule():
         # arXiv 1710.01878, equation 1, of densities.
         cubic = 1 / 8 + (1 - 1 / 8) * (1 - stage.start / 0.5) ** 3
         assert cubic == pytest.approx(density)
-    assert [s.rate for s in found] == pytest.approx([0.5, 0.5 ** (2 / 3), 0.5 ** (1 / 3), 1])
     assert [s.runtime_layouts for s in found] == [False, True, True, True]
 
 
@@ -133,23 +132,21 @@ def test_gradual_stages_are_legal_at_any_density(density):
 
 def test_sparse_to_dense_and_the_low_rank_tail_change_the_model_once():
     ranked = MODEL.with_linears(dataclasses.replace(SPARSE, rank=4), ["mlp_in"])
-    sparse, dense = stages(ranked, EvolutionConfig("sparse_to_dense", at=0.6, dense_rate=0.5))
+    sparse, dense = stages(ranked, EvolutionConfig("sparse_to_dense", at=0.6))
     assert sparse.model == ranked and not dense.model.sparse_projections
     assert dense.model.linear("mlp_in") == LinearSpec(rank=4)
-    assert (dense.start, dense.rate, sparse.rate) == (0.6, 0.5, 1.0)
+    assert dense.start == 0.6
     bare, tail = stages(ranked, EvolutionConfig("low_rank_tail"))
     assert tail.model == ranked and tail.start == 0.99
     assert bare.model == MODEL
 
 
 def test_some_projections_become_dense_first():
-    config = EvolutionConfig("sparse_to_dense", at=0.6, dense_rate=0.5, first=["mlp_in", "mlp_out"])
+    config = EvolutionConfig("sparse_to_dense", at=0.6, first=["mlp_in", "mlp_out"])
     first, second, third = stages(MODEL, config)
     assert first.model == MODEL and (first.start, second.start, third.start) == (0.0, 0.6, 0.8)
     assert set(second.model.sparse_projections) == {"qkv", "attn_out"}
     assert third.model == stages(MODEL, EvolutionConfig("sparse_to_dense"))[1].model
-    # The MLP has half of the weights here.
-    assert second.rate == pytest.approx(0.5**0.5)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +160,6 @@ def test_some_projections_become_dense_first():
         (MODEL, {"method": "rigl", "every": 0}, "legal: 1 or more"),
         (MODEL, {"method": "rigl", "at": 1.0}, r"\[0, 1\)"),
         (MODEL, {"method": "rigl", "share": 1.0}, r"\(0, 1\)"),
-        (MODEL, {"dense_rate": 0.0}, "not above 0"),
         (MODEL.with_linears(LinearSpec()), {"method": "set"}, "needs a block-sparse projection"),
         (MODEL, {"method": "low_rank_tail"}, "--rank; legal: 1 or more"),
         *(

@@ -146,13 +146,31 @@ def test_monarch_is_block_diagonal_up_to_a_permutation(grid, phase):
         assert np.all(supports.sum(0) == 1)
 
 
+@given(grids("monarch"), st.integers(0, 20))
+def test_monarch_is_the_same_at_every_depth(grid, phase):
+    in_blocks, out_blocks, degree = grid
+    density = degree / math.gcd(in_blocks, out_blocks)
+    first, other = (make_layout("monarch", *grid[:2], 1, density, n).mask for n in (0, phase))
+    np.testing.assert_array_equal(first, other)
+
+
+@pytest.mark.parametrize("ring", [4, 6, 8, 9, 16, 20, 32, 40])
+def test_monarch_mixes_everything_within_an_mlp_whose_fan_in_reaches_every_group(ring):
+    for degree in legal_degrees("monarch", ring)[1:]:
+        groups = ring // degree
+        into = make_layout("monarch", ring, 4 * ring, 1, 1 / groups).mask
+        out_of = make_layout("monarch", 4 * ring, ring, 1, 1 / groups).mask
+        read = (into.astype(int) @ out_of).astype(bool).sum(0)
+        np.testing.assert_array_equal(read, min(ring, 4 * degree * degree))
+
+
 @pytest.mark.parametrize("ring", [4, 6, 8, 9, 16, 20, 32])
 def test_monarch_mixes_everything_over_depth(ring):
+    """As a network of radix `degree`, which the first layer's ends leave no shorter."""
     for degree in legal_degrees("monarch", ring)[1:]:
-        strides = legal_degrees("monarch", ring // degree)
         depth = math.ceil(math.log(ring, degree) - 1e-9)
         assert not mixing("monarch", ring, degree, depth - 1)
-        assert mixing("monarch", ring, degree, 2 * len(strides) + depth)
+        assert mixing("monarch", ring, degree, 2 * depth)
 
 
 def test_monarch_groups_must_share_the_ring_out():

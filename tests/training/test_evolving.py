@@ -38,8 +38,8 @@ DATA = TrainingData(TrainBatches(TOKENS, 4, 8), HELD_OUT, 99, HELD_OUT, 99, "has
 EVOLUTIONS = {
     "set": EvolutionConfig("set", every=2),
     "rigl": EvolutionConfig("rigl", every=3, at=0.9),
-    "gradual": EvolutionConfig("gradual", at=0.6, dense_rate=0.5),
-    "sparse_to_dense": EvolutionConfig("sparse_to_dense", at=0.5, dense_rate=0.5),
+    "gradual": EvolutionConfig("gradual", at=0.6),
+    "sparse_to_dense": EvolutionConfig("sparse_to_dense", at=0.5),
     "mlp_dense_first": EvolutionConfig("sparse_to_dense", at=0.4, first=("mlp_in", "mlp_out")),
     "low_rank_tail": EvolutionConfig("low_rank_tail", at=0.7),
 }
@@ -132,7 +132,8 @@ def test_layouts_change_and_stay_balanced(tmp_path, method):
     for name in MODEL.sparse_projections:
         assert all(layout.balanced for layout in last[name])
         assert {layout.nnz for layout in last[name]} == {first[name][0].nnz}
-        assert last[name] != first[name]
+    # Not each of them: rigl may grow what it drops.
+    assert last != first
 
 
 @pytest.mark.parametrize("method", EVOLUTIONS)

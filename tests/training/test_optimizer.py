@@ -23,6 +23,7 @@ from sparse_dataflow.training.optimizer import (
     learning_rate_schedule,
     make_optimizer,
 )
+from sparse_dataflow.training.step import group_norms
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -99,8 +100,7 @@ def test_matrices_decay_and_nothing_else():
 
 def test_supar_gives_matrices_the_rate_of_their_width_and_density():
     params = draw_like_params(0)
-    assert set(by_path(learning_rate_multipliers(MODEL, params)).values()) == {1.0}
-    multipliers = by_path(learning_rate_multipliers(SUPAR, params))
+    multipliers = by_path(learning_rate_multipliers(SUPAR, TRAINING, params))
     width = SUPAR_WIDTH / MODEL.d_model
     assert {path: m for path, m in multipliers.items() if m != 1} == {
         "blocks/qkv/values": width / 0.5,
@@ -111,13 +111,52 @@ def test_supar_gives_matrices_the_rate_of_their_width_and_density():
     }
 
 
+rates = st.floats(0.1, 10.0)
+
+
+@given(rates, rates, st.sampled_from([MODEL, SUPAR]))
+def test_each_kind_of_parameter_has_its_rate(sparse_rate, vector_rate, model):
+    """Stored blocks by their density: all of it at 1/8, by halves in between."""
+    training = dataclasses.replace(TRAINING, sparse_rate=sparse_rate, vector_rate=vector_rate)
+    plain = by_path(learning_rate_multipliers(model, TRAINING, shapes()))
+    own = by_path(learning_rate_multipliers(model, training, shapes()))
+    matrices = {
+        "blocks/qkv/values": sparse_rate ** (1 / 3),
+        "blocks/qkv/a_kernel": 1.0,
+        "blocks/qkv/b_kernel": 1.0,
+        "blocks/attn_out/kernel": 1.0,
+        "blocks/mlp_in/kernel": 1.0,
+        "blocks/mlp_out/values": sparse_rate ** (2 / 3),
+    }
+    for path, rate in own.items():
+        assert rate / plain[path] == pytest.approx(matrices.get(path, vector_rate))
+    if model is MODEL:
+        assert set(plain.values()) == {1.0}
+
+
+def test_each_layer_has_the_rate_of_its_own_density():
+    spec = LinearSpec("block_sparse", "cyclic", density=0.25, block=8)
+    model = dataclasses.replace(SUPAR.with_linears(spec), density_by_depth=(2.0, 1.0))
+    training = dataclasses.replace(TRAINING, sparse_rate=3.0)
+    shapes = jax.eval_shape(lambda key: gpt.init(model, key), jax.random.key(0))
+    groups = learning_rate_multipliers(model, training, shapes)["blocks"]
+    for group, density, power in zip(groups, (0.5, 0.25), (1 / 3, 2 / 3), strict=True):
+        wanted = 3.0**power * SUPAR_WIDTH / (model.d_model * density)
+        for module in group.values():
+            assert module.get("values", wanted) == pytest.approx(wanted)
+    assert list(jax.eval_shape(group_norms, shapes)) == [
+        *("blocks.attn_out", "blocks.mlp_in", "blocks.mlp_out", "blocks.norm1", "blocks.norm2"),
+        *("blocks.qkv", "embed", "head"),
+    ]
+
+
 @pytest.mark.parametrize("width", [128, SUPAR_WIDTH])
 def test_a_dense_model_of_the_base_width_is_the_same_under_supar(width):
     """And only there: the two parametrizations meet at SUPAR_WIDTH."""
     model = ModelConfig(1, width, width // SUPAR_HEAD, 2 * width, 40, 12)
     supar = dataclasses.replace(model, parametrization="supar")
     shapes = jax.eval_shape(lambda key: gpt.init(model, key), jax.random.key(0))
-    rates = set(by_path(learning_rate_multipliers(supar, shapes)).values())
+    rates = set(by_path(learning_rate_multipliers(supar, TRAINING, shapes)).values())
     tokens = np.arange(12)[None]
     draw = jax.jit(lambda key: gpt.init(model, key))
     params = draw(jax.random.key(0))
@@ -176,7 +215,7 @@ def test_supar_moves_weights_by_their_rates():
         optimizer = make_optimizer(model, TRAINING)
         updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
         moves.append(by_path(updates))
-    rates = by_path(learning_rate_multipliers(SUPAR, params))
+    rates = by_path(learning_rate_multipliers(SUPAR, TRAINING, params))
     for path, standard in moves[0].items():
         factor = rates[path]
         np.testing.assert_allclose(moves[1][path], factor * standard, rtol=1e-6)
@@ -191,6 +230,8 @@ def test_supar_moves_weights_by_their_rates():
         ({"batch": 0}, "batch 0 and sequence 8 must be at least 1"),
         ({"sequence": 0}, "sequence 0 must be at least 1"),
         ({"warmup": 1.0}, r"warmup 1.0 .* legal: \[0, 1\)"),
+        ({"sparse_rate": 0.0}, "sparse_rate 0.0 is not above 0"),
+        ({"vector_rate": -1.0}, "vector_rate -1.0 is not above 0"),
         ({"warmup": -0.1}, r"warmup -0.1 .* legal: \[0, 1\)"),
     ],
 )

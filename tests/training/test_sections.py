@@ -1,5 +1,6 @@
 """A step's time by section: every section, nothing negative, the state untouched."""
 
+import dataclasses
 import math
 
 import jax
@@ -29,7 +30,12 @@ TRAINING = TrainingConfig(steps=1, batch=4, sequence=16, micro_batches=2, learni
 SPARSE = SIZES["pico"].with_linears(LinearSpec("block_sparse", "monarch", 1 / 4, block=16))
 
 
-@pytest.mark.parametrize("model", [SIZES["pico"], SPARSE], ids=["dense", "sparse"])
+DEPTH = dataclasses.replace(SPARSE, density_by_depth=(2.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    "model", [SIZES["pico"], SPARSE, DEPTH], ids=["dense", "sparse", "by depth"]
+)
 def test_all_sections_are_there_and_fill_the_step(model):
     state = initial_state(model, TRAINING)._replace(key=np.zeros(2, np.uint32))
     before = jax.tree.map(np.array, state)
@@ -40,10 +46,10 @@ def test_all_sections_are_there_and_fill_the_step(model):
     jax.tree.map(np.testing.assert_array_equal, before, state)
 
 
-def test_sections_count_once_a_layer_and_micro_batch(monkeypatch):
+@pytest.mark.parametrize("model", [SIZES["pico"], DEPTH], ids=["dense", "by depth"])
+def test_sections_count_once_a_layer_and_micro_batch(monkeypatch, model):
     """With one second for whatever is timed."""
     monkeypatch.setattr(sections, "_median", lambda run: 1.0)
-    model = SIZES["pico"]
     seconds = sections.section_seconds(model, TRAINING, initial_state(model, TRAINING), 5.0)
     every_layer = TRAINING.micro_batches * model.num_layers
     once = {"embed": TRAINING.micro_batches, "head and loss": TRAINING.micro_batches}

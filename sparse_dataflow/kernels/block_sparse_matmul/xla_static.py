@@ -23,10 +23,10 @@ def block_sparse_matmul(x: jax.Array, values: jax.Array, layout: BlockLayout) ->
         if len(rows) == 0:
             y = jnp.zeros((len(x), len(cols) * layout.block), x.dtype)
         else:
-            weight = group_weight(values, layout, rows, cols)
-            y = dot(take(x, rows, layout.block), weight, 1, 0).astype(x.dtype)
+            weight = _group_weight(values, layout, rows, cols)
+            y = _dot(_take(x, rows, layout.block), weight, 1, 0).astype(x.dtype)
         pieces.append((cols, y))
-    return assemble(pieces, layout.block)
+    return _assemble(pieces, layout.block)
 
 
 def _forward(x, values, layout):
@@ -40,16 +40,16 @@ def _backward(layout, saved, dy):
         if len(cols) == 0:
             dx = jnp.zeros((len(x), len(rows) * layout.block), x.dtype)
         else:
-            weight = group_weight(values, layout, rows, cols)
-            dx = dot(take(dy, cols, layout.block), weight, 1, 1).astype(x.dtype)
+            weight = _group_weight(values, layout, rows, cols)
+            dx = _dot(_take(dy, cols, layout.block), weight, 1, 1).astype(x.dtype)
         pieces.append((rows, dx))
     groups = [
-        (rows, cols, dot(take(x, rows, layout.block), take(dy, cols, layout.block), 0, 0))
+        (rows, cols, _dot(_take(x, rows, layout.block), _take(dy, cols, layout.block), 0, 0))
         for rows, cols in column_groups(layout)
         if rows
     ]
-    dvalues = stored_gradient(groups, layout)
-    return assemble(pieces, layout.block), dvalues.astype(values.dtype)
+    dvalues = _stored_gradient(groups, layout)
+    return _assemble(pieces, layout.block), dvalues.astype(values.dtype)
 
 
 block_sparse_matmul.defvjp(_forward, _backward)
@@ -74,13 +74,13 @@ def _groups(lines):
     return [(support, tuple(members)) for support, members in groups.items()]
 
 
-def dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     """Contracts one axis of each matrix, accumulating in float32 or wider."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
     return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=wide)
 
 
-def group_weight(
+def _group_weight(
     values: jax.Array, layout: BlockLayout, rows: tuple[int, ...], cols: tuple[int, ...]
 ) -> jax.Array:
     """Dense [len(rows) * block, len(cols) * block] of a group whose blocks are all stored."""
@@ -88,7 +88,7 @@ def group_weight(
     return stored.swapaxes(1, 2).reshape(len(rows) * layout.block, len(cols) * layout.block)
 
 
-def stored_gradient(
+def _stored_gradient(
     groups: list[tuple[tuple[int, ...], tuple[int, ...], jax.Array]], layout: BlockLayout
 ) -> jax.Array:
     """Gradient [nnz, block, block] from (rows, cols, dense gradient) of groups that tile it."""
@@ -100,13 +100,13 @@ def stored_gradient(
     return jnp.concatenate(stored)[np.argsort(np.concatenate(slots))]
 
 
-def take(x: jax.Array, blocks: tuple[int, ...], block: int) -> jax.Array:
+def _take(x: jax.Array, blocks: tuple[int, ...], block: int) -> jax.Array:
     """The columns of x [rows, features] that belong to these blocks, by contiguous slices."""
     slices = [lax.slice_in_dim(x, a * block, b * block, axis=1) for a, b in _runs(blocks)]
     return slices[0] if len(slices) == 1 else jnp.concatenate(slices, axis=1)
 
 
-def assemble(pieces: list[tuple[tuple[int, ...], jax.Array]], block: int) -> jax.Array:
+def _assemble(pieces: list[tuple[tuple[int, ...], jax.Array]], block: int) -> jax.Array:
     """Concatenates (block numbers, their columns) in the order of the block numbers."""
     runs = []
     for blocks, columns in pieces:

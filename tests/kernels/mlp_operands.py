@@ -1,0 +1,55 @@
+"""Operands of the sparse MLP, and what it must give for them."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def draw_operands(layouts, tokens, dtype, seed=0):
+    """(x, values_in, bias_in, values_out) and a cotangent; activations near 1."""
+    rng = np.random.default_rng(seed)
+    first, second = layouts
+    shapes = (
+        (*tokens, first.in_features),
+        (first.nnz, first.block, first.block),
+        (first.out_features,),
+        (second.nnz, second.block, second.block),
+        (*tokens, second.out_features),
+    )
+    scales = (1, first.in_features**-0.5, 1, second.in_features**-0.5, 1)
+    drawn = [(s * rng.normal(size=n)).astype(jnp.dtype(dtype)) for s, n in zip(scales, shapes)]
+    return drawn[:-1], drawn[-1]
+
+
+def exact(operands, dy, layouts):
+    """The dense MLP and its gradients, in float64, written out."""
+    x, values_in, bias, values_out = (np.asarray(a, np.float64) for a in operands)
+    dy = np.asarray(dy, np.float64)
+    flat, flat_dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    weight_in, weight_out = layouts[0].to_dense(values_in), layouts[1].to_dense(values_out)
+
+    def activate(z):
+        return 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+
+    pre = flat @ weight_in + bias
+    hidden = activate(pre)
+    step = 1e-30
+    dpre = flat_dy @ weight_out.T * activate(pre + 1j * step).imag / step
+    return (
+        (hidden @ weight_out).reshape(dy.shape),
+        (dpre @ weight_in.T).reshape(x.shape),
+        layouts[0].from_dense(flat.T @ dpre),
+        dpre.sum(0),
+        layouts[1].from_dense(hidden.T @ flat_dy),
+    )
+
+
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 4e-2}
+
+
+def assert_close(actual, right, dtype):
+    for result, expected in zip(actual, right, strict=True):
+        assert result.shape == expected.shape and result.dtype == jnp.dtype(dtype)
+        atol = TOLERANCE[dtype] * max(1, np.abs(expected).max(initial=0))
+        np.testing.assert_allclose(np.asarray(result, np.float64), expected, atol=atol, rtol=0)
