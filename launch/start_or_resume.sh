@@ -22,17 +22,18 @@ else
 fi
 
 # A signal that comes before the run is known waits for it: nothing is left behind.
-run='' early=''
-trap 'if [ -n "$run" ]; then kill -TERM "$run" 2>/dev/null || :; else early=1; fi' TERM INT
+run='' early='' heard=''
+trap 'heard=1; if [ -n "$run" ]; then kill -TERM "$run" 2>/dev/null || :; else early=1; fi' TERM INT
 "${PYTHON:-python}" -m "experiments.$experiment" "$@" &
 run=$!
 [ -z "$early" ] || kill -TERM "$run" 2>/dev/null || :
-status=0
-wait "$run" || status=$?
-# A trapped signal ends a wait early.
-while kill -0 "$run" 2>/dev/null; do
-    status=0
-    wait "$run" || status=$?
+# A trapped signal ends a wait early, with a status of its own; the run's is told once only, and
+# after that each wait says 127.
+wait "$run" && status=0 || status=$?
+while [ -n "$heard" ]; do
+    heard=''
+    wait "$run" 2>/dev/null && again=0 || again=$?
+    [ "$again" = 127 ] || status=$again
 done
 if [ "$status" = 0 ] && [ ! -e "$folder/report.html" ]; then
     exit 75

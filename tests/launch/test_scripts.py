@@ -119,6 +119,19 @@ def test_one_that_saved_before_its_end_is_not_taken_for_finished(desk, sent):
     assert desk.run("sh", LAUNCH / "start_or_resume.sh", "run")[0] == 2
 
 
+# A shell that is slow to go on, as on a busy machine: what it told to end has ended before.
+SLOW = 'kill() { command kill "$@" || return; sleep 1; }'
+
+
+def test_a_status_is_not_lost_where_the_run_ends_first(desk):
+    script = LAUNCH / "start_or_resume.sh"
+    process = desk.start("sh", "-c", f'{SLOW}; . "$0"', script, "run", "gpt13b_sparse", WHAT="train")
+    desk.wait_for("--out=run")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=600)
+    assert process.returncode == 75
+
+
 SRUN = """#!/bin/sh
 while [ "${1#--}" != "$1" ]; do shift; done
 exec "$@"
@@ -141,8 +154,11 @@ def test_a_slurm_job_ends_with_its_run(desk):
     assert "scontrol" not in desk.log.read_text()
 
 
-def test_a_slurm_job_whose_time_is_over_saves_and_queues_again(desk):
-    process = slurm(desk, WHAT="train", EXPERIMENT="gpt13b_dense")
+@pytest.mark.parametrize("shell", ["", SLOW])
+def test_a_slurm_job_whose_time_is_over_saves_and_queues_again(desk, shell):
+    (desk.folder / "shell").write_text(shell)
+    named = str(desk.folder / "shell")
+    process = slurm(desk, WHAT="train", EXPERIMENT="gpt13b_dense", BASH_ENV=named)
     desk.wait_for("-m experiments.gpt13b_dense --out=runs/slurm-7")
     process.send_signal(signal.SIGUSR1)
     out, _ = process.communicate(timeout=600)
