@@ -4,7 +4,7 @@ Trains a few steps at every width and density, under the standard parametrizatio
 and prints with which power of width and density the change of each activation grows: 0 is flat, and
 then one learning rate serves every model.
 
-    python -m experiments.coordinate_check                                  two cores: a few minutes
+    python -m experiments.coordinate_check                          one core: seven minutes
     python -m experiments.coordinate_check --widths=256,512,1024 --block=32
 
 Leaves OUT/coordinate_check.json and OUT/coordinate_check.png.
@@ -44,12 +44,13 @@ def main(values):
     import json
     from pathlib import Path
 
-    from experiments import coordinates, measurement
+    from experiments import coordinates, measurement, study
 
-    found = coordinates.measure(values, GROUPS)
+    begun = study.begin(values, GROUPS)
+    found = coordinates.measure(values, begun)
     out = Path(values.out)
     print(coordinates.table(found))
-    result = {**measurement.provenance("any"), "changes": found}
+    result = {**measurement.provenance(begun.chip.name), "changes": found}
     out.mkdir(parents=True, exist_ok=True)
     (out / "coordinate_check.json").write_text(json.dumps(result, indent=1) + "\n")
     coordinates.draw(found, out / "coordinate_check.png")

@@ -3,7 +3,9 @@
 import dataclasses
 from pathlib import Path
 
-from experiments import recipes, study
+import numpy as np
+
+from experiments import study
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
 from sparse_dataflow.training.coordinates import (
@@ -15,6 +17,7 @@ from sparse_dataflow.training.coordinates import (
 from sparse_dataflow.training.metrics import say
 
 PARAMETRIZATIONS = ("standard", "supar")
+_FLAT = "same everywhere"
 
 
 def numbers(text: str, flag: str, kind: type = float) -> list:
@@ -32,14 +35,13 @@ def numbers(text: str, flag: str, kind: type = float) -> list:
     return found
 
 
-def measure(values, groups) -> list[dict]:
+def measure(values, begun: study.Study) -> list[dict]:
     """A row {"parametrization", "width", "density", "activation", "changes"} for each training and
     activation; "changes" are root mean squares, one a step.
 
     Raises:
       UserError: a width or density that no layout serves.
     """
-    begun = study.begin(values, groups)
     widths = numbers(values.widths, "widths", int)
     densities = numbers(values.densities, "densities")
     trained = {
@@ -63,10 +65,11 @@ def measure(values, groups) -> list[dict]:
 
 
 def _variant(begun, parametrization, width, density):
-    asked = begun.variant("sparse", parametrization=parametrization, density=density, warmup=0.0)
-    model = widened(asked.model, width)
-    training = dataclasses.replace(asked.training, learning_rate=recipes.SUPAR_LEARNING_RATE)
-    return dataclasses.replace(asked, model=model, training=training)
+    """Under both, the rates are SuPar's: what the parametrization multiplies them by is all that
+    differs."""
+    asked = begun.variant("sparse", parametrization="supar", density=density, warmup=0.0)
+    model = dataclasses.replace(asked.model, parametrization=parametrization)
+    return dataclasses.replace(asked, model=widened(model, width))
 
 
 def exponents(rows: list[dict]) -> dict[tuple[str, str], tuple[float, float]]:
@@ -91,32 +94,43 @@ def table(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Last changes against width, a curve a density: a row of panels a parametrization."""
-    panels = []
+    """Last changes against width, a curve a density: a row of panels a parametrization.
+
+    Each is divided by that of the narrowest model at the highest density, and all panels have one
+    scale, so that what is right lies on the line at 1.
+    """
+    drawn = {}
     for parametrization in PARAMETRIZATIONS:
         for name in ACTIVATIONS:
-            own = [
-                r
+            last = {
+                (r["width"], r["density"]): r["changes"][-1]
                 for r in rows
                 if (r["parametrization"], r["activation"]) == (parametrization, name)
-            ]
-            curves = {}
-            for density in sorted({r["density"] for r in own}):
-                points = sorted(
-                    (r["width"], r["changes"][-1]) for r in own if r["density"] == density
-                )
-                x, y = zip(*points)
-                curves[f"density {density:g}"] = Curve(x, y)
-            widths = sorted({r["width"] for r in own})
-            panels.append(
-                Panel(
-                    f"{name}, {parametrization}",
-                    "width (d_model)",
-                    "change, root mean square",
-                    curves,
-                    log_x=2,
-                    log_y=True,
-                    ticks=widths,
-                )
+            }
+            widths, densities = (sorted(set(axis)) for axis in zip(*last))
+            first = last[widths[0], densities[-1]]
+            curves = {_FLAT: Curve(widths, np.ones(len(widths)), marked=False, dashed=True)}
+            for density in reversed(densities):
+                sizes = [last[width, density] / first for width in widths]
+                curves[f"density {density:g}"] = Curve(widths, sizes)
+            drawn[parametrization, name] = curves
+    everything = [y for curves in drawn.values() for curve in curves.values() for y in curve.y]
+    limits = min(0.5, *everything) / 1.1, max(2.0, *everything) * 1.1
+    save_panels(
+        path,
+        [
+            Panel(
+                f"{name}, {parametrization}",
+                "width (d_model)",
+                "size of the change, relative",
+                curves,
+                log_x=2,
+                log_y=True,
+                ticks=curves[_FLAT].x,
+                limits=limits,
             )
-    save_panels(path, panels)
+            for (parametrization, name), curves in drawn.items()
+        ],
+        f"Change of activations after {len(rows[0]['changes'])} steps, relative to the narrowest "
+        "dense model: flat is right",
+    )

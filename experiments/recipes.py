@@ -87,10 +87,17 @@ RECIPES = {
     "1t": Recipe(1600, 6e-5, 2, 1),
 }
 
-SUPAR_LEARNING_RATE = 2e-3
+# By 1000 steps of pico, one seed, dense and `random` at 1/8, blocks of 8: at width 128 5e-4 (vectors
+# x 8, 16, 32), 1e-3 (x 4, 8, 16), 2e-3 (x 8) and, dense alone, 2.5e-4 (x 16, 32); blocks x 0.5 and 2
+# at 5e-4 (x 16), where 1 is best; at widths 64 and 192 2.5e-4, 5e-4 and 1e-3 (x 16).  This peak is
+# the best of them at every width and density, except that `random` at width 128 is within 0.003 bits
+# per byte for 1e-3 (x 4), 5e-4 (x 8) and this.
+SUPAR_LEARNING_RATE = 5e-4
 """Peak of every model under SuPar, whatever its width and density.  With the multipliers of
-`training.optimizer` a dense model's matrices then learn at 0.51 / d_model: GPT-3's own rates (arXiv
-2005.14165, table 2.1) are 0.46 / d_model at 125M and 0.51 / d_model at 13B."""
+`training.optimizer` a dense model's matrices then learn at 0.13 / d_model."""
+
+SUPAR_VECTOR_RATE = 16.0
+"""How many times that, under SuPar, what is no matrix learns at; see `TrainingConfig`."""
 
 
 EXCHANGED_BLOCKS = 0.05
@@ -256,7 +263,7 @@ def training_config(values, scale: str, model: ModelConfig, steps: int) -> Train
             f"{', '.join(str(n) for n in range(1, batch + 1) if batch % n == 0)}."
         )
     if model.supar:
-        recipe = Recipe(recipe.batch, SUPAR_LEARNING_RATE, 1.0, 1.0)
+        recipe = Recipe(recipe.batch, SUPAR_LEARNING_RATE, 1.0, SUPAR_VECTOR_RATE)
     return TrainingConfig(
         steps=steps,
         batch=batch,

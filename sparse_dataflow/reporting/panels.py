@@ -10,12 +10,13 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 Values = Sequence[float] | np.ndarray
 
 _COLUMNS = 4
 _INCHES = 3.3
+_PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Panel:
       log_x: base of a logarithmic x, 0 for a linear one.
       log_y: whether y is logarithmic.
       ticks: the places of x that are labelled; empty for matplotlib's own choice.
+      limits: lower and upper end of y; empty for matplotlib's own choice.
     """
 
     title: str
@@ -62,16 +64,19 @@ class Panel:
     log_x: int = 0
     log_y: bool = False
     ticks: Sequence[float] = ()
+    limits: Sequence[float] = ()
 
 
-def save_panels(path: Path, panels: Sequence[Panel]) -> None:
-    """Draws the panels side by side, at most four a row, with one legend below them all."""
+def save_panels(path: Path, panels: Sequence[Panel], title: str = "") -> None:
+    """Draws the panels side by side, at most four a row, with one legend below them all and
+    `title` above."""
     columns = min(_COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = Figure(
         figsize=(_INCHES * columns, _INCHES * rows + 0.5), dpi=130, layout="constrained"
     )
     FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes, panel in zip(grid.flat, panels):
@@ -103,10 +108,15 @@ def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
         axes.set_xscale("log", base=panel.log_x)
     if panel.log_y:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(_PLAIN)
+        axes.yaxis.set_minor_locator(NullLocator())
     if len(panel.ticks):
         axes.xaxis.set_major_locator(FixedLocator(list(panel.ticks)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_major_formatter(_PLAIN)
         axes.xaxis.set_minor_locator(NullLocator())
+    if len(panel.limits):
+        axes.set_ylim(*panel.limits)
     axes.grid(color="0.9")
     axes.set_axisbelow(True)
     for side in ("top", "right"):

@@ -20,10 +20,10 @@ def test_panels_show_curves_marks_and_spreads_in_one_colour_a_name(drawn, tmp_pa
     x = np.array([1.0, 2.0, 4.0])
     panels = [
         Panel("first", "x", "y", {"a": Curve(x, x, x - 1, x + 1), "b": Curve(x, 2 * x)}, log_x=2),
-        Panel("second", "x", "y", {"b": Curve(x, 3 * x, joined=False)}, ticks=x),
+        Panel("second", "x", "y", {"b": Curve(x, 3 * x, joined=False)}, ticks=x, limits=(0, 20)),
         *(Panel(str(i), "x", "y", {"c": Curve(x, x, marked=False, dashed=True)}) for i in range(3)),
     ]
-    save_panels(tmp_path / "made" / "figure.png", panels)
+    save_panels(tmp_path / "made" / "figure.png", panels, "above all")
     assert (tmp_path / "made" / "figure.png").read_bytes().startswith(b"\x89PNG")
     (figure,) = drawn
     first, second, third, *_ = figure.axes
@@ -33,6 +33,7 @@ def test_panels_show_curves_marks_and_spreads_in_one_colour_a_name(drawn, tmp_pa
     assert len(first.collections) == 1 and not second.collections
     assert second.lines[0].get_linestyle() == "None" and third.lines[0].get_linestyle() == "--"
     assert [t.get_text() for t in figure.legends[0].get_texts()] == ["a", "b", "c"]
+    assert figure.get_suptitle() == "above all" and second.get_ylim() == (0, 20)
     assert first.get_xscale() == "log" and second.get_xscale() == "linear"
 
 
