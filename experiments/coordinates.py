@@ -126,7 +126,7 @@ def draw(rows: list[dict], path: Path) -> None:
                 curves,
                 log_x=2,
                 log_y=True,
-                ticks=curves[_FLAT].x,
+                ticks=sorted({r["width"] for r in rows}),
                 limits=limits,
             )
             for (parametrization, name), curves in drawn.items()

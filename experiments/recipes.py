@@ -87,11 +87,11 @@ RECIPES = {
     "1t": Recipe(1600, 6e-5, 2, 1),
 }
 
-# By 1000 steps of pico, one seed, dense and `random` at 1/8, blocks of 8: at width 128 5e-4 (vectors
-# x 8, 16, 32), 1e-3 (x 4, 8, 16), 2e-3 (x 8) and, dense alone, 2.5e-4 (x 16, 32); blocks x 0.5 and 2
-# at 5e-4 (x 16), where 1 is best; at widths 64 and 192 2.5e-4, 5e-4 and 1e-3 (x 16).  This peak is
-# the best of them at every width and density, except that `random` at width 128 is within 0.003 bits
-# per byte for 1e-3 (x 4), 5e-4 (x 8) and this.
+# By 1000 steps of pico, one seed, dense and `random` at 1/8, blocks of 8.  Width 128: 5e-4 (vectors
+# x 8, 16, 32), 1e-3 (x 4, 8, 16), 2e-3 (x 8) and, dense alone, 2.5e-4 (x 16, 32); blocks x 0.5 and
+# 2 at 5e-4 (x 16) are worse than 1.  Widths 64 and 192: 2.5e-4, 5e-4 and 1e-3 (x 16).  This peak is
+# the best of them at every width and density, but that for `random` at width 128 it, 5e-4 (x 8) and
+# 1e-3 (x 4) lie within 0.003 bits per byte.
 SUPAR_LEARNING_RATE = 5e-4
 """Peak of every model under SuPar, whatever its width and density.  With the multipliers of
 `training.optimizer` a dense model's matrices then learn at 0.13 / d_model."""

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import io
+import itertools
 import json
 from pathlib import Path
 
@@ -17,16 +18,19 @@ from sparse_dataflow.planning import cost
 from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
 from sparse_dataflow.sparsity.scaling_law import (
     COLUMNS,
-    CONSTANTS,
     Runs,
     ScalingLaw,
     best_for_budget,
     bootstrap,
     fit,
     interval,
+    noise,
 )
 from sparse_dataflow.training.coordinates import widened
 from sparse_dataflow.training.metrics import say
+
+PLACE = COLUMNS[:3]
+"""Where a run lies: parameters, sparsity, tokens."""
 
 FLOPS = 6.0
 """Training FLOPs that a stored parameter costs for a token: forward 2, backward 4."""
@@ -42,15 +46,24 @@ def run(values, groups) -> int:
       UserError: in words, for what cannot be read, trained or fitted.
     """
     folder = Path(values.out)
-    if values.runs:
-        runs = read_runs(Path(values.runs))
-        law, laws = fit(runs), bootstrap(runs, values.rounds)
-        folder.mkdir(parents=True, exist_ok=True)
-        _report(folder, runs, law, laws, [])
-        return 0
+    return _fit_again(values, folder) if values.runs else _train_and_fit(values, groups, folder)
+
+
+def _fit_again(values, folder) -> int:
+    runs, held_out = read_runs(Path(values.runs))
+    fitted = runs.take(~held_out)
+    law, laws = fit(fitted), bootstrap(fitted, values.rounds)
+    folder.mkdir(parents=True, exist_ok=True)
+    losses = _losses(runs.take(held_out))
+    predictions = [_predicted(place, law, laws) for place in losses]
+    _report(folder, "any", fitted, law, laws, _measured(predictions, losses))
+    return 0
+
+
+def _train_and_fit(values, groups, folder) -> int:
     begun = study.begin(values, groups)
     asked = begun.asked
-    varied = ("runs", "rounds", "out", "widths", "densities", "lengths")
+    varied = ("runs", "rounds", "out", "widths", "densities", "lengths", "seeds")
     study.keep_settings(folder, {k: v for k, v in asked.items() if k not in varied})
     plan = _plan(values, begun)
     held_out = [p for p in plan if p["held_out"]]
@@ -60,42 +73,43 @@ def run(values, groups) -> int:
             return gpt_run.stopped_status(stop())
         runs = _runs(fitted)
         law, laws = fit(runs), bootstrap(runs, values.rounds)
-        predictions = [_predicted(p, law, laws) for p in held_out]
+        places = dict.fromkeys(tuple(p[name] for name in PLACE) for p in held_out)
+        predictions = [_predicted(place, law, laws) for place in places]
         say(_predictions_table(predictions))
         (folder / "predictions.json").write_text(json.dumps(predictions, indent=1) + "\n")
         if not _train(held_out, begun, folder, stop):
             return gpt_run.stopped_status(stop())
-    for prediction, training in zip(predictions, held_out):
-        prediction["loss"] = training["loss"]
     _write_runs(folder / "runs.csv", plan)
-    _report(folder, runs, law, laws, predictions)
+    measured = _measured(predictions, _losses(_runs(held_out)))
+    _report(folder, begun.chip.name, runs, law, laws, measured)
     return 0
 
 
 def _plan(values, begun) -> list[dict]:
-    """One dict a training: its variant, its place in the law, and whether it is held out."""
+    """One dict a training: its variant, its place in the law, and whether it is held out.
+
+    All of one seed come before the next one's.
+    """
     widths = numbers(values.widths, "widths", int)
     lengths = numbers(values.lengths, "lengths", int)
     densities = numbers(values.densities, "densities")
     plan = []
-    for width in widths:
-        for density in densities:
-            variant = begun.variant("sparse", density=density, parametrization="supar")
-            model = widened(variant.model, width)
-            parameters = stored_parameters(model)
-            for steps in lengths:
-                training = dataclasses.replace(variant.training, steps=steps)
-                own = dataclasses.replace(variant, model=model, training=training)
-                plan.append(
-                    {
-                        "name": f"width_{width}_density_{density:g}_steps_{steps}",
-                        "variant": own,
-                        "parameters": parameters,
-                        "sparsity": 1 - density,
-                        "tokens": steps * training.batch * training.sequence,
-                        "held_out": width == widths[-1] and steps == lengths[-1],
-                    }
-                )
+    for seed, width, density in itertools.product(range(values.seeds), widths, densities):
+        variant = begun.variant("sparse", density=density, parametrization="supar", seed=seed)
+        model = widened(variant.model, width)
+        for steps in lengths:
+            training = dataclasses.replace(variant.training, steps=steps)
+            plan.append(
+                {
+                    "name": f"width_{width}_density_{density:g}_steps_{steps}_seed_{seed}",
+                    "variant": dataclasses.replace(variant, model=model, training=training),
+                    "parameters": stored_parameters(model),
+                    "sparsity": 1 - density,
+                    "tokens": steps * training.batch * training.sequence,
+                    "seed": seed,
+                    "held_out": width == widths[-1] and steps == lengths[-1],
+                }
+            )
     return plan
 
 
@@ -114,7 +128,7 @@ def _train(trainings, begun, folder, stop) -> bool:
         where = folder / training["name"]
         result = study.kept(where)
         if result is None:
-            data = begun.data(training["variant"])
+            data = begun.data(training["variant"], training["seed"])
             result = study.train(training["name"], training["variant"], data, where, stop)
         if result is None:
             say("stopped; the same command goes on")
@@ -127,8 +141,9 @@ def _runs(trainings) -> Runs:
     return Runs(**{name: np.asarray([t[name] for t in trainings]) for name in COLUMNS})
 
 
-def read_runs(path: Path) -> Runs:
-    """The runs of a CSV with at least the named columns, in any order.
+def read_runs(path: Path) -> tuple[Runs, np.ndarray]:
+    """The runs of a CSV with at least the named columns, in any order; bool [runs], which of them
+    its column `held_out`, where it has one, keeps from the fit.
 
     Raises:
       UserError: no such file, a missing column, a value that is no number, an illegal value.
@@ -155,85 +170,117 @@ def read_runs(path: Path) -> Runs:
                 raise UserError(
                     f"{path}, line {number}: {name} is {row[name]!r}, which is no number."
                 ) from None
-    return Runs(**{name: np.asarray(values) for name, values in columns.items()})
+    held_out = np.array([row.get("held_out") == "True" for row in rows])
+    return Runs(**{name: np.asarray(values) for name, values in columns.items()}), held_out
 
 
 def _write_runs(path, trainings):
+    names = (*COLUMNS, "seed", "held_out")
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*COLUMNS, "held_out"])
-        for training in trainings:
-            writer.writerow([*(training[name] for name in COLUMNS), training["held_out"]])
+        writer.writerow(names)
+        writer.writerows([training[name] for name in names] for training in trainings)
 
 
-def _predicted(training, law, laws) -> dict:
-    at = [training[name] for name in ("parameters", "sparsity", "tokens")]
-    low, high = interval([float(each.loss(*at)) for each in laws])
+def _losses(runs) -> dict[tuple, list[float]]:
+    """{(parameters, sparsity, tokens): losses of the runs there}."""
+    found: dict[tuple, list[float]] = {}
+    for *place, loss in zip(*(getattr(runs, name) for name in COLUMNS)):
+        found.setdefault(tuple(map(float, place)), []).append(float(loss))
+    return found
+
+
+def _predicted(place, law, laws) -> dict:
+    low, high = interval([float(each.loss(*place)) for each in laws])
     return {
-        "name": training["name"],
-        "sparsity": training["sparsity"],
-        "predicted": float(law.loss(*at)),
+        **dict(zip(PLACE, place)),
+        "predicted": float(law.loss(*place)),
         "low": low,
         "high": high,
     }
 
 
+def _measured(predictions, losses) -> list[dict]:
+    """The predictions with the losses that were measured there, and their mean."""
+    found = []
+    for prediction in predictions:
+        own = losses[tuple(float(prediction[name]) for name in PLACE)]
+        found.append({**prediction, "loss": float(np.mean(own)), "losses": own})
+    return found
+
+
 def _predictions_table(predictions) -> str:
-    lines = ["| held out | predicted | 90% interval | measured | error |", "|---|---|---|---|---|"]
+    lines = [
+        "| held out: stored | zeros | tokens | predicted | 90% interval | measured | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for p in predictions:
-        measured = f"{p['loss']:.4f}" if "loss" in p else "-"
-        error = f"{p['predicted'] / p['loss'] - 1:+.2%}" if "loss" in p else "-"
+        measured = f"{p['loss']:.3f}" if "loss" in p else "-"
+        error = f"{p['predicted'] / p['loss'] - 1:+.1%}" if "loss" in p else "-"
         lines.append(
-            f"| {p['name']} | {p['predicted']:.4f} | {p['low']:.4f} to {p['high']:.4f} | "
-            f"{measured} | {error} |"
+            f"| {p['parameters']:,.0f} | {p['sparsity']:.1%} | {p['tokens']:,.0f} | "
+            f"{p['predicted']:.3f} | {p['low']:.3f} to {p['high']:.3f} | {measured} | {error} |"
         )
     return "\n".join(lines)
 
 
-def _report(folder, runs, law, laws, predictions):
-    samples = {name: [each.constants_per_one()[name] for each in laws] for name in CONSTANTS}
+def _report(folder, machine, runs, law, laws, predictions):
     residuals = law.loss(runs.parameters, runs.sparsity, runs.tokens) / runs.loss - 1
-    gains = {s: law.dense_equivalent(s) for s in (0.5, 0.75, 0.875)}
-    constants = {
-        name: {
-            "value": value,
-            "low": interval(samples[name])[0],
-            "high": interval(samples[name])[1],
-        }
-        for name, value in law.constants_per_one().items()
-    }
     result = {
-        **measurement.provenance("any"),
+        **measurement.provenance(machine),
         "runs": len(runs),
-        "constants": constants,
+        "constants": {
+            name: _with_interval(value, [each.constants_per_one()[name] for each in laws])
+            for name, value in law.constants_per_one().items()
+        },
         "residuals": {
             "median": float(np.median(np.abs(residuals))),
             "worst": float(np.abs(residuals).max()),
+            "between_seeds": noise(runs),
             "each": residuals.tolist(),
         },
-        "dense_equivalent": gains,
+        "dense_equivalent": {
+            str(sparsity): _with_interval(
+                law.dense_equivalent(sparsity), [each.dense_equivalent(sparsity) for each in laws]
+            )
+            for sparsity in (0.5, 0.75, 0.875)
+        },
         "predictions": predictions,
     }
     (folder / "law.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = _text(result)
+    (folder / "law.md").write_text(text)
+    draw(runs, law, laws, predictions, folder / "law.png")
+    say(text)
+
+
+def _with_interval(value, samples):
+    low, high = interval(samples)
+    return {"value": value, "low": low, "high": high}
+
+
+def _text(result) -> str:
+    """The report's tables and sentences, Markdown."""
     lines = ["| constant | value | 90% interval |", "|---|---|---|"]
-    for name, c in constants.items():
+    for name, c in result["constants"].items():
         lines.append(f"| {name} | {c['value']:.4g} | {c['low']:.4g} to {c['high']:.4g} |")
+    residuals = result["residuals"]
     lines += [
         "",
-        f"{len(runs)} runs; residuals: median {result['residuals']['median']:.2%}, worst "
-        f"{result['residuals']['worst']:.2%}.",
-        *(
-            f"A model with {sparsity:.1%} zeros does as well as a dense one of {times:.2f} times "
-            "its stored parameters."
-            for sparsity, times in gains.items()
-        ),
+        f"{result['runs']} runs; residuals: median {residuals['median']:.2%}, worst "
+        f"{residuals['worst']:.2%}.",
     ]
-    if predictions:
-        lines += ["", _predictions_table(predictions)]
-    text = "\n".join(lines) + "\n"
-    (folder / "law.md").write_text(text)
-    draw(runs, law, folder / "law.png")
-    say(text)
+    if residuals["between_seeds"] is not None:
+        lines.append(f"Standard deviation between seeds: {residuals['between_seeds']:.2%}.")
+    for sparsity, gain in result["dense_equivalent"].items():
+        lines.append(
+            f"A model with {float(sparsity):.1%} zeros does as well as a dense one of "
+            f"{gain['value']:.2f} ({gain['low']:.2f} to {gain['high']:.2f}) times its stored "
+            "parameters."
+        )
+    if result["predictions"]:
+        lines += ["", _predictions_table(result["predictions"])]
+    return "\n".join(lines) + "\n"
 
 
 COSTS = {
@@ -244,40 +291,75 @@ COSTS = {
 computes the zeros as well."""
 
 
-def draw(runs: Runs, law: ScalingLaw, path: Path) -> None:
-    """Measured against fitted loss; the loss that a budget reaches at each sparsity; and the best
-    sparsity of a model of given stored size (arXiv 2309.08520, section 3.2).
+def draw(
+    runs: Runs, law: ScalingLaw, laws: list[ScalingLaw], predictions: list[dict], path: Path
+) -> None:
+    """Measured against fitted loss; the loss that a budget reaches at each sparsity, with the 90%
+    interval of `laws`; and the best sparsity of a model of given stored size (arXiv 2309.08520,
+    section 3.2).
 
     Where only stored blocks cost, more zeros are better up to the highest sparsity that was
     trained; where zeros are computed, they pay from some budget on.
     """
-    fitted = law.loss(runs.parameters, runs.sparsity, runs.tokens)
-    ends = [min(fitted.min(), runs.loss.min()), max(fitted.max(), runs.loss.max())]
-    points = {}
-    for sparsity in np.unique(runs.sparsity):
-        own = runs.sparsity == sparsity
-        points[f"{sparsity:.1%} zeros"] = Curve(fitted[own], runs.loss[own], joined=False)
     spent = FLOPS * runs.parameters * runs.tokens
     budget = float(np.exp(np.log(spent).mean()))
-    sparsities = np.linspace(0, runs.sparsity.max(), 60)
-    tokens = np.geomspace(runs.tokens.min() / 10, runs.tokens.max() * 10, 400)
-    reached, best = {}, {}
-    for name, cost_of in COSTS.items():
-        lowest = [best_for_budget(law, budget, s, cost_of(s), tokens)[0] for s in sparsities]
-        reached[name] = Curve(sparsities, lowest, marked=False)
-    budgets = np.geomspace(spent.min(), 64 * spent.max(), 40)
-    for size in np.quantile(runs.parameters, [0, 0.5, 1]):
-        costs = np.array([COSTS["zeros computed"](s) for s in sparsities])
-        losses = law.loss(size, sparsities, budgets[:, None] / (costs * size))
-        name = f"{size:,.0f} stored, zeros computed"
-        best[name] = Curve(budgets, sparsities[losses.argmin(axis=1)], marked=False)
-    equal = Curve(ends, ends, marked=False, dashed=True)
+    digit, power = f"{budget:.0e}".split("e")
+    name = rf"Lowest loss for ${digit} \times 10^{{{int(power)}}}$ training FLOPs"
     label = "held-out loss, nats a token"
     save_panels(
         path,
         [
-            Panel("fit", "fitted loss, nats a token", label, {**points, "equal": equal}),
-            Panel(f"lowest loss for {budget:.1e} FLOPs", "sparsity", label, reached),
-            Panel("best sparsity", "training FLOPs", "sparsity", best, log_x=10),
+            Panel("Fit", "fitted or predicted " + label, label, _fitted(runs, law, predictions)),
+            Panel(name, "sparsity", "loss / that of dense", _reached(runs, law, laws, budget)),
+            Panel(
+                "Best sparsity where zeros are computed",
+                "training FLOPs, projections",
+                "sparsity",
+                _best(runs, law, np.geomspace(spent.min(), 1e4 * spent.max(), 60)),
+                log_x=10,
+            ),
         ],
     )
+
+
+def _fitted(runs, law, predictions):
+    fitted = law.loss(runs.parameters, runs.sparsity, runs.tokens)
+    curves = {}
+    for sparsity in np.unique(runs.sparsity):
+        own = runs.sparsity == sparsity
+        name = f"{100 * sparsity:g}% zeros" if sparsity else "dense"
+        curves[name] = Curve(fitted[own], runs.loss[own], joined=False)
+    both = [*fitted, *runs.loss]
+    if predictions:
+        x, y = zip(*((p["predicted"], loss) for p in predictions for loss in p["losses"]))
+        curves["held out"] = Curve(x, y, joined=False)
+        both += [*x, *y]
+    ends = [min(both), max(both)]
+    return curves | {"equal": Curve(ends, ends, marked=False, dashed=True)}
+
+
+def _reached(runs, law, laws, budget):
+    sparsities = np.linspace(0, runs.sparsity.max(), 30)
+    tokens = np.geomspace(runs.tokens.min() / 10, runs.tokens.max() * 10, 400)
+    curves = {}
+    for name, cost_of in COSTS.items():
+
+        def to_dense(law, cost_of=cost_of):
+            lowest = [best_for_budget(law, budget, s, cost_of(s), tokens)[0] for s in sparsities]
+            return np.asarray(lowest) / lowest[0]
+
+        low, high = np.transpose([interval(at) for at in np.transpose(list(map(to_dense, laws)))])
+        curves[name] = Curve(sparsities, to_dense(law), low, high, marked=False)
+    return curves
+
+
+def _best(runs, law, budgets):
+    sparsities = np.linspace(0, runs.sparsity.max(), 60)
+    costs = np.array([COSTS["zeros computed"](s) for s in sparsities])
+    curves = {}
+    for size in np.quantile(runs.parameters, [0, 0.5, 1]):
+        losses = law.loss(size, sparsities, budgets[:, None] / (costs * size))
+        curves[f"{size:,.0f} stored"] = Curve(
+            budgets, sparsities[losses.argmin(axis=1)], marked=False
+        )
+    return curves

@@ -8,7 +8,8 @@ constants with bootstrap intervals and residuals, and draws which sparsity is be
     python -m experiments.sparse_scaling_law --runs=mine.csv          fits any runs: no training
 
 A CSV needs the columns parameters (stored, of the projections), sparsity, tokens and loss (held
-out, nats a token). Leaves OUT/runs.csv, OUT/law.json, OUT/law.md and OUT/law.png.
+out, nats a token); runs whose column held_out says True are predicted, not fitted.  Leaves
+OUT/runs.csv, OUT/law.json, OUT/law.md and OUT/law.png.
 """
 
 from experiments import flags
@@ -22,6 +23,13 @@ LAW = Group(
         Flag("widths", "text", "64,128,192", "Values of d_model."),
         Flag("densities", "text", "1,0.5,0.25,0.125", "Fractions of blocks stored."),
         Flag("lengths", "text", "500,1500,4500", "Optimizer steps of a training."),
+        Flag(
+            "seeds",
+            "integer",
+            1,
+            "Trainings of each.",
+            legal=("1 or more", lambda n: n > 0),
+        ),
         Flag(
             "rounds",
             "integer",

@@ -68,8 +68,10 @@ class Panel:
 
 
 def save_panels(path: Path, panels: Sequence[Panel], title: str = "") -> None:
-    """Draws the panels side by side, at most four a row, with one legend below them all and
-    `title` above."""
+    """Draws the panels side by side, at most four a row, with `title` above.
+
+    One legend lies below them all, or one in each where no two panels have a name in common.
+    """
     columns = min(_COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = Figure(
@@ -78,20 +80,28 @@ def save_panels(path: Path, panels: Sequence[Panel], title: str = "") -> None:
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11)
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
+    apart = len(panels) > 1 and len(names) == sum(len(panel.curves) for panel in panels)
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes, panel in zip(grid.flat, panels):
-        _draw(axes, panel, names)
+        _draw(axes, panel, list(panel.curves) if apart else names)
+        if apart:
+            axes.legend(frameon=False, fontsize=8)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
+    if not apart:
+        _legend(figure, grid.flat, names)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _legend(figure, every_axes, names):
     handles: dict[str, Artist] = {}
-    for axes in grid.flat:
+    for axes in every_axes:
         for handle, name in zip(*axes.get_legend_handles_labels()):
             handles.setdefault(name, handle)
     figure.legend(
         [handles[n] for n in names], names, loc="outside lower center", ncols=4, frameon=False
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
 
 
 def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:

@@ -180,6 +180,20 @@ def bootstrap(runs: Runs, rounds: int = 200, seed: int = 0) -> list[ScalingLaw]:
     return found
 
 
+def noise(runs: Runs) -> float | None:
+    """Standard deviation of log loss among runs that differ by their seed alone, pooled over all
+    such; None where no two runs have equal parameters, sparsity and tokens."""
+    places = np.column_stack([runs.parameters, runs.sparsity, runs.tokens])
+    _, which, counts = np.unique(places, axis=0, return_inverse=True, return_counts=True)
+    which = which.reshape(-1)
+    freedom = len(runs) - len(counts)
+    if not freedom:
+        return None
+    logs = np.log(runs.loss)
+    means = np.bincount(which, logs) / counts
+    return float(np.sqrt(np.sum((logs - means[which]) ** 2) / freedom))
+
+
 def interval(samples: Sequence[float], level: float = 0.9) -> tuple[float, float]:
     """The central interval that holds `level` of the samples."""
     tail = 50 * (1 - level)

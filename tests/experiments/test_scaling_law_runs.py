@@ -41,9 +41,8 @@ def test_any_csv_of_runs_is_fitted(job, runs_csv, tmp_path):
     constants = found["constants"]
     assert constants["b_n"]["value"] == pytest.approx(0.245, rel=0.1)
     assert all(c["low"] <= c["high"] for c in constants.values())
-    assert found["dense_equivalent"]["0.875"] == pytest.approx(
-        LAW.dense_equivalent(0.875), rel=0.05
-    )
+    gain = found["dense_equivalent"]["0.875"]
+    assert gain["value"] == pytest.approx(LAW.dense_equivalent(0.875), rel=0.05)
     assert "27 runs; residuals" in (out / "law.md").read_text()
     assert (out / "law.png").read_bytes().startswith(b"\x89PNG")
 
@@ -67,6 +66,13 @@ def test_a_file_that_is_no_table_of_runs_is_refused(tmp_path, text, words):
         scaling_law_runs.read_runs(path)
 
 
+def test_held_out_runs_are_told_apart(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text("parameters,sparsity,tokens,loss,held_out\n1,0,1,2,False\n1,0,2,2,True\n")
+    runs, held_out = scaling_law_runs.read_runs(path)
+    assert len(runs) == 2 and held_out.tolist() == [False, True]
+
+
 def test_parameters_are_the_stored_weights_of_projections():
     model = SIZES["pico"].with_linears(LinearSpec("block_sparse", "cyclic", 0.25, 16), ["qkv"])
     blocks = gpt.init(model, jax.random.key(0))["blocks"]
@@ -81,20 +87,26 @@ def test_parameters_are_the_stored_weights_of_projections():
 def test_a_small_grid_is_trained_predicted_and_gone_on_with(job, tmp_path):
     out = tmp_path / "grid"
     arguments = ["--scale=pico", "--block=16", "--widths=64,128", "--densities=1,0.25"]
-    arguments += ["--lengths=3,6,9", "--rounds=10", f"--corpus={job.corpus}", f"--out={out}"]
-    done = job.run(*arguments, experiment="sparse_scaling_law")
+    arguments += ["--lengths=3,6", "--seeds=2", "--rounds=10", f"--corpus={job.corpus}"]
+    done = job.run(*arguments, f"--out={out}", experiment="sparse_scaling_law")
     assert done.returncode == 0, done.stderr
     with (out / "runs.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 12 and sum(row["held_out"] == "True" for row in rows) == 2
+    assert len(rows) == 16 and sum(row["held_out"] == "True" for row in rows) == 4
+    assert len({row["loss"] for row in rows}) == 16
     predictions = json.loads((out / "predictions.json").read_text())
     found = json.loads((out / "law.json").read_text())
-    assert found["runs"] == 10
+    assert found["runs"] == 12 and len(predictions) == 2
     for before, after in zip(predictions, found["predictions"]):
         assert "loss" not in before and before["predicted"] == after["predicted"]
-        assert after["loss"] > 0
-    again = job.run(*arguments, experiment="sparse_scaling_law")
+        assert len(after["losses"]) == 2 and after["loss"] == np.mean(after["losses"])
+    refit = [f"--runs={out / 'runs.csv'}", "--rounds=10", f"--out={tmp_path / 'again'}"]
+    assert job.run(*refit, experiment="sparse_scaling_law").returncode == 0
+    again = json.loads((tmp_path / "again" / "law.json").read_text())
+    for kept in ("constants", "predictions", "residuals"):
+        assert again[kept] == found[kept]
+    again = job.run(*arguments, f"--out={out}", experiment="sparse_scaling_law")
     assert again.returncode == 0 and "steps into" not in again.stdout + again.stderr
     assert "--batch=4 (saved: 0)" in complaint(
-        job.run(*arguments, "--batch=4", experiment="sparse_scaling_law")
+        job.run(*arguments, f"--out={out}", "--batch=4", experiment="sparse_scaling_law")
     )

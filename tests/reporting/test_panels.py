@@ -37,6 +37,14 @@ def test_panels_show_curves_marks_and_spreads_in_one_colour_a_name(drawn, tmp_pa
     assert first.get_xscale() == "log" and second.get_xscale() == "linear"
 
 
+def test_panels_without_a_common_name_have_legends_of_their_own(drawn, tmp_path):
+    curves = [{"a": Curve([0, 1], [0, 1])}, {"b": Curve([0, 1], [0, 1])}]
+    save_panels(tmp_path / "figure.png", [Panel("", "x", "y", own) for own in curves])
+    (figure,) = drawn
+    names = [[t.get_text() for t in axes.get_legend().get_texts()] for axes in figure.axes]
+    assert names == [["a"], ["b"]] and not figure.legends
+
+
 def test_bars_show_every_sample_best_on_top(drawn, tmp_path):
     groups = {"equal tokens": {"dense": [2.0, 2.1], "rigl": [2.2]}, "equal flops": {"rigl": [2.0]}}
     save_bars(tmp_path / "bars.png", groups, "bits per byte", "dense")

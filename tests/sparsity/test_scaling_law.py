@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.sparsity.scaling_law import (
+    COLUMNS,
     CONSTANTS,
     Runs,
     ScalingLaw,
@@ -16,6 +17,7 @@ from sparse_dataflow.sparsity.scaling_law import (
     bootstrap,
     fit,
     interval,
+    noise,
 )
 
 LAW = ScalingLaw(16.8, 0.722, 45.0, 0.245, 6.9e8, 0.203, 0.651)
@@ -66,12 +68,19 @@ def test_a_dense_equivalent_model_has_the_same_loss():
 
 def test_intervals_hold_the_truth_and_shrink_with_the_noise():
     widths = []
-    for noise in (0.01, 0.001):
-        samples = [float(law.loss(1e8, 0.875, 1e9)) for law in bootstrap(grid(noise=noise), 30)]
+    for level in (0.01, 0.001):
+        samples = [float(law.loss(1e8, 0.875, 1e9)) for law in bootstrap(grid(noise=level), 30)]
         low, high = interval(samples)
         assert low * 0.97 < LAW.loss(1e8, 0.875, 1e9) < high * 1.03
         widths.append(high - low)
     assert widths[1] < widths[0] / 3
+
+
+def test_noise_is_what_equal_runs_differ_by():
+    seeds = [grid(noise=0.02, seed=seed) for seed in range(8)]
+    columns = (np.concatenate([getattr(runs, name) for runs in seeds]) for name in COLUMNS)
+    assert noise(Runs(*columns)) == pytest.approx(0.02, rel=0.1)
+    assert noise(grid(noise=0.02)) is None
 
 
 def test_an_outlier_hardly_moves_the_fit():
