@@ -312,7 +312,7 @@ def draw(
             Panel("Fit", "fitted or predicted " + label, label, _fitted(runs, law, predictions)),
             Panel(name, "sparsity", "loss / that of dense", _reached(runs, law, laws, budget)),
             Panel(
-                "Best sparsity where zeros are computed",
+                "Best sparsity, zeros computed",
                 "training FLOPs, projections",
                 "sparsity",
                 _best(runs, law, np.geomspace(spent.min(), 1e4 * spent.max(), 60)),

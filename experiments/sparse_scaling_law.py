@@ -4,7 +4,7 @@ Trains a grid of widths, densities and lengths under SuPar, so that one learning
 predicts the widest models' longest trainings from the others before those are run; prints
 constants with bootstrap intervals and residuals, and draws which sparsity is best for a budget.
 
-    python -m experiments.sparse_scaling_law                          two cores: about two hours
+    python -m experiments.sparse_scaling_law                          one core: about an hour
     python -m experiments.sparse_scaling_law --runs=mine.csv          fits any runs: no training
 
 A CSV needs the columns parameters (stored, of the projections), sparsity, tokens and loss (held
