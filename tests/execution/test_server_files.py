@@ -3,14 +3,13 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import server_process
+from forks import Forks
 from server_process import IDENTITY, MODEL, TRAINING, advance, first_state, key, open_files
 
 from sparse_dataflow.errors import UserError
@@ -19,6 +18,7 @@ from sparse_dataflow.execution.parameter_server import InMemory
 from sparse_dataflow.execution.server_files import MappedFiles
 
 ROOT = Path(__file__).parents[2]
+IMPORTED = ("sparse_dataflow.execution.server_files", "sparse_dataflow.execution.parameter_server")
 # The update's pieces in one step: one a leaf.
 PIECES = 3 * 16 + 4
 
@@ -37,22 +37,23 @@ def assert_same_bits(mine, theirs):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-def process(folder, steps, where="never", count=0):
-    """(exit status, the step that it went on after)."""
-    script = Path(server_process.__file__)
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder), str(steps), where, str(count)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
-    return done.returncode, int(done.stdout)
+@pytest.fixture
+def process(tmp_path_factory):
+    """process(folder, steps, where, count) -> (exit status, the step that it went on after)."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    forks = Forks(environment, tmp_path_factory.mktemp("forks"), IMPORTED)
+
+    def process(folder, steps, where="never", count=0):
+        run = forks.start(server_process.__file__, folder, steps, where, count)
+        assert run.wait() in (0, -signal.SIGKILL), run.stderr
+        return run.returncode, int(run.stdout)
+
+    yield process
+    forks.close()
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on_from_the_last_complete_step(tmp_path):
+def test_killed_at_any_moment_it_goes_on_from_the_last_complete_step(process, tmp_path):
     """In the first update, between two steps, before the record and before its rename."""
     killed = -signal.SIGKILL
     assert process(tmp_path, 8, "update", PIECES // 2) == (killed, 0)
