@@ -1,5 +1,7 @@
 """Chunked cross-entropy: losses and gradients of the reference, and never all logits at once."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.kernels.cross_entropy import api, reference
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 CHUNK = 8
 
@@ -94,6 +94,7 @@ def test_rows_that_stand_for_no_token_change_nothing(vocab, more, tokens, seed):
     x, embedding, targets, weights = operands(tokens, 5, vocab, "float32", seed)
     longer = np.concatenate([embedding, np.full((more, 5), 3, np.float32)])
 
+    @functools.partial(jax.jit, static_argnums=1)
     def of(table, size):
         loss = lambda *a: api.weighted_loss(*a, targets, weights, None, size)  # noqa: E731
         scores = api.token_scores(x, table, targets, None, size)

@@ -110,15 +110,24 @@ def test_a_leap_is_skipped_and_the_step_goes_on(tmp_path):
     assert trained == [s for s in range(1, 41) if s not in (2, 15, 20)]
 
 
+LEAPS = {step: 50.0 for step in (14, 16, 17, 18, 19, 23)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(folder, trainer) of a run that is not stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, train(trainer(folder, LEAPS))
+
+
 @pytest.mark.parametrize("stop", [3, 13, 17, 18, 25])
-def test_a_run_that_is_stopped_skips_and_goes_back_as_one_that_is_not(tmp_path, stop):
-    losses = {step: 50.0 for step in (14, 16, 17, 18, 19, 23)}
-    whole = train(trainer(tmp_path / "whole", losses))
-    train(trainer(tmp_path / "cut", losses), stop)
-    cut = train(trainer(tmp_path / "cut", losses))
-    assert facts(tmp_path / "whole") == facts(tmp_path / "cut")
-    assert bits(whole) == bits(cut)
-    [back] = facts(tmp_path / "whole", "rollback")
+def test_a_run_that_is_stopped_skips_and_goes_back_as_one_that_is_not(tmp_path, whole, stop):
+    train(trainer(tmp_path, LEAPS), stop)
+    cut = train(trainer(tmp_path, LEAPS))
+    folder, right = whole
+    assert facts(folder) == facts(tmp_path)
+    assert bits(right) == bits(cut)
+    [back] = facts(folder, "rollback")
     assert (back["step"], back["to"]) == (15 + PATIENCE, 12)
 
 

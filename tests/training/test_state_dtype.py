@@ -2,6 +2,7 @@
 planner, the checkpoints and the executors know of it."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -31,8 +32,6 @@ from sparse_dataflow.training.saved_state import identity
 from sparse_dataflow.training.step import abstract_state, initial_state, make_train_step
 from sparse_dataflow.training.transitions import change_model
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 DENSE = ModelConfig(2, 32, 4, 64, vocab_size=48, max_len=8)
 SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))
 TRAINING = TrainingConfig(steps=30, batch=4, sequence=8, state_dtype="bfloat16")
@@ -44,11 +43,17 @@ ROUNDING = 2.0**-8
 """Of bfloat16, relative."""
 
 
+@functools.cache
+def program(model, training):
+    """(tables, the compiled step): the same for every training of both."""
+    tables = gpt.layout_tables(gpt.layouts(model))
+    return tables, jax.jit(make_train_step(model, training, tables))
+
+
 def trained(model, training, steps, state=None):
     """(state, losses) after the steps, from the state's own on."""
-    tables = gpt.layout_tables(gpt.layouts(model))
+    tables, step = program(model, training)
     state = initial_state(model, training) if state is None else state
-    step = jax.jit(make_train_step(model, training, tables))
     state, losses = state._replace(tables=()), []
     for tokens in TOKENS[int(state.step) : steps]:
         state, report = step(state, tokens, np.float32(3e-3))
