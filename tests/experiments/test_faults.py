@@ -341,7 +341,7 @@ def test_clock_jumps(pair, whole, seconds):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kills", "steps"), [(4, 32), pytest.param(50, 240, marks=pytest.mark.nightly)]
+    ("kills", "steps"), [(2, 24), pytest.param(50, 240, marks=pytest.mark.nightly)]
 )
 def test_random_kills_in_a_row_end_at_the_same_bits(job, tmp_path, kills, steps):
     """Before a random file operation or step, of a training that goes on after each."""

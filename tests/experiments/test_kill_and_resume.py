@@ -53,7 +53,7 @@ def test_kills_at_the_joints_of_a_run(job, refused, undisturbed, tmp_path):
 
 @pytest.mark.slow
 def test_kills_at_random_file_operations(job, undisturbed, tmp_path):
-    go_on_through_kills(job, tmp_path / "run", random.Random(2), kills=3)
+    go_on_through_kills(job, tmp_path / "run", random.Random(2), kills=2)
     assert_same_results(tmp_path / "run", undisturbed)
 
 
