@@ -28,6 +28,9 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # cores it sometimes waits for itself.  Read once, when the CPU client starts.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
+# Programs compile in half the time and run slower; what they compute stays.
+jax.config.update("jax_disable_most_optimizations", True)
+
 
 @pytest.fixture(scope="session")
 def array_sizes():
@@ -46,11 +49,11 @@ def array_sizes():
 
 
 @pytest.fixture(scope="module")
-def quick_compile():
-    """Programs of this module compile in half the time and run slower; what they compute stays."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+def optimized():
+    """Programs of this module are compiled as a user's."""
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def _variables(jaxpr):

@@ -32,6 +32,8 @@ def _forks():
         "PYTHONPATH": str(ROOT),
         # Threads of XLA's pool: devices wait for each other, each on one.
         "NPROC": "32",
+        # As in the tests' own process.
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)

@@ -52,7 +52,6 @@ def small(**changes):
     return config.with_linears(sd.LinearSpec("block_sparse", "monarch", 0.5, 16), **changes)
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_a_training_in_memory_learns_tells_and_writes(texts, tmp_path):
     seen = []
     training = TrainingConfig(30, batch=4, sequence=16, learning_rate=1e-2)

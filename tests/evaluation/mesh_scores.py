@@ -19,7 +19,6 @@ from sparse_dataflow.execution import mesh as meshes
 from sparse_dataflow.execution.sharded import Sharded
 
 if __name__ == "__main__":
-    jax.config.update("jax_disable_most_optimizations", True)
     run, *texts = sys.argv[1:]
     rng = np.random.default_rng(0)
     found = {}

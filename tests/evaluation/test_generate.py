@@ -15,8 +15,6 @@ from sparse_dataflow.evaluation.generate import bucket, generate, new_tokens
 from sparse_dataflow.execution import whole
 from sparse_dataflow.models import gpt
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def decided(config, seed=0):
     """Parameters, and tables, of a model that is sure of its next token, so that rounding settles

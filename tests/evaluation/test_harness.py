@@ -20,8 +20,6 @@ from sparse_dataflow.evaluation.tasks import lm_eval_tasks
 from sparse_dataflow.evaluation.tasks.items import Item
 from sparse_dataflow.execution import whole
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def asked(*args):
     return types.SimpleNamespace(args=args)

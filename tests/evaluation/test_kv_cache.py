@@ -15,8 +15,6 @@ from sparse_dataflow.execution import whole
 from sparse_dataflow.models import gpt
 from sparse_dataflow.planning import cost
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 ROWS, WIDTH, CACHE = 3, 8, 16
 
 

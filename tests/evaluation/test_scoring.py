@@ -13,8 +13,6 @@ from sparse_dataflow.evaluation import scoring
 from sparse_dataflow.evaluation.scoring import Limits, bucket_lengths, score
 from sparse_dataflow.execution import whole
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def draw_requests(vocab, sizes, seed=0):
     rng = np.random.default_rng(seed)

@@ -14,8 +14,6 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation import harness
 from sparse_dataflow.evaluation.tasks import lm_eval_tasks
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 METRICS = {"wikitext": "word_perplexity", "nq_open": "exact_match"}
 
 

@@ -9,8 +9,6 @@ import pytest
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation.trained import load
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.mark.parametrize("variant", ["sparse", "dense"])
 @pytest.mark.parametrize(("name", "step"), [("newest", 3), ("best", 2), ("1", 1)])

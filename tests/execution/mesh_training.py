@@ -230,6 +230,5 @@ def evolve(method, texts):
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_disable_most_optimizations", True)
     what, name, *texts = sys.argv[1:]
     print(json.dumps({"compare": compare, "move": move, "evolve": evolve}[what](name, texts)))

@@ -84,7 +84,6 @@ def calls(text):
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_disable_most_optimizations", True)
     assert jax.device_count() == 8
     what, *texts = sys.argv[1:]
     found = {"norms": norms, "memory": memory, "gathers": gathers, "calls": calls}[what]

@@ -13,8 +13,6 @@ from sparse_dataflow.execution.block_gradients import block_gradient_norms
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 SPARSE = LinearSpec("block_sparse", "cyclic", density=0.25, block=8)
 MODEL = ModelConfig(2, 64, 4, 128, vocab_size=40, max_len=8).with_linears(SPARSE)
 RANKED = MODEL.with_linears(dataclasses.replace(SPARSE, rank=2), ["mlp_in"])

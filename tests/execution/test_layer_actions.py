@@ -16,8 +16,6 @@ from sparse_dataflow.models.sizes import PROJECTIONS
 
 NIGHTLY = pytest.mark.nightly
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def one_layer(model):
     """(params, tables, x, dy) of the second layer."""

@@ -30,8 +30,6 @@ from sparse_dataflow.planning import relay as planning
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
 from sparse_dataflow.training.step import initial_state, make_eval_step, make_train_step
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 STEPS = 20
 DENSE = ModelConfig(num_layers=3, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12)
 SPARSE = LinearSpec("block_sparse", "butterfly", density=0.25, block=4)

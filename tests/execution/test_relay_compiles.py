@@ -15,7 +15,7 @@ from sparse_dataflow.planning.chips import GIGA
 pytest.importorskip(
     "libtpu", reason="compiling for a TPU needs libtpu: pip install 'sparse_dataflow[aot]'"
 )
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("optimized")]
 
 WIDTH = 4096
 SHAPE = (8, 1, 2048)

@@ -16,7 +16,7 @@ from sparse_dataflow.execution import relay_programs
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.slow
 
 
 def start(processes, number, ports, devices):
@@ -37,7 +37,7 @@ def printed(process):
 
 
 @pytest.fixture(scope="module")
-def alone(quick_compile):
+def alone():
     return relay_process.losses(None)
 
 

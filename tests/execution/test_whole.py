@@ -11,8 +11,6 @@ from small_models import DENSE, MODEL, arbitrary_params, assert_same, tables_of,
 from sparse_dataflow.execution import whole
 from sparse_dataflow.models import gpt
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def run(config=MODEL, micro_batches=1, traced_tables=False):
     """(loss, gradients) of one fixed batch and one fixed set of parameters."""
@@ -27,7 +25,7 @@ def run(config=MODEL, micro_batches=1, traced_tables=False):
 
 
 @pytest.fixture(scope="module")
-def result(quick_compile):
+def result():
     """What every other way to run the model must give."""
     return run()
 

@@ -107,7 +107,7 @@ class MainJob:
             "JAX_COMPILATION_CACHE_DIR": str(self.compiled),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            # As `quick_compile` does in the tests' own process.
+            # As in the tests' own process.
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         }
 

@@ -37,7 +37,7 @@ def evaluated(job, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_and_its_twin(evaluated, copy, quick_compile):
+def test_a_run_and_its_twin(evaluated, copy):
     mine = [GOOD | {"context": context} for context in ("the", "of", "and")]
     (copy / "mine.jsonl").write_text("".join(json.dumps(item) + "\n" for item in mine))
     tasks = f"cloze,last_word,{copy / 'mine.jsonl'}"

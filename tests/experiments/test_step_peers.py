@@ -13,7 +13,6 @@ from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.training.optimizer import TrainingConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 with_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="the extra peers is not installed"
 )

@@ -19,8 +19,6 @@ from sparse_dataflow.execution import whole
 from sparse_dataflow.interchange import architectures, huggingface, sparse_form
 from sparse_dataflow.interchange.dense_form import dense_form
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
 
 

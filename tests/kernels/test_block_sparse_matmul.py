@@ -59,9 +59,6 @@ SUITE = [
 ]
 
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
 @pytest.fixture(autouse=True)
 def environment(request):
     """Enters what the implementation needs to run here."""

@@ -16,7 +16,7 @@ from sparse_dataflow.kernels.attention.api import causal_attention
 pytest.importorskip(
     "jax_cuda13_plugin", reason="compiling for a GPU needs 'sparse_dataflow[cuda]': make aot-gpu"
 )
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 
 def gradients(query, key, value, dy):

@@ -13,8 +13,6 @@ from hypothesis.extra import numpy as hnp
 
 from sparse_dataflow.kernels.gelu.api import gelu, value_and_derivative
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def exact(z):
     """The tanh form of float64 or complex128."""

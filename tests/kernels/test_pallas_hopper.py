@@ -22,8 +22,6 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import sid
 from sparse_dataflow.sparsity.layout import BlockLayout, widened
 from sparse_dataflow.sparsity.patterns import make_layout
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < pallas_hopper.NEEDED_JAX,
     reason=f"Mosaic GPU kernels need jax >= 0.11, not {jax.__version__}",

@@ -17,6 +17,7 @@ pytest.importorskip(
     "jax_cuda13_plugin", reason="compiling for a GPU needs 'sparse_dataflow[cuda]': make aot-gpu"
 )
 pytestmark = [
+    pytest.mark.usefixtures("optimized"),
     pytest.mark.slow,
     pytest.mark.skipif(
         jax.__version_info__ < pallas_hopper.NEEDED_JAX,

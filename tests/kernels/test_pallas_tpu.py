@@ -18,8 +18,6 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import tile_t
 from sparse_dataflow.sparsity.layout import BlockLayout, widened
 from sparse_dataflow.sparsity.patterns import make_layout
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 TOKENS = 37
 
 

@@ -23,7 +23,7 @@ from sparse_dataflow.sparsity.patterns import make_layout
 pytest.importorskip(
     "libtpu", reason="compiling for a TPU needs libtpu: pip install 'sparse_dataflow[aot]'"
 )
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 PROJECTIONS = {"qkv": (5120, 15360), "out": (5120, 5120), "in": (5120, 20480), "mlp": (20480, 5120)}
 TOKENS = 2048

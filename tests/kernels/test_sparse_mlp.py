@@ -14,8 +14,6 @@ from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
 from sparse_dataflow.sparsity.layout import BlockLayout
 from sparse_dataflow.sparsity.patterns import PATTERNS, make_layout
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 TOKENS = 7  # Divides no width below, so that an array's size tells what it is.
 
 

@@ -14,7 +14,6 @@ from sparse_dataflow.sparsity.layout import BlockLayout
 from sparse_dataflow.sparsity.patterns import make_layout
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_compile"),
     pytest.mark.skipif(
         jax.__version_info__ < NEEDED_JAX,
         reason=f"Mosaic GPU kernels need jax >= 0.11, not {jax.__version__}",

@@ -14,8 +14,6 @@ from sparse_dataflow.kernels.sparse_mlp import api, pallas_tpu, tuning
 from sparse_dataflow.sparsity.layout import BlockLayout
 from sparse_dataflow.sparsity.patterns import make_layout
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def irregular(block, seed=0):
     """Layouts of 3 blocks to 5 to 4, with empty lines on either side."""

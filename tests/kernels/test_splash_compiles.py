@@ -11,7 +11,7 @@ from sparse_dataflow.models.sizes import SIZES
 pytest.importorskip(
     "libtpu", reason="compiling for a TPU needs libtpu: pip install 'sparse_dataflow[aot]'"
 )
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 
 def gradients(query, key, value, dy):

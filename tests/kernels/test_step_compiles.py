@@ -14,7 +14,7 @@ from sparse_dataflow.planning import topologies
 from sparse_dataflow.planning.compile import compile_step
 from sparse_dataflow.training.optimizer import TrainingConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 # Topology -> (module of its compiler, the command that installs it, how its text calls a kernel).
 CHIPS = {

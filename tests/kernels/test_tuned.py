@@ -44,9 +44,6 @@ def shapes(layout, tokens, dtype=jnp.bfloat16):
 SMALL = shapes(make_layout("cyclic", 512, 1024, 128, 0.5), 300)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     """Where measurements are read from and written to; what is cached or was said is forgotten."""

@@ -125,7 +125,9 @@ SLOW = 'kill() { command kill "$@" || return; sleep 1; }'
 
 def test_a_status_is_not_lost_where_the_run_ends_first(desk):
     script = LAUNCH / "start_or_resume.sh"
-    process = desk.start("sh", "-c", f'{SLOW}; . "$0"', script, "run", "gpt13b_sparse", WHAT="train")
+    process = desk.start(
+        "sh", "-c", f'{SLOW}; . "$0"', script, "run", "gpt13b_sparse", WHAT="train"
+    )
     desk.wait_for("--out=run")
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=600)

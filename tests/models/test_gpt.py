@@ -17,8 +17,6 @@ from sparse_dataflow.planning.memory import parameter_count
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.step import initial_state, make_train_step
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12)
 HALF = LinearSpec("block_sparse", "butterfly", density=0.5, block=8)
 SPARSE = DENSE.with_linears(HALF)

@@ -18,8 +18,6 @@ from sparse_dataflow.models.groups import groups, layer_linear, parts
 from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.planning import cost, memory, traced
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 SPEC = LinearSpec("block_sparse", "cyclic", 1 / 4, block=8)
 DENSE = ModelConfig(num_layers=3, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12)
 UNIFORM = DENSE.with_linears(SPEC)
@@ -139,7 +137,7 @@ def layer_by_layer(model, params, tokens):
 
 
 @pytest.fixture(scope="module")
-def right(quick_compile):
+def right():
     tokens = np.random.default_rng(1).integers(0, 40, (2, 13), np.int32)
     by_layer = jax.jit(jax.value_and_grad(lambda p: layer_by_layer(MODEL, p, tokens)))
     return tokens, by_layer(arbitrary(MODEL))

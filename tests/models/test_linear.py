@@ -13,8 +13,6 @@ from sparse_dataflow.models.linear import Linear, projection_layout
 from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.sparsity.patterns import make_layout
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 WIDE = ModelConfig(num_layers=2, d_model=256, num_heads=4, d_ff=1024, vocab_size=40, max_len=12)
 
 

@@ -12,6 +12,7 @@ from sparse_dataflow.planning import hlo, topologies
 from sparse_dataflow.planning.run_layout import RunLayout
 
 pytest.importorskip("libtpu", reason="compiling for a TPU needs make aot-tpu")
+pytestmark = pytest.mark.usefixtures("optimized")
 
 MODEL = ModelConfig(4, 512, 4, 2048, 1024, 256, compute_dtype="bfloat16", remat="full")
 SPARSE = MODEL.with_linears(LinearSpec("block_sparse", density=1 / 4, block=128))

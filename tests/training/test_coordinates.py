@@ -40,7 +40,7 @@ def test_heads_keep_their_width():
 
 
 @pytest.mark.slow
-def test_supar_is_flat_over_width_and_density(quick_compile):
+def test_supar_is_flat_over_width_and_density():
     """The change of activations after three steps: powers of width and density near 0."""
     rng = np.random.default_rng(0)
     # Few tokens are frequent, as in text: then gradients agree, and what is wrong shows early.

@@ -25,8 +25,6 @@ from sparse_dataflow.training.optimizer import (
 )
 from sparse_dataflow.training.step import group_norms
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 MODEL = ModelConfig(
     num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12
 ).with_linears(LinearSpec("block_sparse", "cyclic", density=0.5, block=8, rank=2), ["qkv"])

@@ -12,8 +12,6 @@ from sparse_dataflow.training import sections
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.step import initial_state
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 IN_ORDER = [
     "embed",
     "qkv",

@@ -16,8 +16,6 @@ from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.starting_point import StartingPoint, begun_state
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
 SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))
 TRAINING = TrainingConfig(steps=2, batch=2, sequence=8, learning_rate=1e-3)

@@ -16,8 +16,6 @@ from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
 from sparse_dataflow.training.step import TrainState, initial_state
 from sparse_dataflow.training.transitions import change_model, update_layouts
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 SPARSE = LinearSpec("block_sparse", "cyclic", density=0.25, block=8)
 MODEL = ModelConfig(2, 64, 4, 128, vocab_size=40, max_len=8).with_linears(SPARSE)
 RANKED = MODEL.with_linears(dataclasses.replace(SPARSE, rank=3))
