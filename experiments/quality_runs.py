@@ -66,7 +66,17 @@ def _variant(begun, arms, arm, seed=0):
     if changes and "rank" in changes:
         width = SIZES[begun.asked["scale"]].d_model
         changes = {**changes, "rank": max(1, round(changes["rank"] * width))}
+    if changes and "training_flops" in changes:
+        at = switch_at(begun, changes["training_flops"])
+        changes = {k: v for k, v in changes.items() if k != "training_flops"} | {"evolve_at": at}
     return begun.variant(BASELINE if changes is None else "sparse", seed=seed, **(changes or {}))
+
+
+def switch_at(begun, share):
+    """The fraction of the steps after which a training may turn dense to spend `share` of the
+    FLOPs of one that is dense from the start."""
+    dense, sparse = (_flops_a_step(begun.variant(name)) for name in (BASELINE, "sparse"))
+    return (1 - share) * dense / (dense - sparse)
 
 
 def _steps(begun, arms, seed):

@@ -27,7 +27,8 @@ TO_MLP_IN = "qkv:0.5x,attn_out:0.5x,mlp_in:1.5x"
 # Half of the layers with a third of the other half's.
 RISING, FALLING = "depth:0.5x,1.5x", "depth:1.5x,0.5x"
 
-# A rank is relative to the width of the model.
+# A rank is relative to the width of the model; training_flops, of the dense training, say when the
+# switch comes.
 ARMS = {
     "dense": None,
     "static_pixelfly": {"pattern": "pixelfly"},
@@ -42,6 +43,11 @@ ARMS = {
     "set": {"pattern": "random", "evolution": "set"},
     "rigl": {"pattern": "random", "evolution": "rigl"},
     "gradual": {"evolution": "gradual"},
+    "sparse_to_dense_half": {
+        "pattern": "random",
+        "evolution": "sparse_to_dense",
+        "training_flops": 0.5,
+    },
     "sparse_to_dense_50": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.5},
     "sparse_to_dense_70": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.7},
     "sparse_to_dense_90": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.9},

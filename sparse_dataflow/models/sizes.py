@@ -238,6 +238,7 @@ def _size(num_layers, d_model, num_heads, vocab_size, max_len):
 # and 1t Frontier (arXiv 2312.12705).
 SIZES: dict[str, ModelConfig] = {
     "pico": _size(2, 128, 2, 512, 64),  # tests: steps of milliseconds
+    "3m": _size(4, 256, 4, 1024, 128),  # trainings to compare: an hour for a dozen
     "nano": _size(2, 1024, 8, 3072, 128),
     "micro": _size(4, 1024, 8, 2048, 256),
     "mini": _size(6, 1536, 12, 4096, 256),

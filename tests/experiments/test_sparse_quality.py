@@ -1,16 +1,20 @@
 """The quality experiment: its tables, and a small one that is stopped and gone on with."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from absl import flags as absl_flags
 
 from experiments import command_line, flags, quality_runs, sparse_quality
+from experiments.recipes import Variant
 from sparse_dataflow.errors import TEMPORARY
 from sparse_dataflow.models.sizes import SIZES, LinearSpec
 from sparse_dataflow.sparsity.allocation import allocate
-from sparse_dataflow.sparsity.evolution import METHODS
+from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig
 from sparse_dataflow.sparsity.patterns import PATTERNS
+from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.training.phases import run_flops
 
 
 def result(arm, bits, equal="tokens"):
@@ -48,10 +52,24 @@ def test_arms_of_unequal_layers_are_trained_where_they_are_named():
         assert sorted(model.density_by_depth) == [0.5, 1.5]
 
 
+@pytest.mark.parametrize("share", [0.4, 0.5, 0.9])
+@pytest.mark.parametrize("scale", ["pico", "3m", "nano"])
+def test_a_switch_by_flops_leaves_that_share_of_the_dense_trainings(scale, share):
+    size, training = SIZES[scale], TrainingConfig(steps=1000, batch=8, sequence=64)
+    sparse = size.with_linears(LinearSpec("block_sparse", "random", 0.125, 8))
+    variants = {
+        "dense": Variant("dense", size, training),
+        "sparse": Variant("sparse", sparse, training),
+    }
+    at = quality_runs.switch_at(SimpleNamespace(variant=variants.__getitem__), share)
+    spent = run_flops(sparse, EvolutionConfig("sparse_to_dense", at=at), training)
+    assert spent == pytest.approx(share * run_flops(size, EvolutionConfig(), training), rel=2e-3)
+
+
 @pytest.mark.slow
 def test_a_small_comparison_goes_on_where_it_was_stopped(job, refused, tmp_path):
     arguments = ["--scale=pico", "--block=16", "--steps=8", "--seeds=1", f"--corpus={job.corpus}"]
-    arguments += ["--arms=dense,static_random,sparse_to_dense_50", f"--out={tmp_path / 'q'}"]
+    arguments += ["--arms=dense,static_random,sparse_to_dense_half", f"--out={tmp_path / 'q'}"]
     start = lambda *more, **options: job.run(  # noqa: E731
         *arguments, *more, experiment="sparse_quality", **options
     )
@@ -63,9 +81,9 @@ def test_a_small_comparison_goes_on_where_it_was_stopped(job, refused, tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "q" / "quality.json").read_text())["results"]
     by = {r["arm"]: r for r in found}
-    assert list(by) == ["dense", "static_random", "sparse_to_dense_50"]
+    assert list(by) == ["dense", "static_random", "sparse_to_dense_half"]
     assert by["dense"]["tokens"] == 8 * 8 * 64
-    for arm in ("static_random", "sparse_to_dense_50"):
+    for arm in ("static_random", "sparse_to_dense_half"):
         assert by[arm]["steps"] > 8
         # To one dense step, by which the switch is rounded.
         assert by[arm]["flops"] == pytest.approx(by["dense"]["flops"], rel=1 / 8)
