@@ -97,7 +97,7 @@ def test_detect_on_a_cpu_measures_it_once():
     if jax.default_backend() != "cpu":
         pytest.skip("default backend is not a CPU")
     chip = hardware.detect(("float32",))
-    assert "cores" in chip.name
+    assert "core" in chip.name
     assert 1e8 < chip.peak("float32") < 1e15
     assert chip.peak("float16") is None
     assert 1e8 < chip.bandwidth < 1e13
