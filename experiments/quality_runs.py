@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import gpt_run, measurement, memory_check, step_plan, study
+from experiments.recipes import Variant
 from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.reporting.panels import save_bars
 from sparse_dataflow.training.metrics import say
@@ -67,16 +68,18 @@ def _variant(begun, arms, arm, seed=0):
         width = SIZES[begun.asked["scale"]].d_model
         changes = {**changes, "rank": max(1, round(changes["rank"] * width))}
     if changes and "training_flops" in changes:
-        at = switch_at(begun, changes["training_flops"])
-        changes = {k: v for k, v in changes.items() if k != "training_flops"} | {"evolve_at": at}
+        changes = dict(changes)
+        share = changes.pop("training_flops")
+        first = begun.variant("sparse", **{**changes, "evolution": "static"})
+        changes["evolve_at"] = switch_at(begun.variant(BASELINE), first, share)
     return begun.variant(BASELINE if changes is None else "sparse", seed=seed, **(changes or {}))
 
 
-def switch_at(begun, share):
-    """The fraction of the steps after which a training may turn dense to spend `share` of the
+def switch_at(dense: Variant, sparse: Variant, share: float) -> float:
+    """The fraction of the steps after which a sparse training turns dense to spend `share` of the
     FLOPs of one that is dense from the start."""
-    dense, sparse = (_flops_a_step(begun.variant(name)) for name in (BASELINE, "sparse"))
-    return (1 - share) * dense / (dense - sparse)
+    of_dense, of_sparse = _flops_a_step(dense), _flops_a_step(sparse)
+    return (1 - share) * of_dense / (of_dense - of_sparse)
 
 
 def _steps(begun, arms, seed):

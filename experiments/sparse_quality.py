@@ -48,6 +48,12 @@ ARMS = {
         "evolution": "sparse_to_dense",
         "training_flops": 0.5,
     },
+    "low_rank_to_dense_half": {
+        "pattern": "random",
+        "rank": 1 / 16,
+        "evolution": "sparse_to_dense",
+        "training_flops": 0.5,
+    },
     "sparse_to_dense_50": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.5},
     "sparse_to_dense_70": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.7},
     "sparse_to_dense_90": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.9},

@@ -239,8 +239,9 @@ def _sparse_to_dense(model, config):
 
     As in SPDF the dense weights have a decay of their own: those that begin at zero cannot be
     learned at the end of a cosine.  Before it the rate is stable (arXiv 2404.06395, section 4).
+    A low-rank term becomes part of the dense weight.
     """
-    to_dense = lambda spec: LinearSpec(rank=spec.rank)  # noqa: E731
+    to_dense = lambda spec: LinearSpec()  # noqa: E731
     dense = _with_sparse_specs(model, to_dense)
     if not config.first:
         return Stage(0.0, model), Stage(config.until, dense, decays=True)

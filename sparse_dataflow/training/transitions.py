@@ -64,9 +64,9 @@ def update_layouts(
 def change_model(state: TrainState, old: ModelConfig, new: ModelConfig) -> TrainState:
     """The state of `old` as one of `new`; the one given must not be used again.
 
-    A block-sparse weight becomes dense with its stored blocks where they belong: the function
-    stays.  A weight that gets sparser keeps its largest blocks.  A low-rank term joins with its
-    second factor zero: the function stays.
+    A block-sparse weight becomes dense with its stored blocks where they belong, and takes in its
+    low-rank term: the function stays.  A weight that gets sparser keeps its largest blocks.  A
+    low-rank term joins with its second factor zero: the function stays.
     """
     layouts = gpt.layouts_of(old, state.tables)
     key = jax.random.fold_in(state.key, state.step)
@@ -79,6 +79,8 @@ def change_model(state: TrainState, old: ModelConfig, new: ModelConfig) -> Train
                 state = _moved(state, name, "values", "kernel", move)
             else:
                 state, layouts[name] = _pruned(state, name, layouts.get(name), after)
+        if before.rank and not after.rank and after.kind == "dense":
+            state = _with_low_rank_taken_in(state, name)
         if after.rank and not before.rank:
             state = _with_low_rank(state, name, _fresh_low_rank(new, name)(key))
     return state._replace(tables=gpt.layout_tables(layouts))
@@ -176,16 +178,37 @@ def _positions(layouts):
 
 def _moved(state, name, before: str, after: str, move: Callable):
     """The state with one leaf of a projection moved, in the parameters and in both moments."""
-
-    def one(tree):
-        module = dict(tree["blocks"][name])
-        leaf = module.pop(before)
-        module[after] = jax.block_until_ready(move(leaf))
-        if isinstance(leaf, jax.Array):
-            leaf.delete()
-        return {**tree, "blocks": {**tree["blocks"], name: module}}
-
+    one = functools.partial(_moved_leaf, name=name, before=before, after=after, move=move)
     return state._replace(params=one(state.params), moments=map_moments(one, state.moments))
+
+
+def _moved_leaf(tree, name, before, after, move):
+    module = dict(tree["blocks"][name])
+    leaf = module.pop(before)
+    module[after] = jax.block_until_ready(move(leaf))
+    if isinstance(leaf, jax.Array):
+        leaf.delete()
+    return {**tree, "blocks": {**tree["blocks"], name: module}}
+
+
+@jax.jit
+def _sum_with_low_rank(kernel, a_kernel, b_kernel, gate):
+    """[L, in, out] + gate [L] x [L, in, r] [L, r, out]."""
+    return kernel + gate[:, None, None] * (a_kernel @ b_kernel)
+
+
+def _with_low_rank_taken_in(state, name):
+    """The state with one projection's low-rank term added to its dense weight; what the moments
+    knew of the term is let go."""
+    terms = [state.params["blocks"][name][leaf] for leaf in LOW_RANK]
+    take_in = lambda kernel: _sum_with_low_rank(kernel, *terms)  # noqa: E731
+    params = _moved_leaf(state.params, name, "kernel", "kernel", take_in)
+
+    def without(tree):
+        kept = {k: v for k, v in tree["blocks"][name].items() if k not in LOW_RANK}
+        return {**tree, "blocks": {**tree["blocks"], name: kept}}
+
+    return state._replace(params=without(params), moments=map_moments(without, state.moments))
 
 
 @functools.cache
