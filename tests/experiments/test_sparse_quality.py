@@ -66,7 +66,7 @@ def test_a_switch_by_flops_leaves_that_share_of_the_dense_trainings(scale, share
 @pytest.mark.slow
 def test_a_small_comparison_goes_on_where_it_was_stopped(job, refused, tmp_path):
     arguments = ["--scale=pico", "--block=16", "--steps=8", "--seeds=1", f"--corpus={job.corpus}"]
-    arguments += ["--arms=dense,static_random,sparse_to_dense_half", f"--out={tmp_path / 'q'}"]
+    arguments += ["--arms=dense,static_random,sparse_to_dense_50", f"--out={tmp_path / 'q'}"]
     start = lambda *more, **options: job.run(  # noqa: E731
         *arguments, *more, experiment="sparse_quality", **options
     )
@@ -78,9 +78,9 @@ def test_a_small_comparison_goes_on_where_it_was_stopped(job, refused, tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "q" / "quality.json").read_text())["results"]
     by = {r["arm"]: r for r in found}
-    assert list(by) == ["dense", "static_random", "sparse_to_dense_half"]
+    assert list(by) == ["dense", "static_random", "sparse_to_dense_50"]
     assert by["dense"]["tokens"] == 8 * 8 * 64
-    for arm in ("static_random", "sparse_to_dense_half"):
+    for arm in ("static_random", "sparse_to_dense_50"):
         assert by[arm]["steps"] > 8
         # To one dense step, by which the switch is rounded.
         assert by[arm]["flops"] == pytest.approx(by["dense"]["flops"], rel=1 / 8)
