@@ -191,7 +191,7 @@ def _moved_leaf(tree, name, before, after, move):
     return {**tree, "blocks": {**tree["blocks"], name: module}}
 
 
-@jax.jit
+@functools.partial(jax.jit, donate_argnums=0)
 def _sum_with_low_rank(kernel, a_kernel, b_kernel, gate):
     """[L, in, out] + gate [L] x [L, in, r] [L, r, out]."""
     return kernel + gate[:, None, None] * (a_kernel @ b_kernel)
