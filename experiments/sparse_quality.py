@@ -42,6 +42,7 @@ ARMS = {
     "allocated_low_rank": {"pattern": "random", "density_budget": TO_MLP_IN, "rank": 1 / 16},
     "set": {"pattern": "random", "evolution": "set"},
     "rigl": {"pattern": "random", "evolution": "rigl"},
+    "rigl_low_rank": {"pattern": "random", "evolution": "rigl", "rank": 1 / 16},
     "gradual": {"evolution": "gradual"},
     "sparse_to_dense_half": {
         "pattern": "random",

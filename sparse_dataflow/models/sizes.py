@@ -36,6 +36,7 @@ class LinearSpec:
       density: fraction of blocks stored, in (0, 1] (block_sparse only).
       block: side of a square block, in features (block_sparse only).
       rank: width of an added gated low-rank term `x A B` (Pixelfly, arXiv 2112.00029); 0 for none.
+      learns_as: density at whose learning rate a weight learns; 0 for its own.
     """
 
     kind: str = "dense"
@@ -43,16 +44,29 @@ class LinearSpec:
     density: float = 1.0
     block: int = 64
     rank: int = 0
+    learns_as: float = 0.0
 
     def __post_init__(self):
         if self.kind not in ("dense", "block_sparse"):
             raise UserError(f"linear kind {self.kind!r} is unknown; legal: dense, block_sparse.")
         if not 0 < self.density <= 1:
             raise UserError(f"density {self.density} is not in (0, 1].")
+        if not 0 <= self.learns_as <= 1:
+            raise UserError(f"learns_as {self.learns_as} is not in [0, 1].")
         if not isinstance(self.pattern, str):
             raise UserError(f"pattern {self.pattern!r} must be a name.")
         _whole("block", self.block, 1)
         _whole("rank", self.rank, 0)
+
+    @property
+    def rate_density(self) -> float:
+        """The density by which its learning rate is chosen; see `training.optimizer`."""
+        return self.learns_as or (self.density if self.kind == "block_sparse" else 1.0)
+
+    def to_json(self) -> dict:
+        """The fields; `learns_as` only where it says something."""
+        fields = dict(vars(self))
+        return fields if self.learns_as else {k: v for k, v in fields.items() if k != "learns_as"}
 
     def scaled(self, multiplier: float) -> "LinearSpec":
         """This spec at a multiple of its density.
@@ -203,7 +217,7 @@ class ModelConfig:
 
     def to_json(self) -> dict:
         """A JSON-able dict; `from_json` is its inverse."""
-        linears = {name: vars(spec) for name, spec in dict(self.linears).items()}
+        linears = {name: spec.to_json() for name, spec in dict(self.linears).items()}
         fields = {**dataclasses.asdict(self), "linears": linears}
         by_depth = fields.pop("density_by_depth")
         return {**fields, "density_by_depth": list(by_depth)} if by_depth else fields

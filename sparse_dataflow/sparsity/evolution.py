@@ -81,13 +81,11 @@ class Stage:
       start: fraction of the steps, in [0, 1).
       model: what is trained.
       runtime_layouts: whether the layouts are known only while training, and so are data.
-      decays: whether the learning rate stays at its peak up to here, and decays from here on.
     """
 
     start: float
     model: ModelConfig
     runtime_layouts: bool = False
-    decays: bool = False
 
 
 Update = Callable[
@@ -237,14 +235,13 @@ def _refuse_nothing_to_do(model, method):
 def _sparse_to_dense(model, config):
     """SPDF (arXiv 2303.10464): the sparse model, then the dense one; some projections earlier.
 
-    As in SPDF the dense weights have a decay of their own: those that begin at zero cannot be
-    learned at the end of a cosine.  Before it the rate is stable (arXiv 2404.06395, section 4).
-    A low-rank term becomes part of the dense weight.
+    A weight that turns dense goes on at the learning rate of its blocks: at a dense weight's, what
+    begins at zero is not learned in the steps that are left.  A low-rank term becomes part of it.
     """
-    to_dense = lambda spec: LinearSpec()  # noqa: E731
+    to_dense = lambda spec: LinearSpec(learns_as=spec.rate_density)  # noqa: E731
     dense = _with_sparse_specs(model, to_dense)
     if not config.first:
-        return Stage(0.0, model), Stage(config.until, dense, decays=True)
+        return Stage(0.0, model), Stage(config.until, dense)
     sparse = model.sparse_projections
     if not set(config.first) < set(sparse):
         raise UserError(
@@ -254,7 +251,7 @@ def _sparse_to_dense(model, config):
     partly = _with_sparse_specs(model, to_dense, config.first)
     return (
         Stage(0.0, model),
-        Stage(config.until, partly, decays=True),
+        Stage(config.until, partly),
         Stage((1 + config.until) / 2, dense),
     )
 

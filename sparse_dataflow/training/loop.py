@@ -18,14 +18,8 @@ from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, exchanged_share
 from sparse_dataflow.training.checkpoint import Checkpoints
 from sparse_dataflow.training.metrics import MetricsWriter, Progress, say, seconds_at
-from sparse_dataflow.training.optimizer import TrainingConfig
-from sparse_dataflow.training.phases import (
-    learning_rate,
-    phase_before,
-    phases,
-    phases_flops,
-    refuse_unfit,
-)
+from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
+from sparse_dataflow.training.phases import phase_before, phases, phases_flops, refuse_unfit
 from sparse_dataflow.training.plateau import Plateau, next_begins
 from sparse_dataflow.training.programs import (
     Compiled,
@@ -166,7 +160,7 @@ class Trainer:
         with self._clock.during("data"):
             batch = self._put(next(self._batches))
         self._evolve(batch)
-        rate = learning_rate(self.training, self.phases, self.step)
+        rate = learning_rate_schedule(self.training)(self.step)
         sigmas = self.training.skip_spikes
         limit = self._spikes.limit(sigmas) if sigmas else None
         with self._clock.during("step"):

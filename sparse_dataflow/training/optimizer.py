@@ -39,8 +39,9 @@ class TrainingConfig:
       sequence: tokens in a sequence.
       micro_batches: parts the batch is accumulated over; must divide batch.
       learning_rate: peak of the schedule, at which dense weights learn.
-      sparse_rate: how many times that a block-sparse weight of 1/8 density learns at; between and
-        beyond, a power of the density, so that 1 is the same for every density.
+      sparse_rate: how many times that a block-sparse weight of 1/8 density learns at, with its
+        low-rank term; between and beyond, a power of the density, so that 1 is the same for every
+        density.
       vector_rate: how many times that embeddings, biases, norms and gates learn at.
       warmup: fraction of the steps spent in linear warm-up, in [0, 1).
       weight_decay: decoupled decay of matrices (biases, norms and gates have none).
@@ -104,18 +105,16 @@ FINAL_LEARNING_RATE = 0.1
 
 
 @functools.cache
-def learning_rate_schedule(training: TrainingConfig, decay_from: int = 0) -> Callable[[int], float]:
-    """Step (from 0) -> learning rate: linear warm-up, the peak until the step `decay_from`, then
-    cosine to FINAL_LEARNING_RATE."""
+def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
+    """Step (from 0) -> learning rate: linear warm-up, then cosine to FINAL_LEARNING_RATE."""
     warmup = min(round(training.warmup * training.steps), training.steps - 1)
-    peak, stable = training.learning_rate, max(warmup, decay_from)
+    peak = training.learning_rate
     schedule = optax.join_schedules(
         [
             optax.linear_schedule(peak / (warmup + 1), peak, warmup),
-            optax.constant_schedule(peak),
-            optax.cosine_decay_schedule(peak, training.steps - stable, FINAL_LEARNING_RATE),
+            optax.cosine_decay_schedule(peak, training.steps - warmup, FINAL_LEARNING_RATE),
         ],
-        [warmup, stable],
+        [warmup],
     )
     return lambda step: float(schedule(step))
 
@@ -179,26 +178,25 @@ def decay_mask(params: dict) -> dict:
 def learning_rate_multipliers(model: ModelConfig, training: TrainingConfig, params: dict) -> dict:
     """Learning rate of each parameter relative to the schedule's, by what kind of parameter it is.
 
-    Stored blocks have `training.sparse_rate`, to a power that is 1 at SPARSE_RATE_DENSITY and 0 at
-    density 1; what is no matrix between features `training.vector_rate`; dense weights and
-    low-rank terms 1.
+    The matrices of a projection, its low-rank term among them, have `training.sparse_rate`, to a
+    power that is 1 at SPARSE_RATE_DENSITY and 0 at density 1; what is no matrix between features
+    `training.vector_rate`.
 
     With SuPar (arXiv 2405.15743, table 1) a weight learns at SUPAR_WIDTH / (d_model x density)
     besides: a step of Adam moves every weight alike, and an output then changes as much as at
-    SUPAR_WIDTH, for a sum over more, or fewer, inputs.  What reads the constant rank of a low-rank
-    term does not.  The initial variance follows the stored fan-in under either parametrization.
+    SUPAR_WIDTH, for a sum over more, or fewer, inputs.  A low-rank term reads all of them, and its
+    second factor a constant rank.  The initial variance follows the stored fan-in under either
+    parametrization.
     """
 
     def multiplier(path, _):
         name = path[-1].key
         if name not in ("kernel", "values", "a_kernel", "b_kernel"):
             return training.vector_rate
-        density = 1.0
-        if name == "values":
-            density = groups(model)[group_of(path)].model.linear(path[-2].key).density
+        density = groups(model)[group_of(path)].model.linear(path[-2].key).rate_density
         rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
         if model.supar and name != "b_kernel":
-            rate *= SUPAR_WIDTH / (model.d_model * density)
+            rate *= SUPAR_WIDTH / (model.d_model * (1 if name == "a_kernel" else density))
         return rate
 
     return jax.tree_util.tree_map_with_path(multiplier, params)

@@ -7,7 +7,7 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning import cost
 from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, exchanged_share, stages
-from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
+from sparse_dataflow.training.optimizer import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,14 +19,12 @@ class Phase:
       stop: the step after the last one.
       model: what is trained.
       runtime_layouts: whether its layouts are data of the programs.
-      decays: see `sparsity.evolution.Stage`.
     """
 
     start: int
     stop: int
     model: ModelConfig
     runtime_layouts: bool
-    decays: bool = False
 
     @property
     def steps(self) -> int:
@@ -43,7 +41,7 @@ def phases(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> tuple[
     found = stages(model, evolution)
     starts = [round(stage.start * steps) for stage in found]
     return tuple(
-        Phase(start, stop, stage.model, stage.runtime_layouts, stage.decays)
+        Phase(start, stop, stage.model, stage.runtime_layouts)
         for stage, start, stop in zip(found, starts, [*starts[1:], steps])
     )
 
@@ -51,12 +49,6 @@ def phases(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> tuple[
 def phase_before(found: Sequence[Phase], step: int) -> int:
     """Which phase made the state after `step` steps: a checkpoint of a phase's last step is its."""
     return next(i for i, phase in enumerate(found) if step <= phase.stop)
-
-
-def learning_rate(training: TrainingConfig, found: tuple[Phase, ...], step: int) -> float:
-    """The schedule's at a step (from 0) of the phases."""
-    decay_from = next((phase.start for phase in found if phase.decays), 0)
-    return learning_rate_schedule(training, decay_from)(step)
 
 
 def update_steps(evolution: EvolutionConfig, steps: int) -> list[int]:

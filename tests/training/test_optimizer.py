@@ -15,6 +15,7 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import whole
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import SUPAR_HEAD, SUPAR_WIDTH, LinearSpec, ModelConfig
+from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
 from sparse_dataflow.training.optimizer import (
     FINAL_LEARNING_RATE,
     TrainingConfig,
@@ -120,8 +121,8 @@ def test_each_kind_of_parameter_has_its_rate(sparse_rate, vector_rate, model):
     own = by_path(learning_rate_multipliers(model, training, shapes()))
     matrices = {
         "blocks/qkv/values": sparse_rate ** (1 / 3),
-        "blocks/qkv/a_kernel": 1.0,
-        "blocks/qkv/b_kernel": 1.0,
+        "blocks/qkv/a_kernel": sparse_rate ** (1 / 3),
+        "blocks/qkv/b_kernel": sparse_rate ** (1 / 3),
         "blocks/attn_out/kernel": 1.0,
         "blocks/mlp_in/kernel": 1.0,
         "blocks/mlp_out/values": sparse_rate ** (2 / 3),
@@ -130,6 +131,25 @@ def test_each_kind_of_parameter_has_its_rate(sparse_rate, vector_rate, model):
         assert rate / plain[path] == pytest.approx(matrices.get(path, vector_rate))
     if model is MODEL:
         assert set(plain.values()) == {1.0}
+
+
+@given(st.floats(1.5, 10.0), st.sampled_from([MODEL, SUPAR]), st.sampled_from([(), ("qkv",)]))
+def test_what_turns_dense_goes_on_at_the_rate_of_its_blocks(sparse_rate, model, first):
+    training = dataclasses.replace(TRAINING, sparse_rate=sparse_rate)
+    model = model.with_linears(MODEL.linear("mlp_out"), ["mlp_in"])
+    config = EvolutionConfig("sparse_to_dense", first=first)
+    of_blocks, *later = (rates_of_weights(stage.model, training) for stage in stages(model, config))
+    assert later and all(found == of_blocks for found in later)
+    dense = dataclasses.replace(model, linears=())
+    assert rates_of_weights(dense, training) != of_blocks
+
+
+def rates_of_weights(model, training):
+    """{projection: multiplier of its kernel, or of its blocks}."""
+    params = jax.eval_shape(lambda key: gpt.init(model, key), jax.random.key(0))
+    found = by_path(learning_rate_multipliers(model, training, params)["blocks"])
+    weights = ("/kernel", "/values")
+    return {path.split("/")[0]: m for path, m in found.items() if path.endswith(weights)}
 
 
 def test_each_layer_has_the_rate_of_its_own_density():
