@@ -238,8 +238,8 @@ TRAINING = Group(
             "sparse_rate",
             "number",
             0.0,
-            "How many times that a weight of 1/8 density learns at, others by a power of their "
-            "density; 0 is the scale's own.",
+            "How many times that a weight of 1/8 density learns at, with its low-rank term, others "
+            "by a power of their density; 0 is the scale's own.",
             legal=_COUNT,
         ),
         Flag(
