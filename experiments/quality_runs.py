@@ -9,6 +9,7 @@ from experiments import gpt_run, measurement, memory_check, step_plan, study
 from experiments.recipes import Variant
 from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.reporting.panels import save_bars
+from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import refuse_unfit, run_flops
 
@@ -70,16 +71,21 @@ def _variant(begun, arms, arm, seed=0):
     if changes and "training_flops" in changes:
         changes = dict(changes)
         share = changes.pop("training_flops")
-        first = begun.variant("sparse", **{**changes, "evolution": "static"})
-        changes["evolve_at"] = switch_at(begun.variant(BASELINE), first, share)
+        changes["evolve_at"] = switch_at(
+            begun.variant(BASELINE), begun.variant("sparse", **changes), share
+        )
     return begun.variant(BASELINE if changes is None else "sparse", seed=seed, **(changes or {}))
 
 
 def switch_at(dense: Variant, sparse: Variant, share: float) -> float:
-    """The fraction of the steps after which a sparse training turns dense to spend `share` of the
-    FLOPs of one that is dense from the start."""
-    of_dense, of_sparse = _flops_a_step(dense), _flops_a_step(sparse)
-    return (1 - share) * of_dense / (of_dense - of_sparse)
+    """The fraction of the steps after which a sparse training has to begin to turn dense so that it
+    spends `share` of the FLOPs of one that is dense from the start."""
+    training = dense.training
+    of_dense = run_flops(dense.model, dense.evolution, training)
+    first, *later = (run_flops(stage.model, EvolutionConfig(), training) for stage in sparse.stages)
+    # Stages after the first are equally long.
+    after = sum(later) / len(later)
+    return (after - share * of_dense) / (after - first)
 
 
 def _steps(begun, arms, seed):

@@ -49,6 +49,12 @@ ARMS = {
         "evolution": "sparse_to_dense",
         "training_flops": 0.5,
     },
+    "attention_first_half": {
+        "pattern": "random",
+        "evolution": "sparse_to_dense",
+        "evolve_first": ("qkv", "attn_out"),
+        "training_flops": 0.5,
+    },
     "low_rank_to_dense_half": {
         "pattern": "random",
         "rank": 1 / 16,

@@ -1,5 +1,6 @@
 """The quality experiment: its tables, and a small one that is stopped and gone on with."""
 
+import dataclasses
 import json
 
 import pytest
@@ -51,15 +52,16 @@ def test_arms_of_unequal_layers_are_trained_where_they_are_named():
         assert sorted(model.density_by_depth) == [0.5, 1.5]
 
 
-@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize(("rank", "first"), [(0, ()), (8, ()), (0, ("qkv", "attn_out"))])
 @pytest.mark.parametrize("share", [0.5, 0.9])
 @pytest.mark.parametrize("scale", ["pico", "3m", "nano"])
-def test_a_switch_by_flops_leaves_that_share_of_the_dense_trainings(scale, share, rank):
+def test_a_switch_by_flops_leaves_that_share_of_the_dense_trainings(scale, share, rank, first):
     size, training = SIZES[scale], TrainingConfig(steps=1000, batch=8, sequence=64)
     model = size.with_linears(LinearSpec("block_sparse", "random", 0.125, 8, rank))
-    dense, sparse = Variant("dense", size, training), Variant("sparse", model, training)
-    at = quality_runs.switch_at(dense, sparse, share)
-    spent = run_flops(model, EvolutionConfig("sparse_to_dense", at=at), training)
+    evolution = EvolutionConfig("sparse_to_dense", first=first)
+    dense = Variant("dense", size, training)
+    at = quality_runs.switch_at(dense, Variant("sparse", model, training, evolution), share)
+    spent = run_flops(model, dataclasses.replace(evolution, at=at), training)
     assert spent == pytest.approx(share * run_flops(size, EvolutionConfig(), training), rel=2e-3)
 
 
