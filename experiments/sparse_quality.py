@@ -55,6 +55,13 @@ ARMS = {
         "evolve_first": ("qkv", "attn_out"),
         "training_flops": 0.5,
     },
+    "low_rank_attention_first_half": {
+        "pattern": "random",
+        "rank": 1 / 16,
+        "evolution": "sparse_to_dense",
+        "evolve_first": ("qkv", "attn_out"),
+        "training_flops": 0.5,
+    },
     "low_rank_to_dense_half": {
         "pattern": "random",
         "rank": 1 / 16,
