@@ -53,7 +53,7 @@ def test_arms_of_unequal_layers_are_trained_where_they_are_named():
 
 
 @pytest.mark.parametrize(("rank", "first"), [(0, ()), (8, ()), (0, ("qkv", "attn_out"))])
-@pytest.mark.parametrize("share", [0.5, 0.9])
+@pytest.mark.parametrize("share", [0.5, 0.7])
 @pytest.mark.parametrize("scale", ["pico", "3m", "nano"])
 def test_a_switch_by_flops_leaves_that_share_of_the_dense_trainings(scale, share, rank, first):
     size, training = SIZES[scale], TrainingConfig(steps=1000, batch=8, sequence=64)
