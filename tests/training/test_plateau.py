@@ -29,7 +29,7 @@ def test_stale_counts_evaluations_since_the_last_gain(values):
 
 
 def test_the_next_phase_begins_at_once_and_later_ones_stay():
-    phases = tuple(Phase(a, b, MODEL, False, 1.0) for a, b in ((0, 10), (10, 15), (15, 20)))
+    phases = tuple(Phase(a, b, MODEL, False) for a, b in ((0, 10), (10, 15), (15, 20)))
     sooner = next_begins(phases, 0, 4)
     assert [(p.start, p.stop) for p in sooner] == [(0, 4), (4, 15), (15, 20)]
     assert with_starts(sooner, [0, 10, 15]) == phases
