@@ -21,8 +21,8 @@ Moments kept in bfloat16 are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3
 trained with the same decays "without incurring observable performance degradation".  Rounding to
 the nearest is enough for these: bfloat16 rounds by at most 2^-8 = 0.4%, and a step moves the second
 moment by 1 - B2 = 5% of its distance from the new square, the first by 10%.  So both keep moving
-until they are within 8% and 4% of where float32 would rest, and decay to nothing where no gradient
-comes; with B2 = 0.999 neither would.
+until they are within 8.5% and 4.1% of where float32 would rest, and decay to nothing where no
+gradient comes; with B2 = 0.999 neither would.
 """
 
 OPTIONAL = ("state_dtype", "skip_spikes", "sparse_rate", "vector_rate")
