@@ -7,6 +7,7 @@ import numpy as np
 
 from experiments import gpt_run, measurement, memory_check, step_plan, study
 from experiments.recipes import Variant
+from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.reporting.panels import save_bars
 from sparse_dataflow.sparsity.evolution import EvolutionConfig
@@ -79,12 +80,22 @@ def _variant(begun, arms, arm, seed=0):
 
 def switch_at(dense: Variant, sparse: Variant, share: float) -> float:
     """The fraction of the steps after which a sparse training has to begin to turn dense so that it
-    spends `share` of the FLOPs of one that is dense from the start."""
+    spends `share` of the FLOPs of one that is dense from the start.
+
+    Raises:
+      UserError: none does; names the shares that can be had.
+    """
     training = dense.training
     of_dense = run_flops(dense.model, dense.evolution, training)
     first, *later = (run_flops(stage.model, EvolutionConfig(), training) for stage in sparse.stages)
     # Stages after the first are equally long.
     after = sum(later) / len(later)
+    if not first < share * of_dense < after:
+        raise UserError(
+            f"No switch to dense spends {share:.0%} of the dense training's FLOPs here; legal: "
+            f"above {first / of_dense:.0%} and below {after / of_dense:.0%}. Give a lower "
+            "--density, or name other --arms."
+        )
     return (after - share * of_dense) / (after - first)
 
 

@@ -9,7 +9,8 @@ learning-rate schedule, never a curve cut short:
 - seconds: as many steps as the dense training's time pays for, by step times measured here.
 
 Each arm learns at its scale's recipe: rates for dense weights, for stored blocks by their density,
-and for embeddings, biases and norms, the same in every arm.
+and for embeddings, biases and norms, the same in every arm.  A weight that turns dense goes on at
+the rate of its blocks.
 
     python -m experiments.sparse_quality --scale=pico --block=8 --steps=5000       two cores: hours
     python -m experiments.sparse_quality --steps=400 --equal=seconds              two cores: hours
@@ -26,6 +27,8 @@ from experiments.command_line import Flag, Group
 TO_MLP_IN = "qkv:0.5x,attn_out:0.5x,mlp_in:1.5x"
 # Half of the layers with a third of the other half's.
 RISING, FALLING = "depth:0.5x,1.5x", "depth:1.5x,0.5x"
+ATTENTION = ("qkv", "attn_out")
+TO_DENSE_HALF = {"pattern": "random", "evolution": "sparse_to_dense", "training_flops": 0.5}
 
 # A rank is relative to the width of the model; training_flops, of the dense training, say when the
 # switch comes.
@@ -44,29 +47,13 @@ ARMS = {
     "rigl": {"pattern": "random", "evolution": "rigl"},
     "rigl_low_rank": {"pattern": "random", "evolution": "rigl", "rank": 1 / 16},
     "gradual": {"evolution": "gradual"},
-    "sparse_to_dense_half": {
-        "pattern": "random",
-        "evolution": "sparse_to_dense",
-        "training_flops": 0.5,
-    },
-    "attention_first_half": {
-        "pattern": "random",
-        "evolution": "sparse_to_dense",
-        "evolve_first": ("qkv", "attn_out"),
-        "training_flops": 0.5,
-    },
+    "sparse_to_dense_half": TO_DENSE_HALF,
+    "low_rank_to_dense_half": {**TO_DENSE_HALF, "rank": 1 / 16},
+    "attention_first_half": {**TO_DENSE_HALF, "evolve_first": ATTENTION},
     "low_rank_attention_first_half": {
-        "pattern": "random",
+        **TO_DENSE_HALF,
+        "evolve_first": ATTENTION,
         "rank": 1 / 16,
-        "evolution": "sparse_to_dense",
-        "evolve_first": ("qkv", "attn_out"),
-        "training_flops": 0.5,
-    },
-    "low_rank_to_dense_half": {
-        "pattern": "random",
-        "rank": 1 / 16,
-        "evolution": "sparse_to_dense",
-        "training_flops": 0.5,
     },
     "sparse_to_dense_50": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.5},
     "sparse_to_dense_70": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.7},

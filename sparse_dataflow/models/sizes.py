@@ -66,7 +66,9 @@ class LinearSpec:
     def to_json(self) -> dict:
         """The fields; `learns_as` only where it says something."""
         fields = dict(vars(self))
-        return fields if self.learns_as else {k: v for k, v in fields.items() if k != "learns_as"}
+        if not self.learns_as:
+            del fields["learns_as"]
+        return fields
 
     def scaled(self, multiplier: float) -> "LinearSpec":
         """This spec at a multiple of its density.

@@ -195,8 +195,9 @@ def learning_rate_multipliers(model: ModelConfig, training: TrainingConfig, para
             return training.vector_rate
         density = groups(model)[group_of(path)].model.linear(path[-2].key).rate_density
         rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
-        if model.supar and name != "b_kernel":
-            rate *= SUPAR_WIDTH / (model.d_model * (1 if name == "a_kernel" else density))
+        read = {"kernel": density, "values": density, "a_kernel": 1.0}
+        if model.supar and name in read:
+            rate *= SUPAR_WIDTH / (model.d_model * read[name])
         return rate
 
     return jax.tree_util.tree_map_with_path(multiplier, params)

@@ -8,7 +8,7 @@ from absl import flags as absl_flags
 
 from experiments import command_line, flags, quality_runs, sparse_quality
 from experiments.recipes import Variant
-from sparse_dataflow.errors import TEMPORARY
+from sparse_dataflow.errors import TEMPORARY, UserError
 from sparse_dataflow.models.sizes import SIZES, LinearSpec
 from sparse_dataflow.sparsity.allocation import allocate
 from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig
@@ -63,6 +63,18 @@ def test_a_switch_by_flops_leaves_that_share_of_the_dense_trainings(scale, share
     at = quality_runs.switch_at(dense, Variant("sparse", model, training, evolution), share)
     spent = run_flops(model, dataclasses.replace(evolution, at=at), training)
     assert spent == pytest.approx(share * run_flops(size, EvolutionConfig(), training), rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("density", "first", "share"),
+    [(0.75, (), 0.5), (0.125, ("qkv", "attn_out"), 0.9), (0.125, (), 0.1)],
+)
+def test_a_share_of_flops_that_no_switch_leaves_is_refused(density, first, share):
+    size, training = SIZES["3m"], TrainingConfig(steps=1000, batch=8, sequence=64)
+    model = size.with_linears(LinearSpec("block_sparse", "random", density, 8))
+    sparse = Variant("sparse", model, training, EvolutionConfig("sparse_to_dense", first=first))
+    with pytest.raises(UserError, match=f"spends {share:.0%} .*; legal: above .* and below"):
+        quality_runs.switch_at(Variant("dense", size, training), sparse, share)
 
 
 @pytest.mark.slow
