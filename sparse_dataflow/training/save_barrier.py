@@ -49,29 +49,33 @@ class SaveBarrier:
         Raises:
           OtherFailed: one of them failed.
         """
-        self._arrive(timeout_ms)
-        for name, told in _client().key_value_dir_get(self._place):
+        place = self._arrive(timeout_ms)
+        for name, told in _client().key_value_dir_get(place):
             number, words = json.loads(told)
             raise OtherFailed(number, f"process {name.rpartition('/')[2]}: {words}")
 
     def failed(self, error: BaseException) -> None:
-        """Tells the others, who wait or will, that this process could not write its part."""
+        """Tells the others, who wait or will, that this process could not write its part.
+
+        They hear it at the place that this process comes to next: one that has yet to look around
+        at the place before must not, or it would leave the others waiting at this one.
+        """
         if jax.process_count() == 1 or isinstance(error, OtherFailed):
             return
         number = storage.code(error)
         words = os.strerror(number) if number else f"{type(error).__name__}: {error}"[:300]
-        name = f"{self._place}/{jax.process_index()}"
+        name = f"{self._place(self._waits + 1)}/{jax.process_index()}"
         _client().key_value_set(name, json.dumps([number or 0, words]))
         self._arrive(TIMEOUT_SECONDS * 1000)
 
-    @property
-    def _place(self):
-        return f"sparse_dataflow/{self._number}/save/{self._saves}"
+    def _place(self, wait):
+        return f"sparse_dataflow/{self._number}/save/{self._saves}/{wait}"
 
     def _arrive(self, timeout_ms):
         self._waits += 1
-        arrive = ocp.multihost.get_barrier_sync_fn()
-        arrive(key=f"{self._place}/{self._waits}", timeout_ms=timeout_ms)
+        place = self._place(self._waits)
+        ocp.multihost.get_barrier_sync_fn()(key=place, timeout_ms=timeout_ms)
+        return place
 
 
 def _client() -> Any:

@@ -8,10 +8,11 @@ from checkpoint_states import ROOT
 from ports import free_port
 
 MEMBER = """
-import errno, pathlib, resource, sys
+import errno, pathlib, resource, sys, time
 import jax, numpy as np
 from sparse_dataflow import storage
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.training import save_barrier
 from sparse_dataflow.training.checkpoint import Checkpoints
 
 number, port, how, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3], pathlib.Path(sys.argv[4])
@@ -37,9 +38,17 @@ def broken(*arguments, **options):
     handler.finalize = whole
     raise OSError(errno.EIO, "Input/output error")
 
+client = save_barrier._client
+
+def slow():  # To look around, so that the first has failed by then.
+    time.sleep(1)
+    return client()
+
 limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 if how == "first" and number == 0:
     handler.finalize = broken
+if how == "first" and number == 1:
+    save_barrier._client = slow
 if how == "worker" and number == 1:
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
 checkpoints.save(2, state(2), {})
