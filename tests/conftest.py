@@ -1,6 +1,7 @@
 import math
 import os
 import pathlib
+import signal
 import sys
 
 import hypothesis
@@ -27,6 +28,11 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # The interpreter of TPU kernels runs on the threads that dispatched work would occupy: with two
 # cores it sometimes waits for itself.  Read once, when the CPU client starts.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+# A shell starts what it puts in the background with Ctrl-C ignored, and so would be the processes
+# that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Programs compile in half the time and run slower; what they compute stays.
 jax.config.update("jax_disable_most_optimizations", True)
