@@ -9,8 +9,8 @@ learning-rate schedule, never a curve cut short:
 - seconds: as many steps as the dense training's time pays for, by step times measured here.
 
 Each arm learns at its scale's recipe: rates for dense weights, for stored blocks by their density,
-and for embeddings, biases and norms, the same in every arm.  A weight that turns dense goes on at
-the rate of its blocks.
+and for embeddings, biases and norms, the same in every arm.  A weight that turns dense learns
+faster than one that always was (`training.optimizer.TURNED_DENSE_RATE`).
 
     python -m experiments.sparse_quality --scale=pico --block=8 --steps=5000       two cores: hours
     python -m experiments.sparse_quality --steps=400 --equal=seconds              two cores: hours

@@ -36,7 +36,8 @@ class LinearSpec:
       density: fraction of blocks stored, in (0, 1] (block_sparse only).
       block: side of a square block, in features (block_sparse only).
       rank: width of an added gated low-rank term `x A B` (Pixelfly, arXiv 2112.00029); 0 for none.
-      learns_as: density at whose learning rate a weight learns; 0 for its own.
+      turned_dense: whether a dense weight was block-sparse before, and learns faster for it; see
+        `training.optimizer`.
     """
 
     kind: str = "dense"
@@ -44,30 +45,25 @@ class LinearSpec:
     density: float = 1.0
     block: int = 64
     rank: int = 0
-    learns_as: float = 0.0
+    turned_dense: bool = False
 
     def __post_init__(self):
         if self.kind not in ("dense", "block_sparse"):
             raise UserError(f"linear kind {self.kind!r} is unknown; legal: dense, block_sparse.")
         if not 0 < self.density <= 1:
             raise UserError(f"density {self.density} is not in (0, 1].")
-        if not 0 <= self.learns_as <= 1:
-            raise UserError(f"learns_as {self.learns_as} is not in [0, 1].")
+        if self.turned_dense and self.kind != "dense":
+            raise UserError(f"turned_dense is of a dense weight, not of a {self.kind} one.")
         if not isinstance(self.pattern, str):
             raise UserError(f"pattern {self.pattern!r} must be a name.")
         _whole("block", self.block, 1)
         _whole("rank", self.rank, 0)
 
-    @property
-    def rate_density(self) -> float:
-        """The density by which its learning rate is chosen; see `training.optimizer`."""
-        return self.learns_as or (self.density if self.kind == "block_sparse" else 1.0)
-
     def to_json(self) -> dict:
-        """The fields; `learns_as` only where it says something."""
+        """The fields; `turned_dense` only where it is."""
         fields = dict(vars(self))
-        if not self.learns_as:
-            del fields["learns_as"]
+        if not self.turned_dense:
+            del fields["turned_dense"]
         return fields
 
     def scaled(self, multiplier: float) -> "LinearSpec":

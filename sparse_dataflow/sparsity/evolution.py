@@ -235,10 +235,10 @@ def _refuse_nothing_to_do(model, method):
 def _sparse_to_dense(model, config):
     """SPDF (arXiv 2303.10464): the sparse model, then the dense one; some projections earlier.
 
-    A weight that turns dense goes on at the learning rate of its blocks: at a dense weight's, what
-    begins at zero is not learned in the steps that are left.  A low-rank term becomes part of it.
+    What begins at zero has fewer steps to be learned in, and learns faster (see `TURNED_DENSE_RATE`
+    of `training.optimizer`).  A low-rank term becomes part of its weight.
     """
-    to_dense = lambda spec: LinearSpec(learns_as=spec.rate_density)  # noqa: E731
+    to_dense = lambda spec: LinearSpec(turned_dense=True)  # noqa: E731
     dense = _with_sparse_specs(model, to_dense)
     if not config.first:
         return Stage(0.0, model), Stage(config.until, dense)

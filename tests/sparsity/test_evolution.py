@@ -134,7 +134,7 @@ def test_sparse_to_dense_and_the_low_rank_tail_change_the_model_once():
     ranked = MODEL.with_linears(dataclasses.replace(SPARSE, rank=4), ["mlp_in"])
     sparse, dense = stages(ranked, EvolutionConfig("sparse_to_dense", at=0.6))
     assert sparse.model == ranked and not dense.model.sparse_projections
-    assert dense.model.linear("mlp_in") == LinearSpec(learns_as=SPARSE.density)
+    assert dense.model.linear("mlp_in") == LinearSpec(turned_dense=True)
     assert dense.start == 0.6
     bare, tail = stages(ranked, EvolutionConfig("low_rank_tail"))
     assert tail.model == ranked and tail.start == 0.99
