@@ -104,7 +104,8 @@ TURNED_DENSE_RATE = 2.0
 """How many times a dense weight's rate one learns at that was block-sparse before.
 
 Bits per byte, one seed, at 1, 2 and 4 times: 4000 steps of pico, dense from half on, 1.736, 1.727
-and 1.762, from 70% on 1.789, 1.780 and 1.795; 2000 steps of 3m, dense from 64% on, 1.609, 1.588 and 1.585.
+and 1.762, from 70% on 1.789, 1.780 and 1.795; 2000 steps of 3m, dense from 64% on, 1.609, 1.588
+and 1.585.
 """
 
 FINAL_LEARNING_RATE = 0.1
