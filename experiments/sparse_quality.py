@@ -12,8 +12,7 @@ Each arm learns at its scale's recipe: rates for dense weights, for stored block
 and for embeddings, biases and norms, the same in every arm.  A weight that turns dense learns
 faster than one that always was (`training.optimizer.TURNED_DENSE_RATE`).
 
-    python -m experiments.sparse_quality --scale=pico --block=8 --steps=5000       two cores: hours
-    python -m experiments.sparse_quality --steps=400 --equal=seconds              two cores: hours
+    python -m experiments.sparse_quality --scale=pico --block=8 --steps=1000      two cores: hours
     python -m experiments.sparse_quality --scale=125m --steps=20000 --corpus=...  a GPU
 
 Leaves OUT/quality.json and OUT/quality.md; the same command goes on where it was stopped.
@@ -60,8 +59,13 @@ ARMS = {
     "sparse_to_dense_90": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.9},
     "monarch_to_dense_70": {"pattern": "monarch", "evolution": "sparse_to_dense", "evolve_at": 0.7},
 }
-ASKED_FOR = ("depth_rising", "depth_falling")
-"""Trained only where --arms names them."""
+COMPARED = (
+    "dense",
+    *("static_pixelfly", "static_cyclic", "static_random", "static_monarch"),
+    *("low_rank", "rigl", "gradual", "attention_first_half"),
+    *("sparse_to_dense_50", "sparse_to_dense_70", "sparse_to_dense_90"),
+)
+"""Trained where --arms names none."""
 EQUAL = ("tokens", "flops", "seconds")
 
 QUALITY = Group(
@@ -85,7 +89,7 @@ QUALITY = Group(
         Flag(
             "arms",
             "list",
-            ",".join(arm for arm in ARMS if arm not in ASKED_FOR),
+            ",".join(COMPARED),
             "Ways of training.",
             lambda: tuple(ARMS),
         ),
