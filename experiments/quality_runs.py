@@ -130,8 +130,8 @@ def _ends_dense(changes):
 
 def tables(results: list[dict], ends_dense: Container[str]) -> str:
     """A Markdown table a budget: held-out bits per byte, mean and spread over seeds (half the
-    range), against dense, and the part of the gap from static random to dense that is closed;
-    below it which arm wins.
+    range), against dense (with the standard error of the difference, seed by seed), and the part of
+    the gap from static random to dense that is closed; below it which arm wins.
 
     Args:
       results: of each training.
@@ -149,7 +149,7 @@ def tables(results: list[dict], ends_dense: Container[str]) -> str:
             "|---|---|---|---|---|---|---|---|",
         ]
         for arm in sorted(arms, key=mean.__getitem__):
-            lines.append(_line(arm, arms[arm], mean))
+            lines.append(_line(arm, arms, mean))
         best = min(mean, key=mean.__getitem__)
         ending = [arm for arm in mean if arm not in ends_dense]
         sparse = min(ending, key=mean.__getitem__, default=None)
@@ -167,17 +167,30 @@ def draw(results: list[dict], path: Path) -> None:
     save_bars(path, groups, "held-out bits per byte", BASELINE)
 
 
-def _line(arm, of_arm, mean):
+def _line(arm, arms, mean):
+    of_arm = arms[arm]
     bits = [r["bits_per_byte"] for r in of_arm]
-    to_dense = closed = "-"
+    closed = "-"
     if BASELINE in mean:
-        to_dense = f"{mean[arm] / mean[BASELINE] - 1:+.2%}"
         gap = mean.get(FLOOR, 0.0) - mean[BASELINE]
         if gap > 0:  # Else there is nothing to close, as early in a training.
             closed = f"{(mean[FLOOR] - mean[arm]) / gap:.0%}"
     average = {name: np.mean([r[name] for r in of_arm]) for name in ("steps", "flops", "seconds")}
     return (
-        f"| {arm} | {mean[arm]:.4f} | {(max(bits) - min(bits)) / 2:.4f} | {to_dense} | "
+        f"| {arm} | {mean[arm]:.4f} | {(max(bits) - min(bits)) / 2:.4f} | {_to_dense(arm, arms)} | "
         f"{closed} | {average['steps']:.0f} | {average['flops']:.3g} | "
         f"{average['seconds']:.1f} |"
     )
+
+
+def _to_dense(arm, arms):
+    if BASELINE not in arms or arm == BASELINE:
+        return "-"
+    of_dense = {r["seed"]: r["bits_per_byte"] for r in arms[BASELINE]}
+    mean = np.mean(list(of_dense.values()))
+    found = f"{np.mean([r['bits_per_byte'] for r in arms[arm]]) / mean - 1:+.2%}"
+    # A seed is one order of the data, so the differences vary less than either arm.
+    paired = [r["bits_per_byte"] - of_dense[r["seed"]] for r in arms[arm] if r["seed"] in of_dense]
+    if len(paired) < 2:
+        return found
+    return f"{found} ± {np.std(paired, ddof=1) / len(paired) ** 0.5 / mean:.2%}"
