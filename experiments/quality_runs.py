@@ -9,7 +9,7 @@ from experiments import gpt_run, measurement, memory_check, step_plan, study
 from experiments.recipes import Variant
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import SIZES
-from sparse_dataflow.reporting.panels import save_bars
+from sparse_dataflow.reporting.panels import save_strips
 from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import refuse_unfit, run_flops
@@ -144,7 +144,7 @@ def tables(results: list[dict], ends_dense: Container[str]) -> str:
             arms.setdefault(r["arm"], []).append(r)
         mean = {a: float(np.mean([r["bits_per_byte"] for r in rs])) for a, rs in arms.items()}
         lines = [
-            f"## Equal {equal}\n",
+            f"## {_title(equal)}\n",
             "| arm | bits per byte | spread | to dense | gap closed | steps | FLOPs | seconds |",
             "|---|---|---|---|---|---|---|---|",
         ]
@@ -158,13 +158,17 @@ def tables(results: list[dict], ends_dense: Container[str]) -> str:
     return "\n".join(parts)
 
 
+def _title(equal):
+    return f"Equal {'FLOPs' if equal == 'flops' else equal}"
+
+
 def draw(results: list[dict], path: Path) -> None:
-    """Bars of held-out bits per byte, a panel a budget, every seed a dot."""
+    """Held-out bits per byte, a panel a budget, every seed a dot."""
     groups: dict[str, dict[str, list[float]]] = {}
     for r in results:
-        group = groups.setdefault(f"equal {r['equal']}", {})
+        group = groups.setdefault(_title(r["equal"]), {})
         group.setdefault(r["arm"], []).append(r["bits_per_byte"])
-    save_bars(path, groups, "held-out bits per byte", BASELINE)
+    save_strips(path, groups, "held-out bits per byte", BASELINE)
 
 
 def _line(arm, arms, mean):

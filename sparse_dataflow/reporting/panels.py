@@ -1,4 +1,4 @@
-"""Figures of studies as PNG files: panels of curves or of bars, with spreads."""
+"""Figures of studies as PNG files: panels of curves or of samples, with spreads."""
 
 import dataclasses
 import math
@@ -133,35 +133,35 @@ def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
         axes.spines[side].set_visible(False)
 
 
-def save_bars(
+def save_strips(
     path: Path, groups: Mapping[str, Mapping[str, Sequence[float]]], label: str, reference: str = ""
 ) -> None:
-    """Horizontal bars, a panel a group: the mean of each name's samples, and every sample as a dot.
+    """A panel a group, a row a name, lowest mean on top: every sample a dot, their mean a stroke.
 
     Args:
       path: the PNG.
       groups: {panel title: {name: samples}}.
-      label: of the values, with their unit; the axis starts near the smallest.
+      label: of the values, with their unit; the axis holds the samples, not 0.
       reference: name whose mean is drawn as a line through its panel.
     """
-    longest = max(len(bars) for bars in groups.values())
+    longest = max(len(rows) for rows in groups.values())
     size = (_INCHES * 1.25 * len(groups), 0.3 * longest + 1.2)
     figure = Figure(figsize=size, dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (title, bars) in zip(
+    for axes, (title, rows) in zip(
         figure.subplots(1, len(groups), squeeze=False).flat, groups.items()
     ):
-        order = sorted(bars, key=lambda name: np.mean(bars[name]), reverse=True)
+        order = sorted(rows, key=lambda name: np.mean(rows[name]), reverse=True)
         for place, name in enumerate(order):
             colour = "0.35" if name == reference else "C0"
-            axes.barh(place, np.mean(bars[name]), color=colour, height=0.65, alpha=0.75)
-            axes.plot(bars[name], [place] * len(bars[name]), "k.", markersize=4)
-        everything = np.concatenate([np.asarray(bars[name]) for name in order])
-        margin = 0.15 * (np.ptp(everything) or abs(everything[0]) or 1.0)
-        axes.set_xlim(everything.min() - 2 * margin, everything.max() + margin)
-        if reference in bars:
-            axes.axvline(np.mean(bars[reference]), color="0.35", linestyle="--", linewidth=1)
+            mean = float(np.mean(rows[name]))
+            axes.plot([mean, mean], [place - 0.35, place + 0.35], color=colour, linewidth=3)
+            axes.plot(rows[name], [place] * len(rows[name]), "k.", markersize=4)
+        if reference in rows:
+            axes.axvline(np.mean(rows[reference]), color="0.35", linestyle="--", linewidth=1)
         axes.set_yticks(range(len(order)), order, fontsize=8)
+        axes.grid(axis="y", color="0.92")
+        axes.set_axisbelow(True)
         axes.set(xlabel=label)
         axes.set_title(title, fontsize=10)
         for side in ("top", "right"):

@@ -25,7 +25,7 @@ def result(arm, bits, equal="tokens", seed=0):
 def test_tables_say_mean_spread_and_the_gap_that_is_closed():
     results = [result("dense", 2.0), result("dense", 2.2, seed=1), result("static_random", 2.5)]
     results += [result("rigl", 2.15), result("rigl", 2.25, seed=1), result("dense", 2.0, "flops")]
-    first, second = quality_runs.tables(results, ["dense"]).split("## Equal flops")
+    first, second = quality_runs.tables(results, ["dense"]).split("## Equal FLOPs")
     lines = [line for line in first.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0] for line in lines[1:]] == ["| dense", "| rigl", "| static_random"]
     assert "| 2.1000 | 0.1000 | - | 100% |" in lines[1]
@@ -102,6 +102,6 @@ def test_a_small_comparison_goes_on_where_it_was_stopped(job, refused, tmp_path)
         assert by[arm]["steps"] > 8
         # To one dense step, by which the switch is rounded.
         assert by[arm]["flops"] == pytest.approx(by["dense"]["flops"], rel=1 / 8)
-    assert "## Equal flops" in (tmp_path / "q" / "quality.md").read_text()
+    assert "## Equal FLOPs" in (tmp_path / "q" / "quality.md").read_text()
     error = refused(*arguments, "--steps=9", experiment="sparse_quality")
     assert "--steps=9 (saved: 8)" in error

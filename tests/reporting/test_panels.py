@@ -1,10 +1,10 @@
-"""Figures of studies: every curve, bar and label is on the page."""
+"""Figures of studies: every curve, sample and label is on the page."""
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from sparse_dataflow.reporting.panels import Curve, Panel, save_bars, save_panels
+from sparse_dataflow.reporting.panels import Curve, Panel, save_panels, save_strips
 
 
 @pytest.fixture
@@ -45,15 +45,14 @@ def test_panels_without_a_common_name_have_legends_of_their_own(drawn, tmp_path)
     assert names == [["a"], ["b"]] and not figure.legends
 
 
-def test_bars_show_every_sample_best_on_top(drawn, tmp_path):
-    groups = {"equal tokens": {"dense": [2.0, 2.1], "rigl": [2.2]}, "equal flops": {"rigl": [2.0]}}
-    save_bars(tmp_path / "bars.png", groups, "bits per byte", "dense")
+def test_strips_show_every_sample_and_the_mean_best_on_top(drawn, tmp_path):
+    groups = {"equal tokens": {"dense": [2.0, 2.1], "rigl": [2.2]}, "equal FLOPs": {"rigl": [2.0]}}
+    save_strips(tmp_path / "strips.png", groups, "bits per byte", "dense")
     first, second = drawn[0].axes
     assert [t.get_text() for t in first.get_yticklabels()] == ["rigl", "dense"]
-    widths = [bar.get_width() for bar in first.patches]
-    assert widths == pytest.approx([2.2, 2.05])
-    samples = sorted(x for line in first.lines[:2] for x in line.get_xdata())
-    assert samples == [2.0, 2.1, 2.2]
+    strokes, samples = first.lines[:4:2], first.lines[1:4:2]
+    assert [list(line.get_xdata()) for line in samples] == [[2.2], [2.0, 2.1]]
+    assert [line.get_xdata()[0] for line in strokes] == pytest.approx([2.2, 2.05])
     low, high = first.get_xlim()
     assert low < 2.0 < 2.2 < high
-    assert len(first.lines) == 3 and len(second.lines) == 1  # The reference's line.
+    assert len(first.lines) == 5 and len(second.lines) == 2  # The reference's line.
