@@ -180,21 +180,21 @@ def _line(arm, arms, mean):
         if gap > 0:  # Else there is nothing to close, as early in a training.
             closed = f"{(mean[FLOOR] - mean[arm]) / gap:.0%}"
     average = {name: np.mean([r[name] for r in of_arm]) for name in ("steps", "flops", "seconds")}
+    to_dense = _to_dense(arm, arms, mean)
     return (
-        f"| {arm} | {mean[arm]:.4f} | {(max(bits) - min(bits)) / 2:.4f} | {_to_dense(arm, arms)} | "
+        f"| {arm} | {mean[arm]:.4f} | {(max(bits) - min(bits)) / 2:.4f} | {to_dense} | "
         f"{closed} | {average['steps']:.0f} | {average['flops']:.3g} | "
         f"{average['seconds']:.1f} |"
     )
 
 
-def _to_dense(arm, arms):
+def _to_dense(arm, arms, mean):
     if BASELINE not in arms or arm == BASELINE:
         return "-"
+    found = f"{mean[arm] / mean[BASELINE] - 1:+.2%}"
+    # By seed, as a seed is one order of the data in every arm.
     of_dense = {r["seed"]: r["bits_per_byte"] for r in arms[BASELINE]}
-    mean = np.mean(list(of_dense.values()))
-    found = f"{np.mean([r['bits_per_byte'] for r in arms[arm]]) / mean - 1:+.2%}"
-    # A seed is one order of the data, so the differences vary less than either arm.
     paired = [r["bits_per_byte"] - of_dense[r["seed"]] for r in arms[arm] if r["seed"] in of_dense]
     if len(paired) < 2:
         return found
-    return f"{found} ± {np.std(paired, ddof=1) / len(paired) ** 0.5 / mean:.2%}"
+    return f"{found} ± {np.std(paired, ddof=1) / len(paired) ** 0.5 / mean[BASELINE]:.2%}"
