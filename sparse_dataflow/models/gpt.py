@@ -87,7 +87,6 @@ class Block(nnx.Module):
         # Keys and queries align while training, so their product grows as the width of a head, and
         # not as its root: 1 / head_dim in place of 1 / sqrt(head_dim) (arXiv 2203.03466, 4.1).
         self.query_scale = math.sqrt(SUPAR_HEAD / self.head_dim) if config.supar else 1.0
-        self.activation = config.activation
 
     def __call__(self, x_BxTxD, tables, shard=WHOLE, attend=causal_attention, positions_BxT=None):
         """[B, T, D] -> [B, T, D], the shard's own tokens.
