@@ -81,8 +81,8 @@ def _check_sparsity(values):
     if "sparse_projections" not in values:
         return
     if not values.sparse_projections:
-        only_sparse = ("pattern", "density", "density_budget", "block", "rank", "evolution")
-        named = [n for n in only_sparse if given(values, n)]
+        only_sparse = ("pattern", "density", "density_budget", "block", "rank", "hadamard")
+        named = [n for n in (*only_sparse, "evolution") if given(values, n)]
         if "twin" in values and given(values, "twin") and values.twin == "yes":
             named.append("twin")
         if named:

@@ -28,7 +28,16 @@ CHECK = Group(
 GROUPS = (
     *flags.with_defaults(
         flags.without(
-            *("minutes", "steps", "twin", "density", "parametrization", "warmup", "rank"),
+            *(
+                "minutes",
+                "steps",
+                "twin",
+                "density",
+                "parametrization",
+                "warmup",
+                "rank",
+                "hadamard",
+            ),
             groups=(flags.MODEL, flags.SPARSITY, flags.TRAINING, flags.DATA),
         ),
         # Heads keep their width, and the narrowest model has a layout at the lowest density.

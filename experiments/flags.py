@@ -141,6 +141,14 @@ SPARSITY = Group(
             legal=_COUNT,
         ),
         Flag(
+            "hadamard",
+            "integer",
+            0,
+            "Neighbouring features that a Walsh-Hadamard transform mixes before each block-sparse "
+            "product, so that large blocks at a low density read more of them; 0 is none.",
+            legal=("0 or a power of 2", lambda n: n >= 0 and int(n).bit_count() <= 1),
+        ),
+        Flag(
             "sparse_projections",
             "list",
             "all",

@@ -17,7 +17,7 @@ def main(values):
     return gpt_run.run("gpt13b_dense", values, GROUPS, sparse=False)
 
 
-SPARSE_ONLY = ("pattern", "density", "block", "rank", "sparse_projections", "twin")
+SPARSE_ONLY = ("pattern", "density", "block", "rank", "hadamard", "sparse_projections", "twin")
 GROUPS = flags.without(*SPARSE_ONLY, *(flag.name for flag in flags.EVOLUTION.flags))
 
 if __name__ == "__main__":

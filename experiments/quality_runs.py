@@ -66,9 +66,11 @@ def run(values, groups, arms: dict[str, dict | None]) -> int:
 
 def _variant(begun, arms, arm, seed=0):
     changes = arms[arm]
+    width = SIZES[begun.asked["scale"]].d_model
     if changes and "rank" in changes:
-        width = SIZES[begun.asked["scale"]].d_model
         changes = {**changes, "rank": max(1, round(changes["rank"] * width))}
+    if changes and "hadamard" in changes:
+        changes = {**changes, "hadamard": changes["hadamard"] * (width & -width)}
     if changes and "training_flops" in changes:
         changes = dict(changes)
         share = changes.pop("training_flops")

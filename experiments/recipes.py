@@ -221,7 +221,14 @@ def _size(values, scale: str) -> ModelConfig:
 
 def linears(values) -> dict[str, LinearSpec]:
     """The block-sparse projections that the flags describe, all at one density."""
-    spec = LinearSpec("block_sparse", values.pattern, values.density, values.block, values.rank)
+    spec = LinearSpec(
+        "block_sparse",
+        values.pattern,
+        values.density,
+        values.block,
+        values.rank,
+        values.hadamard,
+    )
     return dict.fromkeys(values.sparse_projections, spec)
 
 

@@ -29,8 +29,8 @@ RISING, FALLING = "depth:0.5x,1.5x", "depth:1.5x,0.5x"
 ATTENTION = ("qkv", "attn_out")
 TO_DENSE_HALF = {"pattern": "random", "evolution": "sparse_to_dense", "training_flops": 0.5}
 
-# A rank is relative to the width of the model; training_flops, of the dense training, say when the
-# switch comes.
+# A rank is relative to the width of the model, hadamard to the largest power of 2 that divides it;
+# training_flops, of the dense training, say when the switch comes.
 ARMS = {
     "dense": None,
     "static_pixelfly": {"pattern": "pixelfly"},
@@ -41,6 +41,8 @@ ARMS = {
     "depth_rising": {"pattern": "random", "density_budget": RISING},
     "depth_falling": {"pattern": "random", "density_budget": FALLING},
     "low_rank": {"pattern": "random", "rank": 1 / 16},
+    "hadamard": {"pattern": "random", "hadamard": 1},
+    "hadamard_low_rank": {"pattern": "random", "hadamard": 1, "rank": 1 / 16},
     "allocated_low_rank": {"pattern": "random", "density_budget": TO_MLP_IN, "rank": 1 / 16},
     "set": {"pattern": "random", "evolution": "set"},
     "rigl": {"pattern": "random", "evolution": "rigl"},
@@ -99,7 +101,8 @@ QUALITY = Group(
 )
 GROUPS = (
     *flags.without(
-        *("minutes", "steps", "twin", "seed", "pattern", "rank", "evolution", "evolve_at"),
+        *("minutes", "steps", "twin", "seed", "pattern", "rank", "hadamard"),
+        *("evolution", "evolve_at"),
         groups=(flags.MODEL, flags.SPARSITY, flags.EVOLUTION, flags.TRAINING, flags.DATA),
     ),
     QUALITY,

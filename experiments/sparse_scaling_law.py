@@ -43,7 +43,8 @@ LAW = Group(
 GROUPS = (
     *flags.with_defaults(
         flags.without(
-            *("minutes", "steps", "twin", "density", "density_budget", "rank", "parametrization"),
+            *("minutes", "steps", "twin", "density", "density_budget", "rank", "hadamard"),
+            "parametrization",
             groups=(flags.MODEL, flags.SPARSITY, flags.TRAINING, flags.DATA),
         ),
         # Heads keep their width, and the narrowest model has a layout at the lowest density.

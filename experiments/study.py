@@ -34,6 +34,7 @@ _DEFAULTS = {
     "density": 0.125,
     "density_budget": "uniform",
     "rank": 0,
+    "hadamard": 0,
     "evolution": "static",
     "evolve_every": 100,
     "evolve_at": 0.0,

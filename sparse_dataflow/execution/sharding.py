@@ -238,6 +238,9 @@ def refuse_unfit(
         if linear.kind == "block_sparse":
             blocks = features // linear.block
             cut[f"the {blocks} {side} blocks of {name}"] = blocks
+            if linear.hadamard and side == "input":
+                groups = features // linear.hadamard
+                cut[f"the {groups} groups of --hadamard={linear.hadamard} of {name}"] = groups
         else:
             cut[f"the {features} {side} features of {name}"] = features
     for words, count in cut.items():

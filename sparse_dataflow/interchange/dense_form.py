@@ -4,8 +4,10 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import PROJECTIONS, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 
@@ -13,8 +15,9 @@ from sparse_dataflow.models.sizes import PROJECTIONS, SUPAR_HEAD, SUPAR_WIDTH, M
 def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelConfig, dict]:
     """The dense model of the same function, and its parameters in numpy, float32.
 
-    Blocks that are not stored become zeros; a low-rank term is added to the weight it belongs to;
-    SuPar's factors of queries and of the logits go into the parameters before them.
+    Blocks that are not stored become zeros; a Hadamard transform goes into the weight that reads
+    it, and a low-rank term is added; SuPar's factors of queries and of the logits go into the
+    parameters before them.
 
     Args:
       model: any.
@@ -32,7 +35,10 @@ def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelCon
                 kernel = layouts[name][i].to_dense(module["values"])
             else:
                 kernel = module["kernel"]
-            if model.linear(name).rank:
+            spec = model.linear(name)
+            if spec.hadamard:
+                kernel = np.asarray(hadamard(jnp.asarray(kernel.T), spec.hadamard)).T
+            if spec.rank:
                 kernel = kernel + module["gate"] * (module["a_kernel"] @ module["b_kernel"])
             layer[name] = {"kernel": kernel, "bias": module["bias"]}
         layers.append(layer)

@@ -98,11 +98,12 @@ def _shape(trained):
     for name, spec in model.linears:
         if spec.kind == "block_sparse":
             rank = f", low-rank term of {spec.rank}" if spec.rank else ""
+            mixed = f", inputs mixed by {spec.hadamard}" if spec.hadamard else ""
             rows.append(
                 (
                     name,
                     f"density {spec.density:g}, blocks of {spec.block}, pattern {spec.pattern} at "
-                    f"the start{rank}",
+                    f"the start{mixed}{rank}",
                 )
             )
     if model.density_by_depth:

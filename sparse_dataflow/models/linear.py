@@ -12,6 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
+from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models.groups import layer_linear
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
@@ -60,6 +61,8 @@ class Linear(nnx.Module):
       bias [out]; and, with rank r > 0, a_kernel [in, r], b_kernel [r, out] and gate [] of the
       gated low-rank term (arXiv 2112.00029, section 3.3), whose gate starts at 1 and b_kernel at 0.
 
+    With `hadamard` the stored blocks read its transform of x, and the low-rank term x itself.
+
     Weights are drawn normal with variance gain² / (inputs that one output reads as stored).
     """
 
@@ -79,7 +82,7 @@ class Linear(nnx.Module):
         else:
             self.kernel = weight
         self.bias = nnx.Param(jnp.zeros(out_features))
-        self.rank = spec.rank
+        self.rank, self.hadamard = spec.rank, spec.hadamard
         if spec.rank:
             self.a_kernel = nnx.Param(
                 _normal(rngs, (in_features, spec.rank), 1 / math.sqrt(in_features))
@@ -101,11 +104,12 @@ class Linear(nnx.Module):
           reduce: sums the products of the parts of a weight that is cut by rows.
         """
         own = self.cast(x.dtype)
+        read = hadamard(x, self.hadamard) if self.hadamard else x
         if isinstance(tables, Probe):
-            y = block_sparse_matmul(x, own["values"], tables.tables)
-            y = _with_gradient_norms(y, x, tables.norms, tables.axes)
+            y = block_sparse_matmul(read, own["values"], tables.tables)
+            y = _with_gradient_norms(y, read, tables.norms, tables.axes)
         elif self.sparse and tables is not None:
-            y = block_sparse_matmul(x, own["values"], tables)
+            y = block_sparse_matmul(read, own["values"], tables)
         else:
             y = _matmul(x, own["kernel"])
         if self.rank:
@@ -114,8 +118,8 @@ class Linear(nnx.Module):
 
     @property
     def plain_sparse(self) -> bool:
-        """Block-sparse without a low-rank term."""
-        return self.sparse and not self.rank
+        """Block-sparse and nothing besides."""
+        return self.sparse and not self.rank and not self.hadamard
 
     def cast(self, dtype: jnp.dtype) -> dict[str, jax.Array]:
         """The parameters by name, in the compute dtype."""

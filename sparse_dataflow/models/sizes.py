@@ -36,6 +36,8 @@ class LinearSpec:
       density: fraction of blocks stored, in (0, 1] (block_sparse only).
       block: side of a square block, in features (block_sparse only).
       rank: width of an added gated low-rank term `x A B` (Pixelfly, arXiv 2112.00029); 0 for none.
+      hadamard: neighbouring input features that a Walsh-Hadamard transform mixes before a
+        block-sparse product (`kernels.hadamard`), a power of 2 that divides them; 0 for none.
       turned_dense: whether a dense weight was block-sparse before, and learns faster for it; see
         `training.optimizer`.
     """
@@ -45,6 +47,7 @@ class LinearSpec:
     density: float = 1.0
     block: int = 64
     rank: int = 0
+    hadamard: int = 0
     turned_dense: bool = False
 
     def __post_init__(self):
@@ -58,12 +61,19 @@ class LinearSpec:
             raise UserError(f"pattern {self.pattern!r} must be a name.")
         _whole("block", self.block, 1)
         _whole("rank", self.rank, 0)
+        _whole("hadamard", self.hadamard, 0)
+        if self.hadamard and (self.kind != "block_sparse" or self.hadamard.bit_count() != 1):
+            raise UserError(
+                f"hadamard {self.hadamard} of a {self.kind} weight; legal: a power of 2 of a "
+                "block_sparse one, or 0."
+            )
 
     def to_json(self) -> dict:
-        """The fields; `turned_dense` only where it is."""
+        """The fields; `hadamard` and `turned_dense` only where they are."""
         fields = dict(vars(self))
-        if not self.turned_dense:
-            del fields["turned_dense"]
+        for name in ("hadamard", "turned_dense"):
+            if not fields[name]:
+                del fields[name]
         return fields
 
     def scaled(self, multiplier: float) -> "LinearSpec":
@@ -152,6 +162,11 @@ class ModelConfig:
         self._settle_depth()
         for name in self.sparse_projections:
             spec, (fan_in, fan_out) = self.linear(name), self.projection_shape(name)
+            if spec.hadamard and fan_in % spec.hadamard:
+                raise UserError(
+                    f"--hadamard={spec.hadamard} does not divide the {fan_in} features that {name} "
+                    f"reads; legal: powers of 2 up to {fan_in & -fan_in}."
+                )
             layers = sum(self.density_by_depth) or self.num_layers
             if layers * fan_in * fan_out / spec.block**2 * spec.density > MOST_BLOCKS:
                 raise UserError(

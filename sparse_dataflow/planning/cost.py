@@ -3,8 +3,8 @@
 Counting rules, the same everywhere in the project:
 
 - A product of [m, k] and [k, n] is 2 m k n FLOPs.  The backward pass is twice the forward pass.
-- A block-sparse projection counts its stored blocks only; a low-rank term `x A B` counts in the
-  projection that it belongs to.
+- A block-sparse projection counts its stored blocks only; a low-rank term `x A B` and a Hadamard
+  transform, as the two products that it is applied as, count in the projection they belong to.
 - Embedding look-ups, norms, biases, GELU, softmax and the optimizer count as 0: they are bound by
   memory, and MFU is about the matrix units.
 - Attention is Q Kᵀ and A V.  *Model* FLOPs count the causal half of it (what the mathematics
@@ -19,6 +19,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.kernels.hadamard import factors
 from sparse_dataflow.models.groups import mean_multiplier
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.planning.hardware import Chip
@@ -136,8 +137,10 @@ def flops_per_token(
     forward = {}
     for name in PROJECTIONS:
         fan_in, fan_out = config.projection_shape(name)
-        rank = config.linear(name).rank
-        weights = fan_in * fan_out * fractions[name] + rank * (fan_in + fan_out)
+        spec = config.linear(name)
+        weights = fan_in * fan_out * fractions[name] + spec.rank * (fan_in + fan_out)
+        if spec.hadamard:
+            weights += fan_in * sum(factors(spec.hadamard))
         forward[name] = 2.0 * layers * weights
     keys = sequence / 2 if causal_half else sequence
     forward["attention"] = 2 * 2.0 * layers * keys * config.d_model

@@ -169,10 +169,16 @@ def adam(moments: optax.OptState) -> Any:
     return next(part for part in moments if hasattr(part, "mu"))
 
 
-def map_moments(function: Callable[[dict], dict], moments: optax.OptState) -> optax.OptState:
-    """The optimizer's state with `function` of both trees of moments, shaped like the params."""
+def map_moments(
+    function: Callable[[dict], dict],
+    moments: optax.OptState,
+    second: Callable[[dict], dict] | None = None,
+) -> optax.OptState:
+    """The optimizer's state with `function` of both trees of moments, shaped like the params; with
+    `second` of the second moments, where that is another."""
+    second = second or function
     return tuple(
-        part._replace(mu=function(part.mu), nu=function(part.nu)) if hasattr(part, "mu") else part
+        part._replace(mu=function(part.mu), nu=second(part.nu)) if hasattr(part, "mu") else part
         for part in moments
     )
 

@@ -115,6 +115,10 @@ def refuse_other_shape(start: ModelConfig, model: ModelConfig) -> None:
         if before.rank and after.rank != before.rank:
             differences.append(f"{name} has rank {before.rank} there and {after.rank} here")
         if before.kind == after.kind == "block_sparse":
+            if before.hadamard != after.hadamard:
+                differences.append(
+                    f"{name} has --hadamard={before.hadamard} there and {after.hadamard} here"
+                )
             if before.block != after.block:
                 differences.append(f"{name} has blocks of {before.block} there, {after.block} here")
             if before.density < after.density:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.execution.processes import to_host
+from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.sparsity.evolution import Update, largest_blocks, sources_of
@@ -65,8 +66,9 @@ def change_model(state: TrainState, old: ModelConfig, new: ModelConfig) -> Train
     """The state of `old` as one of `new`; the one given must not be used again.
 
     A block-sparse weight becomes dense with its stored blocks where they belong, and takes in its
-    low-rank term: the function stays.  A weight that gets sparser keeps its largest blocks.  A
-    low-rank term joins with its second factor zero: the function stays.
+    Hadamard transform and its low-rank term: the function stays.  A weight that gets sparser keeps
+    its largest blocks, a dense one those of what reads the transform.  A low-rank term joins with
+    its second factor zero: the function stays.
     """
     layouts = gpt.layouts_of(old, state.tables)
     key = jax.random.fold_in(state.key, state.step)
@@ -77,7 +79,10 @@ def change_model(state: TrainState, old: ModelConfig, new: ModelConfig) -> Train
                 stored = layouts.pop(name)
                 move = functools.partial(_expanded, *_positions(stored), grid=stored[0].mask.shape)
                 state = _moved(state, name, "values", "kernel", move)
+                state = _transformed(state, name, before.hadamard)
             else:
+                if before.kind == "dense":
+                    state = _transformed(state, name, after.hadamard)
                 state, layouts[name] = _pruned(state, name, layouts.get(name), after)
         if before.rank and not after.rank and after.kind == "dense":
             state = _with_low_rank_taken_in(state, name)
@@ -180,6 +185,36 @@ def _moved(state, name, before: str, after: str, move: Callable):
     """The state with one leaf of a projection moved, in the parameters and in both moments."""
     one = functools.partial(_moved_leaf, name=name, before=before, after=after, move=move)
     return state._replace(params=one(state.params), moments=map_moments(one, state.moments))
+
+
+def _transformed(state, name, width):
+    """The state with one dense weight W as the H W of the same function after a transform H.
+
+    First moments follow as the gradients do.  Of second ones, squares alone, there is only what
+    they would be if the gradients of a group's inputs were independent: their mean.
+    """
+    if not width:
+        return state
+    one = functools.partial(_moved_leaf, name=name, before="kernel", after="kernel")
+    mixed = functools.partial(one, move=functools.partial(_mixed_inputs, width=width))
+    mean = functools.partial(one, move=functools.partial(_mean_of_inputs, width=width))
+    moments = map_moments(mixed, state.moments, second=mean)
+    return state._replace(params=mixed(state.params), moments=moments)
+
+
+@functools.partial(jax.jit, static_argnames="width")
+def _mixed_inputs(kernel, width):
+    """H W of every [in, out] of [layers, in, out]."""
+    return hadamard(kernel.swapaxes(1, 2), width).swapaxes(1, 2)
+
+
+@functools.partial(jax.jit, static_argnames="width")
+def _mean_of_inputs(second, width):
+    """[layers, in, out] with every `width` neighbouring inputs at their mean."""
+    layers, inside, outside = second.shape
+    groups = second.reshape(layers, inside // width, width, outside)
+    mean = jnp.mean(groups, axis=2, keepdims=True)
+    return jnp.broadcast_to(mean, groups.shape).reshape(second.shape)
 
 
 def _moved_leaf(tree, name, before, after, move):

@@ -9,7 +9,9 @@ from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
 SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))
-LOW_RANK = SPARSE.with_linears(LinearSpec("block_sparse", "random", 0.25, 8, rank=3), ("mlp_in",))
+LOW_RANK = SPARSE.with_linears(
+    LinearSpec("block_sparse", "random", 0.25, 8, rank=3, hadamard=4), ("mlp_in",)
+)
 CONFIGS = {
     "dense": DENSE,
     "sparse": SPARSE,

@@ -44,8 +44,8 @@ STEPS, BATCH, SEQUENCE = 3, 16, 8
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=48, max_len=8)
 
 
-def sparse(pattern, rank=0, **changes):
-    spec = LinearSpec("block_sparse", pattern, 0.5, 8, rank)
+def sparse(pattern, rank=0, hadamard=0, **changes):
+    spec = LinearSpec("block_sparse", pattern, 0.5, 8, rank, hadamard)
     return dataclasses.replace(DENSE, linears=dict.fromkeys(PROJECTIONS, spec), **changes)
 
 
@@ -53,11 +53,11 @@ MODELS = {
     "dense": DENSE,
     "dense_odd": dataclasses.replace(DENSE, vocab_size=45, norm="rmsnorm", remat="full"),
     "sparse": sparse("monarch"),
-    "sparse_rank": sparse("random", rank=4, positions="rotary", remat="dots"),
+    "sparse_rank": sparse("random", rank=4, hadamard=8, positions="rotary", remat="dots"),
     "sparse_depth": sparse("monarch", num_layers=3, density_by_depth=(2.0, 2.0, 1.0)),
     "dense_deep": dataclasses.replace(DENSE, num_layers=8),
     "sparse_deep": sparse("monarch", num_layers=5),
-    "sparse_deep_full": sparse("random", rank=4, num_layers=5, remat="full"),
+    "sparse_deep_full": sparse("random", rank=4, hadamard=4, num_layers=5, remat="full"),
 }
 
 

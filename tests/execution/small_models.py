@@ -15,7 +15,7 @@ SPARSE = LinearSpec("block_sparse", "butterfly", density=0.25, block=4)
 MODEL = dataclasses.replace(
     DENSE,
     linears={
-        "attn_out": SPARSE,
+        "attn_out": dataclasses.replace(SPARSE, hadamard=8),
         "mlp_in": LinearSpec(rank=2),
         "mlp_out": dataclasses.replace(SPARSE, rank=2),
     },

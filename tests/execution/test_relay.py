@@ -40,7 +40,7 @@ MODELS = {
         DENSE,
         norm="rmsnorm",
         positions="rotary",
-        linears={"qkv": SPARSE, "mlp_in": LinearSpec(rank=2)},
+        linears={"qkv": dataclasses.replace(SPARSE, hadamard=8), "mlp_in": LinearSpec(rank=2)},
     ),
 }
 

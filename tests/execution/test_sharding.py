@@ -121,6 +121,12 @@ def test_a_vocabulary_that_is_not_filled_stays_whole():
             {},
             "does not divide the 1 output blocks of mlp_in",
         ),
+        (
+            "tensor:4",
+            {"linears": {"attn_out": dataclasses.replace(SPEC, hadamard=32)}},
+            {},
+            "does not divide the 2 groups of --hadamard=32 of attn_out; .* 1, 2",
+        ),
     ],
 )
 def test_a_mesh_that_does_not_divide_is_refused_in_words(mesh, model, training, said):

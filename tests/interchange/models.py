@@ -16,7 +16,9 @@ DENSE = ModelConfig(
 )
 SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))
 SUPAR = dataclasses.replace(SPARSE, parametrization="supar")
-LOW_RANK = SPARSE.with_linears(LinearSpec("block_sparse", "random", 0.25, 8, rank=3), ("mlp_in",))
+LOW_RANK = SPARSE.with_linears(
+    LinearSpec("block_sparse", "random", 0.25, 8, rank=3, hadamard=4), ("mlp_in",)
+)
 DEPTH = dataclasses.replace(LOW_RANK, density_by_depth=(2.0, 1.0))
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.linalg
 from flax import nnx
 
 from sparse_dataflow.errors import UserError
@@ -16,8 +17,8 @@ from sparse_dataflow.sparsity.patterns import make_layout
 WIDE = ModelConfig(num_layers=2, d_model=256, num_heads=4, d_ff=1024, vocab_size=40, max_len=12)
 
 
-def sparse(density, rank=0, pattern="butterfly"):
-    return LinearSpec("block_sparse", pattern, density, block=16, rank=rank)
+def sparse(density, rank=0, hadamard=0, pattern="butterfly"):
+    return LinearSpec("block_sparse", pattern, density, block=16, rank=rank, hadamard=hadamard)
 
 
 def split(spec, projection="mlp_in", gain=1.0):
@@ -71,7 +72,9 @@ def test_only_stored_blocks_are_parameters(projection):
     }
 
 
-@pytest.mark.parametrize("spec", [LinearSpec(rank=3), sparse(1 / 4), sparse(1 / 4, rank=3)])
+@pytest.mark.parametrize(
+    "spec", [LinearSpec(rank=3), sparse(1 / 4), sparse(1 / 4, 3), sparse(1 / 4, 3, hadamard=64)]
+)
 @pytest.mark.parametrize("projection", ["qkv", "mlp_out"])
 def test_a_layer_is_its_dense_formula(spec, projection):
     graph, params = split(spec, projection)
@@ -80,6 +83,9 @@ def test_a_layer_is_its_dense_formula(spec, projection):
     if weight is None:
         layout = projection_layout(WIDE.with_linears(spec), projection, layer=0)
         weight = layout.to_dense(params["values"])
+    if spec.hadamard:
+        one = scipy.linalg.hadamard(spec.hadamard) / spec.hadamard**0.5
+        weight = np.kron(np.eye(len(weight) // len(one)), one) @ weight
     if spec.rank:
         weight = weight + params["gate"] * params["a_kernel"] @ params["b_kernel"]
     x = np.random.default_rng(1).normal(size=(2, 5, weight.shape[0])).astype(np.float32)
@@ -125,7 +131,7 @@ def test_layers_and_projections_have_patterns_of_their_own():
 
 def test_the_output_has_the_input_dtype():
     x = jax.ShapeDtypeStruct((3, 256), jnp.bfloat16)
-    for spec in (LinearSpec(rank=2), sparse(1 / 4, rank=2)):
+    for spec in (LinearSpec(rank=2), sparse(1 / 4, rank=2), sparse(1 / 4, hadamard=32)):
         tables = tables_of(spec)
         graph, params = split(spec)
         y = jax.eval_shape(lambda p, x, g=graph, t=tables: nnx.merge(g, p)(x, t), params, x)

@@ -13,13 +13,16 @@ from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelCo
 
 TINY = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12)
 
-specs = st.builds(
+dense_or_sparse = st.builds(
     LinearSpec,
     kind=st.sampled_from(["dense", "block_sparse"]),
     pattern=st.sampled_from(["pixelfly", "cyclic"]),
     density=st.floats(0, 1, exclude_min=True),
     block=st.integers(1, 256),
     rank=st.integers(0, 64),
+)
+specs = dense_or_sparse | st.builds(
+    LinearSpec, st.just("block_sparse"), hadamard=st.sampled_from([1, 2])
 )
 
 
@@ -100,6 +103,10 @@ def test_shapes_of_projections():
         ({"compute_dtype": "int8"}, "compute_dtype 'int8' is unknown; legal: float32, bfloat16"),
         ({"parametrization": "mup"}, "parametrization 'mup' is unknown; legal: standard, supar"),
         ({"linears": {"qvk": LinearSpec()}}, "projection 'qvk' is unknown; legal: qkv, attn_out"),
+        (
+            {"linears": {"mlp_in": LinearSpec("block_sparse", hadamard=64)}},
+            "--hadamard=64 does not divide the 32 features that mlp_in reads; .* up to 32",
+        ),
         ({"positions": "rotary", "num_heads": 32}, "rotary positions need an even head width"),
     ],
 )
@@ -116,6 +123,8 @@ def test_an_illegal_config_is_refused(change, message):
         ({"density": 1.5}, r"density 1.5 is not in \(0, 1\]"),
         ({"density": float("nan")}, r"density nan is not in \(0, 1\]"),
         ({"block": 0}, "block 0 must be a whole number of at least 1"),
+        ({"hadamard": 8}, "hadamard 8 of a dense weight; legal: a power of 2 of a block_sparse"),
+        ({"kind": "block_sparse", "hadamard": 24}, "hadamard 24 .* legal: a power of 2"),
         ({"rank": -1}, "rank -1 must be a whole number of at least 0"),
     ],
 )

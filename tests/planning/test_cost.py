@@ -145,6 +145,14 @@ def test_low_rank_term_adds_its_two_products():
     assert added == 2 * config.num_layers * rank * (config.d_model + config.d_ff)
 
 
+def test_a_transform_adds_the_products_of_its_two_factors():
+    config = sparse(SIZES["nano"], 1 / 8)
+    mixed = config.with_linears(dataclasses.replace(sparse_spec(1 / 8), hadamard=128), ["mlp_out"])
+    plain, with_it = (cost.flops_per_token(c, 128, training=False) for c in (config, mixed))
+    assert with_it.mlp_out - plain.mlp_out == 2 * config.num_layers * config.d_ff * (8 + 16)
+    assert with_it.total - plain.total == with_it.mlp_out - plain.mlp_out
+
+
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_recompute_is_what_jax_executes_for_a_rematerialised_block(remat):
     config = dataclasses.replace(SIZES["nano"], num_layers=1, d_model=64, num_heads=1, d_ff=256)

@@ -27,7 +27,7 @@ from sparse_dataflow.training.phases import (
 from sparse_dataflow.training.programs import TrainingData, compile_programs
 from sparse_dataflow.training.turns import advance_side_by_side
 
-SPARSE = LinearSpec("block_sparse", "monarch", density=0.25, block=4, rank=2)
+SPARSE = LinearSpec("block_sparse", "monarch", density=0.25, block=4, rank=2, hadamard=8)
 MODEL = ModelConfig(2, 32, 2, 64, vocab_size=40, max_len=8).with_linears(SPARSE)
 TRAINING = TrainingConfig(steps=10, batch=4, sequence=8, learning_rate=3e-2)
 TOKENS = (np.arange(400) * 7 % 40).astype(np.uint16)

@@ -98,6 +98,10 @@ def test_given_layouts_are_data_of_the_programs():
             SPARSE.with_linears(LinearSpec("block_sparse", "cyclic", 0.75, 8)),
             "qkv has density 0.5 there and 0.75 here",
         ),
+        (
+            SPARSE.with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8, hadamard=4)),
+            "qkv has --hadamard=0 there and 4 here",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(model, message):

@@ -7,6 +7,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
+import scipy.linalg
 
 from sparse_dataflow.execution import whole
 from sparse_dataflow.models import gpt
@@ -19,6 +20,7 @@ from sparse_dataflow.training.transitions import change_model, update_layouts
 SPARSE = LinearSpec("block_sparse", "cyclic", density=0.25, block=8)
 MODEL = ModelConfig(2, 64, 4, 128, vocab_size=40, max_len=8).with_linears(SPARSE)
 RANKED = MODEL.with_linears(dataclasses.replace(SPARSE, rank=3))
+MIXED = MODEL.with_linears(dataclasses.replace(SPARSE, hadamard=16))
 TRAINING = TrainingConfig(steps=9, batch=2, sequence=8)
 TOKENS = np.random.default_rng(1).integers(0, 40, (2, 8), np.int32)
 
@@ -134,6 +136,38 @@ def test_dense_is_the_same_function_with_the_same_moments(model):
                     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
                 else:
                     np.testing.assert_array_equal(found, expected)
+
+
+def test_what_a_transform_feeds_becomes_a_dense_weight_of_the_same_function():
+    dense = stages(MIXED, EvolutionConfig("sparse_to_dense"))[1].model
+    before = trained_state(MIXED)
+    logits, kept = logits_of(MIXED, before), to_numpy(before)
+    after = change_model(before, MIXED, dense)
+    assert_shaped_like(after, dense)
+    np.testing.assert_allclose(logits_of(dense, after), logits, rtol=1e-5, atol=1e-5)
+    for name, layers in gpt.layouts(MIXED).items():
+        inside = MIXED.projection_shape(name)[0]
+        turn = np.kron(np.eye(inside // 16), scipy.linalg.hadamard(16) / 4)
+        # How the variance of each input's gradient follows, if those of a group are independent.
+        for tree, step in zip(range(3), (turn, turn, np.square(turn))):
+            theirs, mine = trees(kept)[tree], trees(after)[tree]
+            expected = step @ layers[1].to_dense(theirs["blocks"][name]["values"][1])
+            found = mine["blocks"][name]["kernel"][1]
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_pruning_for_a_transform_keeps_the_largest_blocks_of_what_reads_it():
+    dense = MODEL.with_linears(LinearSpec())
+    state = trained_state(dense)
+    kernel = np.array(state.params["blocks"]["mlp_out"]["kernel"][0])
+    after = change_model(state, dense, MIXED)
+    assert_shaped_like(after, MIXED)
+    layout = gpt.layouts_of(MIXED, after.tables)["mlp_out"][0]
+    turned = np.kron(np.eye(len(kernel) // 16), scipy.linalg.hadamard(16) / 4) @ kernel
+    found = after.params["blocks"]["mlp_out"]["values"][0]
+    np.testing.assert_allclose(found, layout.from_dense(turned), rtol=1e-4, atol=1e-6)
+    plain = gpt.layouts_of(MODEL, change_model(trained_state(dense), dense, MODEL).tables)
+    assert layout != plain["mlp_out"][0]
 
 
 def test_a_low_rank_term_joins_without_changing_the_function():
