@@ -236,7 +236,7 @@ def _sparse_to_dense(model, config):
     """SPDF (arXiv 2303.10464): the sparse model, then the dense one; some projections earlier.
 
     What begins at zero has fewer steps to be learned in, and learns faster (see `TURNED_DENSE_RATE`
-    of `training.optimizer`).  A low-rank term becomes part of its weight.
+    of `training.optimizer`).  A low-rank term and a Hadamard transform become part of their weight.
     """
     to_dense = lambda spec: LinearSpec(turned_dense=True)  # noqa: E731
     dense = _with_sparse_specs(model, to_dense)
