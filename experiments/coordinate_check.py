@@ -35,6 +35,7 @@ GROUPS = (
                 "density",
                 "parametrization",
                 "warmup",
+                "final_rate",
                 "rank",
                 "hadamard",
             ),

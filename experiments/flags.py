@@ -264,6 +264,13 @@ TRAINING = Group(
             "Fraction of the training spent warming up.",
             legal=("in [0, 1)", lambda w: 0 <= w < 1),
         ),
+        Flag(
+            "final_rate",
+            "number",
+            0.1,
+            "Learning rate that the cosine ends at, as a fraction of the peak.",
+            legal=("in [0, 1]", lambda r: 0 <= r <= 1),
+        ),
         Flag("weight_decay", "number", 0.1, "Decoupled decay of AdamW, on matrices.", legal=_COUNT),
         Flag(
             "state_dtype",

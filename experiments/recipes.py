@@ -288,6 +288,7 @@ def training_config(values, scale: str, model: ModelConfig, steps: int) -> Train
         sparse_rate=values.sparse_rate or recipe.sparse_rate,
         vector_rate=values.vector_rate or recipe.vector_rate,
         warmup=values.warmup,
+        final_rate=values.final_rate,
         weight_decay=values.weight_decay,
         seed=values.seed,
         state_dtype=values.state_dtype,

@@ -20,7 +20,8 @@ CLIPPING = Group(
 )
 COMMON = (
     *flags.without(
-        "minutes", "steps", "twin", "warmup", groups=(flags.MODEL, flags.SPARSITY, flags.TRAINING)
+        *("minutes", "steps", "twin", "warmup", "final_rate"),
+        groups=(flags.MODEL, flags.SPARSITY, flags.TRAINING),
     ),
     CLIPPING,
     MEASURE,
@@ -40,8 +41,8 @@ def described(values):
 
     keep_freed_memory()
     asked = {f.name: values[f.name].value for g in COMMON for f in g.flags}
-    settings = types.SimpleNamespace(**asked | {"twin": "no", "warmup": 0.0, "tokenizer": "bpe"})
-    settings.vocab_size = 0
+    unasked = {"twin": "no", "warmup": 0.0, "final_rate": 0.1, "tokenizer": "bpe", "vocab_size": 0}
+    settings = types.SimpleNamespace(**asked | unasked)
     if settings.scale == "auto":
         settings.scale = "pico" if jax.default_backend() == "cpu" else "1.3b"
         settings.block = min(settings.block, 16) if settings.scale == "pico" else settings.block

@@ -32,7 +32,7 @@ SCORING = Group(
 )
 GROUPS = (
     *flags.without(
-        *("minutes", "steps", "twin", "learning_rate", "warmup"),
+        *("minutes", "steps", "twin", "learning_rate", "warmup", "final_rate"),
         groups=(flags.MODEL, flags.SPARSITY, flags.TRAINING, flags.DATA),
     ),
     SCORING,

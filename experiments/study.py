@@ -42,6 +42,7 @@ _DEFAULTS = {
     "evolve_plateau": 0,
     "parametrization": "standard",
     "warmup": 0.1,
+    "final_rate": 0.1,
 }
 
 

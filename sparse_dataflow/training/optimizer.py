@@ -25,7 +25,7 @@ until they are within 8.5% and 4.1% of where float32 would rest, and decay to no
 gradient comes; with B2 = 0.999 neither would.
 """
 
-OPTIONAL = ("state_dtype", "skip_spikes", "sparse_rate", "vector_rate")
+OPTIONAL = ("state_dtype", "skip_spikes", "sparse_rate", "vector_rate", "final_rate")
 """Fields of TrainingConfig that younger runs have; their defaults must stay what they are."""
 
 
@@ -44,6 +44,8 @@ class TrainingConfig:
         density.
       vector_rate: how many times that embeddings, biases, norms and gates learn at.
       warmup: fraction of the steps spent in linear warm-up, in [0, 1).
+      final_rate: where the schedule ends, as a fraction of its peak, in [0, 1]; GPT-3's is 0.1
+        (arXiv 2005.14165, appendix B), 0 ends lower for a token budget set before (2502.15938).
       weight_decay: decoupled decay of matrices (biases, norms and gates have none).
       clip: largest global gradient norm.
       seed: draws parameters and data order.
@@ -66,6 +68,7 @@ class TrainingConfig:
     skip_spikes: float = 0.0
     sparse_rate: float = 1.0
     vector_rate: float = 1.0
+    final_rate: float = 0.1
 
     def __post_init__(self):
         if self.state_dtype not in DTYPES:
@@ -78,6 +81,10 @@ class TrainingConfig:
             raise UserError(f"batch {self.batch} and sequence {self.sequence} must be at least 1.")
         if not 0 <= self.warmup < 1:
             raise UserError(f"warmup {self.warmup} is a fraction of the steps; legal: [0, 1).")
+        if not 0 <= self.final_rate <= 1:
+            raise UserError(
+                f"final_rate {self.final_rate} is a fraction of the peak; legal: [0, 1]."
+            )
         for name in ("sparse_rate", "vector_rate"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} {getattr(self, name)} is not above 0.")
@@ -108,19 +115,16 @@ and 1.762, from 70% on 1.789, 1.780 and 1.795; 2000 steps of 3m, dense from 64% 
 and 1.585.
 """
 
-FINAL_LEARNING_RATE = 0.1
-"""Where the cosine ends, as a fraction of the peak (GPT-3, arXiv 2005.14165, appendix B)."""
-
 
 @functools.cache
 def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
-    """Step (from 0) -> learning rate: linear warm-up, then cosine to FINAL_LEARNING_RATE."""
+    """Step (from 0) -> learning rate: linear warm-up, then cosine to its end."""
     warmup = min(round(training.warmup * training.steps), training.steps - 1)
     peak = training.learning_rate
     schedule = optax.join_schedules(
         [
             optax.linear_schedule(peak / (warmup + 1), peak, warmup),
-            optax.cosine_decay_schedule(peak, training.steps - warmup, FINAL_LEARNING_RATE),
+            optax.cosine_decay_schedule(peak, training.steps - warmup, training.final_rate),
         ],
         [warmup],
     )

@@ -34,6 +34,7 @@ def saved_run(tmp_path):
         (["--density=1.5"], ["--density", "in (0, 1]"]),
         (["--density=-1"], ["--density", "in (0, 1]"]),
         (["--warmup=1"], ["--warmup", "in [0, 1)"]),
+        (["--final_rate=2"], ["--final_rate", "in [0, 1]"]),
         (["--minutes=0"], ["--minutes", "above 0"]),
         (["--block=0"], ["--block", "1 or more"]),
         (["--vocab_size=256"], ["--vocab_size", "at least 257"]),

@@ -17,7 +17,6 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import SUPAR_HEAD, SUPAR_WIDTH, LinearSpec, ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
 from sparse_dataflow.training.optimizer import (
-    FINAL_LEARNING_RATE,
     TURNED_DENSE_RATE,
     TrainingConfig,
     decay_mask,
@@ -59,6 +58,7 @@ schedules = st.builds(
     sequence=st.just(1),
     learning_rate=st.sampled_from([1e-4, 1e-2]),
     warmup=st.sampled_from([0.0, 0.01, 0.1, 0.5, 0.9, 0.99]),
+    final_rate=st.sampled_from([0.0, 0.1, 0.5]),
 )
 
 
@@ -75,12 +75,12 @@ def test_the_schedule_warms_up_then_falls_to_its_end(training):
     if top > 1:
         np.testing.assert_allclose(np.diff(rates[: top + 1]), peak / (top + 1), rtol=1e-3)
     assert np.all(np.diff(rates[top:]) < 0)
-    assert rates[-1] == pytest.approx(peak * FINAL_LEARNING_RATE, rel=1e-3)
+    assert rates[-1] == pytest.approx(peak * training.final_rate, rel=1e-3, abs=1e-9)
 
 
 def test_half_way_down_is_half_the_way():
     schedule = learning_rate_schedule(TrainingConfig(110, 1, 1, learning_rate=1.0, warmup=1 / 11))
-    assert schedule(60) == pytest.approx((1 + FINAL_LEARNING_RATE) / 2, rel=1e-5)
+    assert schedule(60) == pytest.approx((1 + 0.1) / 2, rel=1e-5)
     assert schedule(35) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2, rel=1e-5)
 
 
@@ -259,6 +259,8 @@ def test_supar_moves_weights_by_their_rates():
         ({"sparse_rate": 0.0}, "sparse_rate 0.0 is not above 0"),
         ({"vector_rate": -1.0}, "vector_rate -1.0 is not above 0"),
         ({"warmup": -0.1}, r"warmup -0.1 .* legal: \[0, 1\)"),
+        ({"final_rate": 1.1}, r"final_rate 1.1 .* legal: \[0, 1\]"),
+        ({"final_rate": -0.1}, r"final_rate -0.1 .* legal: \[0, 1\]"),
     ],
 )
 def test_illegal_training_is_refused(fields, message):
