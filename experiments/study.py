@@ -150,16 +150,17 @@ def train(label: str, variant: Variant, data: TrainingData, where: Path, stop) -
 def kept(where: Path) -> dict | None:
     """What `train` left there, if it came to its end."""
     path = where / "result.json"
-    return _read(path) if path.exists() else None
+    return _read(path, dict) if path.exists() else None
 
 
-def _read(path):
-    """The JSON object or number that a study left there; UserError where it is none."""
+def _read(path, kind):
+    """The JSON of a kind, an object or a number above 0, that a study left there; UserError where
+    it is none."""
     try:
         found = json_files.load(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); remove it to make it anew.") from None
-    if not (isinstance(found, dict) or (type(found) is int and found > 0)):
+    if type(found) is not kind or (kind is int and found < 1):
         raise UserError(f"{path} is damaged; remove it to make it anew.")
     return found
 
@@ -167,7 +168,7 @@ def _read(path):
 def _steps_begun(where):
     """The steps that a training was begun with, which times measured anew do not change."""
     path = where / "steps.json"
-    return _read(path) if path.exists() else None
+    return _read(path, int) if path.exists() else None
 
 
 def keep_settings(folder: Path, settings: dict) -> None:
@@ -179,7 +180,8 @@ def keep_settings(folder: Path, settings: dict) -> None:
     settings = json.loads(json.dumps(settings))
     path = folder / "settings.json"
     if path.exists():
-        saved = _read(path)
+        # A folder is silent on flags that came later, whose defaults change nothing.
+        saved = _DEFAULTS | _read(path, dict)
         wrong = [
             f"--{name}={value} (saved: {saved.get(name)})"
             for name, value in settings.items()
