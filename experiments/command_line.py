@@ -19,6 +19,12 @@ WIDTH = 100
 _HELP = ("help", "helpshort", "helpfull", "h", "?")
 _HELP_COLUMN = 29
 _SWITCH = {"true": "yes", "1": "yes", "false": "no", "0": "no"}
+Legal = tuple[str, Callable[[float], bool]]
+AT_LEAST_ZERO: Legal = ("0 or more", lambda n: n >= 0)
+AT_LEAST_ONE: Legal = ("1 or more", lambda n: n >= 1)
+AT_LEAST_TWO: Legal = ("2 or more", lambda n: n >= 2)
+ABOVE_ZERO: Legal = ("above 0", lambda n: n > 0)
+A_FRACTION: Legal = ("in (0, 1]", lambda n: 0 < n <= 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +33,15 @@ class Flag:
 
     Attributes:
       name: as typed, without dashes.
-      kind: "integer", "number" (finite), "text", "choice" (one of `choices()`), "list" (comma
-        separated names of `choices()`, "all" or "none"; its value is a tuple in the order of
-        `choices()`), or "switch" (a choice that may also be written `--name` and `--noname`).
+      kind: "integer", "number" (finite), "text", "choice" (one of `names`), "list" (comma
+        separated `names`, "all" or "none"; its value is a tuple in their order), or "switch"
+        (a choice, of yes and no where `choices` says no other, that may also be written `--name`
+        and `--noname`).
       default: in the flag's own type; "all" or "none" for a list.
       help: one or two sentences, with units.
-      choices: the legal names; called late, so that a registry may fill itself first.
-      legal: (words, test) of a legal integer or number, such as (">= 1", lambda n: n >= 1).
+      choices: the legal names of a choice or list, or what says them: that is called late, so
+        that a registry may fill itself first.
+      legal: (words, test) of a legal integer or number, such as `AT_LEAST_ONE`.
       fixed: whether a resumed run must keep the value that it was started with.
     """
 
@@ -41,14 +49,15 @@ class Flag:
     kind: str
     default: str | int | float
     help: str
-    choices: Callable[[], Sequence[str]] | None = None
-    legal: tuple[str, Callable[[float], bool]] | None = None
+    choices: Sequence[str] | Callable[[], Sequence[str]] = ()
+    legal: Legal | None = None
     fixed: bool = True
 
     @property
     def names(self) -> Sequence[str]:
         """The legal names; none of a flag that is no choice."""
-        return self.choices() if self.choices else ()
+        names = self.choices() if callable(self.choices) else self.choices
+        return names or (("yes", "no") if self.kind == "switch" else ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +220,7 @@ def _flag_help(flag: Flag) -> str:
     text = flag.help
     if flag.legal and flag.kind == "number":  # an integer's limits are plain from its meaning
         text += f" Legal: {flag.legal[0]}."
-    if flag.choices:
+    if flag.names:
         extra = ", or a comma list" if flag.kind == "list" else ""
         named = ("all", "none", *flag.names) if flag.kind == "list" else flag.names
         text += f" {_legal(named)}{extra}."

@@ -20,7 +20,7 @@ planner's search chooses the layout. Takes half a minute to two minutes of one c
 """
 
 from experiments import flags, planner_flags
-from experiments.command_line import Flag, Group
+from experiments.command_line import AT_LEAST_ONE, AT_LEAST_ZERO, Flag, Group
 from sparse_dataflow.models.sizes import DTYPES
 
 AUTOMATIC = 0
@@ -44,7 +44,7 @@ PLAN = Group(
             "integer",
             1,
             "TPU slices of that topology, joined by the data-centre network.",
-            legal=planner_flags.AT_LEAST_ONE,
+            legal=AT_LEAST_ONE,
         ),
         Flag(
             "mesh",
@@ -66,7 +66,7 @@ PLAN = Group(
             AUTOMATIC,
             "Sequences in an optimizer step; 0 is the scale's own, or the least that the mesh "
             "deals out evenly, where that is more.",
-            legal=planner_flags.COUNT,
+            legal=AT_LEAST_ZERO,
         ),
         planner_flags.SEQUENCE,
         Flag(
@@ -74,14 +74,14 @@ PLAN = Group(
             "integer",
             1,
             "Micro-batches of a step.",
-            legal=planner_flags.AT_LEAST_ONE,
+            legal=AT_LEAST_ONE,
         ),
         Flag(
             "remat",
             "choice",
             "full",
             "What a block keeps for its gradient.",
-            lambda: ("none", "dots", "full"),
+            ("none", "dots", "full"),
         ),
         Flag(
             "schedule",
@@ -102,7 +102,7 @@ PLAN = Group(
             "integer",
             3,
             "Layouts that are compiled in search of one that fits, where the asked one does not.",
-            legal=planner_flags.COUNT,
+            legal=AT_LEAST_ZERO,
         ),
         Flag("out", "text", "", "Folder to keep the plan in, as JSON; empty keeps nothing."),
     ),

@@ -11,7 +11,7 @@ Leaves OUT/coordinate_check.json and OUT/coordinate_check.png.
 """
 
 from experiments import flags
-from experiments.command_line import Flag, Group
+from experiments.command_line import AT_LEAST_ONE, Flag, Group
 
 CHECK = Group(
     "Check",
@@ -19,9 +19,7 @@ CHECK = Group(
     (
         Flag("widths", "text", "128,256,512", "Values of d_model."),
         Flag("densities", "text", "1,0.25,0.125", "Fractions of blocks stored."),
-        Flag(
-            "steps", "integer", 5, "Steps of each training.", legal=("1 or more", lambda n: n > 0)
-        ),
+        Flag("steps", "integer", 5, "Steps of each training.", legal=AT_LEAST_ONE),
         Flag("out", "text", "runs/coordinate_check", "Folder to write to."),
     ),
 )

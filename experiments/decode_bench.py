@@ -10,30 +10,29 @@ the bytes that a dense token reads over those of a sparse one.
 """
 
 from experiments import flags
-from experiments.command_line import Flag, Group
+from experiments.command_line import AT_LEAST_ONE, AT_LEAST_ZERO, Flag, Group
 from experiments.step_bench import BENCHMARK
 
-_AT_LEAST_ONE = ("1 or more", lambda n: n > 0)
 DECODING = Group(
     "Decoding",
     "what is written",
     (
-        Flag("batch", "integer", 1, "Texts written at once.", legal=_AT_LEAST_ONE),
-        Flag("cached", "integer", 128, "Tokens that each new one sees.", legal=_AT_LEAST_ONE),
-        Flag("tokens", "integer", 4, "Tokens written in a timed round.", legal=_AT_LEAST_ONE),
+        Flag("batch", "integer", 1, "Texts written at once.", legal=AT_LEAST_ONE),
+        Flag("cached", "integer", 128, "Tokens that each new one sees.", legal=AT_LEAST_ONE),
+        Flag("tokens", "integer", 4, "Tokens written in a timed round.", legal=AT_LEAST_ONE),
         Flag(
             "layers",
             "integer",
             0,
             "Depth; 0 is the scale's own.",
-            legal=("0 or more", lambda n: n >= 0),
+            legal=AT_LEAST_ZERO,
         ),
         Flag(
             "seed",
             "integer",
             0,
             "Draws the weights and patterns.",
-            legal=("0 or more", lambda n: n >= 0),
+            legal=AT_LEAST_ZERO,
         ),
     ),
 )

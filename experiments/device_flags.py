@@ -1,9 +1,6 @@
 """The flags that say where a model lies, and which process this is."""
 
-from experiments.command_line import Flag, Group
-
-_COUNT = ("0 or more", lambda n: n >= 0)
-
+from experiments.command_line import ABOVE_ZERO, AT_LEAST_ZERO, Flag, Group
 
 DEVICES = Group(
     "Devices",
@@ -33,7 +30,7 @@ DEVICES = Group(
             "whole has all layers in one program; pipeline streams micro-batches (--accumulation) "
             "through the stages of the mesh; relay brings one block at a time to the device, from "
             "parameters in host memory; auto is pipeline where the mesh has stages, else whole.",
-            lambda: ("auto", "whole", "pipeline", "relay"),
+            ("auto", "whole", "pipeline", "relay"),
             fixed=False,
         ),
         Flag(
@@ -50,7 +47,7 @@ DEVICES = Group(
             "switch",
             "no",
             "Print every array with its shape, sharding and bytes a chip, and train nothing.",
-            lambda: ("yes", "no"),
+            ("yes", "no"),
             fixed=False,
         ),
         Flag(
@@ -65,7 +62,7 @@ DEVICES = Group(
             "integer",
             0,
             "How many processes the run has; 0 is JAX_NUM_PROCESSES, or 1.",
-            legal=_COUNT,
+            legal=AT_LEAST_ZERO,
             fixed=False,
         ),
         Flag(
@@ -81,7 +78,7 @@ DEVICES = Group(
             "number",
             300.0,
             "Seconds that processes wait for the last one.",
-            legal=("above 0", lambda seconds: seconds > 0),
+            legal=ABOVE_ZERO,
             fixed=False,
         ),
         Flag(
@@ -91,7 +88,7 @@ DEVICES = Group(
             "Seconds of silence, or of a step that does not end, after which every process names "
             "whose it is, by host and phase; ten times as long, a silent process is taken for lost "
             "and all end, with status 75.",
-            legal=("above 0", lambda seconds: seconds > 0),
+            legal=ABOVE_ZERO,
             fixed=False,
         ),
     ),

@@ -17,7 +17,7 @@ Leaves RUN/evaluation.json and a section in RUN/report.html. Needs the extra eva
 import importlib.util
 
 from experiments import flags
-from experiments.command_line import Flag, Group
+from experiments.command_line import AT_LEAST_TWO, AT_LEAST_ZERO, Flag, Group
 from sparse_dataflow.errors import UserError
 
 EVALUATION = Group(
@@ -37,7 +37,7 @@ EVALUATION = Group(
             "list",
             "all",
             "Models of the run; those that it has.",
-            lambda: ("sparse", "dense"),
+            ("sparse", "dense"),
         ),
         Flag("checkpoint", "text", "newest", "newest, best (held-out loss) or a step."),
         Flag(
@@ -53,21 +53,21 @@ EVALUATION = Group(
             "integer",
             200,
             "Items that are made for each own task.",
-            legal=("2 or more", lambda n: n > 1),
+            legal=AT_LEAST_TWO,
         ),
         Flag(
             "limit",
             "integer",
             0,
             "Items of each task that are asked; 0 is all.",
-            legal=("0 or more", lambda n: n >= 0),
+            legal=AT_LEAST_ZERO,
         ),
         Flag(
             "seed",
             "integer",
             0,
             "Draws the items of the own tasks.",
-            legal=("0 or more", lambda n: n >= 0),
+            legal=AT_LEAST_ZERO,
         ),
         Flag(
             "mesh",

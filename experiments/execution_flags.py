@@ -14,7 +14,7 @@ RELAY = Group(
             "device",
             "Where the relay keeps what enters each block until the backward pass; on the host, "
             "device memory does not depend on the depth.",
-            lambda: ("device", "host"),
+            ("device", "host"),
             fixed=False,
         ),
         Flag(
@@ -24,7 +24,7 @@ RELAY = Group(
             "Gradients of the relay: exact clips by the global norm, as whole does, which costs "
             "one more pass that nothing hides, over gradients held until the last is there; eager "
             "clips and applies each section's at once, beside the device's work.",
-            lambda: ("exact", "eager"),
+            ("exact", "eager"),
         ),
         Flag(
             "server_dir",

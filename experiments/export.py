@@ -16,7 +16,7 @@ EXPORT = Group(
     "what is written where",
     (
         Flag("to", "text", "", "Folder to make."),
-        Flag("form", "choice", "dense", "What the folder holds.", lambda: ("dense", "sparse")),
+        Flag("form", "choice", "dense", "What the folder holds.", ("dense", "sparse")),
     ),
 )
 GROUPS = (run_models.MODEL, EXPORT)

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from absl import flags as absl_flags
 
 from experiments import command_line, contradictions
-from experiments.command_line import Flag, Group
+from experiments.command_line import ABOVE_ZERO, AT_LEAST_ONE, AT_LEAST_ZERO, Flag, Group
 from experiments.contradictions import given
 from experiments.device_flags import DEVICES
 from experiments.execution_flags import RELAY
-from sparse_dataflow.models.sizes import DTYPES, PROJECTIONS, SIZES
+from experiments.model_flags import EVOLUTION, MODEL, SPARSITY
+from sparse_dataflow.models.sizes import DTYPES
 
 __all__ = [
     "DATA",
@@ -35,174 +36,8 @@ __all__ = [
 __all__ += ["as_dict", "check", "define", "given", "run", "without"]
 
 _MODULE = __name__
-_COUNT = ("0 or more", lambda n: n >= 0)
-_AT_LEAST_ONE = ("1 or more", lambda n: n >= 1)
 
 
-def _patterns() -> tuple[str, ...]:
-    from sparse_dataflow.sparsity.patterns import PATTERNS
-
-    return tuple(PATTERNS)
-
-
-def _methods() -> tuple[str, ...]:
-    from sparse_dataflow.sparsity.evolution import METHODS
-
-    return tuple(METHODS)
-
-
-def _one_of(*names: str):
-    return lambda: names
-
-
-MODEL = Group(
-    "Model",
-    "which GPT is trained",
-    (
-        Flag(
-            "scale",
-            "choice",
-            "auto",
-            "Named size; auto is nano on a CPU, else the largest up to 13b that fits the device.",
-            _one_of("auto", *SIZES),
-        ),
-        Flag(
-            "sequence",
-            "integer",
-            0,
-            "Tokens in a sequence; 0 is the scale's own length.",
-            legal=_COUNT,
-        ),
-        Flag(
-            "positions",
-            "choice",
-            "learned",
-            "How a token knows its place.",
-            _one_of("learned", "rotary"),
-        ),
-        Flag(
-            "norm",
-            "choice",
-            "layernorm",
-            "Normalisation before each half of a block.",
-            _one_of("layernorm", "rmsnorm"),
-        ),
-        Flag(
-            "parametrization",
-            "choice",
-            "standard",
-            "supar scales initialisation and learning rate with width and density.",
-            _one_of("standard", "supar"),
-        ),
-        Flag(
-            "remat",
-            "choice",
-            "none",
-            "Activations computed again in the backward pass: none, all but matmuls, or all.",
-            _one_of("none", "dots", "full"),
-            fixed=False,
-        ),
-        Flag(
-            "dtype",
-            "choice",
-            "auto",
-            "Type of activations; masters stay float32. auto is float32 on a CPU, else bfloat16.",
-            _one_of("auto", *DTYPES),
-        ),
-    ),
-)
-SPARSITY = Group(
-    "Sparsity",
-    "which blocks of the weights exist",
-    (
-        Flag("pattern", "choice", "monarch", "Rule that chooses the stored blocks.", _patterns),
-        Flag(
-            "density",
-            "number",
-            0.125,
-            "Fraction of blocks stored.",
-            legal=("in (0, 1]", lambda d: 0 < d <= 1),
-        ),
-        Flag(
-            "density_budget",
-            "text",
-            "uniform",
-            "uniform gives every projection --density; compute shares the FLOPs that this costs "
-            "out by the Erdos-Renyi rule; or name some: qkv:0.25,mlp_in:0.0625, or 0.5x and 1.5x "
-            "of --density; depth:1.5x,0.5x multiplies it in equal parts of the depth, first to "
-            "last.",
-        ),
-        Flag("block", "integer", 64, "Side of a square block, in features.", legal=_AT_LEAST_ONE),
-        Flag(
-            "rank",
-            "integer",
-            0,
-            "Width of an added gated low-rank term; 0 is none.",
-            legal=_COUNT,
-        ),
-        Flag(
-            "hadamard",
-            "integer",
-            0,
-            "Neighbouring features that a Walsh-Hadamard transform mixes before each block-sparse "
-            "product, so that large blocks at a low density read more of them; 0 is none.",
-            legal=("0 or a power of 2", lambda n: n >= 0 and int(n).bit_count() <= 1),
-        ),
-        Flag(
-            "sparse_projections",
-            "list",
-            "all",
-            "Projections that are block-sparse; the others stay dense.",
-            _one_of(*PROJECTIONS),
-        ),
-    ),
-)
-EVOLUTION = Group(
-    "Evolution",
-    "how the stored blocks change while training",
-    (
-        Flag(
-            "evolution",
-            "choice",
-            "static",
-            "set and rigl exchange blocks, at random or by their gradient; gradual prunes a dense "
-            "model in halvings; sparse_to_dense ends dense; low_rank_tail adds --rank at the end.",
-            _methods,
-        ),
-        Flag(
-            "evolve_every",
-            "integer",
-            100,
-            "Steps between two exchanges of set and rigl.",
-            legal=_AT_LEAST_ONE,
-        ),
-        Flag(
-            "evolve_at",
-            "number",
-            0.0,
-            "Fraction of the steps at which set and rigl stop, gradual reaches --density, "
-            "sparse_to_dense becomes dense, low_rank_tail adds its term; 0 is 0.75, 0.75, 0.5, "
-            "0.7, 0.99.",
-            legal=("in [0, 1)", lambda fraction: 0 <= fraction < 1),
-        ),
-        Flag(
-            "evolve_first",
-            "list",
-            "none",
-            "Projections that sparse_to_dense makes dense at evolve_at, the others halfway from "
-            "there to the end; none is all at once.",
-            _one_of(*PROJECTIONS),
-        ),
-        Flag(
-            "evolve_plateau",
-            "integer",
-            0,
-            "Evaluations in a row without 0.5% of gain after which sparse_to_dense becomes dense "
-            "before evolve_at; 0 is never. --minutes is planned for evolve_at.",
-            legal=_COUNT,
-        ),
-    ),
-)
 TRAINING = Group(
     "Training",
     "how long, and how",
@@ -212,35 +47,35 @@ TRAINING = Group(
             "number",
             2.0,
             "Training time of each model, in minutes; compiling and evaluating are not counted.",
-            legal=("above 0", lambda m: m > 0),
+            legal=ABOVE_ZERO,
         ),
         Flag(
             "steps",
             "integer",
             0,
             "Optimizer steps of each model; 0 is as many as --minutes allows.",
-            legal=_COUNT,
+            legal=AT_LEAST_ZERO,
         ),
         Flag(
             "batch",
             "integer",
             0,
             "Sequences in an optimizer step; 0 is the scale's own number.",
-            legal=_COUNT,
+            legal=AT_LEAST_ZERO,
         ),
         Flag(
             "accumulation",
             "integer",
             1,
             "Micro-batches that an optimizer step is cut into, to save memory.",
-            legal=_AT_LEAST_ONE,
+            legal=AT_LEAST_ONE,
         ),
         Flag(
             "learning_rate",
             "number",
             0.0,
             "Peak of the warm-up and cosine schedule, of dense weights; 0 is the scale's own.",
-            legal=_COUNT,
+            legal=AT_LEAST_ZERO,
         ),
         Flag(
             "sparse_rate",
@@ -248,14 +83,14 @@ TRAINING = Group(
             0.0,
             "How many times that a weight of 1/8 density learns at, with its low-rank term, others "
             "by a power of their density; 0 is the scale's own.",
-            legal=_COUNT,
+            legal=AT_LEAST_ZERO,
         ),
         Flag(
             "vector_rate",
             "number",
             0.0,
             "How many times that embeddings, biases and norms learn at; 0 is the scale's own.",
-            legal=_COUNT,
+            legal=AT_LEAST_ZERO,
         ),
         Flag(
             "warmup",
@@ -271,14 +106,20 @@ TRAINING = Group(
             "Learning rate that the cosine ends at, as a fraction of the peak.",
             legal=("in [0, 1]", lambda r: 0 <= r <= 1),
         ),
-        Flag("weight_decay", "number", 0.1, "Decoupled decay of AdamW, on matrices.", legal=_COUNT),
+        Flag(
+            "weight_decay",
+            "number",
+            0.1,
+            "Decoupled decay of AdamW, on matrices.",
+            legal=AT_LEAST_ZERO,
+        ),
         Flag(
             "state_dtype",
             "choice",
             "float32",
             "Type of Adam's moments, and of the gradients of a micro-batch; bfloat16 takes 10 "
             "bytes a parameter where float32 takes 16.",
-            _one_of(*DTYPES),
+            DTYPES,
         ),
         Flag(
             "skip_spikes",
@@ -287,15 +128,17 @@ TRAINING = Group(
             "Standard deviations above the mean of the last 128 losses beyond which a step is "
             "skipped; after 4 in a row the parameters go back to a checkpoint from before, and the "
             "batches go on. 6 is usual; 0 is never.",
-            legal=_COUNT,
+            legal=AT_LEAST_ZERO,
         ),
-        Flag("seed", "integer", 0, "Draws the weights, data order and patterns.", legal=_COUNT),
+        Flag(
+            "seed", "integer", 0, "Draws the weights, data order and patterns.", legal=AT_LEAST_ZERO
+        ),
         Flag(
             "twin",
             "switch",
             "auto",
             "Train the dense twin as well, for the same time; auto does so at laptop scales.",
-            _one_of("auto", "yes", "no"),
+            ("auto", "yes", "no"),
         ),
     ),
 )
@@ -314,7 +157,7 @@ DATA = Group(
             "choice",
             "bpe",
             "bpe is trained on the corpus; gpt2 is GPT-2's own.",
-            _one_of("bpe", "gpt2"),
+            ("bpe", "gpt2"),
         ),
         Flag(
             "vocab_size",
@@ -349,7 +192,7 @@ RUN = Group(
             "integer",
             0,
             "Steps between evaluations on held-out documents; 0 is eight a run.",
-            legal=_COUNT,
+            legal=AT_LEAST_ZERO,
             fixed=False,
         ),
         Flag(
@@ -357,7 +200,7 @@ RUN = Group(
             "integer",
             0,
             "Steps between checkpoints; 0 is at every other evaluation.",
-            legal=_COUNT,
+            legal=AT_LEAST_ZERO,
             fixed=False,
         ),
     ),

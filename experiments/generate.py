@@ -8,7 +8,7 @@ of the input; Ctrl-C stops the text being written, Ctrl-D, or Ctrl-C at the prom
 """
 
 from experiments import flags, run_models
-from experiments.command_line import Flag, Group
+from experiments.command_line import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, Flag, Group
 from sparse_dataflow.errors import UserError
 
 WRITING = Group(
@@ -16,39 +16,37 @@ WRITING = Group(
     "what it continues, and how",
     (
         Flag("prompt", "text", "", "Text to continue; empty begins a document."),
-        Flag(
-            "interactive", "switch", "no", "Continue each line of the input.", lambda: ("yes", "no")
-        ),
+        Flag("interactive", "switch", "no", "Continue each line of the input."),
         Flag(
             "max_new_tokens",
             "integer",
             64,
             "Tokens to write at most.",
-            legal=("1 or more", lambda n: n > 0),
+            legal=AT_LEAST_ONE,
         ),
         Flag(
             "temperature",
             "number",
             0.0,
             "What logits are divided by; 0 takes the most likely token.",
-            legal=("0 or more", lambda t: t >= 0),
+            legal=AT_LEAST_ZERO,
         ),
         Flag(
             "top_k",
             "integer",
             0,
             "Draws among that many tokens; 0 is all.",
-            legal=("0 or more", lambda k: k >= 0),
+            legal=AT_LEAST_ZERO,
         ),
         Flag(
             "top_p",
             "number",
             1.0,
             "Draws among the fewest tokens of this total probability.",
-            legal=("in (0, 1]", lambda p: 0 < p <= 1),
+            legal=A_FRACTION,
         ),
         Flag("stop", "text", "", "Text that ends the continuation; \\n is a line break."),
-        Flag("seed", "integer", 0, "Of the draws.", legal=("0 or more", lambda s: s >= 0)),
+        Flag("seed", "integer", 0, "Of the draws.", legal=AT_LEAST_ZERO),
     ),
 )
 GROUPS = (run_models.MODEL, WRITING)

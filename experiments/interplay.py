@@ -17,7 +17,7 @@ was measured as JSON.
 """
 
 from experiments import flags, planner_flags
-from experiments.command_line import Flag, Group
+from experiments.command_line import AT_LEAST_ONE, Flag, Group
 from sparse_dataflow.models.sizes import SIZES
 
 INTERPLAY = Group(
@@ -31,18 +31,18 @@ INTERPLAY = Group(
             "this",
             "Chip that is predicted: this, the CPU under this process, or one as in layout_search.",
         ),
-        Flag("measure", "switch", "yes", "Measure steps here.", lambda: ("yes", "no")),
+        Flag("measure", "switch", "yes", "Measure steps here."),
         Flag(
             "tokens",
             "integer",
             256,
             "Tokens of a micro-batch: as many sequences as fit, at least one.",
-            legal=planner_flags.AT_LEAST_ONE,
+            legal=AT_LEAST_ONE,
         ),
-        Flag("block", "integer", 64, "Side of a square block.", legal=planner_flags.AT_LEAST_ONE),
-        Flag("stages", "integer", 2, "Of the pipeline.", legal=planner_flags.AT_LEAST_ONE),
-        Flag("micro_batches", "integer", 8, "Of a step.", legal=planner_flags.AT_LEAST_ONE),
-        Flag("rounds", "integer", 3, "Timed steps.", legal=planner_flags.AT_LEAST_ONE),
+        Flag("block", "integer", 64, "Side of a square block.", legal=AT_LEAST_ONE),
+        Flag("stages", "integer", 2, "Of the pipeline.", legal=AT_LEAST_ONE),
+        Flag("micro_batches", "integer", 8, "Of a step.", legal=AT_LEAST_ONE),
+        Flag("rounds", "integer", 3, "Timed steps.", legal=AT_LEAST_ONE),
         Flag("out", "text", "runs/interplay", "Folder to make."),
         Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),
     ),

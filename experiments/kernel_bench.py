@@ -23,7 +23,7 @@ import functools
 from collections.abc import Callable
 
 from experiments import flags
-from experiments.command_line import Flag, Group
+from experiments.command_line import AT_LEAST_ONE, Flag, Group
 
 CPU = {
     "shapes": "512x2048,1024x4096,4096x1024,2048x8192",
@@ -78,10 +78,10 @@ GROUPS = (
             Flag("products", "list", "all", "Products, and all in one program.", _products),
             Flag("patterns", "list", "auto", "Layouts.", _patterns),
             Flag("implementations", "list", "all", "Sparse ones.", _implementations),
-            Flag("peers", "switch", "no", "Installed peers, forward.", lambda: ("yes", "no")),
-            Flag("dtype", "choice", "auto", "Of x, W.", lambda: ("auto", "float32", "bfloat16")),
-            Flag("rounds", "integer", 9, "Timed rounds.", legal=("1 or more", lambda n: n > 0)),
-            Flag("tune", "switch", "no", "Find tile sizes instead.", lambda: ("yes", "no")),
+            Flag("peers", "switch", "no", "Installed peers, forward."),
+            Flag("dtype", "choice", "auto", "Of x, W.", ("auto", "float32", "bfloat16")),
+            Flag("rounds", "integer", 9, "Timed rounds.", legal=AT_LEAST_ONE),
+            Flag("tune", "switch", "no", "Find tile sizes instead."),
             Flag("tuned", "text", "", "Folder for tile sizes; empty: the package's, to be used."),
             Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),
         ),

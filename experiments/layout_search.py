@@ -13,7 +13,7 @@ sampled search goes on where it was stopped.
 """
 
 from experiments import flags, planner_flags
-from experiments.command_line import Flag, Group
+from experiments.command_line import AT_LEAST_ONE, AT_LEAST_ZERO, Flag, Group
 
 ENGINES = ("auto", "exhaustive", "optuna", "deephyper")
 
@@ -28,14 +28,14 @@ SEARCH = Group(
             "integer",
             8,
             "How many, all of which are used.",
-            legal=planner_flags.AT_LEAST_ONE,
+            legal=AT_LEAST_ONE,
         ),
         Flag(
             "batch",
             "integer",
             0,
             "Sequences in an optimizer step; 0 is the scale's own.",
-            legal=planner_flags.COUNT,
+            legal=AT_LEAST_ZERO,
         ),
         planner_flags.SEQUENCE,
         planner_flags.DENSITY,
@@ -53,7 +53,7 @@ SEARCH = Group(
             "integer",
             2000,
             "Layouts that optuna or deephyper samples.",
-            legal=planner_flags.AT_LEAST_ONE,
+            legal=AT_LEAST_ONE,
         ),
         Flag(
             "verify",
@@ -61,14 +61,14 @@ SEARCH = Group(
             10.0,
             "Minutes in which the best ten are compiled for their chips (TPU v5e, v5p, v6e and "
             "H200, where that compiler is installed); 0 compiles none.",
-            legal=("0 or more", lambda minutes: minutes >= 0),
+            legal=AT_LEAST_ZERO,
         ),
         Flag(
             "explain",
             "integer",
             1,
             "How many of the best have every term of their step's time and memory printed.",
-            legal=planner_flags.COUNT,
+            legal=AT_LEAST_ZERO,
         ),
         Flag("out", "text", "runs/layout_search", "Folder to make, or to go on in."),
     ),

@@ -16,9 +16,8 @@ busy machine make actions longer.
 from pathlib import Path
 
 from experiments import flags
-from experiments.command_line import Flag, Group
+from experiments.command_line import ABOVE_ZERO, AT_LEAST_ONE, Flag, Group
 
-AT_LEAST_ONE = ("1 or more", lambda n: n >= 1)
 BENCHMARK = Group(
     "Benchmark",
     "what is run and how often",
@@ -37,7 +36,7 @@ BENCHMARK = Group(
             "number",
             40.0,
             "That one action of a stage takes.",
-            legal=("above 0", lambda ms: ms > 0),
+            legal=ABOVE_ZERO,
         ),
         Flag("rounds", "integer", 3, "Timed steps of each schedule.", legal=AT_LEAST_ONE),
         Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),

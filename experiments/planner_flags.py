@@ -3,13 +3,11 @@
 import dataclasses
 import types
 
-from experiments.command_line import Flag
+from experiments.command_line import A_FRACTION, AT_LEAST_ONE, Flag
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
 from sparse_dataflow.planning import chips
 
-COUNT = ("0 or more", lambda n: n >= 0)
-AT_LEAST_ONE = ("1 or more", lambda n: n >= 1)
 LARGEST_GRID = 5_000_000
 """Layouts that a search prices one and all."""
 DENSITIES = (1.0, 1 / 2, 1 / 4, 1 / 8)
@@ -21,7 +19,7 @@ DENSITY = Flag(
     "number",
     1.0,
     "Fraction of blocks stored in every projection; 1 is dense.",
-    legal=("in (0, 1]", lambda d: 0 < d <= 1),
+    legal=A_FRACTION,
 )
 BLOCK = Flag("block", "integer", 128, "Side of a square block, in features.", legal=AT_LEAST_ONE)
 HARDWARE = Flag(

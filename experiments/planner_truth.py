@@ -17,7 +17,7 @@ TRUTH = Group(
     "Truth",
     "what is compared",
     (
-        Flag("fit", "switch", "no", "Fit the constants anew.", lambda: ("yes", "no")),
+        Flag("fit", "switch", "no", "Fit the constants anew."),
         Flag("out", "text", "runs/planner_truth", "Folder to make."),
     ),
 )

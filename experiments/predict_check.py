@@ -10,8 +10,8 @@ the step itself, dense and sparse.
 Keeps the result as JSON.
 """
 
-from experiments import flags, planner_flags
-from experiments.command_line import Flag, Group
+from experiments import flags
+from experiments.command_line import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, Flag, Group
 from sparse_dataflow.models.sizes import SIZES
 
 CHECK = Group(
@@ -24,19 +24,19 @@ CHECK = Group(
             "integer",
             1024,
             "Tokens of a step: as many sequences of the scale's length as fit, at least one.",
-            legal=planner_flags.AT_LEAST_ONE,
+            legal=AT_LEAST_ONE,
         ),
         Flag("sequence", "integer", 0, "Tokens in a sequence; 0 is the scale's own, 512 at most."),
         Flag("density", "number", 0.125, "Fraction of blocks of the sparse model.",
-             legal=("in (0, 1]", lambda d: 0 < d <= 1)),
+             legal=A_FRACTION),
         Flag(
             "block",
             "integer",
             0,
             "Side of a square block; 0 is a sixteenth of the scale's width.",
-            legal=planner_flags.COUNT,
+            legal=AT_LEAST_ZERO,
         ),
-        Flag("rounds", "integer", 5, "Timed steps.", legal=planner_flags.AT_LEAST_ONE),
+        Flag("rounds", "integer", 5, "Timed steps.", legal=AT_LEAST_ONE),
         Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),
     ),
 )  # fmt: skip

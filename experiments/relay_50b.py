@@ -11,23 +11,22 @@ V100 with 512 GB of host memory. At --shape=pico the same runs on a CPU.
 """
 
 from experiments import flags
-from experiments.command_line import Flag, Group
+from experiments.command_line import ABOVE_ZERO, Flag, Group
 
-POSITIVE = ("above 0", lambda n: n > 0)
 FIFTY = Group(
     "50B",
     "what is planned and run",
     (
-        Flag("shape", "choice", "50b", "Shape of the model.", lambda: ("50b", "pico")),
+        Flag("shape", "choice", "50b", "Shape of the model.", ("50b", "pico")),
         Flag("density", "number", 0.125, "Fraction of blocks stored by the sparse model.",
              legal=("in (0, 1)", lambda d: 0 < d < 1)),
-        Flag("batch", "integer", 8, "Sequences in a step.", legal=POSITIVE),
-        Flag("accumulation", "integer", 8, "Micro-batches in a step.", legal=POSITIVE),
-        Flag("device_gb", "number", 16.0, "Memory of the device, in GB.", legal=POSITIVE),
-        Flag("host_gb", "number", 128.0, "Memory of the host, in GB.", legal=POSITIVE),
+        Flag("batch", "integer", 8, "Sequences in a step.", legal=ABOVE_ZERO),
+        Flag("accumulation", "integer", 8, "Micro-batches in a step.", legal=ABOVE_ZERO),
+        Flag("device_gb", "number", 16.0, "Memory of the device, in GB.", legal=ABOVE_ZERO),
+        Flag("host_gb", "number", 128.0, "Memory of the host, in GB.", legal=ABOVE_ZERO),
         Flag("chip", "text", "h200", "Chip whose rates the plan takes."),
-        Flag("run", "switch", "no", "Train the sparse model.", lambda: ("yes", "no")),
-        Flag("steps", "integer", 2, "Timed steps of the run.", legal=POSITIVE),
+        Flag("run", "switch", "no", "Train the sparse model."),
+        Flag("steps", "integer", 2, "Timed steps of the run.", legal=ABOVE_ZERO),
         Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),
     ),
 )  # fmt: skip

@@ -11,7 +11,7 @@ V100. With --scale=pico (what auto is on a CPU) the same runs at a toy's shape.
 """
 
 from experiments import flags
-from experiments.command_line import Flag, Group
+from experiments.command_line import AT_LEAST_ONE, Flag, Group
 from experiments.relay_flags import COMMON
 
 BATCHES = Group(
@@ -20,7 +20,7 @@ BATCHES = Group(
     (
         Flag("batches", "text", "2,4,8,16,32,64,128,256", "Sequences in a step, a comma list."),
         Flag("device_batch", "integer", 4, "Sequences in a micro-batch.",
-             legal=("1 or more", lambda n: n > 0)),
+             legal=AT_LEAST_ONE),
     ),
 )  # fmt: skip
 GROUPS = (*COMMON, BATCHES)

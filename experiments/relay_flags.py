@@ -3,13 +3,13 @@
 import types
 
 from experiments import execution_flags, flags
-from experiments.command_line import Flag, Group
+from experiments.command_line import AT_LEAST_ONE, Flag, Group
 
 MEASURE = Group(
     "Measurement",
     "how it is measured",
     (
-        Flag("steps", "integer", 3, "Timed steps.", legal=("1 or more", lambda n: n > 0)),
+        Flag("steps", "integer", 3, "Timed steps.", legal=AT_LEAST_ONE),
         Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),
     ),
 )

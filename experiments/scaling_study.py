@@ -11,7 +11,7 @@ Leaves OUT/scaling.csv, OUT/scaling.md and a figure of each kind.
 """
 
 from experiments import flags, planner_flags
-from experiments.command_line import Flag, Group
+from experiments.command_line import AT_LEAST_ONE, Flag, Group
 
 KINDS = ("weak", "strong")
 MODELS = {"22b": ("22b", 1.0), "175b": ("175b", 1.0), "1t": ("1t", 1.0), "13b 1/8": ("13b", 0.125)}
@@ -38,7 +38,7 @@ STUDY = Group(
             "integer",
             CHIPS[-1],
             "The largest number of chips.",
-            legal=planner_flags.AT_LEAST_ONE,
+            legal=AT_LEAST_ONE,
         ),
         Flag("out", "text", "runs/scaling_study", "Folder to make."),
     ),

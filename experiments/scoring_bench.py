@@ -12,7 +12,7 @@ Needs the extra eval.
 """
 
 from experiments import flags
-from experiments.command_line import Flag, Group
+from experiments.command_line import AT_LEAST_TWO, Flag, Group
 from experiments.evaluate import refuse_without_lm_eval
 from experiments.step_bench import BENCHMARK
 
@@ -26,7 +26,7 @@ SCORING = Group(
             "integer",
             100,
             "Items that are made for each own task.",
-            legal=("2 or more", lambda n: n > 1),
+            legal=AT_LEAST_TWO,
         ),
     ),
 )

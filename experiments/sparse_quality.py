@@ -19,7 +19,7 @@ Leaves OUT/quality.json and OUT/quality.md; the same command goes on where it wa
 """
 
 from experiments import flags
-from experiments.command_line import Flag, Group
+from experiments.command_line import AT_LEAST_ONE, Flag, Group
 
 # As many blocks in all as at one density: attention has 4 of a layer's 12 squares of d_model, each
 # projection of the MLP 4.
@@ -79,14 +79,14 @@ QUALITY = Group(
             "integer",
             400,
             "Optimizer steps of the dense model.",
-            legal=("1 or more", lambda n: n > 0),
+            legal=AT_LEAST_ONE,
         ),
         Flag(
             "seeds",
             "integer",
             3,
             "Trainings of each arm, with other weights, data order and patterns.",
-            legal=("1 or more", lambda n: n > 0),
+            legal=AT_LEAST_ONE,
         ),
         Flag(
             "arms",

@@ -13,7 +13,7 @@ OUT/runs.csv, OUT/law.json, OUT/law.md and OUT/law.png.
 """
 
 from experiments import flags
-from experiments.command_line import Flag, Group
+from experiments.command_line import AT_LEAST_ONE, Flag, Group
 
 LAW = Group(
     "Law",
@@ -28,7 +28,7 @@ LAW = Group(
             "integer",
             1,
             "Trainings of each.",
-            legal=("1 or more", lambda n: n > 0),
+            legal=AT_LEAST_ONE,
         ),
         Flag(
             "rounds",

@@ -20,20 +20,20 @@ from collections.abc import Callable
 from typing import Any
 
 from experiments import flags
-from experiments.command_line import Flag, Group
+from experiments.command_line import AT_LEAST_ONE, Flag, Group
 
 BENCHMARK = Group(
     "Benchmark",
     "how it is timed",
     (
-        Flag("rounds", "integer", 11, "Timed rounds.", legal=("1 or more", lambda n: n > 0)),
+        Flag("rounds", "integer", 11, "Timed rounds.", legal=AT_LEAST_ONE),
         Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),
     ),
 )
 PEERS = Group(
     "Peers",
     "what else is timed",
-    (Flag("peers", "switch", "no", "The dense step in torch.", lambda: ("yes", "no")),),
+    (Flag("peers", "switch", "no", "The dense step in torch."),),
 )
 GROUPS = (
     *flags.without(
