@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_dataflow.execution import whole
+from sparse_dataflow.models.groups import parts, together
 from sparse_dataflow.models.linear import Probe
 from sparse_dataflow.models.sizes import ModelConfig
 
@@ -36,16 +37,25 @@ def block_gradient_norms(
     Returns:
       {block-sparse projection: float32 [layers, in_blocks, out_blocks]}, a member its own.
     """
-    grids = {
-        name: (model.num_layers, table.out_index.shape[1], table.in_index.shape[1])
-        for name, table in tables.items()
-    }
-    zeros = {name: jnp.zeros(grid, jnp.float32) for name, grid in grids.items()}
-    parts = math.prod(lax.axis_size(axis) for axis in axes)
-    weights = jnp.full(tokens[:, 1:].shape, 1 / (parts * tokens[:, 1:].size), jnp.float32)
+    zeros = [
+        {
+            name: jnp.zeros(
+                (len(table.out_index), table.out_index.shape[1], table.in_index.shape[1]),
+                jnp.float32,
+            )
+            for name, table in group.items()
+        }
+        for group in parts(tables)
+    ]
+    shares = math.prod(lax.axis_size(axis) for axis in axes)
+    weights = jnp.full(tokens[:, 1:].shape, 1 / (shares * tokens[:, 1:].size), jnp.float32)
 
     def loss(norms):
-        probes = {name: Probe(tables[name], norms[name], axes) for name in tables}
-        return whole.loss(model, params, probes, tokens, weights, member)
+        probes = [
+            {name: Probe(table, own[name], axes) for name, table in group.items()}
+            for group, own in zip(parts(tables), norms, strict=True)
+        ]
+        return whole.loss(model, params, together(probes), tokens, weights, member)
 
-    return jax.grad(loss)(zeros)
+    found = jax.grad(loss)(zeros)
+    return {name: jnp.concatenate([own[name] for own in found]) for name in found[0]}

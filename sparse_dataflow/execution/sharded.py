@@ -104,7 +104,7 @@ class Sharded:
             return block_gradient_norms(model, params, own_tables(tables), tokens, member, axes)
 
         column, row = P(None, None, "tensor"), P(None, "tensor")
-        found = {name: column if name in COLUMN_PARALLEL else row for name in tables}
+        found = {name: column if name in COLUMN_PARALLEL else row for name in parts(tables)[0]}
         return self._over_mesh(local, tables, (kept, P(axes or None)), found)(params, tokens)
 
     def _member(self, model, params):

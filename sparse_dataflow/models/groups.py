@@ -97,6 +97,6 @@ def refuse_groups(model: ModelConfig, what: str) -> None:
     if model.density_by_depth:
         raise UserError(
             f"{what} needs layers that store equally much, and --density_budget=depth gives them "
-            "other densities; legal: --executor=whole with --evolution=static and without "
-            "--init_from, or another --density_budget."
+            "other densities; legal: --executor=whole with another --evolution than gradual, or "
+            "another --density_budget."
         )

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import numpy as np
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models.groups import refuse_groups
+from sparse_dataflow.models.groups import groups, refuse_groups
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.sparsity.balance import balanced_top
 from sparse_dataflow.sparsity.layout import BlockLayout
@@ -131,12 +131,10 @@ def stages(model: ModelConfig, config: EvolutionConfig) -> tuple[Stage, ...]:
     method = METHODS[config.method]
     if config.method != "static":
         _refuse_nothing_to_do(model, config.method)
-        refuse_groups(model, f"--evolution={config.method}")
     found: tuple[Stage, ...] = (Stage(0.0, model, runtime_layouts=method.update is not None),)
     if method.stages is not None:
         found = method.stages(model, config)
     if config.given_layouts:
-        refuse_groups(model, "--init_from")
         found = tuple(map(_with_runtime_layouts, found))
     return found
 
@@ -224,12 +222,13 @@ def _filled_up(layout, kept, scores):
 def _refuse_nothing_to_do(model, method):
     if not model.sparse_projections:
         raise UserError(f"--evolution={method} needs a block-sparse projection.")
-    for name in model.sparse_projections:
-        if model.linear(name).density == 1:
-            raise UserError(
-                f"--evolution={method} has no block to add or remove in {name}: density 1 stores "
-                "every block; legal: a density below 1."
-            )
+    for group in groups(model):
+        for name in model.sparse_projections:
+            if group.model.linear(name).density == 1:
+                raise UserError(
+                    f"--evolution={method} has no block to add or remove in {name}: density 1 "
+                    "stores every block; legal: a density below 1."
+                )
 
 
 def _sparse_to_dense(model, config):
@@ -271,6 +270,7 @@ def _gradual(model, config):
     entered where the cubic reaches the stage's density, so that the density is never below it.
     The last stage begins at `config.until`, the end of the cubic.
     """
+    refuse_groups(model, "--evolution=gradual")
     rings = {n: _ring(model, n) for n in model.sparse_projections}
     halvings = max(
         math.ceil(math.log2(1 / model.linear(n).density) - 1e-9) for n in model.sparse_projections

@@ -17,7 +17,7 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.interchange import huggingface
-from sparse_dataflow.models.groups import refuse_groups
+from sparse_dataflow.models.groups import layer_linear
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
 from sparse_dataflow.training.step import TrainState
@@ -47,14 +47,13 @@ def shape(folder: str | Path) -> ModelConfig:
     of a run.
 
     Raises:
-      UserError: it holds none, or one whose layers store unequally much.
+      UserError: it holds none.
     """
     if huggingface.is_directory(folder):
         model = read(str(folder)).model
     else:
         variants = trained.read_config(folder)["variants"]
         model = ModelConfig.from_json(variants[_variant(variants)]["model"])
-        refuse_groups(model, f"--init_from={folder}")
     return dataclasses.replace(model, linears={})
 
 
@@ -92,8 +91,6 @@ def begun_state(
     Raises:
       UserError: the two models differ in more than what is stored of their projections.
     """
-    for each in (start.model, model):
-        refuse_groups(each, "--init_from")
     refuse_other_shape(start.model, model)
     step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)
     params = jax.tree.map(jnp.array, start.params)
@@ -104,7 +101,7 @@ def begun_state(
 
 def refuse_other_shape(start: ModelConfig, model: ModelConfig) -> None:
     """Raises UserError, naming what differs, unless `model` can begin with weights of `start`."""
-    free = ("linears", "remat", "compute_dtype", "seed")
+    free = ("linears", "density_by_depth", "remat", "compute_dtype", "seed")
     differences = [
         f"{field.name} is {getattr(start, field.name)} there and {getattr(model, field.name)} here"
         for field in dataclasses.fields(model)
@@ -121,12 +118,21 @@ def refuse_other_shape(start: ModelConfig, model: ModelConfig) -> None:
                 )
             if before.block != after.block:
                 differences.append(f"{name} has blocks of {before.block} there, {after.block} here")
-            if before.density < after.density:
-                differences.append(
-                    f"{name} has density {before.density:g} there and {after.density:g} here"
-                )
+            if start.num_layers == model.num_layers:
+                differences += _denser(start, model, name)
     if differences:
         raise UserError(
             f"The weights to begin with do not fit: {'; '.join(differences)}. Give the values there"
             ", or other weights."
         )
+
+
+def _denser(start, model, name):
+    """Words for the first layer of one projection that is denser in `model` than in `start`."""
+    uniform = not start.density_by_depth and not model.density_by_depth
+    for layer in range(model.num_layers):
+        before, after = (layer_linear(each, name, layer).density for each in (start, model))
+        if before < after:
+            where = name if uniform else f"{name} of layer {layer + 1}"
+            return [f"{where} has density {before:g} there and {after:g} here"]
+    return []

@@ -5,12 +5,16 @@ moments are safe: Adam's count goes on, so nothing is divided by a small bias co
 m and v both from zero |m| / sqrt(v) <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), which is 1.2 for
 b1 0.9 and b2 0.95 (Cauchy-Schwarz); a new weight moves no faster than an old one.
 
-Projections move one at a time and each old array is freed before the next is made, so that beside
-the state there is never more than one array of one projection.
+Projections move one at a time, those of one group of layers after another's (`models.groups`), and
+each old array is freed before the next is made, so that beside the state there is never more than
+one array of one projection.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +23,7 @@ import numpy as np
 from sparse_dataflow.execution.processes import to_host
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.groups import groups, layer_linear, parts, together
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.sparsity.evolution import Update, largest_blocks, sources_of
 from sparse_dataflow.sparsity.layout import BlockLayout
@@ -50,15 +55,16 @@ def update_layouts(
     seed = np.asarray(jax.device_get(key)).ravel().tolist()
     layouts = gpt.layouts_of(model, state.tables)
     for name, old in layouts.items():
-        norms = _norms_by_block(state.params["blocks"][name]["values"])
         new = []
-        for layer, layout in enumerate(old):
-            gradients = None if gradient_norms is None else gradient_norms[name][layer]
-            rng = np.random.default_rng([*seed, PROJECTIONS.index(name), layer])
-            new.append(update(layout, norms[layer], gradients, share, rng))
+        for place in _places(name, [group.layers for group in groups(model)]):
+            norms = _norms_by_block(place.module(state.params)["values"])
+            for layer, by_slot in zip(place.layers, norms, strict=True):
+                gradients = None if gradient_norms is None else gradient_norms[name][layer]
+                rng = np.random.default_rng([*seed, PROJECTIONS.index(name), layer])
+                new.append(update(old[layer], by_slot, gradients, share, rng))
+            sources = np.stack([sources_of(old[i], new[i]) for i in place.layers])
+            state = _moved(state, place, "values", "values", lambda a, s=sources: _carry(a, s))
         layouts[name] = new
-        sources = np.stack([sources_of(before, after) for before, after in zip(old, new)])
-        state = _moved(state, name, "values", "values", lambda a, s=sources: _carry(a, s))
     return state._replace(tables=gpt.layout_tables(layouts))
 
 
@@ -70,25 +76,108 @@ def change_model(state: TrainState, old: ModelConfig, new: ModelConfig) -> Train
     its largest blocks, a dense one those of what reads the transform.  A low-rank term joins with
     its second factor zero: the function stays.
     """
-    layouts = gpt.layouts_of(old, state.tables)
     key = jax.random.fold_in(state.key, state.step)
+    before, after = ([group.layers for group in groups(model)] for model in (old, new))
+    both = _common(before, after)
+    state, layouts = _regrouped(state, before, both), gpt.layouts_of(old, state.tables)
     for name in PROJECTIONS:
-        before, after = old.linear(name), new.linear(name)
-        if (before.kind, before.density) != (after.kind, after.density):
-            if after.kind == "dense":
-                stored = layouts.pop(name)
-                move = functools.partial(_expanded, *_positions(stored), grid=stored[0].mask.shape)
-                state = _moved(state, name, "values", "kernel", move)
-                state = _transformed(state, name, before.hadamard)
-            else:
-                if before.kind == "dense":
-                    state = _transformed(state, name, after.hadamard)
-                state, layouts[name] = _pruned(state, name, layouts.get(name), after)
-        if before.rank and not after.rank and after.kind == "dense":
-            state = _with_low_rank_taken_in(state, name)
-        if after.rank and not before.rank:
-            state = _with_low_rank(state, name, _fresh_low_rank(new, name)(key))
-    return state._replace(tables=gpt.layout_tables(layouts))
+        stored = layouts.pop(name, None)
+        found: list[BlockLayout] = []
+        for place in _places(name, both):
+            own = stored and [stored[layer] for layer in place.layers]
+            state, chosen = _changed(state, place, own, old, new, key)
+            found += chosen or ()
+        if found:
+            layouts[name] = found
+    return _regrouped(state, both, after)._replace(tables=gpt.layout_tables(layouts))
+
+
+def _changed(state, place: "_Place", stored: list[BlockLayout] | None, old, new, key):
+    """(state, layouts) with one projection of one group of layers as `new` has it."""
+    before, after = (layer_linear(model, place.name, place.layers.start) for model in (old, new))
+    if (before.kind, before.density) != (after.kind, after.density):
+        if after.kind == "dense":
+            assert stored is not None
+            move = functools.partial(_expanded, *_positions(stored), grid=stored[0].mask.shape)
+            state, stored = _moved(state, place, "values", "kernel", move), None
+            state = _transformed(state, place, before.hadamard)
+        else:
+            if before.kind == "dense":
+                state = _transformed(state, place, after.hadamard)
+            state, stored = _pruned(state, place, stored, after)
+    if before.rank and not after.rank and after.kind == "dense":
+        state = _with_low_rank_taken_in(state, place)
+    if after.rank and not before.rank:
+        state = _with_low_rank(state, place, _fresh_low_rank(new, place.name)(key, place.layers))
+    return state, stored
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """One projection of one group of layers.
+
+    Attributes:
+      name: of the projection.
+      group: number of the group among `parts` of params["blocks"].
+      layers: its layers.
+    """
+
+    name: str
+    group: int
+    layers: range
+
+    def module(self, params: dict) -> dict[str, Any]:
+        """The leaves, stacked over the layers."""
+        return parts(params["blocks"])[self.group][self.name]
+
+    def with_module(self, params: dict, module: dict[str, Any]) -> dict:
+        """The params with other leaves there."""
+        found = list(parts(params["blocks"]))
+        found[self.group] = {**found[self.group], self.name: module}
+        return {**params, "blocks": together(found)}
+
+
+def _places(name, ranges):
+    return [_Place(name, group, layers) for group, layers in enumerate(ranges)]
+
+
+def _common(*divisions: Sequence[range]) -> list[range]:
+    """The fewest ranges of layers that divide each of the divisions' ranges."""
+    starts = sorted({layers.start for ranges in divisions for layers in ranges})
+    return [range(*ends) for ends in itertools.pairwise([*starts, divisions[0][-1].stop])]
+
+
+def _regrouped(state, before: Sequence[range], after: Sequence[range]):
+    """The state with blocks stacked over other ranges of layers; those joined hold like leaves."""
+    if list(before) == list(after):
+        return state
+
+    def one(tree):
+        given = [jax.tree.leaves(part) for part in parts(tree["blocks"])]
+        # Leaf by leaf, so that what is there twice is never more than one.
+        columns = [_restacked(leaves, before, after) for leaves in zip(*given, strict=True)]
+        like = jax.tree.structure(parts(tree["blocks"])[0])
+        blocks = [jax.tree.unflatten(like, leaves) for leaves in zip(*columns)]
+        return {**tree, "blocks": together(blocks)}
+
+    return state._replace(params=one(state.params), moments=map_moments(one, state.moments))
+
+
+def _restacked(leaves, before, after):
+    """Arrays stacked over the layers of `before` -> over those of `after`; gives them up."""
+    found = []
+    for layers in after:
+        within = [
+            leaf[max(layers.start, own.start) - own.start : layers.stop - own.start]
+            for leaf, own in zip(leaves, before, strict=True)
+            if own.start < layers.stop and layers.start < own.stop
+        ]
+        found.append(within[0] if len(within) == 1 else jnp.concatenate(within))
+    jax.block_until_ready(found)
+    for leaf in leaves:
+        if not any(leaf is kept for kept in found):
+            leaf.delete()
+    return found
 
 
 @jax.jit
@@ -156,9 +245,9 @@ def _grid(dense, block):
     return dense.reshape(layers, inside // block, block, outside // block, block)
 
 
-def _pruned(state, name, old: list[BlockLayout] | None, spec):
+def _pruned(state, place, old: list[BlockLayout] | None, spec):
     """(state, layouts) with the largest blocks of one projection that `spec`'s density stores."""
-    module = state.params["blocks"][name]
+    module = place.module(state.params)
     if old is None:
         norms = to_host(_grid_norms(module["kernel"], spec.block))
         stored: list[np.ndarray | None] = [None] * len(norms)
@@ -172,22 +261,22 @@ def _pruned(state, name, old: list[BlockLayout] | None, spec):
     new = [largest_blocks(n, spec.block, degree, mask) for n, mask in zip(norms, stored)]
     if old is None:
         move = functools.partial(_collected, *_positions(new), block=spec.block)
-        return _moved(state, name, "kernel", "values", move), new
+        return _moved(state, place, "kernel", "values", move), new
     sources = np.stack([sources_of(before, after) for before, after in zip(old, new)])
-    return _moved(state, name, "values", "values", lambda a: carried(a, sources)), new
+    return _moved(state, place, "values", "values", lambda a: carried(a, sources)), new
 
 
 def _positions(layouts):
     return np.stack([lay.rows for lay in layouts]), np.stack([lay.cols for lay in layouts])
 
 
-def _moved(state, name, before: str, after: str, move: Callable):
+def _moved(state, place: _Place, before: str, after: str, move: Callable):
     """The state with one leaf of a projection moved, in the parameters and in both moments."""
-    one = functools.partial(_moved_leaf, name=name, before=before, after=after, move=move)
+    one = functools.partial(_moved_leaf, place=place, before=before, after=after, move=move)
     return state._replace(params=one(state.params), moments=map_moments(one, state.moments))
 
 
-def _transformed(state, name, width):
+def _transformed(state, place, width):
     """The state with one dense weight W as the H W of the same function after a transform H.
 
     First moments follow as the gradients do.  Of second ones, squares alone, there is only what
@@ -195,7 +284,7 @@ def _transformed(state, name, width):
     """
     if not width:
         return state
-    one = functools.partial(_moved_leaf, name=name, before="kernel", after="kernel")
+    one = functools.partial(_moved_leaf, place=place, before="kernel", after="kernel")
     mixed = functools.partial(one, move=functools.partial(_mixed_inputs, width=width))
     mean = functools.partial(one, move=functools.partial(_mean_of_inputs, width=width))
     moments = map_moments(mixed, state.moments, second=mean)
@@ -217,13 +306,13 @@ def _mean_of_inputs(second, width):
     return jnp.broadcast_to(mean, groups.shape).reshape(second.shape)
 
 
-def _moved_leaf(tree, name, before, after, move):
-    module = dict(tree["blocks"][name])
+def _moved_leaf(tree, place, before, after, move):
+    module = dict(place.module(tree))
     leaf = module.pop(before)
     module[after] = jax.block_until_ready(move(leaf))
     if isinstance(leaf, jax.Array):
         leaf.delete()
-    return {**tree, "blocks": {**tree["blocks"], name: module}}
+    return place.with_module(tree, module)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -232,36 +321,37 @@ def _sum_with_low_rank(kernel, a_kernel, b_kernel, gate):
     return kernel + gate[:, None, None] * (a_kernel @ b_kernel)
 
 
-def _with_low_rank_taken_in(state, name):
+def _with_low_rank_taken_in(state, place):
     """The state with one projection's low-rank term added to its dense weight; what the moments
     knew of the term is let go."""
-    terms = [state.params["blocks"][name][leaf] for leaf in LOW_RANK]
+    terms = [place.module(state.params)[leaf] for leaf in LOW_RANK]
     take_in = lambda kernel: _sum_with_low_rank(kernel, *terms)  # noqa: E731
-    params = _moved_leaf(state.params, name, "kernel", "kernel", take_in)
+    params = _moved_leaf(state.params, place, "kernel", "kernel", take_in)
 
     def without(tree):
-        kept = {k: v for k, v in tree["blocks"][name].items() if k not in LOW_RANK}
-        return {**tree, "blocks": {**tree["blocks"], name: kept}}
+        kept = {k: v for k, v in place.module(tree).items() if k not in LOW_RANK}
+        return place.with_module(tree, kept)
 
     return state._replace(params=without(params), moments=map_moments(without, state.moments))
 
 
 @functools.cache
 def _fresh_low_rank(model, name):
-    """Key -> a projection's low-rank leaves as `gpt.init` draws them; nothing else is made."""
+    """(key, layers) -> a projection's low-rank leaves there as `gpt.init` draws them; nothing else
+    is made."""
 
-    @jax.jit
-    def draw(key):
-        module = gpt.init(model, key)["blocks"][name]
-        return {leaf: module[leaf] for leaf in LOW_RANK}
+    @functools.partial(jax.jit, static_argnames="layers")
+    def draw(key, layers):
+        modules = [part[name] for part in parts(gpt.init(model, key)["blocks"])]
+        stacked = {leaf: jnp.concatenate([own[leaf] for own in modules]) for leaf in LOW_RANK}
+        return {leaf: array[layers.start : layers.stop] for leaf, array in stacked.items()}
 
     return draw
 
 
-def _with_low_rank(state, name, fresh):
+def _with_low_rank(state, place, fresh):
     def add(tree, leaves):
-        module = {**tree["blocks"][name], **leaves}
-        return {**tree, "blocks": {**tree["blocks"], name: module}}
+        return place.with_module(tree, {**place.module(tree), **leaves})
 
     dtype = jax.tree.leaves(adam(state.moments).mu)[0].dtype
 

@@ -186,13 +186,19 @@ def move(name, texts):
     return found
 
 
-def evolve(method, texts):
-    """A whole training whose layouts or model change, by the loop: errors as in `compare`."""
+def evolve(name, texts):
+    """A whole training whose layouts or model change, by the loop: errors as in `compare`.
+
+    Its name is that of the method, with "+depth" where layers store unequally much.
+    """
+    method, _, by_depth = name.partition("+")
     dense = method in ("gradual", "sparse_to_dense")
     model = sparse("random", rank=4 if method == "low_rank_tail" else 0)
     if dense:
         spec = LinearSpec("block_sparse", "random", 0.25, 8)
         model = dataclasses.replace(DENSE, linears=dict.fromkeys(PROJECTIONS, spec))
+    if by_depth:
+        model = dataclasses.replace(model, density_by_depth=(2.0, 1.0) if dense else (1.0, 0.5))
     training = TrainingConfig(6, BATCH, SEQUENCE, learning_rate=1e-3)
     evolution = EvolutionConfig(method, every=2)
     text = np.random.default_rng(0).integers(0, 48, 3000).astype(np.uint16)

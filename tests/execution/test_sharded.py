@@ -65,10 +65,17 @@ def test_every_mesh_and_zero_trains_like_one_device(model, zero):
 @pytest.mark.parametrize(
     "method",
     [
-        "rigl",
+        "rigl+depth",
         *(
             pytest.param(method, marks=pytest.mark.nightly)
-            for method in ("set", "gradual", "sparse_to_dense", "low_rank_tail")
+            for method in (
+                "rigl",
+                "set",
+                "gradual",
+                "sparse_to_dense",
+                "sparse_to_dense+depth",
+                "low_rank_tail",
+            )
         ),
     ],
 )

@@ -162,6 +162,16 @@ def test_some_projections_become_dense_first():
         (MODEL, {"method": "rigl", "share": 1.0}, r"\(0, 1\)"),
         (MODEL.with_linears(LinearSpec()), {"method": "set"}, "needs a block-sparse projection"),
         (MODEL, {"method": "low_rank_tail"}, "--rank; legal: 1 or more"),
+        (
+            dataclasses.replace(MODEL, density_by_depth=(1.0, 1 / SPARSE.density)),
+            {"method": "rigl"},
+            "no block to add or remove in attn_out",
+        ),
+        (
+            dataclasses.replace(MODEL, density_by_depth=(1.0, 2.0)),
+            {"method": "gradual"},
+            "--evolution=gradual needs layers that store equally much",
+        ),
         *(
             (
                 MODEL.with_linears(dataclasses.replace(SPARSE, density=1.0), ["mlp_out"]),

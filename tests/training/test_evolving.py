@@ -40,21 +40,24 @@ EVOLUTIONS = {
     "sparse_to_dense": EvolutionConfig("sparse_to_dense", at=0.5),
     "mlp_dense_first": EvolutionConfig("sparse_to_dense", at=0.4, first=("mlp_in", "mlp_out")),
     "low_rank_tail": EvolutionConfig("low_rank_tail", at=0.7),
+    "rigl_by_depth": EvolutionConfig("rigl", every=3, at=0.9),
+    "dense_by_depth": EvolutionConfig("sparse_to_dense", at=0.5),
 }
+BY_DEPTH = dataclasses.replace(MODEL, density_by_depth=(2.0, 1.0))
+MODELS = {name: BY_DEPTH if "by_depth" in name else MODEL for name in EVOLUTIONS}
 
 
 @functools.cache
 def programs_of(method):
     evolution = EVOLUTIONS[method]
-    return compile_programs(stages(MODEL, evolution), TRAINING, DATA, evolution)
+    return compile_programs(stages(MODELS[method], evolution), TRAINING, DATA, evolution)
 
 
 def trainer(folder, method, evolution=None, **options):
     every = {"eval_every": 5, "checkpoint_every": 20} | options
     evolution = evolution or EVOLUTIONS[method]
-    return Trainer(
-        "sparse", folder, MODEL, TRAINING, DATA, programs_of(method), evolution=evolution, **every
-    )
+    model, programs = MODELS[method], programs_of(method)
+    return Trainer("sparse", folder, model, TRAINING, DATA, programs, evolution=evolution, **every)
 
 
 def train(t, until=10):
@@ -84,8 +87,10 @@ def untimed(path):
 @pytest.mark.parametrize(
     "method",
     [
-        # Twice what sparse_to_dense does once.
-        pytest.param(name, marks=pytest.mark.nightly) if name == "mlp_dense_first" else name
+        # Twice, and by depth, what sparse_to_dense does once.
+        pytest.param(name, marks=pytest.mark.nightly)
+        if name in ("mlp_dense_first", "dense_by_depth")
+        else name
         for name in EVOLUTIONS
     ],
 )
@@ -99,7 +104,7 @@ def test_it_ends_at_the_same_bits_however_often_it_was_stopped(tmp_path, method)
     timeless = [untimed(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut")]
     assert timeless[0] == timeless[1]
     changes = [row["step"] - 1 for row in timeless[0] if row["kind"] == "evolution"]
-    starts = [phase.start for phase in phases(MODEL, EVOLUTIONS[method], 10)[1:]]
+    starts = [phase.start for phase in phases(MODELS[method], EVOLUTIONS[method], 10)[1:]]
     assert changes == sorted(starts + update_steps(EVOLUTIONS[method], 10)) != []
     losses = [row["loss"] for row in timeless[0] if row["kind"] == "train"]
     assert losses[-1] < losses[0]
@@ -123,13 +128,13 @@ def test_a_plateau_makes_it_dense_early_whenever_it_was_stopped(tmp_path, stop, 
     assert cut.phases == whole.phases and bits(cut.state) == bits(whole.state)
 
 
-@pytest.mark.parametrize("method", ["set", "rigl"])
+@pytest.mark.parametrize("method", ["set", "rigl", "rigl_by_depth"])
 def test_layouts_change_and_stay_balanced(tmp_path, method):
-    t = train(trainer(tmp_path, method))
-    first, last = gpt.layouts(MODEL), gpt.layouts_of(MODEL, t.state.tables)
-    for name in MODEL.sparse_projections:
+    t, model = train(trainer(tmp_path, method)), MODELS[method]
+    first, last = gpt.layouts(model), gpt.layouts_of(model, t.state.tables)
+    for name in model.sparse_projections:
         assert all(layout.balanced for layout in last[name])
-        assert {layout.nnz for layout in last[name]} == {first[name][0].nnz}
+        assert [one.nnz for one in last[name]] == [one.nnz for one in first[name]]
     # Not each of them: rigl may grow what it drops.
     assert last != first
 
@@ -193,8 +198,8 @@ def test_a_schedule_longer_than_the_run_is_refused(fields, steps, words):
 
 
 def test_phases_cover_the_run():
-    for evolution in EVOLUTIONS.values():
-        found = phases(MODEL, evolution, 97)
+    for name, evolution in EVOLUTIONS.items():
+        found = phases(MODELS[name], evolution, 97)
         assert found[0].start == 0 and found[-1].stop == 97
         assert all(a.stop == b.start for a, b in zip(found, found[1:]))  # noqa: RUF007
         assert sum(phase.steps for phase in found) == 97

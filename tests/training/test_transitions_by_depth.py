@@ -1,0 +1,96 @@
+"""Layers that store unequally much go from one layout or model to the next as equal ones do."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_transitions import assert_shaped_like, logits_of, trained_state, trees
+
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.groups import groups
+from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, stages
+from sparse_dataflow.training.optimizer import map_moments
+from sparse_dataflow.training.transitions import change_model, update_layouts
+
+SPARSE = LinearSpec("block_sparse", "cyclic", density=0.25, block=8, rank=2, hadamard=16)
+DENSE = ModelConfig(4, 64, 4, 128, vocab_size=40, max_len=8).with_linears(LinearSpec(rank=2))
+ALIKE = DENSE.with_linears(SPARSE)
+BY_DEPTH = dataclasses.replace(ALIKE, density_by_depth=(2.0, 1.0, 1.0, 3.0))
+FIRST = EvolutionConfig("sparse_to_dense", first=("mlp_in", "mlp_out"))
+CHANGES = {
+    "sparse_to_dense": lambda model: staged(model, EvolutionConfig("sparse_to_dense"))[:2],
+    "mlp_dense_first": lambda model: staged(model, FIRST)[:2],
+    "then_all": lambda model: staged(model, FIRST)[1:],
+    "low_rank_tail": lambda model: staged(model, EvolutionConfig("low_rank_tail")),
+    "from_dense": lambda model: (DENSE, model),
+    "from_denser": lambda model: (
+        DENSE.with_linears(dataclasses.replace(SPARSE, density=0.75)),
+        model,
+    ),
+    "to_alike": lambda model: (model, ALIKE),
+}
+RNG = np.random.default_rng(0)
+NORMS = {name: RNG.random((4, *own[0].mask.shape)) for name, own in gpt.layouts(ALIKE).items()}
+
+
+def staged(model, evolution):
+    return [stage.model for stage in stages(model, evolution)]
+
+
+def updated(method):
+    update = METHODS[method].update
+    return lambda model: (model, model, lambda s: update_layouts(s, model, update, 0.3, NORMS))
+
+
+def transition(name, model):
+    """(model before, model after, state -> state)."""
+    if name in ("set", "rigl"):
+        return updated(name)(model)
+    before, after = CHANGES[name](model)
+    return before, after, lambda state: change_model(state, before, after)
+
+
+def of_layers(states, model):
+    """A state of `model` with each layer's leaves from that layer of another state."""
+
+    def one(*each):
+        layers = [
+            jax.tree.map(np.asarray, [own for own, _ in gpt.layers(tree["blocks"], tables)][i])
+            for i, (tree, tables) in enumerate(zip(each, (s.tables for s in states)))
+        ]
+        blocks = jax.tree.map(jnp.array, gpt.stacked_layers(model, layers))
+        return jax.tree.map(jnp.array, {**each[0], "blocks": blocks})
+
+    params, mu, nu = (one(*each) for each in zip(*map(trees, states)))
+    moments = map_moments(lambda _: mu, states[0].moments, second=lambda _: nu)
+    tables = gpt.layout_tables(gpt.layouts(model))
+    return states[0]._replace(params=params, moments=moments, tables=tables)
+
+
+@pytest.mark.parametrize("name", ["set", "rigl", *CHANGES])
+def test_every_layer_becomes_what_it_does_among_layers_alike(name):
+    before, after, change = transition(name, BY_DEPTH)
+    alike = [transition(name, g.model) for g in groups(BY_DEPTH) for _ in g.layers]
+    found = change(of_layers([trained_state(own) for own, _, _ in alike], before))
+    assert_shaped_like(found, after)
+    expected = [move(trained_state(own)) for own, _, move in alike]
+    for mine, theirs in zip(trees(found), zip(*map(trees, expected))):
+        layers = list(gpt.layers(mine["blocks"], found.tables))
+        assert len(layers) == 4
+        for i, layer in enumerate(layers):
+            twin = list(gpt.layers(theirs[i]["blocks"], expected[i].tables))[i]
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), layer, twin)
+    assert np.asarray(found.step) == 5
+
+
+@pytest.mark.parametrize("name", ["sparse_to_dense", "mlp_dense_first", "low_rank_tail"])
+def test_the_function_stays(name):
+    before, after, change = transition(name, BY_DEPTH)
+    state = trained_state(before)
+    logits = logits_of(before, state)
+    changed = logits_of(after, change(state))
+    assert np.abs(logits).max() > 0.1
+    np.testing.assert_allclose(changed, logits, rtol=1e-4, atol=1e-5)
