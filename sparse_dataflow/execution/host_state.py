@@ -1,7 +1,7 @@
 """A training state in host memory, and its sections as views of it.
 
-The state is that of every executor, with numpy arrays for leaves: blocks are stacked, and a block's
-view is its slice of each stack.
+The state is that of every executor, with numpy arrays for leaves: blocks are stacked by groups (see
+`models.groups`), and a block's view is its slice of each stack.
 """
 
 import functools
@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.groups import groups, of_layer, parts
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.optimizer import TrainingConfig, adam, make_optimizer
 from sparse_dataflow.training.step import TrainState
@@ -35,9 +36,22 @@ def all_sections(num_layers: int) -> list[Section]:
 
 def view(tree: dict, section: Section) -> Any:
     """One section of a tree that is shaped like the parameters; writing to it writes to both."""
-    if isinstance(section, int):
-        return jax.tree.map(lambda stack: stack[section, ...], tree["blocks"])
-    return tree[section]
+    return one_layer(tree["blocks"], section) if isinstance(section, int) else tree[section]
+
+
+def one_layer(stacked: Any, layer: int) -> Any:
+    """One layer's view of blocks, or of layout tables, that are stacked by groups of layers."""
+    for part in parts(stacked):
+        leaves = jax.tree.leaves(part)
+        if not leaves or layer < len(leaves[0]):
+            return jax.tree.map(lambda stack, i=layer: stack[i, ...], part)
+        layer -= len(leaves[0])
+    raise IndexError("there is no such layer")
+
+
+def depth_of(params: dict) -> int:
+    """The number of layers."""
+    return sum(len(jax.tree.leaves(part)[0]) for part in parts(params["blocks"]))
 
 
 def with_adam(moments: Any, count: int, mu: dict, nu: dict) -> Any:
@@ -90,14 +104,14 @@ def fresh_state(
     shapes = abstract_state(model, training)
     init_key, key = jax.random.split(jax.random.key(training.seed))
     keys = gpt.init_keys(model, init_key)
-    draw = _drawing(model)
-    _fill(params[EMBED], draw[EMBED](keys["embed"]))
+    for section in (EMBED, HEAD):
+        _fill(params[section], _drawing(model, section)(keys[section]))
     for number in range(model.num_layers):
-        drawn = dict(draw["block"](keys["blocks"][number]))
+        own = groups(model)[of_layer(model, number)].model
+        drawn = dict(_drawing(own, "block")(keys["blocks"][number]))
         if starting_blocks is not None and number >= starting_blocks:
             drawn |= {name: jax.tree.map(np.zeros_like, drawn[name]) for name in RESIDUAL}
         _fill(view(params, number), drawn)
-    _fill(params[HEAD], draw[HEAD](keys["head"]))
     moments = with_adam(shapes.moments, 0, mu, nu)
     return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key)
 
@@ -119,11 +133,8 @@ def training_key(training: TrainingConfig) -> jax.Array:
 
 
 @functools.cache
-def _drawing(model):
-    return {
-        name: jax.jit(lambda key, name=name: gpt.init_section(model, name, key))
-        for name in (EMBED, "block", HEAD)
-    }
+def _drawing(model, section):
+    return jax.jit(lambda key: gpt.init_section(model, section, key))
 
 
 def _fill(views, drawn):

@@ -35,6 +35,7 @@ from sparse_dataflow.execution.host_state import (
 )
 from sparse_dataflow.execution.relay_programs import device_dtype
 from sparse_dataflow.execution.timeline import Timeline
+from sparse_dataflow.models.groups import groups, of_layer
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.optimizer import (
     TrainingConfig,
@@ -227,9 +228,10 @@ class ServerStep:
         masters = view(self._before[0], section)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(masters)]
         decayed = jax.tree.leaves(decay_mask(masters))
-        multipliers = jax.tree.leaves(
-            learning_rate_multipliers(server.model, server.training, masters)
-        )
+        model = server.model
+        if isinstance(section, int):
+            model = groups(model)[of_layer(model, section)].model
+        multipliers = jax.tree.leaves(learning_rate_multipliers(model, server.training, masters))
         before = zip(*(jax.tree.leaves(view(tree, section)) for tree in self._before))
         after = list(zip(*(jax.tree.leaves(view(tree, section)) for tree in self._after)))
         room = jax.tree.leaves(server.copy(self._state.params, section))

@@ -47,7 +47,7 @@ class Pipelined(Sharded):
 
     def check(self, model, training):
         """See `Executor`."""
-        refuse_groups(model, "--executor=pipeline")
+        refuse_groups(model, "--executor=pipeline", "--executor=whole or relay")
         super().check(model, training)
         self._plan(model, training.micro_batches)
 

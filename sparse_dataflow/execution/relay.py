@@ -21,9 +21,10 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from sparse_dataflow.errors import UserError, first_line
 from sparse_dataflow.execution import relay_programs
 from sparse_dataflow.execution.depth_schedule import DepthSchedule
-from sparse_dataflow.execution.host_state import EMBED, HEAD, Section, section_name
+from sparse_dataflow.execution.host_state import EMBED, HEAD, Section, one_layer, section_name
 from sparse_dataflow.execution.parameter_server import CLIPPINGS, ParameterServer, ServerStep
 from sparse_dataflow.execution.timeline import Timeline
+from sparse_dataflow.models.groups import of_layer
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning.relay import PINNED_SETTING
 from sparse_dataflow.training.optimizer import TrainingConfig
@@ -58,6 +59,7 @@ class Relay:
     the meaning of those of `training.programs.Compiled`.
 
     Attributes:
+      programs: of each group of layers; `eval_programs` likewise, where something is evaluated.
       timeline: of the last training step.
       observe: called with a program's name before each dispatch, for accounts of memory.
     """
@@ -208,7 +210,7 @@ class Relay:
         """(what a program gives, told when it is ready)."""
         self.observe(name)
         dispatched = time.perf_counter()
-        found = getattr(self.programs, name)(*arguments)
+        found = getattr(self._of(self.programs, section), name)(*arguments)
         if self._one_at_a_time:
             jax.block_until_ready(found)
         # All of a program's results are ready at once, and the watch keeps what it waits for alive:
@@ -216,6 +218,10 @@ class Relay:
         kept = min(jax.tree.leaves(found[1] if name == "backward" else found), key=lambda a: a.size)
         done = self._watching.submit(_watch, kept, dispatched, section_name(section), self.timeline)
         return found, done
+
+    def _of(self, programs, section):
+        """Of each group's programs those of a section."""
+        return programs[of_layer(self.model, section) if isinstance(section, int) else 0]
 
     def eval_step(self, params: dict, tables: dict, tokens, weights) -> np.ndarray:
         """Float32 [] sum of weighted losses in nats, over int32 [B, T + 1] tokens; all blocks take
@@ -228,7 +234,7 @@ class Relay:
             return self._evaluated(params, tables, tokens, weights)
 
     def _evaluated(self, params, tables, tokens, weights):
-        run, timeline = self.eval_programs, Timeline()
+        run, timeline = self.eval_programs[0], Timeline()
         inputs, targets, weights = self._batch(tokens, weights, self._eval_shape)
         fetch = lambda section, *more: self.server.fetching.submit(  # noqa: E731
             self.bring, params, section, *more
@@ -237,7 +243,7 @@ class Relay:
 
         def forward(block, fetched):
             nonlocal x
-            x = run.forward(*fetched, x)
+            x = self._of(self.eval_programs, block).forward(*fetched, x)
             return self._watching.submit(_watch, x, 0.0, section_name(block), timeline)
 
         blocks = range(self.model.num_layers)
@@ -321,7 +327,7 @@ def _watch(result, dispatched, section, timeline):
 
 
 def _one_layer(tables, layer):
-    return jax.tree.map(lambda stacked: np.asarray(stacked[layer]), tables)
+    return jax.tree.map(np.asarray, one_layer(tables, layer))
 
 
 def _placed(array, sharding):

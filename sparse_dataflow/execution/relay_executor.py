@@ -21,12 +21,11 @@ from sparse_dataflow.execution import (
     relay_programs,
     server_files,
 )
-from sparse_dataflow.execution.host_state import all_sections, view
+from sparse_dataflow.execution.host_state import all_sections, depth_of, view
 from sparse_dataflow.execution.parameter_server import group_norms
 from sparse_dataflow.execution.relay import Relay, RelayConfig, device_errors_told
 from sparse_dataflow.execution.relay_probe import block_gradient_norms
 from sparse_dataflow.execution.server_files import MappedFiles
-from sparse_dataflow.models.groups import refuse_groups
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.phases import probed_rows
@@ -58,7 +57,6 @@ class RelayExecutor:
 
     def check(self, model: ModelConfig, training: TrainingConfig) -> None:
         """See `Executor`."""
-        refuse_groups(model, "--executor=relay")
         relay_programs.refuse_uncut(training, self.devices)
 
     def refuse_unusable_files(self, needs: Mapping[str, int]) -> None:
@@ -186,14 +184,13 @@ class RelayExecutor:
 
 def parameter_norms(params: dict) -> dict[str, float]:
     """As `training.step.group_norms`, of host arrays."""
-    layers = len(jax.tree.leaves(params["blocks"])[0])
     return group_norms(
         {
             section: {
                 jax.tree_util.keystr(path, simple=True, separator="."): host_optimizer.square_sum(a)
                 for path, a in jax.tree_util.tree_leaves_with_path(view(params, section))
             }
-            for section in all_sections(layers)
+            for section in all_sections(depth_of(params))
         }
     )
 

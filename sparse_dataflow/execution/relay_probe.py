@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.execution import relay_programs
+from sparse_dataflow.execution.host_state import one_layer
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.groups import groups, of_layer
 from sparse_dataflow.models.linear import Probe
 from sparse_dataflow.models.sizes import ModelConfig
 
@@ -41,22 +43,26 @@ def block_gradient_norms(
       {block-sparse projection: float32 [layers, in_blocks, out_blocks]}.
     """
     rows, length = tokens.shape[0], tokens.shape[1] - 1
-    run = _compiled(dataclasses.replace(model, num_layers=1), (1, rows, length))
+    runs = [
+        _compiled(dataclasses.replace(group.model, num_layers=1), (1, rows, length))
+        for group in groups(model)
+    ]
+    run, of_block = runs[0], lambda layer: runs[of_layer(model, layer)]
     inputs, targets = tokens[None, :, :-1], tokens[None, :, 1:]
     weights = np.full(targets.shape, 1 / targets.size, np.float32)
     layers = range(model.num_layers)
-    of = lambda layer: jax.tree.map(lambda t: np.asarray(t[layer]), tables)  # noqa: E731
+    of = lambda layer: jax.tree.map(np.asarray, one_layer(tables, layer))  # noqa: E731
     (embed,) = fetch("embed")
     stash = [run.embed(embed, inputs)]
     for layer in layers:
-        stash.append(run.forward(*fetch(layer, of(layer)), stash[-1]))
+        stash.append(of_block(layer).forward(*fetch(layer, of(layer)), stash[-1]))
     (head,) = fetch("head")
     _, dx, _ = run.head(head, embed["tokens"], stash.pop(), targets, weights)
     found = []
     for layer in reversed(layers):
-        dx, norms = run.backward(*fetch(layer, of(layer)), stash.pop(), dx)
+        dx, norms = of_block(layer).backward(*fetch(layer, of(layer)), stash.pop(), dx)
         found.append(jax.device_get(norms))
-    return {name: np.stack([norms[name] for norms in found[::-1]]) for name in tables}
+    return {name: np.stack([norms[name] for norms in found[::-1]]) for name in found[0]}
 
 
 @functools.cache

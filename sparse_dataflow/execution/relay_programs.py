@@ -1,5 +1,8 @@
 """The relay's programs: one for each kind of section and direction, whatever the depth.
 
+Layers that store unequally much (`models.groups`) are of several kinds: each group has its own
+programs of a block.
+
 Each takes one section's parameters, as the device holds them, and all micro-batches of a step.
 
 Shapes in names: M micro-batches, B their batch, T tokens, D d_model, V vocabulary.
@@ -18,6 +21,7 @@ from jax.stages import Compiled
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.groups import groups
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.optimizer import TrainingConfig
 
@@ -192,8 +196,8 @@ def compiled(
     shape: tuple[int, int, int],
     mesh: Mesh | None = None,
     evaluation: bool = False,
-) -> Programs[Compiled] | EvalPrograms[Compiled]:
-    """The programs for the default backend, the same ones for every depth of a model.
+) -> tuple[Programs[Compiled] | EvalPrograms[Compiled], ...]:
+    """Each group's programs for the default backend, the same ones for every depth of a model.
 
     Args:
       model: its config.
@@ -201,14 +205,22 @@ def compiled(
       mesh: as in `lowered`.
       evaluation: whether those of an evaluation.
     """
-    return _compiled(dataclasses.replace(model, num_layers=1), shape, mesh, evaluation)
+    first, *others = (dataclasses.replace(group.model, num_layers=1) for group in groups(model))
+    whole = _compiled(first, shape, mesh, evaluation)
+    return whole, *(_compiled(own, shape, mesh, evaluation, whole) for own in others)
 
 
 @functools.cache
-def _compiled(model, shape, mesh, evaluation):
+def _compiled(model, shape, mesh, evaluation, shared=None):
+    """The programs of a model of one group; all but a block's own are `shared`, where given."""
     made = (eval_functions if evaluation else functions)(model)
     programs = lowered(made, arguments(model, layer_tables(model), shape), mesh)
-    return type(programs)(*(program.compile() for program in programs))
+    found = {
+        name: program.compile()
+        for name, program in programs._asdict().items()
+        if shared is None or name in ("forward", "backward")
+    }
+    return type(programs)(**found) if shared is None else shared._replace(**found)
 
 
 def layer_tables(model: ModelConfig) -> dict:

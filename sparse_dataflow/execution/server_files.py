@@ -29,6 +29,7 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution.host_state import (
     Section,
     all_sections,
+    depth_of,
     section_name,
     view,
     with_adam,
@@ -68,8 +69,7 @@ class MappedFiles:
         self._identity = json.loads(json.dumps(identity))
         moments = adam(abstract.moments)
         self._shapes = abstract.params, moments.mu, moments.nu, abstract.tables
-        leaves = jax.tree.leaves(abstract.params["blocks"])
-        self._sections = all_sections(leaves[0].shape[0])
+        self._sections = all_sections(depth_of(abstract.params))
         self._digests: dict[Section, int] = {}
         self._lock, self._told = threading.Lock(), False
         with _in_words(self.folder):

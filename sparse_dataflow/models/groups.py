@@ -44,6 +44,12 @@ def groups(model: ModelConfig) -> tuple[Group, ...]:
     return tuple(found)
 
 
+@functools.cache
+def of_layer(model: ModelConfig, layer: int) -> int:
+    """The number of the group that a layer belongs to."""
+    return next(number for number, group in enumerate(groups(model)) if layer in group.layers)
+
+
 def layer_linear(model: ModelConfig, projection: str, layer: int) -> LinearSpec:
     """The spec of one projection of one layer."""
     spec = model.linear(projection)
@@ -92,11 +98,10 @@ def group_of(path: Sequence) -> int:
     return 0
 
 
-def refuse_groups(model: ModelConfig, what: str) -> None:
-    """Raises UserError where layers store unequally much, which `what` cannot do."""
+def refuse_groups(model: ModelConfig, what: str, legal: str) -> None:
+    """Raises UserError where layers store unequally much, which `what` cannot do; `legal` could."""
     if model.density_by_depth:
         raise UserError(
             f"{what} needs layers that store equally much, and --density_budget=depth gives them "
-            "other densities; legal: --executor=whole with another --evolution than gradual, or "
-            "another --density_budget."
+            f"other densities; legal: {legal}, or another --density_budget."
         )

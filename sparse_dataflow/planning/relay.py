@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models.groups import refuse_groups
+from sparse_dataflow.models.groups import groups
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.planning.hardware import GIB, Chip
@@ -139,8 +139,9 @@ def plan(
             f"{devices} devices."
         )
     compute = DTYPE_BYTES[model.compute_dtype]
-    refuse_groups(model, "--executor=relay")
-    one, two = (dataclasses.replace(model, num_layers=n) for n in (1, 2))
+    # Of layers that store unequally much, the largest have their place on the device.
+    largest = max(groups(model), key=lambda group: memory.parameter_count(group.model)).model
+    one, two = (dataclasses.replace(largest, num_layers=n) for n in (1, 2))
     block = memory.parameter_count(two) - memory.parameter_count(one)
     rest = memory.parameter_count(one) - block
     parameters = memory.parameter_count(model)
@@ -173,7 +174,7 @@ def plan(
     }
     stashed = boundary * model.num_layers if stash == "host" else 0
     # The embedding comes twice: for the first section, and for the tied output layer.
-    fetched = 2 * (parameters * compute + model.num_layers * tables) + stashed
+    fetched = 2 * (parameters * compute + memory.table_bytes(model)) + stashed
     returned = parameters * compute + stashed
     transfer = compute_seconds = needed = None
     if host_bandwidth:

@@ -270,7 +270,7 @@ def _gradual(model, config):
     entered where the cubic reaches the stage's density, so that the density is never below it.
     The last stage begins at `config.until`, the end of the cubic.
     """
-    refuse_groups(model, "--evolution=gradual")
+    refuse_groups(model, "--evolution=gradual", "another --evolution")
     rings = {n: _ring(model, n) for n in model.sparse_projections}
     halvings = max(
         math.ceil(math.log2(1 / model.linear(n).density) - 1e-9) for n in model.sparse_projections

@@ -172,10 +172,11 @@ def _restacked(leaves, before, after):
             for leaf, own in zip(leaves, before, strict=True)
             if own.start < layers.stop and layers.start < own.stop
         ]
-        found.append(within[0] if len(within) == 1 else jnp.concatenate(within))
+        join = np.concatenate if isinstance(within[0], np.ndarray) else jnp.concatenate
+        found.append(within[0] if len(within) == 1 else join(within))
     jax.block_until_ready(found)
     for leaf in leaves:
-        if not any(leaf is kept for kept in found):
+        if isinstance(leaf, jax.Array) and not any(leaf is kept for kept in found):
             leaf.delete()
     return found
 

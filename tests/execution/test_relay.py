@@ -43,6 +43,7 @@ MODELS = {
         linears={"qkv": dataclasses.replace(SPARSE, hadamard=8), "mlp_in": LinearSpec(rank=2)},
     ),
 }
+MODELS["by_depth"] = dataclasses.replace(MODELS["sparse"], density_by_depth=(2.0, 1.0, 1.0))
 
 
 def training(**changes):
@@ -90,20 +91,22 @@ def assert_same_reports(mine, theirs, rtol):
 
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize(
-    "name", ["dense", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sparse", "mixed"))]
+    "name", ["dense", *(pytest.param(name, marks=pytest.mark.slow) for name in list(MODELS)[1:])]
 )
 def test_losses_are_those_of_the_whole_executor(name, stash):
-    """Dense, sparse and mixed; embeddings are tied in all; clipping is at work."""
-    model, how = MODELS[name], training(micro_batches=2 if stash == "host" else 1)
+    """Embeddings are tied in all; clipping is at work, and rates go by density."""
+    same = training(sparse_rate=2.0)
+    model, how = MODELS[name], dataclasses.replace(same, micro_batches=1 + (stash == "host"))
     relay = Relay(model, how, RelayConfig(stash=stash))
     _, found = relay_run(relay, fresh_state(model, how))
-    theirs = whole_run(model, training())
+    theirs = whole_run(model, same)
     assert max(max(norms.values()) for _, norms in theirs) > how.clip
     assert_same_reports(found, theirs, rtol=2e-6)
 
 
-def test_drawn_as_the_whole_executor_draws():
-    model, how = MODELS["mixed"], training()
+@pytest.mark.parametrize("name", ["mixed", "by_depth"])
+def test_drawn_as_the_whole_executor_draws(name):
+    model, how = MODELS[name], training()
     mine, theirs = fresh_state(model, how), initial_state(model, how)
     assert jax.tree.structure(mine) == jax.tree.structure(theirs)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), mine) == jax.tree.map(
@@ -113,8 +116,9 @@ def test_drawn_as_the_whole_executor_draws():
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
-def test_evaluation_is_that_of_the_whole_executor():
-    model, how = MODELS["sparse"], training()
+@pytest.mark.parametrize("name", ["sparse", "by_depth"])
+def test_evaluation_is_that_of_the_whole_executor(name):
+    model, how = MODELS[name], training()
     relay = Relay(model, how, eval_shape=(2, 11))
     state = fresh_state(model, how)
     weights = np.random.default_rng(1).random((2, 11), np.float32)
@@ -302,7 +306,7 @@ def test_a_lost_device_ends_the_run_in_words():
     def lost(*arguments):
         raise jax.errors.JaxRuntimeError("INTERNAL: device lost")
 
-    relay.programs = relay.programs._replace(backward=lost)
+    relay.programs = (relay.programs[0]._replace(backward=lost),)
     with pytest.raises(UserError, match=r"failed in step 1 \(INTERNAL: device lost\).*--resume"):
         relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3)
 
@@ -314,7 +318,7 @@ def test_a_device_lost_in_an_evaluation_ends_the_run_in_words():
     def lost(*arguments):
         raise jax.errors.JaxRuntimeError("INTERNAL: device lost")
 
-    relay.eval_programs = relay.eval_programs._replace(forward=lost)
+    relay.eval_programs = (relay.eval_programs[0]._replace(forward=lost),)
     weights = np.ones((4, 11), np.float32)
     with pytest.raises(UserError, match=r"failed in an evaluation \(INTERNAL: device lost\)"):
         relay.eval_step(state.params, {}, tokens_of(0), weights)
@@ -329,7 +333,7 @@ def test_a_device_lost_in_mid_step_leaves_the_step_before_in_the_files(tmp_path)
     state = files.new_state(lambda *trees: fresh_state(model, how, trees))
     state, _ = relay_run(relay, state, steps=2)
     before = jax.tree.map(np.copy, (state.params, state.moments))
-    calls, backward = itertools.count(1), relay.programs.backward
+    calls, backward = itertools.count(1), relay.programs[0].backward
 
     def lost(*arguments):
         if next(calls) == model.num_layers:
@@ -342,7 +346,7 @@ def test_a_device_lost_in_mid_step_leaves_the_step_before_in_the_files(tmp_path)
 
     files.told, kept = [], files.updated
     files.updated = lambda section, views: (kept(section, views), files.told.append(section))
-    relay.programs = relay.programs._replace(backward=lost)
+    relay.programs = (relay.programs[0]._replace(backward=lost),)
     with pytest.raises(UserError, match=r"failed in step 3"):
         relay.train_step(state, tokens_of(2), 1e-3)
     assert files.told
@@ -377,8 +381,9 @@ def test_unknown_settings_are_refused_in_words(field):
         RelayConfig(**{field: "nowhere"})
 
 
-def test_block_gradients_are_those_of_one_program():
-    model, how = MODELS["sparse"], training()
+@pytest.mark.parametrize("name", ["sparse", "by_depth"])
+def test_block_gradients_are_those_of_one_program(name):
+    model, how = MODELS[name], training()
     state = fresh_state(model, how)
     bring = functools.partial(Relay(model, how).bring, state.params)
     tokens = tokens_of(3, rows=2)

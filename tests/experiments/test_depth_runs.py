@@ -43,9 +43,11 @@ def test_a_run_goes_on_after_a_kill_to_the_same_bits(job, refused, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--executor=relay"], ["--executor=relay", "legal: --executor=whole"]),
-        (["--mesh=stage:2", "--describe"], ["--executor=pipeline", "legal: --executor=whole"]),
-        (["--evolution=gradual"], ["--evolution=gradual", "another --evolution than gradual"]),
+        (
+            ["--mesh=stage:2", "--describe"],
+            ["--executor=pipeline", "legal: --executor=whole or relay"],
+        ),
+        (["--evolution=gradual"], ["--evolution=gradual", "legal: another --evolution"]),
         (["--density_budget=depth:1x,2x,1x"], ["3 parts of the depth", "2 layers", "legal: 1, 2"]),
         (["--density_budget=depth:1.3x,0.7x"], ["1.3x", "--density=0.25", "legal", "1x, 1.5x"]),
     ],

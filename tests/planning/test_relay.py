@@ -20,15 +20,23 @@ EIGHTH = LinearSpec("block_sparse", "monarch", density=0.125, block=128)
 LARGE = dataclasses.replace(SIZES["13b"], compute_dtype="bfloat16")
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_masters_and_moments_are_those_of_the_state(sparse):
-    model = PICO
-    if sparse:
-        model = PICO.with_linears(LinearSpec("block_sparse", "monarch", density=0.25, block=16))
+QUARTER = PICO.with_linears(LinearSpec("block_sparse", "monarch", density=0.25, block=16))
+BY_DEPTH = dataclasses.replace(QUARTER, density_by_depth=(2.0, 1.0))
+
+
+@pytest.mark.parametrize("model", [PICO, QUARTER, BY_DEPTH], ids=["dense", "sparse", "by depth"])
+def test_masters_and_moments_are_those_of_the_state(model):
     state = abstract_state(model, TrainingConfig(1, 8, 64))
     arrays = [a for a in jax.tree.leaves((state.params, state.moments)) if a.ndim]
     planned = relay.plan(model, 8, 64).host["masters and moments"]
     assert planned == sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in arrays)
+
+
+def test_the_device_has_room_for_the_layers_that_store_most():
+    half = PICO.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=16))
+    by_depth, uniform = (relay.plan(model, 8, 64) for model in (BY_DEPTH, half))
+    assert by_depth.device == uniform.device
+    assert by_depth.fetched < uniform.fetched and by_depth.host_total < uniform.host_total
 
 
 @given(st.integers(1, 500), st.integers(1, 500))
