@@ -18,7 +18,7 @@ from documented_commands import NOT_RUN, RUN
 from experiments import command_line, flags
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "launch").glob("*.md"))]
+PAGES = sorted(page for where in ("", "docs/", "launch/") for page in ROOT.glob(f"{where}*.md"))
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
 # Clusters and clouds, whose commands need "# needs ..." beside them.
 ELSEWHERE = ("docker", "sbatch", "scancel", "squeue", "kubectl", "gcloud")
