@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import cuts, pipeline, schedules, sharding, whole
 from sparse_dataflow.execution import mesh as meshes
 from sparse_dataflow.execution.mesh import BATCH_AXES
@@ -17,7 +18,6 @@ from sparse_dataflow.execution.sharded import TABLES, Sharded, own_tables
 from sparse_dataflow.execution.sharding import COLUMN_PARALLEL
 from sparse_dataflow.execution.stages import Division, divide, from_stages, to_stages
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import refuse_groups
 from sparse_dataflow.models.linear import Probe
 
 EVERY_AXIS = tuple(meshes.AXES)
@@ -47,7 +47,12 @@ class Pipelined(Sharded):
 
     def check(self, model, training):
         """See `Executor`."""
-        refuse_groups(model, "--executor=pipeline", "--executor=whole or relay")
+        if model.density_by_depth:
+            raise UserError(
+                "--executor=pipeline needs layers that store equally much, and "
+                "--density_budget=depth gives them other densities; legal: --executor=whole or "
+                "relay, or another --density_budget."
+            )
         super().check(model, training)
         self._plan(model, training.micro_batches)
 

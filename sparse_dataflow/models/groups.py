@@ -14,7 +14,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 
 
@@ -96,12 +95,3 @@ def group_of(path: Sequence) -> int:
         if getattr(key, "key", None) == "blocks":
             return getattr(after, "idx", 0)
     return 0
-
-
-def refuse_groups(model: ModelConfig, what: str, legal: str) -> None:
-    """Raises UserError where layers store unequally much, which `what` cannot do; `legal` could."""
-    if model.density_by_depth:
-        raise UserError(
-            f"{what} needs layers that store equally much, and --density_budget=depth gives them "
-            f"other densities; legal: {legal}, or another --density_budget."
-        )

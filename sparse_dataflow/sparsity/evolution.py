@@ -20,7 +20,7 @@ from collections.abc import Callable
 import numpy as np
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models.groups import groups, refuse_groups
+from sparse_dataflow.models.groups import groups
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.sparsity.balance import balanced_top
 from sparse_dataflow.sparsity.layout import BlockLayout
@@ -268,42 +268,52 @@ def _gradual(model, config):
 
     Each stage stores only its blocks, at twice the density of the next: the schedule's staircase,
     entered where the cubic reaches the stage's density, so that the density is never below it.
-    The last stage begins at `config.until`, the end of the cubic.
+    The last stage begins at `config.until`, the end of the cubic.  Where layers store unequally
+    much, each is halved from the stage on in which it would store all.
     """
-    refuse_groups(model, "--evolution=gradual", "another --evolution")
-    rings = {n: _ring(model, n) for n in model.sparse_projections}
-    halvings = max(
-        math.ceil(math.log2(1 / model.linear(n).density) - 1e-9) for n in model.sparse_projections
+    lowest = min(
+        group.model.linear(name).density
+        for group in groups(model)
+        for name in model.sparse_projections
     )
-    lowest = min(model.linear(n).density for n in model.sparse_projections)
+    halvings = math.ceil(math.log2(1 / lowest) - 1e-9)
     found = []
     for power in range(halvings, -1, -1):
-
-        def spec(name, power=power):
-            own = model.linear(name)
-            degree = round(own.density * rings[name]) << power
-            if degree >= rings[name]:
-                return LinearSpec(rank=own.rank)
-            # Any degree is legal for `cyclic`; the layout itself is chosen while training.
-            pattern = own.pattern if power == 0 else "cyclic"
-            return dataclasses.replace(own, pattern=pattern, density=degree / rings[name])
-
         density = min(1.0, lowest * 2**power)
         left = (density - lowest) / (1 - lowest)
-        linears = {**dict(model.linears), **{n: spec(n) for n in model.sparse_projections}}
         found.append(
             Stage(
                 start=config.until * (1 - left ** (1 / 3)),
-                model=dataclasses.replace(model, linears=linears),
+                model=_doubled(model, power) if power else model,
                 runtime_layouts=power < halvings,
             )
         )
     return tuple(found)
 
 
-def _ring(model, projection):
-    block = model.linear(projection).block
-    return math.gcd(*(side // block for side in model.projection_shape(projection)))
+def _doubled(model, power):
+    """The model with every density doubled so many times, up to 1; weights whole in all layers are
+    dense ones."""
+    least = min(model.density_by_depth, default=1.0)
+    by_depth: set[tuple[float, ...]] = set()
+
+    def spec(name):
+        own = model.linear(name)
+        density = own.density * least * 2**power
+        if density > 1 - 1e-9:
+            return LinearSpec(rank=own.rank)
+        by_depth.add(tuple(min(m / least, 1 / density) for m in model.density_by_depth))
+        # Any degree is legal for `cyclic`; the layout itself is chosen while training.
+        return dataclasses.replace(own, pattern="cyclic", density=density)
+
+    specs = {name: spec(name) for name in model.sparse_projections}
+    if len(by_depth) > 1:
+        raise UserError(
+            "--evolution=gradual prunes layers that store unequally much where all projections "
+            "have one density; legal: --density_budget=uniform, or another --evolution."
+        )
+    linears = {**dict(model.linears), **specs}
+    return dataclasses.replace(model, linears=linears, density_by_depth=next(iter(by_depth), ()))
 
 
 def _with_sparse_specs(model, change, names=None):

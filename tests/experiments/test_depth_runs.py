@@ -47,7 +47,6 @@ def test_a_run_goes_on_after_a_kill_to_the_same_bits(job, refused, tmp_path):
             ["--mesh=stage:2", "--describe"],
             ["--executor=pipeline", "legal: --executor=whole or relay"],
         ),
-        (["--evolution=gradual"], ["--evolution=gradual", "legal: another --evolution"]),
         (["--density_budget=depth:1x,2x,1x"], ["3 parts of the depth", "2 layers", "legal: 1, 2"]),
         (["--density_budget=depth:1.3x,0.7x"], ["1.3x", "--density=0.25", "legal", "1x, 1.5x"]),
     ],

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.errors import UserError
+from sparse_dataflow.models.groups import layer_linear
 from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.sparsity import evolution
 from sparse_dataflow.sparsity.evolution import (
@@ -26,6 +27,8 @@ from sparse_dataflow.sparsity.evolution import (
 from sparse_dataflow.sparsity.patterns import make_layout
 
 SPARSE = LinearSpec("block_sparse", "monarch", density=0.125, block=8)
+LOWEST = LinearSpec("block_sparse", "monarch", density=0.0625, block=8)
+DENSITIES = [0.125, 0.375, 0.0625]
 MODEL = ModelConfig(2, 128, 4, 256, vocab_size=40, max_len=8).with_linears(SPARSE)
 
 layouts = st.builds(
@@ -130,6 +133,19 @@ def test_gradual_stages_are_legal_at_any_density(density):
         assert math.isclose(spec.density * 16, round(spec.density * 16))
 
 
+def test_gradual_halves_each_layer_from_where_it_stores_all():
+    model = dataclasses.replace(MODEL, num_layers=3, density_by_depth=(1.0, 3.0, 0.5))
+    found = stages(model, EvolutionConfig("gradual", at=0.5))
+    assert not found[0].model.sparse_projections and found[-1].model == model
+    densities = [
+        [layer_linear(stage.model, "mlp_out", layer).density for layer in range(3)]
+        for stage in found
+    ]
+    assert densities == [[1, 1, 1], [1, 1, 0.5], [0.5, 1, 0.25], [0.25, 0.75, 0.125], DENSITIES]
+    alike = stages(MODEL.with_linears(LOWEST), EvolutionConfig("gradual", at=0.5))
+    assert [stage.start for stage in found] == [stage.start for stage in alike]
+
+
 def test_sparse_to_dense_and_the_low_rank_tail_change_the_model_once():
     ranked = MODEL.with_linears(dataclasses.replace(SPARSE, rank=4), ["mlp_in"])
     sparse, dense = stages(ranked, EvolutionConfig("sparse_to_dense", at=0.6))
@@ -168,9 +184,12 @@ def test_some_projections_become_dense_first():
             "no block to add or remove in attn_out",
         ),
         (
-            dataclasses.replace(MODEL, density_by_depth=(1.0, 2.0)),
+            dataclasses.replace(
+                MODEL.with_linears(dataclasses.replace(SPARSE, density=0.25), ["mlp_in"]),
+                density_by_depth=(1.0, 3.0),
+            ),
             {"method": "gradual"},
-            "--evolution=gradual needs layers that store equally much",
+            "gradual prunes layers that store unequally much where all projections have one",
         ),
         *(
             (

@@ -42,6 +42,7 @@ EVOLUTIONS = {
     "low_rank_tail": EvolutionConfig("low_rank_tail", at=0.7),
     "rigl_by_depth": EvolutionConfig("rigl", every=3, at=0.9),
     "dense_by_depth": EvolutionConfig("sparse_to_dense", at=0.5),
+    "gradual_by_depth": EvolutionConfig("gradual", at=0.6),
 }
 BY_DEPTH = dataclasses.replace(MODEL, density_by_depth=(2.0, 1.0))
 MODELS = {name: BY_DEPTH if "by_depth" in name else MODEL for name in EVOLUTIONS}
@@ -87,9 +88,9 @@ def untimed(path):
 @pytest.mark.parametrize(
     "method",
     [
-        # Twice, and by depth, what sparse_to_dense does once.
+        # Twice, or by depth, what others do once.
         pytest.param(name, marks=pytest.mark.nightly)
-        if name in ("mlp_dense_first", "dense_by_depth")
+        if name in ("mlp_dense_first", "dense_by_depth", "gradual_by_depth")
         else name
         for name in EVOLUTIONS
     ],

@@ -1,6 +1,7 @@
 """Layers that store unequally much go from one layout or model to the next as equal ones do."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from test_transitions import assert_shaped_like, logits_of, trained_state, trees
 
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import groups
+from sparse_dataflow.models.groups import groups, layer_linear
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, stages
 from sparse_dataflow.training.optimizer import map_moments
@@ -94,3 +95,24 @@ def test_the_function_stays(name):
     changed = logits_of(after, change(state))
     assert np.abs(logits).max() > 0.1
     np.testing.assert_allclose(changed, logits, rtol=1e-4, atol=1e-5)
+
+
+def test_pruning_keeps_the_largest_blocks_of_every_layer():
+    plain = dataclasses.replace(SPARSE, rank=0, hadamard=0)
+    found = stages(BY_DEPTH.with_linears(plain), EvolutionConfig("gradual"))
+    assert [len(groups(stage.model)) for stage in found] == [1, 3, 3]
+    state = trained_state(found[0].model)
+    original = [np.array(tree["blocks"]["mlp_in"]["kernel"]) for tree in trees(state)]
+    before = None
+    for last, stage in itertools.pairwise(found):
+        state = change_model(state, last.model, stage.model)
+        assert_shaped_like(state, stage.model)
+        layouts = gpt.layouts_of(stage.model, state.tables)["mlp_in"]
+        for i, layout in enumerate(layouts):
+            assert layout.density == layer_linear(stage.model, "mlp_in", i).density
+            assert layout.balanced and (before is None or before[i].mask[layout.mask].all())
+        before = layouts
+        for kernels, tree in zip(original, trees(state)):
+            for i, (layer, _) in enumerate(gpt.layers(tree["blocks"], state.tables)):
+                expected = layouts[i].from_dense(kernels[i])
+                np.testing.assert_array_equal(layer["mlp_in"]["values"], expected)
