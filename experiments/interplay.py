@@ -24,7 +24,7 @@ INTERPLAY = Group(
     "Interplay",
     "what is predicted and measured",
     (
-        Flag("scale", "choice", "nano", "Named size.", lambda: tuple(SIZES)),
+        Flag("scale", "choice", "nano", "Named size.", tuple(SIZES)),
         Flag(
             "hardware",
             "text",

@@ -12,7 +12,7 @@ LARGEST_GRID = 5_000_000
 """Layouts that a search prices one and all."""
 DENSITIES = (1.0, 1 / 2, 1 / 4, 1 / 8)
 """Of the interplay's models."""
-SCALE = Flag("scale", "choice", "13b", "Named size.", lambda: tuple(SIZES))
+SCALE = Flag("scale", "choice", "13b", "Named size.", tuple(SIZES))
 SEQUENCE = Flag("sequence", "integer", 0, "Tokens in a sequence; 0 is the scale's own length.")
 DENSITY = Flag(
     "density",

@@ -93,7 +93,7 @@ QUALITY = Group(
             "list",
             ",".join(COMPARED),
             "Ways of training.",
-            lambda: tuple(ARMS),
+            tuple(ARMS),
         ),
         Flag("equal", "list", "all", "What all arms have in common.", lambda: EQUAL),
         Flag("out", "text", "runs/sparse_quality", "Folder to make, or to go on in."),
