@@ -88,9 +88,9 @@ def untimed(path):
 @pytest.mark.parametrize(
     "method",
     [
-        # Twice, or by depth, what others do once.
+        # What others do as well: twice, by depth, or by layers alike.
         pytest.param(name, marks=pytest.mark.nightly)
-        if name in ("mlp_dense_first", "dense_by_depth", "gradual_by_depth")
+        if name in ("mlp_dense_first", "rigl", "dense_by_depth", "gradual_by_depth")
         else name
         for name in EVOLUTIONS
     ],
@@ -140,7 +140,13 @@ def test_layouts_change_and_stay_balanced(tmp_path, method):
     assert last != first
 
 
-@pytest.mark.parametrize("method", EVOLUTIONS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(name, marks=pytest.mark.nightly) if name == "gradual_by_depth" else name
+        for name in EVOLUTIONS
+    ],
+)
 def test_nothing_is_compiled_while_it_trains(tmp_path, method):
     t = trainer(tmp_path, method)
     t.evaluate()

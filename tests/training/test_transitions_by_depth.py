@@ -17,9 +17,9 @@ from sparse_dataflow.training.optimizer import map_moments
 from sparse_dataflow.training.transitions import change_model, update_layouts
 
 SPARSE = LinearSpec("block_sparse", "cyclic", density=0.25, block=8, rank=2, hadamard=16)
-DENSE = ModelConfig(4, 64, 4, 128, vocab_size=40, max_len=8).with_linears(LinearSpec(rank=2))
+DENSE = ModelConfig(3, 64, 4, 128, vocab_size=40, max_len=8).with_linears(LinearSpec(rank=2))
 ALIKE = DENSE.with_linears(SPARSE)
-BY_DEPTH = dataclasses.replace(ALIKE, density_by_depth=(2.0, 1.0, 1.0, 3.0))
+BY_DEPTH = dataclasses.replace(ALIKE, density_by_depth=(2.0, 1.0, 1.0))
 FIRST = EvolutionConfig("sparse_to_dense", first=("mlp_in", "mlp_out"))
 CHANGES = {
     "sparse_to_dense": lambda model: staged(model, EvolutionConfig("sparse_to_dense"))[:2],
@@ -34,7 +34,7 @@ CHANGES = {
     "to_alike": lambda model: (model, ALIKE),
 }
 RNG = np.random.default_rng(0)
-NORMS = {name: RNG.random((4, *own[0].mask.shape)) for name, own in gpt.layouts(ALIKE).items()}
+NORMS = {name: RNG.random((3, *own[0].mask.shape)) for name, own in gpt.layouts(ALIKE).items()}
 
 
 def staged(model, evolution):
@@ -74,13 +74,16 @@ def of_layers(states, model):
 @pytest.mark.parametrize("name", ["set", "rigl", *CHANGES])
 def test_every_layer_becomes_what_it_does_among_layers_alike(name):
     before, after, change = transition(name, BY_DEPTH)
-    alike = [transition(name, g.model) for g in groups(BY_DEPTH) for _ in g.layers]
-    found = change(of_layers([trained_state(own) for own, _, _ in alike], before))
+    begun, expected = [], []
+    for group in groups(BY_DEPTH):
+        own, _, move = transition(name, group.model)
+        begun += [trained_state(own)] * len(group.layers)
+        expected += [move(trained_state(own))] * len(group.layers)
+    found = change(of_layers(begun, before))
     assert_shaped_like(found, after)
-    expected = [move(trained_state(own)) for own, _, move in alike]
     for mine, theirs in zip(trees(found), zip(*map(trees, expected))):
         layers = list(gpt.layers(mine["blocks"], found.tables))
-        assert len(layers) == 4
+        assert len(layers) == 3
         for i, layer in enumerate(layers):
             twin = list(gpt.layers(theirs[i]["blocks"], expected[i].tables))[i]
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), layer, twin)
@@ -100,7 +103,7 @@ def test_the_function_stays(name):
 def test_pruning_keeps_the_largest_blocks_of_every_layer():
     plain = dataclasses.replace(SPARSE, rank=0, hadamard=0)
     found = stages(BY_DEPTH.with_linears(plain), EvolutionConfig("gradual"))
-    assert [len(groups(stage.model)) for stage in found] == [1, 3, 3]
+    assert [len(groups(stage.model)) for stage in found] == [1, 2, 2]
     state = trained_state(found[0].model)
     original = [np.array(tree["blocks"]["mlp_in"]["kernel"]) for tree in trees(state)]
     before = None
