@@ -60,6 +60,7 @@ ARMS = {
     "sparse_to_dense_70": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.7},
     "sparse_to_dense_90": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.9},
     "monarch_to_dense_70": {"pattern": "monarch", "evolution": "sparse_to_dense", "evolve_at": 0.7},
+    "monarch_to_dense_90": {"pattern": "monarch", "evolution": "sparse_to_dense", "evolve_at": 0.9},
 }
 COMPARED = (
     "dense",

@@ -21,6 +21,8 @@ from sparse_dataflow.training.step import initial_state
 
 ROUNDS = 3
 STEPS_A_ROUND = 3
+STUDY_ROUNDS = 10
+"""A study's trainings follow one another, so nothing but their plan keeps their times equal."""
 
 
 def planned_steps(
@@ -59,7 +61,7 @@ def step_seconds(variants: dict[str, Variant], data: TrainingData, steps: int) -
         for name, v in variants.items()
     }
     renamed = [dataclasses.replace(v, name=name) for name, v in variants.items()]
-    seconds = _phase_seconds(renamed, programs, data)
+    seconds = _phase_seconds(renamed, programs, data, rounds=STUDY_ROUNDS)
     return {
         v.name: float(np.dot(_shares(v), seconds[v.name]))
         + programs[v.name][0].update_seconds * _updates_a_step(v, steps)
@@ -77,27 +79,37 @@ def _updates_a_step(variant, steps):
     return len(update_steps(variant.evolution, round(steps))) / steps
 
 
-def _phase_seconds(variants, programs, data, executor=ONE_DEVICE):
+def _phase_seconds(variants, programs, data, executor=ONE_DEVICE, rounds=ROUNDS):
     """Mean seconds of a step, a list a variant.
 
     Taken in turn, so that all see the same machine, each on a throw-away state that is gone before
-    the next, so that no more memory is used than by training.
+    the next, so that no more memory is used than by training.  Phases that share a program share
+    its time.
     """
     batch = executor.put(data.train[0], data.train.batch_size)
-    times: dict[str, list[list[float]]] = {v.name: [[] for _ in v.stages] for v in variants}
-    for _ in range(ROUNDS):
-        for v in variants:
-            for number, stage in enumerate(v.stages):
-                program = programs[v.name][number]
-                state = initial_state(stage.model, v.training, executor)
-                tables = program.tables(state.tables)
-                for step in range(1 + STEPS_A_ROUND):
-                    start = time.perf_counter()
-                    limit = any_loss(v.training)
-                    state, tables, report = stepped(program, state, tables, batch, 0.0, limit)
-                    jax.block_until_ready(report)
-                    if step:
-                        times[v.name][number].append(time.perf_counter() - start)
-                del state
+    phases = {
+        _step_of(program): (stage.model, v.training, program)
+        for v in variants
+        for stage, program in zip(v.stages, programs[v.name], strict=True)
+    }
+    times: dict[int, list[float]] = {key: [] for key in phases}
+    for _ in range(rounds):
+        for key, (model, training, program) in phases.items():
+            state = initial_state(model, training, executor)
+            tables = program.tables(state.tables)
+            for step in range(1 + STEPS_A_ROUND):
+                start = time.perf_counter()
+                limit = any_loss(training)
+                state, tables, report = stepped(program, state, tables, batch, 0.0, limit)
+                jax.block_until_ready(report)
+                if step:
+                    times[key].append(time.perf_counter() - start)
+            del state
     # The mean and not the median: a budget pays for the slow steps as well.
-    return {name: [float(np.mean(t)) for t in found] for name, found in times.items()}
+    mean = {key: float(np.mean(found)) for key, found in times.items()}
+    return {v.name: [mean[_step_of(program)] for program in programs[v.name]] for v in variants}
+
+
+def _step_of(program):
+    """What programs have in common that differ in their updates alone."""
+    return id(program.train_step)
