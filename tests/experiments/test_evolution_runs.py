@@ -25,7 +25,11 @@ def saving(step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    # Every day test_faults kills a run of rigl, over two processes.
+    "method",
+    [pytest.param("rigl", marks=pytest.mark.nightly), "sparse_to_dense"],
+)
 def test_kills_around_a_change(job, refused, tmp_path, method):
     folder, whole = tmp_path / "run", tmp_path / "whole"
     done = job.new(whole, *METHODS[method])

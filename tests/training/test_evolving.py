@@ -90,7 +90,7 @@ def untimed(path):
     [
         # What others do as well: twice, by depth, or by layers alike.
         pytest.param(name, marks=pytest.mark.nightly)
-        if name in ("mlp_dense_first", "rigl", "dense_by_depth", "gradual_by_depth")
+        if name in ("mlp_dense_first", "set", "rigl", "dense_by_depth", "gradual_by_depth")
         else name
         for name in EVOLUTIONS
     ],
