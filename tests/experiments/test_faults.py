@@ -199,11 +199,12 @@ def until_stopped(processes):
     until(lambda: second.status() == psutil.STATUS_STOPPED, processes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_that_is_stopped_is_named_and_nothing_is_lost(pair, whole):
     """For longer than the heartbeat; ten times as long, and it would be taken for lost.
 
-    That all hear of it when it goes on, which this run may not live to tell, test_watch proves.
+    That all hear of it when it goes on, which this run may not live to tell, test_watch proves
+    every day.
     """
     record = Record("SIGSTOP for longer than the heartbeat")
     processes = pair.start("--heartbeat=10", at_1={"calls": [(STEP, 11, "SIGSTOP")]})
