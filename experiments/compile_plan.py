@@ -21,7 +21,7 @@ planner's search chooses the layout. Takes half a minute to two minutes of one c
 
 from experiments import flags, planner_flags
 from experiments.command_line import AT_LEAST_ONE, AT_LEAST_ZERO, Flag, Group
-from sparse_dataflow.models.sizes import DTYPES
+from sparse_dataflow.config.model import DTYPES
 
 AUTOMATIC = 0
 

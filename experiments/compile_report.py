@@ -6,12 +6,13 @@ import importlib.metadata
 
 from experiments import measurement, planner_flags
 from experiments.recipes import RECIPES
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import mesh as meshes
 from sparse_dataflow.execution import schedules
 from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.execution.pipelined import executor_over
-from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning import (
     compile,
     cost,
@@ -25,7 +26,6 @@ from sparse_dataflow.planning import (
 from sparse_dataflow.planning.chips import GIB
 from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.planning.run_layout import RunLayout
-from sparse_dataflow.training.optimizer import TrainingConfig
 
 FITS, TOO_LARGE = "fits", "does not fit"
 

@@ -48,7 +48,7 @@ def main(values):
     import numpy as np
 
     from experiments import measurement, recipes
-    from sparse_dataflow.models.sizes import SIZES
+    from sparse_dataflow.config.presets import SIZES
     from sparse_dataflow.planning import cost, hardware
 
     scale = "1.3b" if values.scale == "auto" else values.scale

@@ -18,7 +18,7 @@ was measured as JSON.
 
 from experiments import flags, planner_flags
 from experiments.command_line import AT_LEAST_ONE, Flag, Group
-from sparse_dataflow.models.sizes import SIZES
+from sparse_dataflow.config.presets import SIZES
 
 INTERPLAY = Group(
     "Interplay",

@@ -13,13 +13,13 @@ import types
 from experiments import prediction
 from experiments.planner_flags import DENSITIES
 from experiments.planner_flags import model as planned_model
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.execution import distributed, mesh
 from sparse_dataflow.execution.cluster import Membership
 from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.execution.host_memory import keep_freed_memory
 from sparse_dataflow.execution.pipelined import executor_over
 from sparse_dataflow.planning import hardware
-from sparse_dataflow.training.optimizer import TrainingConfig
 
 SCHEDULE = "1f1b"
 MEET_SECONDS, HEARTBEAT_SECONDS = 120.0, 60.0

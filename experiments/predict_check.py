@@ -12,7 +12,7 @@ Keeps the result as JSON.
 
 from experiments import flags
 from experiments.command_line import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, Flag, Group
-from sparse_dataflow.models.sizes import SIZES
+from sparse_dataflow.config.presets import SIZES
 
 CHECK = Group(
     "Check",

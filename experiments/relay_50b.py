@@ -38,11 +38,12 @@ def main(values):
     import dataclasses
 
     from experiments import measurement, relay_measure
+    from sparse_dataflow.config.model import LinearSpec, ModelConfig
+    from sparse_dataflow.config.presets import SIZES
+    from sparse_dataflow.config.training import TrainingConfig
     from sparse_dataflow.errors import UserError
     from sparse_dataflow.execution.relay import RelayConfig
-    from sparse_dataflow.models.sizes import SIZES, LinearSpec, ModelConfig
     from sparse_dataflow.planning import chips, hardware, memory, relay
-    from sparse_dataflow.training.optimizer import TrainingConfig
 
     if values.chip not in hardware.CHIPS:
         raise UserError(f"--chip={values.chip} is unknown; legal: {', '.join(hardware.CHIPS)}.")

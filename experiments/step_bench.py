@@ -52,7 +52,7 @@ def asked_models(values):
     import jax
 
     from experiments import recipes
-    from sparse_dataflow.models.sizes import SIZES
+    from sparse_dataflow.config.presets import SIZES
     from sparse_dataflow.planning import hardware
 
     asked = {flag.name: values[flag.name].value for group in GROUPS for flag in group.flags}

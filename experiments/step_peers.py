@@ -21,17 +21,11 @@ import numpy as np
 
 from experiments import measurement
 from experiments.kernel_peers import Pending
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution.host_state import fresh_state, view
-from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.training.optimizer import (
-    B1,
-    B2,
-    EPS,
-    TrainingConfig,
-    decay_mask,
-    learning_rate_multipliers,
-)
+from sparse_dataflow.training.optimizer import B1, B2, EPS, decay_mask, learning_rate_multipliers
 
 NAME = "torch_compile"
 

@@ -32,7 +32,7 @@ from sparse_dataflow.data.documents import (
     SotuSource,
     Source,
 )
-from sparse_dataflow.data.splits import is_held_out
+from sparse_dataflow.data.splits import is_held_out, split_for
 from sparse_dataflow.errors import UserError, first_line
 
 DEFAULT_CORPUS = "python_stdlib"
@@ -114,6 +114,24 @@ def load_corpus(name_or_path: str, cache_dir: Path) -> Corpus:
     if path.exists() or _looks_like_path(name_or_path):
         return _load_own("LocalText", name_or_path, LocalSource(path), cache_dir)
     return _load_tfds(name_or_path, cache_dir)
+
+
+def corpus_of_texts(texts: Sequence[str], name: str = "texts") -> Corpus:
+    """A corpus of documents in memory, one a text.
+
+    Raises:
+      UserError: there is no text, or a single one too short to be split.
+    """
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        raise UserError("texts must be a list of strings, one a document.")
+    documents = [Document(f"{name}/{number}", text) for number, text in enumerate(texts) if text]
+    split = split_for(document.id for document in documents)
+    halves: dict[str, list[Document]] = {"train": [], "validation": []}
+    for document in documents:
+        for half, piece in split.parts(document):
+            halves[half].append(piece)
+    digest = hashlib.sha256(json.dumps([[d.id, d.text] for d in documents]).encode()).hexdigest()
+    return Corpus(name, halves["train"], halves["validation"], digest)
 
 
 def _looks_like_path(name: str) -> bool:

@@ -1,7 +1,6 @@
 """A trained model, read from its run folder: what evaluation, generation and export begin with."""
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,19 +8,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_dataflow import json_files
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.links import refuse_leaving
-from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training.checkpoint import Checkpoints
-from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.phases import phase_before, phases
+from sparse_dataflow.training.run_files import (
+    RunRecord,
+    read_config,
+    read_record,
+    read_tokenizer,
+    read_variants,
+)
 from sparse_dataflow.training.saved_state import Kept, identity, saved_state
 
-CONFIG = "config.json"
-TOKENIZER = "tokenizer.json"
 NEWEST, BEST = "newest", "best"
 
 
@@ -38,7 +39,7 @@ class Trained:
       tokenizer: the run's.
       step: optimizer steps done.
       training: how it was trained.
-      config: the run's config.json.
+      record: what the run was started with; None where there is no run folder.
       facts: what the checkpoint says beside its arrays ("seconds", "bits_per_byte", ...).
     """
 
@@ -50,58 +51,13 @@ class Trained:
     tokenizer: Tokenizer
     step: int
     training: TrainingConfig
-    config: Mapping[str, Any]
+    record: RunRecord | None
     facts: Mapping[str, Any]
 
     @property
     def context(self) -> int:
         """Tokens that the model was trained to see at once."""
         return self.training.sequence
-
-
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a run, with its "variants".
-
-    Raises:
-      UserError: there is none, or it is damaged.
-    """
-    path = Path(folder).expanduser() / CONFIG
-    if not path.exists():
-        raise UserError(f"{folder} is not a run folder: it has no {CONFIG}.")
-    try:
-        config = json_files.load(path)
-        if not config["variants"] or not isinstance(config["corpus"]["name"], str):
-            raise ValueError("it names no variant or no corpus")
-        for name, fields in config["variants"].items():
-            if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-                raise ValueError(f"{name!r} is no name of a variant")
-            _configs(fields)
-    except UserError:
-        raise
-    except json_files.MALFORMED as error:
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}).") from None
-    refuse_leaving(path.parent)
-    return config
-
-
-def read_tokenizer(folder: str | Path, config: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that a run was trained with.
-
-    Raises:
-      UserError: the run has none, it cannot be read, or it is not the one of its config.json.
-    """
-    path = Path(folder).expanduser() / TOKENIZER
-    if not path.exists():
-        raise UserError(
-            f"The run {folder} has no {TOKENIZER}, so its tokens stand for no text; put the file "
-            "back from a copy of the run."
-        )
-    tokenizer = Tokenizer.load(path)
-    if tokenizer.content_hash != config.get("tokenizer"):
-        raise UserError(
-            f"{path} is not the tokenizer that the run was trained with; put that one back."
-        )
-    return tokenizer
 
 
 def load(run_folder: str | Path, variant: str, checkpoint: str = NEWEST) -> Trained:
@@ -119,12 +75,14 @@ def load(run_folder: str | Path, variant: str, checkpoint: str = NEWEST) -> Trai
     """
     folder = Path(run_folder).expanduser()
     config = read_config(folder)
-    if variant not in config["variants"]:
+    record = read_record(folder, config)
+    if variant not in config.variants:
         raise UserError(
-            f"The run {folder} has no variant {variant!r}; it has: {', '.join(config['variants'])}."
+            f"The run {folder} has no variant {variant!r}; it has: {', '.join(config.variants)}."
         )
-    tokenizer = read_tokenizer(folder, config)
-    model, training, evolution = _configs(config["variants"][variant])
+    tokenizer = read_tokenizer(folder, record)
+    chosen = read_variants(config, record)[variant]
+    model, training, evolution = chosen.model, chosen.training, chosen.evolution
     known = identity(model, training, evolution, tokenizer.content_hash)
     where = folder / variant / "checkpoints"
     checkpoints = Checkpoints(where, config=known, read_only=True)
@@ -150,16 +108,8 @@ def load(run_folder: str | Path, variant: str, checkpoint: str = NEWEST) -> Trai
         tokenizer,
         step,
         training,
-        config,
+        record,
         facts,
-    )
-
-
-def _configs(fields):
-    return (
-        ModelConfig.from_json(fields["model"]),
-        TrainingConfig(**fields["training"]),
-        EvolutionConfig(**fields["evolution"]),
     )
 
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.execution import whole
 from sparse_dataflow.models.groups import parts, together
 from sparse_dataflow.models.linear import Probe
-from sparse_dataflow.models.sizes import ModelConfig
 
 
 def block_gradient_norms(

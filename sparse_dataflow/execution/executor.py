@@ -6,9 +6,9 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.execution import whole
 from sparse_dataflow.execution.block_gradients import block_gradient_norms
-from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.optimizer import adam
 
 

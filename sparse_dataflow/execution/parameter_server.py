@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import host_optimizer
 from sparse_dataflow.execution.host_optimizer import Leaf, Rates
@@ -36,13 +38,7 @@ from sparse_dataflow.execution.host_state import (
 from sparse_dataflow.execution.relay_programs import device_dtype
 from sparse_dataflow.execution.timeline import Timeline
 from sparse_dataflow.models.groups import groups, of_layer
-from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.training.optimizer import (
-    TrainingConfig,
-    adam,
-    decay_mask,
-    learning_rate_multipliers,
-)
+from sparse_dataflow.training.optimizer import adam, decay_mask, learning_rate_multipliers
 from sparse_dataflow.training.step import TrainState
 
 CLIPPINGS = ("exact", "eager")

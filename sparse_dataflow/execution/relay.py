@@ -18,16 +18,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.parallel import CLIPPINGS
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.errors import UserError, first_line
 from sparse_dataflow.execution import relay_programs
 from sparse_dataflow.execution.depth_schedule import DepthSchedule
 from sparse_dataflow.execution.host_state import EMBED, HEAD, Section, one_layer, section_name
-from sparse_dataflow.execution.parameter_server import CLIPPINGS, ParameterServer, ServerStep
+from sparse_dataflow.execution.parameter_server import ParameterServer, ServerStep
 from sparse_dataflow.execution.timeline import Timeline
 from sparse_dataflow.models.groups import of_layer
-from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning.relay import PINNED_SETTING
-from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.step import StepReport, TrainState
 
 STASHES = ("device", "host")

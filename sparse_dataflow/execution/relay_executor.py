@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.execution import (
     host_optimizer,
     host_state,
@@ -26,8 +28,6 @@ from sparse_dataflow.execution.parameter_server import group_norms
 from sparse_dataflow.execution.relay import Relay, RelayConfig, device_errors_told
 from sparse_dataflow.execution.relay_probe import block_gradient_norms
 from sparse_dataflow.execution.server_files import MappedFiles
-from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.phases import probed_rows
 from sparse_dataflow.training.step import TrainState
 

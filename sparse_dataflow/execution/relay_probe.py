@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.execution import relay_programs
 from sparse_dataflow.execution.host_state import one_layer
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.groups import groups, of_layer
 from sparse_dataflow.models.linear import Probe
-from sparse_dataflow.models.sizes import ModelConfig
 
 
 class ProbePrograms(NamedTuple):

@@ -15,10 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution.mesh import BATCH_AXES, AnyMesh, batch_parts
 from sparse_dataflow.execution.whole import FETCHED
-from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 
 COLUMN_PARALLEL = ("qkv", "mlp_in")
 ROW_PARALLEL = ("attn_out", "mlp_out")

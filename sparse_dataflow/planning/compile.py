@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.execution import describe
 from sparse_dataflow.execution.executor import Executor
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning import hlo, memory, topologies, traced
-from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.step import abstract_state, jitted_train_step
 
 

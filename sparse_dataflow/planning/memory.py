@@ -9,9 +9,10 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.groups import widest
-from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
 from sparse_dataflow.planning.cost import stored_fractions
 from sparse_dataflow.planning.hardware import GIB
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning.chips import GIB, Chip
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency
 from sparse_dataflow.planning.layout_memory import layout_bytes

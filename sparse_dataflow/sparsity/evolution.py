@@ -19,58 +19,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sparse_dataflow.config.evolution import METHOD_NAMES, EvolutionConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.groups import groups
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.sparsity.balance import balanced_top
 from sparse_dataflow.sparsity.layout import BlockLayout
-
-
-@dataclasses.dataclass(frozen=True)
-class EvolutionConfig:
-    """Which method, and when.
-
-    Attributes:
-      method: a name in METHODS.
-      every: steps between two updates (set, rigl).
-      at: fraction of the steps after which the last update is made (set, rigl), the last stage
-        begins (gradual, sparse_to_dense, low_rank_tail); 0 is the method's own.
-      share: stored blocks that the first update exchanges, as a fraction; it falls to 0 along a
-        cosine (arXiv 1911.11134, section 3).
-      first: projections that sparse_to_dense makes dense at `at`, the others halfway from there to
-        the end; none for all at once.
-      plateau: evaluations without progress after which the next stage of sparse_to_dense begins,
-        before its time; 0 for never.
-      given_layouts: whether the first layouts come with the weights that a training begins with,
-        and so are data, in place of the pattern's.
-    """
-
-    method: str = "static"
-    every: int = 100
-    at: float = 0.0
-    share: float = 0.3
-    first: tuple[str, ...] = ()
-    plateau: int = 0
-    given_layouts: bool = False
-
-    def __post_init__(self):
-        object.__setattr__(self, "first", tuple(self.first))
-        if self.method not in METHODS:
-            raise UserError(
-                f"Evolution {self.method!r} is unknown; legal: {', '.join(sorted(METHODS))}."
-            )
-        if self.every < 1 or not 0 <= self.at < 1 or not 0 < self.share < 1:
-            raise UserError(
-                f"Evolution every {self.every} steps until {self.at} of them, exchanging "
-                f"{self.share} of the blocks; legal: 1 or more, [0, 1), (0, 1)."
-            )
-        if self.plateau < 0:
-            raise UserError(f"A plateau of {self.plateau} evaluations; legal: 0 or more.")
-
-    @property
-    def until(self) -> float:
-        """`at`, or the method's own where that is 0."""
-        return self.at or METHODS[self.method].at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +74,12 @@ def register(name: str, method: Method) -> None:
     if name in METHODS:
         raise ValueError(f"evolution {name!r} is already registered")
     METHODS[name] = method
+    METHOD_NAMES.append(name)
+
+
+def until(config: EvolutionConfig) -> float:
+    """`EvolutionConfig.at`, or the method's own fraction where that is 0."""
+    return config.at or METHODS[config.method].at
 
 
 def stages(model: ModelConfig, config: EvolutionConfig) -> tuple[Stage, ...]:
@@ -147,7 +107,7 @@ def _with_runtime_layouts(stage):
 def exchanged_share(config: EvolutionConfig, step: int, steps: int) -> float:
     """Fraction of stored blocks that the update before step `step` (from 0) of `steps` exchanges;
     0 where none is due."""
-    last = config.until * steps
+    last = until(config) * steps
     if METHODS[config.method].update is None or step == 0 or step % config.every or step > last:
         return 0.0
     return config.share / 2 * (1 + math.cos(math.pi * step / last))
@@ -240,7 +200,7 @@ def _sparse_to_dense(model, config):
     to_dense = lambda spec: LinearSpec(turned_dense=True)  # noqa: E731
     dense = _with_sparse_specs(model, to_dense)
     if not config.first:
-        return Stage(0.0, model), Stage(config.until, dense)
+        return Stage(0.0, model), Stage(until(config), dense)
     sparse = model.sparse_projections
     if not set(config.first) < set(sparse):
         raise UserError(
@@ -250,8 +210,8 @@ def _sparse_to_dense(model, config):
     partly = _with_sparse_specs(model, to_dense, config.first)
     return (
         Stage(0.0, model),
-        Stage(config.until, partly),
-        Stage((1 + config.until) / 2, dense),
+        Stage(until(config), partly),
+        Stage((1 + until(config)) / 2, dense),
     )
 
 
@@ -260,7 +220,7 @@ def _low_rank_tail(model, config):
     if not any(model.linear(name).rank for name in model.sparse_projections):
         raise UserError("--evolution=low_rank_tail adds a term of --rank; legal: 1 or more.")
     bare = _with_sparse_specs(model, lambda s: dataclasses.replace(s, rank=0))
-    return Stage(0.0, bare), Stage(config.until, model)
+    return Stage(0.0, bare), Stage(until(config), model)
 
 
 def _gradual(model, config):
@@ -268,7 +228,7 @@ def _gradual(model, config):
 
     Each stage stores only its blocks, at twice the density of the next: the schedule's staircase,
     entered where the cubic reaches the stage's density, so that the density is never below it.
-    The last stage begins at `config.until`, the end of the cubic.  Where layers store unequally
+    The last stage begins at `until(config)`, the end of the cubic.  Where layers store unequally
     much, each is halved from the stage on in which it would store all.
     """
     lowest = min(
@@ -283,7 +243,7 @@ def _gradual(model, config):
         left = (density - lowest) / (1 - lowest)
         found.append(
             Stage(
-                start=config.until * (1 - left ** (1 / 3)),
+                start=until(config) * (1 - left ** (1 / 3)),
                 model=_doubled(model, power) if power else model,
                 runtime_layouts=power < halvings,
             )

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from sparse_dataflow.config.sparsity import PATTERN_NAMES
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.sparsity.layout import BlockLayout
 
@@ -40,6 +41,7 @@ def register(name: str) -> Callable[[Pattern], Pattern]:
         if name in PATTERNS:
             raise ValueError(f"pattern {name!r} is already registered")
         PATTERNS[name] = pattern
+        PATTERN_NAMES.append(name)
         return pattern
 
     return add

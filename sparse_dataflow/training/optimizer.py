@@ -1,6 +1,5 @@
 """AdamW with warm-up and cosine decay, decay masks, learning rates by kind of parameter."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -10,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.config.model import SUPAR_WIDTH, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models.groups import group_of, groups
-from sparse_dataflow.models.sizes import DTYPES, SUPAR_WIDTH, ModelConfig
 
 B1, B2, EPS = 0.9, 0.95, 1e-8
 """Adam's decay of the moments, as GPT-3 (arXiv 2005.14165, appendix B), and its epsilon.
@@ -24,85 +23,6 @@ moment by 1 - B2 = 5% of its distance from the new square, the first by 10%.  So
 until they are within 8.5% and 4.1% of where float32 would rest, and decay to nothing where no
 gradient comes; with B2 = 0.999 neither would.
 """
-
-OPTIONAL = ("state_dtype", "skip_spikes", "sparse_rate", "vector_rate", "final_rate")
-"""Fields of TrainingConfig that younger runs have; their defaults must stay what they are."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingConfig:
-    """How a model is trained.
-
-    Attributes:
-      steps: optimizer steps of the whole run.
-      batch: sequences in an optimizer step.
-      sequence: tokens in a sequence.
-      micro_batches: parts the batch is accumulated over; must divide batch.
-      learning_rate: peak of the schedule, at which dense weights learn.
-      sparse_rate: how many times that a block-sparse weight of 1/8 density learns at, with its
-        low-rank term; between and beyond, a power of the density, so that 1 is the same for every
-        density.
-      vector_rate: how many times that embeddings, biases, norms and gates learn at.
-      warmup: fraction of the steps spent in linear warm-up, in [0, 1).
-      final_rate: where the schedule ends, as a fraction of its peak, in [0, 1]; GPT-3's is 0.1
-        (arXiv 2005.14165, appendix B), 0 ends lower for a token budget set before (2502.15938).
-      weight_decay: decoupled decay of matrices (biases, norms and gates have none).
-      clip: largest global gradient norm.
-      seed: draws parameters and data order.
-      state_dtype: that both moments are kept in, and the gradients of a micro-batch; masters and
-        sums over micro-batches are float32, and so is all arithmetic.
-      skip_spikes: standard deviations above the mean of the last losses beyond which a step is
-        skipped (see `spikes`); 0 skips none.
-    """
-
-    steps: int
-    batch: int
-    sequence: int
-    micro_batches: int = 1
-    learning_rate: float = 1e-3
-    warmup: float = 0.1
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
-    state_dtype: str = "float32"
-    skip_spikes: float = 0.0
-    sparse_rate: float = 1.0
-    vector_rate: float = 1.0
-    final_rate: float = 0.1
-
-    def __post_init__(self):
-        if self.state_dtype not in DTYPES:
-            raise UserError(
-                f"state_dtype {self.state_dtype!r} is unknown; legal: {', '.join(DTYPES)}."
-            )
-        if self.steps < 1:
-            raise UserError(f"A run needs 1 step or more, not {self.steps}.")
-        if min(self.batch, self.sequence) < 1:
-            raise UserError(f"batch {self.batch} and sequence {self.sequence} must be at least 1.")
-        if not 0 <= self.warmup < 1:
-            raise UserError(f"warmup {self.warmup} is a fraction of the steps; legal: [0, 1).")
-        if not 0 <= self.final_rate <= 1:
-            raise UserError(
-                f"final_rate {self.final_rate} is a fraction of the peak; legal: [0, 1]."
-            )
-        for name in ("sparse_rate", "vector_rate"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name} {getattr(self, name)} is not above 0.")
-        if self.micro_batches < 1 or self.batch % self.micro_batches:
-            raise UserError(
-                f"A batch of {self.batch} does not split into {self.micro_batches} micro-batches."
-            )
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields, as runs and checkpoints keep them; OPTIONAL ones at their default go without
-        saying, so that runs fit which were kept before there was a choice."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        return {
-            name: value
-            for name, value in dataclasses.asdict(self).items()
-            if name not in OPTIONAL or value != defaults[name]
-        }
-
 
 SPARSE_RATE_DENSITY = 1 / 8
 """The density that `TrainingConfig.sparse_rate` is told for."""

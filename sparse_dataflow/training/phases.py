@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Sequence
 
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning import cost
-from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, exchanged_share, stages
-from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.sparsity.evolution import METHODS, exchanged_share, stages, until
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +93,10 @@ def refuse_unfit(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> 
     if any(phase.steps < 1 for phase in found):
         raise UserError(
             f"--evolution={evolution.method} trains {len(found)} models in turn, the last from "
-            f"{evolution.until:.0%} of the steps on, and {steps} steps leave one of them none; "
+            f"{until(evolution):.0%} of the steps on, and {steps} steps leave one of them none; "
             "give more --steps or --minutes, or another --evolve_at."
         )
-    last = int(evolution.until * steps)
+    last = int(until(evolution) * steps)
     exchanges = METHODS[evolution.method].update is not None
     if exchanges and len(found) == 1 and not update_steps(evolution, steps):
         legal = f"1 to {last}" if last else f"none in a run of {steps} steps"

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import numpy as np
 
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.execution.executor import ONE_DEVICE, Executor, OwnPrograms
 from sparse_dataflow.models import gpt
-from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, Stage
-from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.sparsity.evolution import METHODS, Stage
 from sparse_dataflow.training.phases import probed_rows
 from sparse_dataflow.training.step import (
     abstract_state,

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.execution.executor import ONE_DEVICE, Executor, OwnPrograms
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
+from sparse_dataflow.training.optimizer import make_optimizer
 
 
 class TrainState(NamedTuple):

@@ -18,6 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.execution import mesh as meshes
 from sparse_dataflow.execution.executor import ONE_DEVICE
@@ -26,11 +29,10 @@ from sparse_dataflow.execution.sharded import Sharded
 from sparse_dataflow.execution.stages import divide
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.groups import parts
-from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
-from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
+from sparse_dataflow.sparsity.evolution import stages
 from sparse_dataflow.training.checkpoint import Checkpoints
 from sparse_dataflow.training.loop import Trainer
-from sparse_dataflow.training.optimizer import TrainingConfig, map_moments
+from sparse_dataflow.training.optimizer import map_moments
 from sparse_dataflow.training.programs import TrainingData, compile_programs
 from sparse_dataflow.training.step import (
     StepReport,

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from mesh_training import BATCH, MODELS, SEQUENCE, error, executor
 
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.execution import schedules
 from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.models import gpt
-from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.step import initial_state
 
 

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.execution import rendezvous
 from sparse_dataflow.execution.host_state import fresh_state
 from sparse_dataflow.execution.relay import Relay
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
-from sparse_dataflow.training.optimizer import TrainingConfig
 
 MODEL = ModelConfig(
     num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12

@@ -14,12 +14,12 @@ import sys
 import jax
 import numpy as np
 
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.execution import host_optimizer, host_state
 from sparse_dataflow.execution.parameter_server import ParameterServer, ServerStep
 from sparse_dataflow.execution.server_files import MappedFiles
 from sparse_dataflow.execution.timeline import Timeline
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
-from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.step import TrainState
 
 MODEL = ModelConfig(

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from small_models import DENSE, MODEL, SPARSE, arbitrary_params, assert_same, tables_of
 
+from sparse_dataflow.config.model import PROJECTIONS
 from sparse_dataflow.execution import whole
 from sparse_dataflow.execution.layer_actions import layer_actions
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import PROJECTIONS
 
 NIGHTLY = pytest.mark.nightly
 

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 import pytest
 
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import (
     block_gradients,
@@ -25,9 +27,8 @@ from sparse_dataflow.execution.host_state import abstract_state, fresh_state
 from sparse_dataflow.execution.relay import Relay, RelayConfig
 from sparse_dataflow.execution.server_files import MappedFiles
 from sparse_dataflow.execution.timeline import KINDS, hidden_share
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.planning import relay as planning
-from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
+from sparse_dataflow.training.optimizer import learning_rate_schedule
 from sparse_dataflow.training.step import initial_state, make_eval_step, make_train_step
 
 STEPS = 20

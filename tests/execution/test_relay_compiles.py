@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.execution import relay_programs
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.planning import relay, topologies
 from sparse_dataflow.planning.chips import GIGA
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import mesh as meshes
 from sparse_dataflow.execution import sharding
 from sparse_dataflow.execution.sharded import Sharded
-from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
-from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.step import abstract_state
 
 DENSE = ModelConfig(num_layers=2, d_model=64, num_heads=4, d_ff=256, vocab_size=48, max_len=16)

@@ -9,13 +9,14 @@ import types
 import pytest
 
 from experiments import interplay_report, interplay_step, prediction
+from sparse_dataflow.config.model import PROJECTIONS
+from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models.sizes import PROJECTIONS, SIZES
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.chips import Chip
 from sparse_dataflow.planning.efficiency import PRIOR
 from sparse_dataflow.planning.step_time import step_time
-from sparse_dataflow.training.optimizer import TrainingConfig
 
 CHIP = Chip("cpu", {"float32": 2e11}, 2**34, 2e10)
 SECONDS = {"qkv": 0.03, "attention": 0.02, "attn_out": 0.01, "mlp_in": 0.04, "mlp_out": 0.05}

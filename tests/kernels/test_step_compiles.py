@@ -8,11 +8,12 @@ import importlib.util
 
 import pytest
 
+from sparse_dataflow.config.model import LinearSpec
+from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.execution.executor import ONE_DEVICE
-from sparse_dataflow.models.sizes import SIZES, LinearSpec
 from sparse_dataflow.planning import topologies
 from sparse_dataflow.planning.compile import compile_step
-from sparse_dataflow.training.optimizer import TrainingConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 

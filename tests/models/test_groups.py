@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import whole
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.groups import groups, layer_linear, parts
-from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.planning import cost, memory, traced
 
 SPEC = LinearSpec("block_sparse", "cyclic", 1 / 4, block=8)

@@ -9,12 +9,12 @@ import sys
 
 import jax
 
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.execution import mesh as meshes
 from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.execution.pipelined import executor_over
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.planning import compile, hlo
-from sparse_dataflow.training.optimizer import TrainingConfig
 
 MODEL = ModelConfig(20, 64, 4, 256, 512, 64)
 SPARSE = MODEL.with_linears(LinearSpec("block_sparse", density=1 / 4, block=16))

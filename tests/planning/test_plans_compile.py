@@ -7,7 +7,7 @@ from shipped_plans import SHIPPED, plan_of, result
 
 from experiments import compile_report
 from experiments.compile_report import FITS, TOO_LARGE, Plan
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.planning import hlo, topologies
 from sparse_dataflow.planning.run_layout import RunLayout
 

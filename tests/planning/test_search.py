@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models.sizes import SIZES, LinearSpec, ModelConfig
 from sparse_dataflow.planning import chips, search, sensitivity
 from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.planning.search import Request, Space

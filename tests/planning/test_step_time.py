@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import schedules
-from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
 from sparse_dataflow.planning import collectives, cost, memory
 from sparse_dataflow.planning.chips import CHIPS, Chip, Network
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency

@@ -2,12 +2,12 @@ import jax
 import numpy as np
 import pytest
 
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics
-from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.programs import Compiled, TrainingData
 from sparse_dataflow.training.step import StepReport
 from sparse_dataflow.training.turns import advance_side_by_side

@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import SUPAR_HEAD, SUPAR_WIDTH, LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import whole
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import SUPAR_HEAD, SUPAR_WIDTH, LinearSpec, ModelConfig
-from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
+from sparse_dataflow.sparsity.evolution import stages
 from sparse_dataflow.training.optimizer import (
     TURNED_DENSE_RATE,
-    TrainingConfig,
     decay_mask,
     learning_rate_multipliers,
     learning_rate_schedule,

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics
-from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.programs import Compiled, TrainingData
 from sparse_dataflow.training.spikes import LEAST, PATIENCE, ROLLBACKS, WINDOW, Spikes, counts
 from sparse_dataflow.training.step import StepReport, initial_state, make_train_step

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from test_transitions import assert_shaped_like, logits_of, trained_state, trees
 
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.groups import groups, layer_linear
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
-from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, stages
+from sparse_dataflow.sparsity.evolution import METHODS, stages
 from sparse_dataflow.training.optimizer import map_moments
 from sparse_dataflow.training.transitions import change_model, update_layouts
 

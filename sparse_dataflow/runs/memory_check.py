@@ -5,12 +5,15 @@ import math
 
 import jax
 
-from experiments import recipes
-from experiments.recipes import Variant
+from sparse_dataflow.config.presets import SIZES, preset
+from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.hardware import GIB
+from sparse_dataflow.training.variants import Variant, variants as variants_of
+
+
+_SHAPE = ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "max_len")
 
 
 def needed_bytes(variants: list[Variant]) -> int:
@@ -45,11 +48,13 @@ def fitting(variants: list[Variant], memory_bytes: int) -> tuple[str, int] | Non
     return None
 
 
-def refuse_too_large(values, variants: list[Variant], memory_bytes: int | None) -> None:
+def refuse_too_large(
+    config: RunConfig, variants: list[Variant], memory_bytes: int | None
+) -> None:
     """Refuses variants that the memory cannot train.
 
     Args:
-      values: settled flags; named in the answer.
+      config: of the run; its settings are named in the answer.
       variants: what they describe.
       memory_bytes: of one device; nothing is refused where it is None.
 
@@ -62,44 +67,46 @@ def refuse_too_large(values, variants: list[Variant], memory_bytes: int | None) 
     if need <= memory_bytes * memory.USABLE:
         return
     raise UserError(
-        f"Training --scale={values.scale} needs {math.ceil(need / GIB):,} GiB with these flags, "
+        f"Training --scale={config.run.scale} needs {math.ceil(need / GIB):,} GiB with these settings, "
         f"and this machine has {math.floor(memory_bytes / GIB):,}; "
-        f"{_advice(values, variants, memory_bytes)}."
+        f"{_advice(config, variants, memory_bytes)}."
     )
 
 
-def _advice(values, variants, memory_bytes):
+def _advice(config, variants, memory_bytes):
     fit = fitting(variants, memory_bytes)
     if fit:
-        return f"it fits with --remat={fit[0]} --accumulation={fit[1]}"
+        return f"it fits with {_settings(fit)}"
     rounded = _with(variants, state_dtype="bfloat16")
     fit = fitting(rounded, memory_bytes)
     if fit:
-        return f"it fits with --state_dtype=bfloat16 --remat={fit[0]} --accumulation={fit[1]}"
-    names = [v.name for v in variants]
+        return f"it fits with --set training.state_dtype=bfloat16 {_settings(fit)}"
     fit = fitting(variants[:1], memory_bytes) if len(variants) > 1 else None
     if fit:
-        return f"it fits with --twin=no --remat={fit[0]} --accumulation={fit[1]}"
-    smaller = list(SIZES)[: list(SIZES).index(values.scale)]
+        return f"it fits with --twin=no {_settings(fit)}"
+    smaller = list(SIZES)[: list(SIZES).index(config.run.scale)]
     for scale in reversed(smaller):
-        fit = _fitting_scale(values, scale, names, memory_bytes)
+        fit = _fitting_scale(config, scale, memory_bytes)
         if fit:
-            return (
-                f"the largest scale that fits is --scale={scale} --remat={fit[0]} "
-                f"--accumulation={fit[1]}"
-            )
-    return "no smaller scale fits with these flags"
+            return f"the largest scale that fits is --scale={scale} {_settings(fit)}"
+    return "no smaller scale fits with these settings"
 
 
-def _fitting_scale(values, scale, names, memory_bytes):
-    wanted = values.scale
+def _settings(fit):
+    return f"--set model.remat={fit[0]} --set training.micro_batches={fit[1]}"
+
+
+def _fitting_scale(config, scale, memory_bytes):
+    shape = preset(scale).model
+    sizes = {name: getattr(shape, name) for name in _SHAPE}
+    model = dataclasses.replace(config.model, **sizes)
+    sequence = min(config.training.sequence, shape.max_len)
+    training = dataclasses.replace(config.training, sequence=sequence)
     try:
-        values.scale = scale
-        return fitting(recipes.variants(values, names), memory_bytes)
-    except UserError:  # These flags describe no model of that scale.
+        smaller = dataclasses.replace(config, model=model, training=training)
+        return fitting(variants_of(smaller), memory_bytes)
+    except UserError:  # These settings describe no model of that scale.
         return None
-    finally:
-        values.scale = wanted
 
 
 def _with(variants, remat=None, **training):

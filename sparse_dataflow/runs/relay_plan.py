@@ -6,26 +6,27 @@ import os
 import jax
 import psutil
 
-from experiments.recipes import Variant
+from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import processes, timeline
 from sparse_dataflow.execution.relay_executor import RelayExecutor
 from sparse_dataflow.planning import memory, relay
 from sparse_dataflow.planning.hardware import CHIPS, GIB, Chip
 from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.variants import Variant
 
 
-def of(values, variant: Variant, chip: Chip, devices: int = 1) -> relay.RelayPlan:
-    """The plan of one variant under the flags of `execution_flags`."""
+def of(config: RunConfig, variant: Variant, chip: Chip, devices: int = 1) -> relay.RelayPlan:
+    """The plan of one variant under a config's `parallel` part."""
     training = variant.training
     return relay.plan(
         variant.model,
         training.batch,
         training.sequence,
         training.micro_batches,
-        stash=values.stash,
-        clipping=values.clipping,
-        files=bool(values.server_dir),
+        stash=config.parallel.stash,
+        clipping=config.parallel.clipping,
+        files=bool(config.parallel.server_dir),
         pinned=chip.name in CHIPS,
         chip=chip,
         host_bandwidth=chip.host_bandwidth,
@@ -34,14 +35,16 @@ def of(values, variant: Variant, chip: Chip, devices: int = 1) -> relay.RelayPla
     )
 
 
-def tell(values, variants: list[Variant], chip: Chip, executor: RelayExecutor) -> None:
+def tell(
+    config: RunConfig, variants: list[Variant], chip: Chip, executor: RelayExecutor
+) -> None:
     """Prints each variant's plan; called by all processes.
 
     Raises:
       UserError: the device, the host or its disk is too small, or the server's files cannot be
-        kept where --server_dir says; names what is needed.
+        kept where `parallel.server_dir` says; names what is needed.
     """
-    plans = [of(values, v, chip, executor.devices) for v in variants]
+    plans = [of(config, v, chip, executor.devices) for v in variants]
     for v, found in zip(variants, plans):
         say(f"{v.name:>6}: {found.text()}")
     refuse_small_host(plans[0].beside(plans[1:]))
@@ -49,8 +52,8 @@ def tell(values, variants: list[Variant], chip: Chip, executor: RelayExecutor) -
     if chip.memory_bytes is not None and need > chip.memory_bytes * memory.USABLE:
         raise UserError(
             f"The relay needs {need / GIB:,.1f} GiB on the device with these flags, and it has "
-            f"{chip.memory_bytes / GIB:,.1f}; more --accumulation makes micro-batches smaller, "
-            "--stash=host keeps their boundaries in host memory."
+            f"{chip.memory_bytes / GIB:,.1f}; more training.micro_batches makes them smaller, "
+            "parallel.stash=host keeps their boundaries in host memory."
         )
     executor.refuse_unusable_files({v.name: plan.disk for v, plan in zip(variants, plans)})
 

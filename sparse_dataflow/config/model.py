@@ -1,14 +1,20 @@
-"""What a model is: one frozen config, and the named sizes from laptop to a trillion parameters."""
+"""What a model is: the shape of a GPT and how each of its projections is stored."""
 
 import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
 
+from sparse_dataflow.config.settings import ADOPTED, setting, validate
 from sparse_dataflow.errors import UserError
 
 PROJECTIONS = ("qkv", "attn_out", "mlp_in", "mlp_out")
 DTYPES = ("float32", "bfloat16")
+NORMS = ("layernorm", "rmsnorm")
+POSITIONS = ("learned", "rotary")
+ACTIVATIONS = ("gelu", "relu")
+REMATS = ("none", "dots", "full")
+PARAMETRIZATIONS = ("standard", "supar")
 
 SUPAR_WIDTH = 256
 """The d_model at which a dense model is the same under either parametrization; its heads are 64
@@ -68,14 +74,6 @@ class LinearSpec:
                 "block_sparse one, or 0."
             )
 
-    def to_json(self) -> dict:
-        """The fields; `hadamard` and `turned_dense` only where they are."""
-        fields = dict(vars(self))
-        for name in ("hadamard", "turned_dense"):
-            if not fields[name]:
-                del fields[name]
-        return fields
-
     def scaled(self, multiplier: float) -> "LinearSpec":
         """This spec at a multiple of its density.
 
@@ -100,36 +98,48 @@ class ModelConfig:
       d_model: residual width; a multiple of num_heads.
       num_heads: attention heads of width d_model // num_heads.
       d_ff: MLP width (4 d_model in GPT-3).
-      vocab_size: tokens known to the embedding.
+      vocab_size: rows of the embedding.
       max_len: longest sequence, in tokens (the number of learned positions).
-      linears: (projection name, LinearSpec) pairs or a mapping of them; missing names are dense.
-      density_by_depth: what multiplies the density of every block-sparse projection, one number a
-        layer, first to last; empty where all layers store equally much.  Equal numbers go into the
-        specs, and it is then empty too.
-      norm: "layernorm" or "rmsnorm".
-      positions: "learned" or "rotary".
-      activation: of the MLP, "gelu" (its tanh form, as in GPT-2) or "relu" (as in OPT).
-      remat: activation checkpointing of a block: "none", "dots" (keep matmul outputs) or "full".
+      norm: normalisation before each half of a block.
+      positions: how a token knows its place.
+      activation: of the MLP; gelu is its tanh form, as in GPT-2, relu is OPT's.
+      remat: activation checkpointing of a block.
       compute_dtype: dtype of activations and of the weights' working copy; masters are float32.
       parametrization: "standard", or "supar" (arXiv 2405.15743), which keeps the size of every
         activation, and of every step's change of it, the same over width and density.
+      linears: (projection name, LinearSpec) pairs or a mapping of them; missing names are dense.
+        A `RunConfig` leaves it empty, as its `sparsity` says what is stored.
+      density_by_depth: factors on the density of every block-sparse projection, one a layer, first
+        to last; empty where all layers have equal densities.  Equal factors go into the specs, and
+        it is then empty too.
       seed: draws the pseudo-random patterns.
     """
 
-    num_layers: int
-    d_model: int
-    num_heads: int
-    d_ff: int
-    vocab_size: int
-    max_len: int
+    num_layers: int = setting(help="Blocks of the model.")
+    d_model: int = setting(help="Residual width, in features.")
+    num_heads: int = setting(help="Attention heads; must divide model.d_model.")
+    d_ff: int = setting(help="Width of the MLP, in features.")
+    vocab_size: int = setting(help="Tokens of the vocabulary, which bpe learns; 257 or more.")
+    max_len: int = setting(help="Learned positions; the longest training.sequence.")
     linears: tuple[tuple[str, LinearSpec], ...] | Mapping[str, LinearSpec] = ()
     density_by_depth: tuple[float, ...] = ()
-    norm: str = "layernorm"
-    positions: str = "learned"
-    activation: str = "gelu"
-    remat: str = "none"
-    compute_dtype: str = "float32"
-    parametrization: str = "standard"
+    norm: str = setting("layernorm", "Normalisation of a block's inputs.", choices=NORMS)
+    positions: str = setting("learned", "Position encoding.", choices=POSITIONS)
+    activation: str = setting("gelu", "Activation of the MLP.", choices=ACTIVATIONS)
+    remat: str = setting(
+        "none",
+        "Activations recomputed in the backward pass: none, all but matmuls, or all.",
+        choices=REMATS,
+        resumed=ADOPTED,
+    )
+    compute_dtype: str = setting(
+        "float32", "Dtype of activations; master weights stay float32.", choices=DTYPES
+    )
+    parametrization: str = setting(
+        "standard",
+        "supar scales initialisation and learning rate with width and density (arXiv 2405.15743).",
+        choices=PARAMETRIZATIONS,
+    )
     seed: int = 0
 
     def __post_init__(self):
@@ -137,24 +147,19 @@ class ModelConfig:
             _whole(name, getattr(self, name), 1)
         _whole("num_layers", self.num_layers, 1, MOST_LAYERS)
         _whole("seed", self.seed, 0, 2**63)
+        validate(self, "model")
         if self.d_model % self.num_heads:
             legal = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0]
             raise UserError(
                 f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}; "
                 f"legal head counts: {', '.join(map(str, legal))}."
             )
-        _one_of("norm", self.norm, ("layernorm", "rmsnorm"))
-        _one_of("positions", self.positions, ("learned", "rotary"))
-        _one_of("activation", self.activation, ("gelu", "relu"))
         head_dim = self.d_model // self.num_heads
         if self.positions == "rotary" and head_dim % 2:
             raise UserError(
                 f"rotary positions need an even head width, and d_model {self.d_model} over "
                 f"{self.num_heads} heads is {head_dim}; legal: fewer heads, or learned positions."
             )
-        _one_of("remat", self.remat, ("none", "dots", "full"))
-        _one_of("compute_dtype", self.compute_dtype, DTYPES)
-        _one_of("parametrization", self.parametrization, ("standard", "supar"))
         linears = tuple(sorted(dict(self.linears).items()))
         for name, _ in linears:
             _one_of("projection", name, PROJECTIONS)
@@ -230,10 +235,9 @@ class ModelConfig:
 
     def to_json(self) -> dict:
         """A JSON-able dict; `from_json` is its inverse."""
-        linears = {name: spec.to_json() for name, spec in dict(self.linears).items()}
-        fields = {**dataclasses.asdict(self), "linears": linears}
-        by_depth = fields.pop("density_by_depth")
-        return {**fields, "density_by_depth": list(by_depth)} if by_depth else fields
+        linears = {name: dict(vars(spec)) for name, spec in self.linears}
+        by_depth = list(self.density_by_depth)
+        return {**vars(self), "linears": linears, "density_by_depth": by_depth}
 
     @classmethod
     def from_json(cls, fields: Mapping) -> "ModelConfig":
@@ -253,28 +257,3 @@ def _whole(what: str, value: int, least: int, most: int = MOST) -> None:
 def _one_of(what: str, value: str, legal: tuple[str, ...]) -> None:
     if value not in legal:
         raise UserError(f"{what} {value!r} is unknown; legal: {', '.join(legal)}.")
-
-
-def _size(num_layers, d_model, num_heads, vocab_size, max_len):
-    return ModelConfig(num_layers, d_model, num_heads, 4 * d_model, vocab_size, max_len)
-
-
-# Laptop scales are wide and shallow with short sequences and a small vocabulary, so that
-# projections hold at least 85% of the FLOPs, as they hold about 95% in the 13B; a narrow replica
-# hides what sparsity does.  125m to 13b and 175b follow GPT-3 (arXiv 2005.14165, table 2.1), 22b
-# and 1t Frontier (arXiv 2312.12705).
-SIZES: dict[str, ModelConfig] = {
-    "pico": _size(2, 128, 2, 512, 64),  # tests: steps of milliseconds
-    "3m": _size(4, 256, 4, 1024, 128),  # trainings to compare: an hour for a dozen
-    "nano": _size(2, 1024, 8, 3072, 128),
-    "micro": _size(4, 1024, 8, 2048, 256),
-    "mini": _size(6, 1536, 12, 4096, 256),
-    "125m": _size(12, 768, 12, 50257, 2048),
-    "350m": _size(24, 1024, 16, 50257, 2048),
-    "1.3b": _size(24, 2048, 16, 50257, 2048),
-    "6.7b": _size(32, 4096, 32, 50257, 2048),
-    "13b": _size(40, 5120, 40, 50257, 2048),
-    "22b": _size(48, 6144, 48, 51200, 2048),
-    "175b": _size(96, 12288, 96, 51200, 2048),
-    "1t": _size(128, 25600, 160, 51200, 2048),
-}

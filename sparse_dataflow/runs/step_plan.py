@@ -6,7 +6,7 @@ import time
 import jax
 import numpy as np
 
-from experiments.recipes import Variant
+from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import update_steps
@@ -18,6 +18,7 @@ from sparse_dataflow.training.programs import (
     stepped,
 )
 from sparse_dataflow.training.step import initial_state
+from sparse_dataflow.training.variants import Variant
 
 ROUNDS = 3
 STEPS_A_ROUND = 3
@@ -26,25 +27,25 @@ STUDY_ROUNDS = 10
 
 
 def planned_steps(
-    values,
+    config: RunConfig,
     variants: list[Variant],
     programs: dict[str, list[Compiled]],
     data: TrainingData,
     executor: Executor = ONE_DEVICE,
 ) -> dict[str, int]:
-    """Steps of each variant: as many as --steps says, or as fit into its --minutes.
+    """Steps of each variant: `training.steps`, or as many as fit into `run.minutes`.
 
     The time of a step is that of its phases, each weighed by its share of the steps, and of the
-    layout updates between them.  The plan is kept in config.json and a resumed run keeps it.
+    layout updates between them.  The plan is written to run.json and a resumed run keeps it.
     """
-    if values.steps:
-        return {v.name: values.steps for v in variants}
+    if config.training.steps:
+        return {v.name: config.training.steps for v in variants}
     seconds = _phase_seconds(variants, programs, data, executor)
     steps = {}
     for v in variants:
         of_phase, update = seconds[v.name], programs[v.name][0].update_seconds
         mean = float(np.dot(_shares(v), of_phase))
-        budget = values.minutes * 60
+        budget = config.run.minutes * 60
         mean += update * _updates_a_step(v, budget / mean)
         steps[v.name] = max(1, round(budget / mean))
         parts = " then ".join(f"{1e3 * s:.0f}" for s in of_phase)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments import evaluation_report
 from sparse_dataflow import storage
 from sparse_dataflow.data.prompts import heldout_prompts
 from sparse_dataflow.errors import UserError
@@ -24,8 +23,10 @@ from sparse_dataflow.reporting.report_data import (
     ReportData,
     VariantData,
 )
+from sparse_dataflow.runs import evaluation_report
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics, say
+from sparse_dataflow.training.run_files import RunRecord
 from sparse_dataflow.training.sections import section_seconds
 
 CONTINUATIONS = 10
@@ -44,7 +45,13 @@ class Written:
 
 
 def write(
-    folder: Path, config: dict, trainers: list[Trainer], corpus, tokenizer, chip, seconds: dict
+    folder: Path,
+    record: RunRecord,
+    trainers: list[Trainer],
+    corpus,
+    tokenizer,
+    chip,
+    seconds: dict,
 ) -> Written:
     """Writes report.json and report.html of a finished run; `seconds` as `goodput.account` gives.
 
@@ -59,14 +66,14 @@ def write(
     sequence = trainers[0].training.sequence
     dense_flops = cost.flops_per_token(dataclasses.replace(model, linears=()), sequence)
     data = ReportData(
-        title=config["experiment"],
-        command=shlex.join(config["command"][0].split() + config["command"][1:]),
-        date=config["date"],
-        machine=config["machine"],
-        versions=config["versions"],
+        title=record.experiment,
+        command=shlex.join([*record.command[0].split(), *record.command[1:]]),
+        date=record.date,
+        machine=record.machine,
+        versions=dict(record.versions),
         corpus=f"{corpus.name} ({corpus.content_hash[:12]})",
         tokenizer=f"{tokenizer.vocab_size} tokens ({tokenizer.content_hash[:12]})",
-        notes=_notes(config, folder, trainers, timed),
+        notes=_notes(folder, trainers, timed),
         variants=variants,
         layouts=_layouts(trainers, model),
         flop_ceiling=cost.flop_ceiling(model, sequence) if sparse else None,
@@ -168,7 +175,7 @@ def _evolution_notes(folder, trainers):
     return notes
 
 
-def _notes(config, folder, trainers, timed):
+def _notes(folder, trainers, timed):
     return [
         f"{t.name}: {t.model.num_layers} layers of width {t.model.d_model}, sequences of "
         f"{t.training.sequence} tokens, {t.training.batch} a step, peak learning rate "

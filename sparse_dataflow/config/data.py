@@ -1,0 +1,37 @@
+"""What is learned."""
+
+import dataclasses
+from typing import ClassVar
+
+from sparse_dataflow.config.settings import setting, validate
+from sparse_dataflow.errors import UserError
+
+TOKENIZERS = ("bpe", "gpt2")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The corpus and its tokenizer.
+
+    Attributes:
+      corpus: where the text comes from.
+      tokenizer: "bpe" learns `model.vocab_size` tokens from the corpus; "gpt2" is GPT-2's own.
+    """
+
+    PART: ClassVar[str] = "data"
+
+    corpus: str = setting(
+        "python_stdlib",
+        "python_stdlib, sotu, a folder or file (.txt, .jsonl), or a tfds name such as c4/en.",
+    )
+    tokenizer: str = setting(
+        "bpe", "bpe is trained on the corpus; gpt2 is GPT-2's own.", choices=TOKENIZERS
+    )
+
+    def __post_init__(self):
+        validate(self, self.PART)
+        if not self.corpus:
+            raise UserError(
+                "data.corpus is empty; legal: python_stdlib, sotu, a folder or file, or a tfds "
+                "name."
+            )

@@ -1,0 +1,73 @@
+"""How the stored blocks change while a model trains."""
+
+import dataclasses
+from typing import ClassVar
+
+from sparse_dataflow.config.model import PROJECTIONS
+from sparse_dataflow.config.settings import AT_LEAST_ONE, AT_LEAST_ZERO, setting, validate
+
+METHOD_NAMES: list[str] = []
+"""Names of the methods, filled by `sparsity.evolution.register`."""
+
+EXCHANGED_BLOCKS = 0.05
+"""Share of the blocks that the first update of rigl or set exchanges.  RigL's 0.3 (arXiv
+1911.11134, section 3) is for single weights; for blocks a smaller share ends at a lower loss."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvolutionConfig:
+    """Which method, and when.
+
+    Attributes:
+      method: a name in `sparsity.evolution`.
+      every: steps between two updates (set, rigl).
+      at: fraction of the steps after which the last update is made (set, rigl) or the last phase
+        begins (gradual, sparse_to_dense, low_rank_tail); 0 is the method's own.
+      share: stored blocks that the first update exchanges, as a fraction; it falls to 0 along a
+        cosine (arXiv 1911.11134, section 3).
+      first: projections that sparse_to_dense makes dense at `at`, the others halfway from there to
+        the end; none for all at once.
+      plateau: evaluations without progress after which the next phase of sparse_to_dense begins
+        early; 0 for never.
+      given_layouts: whether the first layouts come with imported weights, and so are data.
+    """
+
+    PART: ClassVar[str] = "evolution"
+
+    method: str = setting(
+        "static",
+        "set and rigl exchange blocks, at random or by their gradient; gradual prunes a dense "
+        "model in halvings; sparse_to_dense ends dense; low_rank_tail adds sparsity.rank at the "
+        "end. Options follow a colon: rigl:every=100,share=0.05.",
+        choices=METHOD_NAMES,
+    )
+    every: int = setting(100, "Steps between two updates of set or rigl.", legal=AT_LEAST_ONE)
+    at: float = setting(
+        0.0,
+        "Fraction of the steps at which set and rigl stop (0.75), gradual reaches the density "
+        "(0.5), sparse_to_dense turns dense (0.7) or low_rank_tail adds its term (0.99); 0 is the "
+        "number in brackets.",
+        legal=("in [0, 1)", lambda fraction: 0 <= fraction < 1),
+    )
+    share: float = setting(
+        EXCHANGED_BLOCKS,
+        "Share of the blocks that the first update of set or rigl exchanges.",
+        legal=("in (0, 1)", lambda share: 0 < share < 1),
+    )
+    first: tuple[str, ...] = setting(
+        (),
+        "Projections that sparse_to_dense makes dense first, the others halfway from there to the "
+        "end; none is all at once.",
+        choices=PROJECTIONS,
+    )
+    plateau: int = setting(
+        0,
+        "Evaluations in a row without 0.5% of gain after which sparse_to_dense turns dense early; "
+        "0 is never.",
+        legal=AT_LEAST_ZERO,
+    )
+    given_layouts: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "first", tuple(self.first))
+        validate(self, self.PART)

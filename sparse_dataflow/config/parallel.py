@@ -1,0 +1,121 @@
+"""Where a model lies, and which process this is."""
+
+import dataclasses
+from typing import ClassVar
+
+from sparse_dataflow.config.settings import (
+    ABOVE_ZERO,
+    ADOPTED,
+    AT_LEAST_ZERO,
+    FRESH,
+    setting,
+    validate,
+)
+
+EXECUTORS = ("auto", "whole", "pipeline", "relay")
+STASHES = ("device", "host")
+CLIPPINGS = ("exact", "eager")
+ONLY_RELAY = ("stash", "clipping", "server_dir", "depth_schedule")
+"""Settings that no other executor reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelConfig:
+    """The parallel plan of a run; it does not change the results.
+
+    Attributes:
+      executor: how sections flow over devices and time; "auto" is the pipeline where the mesh has
+        stages, else whole.
+      mesh: devices along each axis; "auto" is fsdp over all devices.
+      zero: what the axis fsdp shards.
+      schedule: order of actions of a pipeline's stages; see `execution.schedules`.
+      stash: where the relay stores block inputs until the backward pass.
+      clipping: how the relay clips gradients.
+      server_dir: folder of the relay's mapped files; empty for host memory.
+      depth_schedule: blocks that take part in a step of the relay; see `execution.depth_schedule`.
+      coordinator: host:port of process 0; empty reads JAX_COORDINATOR_ADDRESS.
+      processes: number of processes; 0 reads JAX_NUM_PROCESSES, else 1.
+      process: number of this process; -1 reads JAX_PROCESS_ID.
+      join_timeout: seconds that processes wait for the last one.
+      heartbeat: seconds of silence after which a process is named.
+    """
+
+    PART: ClassVar[str] = "parallel"
+
+    executor: str = setting(
+        "auto",
+        "whole: all layers in one program. pipeline: micro-batches stream through the stages of "
+        "the mesh. relay: one block at a time on the device, parameters in host memory. auto: "
+        "pipeline where the mesh has stages, else whole.",
+        choices=EXECUTORS,
+        resumed=ADOPTED,
+    )
+    mesh: str = setting(
+        "auto",
+        "Devices along each axis, as in data:2,fsdp:4,tensor:8 (data replicates, stage cuts by "
+        "layers, fsdp shards, tensor cuts every layer); one size may be left out. auto is fsdp "
+        "over all devices.",
+        resumed=FRESH,
+    )
+    zero: int = setting(
+        3,
+        "What fsdp shards: 0 nothing, 1 moments, 2 gradients too, 3 parameters too.",
+        legal=("0 to 3", lambda level: 0 <= level <= 3),
+        resumed=FRESH,
+    )
+    schedule: str = setting(
+        "1f1b",
+        "Pipeline schedule: gpipe, 1f1b, interleaved:V (V model chunks a stage) or zero_bubble.",
+        resumed=FRESH,
+    )
+    stash: str = setting(
+        "device",
+        "Where the relay stores block inputs until the backward pass; with host, device memory "
+        "does not depend on the depth.",
+        choices=STASHES,
+        resumed=ADOPTED,
+    )
+    clipping: str = setting(
+        "exact",
+        "Gradient clipping of the relay: exact uses the global norm, as whole does; eager clips "
+        "and applies each section's gradient at once, which overlaps with compute.",
+        choices=CLIPPINGS,
+    )
+    server_dir: str = setting(
+        "",
+        "Folder of the relay's mapped files for masters and moments; empty is host memory.",
+        resumed=ADOPTED,
+    )
+    depth_schedule: str = setting(
+        "constant",
+        "Blocks in a step of the relay: constant; drop:P leaves each out with probability P; "
+        "grow:F starts with the first F of them.",
+    )
+    coordinator: str = setting(
+        "", "host:port of process 0; empty reads JAX_COORDINATOR_ADDRESS.", resumed=FRESH
+    )
+    processes: int = setting(
+        0,
+        "Processes of the run; 0 reads JAX_NUM_PROCESSES, else 1.",
+        legal=AT_LEAST_ZERO,
+        resumed=FRESH,
+    )
+    process: int = setting(
+        -1,
+        "Number of this process, from 0; -1 reads JAX_PROCESS_ID.",
+        legal=("-1 or more", lambda n: n >= -1),
+        resumed=FRESH,
+    )
+    join_timeout: float = setting(
+        300.0, "Seconds that processes wait for the last one.", legal=ABOVE_ZERO, resumed=FRESH
+    )
+    heartbeat: float = setting(
+        30.0,
+        "Seconds of silence after which every process names the silent one; after ten times as "
+        "long all exit with status 75.",
+        legal=ABOVE_ZERO,
+        resumed=FRESH,
+    )
+
+    def __post_init__(self):
+        validate(self, self.PART)

@@ -1,0 +1,106 @@
+"""Presets: named scales from a laptop to a trillion parameters, each with its training recipe."""
+
+import dataclasses
+
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.run import RunConfig, RunSettings
+from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.errors import UserError
+
+GPT2_VOCABULARY = 50257
+"""Tokens of GPT-2's tokenizer: 256 bytes, 50,000 merges and the end of a text."""
+
+LAPTOP_SCALES = ("pico", "3m", "nano", "micro", "mini")
+"""Scales at which the dense twin is trained as well."""
+
+
+def _size(num_layers, d_model, num_heads, vocab_size, max_len):
+    return ModelConfig(num_layers, d_model, num_heads, 4 * d_model, vocab_size, max_len)
+
+
+SIZES: dict[str, ModelConfig] = {
+    "pico": _size(2, 128, 2, 512, 64),
+    "3m": _size(4, 256, 4, 1024, 128),
+    "nano": _size(2, 1024, 8, 3072, 128),
+    "micro": _size(4, 1024, 8, 2048, 256),
+    "mini": _size(6, 1536, 12, 4096, 256),
+    "125m": _size(12, 768, 12, 50257, 2048),
+    "350m": _size(24, 1024, 16, 50257, 2048),
+    "1.3b": _size(24, 2048, 16, 50257, 2048),
+    "6.7b": _size(32, 4096, 32, 50257, 2048),
+    "13b": _size(40, 5120, 40, 50257, 2048),
+    "22b": _size(48, 6144, 48, 51200, 2048),
+    "175b": _size(96, 12288, 96, 51200, 2048),
+    "1t": _size(128, 25600, 160, 51200, 2048),
+}
+"""Shapes by scale.  Laptop scales are wide and shallow with short sequences and a small vocabulary,
+so that projections hold at least 85% of the FLOPs, as they hold about 95% in the 13B.  125m to 13b
+and 175b are GPT-3's (arXiv 2005.14165, table 2.1), 22b and 1t Frontier's (arXiv 2312.12705)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Training settings of a scale; the fields are those of `TrainingConfig`."""
+
+    batch: int
+    learning_rate: float
+    sparse_rate: float
+    vector_rate: float
+
+
+RECIPES = {
+    "pico": Recipe(8, 2e-3, 4, 8),
+    "3m": Recipe(8, 1e-3, 4, 32),
+    "nano": Recipe(8, 1e-3, 2, 2),
+    "micro": Recipe(8, 1e-3, 2, 2),
+    "mini": Recipe(8, 6e-4, 2, 2),
+    "125m": Recipe(256, 6e-4, 2, 1),
+    "350m": Recipe(256, 3e-4, 2, 1),
+    "1.3b": Recipe(512, 2e-4, 2, 1),
+    "6.7b": Recipe(1024, 1.2e-4, 2, 1),
+    "13b": Recipe(1024, 1e-4, 2, 1),
+    "22b": Recipe(1024, 1e-4, 2, 1),
+    "175b": Recipe(1600, 6e-5, 2, 1),
+    "1t": Recipe(1600, 6e-5, 2, 1),
+}
+"""Recipes by scale.  pico, 3m and nano: the lowest held-out loss of a sweep (docs/quality.md).
+micro and mini: scaled from nano.  125m and larger: batch and rate of GPT-3 (arXiv 2005.14165, table
+2.1), stored blocks at twice that rate."""
+
+SUPAR_LEARNING_RATE = 5e-4
+"""Peak of every model under SuPar, whatever its width and density (docs/quality.md).  With the
+multipliers of the optimizer a dense model's matrices then learn at 0.13 / d_model."""
+
+SUPAR_VECTOR_RATE = 16.0
+"""`TrainingConfig.vector_rate` under SuPar."""
+
+
+def preset(scale: str, *, compute_dtype: str = "float32") -> RunConfig:
+    """The run of a named scale with its recipe: block-sparse at 1/8, beside its dense twin where
+    the scale fits a laptop.
+
+    Args:
+      scale: a name in `SIZES`.
+      compute_dtype: dtype of activations; bfloat16 suits accelerators.
+
+    Raises:
+      UserError: no such scale.
+    """
+    if scale not in SIZES:
+        raise UserError(f"There is no scale {scale!r}; legal: {', '.join(SIZES)}.")
+    size, recipe = SIZES[scale], RECIPES[scale]
+    return RunConfig(
+        model=dataclasses.replace(size, compute_dtype=compute_dtype),
+        training=TrainingConfig(sequence=size.max_len, **vars(recipe)),
+        run=RunSettings(scale=scale, twin=scale in LAPTOP_SCALES),
+    )
+
+
+def supar(config: RunConfig) -> RunConfig:
+    """A config under the SuPar parametrization (arXiv 2405.15743), with its learning rates."""
+    return config.change(
+        model__parametrization="supar",
+        training__learning_rate=SUPAR_LEARNING_RATE,
+        training__sparse_rate=1.0,
+        training__vector_rate=SUPAR_VECTOR_RATE,
+    )

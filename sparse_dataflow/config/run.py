@@ -1,0 +1,160 @@
+"""`RunConfig`: everything that decides what a run computes, and where."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from sparse_dataflow.config import settings
+from sparse_dataflow.config.data import DataConfig
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.parallel import ParallelConfig
+from sparse_dataflow.config.settings import (
+    ABOVE_ZERO,
+    ADOPTED,
+    AT_LEAST_ZERO,
+    FRESH,
+    setting,
+    validate,
+)
+from sparse_dataflow.config.sparsity import SparsityConfig
+from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """How long a run takes, what it begins with and where it is kept.
+
+    Attributes:
+      scale: the preset that the config began as.
+      minutes: training time of each model where `training.steps` is 0; compiling and evaluating are
+        not counted.
+      twin: whether the dense twin of a sparse model is trained as well, for the same time.
+      init_from: run folder or Hugging Face directory whose weights, shape and tokenizer the run
+        begins with; empty draws weights.
+      out: run folder to make; empty for runs/EXPERIMENT-DATE.
+      eval_every: steps between evaluations; 0 for eight a run.
+      checkpoint_every: steps between checkpoints; 0 for every other evaluation.
+    """
+
+    PART: ClassVar[str] = "run"
+
+    scale: str = setting("", "The preset that the other settings begin with.")
+    minutes: float = setting(
+        2.0,
+        "Training time of each model, in minutes; compiling and evaluating are not counted.",
+        legal=ABOVE_ZERO,
+    )
+    twin: bool = setting(False, "Train the dense twin as well, for the same time.")
+    init_from: str = setting(
+        "",
+        "Run folder, or Hugging Face directory of GPT-2 or OPT, whose weights, shape and "
+        "tokenizer the run begins with.",
+    )
+    out: str = setting("", "Run folder to make; empty is runs/EXPERIMENT-DATE.", resumed=FRESH)
+    eval_every: int = setting(
+        0,
+        "Steps between evaluations on held-out documents; 0 is eight a run.",
+        legal=AT_LEAST_ZERO,
+        resumed=ADOPTED,
+    )
+    checkpoint_every: int = setting(
+        0,
+        "Steps between checkpoints; 0 is at every other evaluation.",
+        legal=AT_LEAST_ZERO,
+        resumed=ADOPTED,
+    )
+
+    def __post_init__(self):
+        validate(self, self.PART)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """One run.  `presets.preset` makes one; `change` makes another of it.
+
+    Attributes:
+      model: the shape; its `linears` are empty, as `sparsity` says what is stored.
+      sparsity: which blocks are stored; without projections the run trains a dense model alone.
+      evolution: how the stored blocks change.
+      training: optimizer, batch and length.
+      data: corpus and tokenizer.
+      parallel: devices and processes.
+      run: time, start and folder.
+    """
+
+    model: ModelConfig
+    sparsity: SparsityConfig = dataclasses.field(default_factory=SparsityConfig)
+    evolution: EvolutionConfig = dataclasses.field(default_factory=EvolutionConfig)
+    training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    run: RunSettings = dataclasses.field(default_factory=RunSettings)
+
+    def __post_init__(self):
+        if self.model.linears:
+            raise UserError(
+                "A RunConfig's model stores its weights densely; its sparsity says which "
+                "projections are block-sparse."
+            )
+        learned = self.model.positions == "learned"
+        if learned and self.training.sequence > self.model.max_len:
+            raise UserError(
+                f"training.sequence={self.training.sequence} is longer than model.max_len="
+                f"{self.model.max_len}, the learned positions; legal: 1 to {self.model.max_len}, "
+                "or model.positions=rotary."
+            )
+        if self.evolution.method == "low_rank_tail" and not self.sparsity.rank:
+            raise UserError(
+                "evolution.method=low_rank_tail adds a term of sparsity.rank; legal: 1 or more."
+            )
+        if self.parallel.executor == "relay":
+            self._check_relay()
+
+    def _check_relay(self):
+        if self.training.skip_spikes:
+            raise UserError(
+                f"training.skip_spikes={self.training.skip_spikes:g} with --executor=relay, whose "
+                "updates in host memory cannot be undone; legal: 0."
+            )
+        method = self.evolution.method
+        if self.parallel.server_dir and method not in ("static", "set", "rigl"):
+            raise UserError(
+                f"evolution.method={method} changes the shapes of the weights, and the files of "
+                "parallel.server_dir keep theirs; legal with it: static, set, rigl."
+            )
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Names of the models that the run trains."""
+        if not self.sparsity.projections:
+            return ("dense",)
+        return ("sparse", "dense") if self.run.twin else ("sparse",)
+
+    def change(self, **changes: Any) -> "RunConfig":
+        """This config with other values, as in `change(training__batch=16)`: `__` is a dot.
+
+        Raises:
+          UserError: no such setting, or a value that is not legal.
+        """
+        return settings.changed(
+            self, {name.replace("__", ".", 1): value for name, value in changes.items()}
+        )
+
+    def dense(self) -> "RunConfig":
+        """This config without block-sparse projections."""
+        return dataclasses.replace(
+            self,
+            sparsity=dataclasses.replace(self.sparsity, projections=()),
+            evolution=EvolutionConfig(),
+            run=dataclasses.replace(self.run, twin=False),
+        )
+
+    def to_json(self) -> dict[str, dict[str, Any]]:
+        """{part: {setting: value}}, as in config.json; `from_json` is its inverse."""
+        return settings.to_json(self)
+
+    @classmethod
+    def from_json(cls, fields: Any) -> "RunConfig":
+        """The config that `to_json` wrote; UserError where a part or setting does not fit."""
+        return settings.from_json(cls, fields)

@@ -1,0 +1,295 @@
+"""Settings: fields of a config that carry their help and their legal values.
+
+Everything that is generated from the configs (flags, help pages, JSON, checks) reads the fields
+through this module and knows nothing else about them.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from sparse_dataflow.errors import UserError
+
+Config = TypeVar("Config")
+Legal = tuple[str, Callable[[float], bool]]
+"""The words for the legal numbers, and their test."""
+
+AT_LEAST_ZERO: Legal = ("0 or more", lambda n: n >= 0)
+AT_LEAST_ONE: Legal = ("1 or more", lambda n: n >= 1)
+AT_LEAST_TWO: Legal = ("2 or more", lambda n: n >= 2)
+ABOVE_ZERO: Legal = ("above 0", lambda n: n > 0)
+A_FRACTION: Legal = ("in (0, 1]", lambda n: 0 < n <= 1)
+
+FIXED, ADOPTED, FRESH = "fixed", "adopted", "fresh"
+"""How a resumed run treats a setting: it must keep the saved value; it takes the saved value unless
+another is given; it ignores the saved value."""
+
+_BOOLEANS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
+_SHOWN = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One field that a user may set.
+
+    Attributes:
+      name: the field's name; in a `RunConfig` its path, such as "training.batch".
+      type: int, float, bool, str or tuple[str, ...].
+      default: its default; `dataclasses.MISSING` where the preset decides.
+      help: one or two sentences, with units.
+      legal: the legal numbers, in words and as a test.
+      choices: the legal names of a str or tuple; empty where any text is legal.
+      resumed: FIXED, ADOPTED or FRESH.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+    legal: Legal | None = None
+    choices: Sequence[str] = ()
+    resumed: str = FIXED
+
+    def parse(self, text: str) -> Any:
+        """The value that a text names.
+
+        Raises:
+          ValueError: it names none; the message completes "NAME=TEXT ".
+        """
+        if self.type is int:
+            value: Any = _integer(text)
+        elif self.type is float:
+            value = _number(text)
+        elif self.type is bool:
+            value = _BOOLEANS.get(text.lower())
+            if value is None:
+                raise ValueError("is not legal: it must be yes or no.")
+        elif self.type == tuple[str, ...]:
+            value = _names(text, self.choices)
+        else:
+            value = nearest_choice(text, self.choices) if self.choices else text
+        if reason := self.refusal(value):
+            raise ValueError(reason)
+        return value
+
+    def refusal(self, value: Any) -> str:
+        """Why a value is not legal, completing "NAME=VALUE "; empty where it is."""
+        if self.type == tuple[str, ...]:
+            if not isinstance(value, tuple) or not all(isinstance(v, str) for v in value):
+                return "is not legal: it must be a tuple of names."
+            unknown = [name for name in value if self.choices and name not in self.choices]
+            return f"is unknown. Legal: {', '.join(self.choices)}." if unknown else ""
+        if self.type in (int, float):
+            number = isinstance(value, int) and not isinstance(value, bool)
+            if self.type is float:
+                number = number or isinstance(value, float)
+            if not number or not math.isfinite(value):
+                kind = "a whole number" if self.type is int else "a finite number"
+                return f"is not legal: it must be {kind}."
+            if self.legal and not self.legal[1](value):
+                return f"is not legal: it must be {self.legal[0]}."
+            return ""
+        if not isinstance(value, self.type):
+            return f"is not legal: it must be {'yes or no' if self.type is bool else 'a text'}."
+        if self.choices and value not in self.choices:
+            return f"is unknown. Legal: {', '.join(self.choices)}."
+        return ""
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    *,
+    legal: Legal | None = None,
+    choices: Sequence[str] = (),
+    resumed: str = FIXED,
+) -> Any:
+    """A dataclass field that is a setting; see `Setting` for the arguments."""
+    extra = {"help": help, "legal": legal, "choices": choices, "resumed": resumed}
+    return dataclasses.field(default=default, metadata={"setting": extra})
+
+
+def settings(config: Any) -> Iterator[Setting]:
+    """Yields the settings of a config class or instance, without those of its parts."""
+    for field in dataclasses.fields(config):
+        if "setting" in field.metadata:
+            yield Setting(field.name, field.type, field.default, **field.metadata["setting"])
+
+
+def by_path(config: Any) -> dict[str, Setting]:
+    """Path -> setting, for a config class whose fields are configs, such as `RunConfig`."""
+    return {
+        f"{part.name}.{s.name}": dataclasses.replace(s, name=f"{part.name}.{s.name}")
+        for part in dataclasses.fields(config)
+        for s in settings(part.type)
+    }
+
+
+def validate(config: Any, part: str = "") -> None:
+    """Checks every setting of a config by itself.
+
+    Raises:
+      UserError: naming the setting and its legal values.
+    """
+    for s in settings(config):
+        value = getattr(config, s.name)
+        if reason := s.refusal(value):
+            name = f"{part}.{s.name}" if part else s.name
+            raise UserError(f"{name}={shown(value)} {reason}")
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """A config with other values of some settings, by path; all parts are checked again together.
+
+    Args:
+      config: such as a `RunConfig`.
+      changes: path -> value, or text that `Setting.parse` takes where the type is not str.
+
+    Raises:
+      UserError: no such path, with the nearest one, or a value that is not legal.
+    """
+    legal = by_path(type(config))
+    parts: dict[str, dict[str, Any]] = {}
+    for path, value in changes.items():
+        if path not in legal:
+            raise UserError(f"There is no setting {shown(path)}; {hint(path, legal)}.")
+        if isinstance(value, str) and legal[path].type is not str:
+            value = parsed(legal[path], value)
+        part, _, name = path.partition(".")
+        parts.setdefault(part, {})[name] = value
+    replaced = {
+        part: dataclasses.replace(getattr(config, part), **values) for part, values in parts.items()
+    }
+    return dataclasses.replace(config, **replaced)  # type: ignore[type-var]
+
+
+def parsed(s: Setting, text: str, spelled: str = "") -> Any:
+    """`Setting.parse`; on failure a UserError that begins with `spelled`, or the setting's name."""
+    try:
+        return s.parse(text)
+    except ValueError as error:
+        raise UserError(f"{spelled or s.name}={shown(text)} {error}") from None
+
+
+def to_json(config: Any) -> dict[str, dict[str, Any]]:
+    """{part: {setting: value}} of a config such as a `RunConfig`; `from_json` is its inverse."""
+    return {
+        part.name: {
+            s.name: _plain(getattr(getattr(config, part.name), s.name)) for s in settings(part.type)
+        }
+        for part in dataclasses.fields(config)
+    }
+
+
+def from_json(kind: type[Config], fields: Any) -> Config:
+    """The config that `to_json` wrote.
+
+    Raises:
+      UserError: a part or a setting is missing, unknown or not legal.
+    """
+    parts = {part.name: part.type for part in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    _same_names(fields, parts, "part")
+    values = {}
+    for name, part in parts.items():
+        legal = {s.name: s for s in settings(part)}
+        _same_names(fields[name], legal, f"setting of {name}")
+        given = {key: _tuple(legal[key], value) for key, value in fields[name].items()}
+        values[name] = part(**given)
+    return kind(**values)
+
+
+def _same_names(fields, legal, what):
+    if not isinstance(fields, Mapping):
+        raise UserError(f"a {what} is {shown(fields)}; legal: an object.")
+    for name in fields:
+        if name not in legal:
+            raise UserError(f"there is no {what} {shown(name)}; {hint(name, legal)}")
+    missing = [name for name in legal if name not in fields]
+    if missing:
+        raise UserError(f"the {what} {missing[0]!r} is missing")
+
+
+def _tuple(s, value):
+    return tuple(value) if isinstance(value, list) and s.type == tuple[str, ...] else value
+
+
+def _plain(value):
+    return list(value) if isinstance(value, tuple) else value
+
+
+def text(value: Any) -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ",".join(value) or "none" if isinstance(value, list | tuple) else str(value)
+
+
+def shown(value: Any) -> str:
+    """`text`, cut after 60 characters."""
+    whole = text(value)
+    return whole if len(whole) <= _SHOWN else f"{whole[: _SHOWN - 3]}..."
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("is not a whole number.") from None
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("is not a number.") from None
+    if not math.isfinite(value):
+        raise ValueError("is not a finite number.")
+    return value
+
+
+def nearest_choice(text: str, legal: Sequence[str]) -> str:
+    """The legal name that a text is, whatever its case.
+
+    Raises:
+      ValueError: it is none; the message names the nearest and all of them.
+    """
+    by_lower = {name.lower(): name for name in legal}
+    if text.lower() in by_lower:
+        return by_lower[text.lower()]
+    near = did_you_mean(text, legal)
+    listed = f"Legal: {', '.join(legal)}."
+    raise ValueError(f"is unknown; {near} {listed}" if near else f"is unknown. {listed}")
+
+
+def _names(text: str, legal: Sequence[str]) -> tuple[str, ...]:
+    if text.lower() in ("", "none"):
+        return ()
+    if text.lower() == "all":
+        return tuple(legal)
+    chosen = {nearest_choice(name.strip(), (*legal, "all", "none")) for name in text.split(",")}
+    if chosen & {"all", "none"}:
+        raise ValueError("mixes all or none with names; give one or the other.")
+    return tuple(name for name in legal if name in chosen)
+
+
+def did_you_mean(text: str, legal: Iterable[str], prefix: str = "") -> str:
+    """ "did you mean NAME?" with the nearest legal name, or "" where none is near."""
+    by_lower = {name.lower(): name for name in legal}
+    near = difflib.get_close_matches(text.lower(), by_lower, n=1, cutoff=0.55)
+    return f"did you mean {prefix}{by_lower[near[0]]}?" if near else ""
+
+
+def hint(name: str, legal: Iterable[str]) -> str:
+    """`did_you_mean`, by a path or by its last word alone; else how to list the legal names."""
+    legal = list(legal)
+    last = {path.rpartition(".")[2]: path for path in legal}
+    word = name.rpartition(".")[2].lower()
+    if word in last:
+        return f"did you mean {last[word]}?"
+    near = did_you_mean(name, legal)
+    if not near:
+        close = difflib.get_close_matches(word, last, n=1, cutoff=0.6)
+        near = f"did you mean {last[close[0]]}?" if close else ""
+    return near or "--help=all lists them"

@@ -1,0 +1,62 @@
+"""Which blocks of the weights exist."""
+
+import dataclasses
+from typing import ClassVar
+
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec
+from sparse_dataflow.config.settings import (
+    A_FRACTION,
+    AT_LEAST_ONE,
+    AT_LEAST_ZERO,
+    setting,
+    validate,
+)
+
+PATTERN_NAMES: list[str] = []
+"""Names of the patterns, filled by `sparsity.patterns.register`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SparsityConfig:
+    """Which projections are block-sparse, and which of their blocks are stored.
+
+    Attributes:
+      projections: the block-sparse projections; the others are dense.
+      pattern: the rule that chooses the stored blocks, a name in `sparsity.patterns`.
+      density: fraction of the blocks stored, in (0, 1].
+      budget: how the density is shared out over projections and depth; see `sparsity.allocation`.
+      block: side of a square block, in features.
+      rank: width of an added gated low-rank term; 0 for none.
+      hadamard: neighbouring features mixed before each block-sparse product; 0 for none.
+    """
+
+    PART: ClassVar[str] = "sparsity"
+
+    projections: tuple[str, ...] = setting(
+        PROJECTIONS, "Block-sparse projections; the others stay dense.", choices=PROJECTIONS
+    )
+    pattern: str = setting("monarch", "Rule that chooses the stored blocks.", choices=PATTERN_NAMES)
+    density: float = setting(0.125, "Fraction of the blocks stored.", legal=A_FRACTION)
+    budget: str = setting(
+        "uniform",
+        "How the density is shared out: uniform; compute (equal FLOPs, Erdos-Renyi rule); by name, "
+        "qkv:0.25,mlp_in:0.5x; by depth, depth:1.5x,0.5x.",
+    )
+    block: int = setting(64, "Side of a square block, in features.", legal=AT_LEAST_ONE)
+    rank: int = setting(0, "Width of an added gated low-rank term; 0 is none.", legal=AT_LEAST_ZERO)
+    hadamard: int = setting(
+        0,
+        "Neighbouring features that a Walsh-Hadamard transform mixes before each block-sparse "
+        "product; 0 is none.",
+        legal=("0 or a power of 2", lambda n: n >= 0 and int(n).bit_count() <= 1),
+    )
+
+    def __post_init__(self):
+        validate(self, self.PART)
+
+    def linears(self) -> dict[str, LinearSpec]:
+        """Projection -> its spec, before `budget` shares the density out."""
+        spec = LinearSpec(
+            "block_sparse", self.pattern, self.density, self.block, self.rank, self.hadamard
+        )
+        return dict.fromkeys(self.projections, spec)

@@ -1,0 +1,105 @@
+"""How a model is trained."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from sparse_dataflow.config.model import DTYPES
+from sparse_dataflow.config.settings import (
+    ABOVE_ZERO,
+    AT_LEAST_ONE,
+    AT_LEAST_ZERO,
+    setting,
+    validate,
+)
+from sparse_dataflow.errors import UserError
+
+_DIVISORS_SHOWN = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """How a model is trained.
+
+    Attributes:
+      steps: optimizer steps of the whole run; 0 only in a `RunConfig`, for as many as
+        `run.minutes` allows.
+      batch: sequences in an optimizer step.
+      sequence: tokens in a sequence.
+      micro_batches: equal parts over which the gradient of a batch is accumulated.
+      learning_rate: peak of the schedule, at which dense weights learn.
+      sparse_rate: learning-rate multiplier of block-sparse weights, and of their low-rank terms, at
+        density 1/8; scales with a power of the density, so that 1 is 1 at every density.
+      vector_rate: learning-rate multiplier of embeddings, biases, norms and gates.
+      warmup: fraction of the steps spent in linear warm-up, in [0, 1).
+      final_rate: end of the cosine schedule as a fraction of its peak, in [0, 1]; 0.1 as in GPT-3
+        (arXiv 2005.14165, appendix B); 0 is lower for a fixed token budget (arXiv 2502.15938).
+      weight_decay: decoupled decay of matrices (biases, norms and gates have none).
+      clip: largest global gradient norm.
+      state_dtype: dtype of both Adam moments and of a micro-batch's gradients; masters, sums over
+        micro-batches and all arithmetic are float32.
+      skip_spikes: a step is skipped where its loss is this many standard deviations above the mean
+        of the last losses (see `spikes`); 0 skips none.
+      seed: draws parameters, data order and patterns.
+    """
+
+    PART: ClassVar[str] = "training"
+
+    steps: int = setting(
+        0, "Optimizer steps; 0 is as many as run.minutes allows.", legal=AT_LEAST_ZERO
+    )
+    batch: int = setting(8, "Sequences in an optimizer step.", legal=AT_LEAST_ONE)
+    sequence: int = setting(128, "Tokens in a sequence.", legal=AT_LEAST_ONE)
+    micro_batches: int = setting(
+        1, "Micro-batches of an optimizer step (gradient accumulation).", legal=AT_LEAST_ONE
+    )
+    learning_rate: float = setting(
+        1e-3, "Peak of the warm-up and cosine schedule, for dense weights.", legal=ABOVE_ZERO
+    )
+    sparse_rate: float = setting(
+        1.0,
+        "Learning-rate multiplier of block-sparse weights at density 1/8; scales with density.",
+        legal=ABOVE_ZERO,
+    )
+    vector_rate: float = setting(
+        1.0, "Learning-rate multiplier of embeddings, biases and norms.", legal=ABOVE_ZERO
+    )
+    warmup: float = setting(
+        0.1,
+        "Fraction of the steps spent in warm-up.",
+        legal=("in [0, 1)", lambda fraction: 0 <= fraction < 1),
+    )
+    final_rate: float = setting(
+        0.1,
+        "End of the cosine schedule, as a fraction of its peak.",
+        legal=("in [0, 1]", lambda fraction: 0 <= fraction <= 1),
+    )
+    weight_decay: float = setting(0.1, "Decoupled decay of matrices.", legal=AT_LEAST_ZERO)
+    clip: float = setting(1.0, "Largest global gradient norm.", legal=ABOVE_ZERO)
+    state_dtype: str = setting(
+        "float32",
+        "Dtype of Adam's moments and of a micro-batch's gradients; bfloat16 takes 10 bytes a "
+        "parameter, float32 16.",
+        choices=DTYPES,
+    )
+    skip_spikes: float = setting(
+        0.0,
+        "Skips a step whose loss is this many standard deviations above the mean of the last 128; "
+        "after 4 in a row the run rolls back to a checkpoint. 6 is usual; 0 is never.",
+        legal=AT_LEAST_ZERO,
+    )
+    seed: int = setting(0, "Draws the weights, data order and patterns.", legal=AT_LEAST_ZERO)
+
+    def __post_init__(self):
+        validate(self, self.PART)
+        if self.batch % self.micro_batches:
+            divisors = [n for n in range(1, min(self.batch, 10**6) + 1) if self.batch % n == 0]
+            more = ", ..." if len(divisors) > _DIVISORS_SHOWN else ""
+            raise UserError(
+                f"training.batch={self.batch} cannot be cut into training.micro_batches="
+                f"{self.micro_batches} equal micro-batches; legal: "
+                f"{', '.join(map(str, divisors[:_DIVISORS_SHOWN]))}{more}."
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, as checkpoints keep them."""
+        return dict(vars(self))

@@ -1,0 +1,1 @@
+"""What an experiment calls: command lines, training, evaluation, run folders and reports."""

@@ -1,0 +1,176 @@
+"""From a config to devices: the processes join, and the executor is made."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import jax
+from jax.sharding import AbstractMesh
+
+from sparse_dataflow.config.parallel import ParallelConfig
+from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import cluster, describe as tables, distributed, processes, watch
+from sparse_dataflow.execution import mesh as meshes
+from sparse_dataflow.execution.clock import Clock
+from sparse_dataflow.execution.depth_schedule import DepthSchedule
+from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
+from sparse_dataflow.execution.pipelined import executor_over
+from sparse_dataflow.execution.relay import RelayConfig
+from sparse_dataflow.execution.relay_executor import RelayExecutor
+from sparse_dataflow.models import gpt
+from sparse_dataflow.planning import memory
+from sparse_dataflow.planning.hardware import GIB
+from sparse_dataflow.redaction import redacted
+from sparse_dataflow.runs.request import Request
+from sparse_dataflow.training.step import abstract_state
+from sparse_dataflow.training.variants import Variant, variants
+
+
+@contextlib.contextmanager
+def joined(experiment: str, request: Request, clock: Clock) -> Iterator[None]:
+    """Inside, jax has the devices of all processes of the run, which watch each other.
+
+    Args:
+      experiment: its name.
+      request: the command line.
+      clock: tracks what this process is doing.
+
+    Raises:
+      UserError: the processes do not meet, or were told different things.
+    """
+    plan = request.parallel
+    me = cluster.membership(plan.coordinator, plan.processes, plan.process)
+    if me.found:
+        # Each process for itself: which one prints is not settled before they have met.
+        print(redacted(me.describe()), file=sys.stderr, flush=True)
+    facts = {"experiment": experiment, "jax": jax.__version__, **request.facts}
+    with distributed.joined(me, facts, plan.join_timeout, plan.heartbeat) as group:
+        watching = watch.Watch(clock, plan.heartbeat, group)
+        try:
+            yield
+        finally:
+            watching.stop()
+
+
+def executor(config: RunConfig, describing: bool = False) -> Executor:
+    """The executor of a config.
+
+    Args:
+      config: its `parallel` part, and the number of layers.
+      describing: whether the devices of a mesh that is given need not be there.
+
+    Raises:
+      UserError: no such mesh, schedule or division of the layers; names the legal values.
+    """
+    plan = config.parallel
+    DepthSchedule.parse(plan.depth_schedule)
+    if plan.executor == "relay":
+        return relay(plan)
+    imagined = describing and plan.mesh != "auto"
+    sizes = meshes.parse(plan.mesh, None if imagined else jax.device_count())
+    staged = _pipelines(plan, sizes["stage"])
+    if not (imagined or staged) and jax.device_count() == 1:
+        return ONE_DEVICE
+    mesh: meshes.AnyMesh
+    if imagined:
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    else:
+        mesh = meshes.make(sizes)
+    return executor_over(mesh, plan.zero, config.model.num_layers, plan.schedule)
+
+
+def relay(plan: ParallelConfig) -> RelayExecutor:
+    """The relay over the devices of the mesh; "auto" puts all on the axis data.
+
+    Raises:
+      UserError: a mesh that cuts the model.
+    """
+    text = f"data:{jax.device_count()}" if plan.mesh == "auto" else plan.mesh
+    sizes = meshes.parse(text, jax.device_count())
+    if any(size > 1 for axis, size in sizes.items() if axis != "data"):
+        raise UserError(
+            f"--mesh={plan.mesh} cuts the model, and the relay keeps each block whole on every "
+            f"device; legal: --mesh=data:{jax.device_count()}."
+        )
+    depth = DepthSchedule.parse(plan.depth_schedule)
+    config = RelayConfig(plan.stash, plan.clipping, depth)
+    mesh = meshes.make(sizes) if jax.device_count() > 1 else None
+    return RelayExecutor(config, plan.server_dir, mesh)
+
+
+def _pipelines(plan, stages):
+    """Whether the executor is the pipeline; UserError where settings contradict it."""
+    if plan.executor == "pipeline" and stages == 1:
+        raise UserError(
+            f"--executor=pipeline on --mesh={plan.mesh}, which has no stages; legal: a mesh with "
+            "stage:2 or more, such as --mesh=stage:2,fsdp."
+        )
+    if plan.executor == "whole" and stages > 1:
+        raise UserError(
+            f"--mesh={plan.mesh} cuts the model by layers, and --executor=whole keeps them "
+            "together; legal: --executor=pipeline, or the axes data, fsdp, tensor."
+        )
+    if stages == 1 and plan.schedule != ParallelConfig().schedule:
+        raise UserError(
+            "parallel.schedule without a pipeline; legal with stage:2 or more in --mesh."
+        )
+    return stages > 1
+
+
+def arrays(executor: Executor, variant: Variant) -> list[dict]:
+    """`Executor.arrays` of each model that the variant trains in turn."""
+    training, described = variant.training, []
+    for stage in variant.stages:
+        state = abstract_state(stage.model, training)
+        layout_tables = gpt.layout_tables(gpt.layouts(stage.model))
+        tokens = jax.ShapeDtypeStruct((training.batch, training.sequence + 1), "int32")
+        batch = {"tokens": tokens}
+        described.append(executor.arrays(state, layout_tables, stage.runtime_layouts, batch))
+    return described
+
+
+def describe(config: RunConfig) -> None:
+    """Prints every array of a run with its shape, sharding and bytes a chip.
+
+    Raises:
+      UserError: the executor cannot train the models.
+    """
+    chosen, models = executor(config, describing=True), variants(config)
+    check(chosen, config, models, None)
+    if processes.first():
+        print(printed(chosen, models))
+
+
+def printed(executor: Executor, variants: list[Variant]) -> str:
+    """What `describe` prints."""
+    blocks = []
+    for variant in variants:
+        for number, described in enumerate(arrays(executor, variant)):
+            phase = f", model {number + 1}" if len(variant.stages) > 1 else ""
+            title = f"{variant.name}{phase}: {executor.devices} chips, {executor.describe()}"
+            blocks.append(tables.table(tables.rows(described), title))
+    return "\n\n".join(blocks)
+
+
+def check(
+    executor: Executor, config: RunConfig, variants: list[Variant], memory_bytes: int | None
+) -> None:
+    """Refuses variants that cannot be laid out so, or whose arrays alone overflow a chip.
+
+    Raises:
+      UserError: naming what does not fit.
+    """
+    for variant in variants:
+        for stage in variant.stages:
+            executor.check(stage.model, variant.training)
+    relay = isinstance(executor, RelayExecutor)
+    if memory_bytes is None or executor == ONE_DEVICE or relay:
+        return
+    need = sum(max(map(tables.bytes_a_chip, arrays(executor, v))) for v in variants)
+    if need > memory_bytes * memory.USABLE:
+        raise UserError(
+            f"Training --scale={config.run.scale} keeps {need / GIB:,.1f} GiB on each chip with "
+            f"{executor.describe()}, and a chip has {memory_bytes / GIB:,.1f}; legal: more "
+            "devices along fsdp or tensor, --set parallel.zero=3, or a smaller --scale."
+        )

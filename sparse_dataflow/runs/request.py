@@ -1,0 +1,379 @@
+"""What a command line asks for, and the `RunConfig` that comes of it once the machine is known."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# They register the names that the configs check.
+import sparse_dataflow.sparsity.evolution
+import sparse_dataflow.sparsity.patterns  # noqa: F401
+from sparse_dataflow.config import presets, settings
+from sparse_dataflow.config.model import PROJECTIONS
+from sparse_dataflow.config.parallel import ONLY_RELAY, ParallelConfig
+from sparse_dataflow.config.presets import GPT2_VOCABULARY, SIZES
+from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.config.settings import FIXED, FRESH, Setting
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.training import run_files
+
+EVOLUTION = "evolution.method"
+
+NAMED: dict[str, tuple[str, str]] = {
+    "scale": ("", ""),
+    "corpus": ("data.corpus", ""),
+    "minutes": ("run.minutes", ""),
+    "steps": ("training.steps", "Optimizer steps of each model; 0 is as many as --minutes allows."),
+    "batch": ("training.batch", ""),
+    "learning_rate": ("training.learning_rate", ""),
+    "density": ("sparsity.density", ""),
+    "pattern": ("sparsity.pattern", ""),
+    "block": ("sparsity.block", ""),
+    "evolution": (EVOLUTION, ""),
+    "twin": ("run.twin", ""),
+    "seed": ("training.seed", ""),
+    "init_from": ("run.init_from", ""),
+    "mesh": ("parallel.mesh", ""),
+    "executor": ("parallel.executor", ""),
+    "describe": ("", ""),
+    "out": ("run.out", ""),
+    "resume": ("", ""),
+}
+"""Shared flags: name -> (path in a `RunConfig`, help where it is not the setting's own)."""
+
+START: dict[str, Setting] = {
+    "scale": Setting(
+        "scale",
+        str,
+        "auto",
+        "Named size and recipe; auto is nano on a CPU, else the largest up to 13b that fits.",
+        choices=("auto", *SIZES),
+    ),
+    "describe": Setting(
+        "describe", bool, False, "Print every array with its sharding and bytes; train nothing."
+    ),
+    "resume": Setting("resume", str, "", "Run folder to go on with, under its own settings."),
+}
+"""Shared flags that are no setting of a `RunConfig`."""
+
+BY_SCALE = ("training.batch", "training.sequence", "training.learning_rate", "training.sparse_rate",
+            "training.vector_rate", "run.twin")  # fmt: skip
+"""Settings whose default is the scale's."""
+
+NO_DEFAULTS: Mapping[str, Any] = {}
+
+OLD_FLAGS = {
+    "accumulation": "training.micro_batches",
+    "density_budget": "sparsity.budget",
+    "dtype": "model.compute_dtype",
+    "evolve_at": "evolution.at",
+    "evolve_every": "evolution.every",
+    "evolve_first": "evolution.first",
+    "evolve_plateau": "evolution.plateau",
+    "sparse_projections": "sparsity.projections",
+}
+"""Flags of before there was a `RunConfig` -> path, where the name has changed."""
+
+FROM_WEIGHTS = ("scale", "model.num_layers", "model.d_model", "model.num_heads", "model.d_ff",
+                "model.vocab_size", "model.max_len", "model.norm", "model.positions",
+                "model.activation", "model.parametrization", "data.tokenizer")  # fmt: skip
+"""Settings whose values come with the weights of --init_from."""
+
+PROCESS = tuple(
+    f"parallel.{name}"
+    for name in ("coordinator", "processes", "process", "join_timeout", "heartbeat")
+)
+"""Settings in which the processes of a run may differ."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A checked command line.
+
+    Attributes:
+      scale: a preset's name, or "auto".
+      changes: path -> value of every setting that was given.
+      resume: folder of the run to go on with, or "".
+      describe: whether to print the arrays alone.
+    """
+
+    scale: str = "auto"
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    resume: str = ""
+    describe: bool = False
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "Request":
+        """This request with values of shared flags where it is silent."""
+        paths = {NAMED[name][0]: value for name, value in defaults.items() if NAMED[name][0]}
+        scale = defaults.get("scale", "auto") if self.scale == "auto" else self.scale
+        return dataclasses.replace(self, scale=scale, changes={**paths, **self.changes})
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The parallel plan; what a resumed run has saved is not read."""
+        part = ParallelConfig.PART + "."
+        given = {p.removeprefix(part): v for p, v in self.changes.items() if p.startswith(part)}
+        return ParallelConfig(**given)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What all processes of a run must have been told alike, by the words of its flags."""
+        facts = {f"--{name}": getattr(self, name) for name in START}
+        for path in settings.by_path(RunConfig):
+            if path not in PROCESS:
+                facts[spelling(path)] = self.changes.get(path, "default")
+        return facts
+
+    def config(
+        self, backend: str = "cpu", memory_bytes: int | None = None, sparse: bool = True
+    ) -> RunConfig:
+        """The run that is asked for, on a machine.
+
+        Args:
+          backend: as `jax.default_backend()` names it.
+          memory_bytes: of one device; None where it is not known.
+          sparse: whether a scale that is chosen here must fit the sparse or the dense model.
+
+        Raises:
+          UserError: settings contradict each other, the saved run or its weights.
+        """
+        if self.resume:
+            return settings.changed(_resumable(saved_config(self.resume), self.resume), self.changes)
+        if self.changes.get("run.init_from"):
+            base = self._from_weights(backend)
+        else:
+            scale = self.scale if self.scale != "auto" else self._scale(backend, memory_bytes, sparse)
+            base = presets.preset(scale, compute_dtype=compute_dtype(backend))
+        if self.changes.get("model.parametrization") == "supar":
+            base = presets.supar(base)
+        if self.changes.get("data.tokenizer") == "gpt2":
+            base = base.change(model__vocab_size=GPT2_VOCABULARY)
+        config = settings.changed(base, self.changes)
+        return config if sparse else config.dense()
+
+    def _scale(self, backend, memory_bytes, sparse):
+        from sparse_dataflow.planning import memory
+
+        method = self.changes.get(EVOLUTION, "static")
+        if not sparse or method in ("gradual", "sparse_to_dense"):  # These train a dense model too.
+            return memory.choose_scale(memory_bytes, backend, {})
+        changes = {p: v for p, v in self.changes.items() if p.startswith("sparsity.")}
+        linears = settings.changed(presets.preset("nano"), changes).sparsity.linears()
+        return memory.choose_scale(memory_bytes, backend, linears)
+
+    def _from_weights(self, backend):
+        from sparse_dataflow.planning import memory
+        from sparse_dataflow.training import starting_point
+
+        shape = starting_point.shape(self.changes["run.init_from"])
+        count = memory.parameter_count(shape)
+        distance = {n: abs(math.log(memory.parameter_count(s) / count)) for n, s in SIZES.items()}
+        scale = min(distance, key=distance.__getitem__)
+        base = presets.preset(scale)
+        if shape.supar:
+            base = presets.supar(base)
+        model = dataclasses.replace(shape, compute_dtype=compute_dtype(backend), remat="none", seed=0)
+        training = dataclasses.replace(base.training, sequence=shape.max_len)
+        return dataclasses.replace(base, model=model, training=training)
+
+
+def compute_dtype(backend: str) -> str:
+    """The dtype of activations where none is given."""
+    return "float32" if backend == "cpu" else "bfloat16"
+
+
+def shown_default(name: str, s: Setting) -> str:
+    """A setting's default as the help page shows it; `name` is a flag's or a path."""
+    path = NAMED.get(name, (name,))[0] or name
+    if path in BY_SCALE or s.default is dataclasses.MISSING:
+        return "(by scale)"
+    if path == "model.compute_dtype":
+        return "(by device)"
+    return settings.text(s.default)
+
+
+def spelling(path: str) -> str:
+    """How a command line spells a path: "--batch", or "--set training.warmup"."""
+    flags = {p: f"--{name}" for name, (p, _) in NAMED.items() if p}
+    return flags.get(path, f"--set {path}")
+
+
+def path_of_old_flag(name: str) -> str:
+    """The path of a flag that there was before --set; "" where there was none."""
+    paths = settings.by_path(RunConfig)
+    by_last_word = {path.partition(".")[2]: path for path in paths}
+    return OLD_FLAGS.get(name) or by_last_word.get(name, "")
+
+
+def checked(
+    start: Mapping[str, Any],
+    changes: Mapping[str, Any],
+    spelled: Mapping[str, str],
+    sets: Sequence[str],
+) -> Request:
+    """The request of a command line.
+
+    Args:
+      start: values of the flags of `START` that were given.
+      changes: path -> value, of the other shared flags that were given; a method of evolution with
+        its options is still a text.
+      spelled: path -> how the command line spells it.
+      sets: the texts of every --set.
+
+    Raises:
+      UserError: naming what contradicts, and what would be legal.
+    """
+    legal = settings.by_path(RunConfig)
+    changes, spelled = dict(changes), dict(spelled)
+    for text in sets:
+        path, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"--set {settings.shown(text)} has no value; write --set path=value.")
+        _add(changes, spelled, legal, path.strip(), value, "--set ")
+    if EVOLUTION in changes:
+        method, colon, options = str(changes.pop(EVOLUTION)).partition(":")
+        spelled.pop(EVOLUTION, None)
+        _add(changes, spelled, legal, EVOLUTION, method, "--evolution=", show_path=False)
+        for option in options.split(",") if colon else ():
+            name, equals, value = option.partition("=")
+            if not equals:
+                raise UserError(
+                    f"--evolution={method}:{settings.shown(options)} is not legal; write "
+                    f"{method}:NAME=VALUE,..., as in rigl:every=100."
+                )
+            path = f"evolution.{name.strip()}"
+            value = value.replace("+", ",")
+            _add(changes, spelled, legal, path, value, f"--evolution={method}:", show_path=False)
+    request = Request(changes=changes, **start)
+    _refuse_contradictions(request, spelled)
+    return request
+
+
+def _add(changes, spelled, legal, path, text, before, show_path=True):
+    """Puts the value of one text into `changes`; UserError where it is not legal or given twice."""
+    path = OLD_FLAGS.get(path, path)
+    if path not in legal:
+        raise UserError(f"{before}{path} is no setting; {settings.hint(path, legal)}.")
+    last = path if show_path else path.partition(".")[2]
+    words = before.removesuffix("=") if path == EVOLUTION and not show_path else f"{before}{last}"
+    value = settings.parsed(legal[path], text, words)
+    if path in changes:
+        raise UserError(f"{words} and {spelled[path]} set the same; give one of them.")
+    changes[path], spelled[path] = value, words
+
+
+def _refuse_contradictions(request, spelled):
+    """UserError for settings that were given and contradict each other."""
+    changes, given = request.changes, request.changes.__contains__
+    words = lambda paths: ", ".join(spelled[p] for p in paths)  # noqa: E731
+    if changes.get("training.steps") and given("run.minutes"):
+        raise UserError("--steps and --minutes contradict each other; give one of them.")
+    if changes.get("data.tokenizer") == "gpt2":
+        if changes.get("model.vocab_size", GPT2_VOCABULARY) != GPT2_VOCABULARY:
+            raise UserError(
+                f"model.vocab_size={changes['model.vocab_size']} contradicts data.tokenizer=gpt2, "
+                f"which has {GPT2_VOCABULARY} tokens; leave it out, or set data.tokenizer=bpe."
+            )
+    elif changes.get("model.vocab_size", 257) < 257:
+        raise UserError(
+            f"model.vocab_size={changes['model.vocab_size']} is not legal: bpe needs 257 or more."
+        )
+    if given("sparsity.projections") and not changes["sparsity.projections"]:
+        others = [p for p in changes if p.startswith(("sparsity.", "evolution."))]
+        others = [p for p in others if p != "sparsity.projections"]
+        others += ["run.twin"] if changes.get("run.twin") else []
+        if others:
+            raise UserError(
+                f"{words(others)} without a block-sparse projection; legal with "
+                f"sparsity.projections={','.join(PROJECTIONS)} or any of these."
+            )
+    if changes.get("sparsity.pattern") == "dense" and changes.get("sparsity.density", 1.0) != 1:
+        raise UserError(
+            f"--pattern=dense stores every block, which contradicts --density="
+            f"{changes['sparsity.density']}; leave --density out or name another pattern."
+        )
+    relay_only = [f"parallel.{name}" for name in ONLY_RELAY if given(f"parallel.{name}")]
+    if relay_only and not request.resume and changes.get("parallel.executor") != "relay":
+        raise UserError(f"{words(relay_only)} without the relay; add --executor=relay.")
+    if not request.resume:
+        _refuse_other_methods(changes, words)
+    if changes.get("run.init_from") and not request.resume:
+        named = [p for p in FROM_WEIGHTS if given(p)]
+        shown = ["--scale"] * (request.scale != "auto") + [spelled[p] for p in named]
+        if shown:
+            raise UserError(
+                f"{', '.join(shown)} with --init_from: these come with the weights; leave them "
+                "out, or leave --init_from out."
+            )
+    if request.resume:
+        if given("run.out"):
+            raise UserError(
+                "--out and --resume contradict each other: a resumed run goes on in its own "
+                f"folder, {request.resume}."
+            )
+        _refuse_other_run(request, spelled)
+
+
+def _refuse_other_methods(changes, words):
+    """UserError for options of one method of evolution with another."""
+    method = changes.get(EVOLUTION, "static")
+    exchanging = [p for p in ("evolution.every", "evolution.share") if p in changes]
+    if exchanging and method not in ("set", "rigl"):
+        raise UserError(
+            f"{words(exchanging)} is for methods that exchange blocks, which {method} does not; "
+            "legal: --evolution=set or rigl."
+        )
+    if "evolution.at" in changes and method == "static":
+        raise UserError(
+            f"{words(['evolution.at'])} without a method of --evolution; name one."
+        )
+    for path in ("evolution.first", "evolution.plateau"):
+        if changes.get(path) and method != "sparse_to_dense":
+            raise UserError(
+                f"{words([path])} is for --evolution=sparse_to_dense, not for {method}; leave it "
+                "out."
+            )
+
+
+def saved_config(folder: str | Path) -> RunConfig:
+    """The config of a run folder.
+
+    Raises:
+      UserError: it is no run folder, damaged, or of an older version.
+    """
+    folder = Path(folder).expanduser()
+    if not (folder / run_files.CONFIG).exists():
+        runs = sorted(str(path.parent) for path in folder.parent.glob(f"*/{run_files.CONFIG}"))
+        hint = f"latest there: {', '.join(runs[-5:])}" if runs else f"none is in {folder.parent}"
+        raise UserError(f"--resume={folder} is not a run folder; {hint}.")
+    return run_files.read_config(folder)
+
+
+def _resumable(saved: RunConfig, folder: str) -> RunConfig:
+    """A saved config as another start goes on with it."""
+    fresh = {}
+    for path, s in settings.by_path(RunConfig).items():
+        if s.resumed == FRESH:
+            fresh[path] = s.default
+    return settings.changed(saved, {**fresh, "run.out": folder})
+
+
+def _refuse_other_run(request, spelled):
+    """UserError where the command line changes what a resumed run must keep."""
+    saved = settings.to_json(saved_config(request.resume))
+    wrong = []
+    if request.scale not in ("auto", saved["run"]["scale"]):
+        wrong.append(f"--scale={request.scale} (saved: {saved['run']['scale']})")
+    for path, s in settings.by_path(RunConfig).items():
+        if s.resumed != FIXED or path not in request.changes:
+            continue
+        part, _, name = path.partition(".")
+        before, now = settings.text(saved[part][name]), settings.text(request.changes[path])
+        if before != now:
+            wrong.append(f"{spelled[path]}={now} (saved: {before})")
+    if wrong:
+        raise UserError(
+            f"a resumed run keeps its settings, so these contradict {request.resume}: "
+            f"{', '.join(wrong)}. Leave them out, or start a new run without --resume."
+        )

@@ -1,0 +1,159 @@
+"""The run folder: claimed, kept only if a run starts in it, and checked when a run goes on."""
+
+import contextlib
+import datetime
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from sparse_dataflow import folders, storage
+from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.errors import UserError
+from sparse_dataflow.execution import processes
+from sparse_dataflow.training.json_difference import differences
+from sparse_dataflow.training.run_files import (
+    CONFIG,
+    RECORD,
+    TOKENIZER,
+    RunRecord,
+    read_config,
+    read_record,
+    to_bytes,
+)
+
+_DIFFERENCES_SHOWN = 3
+_UNFINISHED = (TOKENIZER, f"{TOKENIZER}.new", RECORD, f"{RECORD}.new", f"{CONFIG}.new")
+"""What a run that is killed before its config.json is whole may leave."""
+
+
+@contextlib.contextmanager
+def opened(experiment: str, out: str, resume: bool) -> Iterator[Path]:
+    """The run folder, or a new one where `out` is empty; proven writable by the first process.
+
+    A new run takes a folder that is missing or empty. If the block fails before a config.json is
+    there, whatever this process created is removed.
+
+    Raises:
+      UserError: on all processes, where the folder holds anything else or cannot be written.
+    """
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = Path(processes.told(out or f"runs/{experiment}-{stamp}"))
+    with contextlib.ExitStack() as stack:
+
+        def prepare():
+            if resume:
+                _prove_writable(folder)
+            else:
+                _refuse_run(folder)
+                stack.enter_context(folders.claimed(folder, experiment, names=_UNFINISHED))
+
+        processes.from_first(prepare)
+        yield folder
+
+
+def _refuse_run(folder):
+    if (folder / CONFIG).exists() and (folder / RECORD).exists():
+        raise UserError(
+            f"{folder} holds a run already; pass --resume={folder} to go on with it, or another "
+            "--out."
+        )
+
+
+def _prove_writable(folder):
+    def probe():
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+    try:
+        storage.retried(f"Writing {folder}", probe)
+    except OSError as error:
+        raise UserError(
+            f"Run folder {folder} cannot be written: {error.strerror}; make it writable."
+        ) from error
+
+
+def start(folder: Path, config: RunConfig, record: RunRecord, tokenizer: Tokenizer) -> None:
+    """Writes what a run is before its first step; config.json last, whole or not at all.
+
+    Raises:
+      UserError: files came into the folder meanwhile, or it cannot be written.
+    """
+    if not processes.first():
+        return
+    folders.refuse_foreign(folder, record.experiment, names=_UNFINISHED)
+    try:
+        tokenizer.save(folder / TOKENIZER)
+        try:
+            storage.replace(folder / RECORD, to_bytes(record.to_json()))
+            storage.replace(folder / CONFIG, to_bytes(config.to_json()))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                (folder / TOKENIZER).unlink()
+                (folder / RECORD).unlink()
+            raise
+    except OSError as error:
+        raise UserError(f"Run folder {folder} cannot be written: {error.strerror}.") from error
+
+
+def refuse_other_experiment(folder: str | Path, experiment: str) -> None:
+    """Refuses to resume another experiment's run.
+
+    Raises:
+      UserError: naming the command that goes on with it.
+    """
+    other = read_record(folder, read_config(folder)).experiment
+    if other != experiment:
+        raise UserError(
+            f"{folder} is a run of {other}; go on with it by "
+            f"python -m experiments.{other} --resume={folder}."
+        )
+
+
+def refuse_other_data(
+    folder: Path, record: RunRecord, corpus: Corpus, tokenizer: Tokenizer
+) -> None:
+    """Refuses to go on with a run on text, or with tokens, that it was not started on.
+
+    Raises:
+      UserError: the corpus or the tokenizer has changed, or the saved tokenizer is damaged.
+    """
+    if corpus.content_hash != record.corpus_hash:
+        raise UserError(
+            f"The corpus {corpus.name} has changed since {folder} was started. Put it back as it "
+            "was, or start a new run without --resume."
+        )
+    saved = Tokenizer.load(folder / TOKENIZER).content_hash
+    if not saved == record.tokenizer == tokenizer.content_hash:
+        raise UserError(
+            f"The tokenizer of {folder} is not the one that its corpus gives here "
+            f"({saved[:12]} and {tokenizer.content_hash[:12]}; its {RECORD} says "
+            f"{record.tokenizer[:12]}). Put {TOKENIZER} back, or start a new run without "
+            "--resume."
+        )
+
+
+def refuse_other_config(folder: Path, saved: RunConfig, config: RunConfig) -> None:
+    """Refuses to go on where the config is not the saved one in all that a run must keep.
+
+    Raises:
+      UserError: naming what differs.
+    """
+    from sparse_dataflow.config import settings
+
+    fixed = {p for p, s in settings.by_path(RunConfig).items() if s.resumed == settings.FIXED}
+    pair = [json.loads(json.dumps(each.to_json())) for each in (saved, config)]
+    changes = [
+        f"{path} is {before} there and {now} here"
+        for path, before, now in differences(*pair)
+        if path in fixed
+    ]
+    if changes:
+        more = len(changes) - _DIFFERENCES_SHOWN
+        raise UserError(
+            f"{folder} was started with other settings: "
+            f"{'; '.join(changes[:_DIFFERENCES_SHOWN])}{f'; and {more} more' if more > 0 else ''}. "
+            "Start a new run without --resume."
+        )

@@ -1,0 +1,422 @@
+"""The main job: train a GPT, sparse, dense or both side by side, into one run folder."""
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import platform
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+
+from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.data import cache
+from sparse_dataflow.data.batches import EvalBatches, TrainBatches
+from sparse_dataflow.data.corpora import Corpus, corpus_of_texts, load_corpus
+from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
+from sparse_dataflow.data.tokens import prepare_tokens
+from sparse_dataflow.errors import TEMPORARY
+from sparse_dataflow.evaluation import trained
+from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.execution import processes
+from sparse_dataflow.execution.clock import Clock
+from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
+from sparse_dataflow.execution.host_memory import keep_freed_memory
+from sparse_dataflow.execution.relay_executor import RelayExecutor
+from sparse_dataflow.planning import cost, hardware, memory
+from sparse_dataflow.planning.hardware import Chip
+from sparse_dataflow.runs import devices, memory_check, relay_plan, report, run_folder, step_plan
+from sparse_dataflow.runs.request import Request
+from sparse_dataflow.sparsity.allocation import allocation_table
+from sparse_dataflow.training import goodput, run_files, starting_point
+from sparse_dataflow.training.loop import Trainer
+from sparse_dataflow.training.metrics import read_metrics, say
+from sparse_dataflow.training.phases import refuse_unfit
+from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
+from sparse_dataflow.training.run_files import RunRecord
+from sparse_dataflow.training.step import TrainState
+from sparse_dataflow.training.turns import advance_side_by_side
+from sparse_dataflow.training.variants import Variant, variants
+
+EVALUATION_WINDOWS = 64
+FINAL_WINDOWS = 2048
+EVALUATIONS_A_RUN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run and its folder.
+
+    Attributes:
+      folder: the run folder.
+      config: its config.
+      finished: whether every model came to its last step.
+      headline: the held-out bits per byte in words; "" where the run was stopped.
+      status: the exit status of an experiment that made it.
+    """
+
+    folder: Path
+    config: RunConfig
+    finished: bool
+    headline: str = ""
+    status: int = 0
+
+    def model(self, variant: str = "", checkpoint: str = trained.NEWEST) -> Trained:
+        """The trained model of a variant; of the first one where none is named."""
+        return trained.load(self.folder, variant or self.config.variants[0], checkpoint)
+
+    def metrics(self, variant: str = "") -> list[dict]:
+        """The rows of a variant's metrics.jsonl, in order; each has "kind" and "step"."""
+        return read_metrics(self.folder / (variant or self.config.variants[0]) / "metrics.jsonl")
+
+
+def train(
+    config: RunConfig,
+    *,
+    texts: Sequence[str] | None = None,
+    resume: bool = False,
+    experiment: str = "train",
+    clock: Clock | None = None,
+) -> Run:
+    """Trains what a config says into its run folder: data, programs, training with checkpoints and
+    evaluations, report.
+
+    Ctrl-C and SIGTERM save and stop; `resume` then goes on to the same bits.  With several
+    processes all of them call it, after `devices.joined`.
+
+    Args:
+      config: what is trained; `config.run.out` is the folder.
+      texts: documents in place of `config.data.corpus`.
+      resume: whether the folder holds a run, to go on with.
+      experiment: whose run it is, a module's name.
+      clock: tracks what this process is doing; a new one where None.
+
+    Returns:
+      The run, finished or stopped.
+
+    Raises:
+      UserError: in words, before the first step where it can be known then.
+    """
+    keep_freed_memory()
+    clock = clock or Clock()
+    with run_folder.opened(experiment, config.run.out, resume) as folder:
+        return _Job(config, experiment, folder, clock).run(texts, resume)
+
+
+def run(request: Request, experiment: str, *, sparse: bool = True) -> int:
+    """The main job of an experiment: joins the processes, settles the config and trains.
+
+    Args:
+      request: the command line.
+      experiment: its module name, "gpt13b_sparse".
+      sparse: whether the model is block-sparse; else the dense one is trained alone.
+
+    Returns:
+      The exit status: TEMPORARY where SIGTERM ended the run after saving, as schedulers take a
+      machine away by it; else 0.
+
+    Raises:
+      UserError: in words, before the first step where it can be known then.
+    """
+    keep_freed_memory()
+    clock = Clock()
+    request.config(sparse=sparse)  # Refuses what is wrong on every machine before processes join.
+    with devices.joined(experiment, request, clock):
+        chip = detect_chip(request)
+        config = request.config(jax.default_backend(), chip.memory_bytes, sparse)
+        if request.describe:
+            devices.describe(config)
+            return 0
+        if request.resume:
+            run_folder.refuse_other_experiment(request.resume, experiment)
+        elif request.scale == "auto" and not config.run.init_from:
+            config = _fitted(config, chip)
+        resume = bool(request.resume)
+        return train(config, resume=resume, experiment=experiment, clock=clock).status
+
+
+def detect_chip(request: Request) -> Chip:
+    """The chip under this process, with the peak of the dtype that the request computes in."""
+    dtype = request.changes.get("model.compute_dtype", "float32")
+    return hardware.detect([dtype])
+
+
+def _fitted(config, chip):
+    """The config of a scale chosen here, with recomputation and micro-batches that fit; says so."""
+    if chip.memory_bytes is None:
+        return config
+    say(memory.scale_message(chip.memory_bytes, config.run.scale, config.sparsity.linears()))
+    fit = memory_check.fitting(variants(config), chip.memory_bytes)
+    if fit and fit != (config.model.remat, config.training.micro_batches):
+        remat, micro_batches = fit
+        say(f"to fit the memory: model.remat={remat} training.micro_batches={micro_batches}")
+        return config.change(model__remat=remat, training__micro_batches=micro_batches)
+    return config
+
+
+class _Job:
+    """One start of a run."""
+
+    def __init__(self, config: RunConfig, experiment: str, folder: Path, clock: Clock):
+        self.config, self.experiment, self.folder, self.clock = config, experiment, folder, clock
+        self.chip = hardware.detect([config.model.compute_dtype])
+        self.executor = devices.executor(config)
+
+    def run(self, texts: Sequence[str] | None, resume: bool) -> Run:
+        config, folder = self.config, self.folder
+        record = self._saved_record() if resume else None
+        self._refuse_unfit_machine()
+        corpus = corpus_of_texts(texts) if texts else load_corpus(config.data.corpus, cache.FOLDER)
+        tokenizer = self._tokenizer(corpus, resume)
+        if record:
+            run_folder.refuse_other_data(folder, record, corpus, tokenizer)
+        models = variants(config, tokenizer.vocab_size, record and record.steps)
+        for v in models:
+            _say_allocation(v)
+        data = training_data(config, models[0], corpus, tokenizer, self.executor)
+        if config.training.steps:
+            _refuse_unfit_steps(models)
+        programs = self._compiled(models, data)
+        if not record:
+            models = self._planned(models, programs, data)
+            record = self._new_record(models, corpus, tokenizer)
+            run_folder.start(folder, config, record, tokenizer)
+
+        ledger = goodput.Ledger(folder, self.clock)
+        with stop_on_signals() as stop, contextlib.ExitStack() as stack:
+            trainers = []
+            for position, v in enumerate(models):
+                trainer = self._trainer(v, data, programs[v.name], position)
+                stack.push(functools.partial(_close, trainer))
+                trainers.append(trainer)
+                if resume:
+                    say(f"{v.name:>6}: resumes after step {trainer.step} of {v.training.steps}")
+            finished = _advance(trainers, stop, ledger)
+        ledger.note(ended=not finished)
+        if not finished:
+            again = f"python -m experiments.{self.experiment} --resume={shlex.quote(str(folder))}"
+            say(f"stopped; resume with: {again}")
+            return Run(folder, config, False, status=stopped_status(stop()))
+        headline = ""
+        if processes.first():
+            for v in models:
+                timeline = programs[v.name][-1].timeline
+                if timeline is not None:
+                    say(f"{v.name:>6}: {relay_plan.measured(timeline())}")
+            seconds = ledger.seconds(sum(t.seconds for t in trainers))
+            written = report.write(folder, record, trainers, corpus, tokenizer, self.chip, seconds)
+            ledger.note(ended=True)
+            headline = written.headline
+            say(headline)
+            say(goodput.told(seconds))
+            say(f"report: {written.path}")
+        return Run(folder, config, True, headline)
+
+    def _saved_record(self) -> RunRecord:
+        saved = run_files.read_config(self.folder)
+        run_folder.refuse_other_config(self.folder, saved, self.config)
+        return run_files.read_record(self.folder, saved)
+
+    def _refuse_unfit_machine(self):
+        """Refuses what these devices cannot train, before any work."""
+        planned = variants(self.config)
+        memory_bytes = self.chip.memory_bytes
+        devices.check(self.executor, self.config, planned, memory_bytes)
+        if isinstance(self.executor, RelayExecutor):
+            relay_plan.tell(self.config, planned, self.chip, self.executor)
+        elif self.executor == ONE_DEVICE:
+            memory_check.refuse_too_large(self.config, planned, memory_bytes)
+
+    def _tokenizer(self, corpus: Corpus, resume: bool) -> Tokenizer:
+        """The tokenizer of the weights to begin with, or of the config."""
+        config = self.config
+        if not config.run.init_from:
+            size = config.model.vocab_size
+            return load_tokenizer(config.data.tokenizer, corpus, size, cache.FOLDER)
+        if resume:
+            return Tokenizer.load(self.folder / run_files.TOKENIZER)
+        return starting_point.read(config.run.init_from).tokenizer
+
+    def _compiled(
+        self, models: list[Variant], data: TrainingData
+    ) -> dict[str, list[Compiled]]:
+        programs: dict[str, list[Compiled]] = {}
+        shared: dict = {}
+        for v in models:
+            say(f"{v.name:>6}: compiling")
+            with self.clock.during("compile"):
+                programs[v.name] = compile_programs(
+                    v.stages, v.training, data, v.evolution, shared, self.executor
+                )
+        return programs
+
+    def _planned(self, models, programs, data) -> list[Variant]:
+        """The models with the steps that the config says, or that fit into its minutes."""
+        with self.clock.during("compile"):
+            steps = step_plan.planned_steps(self.config, models, programs, data, self.executor)
+        steps = processes.told(steps)
+        models = [v.with_steps(steps[v.name]) for v in models]
+        _refuse_unfit_steps(models)
+        return models
+
+    def _new_record(self, models, corpus, tokenizer) -> RunRecord:
+        start = self.config.run.init_from
+        return RunRecord(
+            experiment=self.experiment,
+            command=(f"python -m experiments.{self.experiment}", *sys.argv[1:]),
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            versions=_versions(),
+            machine=f"{self.chip.name} ({platform.machine()})",
+            corpus=corpus.name,
+            corpus_hash=corpus.content_hash,
+            tokenizer=tokenizer.content_hash,
+            vocab_size=tokenizer.vocab_size,
+            steps={v.name: v.training.steps for v in models},
+            init_from=starting_point.read(start).about if start else None,
+        )
+
+    def _trainer(
+        self, v: Variant, data: TrainingData, programs: list[Compiled], position: int
+    ) -> Trainer:
+        config, executor = self.config, self.executor
+        eval_every = config.run.eval_every or max(1, v.training.steps // EVALUATIONS_A_RUN)
+
+        def mfu(model, speed):
+            if config.parallel.depth_schedule != "constant":
+                return None  # The FLOPs of a step change with its depth.
+            flops = cost.flops_per_token(model, v.training.sequence).total
+            return cost.mfu(flops, speed / executor.devices, self.chip, model.compute_dtype)
+
+        return Trainer(
+            v.name,
+            self.folder / v.name,
+            v.model,
+            v.training,
+            data,
+            programs,
+            eval_every=eval_every,
+            checkpoint_every=config.run.checkpoint_every or 2 * eval_every,
+            evolution=v.evolution,
+            executor=executor,
+            mfu=mfu,
+            position=position,
+            start=self._start(v),
+            clock=self.clock,
+        )
+
+    def _start(self, v: Variant) -> Callable[[], TrainState] | None:
+        """Makes the state before the first step from `run.init_from`, where that names weights; a
+        resumed run calls it only where it has no checkpoint."""
+        if not self.config.run.init_from:
+            return None
+
+        def initial():
+            weights = starting_point.read(self.config.run.init_from)
+            return starting_point.begun_state(
+                weights, v.phases[0].model, v.training, self.executor
+            )
+
+        return initial
+
+
+def _close(trainer, kind, error, trace) -> None:
+    """Closes a trainer; where an error came in one of several processes, the others are told of it
+    instead of being waited for."""
+    if kind is None or jax.process_count() == 1:
+        trainer.close()
+
+
+def _say_allocation(variant):
+    if variant.model.sparse_projections:
+        sequence = variant.training.sequence
+        flops = lambda model: cost.flops_per_token(model, sequence).sections  # noqa: E731
+        say(allocation_table(variant.model, flops))
+
+
+def training_data(
+    config: RunConfig,
+    variant: Variant,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    executor: Executor = ONE_DEVICE,
+) -> TrainingData:
+    """The batches of a variant's shape, drawn by `training.seed`, and the held-out windows."""
+    tokens = prepare_tokens(corpus, tokenizer, cache.FOLDER)
+    say(
+        f"corpus {corpus.name}: {tokens.train.documents:,} documents, "
+        f"{len(tokens.train.tokens):,} training tokens; "
+        f"{tokens.validation.documents:,} documents held out"
+    )
+    shape = variant.training.batch, variant.training.sequence
+    rows = executor.rows(variant.training.batch)
+    periodic = EvalBatches(tokens.validation.tokens, *shape, EVALUATION_WINDOWS, rows)
+    final = EvalBatches(tokens.validation.tokens, *shape, FINAL_WINDOWS, rows)
+    return TrainingData(
+        TrainBatches(tokens.train.tokens, *shape, config.training.seed, rows),
+        periodic,
+        periodic.total_bytes(tokenizer.token_bytes),
+        final,
+        final.total_bytes(tokenizer.token_bytes),
+        tokenizer.content_hash,
+    )
+
+
+def _refuse_unfit_steps(models):
+    for v in models:
+        refuse_unfit(v.model, v.evolution, v.training.steps)
+
+
+def _advance(trainers: list[Trainer], stop, ledger: goodput.Ledger) -> bool:
+    """Trains and evaluates all to the end; False if `stop()` came before, after saving."""
+    ledger.note()
+    for _ in advance_side_by_side(trainers, stop):
+        ledger.note(at_once=False)
+    finished = all(trainer.finished for trainer in trainers)
+    if finished:
+        for trainer in trainers:
+            trainer.evaluate_finally()
+    return finished
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[Callable[[], int]]:
+    """Yields a function that returns which of SIGINT and SIGTERM came first, 0 while none did.
+
+    A second SIGINT interrupts.
+    """
+    signals = []
+
+    def note(number, frame):
+        signals.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        say("stopping: finishing this step and saving (Ctrl-C again to stop at once)")
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: signals[0] if signals else 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def stopped_status(number: int) -> int:
+    """Exit status of a run that this signal ended after saving; the same on all processes.
+
+    SIGTERM is how a machine is taken away: TEMPORARY asks the scheduler for another start.  Whoever
+    presses Ctrl-C is there to resume: 0.
+    """
+    return TEMPORARY if processes.anywhere(number == signal.SIGTERM) else 0
+
+
+def _versions():
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers")
+    return {
+        "python": platform.python_version(),
+        "sparse_dataflow": importlib.metadata.version("sparse_dataflow"),
+        **{package: importlib.metadata.version(package) for package in packages},
+    }
