@@ -49,7 +49,8 @@ def main(values):
 
     from experiments import measurement, recipes
     from sparse_dataflow.config.presets import SIZES
-    from sparse_dataflow.planning import cost, hardware
+    from sparse_dataflow.hardware import detect as hardware
+    from sparse_dataflow.planning import cost
 
     scale = "1.3b" if values.scale == "auto" else values.scale
     chip = hardware.detect(["float32"])

@@ -6,8 +6,8 @@ import types
 from experiments.command_line import A_FRACTION, AT_LEAST_ONE, Flag
 from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.planning import chips
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import chips
 
 LARGEST_GRID = 5_000_000
 """Layouts that a search prices one and all."""

@@ -10,10 +10,10 @@ from experiments.step_bench import compiled_step
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
+from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.models import gpt
+from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
 from sparse_dataflow.planning import memory
-from sparse_dataflow.planning.chips import Chip
 from sparse_dataflow.planning.efficiency import PRIOR
 from sparse_dataflow.planning.run_layout import RunLayout
 from sparse_dataflow.planning.step_time import OPTIMIZER_BYTES, step_time

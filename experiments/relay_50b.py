@@ -41,9 +41,11 @@ def main(values):
     from sparse_dataflow.config.model import LinearSpec, ModelConfig
     from sparse_dataflow.config.presets import SIZES
     from sparse_dataflow.config.training import TrainingConfig
-    from sparse_dataflow.errors import UserError
-    from sparse_dataflow.execution.relay import RelayConfig
-    from sparse_dataflow.planning import chips, hardware, memory, relay
+    from sparse_dataflow.files.errors import UserError
+    from sparse_dataflow.hardware import chips
+    from sparse_dataflow.hardware import detect as hardware
+    from sparse_dataflow.parallel.relay.relay import RelayConfig
+    from sparse_dataflow.planning import memory, relay
 
     if values.chip not in hardware.CHIPS:
         raise UserError(f"--chip={values.chip} is unknown; legal: {', '.join(hardware.CHIPS)}.")

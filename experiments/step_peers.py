@@ -23,15 +23,15 @@ from experiments import measurement
 from experiments.kernel_peers import Pending
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution.host_state import fresh_state, view
-from sparse_dataflow.training.optimizer import B1, B2, EPS, decay_mask, learning_rate_multipliers
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.optim.optimizers import B1, B2, EPS, decay_mask, learning_rate_multipliers
+from sparse_dataflow.parallel.relay.host_state import fresh_state, view
 
 NAME = "torch_compile"
 
 
 class Report(NamedTuple):
-    """What a step tells, as `training.step.StepReport`: the loss, for `float`."""
+    """What a step tells, as `optim.train_state.StepReport`: the loss, for `float`."""
 
     loss: Pending
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sparse_dataflow.config.model import LinearSpec, ModelConfig
     from sparse_dataflow.config.training import TrainingConfig
-    from sparse_dataflow.errors import UserError
     from sparse_dataflow.evaluation.generate import generate
     from sparse_dataflow.evaluation.trained import load
+    from sparse_dataflow.files.errors import UserError
     from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
     from sparse_dataflow.planning.cost import flops_per_token
     from sparse_dataflow.planning.memory import parameter_count
@@ -51,7 +51,7 @@ _HOMES = {
     "LinearSpec": "config.model",
     "ModelConfig": "config.model",
     "TrainingConfig": "config.training",
-    "UserError": "errors",
+    "UserError": "files.errors",
     "block_sparse_matmul": "kernels.block_sparse_matmul.api",
     "flops_per_token": "planning.cost",
     "generate": "evaluation.generate",

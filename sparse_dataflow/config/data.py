@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from sparse_dataflow.config.settings import setting, validate
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 TOKENIZERS = ("bpe", "gpt2")
 

@@ -5,7 +5,7 @@ import dataclasses
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.run import RunConfig, RunSettings
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 GPT2_VOCABULARY = 50257
 """Tokens of GPT-2's tokenizer: 256 bytes, 50,000 merges and the end of a text."""

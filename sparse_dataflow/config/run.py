@@ -18,7 +18,7 @@ from sparse_dataflow.config.settings import (
 )
 from sparse_dataflow.config.sparsity import SparsityConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

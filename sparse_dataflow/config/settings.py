@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 Config = TypeVar("Config")
 Legal = tuple[str, Callable[[float], bool]]

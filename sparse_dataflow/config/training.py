@@ -11,7 +11,7 @@ from sparse_dataflow.config.settings import (
     setting,
     validate,
 )
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 _DIVISORS_SHOWN = 12
 

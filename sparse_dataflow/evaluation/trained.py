@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.training.checkpoint import Checkpoints
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.training.phases import phase_before, phases
 from sparse_dataflow.training.run_files import (
     RunRecord,

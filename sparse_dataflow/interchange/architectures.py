@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 EPSILON = 1e-5
 _GELU = ("gelu_new", "gelu_pytorch_tanh")

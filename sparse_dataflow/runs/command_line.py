@@ -23,7 +23,7 @@ from absl import flags as absl_flags
 from sparse_dataflow.config import settings
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.settings import Setting
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs import request
 from sparse_dataflow.runs.request import Request
 

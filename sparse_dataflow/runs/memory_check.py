@@ -7,9 +7,9 @@ import jax
 
 from sparse_dataflow.config.presets import SIZES, preset
 from sparse_dataflow.config.run import RunConfig
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planning import memory
-from sparse_dataflow.planning.hardware import GIB
+from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.training.variants import Variant, variants as variants_of
 
 

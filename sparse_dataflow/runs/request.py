@@ -15,7 +15,7 @@ from sparse_dataflow.config.parallel import ONLY_RELAY, ParallelConfig
 from sparse_dataflow.config.presets import GPT2_VOCABULARY, SIZES
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.settings import FIXED, FRESH, Setting
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.training import run_files
 
 EVOLUTION = "evolution.method"

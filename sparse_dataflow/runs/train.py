@@ -20,16 +20,17 @@ from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.data.corpora import Corpus, corpus_of_texts, load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
-from sparse_dataflow.errors import TEMPORARY
+from sparse_dataflow.files.errors import TEMPORARY
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.trained import Trained
-from sparse_dataflow.execution import processes
-from sparse_dataflow.execution.clock import Clock
-from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
-from sparse_dataflow.execution.host_memory import keep_freed_memory
-from sparse_dataflow.execution.relay_executor import RelayExecutor
-from sparse_dataflow.planning import cost, hardware, memory
-from sparse_dataflow.planning.hardware import Chip
+from sparse_dataflow.distributed import processes
+from sparse_dataflow.distributed.clock import Clock
+from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.parallel.relay.executor import RelayExecutor
+from sparse_dataflow.planning import cost, memory
+from sparse_dataflow.hardware import detect as hardware
+from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.runs import devices, memory_check, relay_plan, report, run_folder, step_plan
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.sparsity.allocation import allocation_table
@@ -39,7 +40,7 @@ from sparse_dataflow.training.metrics import read_metrics, say
 from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
 from sparse_dataflow.training.run_files import RunRecord
-from sparse_dataflow.training.step import TrainState
+from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.training.turns import advance_side_by_side
 from sparse_dataflow.training.variants import Variant, variants
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparse_dataflow import json_files
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.links import refuse_leaving
-from sparse_dataflow.redaction import redacted_json
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.links import refuse_leaving
+from sparse_dataflow.files.redaction import redacted_json
 from sparse_dataflow.training.variants import Variant, variants
 
 CONFIG, RECORD, TOKENIZER = "config.json", "run.json", "tokenizer.json"

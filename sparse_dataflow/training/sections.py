@@ -13,12 +13,12 @@ import numpy as np
 
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.execution.warm_up import warm_up
+from sparse_dataflow.distributed.warm_up import warm_up
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.groups import groups, parts
-from sparse_dataflow.training.optimizer import make_optimizer
-from sparse_dataflow.training.step import TrainState
+from sparse_dataflow.optim.optimizers import make_optimizer
+from sparse_dataflow.optim.train_state import TrainState
 
 
 def section_seconds(

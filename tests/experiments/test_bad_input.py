@@ -6,7 +6,7 @@ import pytest
 from main_job import PICO, checkpoint_steps, complaint, rows, write_corpus
 
 from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
 import pytest
 from absl import flags as absl_flags
+from experiments.command_line import Flag, Group
 from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import command_line
-from experiments.command_line import Flag, Group
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 NAMES = ("butterfly", "cyclic", "Banded")
 GROUPS = (

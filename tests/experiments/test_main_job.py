@@ -11,7 +11,7 @@ from experiments import run_report
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.execution.executor import ONE_DEVICE
+from sparse_dataflow.parallel.executor import ONE_DEVICE
 from sparse_dataflow.planning import memory
 from sparse_dataflow.reporting.report_data import ReportData
 

@@ -6,9 +6,9 @@ from absl import flags as absl_flags
 from experiments import command_line, devices, flags
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution.pipelined import Pipelined
-from sparse_dataflow.execution.sharded import Sharded
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.parallel.pipeline.pipelined import Pipelined
+from sparse_dataflow.parallel.sharded import Sharded
 
 
 def executor(*arguments):

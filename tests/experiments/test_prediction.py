@@ -12,9 +12,9 @@ from experiments import interplay_report, interplay_step, prediction
 from sparse_dataflow.config.model import PROJECTIONS
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planning import memory
-from sparse_dataflow.planning.chips import Chip
 from sparse_dataflow.planning.efficiency import PRIOR
 from sparse_dataflow.planning.step_time import step_time
 
@@ -90,7 +90,7 @@ def test_interplay_of_measured_steps_wins_back_what_fusion_gives(
     monkeypatch.setattr(prediction, "measured_seconds", lambda *_: next(seconds))
     monkeypatch.setattr(interplay_step, "executor_over", lambda *_: None)
     monkeypatch.setattr(interplay_step.mesh, "make", lambda _: None)
-    monkeypatch.setattr(interplay_step.distributed, "joined", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(interplay_step.join, "joined", lambda *_: contextlib.nullcontext())
 
     def child(asking, fused, cores, stages):
         own = {"stages": stages, "process": 0, "coordinator": "", "cores": []}

@@ -10,8 +10,8 @@ from ports import free_port
 from experiments import gpt_run
 from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.presets import SIZES
-from sparse_dataflow.errors import TEMPORARY
-from sparse_dataflow.execution import server_files
+from sparse_dataflow.files.errors import TEMPORARY
+from sparse_dataflow.parallel.relay import server_files
 from sparse_dataflow.planning import memory
 
 SHORT = ("--twin=no", "--executor=relay")

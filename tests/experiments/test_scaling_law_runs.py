@@ -11,7 +11,7 @@ from main_job import complaint
 from experiments import scaling_law_runs
 from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.presets import SIZES
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.sparsity.scaling_law import ScalingLaw
 

@@ -10,7 +10,7 @@ import pytest
 from experiments import measurement, step_bench, step_peers
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planning import cost, memory
 
 with_torch = pytest.mark.skipif(

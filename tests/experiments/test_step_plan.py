@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-
 from experiments.recipes import Variant
 from experiments.step_plan import step_seconds
+
 from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig

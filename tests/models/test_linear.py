@@ -10,7 +10,7 @@ import scipy.linalg
 from flax import nnx
 
 from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.linear import Linear, projection_layout
 from sparse_dataflow.sparsity.patterns import make_layout
 

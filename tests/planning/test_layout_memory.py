@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.config.model import PROJECTIONS, LinearSpec
 from sparse_dataflow.config.presets import SIZES
-from sparse_dataflow.execution import schedules
+from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.layout_memory import in_flight, layout_bytes
 from sparse_dataflow.planning.run_layout import RunLayout

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import whole
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
+from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import memory
 
 EIGHTH = dict.fromkeys(PROJECTIONS, LinearSpec("block_sparse", density=1 / 8))

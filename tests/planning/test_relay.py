@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution.host_state import abstract_state
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.detect import CHIPS, GIB
+from sparse_dataflow.parallel.relay.host_state import abstract_state
 from sparse_dataflow.planning import relay
-from sparse_dataflow.planning.hardware import CHIPS, GIB
 
 PICO = SIZES["pico"]
 EIGHTH = LinearSpec("block_sparse", "monarch", density=0.125, block=128)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.training.coordinates import (
     ACTIVATIONS,
     activation_changes,

@@ -11,9 +11,9 @@ from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import whole
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
+from sparse_dataflow.parallel import whole
 from sparse_dataflow.sparsity.evolution import stages
 from sparse_dataflow.training.starting_point import StartingPoint, begun_state
 
