@@ -16,7 +16,6 @@ from sparse_dataflow.config.presets import GPT2_VOCABULARY, SIZES
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.settings import FIXED, FRESH, Setting
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.training import run_files
 
 EVOLUTION = "evolution.method"
 
@@ -342,6 +341,8 @@ def saved_config(folder: str | Path) -> RunConfig:
     Raises:
       UserError: it is no run folder, damaged, or of an older version.
     """
+    from sparse_dataflow.training import run_files
+
     folder = Path(folder).expanduser()
     if not (folder / run_files.CONFIG).exists():
         runs = sorted(str(path.parent) for path in folder.parent.glob(f"*/{run_files.CONFIG}"))
