@@ -5,10 +5,9 @@
     layout = sd.make_layout("monarch", 1024, 4096, block=64, density=0.125)
     y = sd.block_sparse_matmul(x, values, layout.tables())     # x [..., 1024], y [..., 4096]
 
-    model = sd.ModelConfig(4, 256, 4, 1024, vocab_size=2048, max_len=256)
-    sparse = model.with_linears(sd.LinearSpec("block_sparse", "monarch", 0.125, block=32))
-    trained = sd.train(sparse, sd.TrainingConfig(steps=200, batch=8, sequence=128))
-    sd.generate(trained, [trained.tokenizer.encode("def ")], max_new_tokens=50)[0].text
+    run = sd.train(sd.preset("3m").change(sparsity__block=32, training__steps=200))
+    model = run.model("sparse")
+    sd.generate(model, [model.tokenizer.encode("def ")], max_new_tokens=50)[0].text
 
 These names are the public API; they are imported when they are first used, so that importing the
 package takes no time. Every other module may change from version to version.
@@ -19,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparse_dataflow.config.model import LinearSpec, ModelConfig
+    from sparse_dataflow.config.presets import preset
+    from sparse_dataflow.config.run import RunConfig
     from sparse_dataflow.config.training import TrainingConfig
     from sparse_dataflow.evaluation.generate import generate
     from sparse_dataflow.evaluation.trained import load
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
     from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
     from sparse_dataflow.planning.cost import flops_per_token
     from sparse_dataflow.planning.memory import parameter_count
+    from sparse_dataflow.runs.train import train
     from sparse_dataflow.sparsity.layout import BlockLayout
     from sparse_dataflow.sparsity.patterns import legal_densities, make_layout
-    from sparse_dataflow.training.in_memory import train
 
 __all__ = [
     "BlockLayout",
     "LinearSpec",
     "ModelConfig",
+    "RunConfig",
     "TrainingConfig",
     "UserError",
     "block_sparse_matmul",
@@ -43,6 +45,7 @@ __all__ = [
     "load",
     "make_layout",
     "parameter_count",
+    "preset",
     "train",
 ]
 
@@ -51,6 +54,8 @@ _HOMES = {
     "LinearSpec": "config.model",
     "ModelConfig": "config.model",
     "TrainingConfig": "config.training",
+    "RunConfig": "config.run",
+    "preset": "config.presets",
     "UserError": "files.errors",
     "block_sparse_matmul": "kernels.block_sparse_matmul.api",
     "flops_per_token": "planning.cost",
@@ -59,7 +64,7 @@ _HOMES = {
     "load": "evaluation.trained",
     "make_layout": "sparsity.patterns",
     "parameter_count": "planning.memory",
-    "train": "training.in_memory",
+    "train": "runs.train",
 }
 
 

@@ -17,13 +17,8 @@ ROOMS = [
 """Lowest first.  A room that does not exist yet has its place already."""
 
 EXCEPTIONS = {
-    ("sparsity.allocation", "models.groups"): "configs of models move to config",
-    ("sparsity.allocation", "models.sizes"): "configs of models move to config",
-    ("sparsity.evolution", "models.groups"): "configs of models move to config",
-    ("sparsity.evolution", "models.sizes"): "configs of models move to config",
-    ("training.in_memory", "evaluation.trained"): "training in memory moves to runs",
-    ("training.starting_point", "evaluation.trained"): "a starting point is read by runs",
-    ("training.starting_point", "interchange.huggingface"): "a starting point is read by runs",
+    ("sparsity.allocation", "models.groups"): "layer groups move to config",
+    ("sparsity.evolution", "models.groups"): "layer groups move to config",
 }
 """(importer, imported): why the import still points upward.  The list may only shrink."""
 

@@ -32,7 +32,7 @@ class ParallelConfig:
       stash: where the relay stores block inputs until the backward pass.
       clipping: how the relay clips gradients.
       server_dir: folder of the relay's mapped files; empty for host memory.
-      depth_schedule: blocks that take part in a step of the relay; see `parallel.relay.depth_schedule`.
+      depth_schedule: blocks in a step of the relay; see `parallel.relay.depth_schedule`.
       coordinator: host:port of process 0; empty reads JAX_COORDINATOR_ADDRESS.
       processes: number of processes; 0 reads JAX_NUM_PROCESSES, else 1.
       process: number of this process; -1 reads JAX_PROCESS_ID.

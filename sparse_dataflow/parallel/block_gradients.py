@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models.groups import parts, together
 from sparse_dataflow.models.linear import Probe
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.parallel import whole
 
 

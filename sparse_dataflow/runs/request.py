@@ -163,7 +163,7 @@ class Request:
 
     def _from_weights(self, backend):
         from sparse_dataflow.planning import memory
-        from sparse_dataflow.training import starting_point
+        from sparse_dataflow.interchange import starting_point
 
         shape = starting_point.shape(self.changes["run.init_from"])
         count = memory.parameter_count(shape)

@@ -34,7 +34,8 @@ from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.runs import devices, memory_check, relay_plan, report, run_folder, step_plan
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.sparsity.allocation import allocation_table
-from sparse_dataflow.training import goodput, run_files, starting_point
+from sparse_dataflow.interchange import starting_point
+from sparse_dataflow.training import goodput, run_files
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics, say
 from sparse_dataflow.training.phases import refuse_unfit

@@ -3,7 +3,6 @@ planner, the checkpoints and the executors know of it."""
 
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -174,12 +173,6 @@ def test_a_checkpoint_of_another_dtype_is_refused_in_words(tmp_path):
         other.restore(abstract_state(DENSE, WIDE)._replace(tables={}))
     with pytest.raises(UserError, match=r"mu.*bfloat16.*float32"):
         Checkpoints(tmp_path, config=kept).restore(abstract_state(DENSE, WIDE)._replace(tables={}))
-
-
-def test_defaults_of_younger_fields_are_kept_as_if_there_were_no_choice():
-    assert not set(OPTIONAL) & WIDE.to_json().keys()
-    for training in (WIDE, TRAINING, dataclasses.replace(WIDE, skip_spikes=6.0)):
-        assert TrainingConfig(**json.loads(json.dumps(training.to_json()))) == training
 
 
 @given(

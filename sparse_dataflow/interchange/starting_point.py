@@ -22,6 +22,7 @@ from sparse_dataflow.models.groups import layer_linear
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.training.run_files import read_config
 from sparse_dataflow.training.transitions import change_model
 
 
@@ -53,9 +54,8 @@ def shape(folder: str | Path) -> ModelConfig:
     if huggingface.is_directory(folder):
         model = read(str(folder)).model
     else:
-        variants = trained.read_config(folder)["variants"]
-        model = ModelConfig.from_json(variants[_variant(variants)]["model"])
-    return dataclasses.replace(model, linears={})
+        model = read_config(folder).model
+    return dataclasses.replace(model, linears={}, density_by_depth=())
 
 
 @functools.lru_cache(maxsize=1)
@@ -71,14 +71,11 @@ def read(folder: str) -> StartingPoint:
         found = huggingface.read(folder)
         about |= {"model": found.model.to_json(), "weights": found.digest}
         return StartingPoint(found.model, found.params, found.tables, found.tokenizer, about)
-    variant = _variant(trained.read_config(folder)["variants"])
+    names = read_config(folder).variants
+    variant = "dense" if "dense" in names else names[0]
     run = trained.load(folder, variant)
     about |= {"model": run.model.to_json(), "variant": variant, "step": run.step}
     return StartingPoint(run.model, jax.device_get(run.params), run.tables, run.tokenizer, about)
-
-
-def _variant(variants):
-    return "dense" if "dense" in variants else next(iter(variants))
 
 
 def begun_state(

@@ -12,10 +12,10 @@ from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange.starting_point import StartingPoint, begun_state
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.sparsity.evolution import stages
-from sparse_dataflow.training.starting_point import StartingPoint, begun_state
 
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
 SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))
