@@ -23,6 +23,7 @@ from absl import flags as absl_flags
 from sparse_dataflow.config import settings
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.settings import Setting
+from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs import request
 from sparse_dataflow.runs.request import Request
@@ -32,6 +33,7 @@ _HELP = ("help", "helpshort", "helpfull", "h", "?")
 _HELP_COLUMN = 27
 _MODULE = __name__
 _SET = "set"
+_FLAGFILE_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +132,7 @@ def parse(
     if sets:
         absl_flags.DEFINE_multi_string(_SET, [], "path=value", flag_values=values)
     try:
-        rest = values(list(argv))[1:]
+        rest = values(_with_flagfiles(argv))[1:]
     except absl_flags.UnrecognizedFlagError as error:
         raise UserError(_unknown(error.flagname.split("=")[0], flags, sets)) from None
     except absl_flags.IllegalFlagValueError as error:
@@ -152,6 +154,22 @@ def parse(
     if twice:
         raise UserError(f"{twice[0]} is given twice; give it once.")
     return given, list(values[_SET].value) if sets else []
+
+
+def _with_flagfiles(argv: Sequence[str]) -> list[str]:
+    """The command line with the lines of each --flagfile in its place."""
+    words = []
+    for argument in argv:
+        name, _, path = argument.lstrip("-").partition("=")
+        if name != "flagfile" or not argument.startswith("-"):
+            words.append(argument)
+            continue
+        try:
+            lines = json_files.content(path, _FLAGFILE_BYTES).decode().splitlines()
+        except (OSError, ValueError) as error:
+            raise UserError(f"--flagfile={settings.shown(path)} cannot be read: {error}.") from None
+        words += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    return words
 
 
 def _unknown(name: str, flags: Sequence[Flag], sets: bool) -> str:

@@ -9,20 +9,20 @@ from jax.sharding import AbstractMesh
 
 from sparse_dataflow.config.parallel import ParallelConfig
 from sparse_dataflow.config.run import RunConfig
-from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.distributed import cluster, join, processes, watch
+from sparse_dataflow.distributed.clock import Clock
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.redaction import redacted
+from sparse_dataflow.hardware.detect import GIB
+from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import describe as tables
 from sparse_dataflow.parallel import mesh as meshes
-from sparse_dataflow.distributed.clock import Clock
-from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule
 from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
 from sparse_dataflow.parallel.pipeline.pipelined import executor_over
-from sparse_dataflow.parallel.relay.relay import RelayConfig
+from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
-from sparse_dataflow.models import gpt
+from sparse_dataflow.parallel.relay.relay import RelayConfig
 from sparse_dataflow.planning import memory
-from sparse_dataflow.hardware.detect import GIB
-from sparse_dataflow.files.redaction import redacted
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.training.step import abstract_state
 from sparse_dataflow.training.variants import Variant, variants

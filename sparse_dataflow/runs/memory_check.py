@@ -8,10 +8,10 @@ import jax
 from sparse_dataflow.config.presets import SIZES, preset
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planning import memory
 from sparse_dataflow.hardware.detect import GIB
-from sparse_dataflow.training.variants import Variant, variants as variants_of
-
+from sparse_dataflow.planning import memory
+from sparse_dataflow.training.variants import Variant
+from sparse_dataflow.training.variants import variants as variants_of
 
 _SHAPE = ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "max_len")
 
@@ -48,9 +48,7 @@ def fitting(variants: list[Variant], memory_bytes: int) -> tuple[str, int] | Non
     return None
 
 
-def refuse_too_large(
-    config: RunConfig, variants: list[Variant], memory_bytes: int | None
-) -> None:
+def refuse_too_large(config: RunConfig, variants: list[Variant], memory_bytes: int | None) -> None:
     """Refuses variants that the memory cannot train.
 
     Args:

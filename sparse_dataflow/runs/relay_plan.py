@@ -7,12 +7,12 @@ import jax
 import psutil
 
 from sparse_dataflow.config.run import RunConfig
-from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.distributed import processes
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.detect import CHIPS, GIB, Chip
 from sparse_dataflow.parallel.relay import timeline
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import memory, relay
-from sparse_dataflow.hardware.detect import CHIPS, GIB, Chip
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.variants import Variant
 
@@ -36,9 +36,7 @@ def of(config: RunConfig, variant: Variant, chip: Chip, devices: int = 1) -> rel
     )
 
 
-def tell(
-    config: RunConfig, variants: list[Variant], chip: Chip, executor: RelayExecutor
-) -> None:
+def tell(config: RunConfig, variants: list[Variant], chip: Chip, executor: RelayExecutor) -> None:
     """Prints each variant's plan; called by all processes.
 
     Raises:

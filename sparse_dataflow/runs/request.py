@@ -138,11 +138,15 @@ class Request:
           UserError: settings contradict each other, the saved run or its weights.
         """
         if self.resume:
-            return settings.changed(_resumable(saved_config(self.resume), self.resume), self.changes)
+            return settings.changed(
+                _resumable(saved_config(self.resume), self.resume), self.changes
+            )
         if self.changes.get("run.init_from"):
             base = self._from_weights(backend)
         else:
-            scale = self.scale if self.scale != "auto" else self._scale(backend, memory_bytes, sparse)
+            scale = (
+                self.scale if self.scale != "auto" else self._scale(backend, memory_bytes, sparse)
+            )
             base = presets.preset(scale, compute_dtype=compute_dtype(backend))
         if self.changes.get("model.parametrization") == "supar":
             base = presets.supar(base)
@@ -162,8 +166,8 @@ class Request:
         return memory.choose_scale(memory_bytes, backend, linears)
 
     def _from_weights(self, backend):
-        from sparse_dataflow.planning import memory
         from sparse_dataflow.interchange import starting_point
+        from sparse_dataflow.planning import memory
 
         shape = starting_point.shape(self.changes["run.init_from"])
         count = memory.parameter_count(shape)
@@ -172,7 +176,9 @@ class Request:
         base = presets.preset(scale)
         if shape.supar:
             base = presets.supar(base)
-        model = dataclasses.replace(shape, compute_dtype=compute_dtype(backend), remat="none", seed=0)
+        model = dataclasses.replace(
+            shape, compute_dtype=compute_dtype(backend), remat="none", seed=0
+        )
         training = dataclasses.replace(base.training, sequence=shape.max_len)
         return dataclasses.replace(base, model=model, training=training)
 
@@ -324,9 +330,7 @@ def _refuse_other_methods(changes, words):
             "legal: --evolution=set or rigl."
         )
     if "evolution.at" in changes and method == "static":
-        raise UserError(
-            f"{words(['evolution.at'])} without a method of --evolution; name one."
-        )
+        raise UserError(f"{words(['evolution.at'])} without a method of --evolution; name one.")
     for path in ("evolution.first", "evolution.plateau"):
         if changes.get(path) and method != "sparse_to_dense":
             raise UserError(

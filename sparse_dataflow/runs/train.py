@@ -20,28 +20,28 @@ from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.data.corpora import Corpus, corpus_of_texts, load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
-from sparse_dataflow.files.errors import TEMPORARY
-from sparse_dataflow.evaluation import trained
-from sparse_dataflow.evaluation.trained import Trained
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.distributed.clock import Clock
-from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
-from sparse_dataflow.hardware.host_memory import keep_freed_memory
-from sparse_dataflow.parallel.relay.executor import RelayExecutor
-from sparse_dataflow.planning import cost, memory
+from sparse_dataflow.evaluation import trained
+from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.files.errors import TEMPORARY
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.detect import Chip
+from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.interchange import starting_point
+from sparse_dataflow.optim.train_state import TrainState
+from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.relay.executor import RelayExecutor
+from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.runs import devices, memory_check, relay_plan, report, run_folder, step_plan
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.sparsity.allocation import allocation_table
-from sparse_dataflow.interchange import starting_point
 from sparse_dataflow.training import goodput, run_files
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics, say
 from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
 from sparse_dataflow.training.run_files import RunRecord
-from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.training.turns import advance_side_by_side
 from sparse_dataflow.training.variants import Variant, variants
 
@@ -244,9 +244,7 @@ class _Job:
             return Tokenizer.load(self.folder / run_files.TOKENIZER)
         return starting_point.read(config.run.init_from).tokenizer
 
-    def _compiled(
-        self, models: list[Variant], data: TrainingData
-    ) -> dict[str, list[Compiled]]:
+    def _compiled(self, models: list[Variant], data: TrainingData) -> dict[str, list[Compiled]]:
         programs: dict[str, list[Compiled]] = {}
         shared: dict = {}
         for v in models:
@@ -319,9 +317,7 @@ class _Job:
 
         def initial():
             weights = starting_point.read(self.config.run.init_from)
-            return starting_point.begun_state(
-                weights, v.phases[0].model, v.training, self.executor
-            )
+            return starting_point.begun_state(weights, v.phases[0].model, v.training, self.executor)
 
         return initial
 

@@ -15,7 +15,7 @@ from forks import Fork, Forks
 
 ROOT = Path(__file__).parents[2]
 PICO = ("--scale=pico", "--block=16", "--density=0.25")
-PLAN = ("--steps=12", "--checkpoint_every=3", "--eval_every=6")
+PLAN = ("--steps=12", "--set=run.checkpoint_every=3", "--set=run.eval_every=6")
 TIMES = ("seconds", "tokens_per_second", "mfu", "update_seconds")
 IMPORTED = (
     "array_record.python.array_record_data_source", "experiments.gpt_run", "grain",

@@ -10,7 +10,7 @@ from sparse_dataflow.evaluation.trained import load
 from sparse_dataflow.planning import memory
 from sparse_dataflow.reporting.report import ReportData
 
-DEPTH = "--density_budget=depth:1.5x,0.5x"
+DEPTH = "--set=sparsity.budget=depth:1.5x,0.5x"
 FEW = ("--limit=4", "--num_fewshot=0")
 LATER_SAVE = r"sparse/checkpoints/6\.saving"
 
@@ -55,8 +55,8 @@ def test_what_it_stores_is_what_it_tells_scores_and_others_begin_with(job, refus
             ["--mesh=stage:2", "--describe"],
             ["--executor=pipeline", "legal: --executor=whole or relay"],
         ),
-        (["--density_budget=depth:1x,2x,1x"], ["3 parts of the depth", "2 layers", "legal: 1, 2"]),
-        (["--density_budget=depth:1.3x,0.7x"], ["1.3x", "--density=0.25", "legal", "1x, 1.5x"]),
+        (["--set=sparsity.budget=depth:1x,2x,1x"], ["3 parts of the depth", "2 layers", "legal: 1, 2"]),
+        (["--set=sparsity.budget=depth:1.3x,0.7x"], ["1.3x", "--density=0.25", "legal", "1x, 1.5x"]),
     ],
 )
 def test_it_is_refused_before_the_first_step(refused, job, tmp_path, arguments, words):

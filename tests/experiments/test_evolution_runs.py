@@ -10,9 +10,9 @@ from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.planning import cost, memory
 
 METHODS = {
-    "rigl": ("--evolution=rigl", "--evolve_every=2", "--notwin"),
+    "rigl": ("--evolution=rigl", "--set=evolution.every=2", "--notwin"),
     # The checkpoint of step 6 is the last sparse one.
-    "sparse_to_dense": ("--evolution=sparse_to_dense", "--evolve_at=0.5", "--notwin"),
+    "sparse_to_dense": ("--evolution=sparse_to_dense", "--set=evolution.at=0.5", "--notwin"),
 }
 
 

@@ -22,8 +22,8 @@ from ports import free_port
 from sparse_dataflow.training.metrics import read_metrics
 
 STEPS = 16
-PLAN = ("--checkpoint_every=4", "--eval_every=8", "--notwin")
-CHANGING = ("--evolution=rigl", "--evolve_every=4", "--evolve_at=0.9", "--skip_spikes=1")
+PLAN = ("--set=run.checkpoint_every=4", "--set=run.eval_every=8", "--notwin")
+CHANGING = ("--evolution=rigl", "--set=evolution.every=4", "--set=evolution.at=0.9", "--set=training.skip_spikes=1")
 STEP = "sparse_dataflow.training.loop.stepped"
 UPDATE = "sparse_dataflow.training.loop.evolved"
 READ = "sparse_dataflow.checkpoint.named_arrays.read"
@@ -54,13 +54,13 @@ class Pair:
         run = [f"--resume={self.folder}"] if begun else [
             *PICO, *PLAN, *CHANGING, f"--steps={self._steps}", corpus, f"--out={self.folder}"
         ]  # fmt: skip
-        where = f"--coordinator=127.0.0.1:{free_port()}"
+        where = f"--set=parallel.coordinator=127.0.0.1:{free_port()}"
         self.before, self.began = self.steps(), time.monotonic()
         started = [
             self._job.start(
                 where,
-                f"--processes={processes}",
-                f"--process={number}",
+                f"--set=parallel.processes={processes}",
+                f"--set=parallel.process={number}",
                 f"--mesh=data:{processes}",
                 *run,
                 *flags,
@@ -207,7 +207,7 @@ def test_a_process_that_is_stopped_is_named_and_nothing_is_lost(pair, whole):
     every day.
     """
     record = Record("SIGSTOP for longer than the heartbeat")
-    processes = pair.start("--heartbeat=10", at_1={"calls": [(STEP, 11, "SIGSTOP")]})
+    processes = pair.start("--set=parallel.heartbeat=10", at_1={"calls": [(STEP, 11, "SIGSTOP")]})
     until_stopped(processes)
     # It may have been named before, on a busy machine, and have gone on.
     until(lambda: processes[0].text.rfind(SILENT) > processes[0].text.rfind(BACK), processes)
@@ -222,7 +222,7 @@ def test_a_process_that_is_stopped_is_named_and_nothing_is_lost(pair, whole):
 @pytest.mark.nightly
 def test_a_process_that_stays_stopped_ends_all(pair, whole):
     record = Record("SIGSTOP for ten times the heartbeat")
-    processes = pair.start("--heartbeat=6", at_1={"calls": [(STEP, 11, "SIGSTOP")]})
+    processes = pair.start("--set=parallel.heartbeat=6", at_1={"calls": [(STEP, 11, "SIGSTOP")]})
     until_stopped(processes)
     assert processes[0].wait() == 75, processes[0].text
     assert re.search(r"process 1 on .* and is taken for lost", processes[0].text)

@@ -46,7 +46,7 @@ def test_what_is_advised_is_not_refused(scale, gib, twin):
 
 
 def test_what_fits_is_left_as_it_is():
-    _, variants = described("--scale=nano", "--remat=dots", "--accumulation=2")
+    _, variants = described("--scale=nano", "--set=model.remat=dots", "--set=training.micro_batches=2")
     assert memory_check.fitting(variants, 100 * GIB) == ("dots", 2)
     assert memory_check.fitting(variants, GIB // 100) is None
 
@@ -63,7 +63,7 @@ def test_the_scale_that_auto_chooses_has_flags_that_fit(gib):
 
 
 def test_two_states_that_fit_only_one_by_one_are_measured_one_by_one():
-    _, (dense,) = described("--scale=13b", "--twin=no", "--batch=1", "--remat=full")
+    _, (dense,) = described("--scale=13b", "--twin=no", "--batch=1", "--set=model.remat=full")
     training = dataclasses.replace(dense.training, state_dtype="bfloat16")
     models = [dataclasses.replace(dense.model, linears=()), dense.model]
     assert not step_bench.fit_together(models, training, 139 * GIB)
@@ -73,7 +73,7 @@ def test_two_states_that_fit_only_one_by_one_are_measured_one_by_one():
 
 
 def test_a_dense_13b_on_an_h200_is_advised_a_state_in_bfloat16():
-    flags_of_13b = ("--scale=13b", "--batch=1", "--remat=full", "--sparse_projections=none")
+    flags_of_13b = ("--scale=13b", "--batch=1", "--set=model.remat=full", "--set=sparsity.projections=none")
     values, variants = described(*flags_of_13b, "--twin=no")
-    with pytest.raises(UserError, match=r"fits with --state_dtype=bfloat16 --remat=full"):
+    with pytest.raises(UserError, match=r"fits with --set=training.state_dtype=bfloat16 --set=model.remat=full"):
         memory_check.refuse_too_large(values, variants, 139 * GIB)

@@ -14,12 +14,12 @@ from ports import free_port
 
 def start(job, processes, numbers, *arguments, more=None):
     """Some of a run's processes, started; `more` are flags of one process by its number."""
-    address = f"--coordinator=127.0.0.1:{free_port()}"
+    address = f"--set=parallel.coordinator=127.0.0.1:{free_port()}"
     return [
         job.start(
             address,
-            f"--processes={processes}",
-            f"--process={n}",
+            f"--set=parallel.processes={processes}",
+            f"--set=parallel.process={n}",
             *arguments,
             *(more or {}).get(n, ()),
         )
@@ -93,7 +93,7 @@ def test_two_processes_train_like_one_and_as_many_go_on(
 @pytest.mark.slow
 def test_when_one_process_is_killed_the_others_end_in_words(job, tmp_path):
     folder = tmp_path / "run"
-    endless = ("--steps=100000", "--checkpoint_every=100000", "--eval_every=100000")
+    endless = ("--steps=100000", "--set=run.checkpoint_every=100000", "--set=run.eval_every=100000")
     started = start(job, 2, (0, 1), *new(job, folder), *endless, "--mesh=data:2")
     metrics, deadline = folder / "sparse" / "metrics.jsonl", time.monotonic() + TIMEOUT
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):
@@ -106,7 +106,7 @@ def test_when_one_process_is_killed_the_others_end_in_words(job, tmp_path):
 
 
 def test_a_process_that_never_joins_is_named(job, tmp_path):
-    flags = (*new(job, tmp_path / "run"), "--join_timeout=1")
+    flags = (*new(job, tmp_path / "run"), "--set=parallel.join_timeout=1")
     [done] = ended(start(job, 2, (0,), *flags))
     assert "process 1 of 2 did not join within 1 seconds" in complaint(done)
     assert not (tmp_path / "run").exists()
@@ -122,7 +122,7 @@ def test_other_flags_on_another_host_are_refused_on_both(job, tmp_path):
 
 
 def test_a_coordinator_that_is_not_reached(job, tmp_path):
-    [done] = ended(start(job, 2, (1,), *new(job, tmp_path / "run"), "--join_timeout=1"))
+    [done] = ended(start(job, 2, (1,), *new(job, tmp_path / "run"), "--set=parallel.join_timeout=1"))
     assert "was not reached within 1 seconds (Connection refused)" in complaint(done)
 
 

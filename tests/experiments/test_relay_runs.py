@@ -30,7 +30,7 @@ def done(process):
 def relayed(job, tmp_path_factory):
     """A run of 12 steps whose layouts change, in host memory."""
     folder = tmp_path_factory.mktemp("relayed") / "run"
-    process = done(job.new(folder, *SHORT, "--evolution=rigl", "--evolve_every=4"))
+    process = done(job.new(folder, *SHORT, "--evolution=rigl", "--set=evolution.every=4"))
     assert "relay plan" in process.stderr and "relay measured" in process.stderr
     return folder
 
@@ -38,7 +38,7 @@ def relayed(job, tmp_path_factory):
 @pytest.mark.slow
 def test_the_relay_is_the_whole_executor_to_rounding(job, relayed, tmp_path):
     folder = tmp_path / "run"
-    done(job.new(folder, "--twin=no", "--evolution=rigl", "--evolve_every=4"))
+    done(job.new(folder, "--twin=no", "--evolution=rigl", "--set=evolution.every=4"))
     np.testing.assert_allclose(losses(relayed), losses(folder), rtol=1e-4)
     evaluated = [
         [row["loss"] for row in rows(run, "sparse") if row["kind"] == "final"]
@@ -54,7 +54,7 @@ def test_killed_in_a_step_it_goes_on_from_the_one_before(job, relayed, tmp_path)
     The record of a step is opened and renamed, beginning with that of step 0.
     """
     folder, server = tmp_path / "run", tmp_path / "server"
-    plan = (*SHORT, "--evolution=rigl", "--evolve_every=4", f"--server_dir={server}")
+    plan = (*SHORT, "--evolution=rigl", "--set=evolution.every=4", f"--set=parallel.server_dir={server}")
     killed = job.new(folder, *plan, events=[(r"\.server\.json", 11, "SIGKILL")])
     assert killed.returncode == -9, killed.stderr
     killed = job.resume(folder, events=[(r"\.server\.json", 9, "SIGKILL")])
@@ -65,10 +65,10 @@ def test_killed_in_a_step_it_goes_on_from_the_one_before(job, relayed, tmp_path)
 
 def two(job, *arguments, events):
     """What two processes said, the second of which meets the events."""
-    address = f"--coordinator=127.0.0.1:{free_port()}"
+    address = f"--set=parallel.coordinator=127.0.0.1:{free_port()}"
     started = [
         job.start(
-            address, "--processes=2", f"--process={n}", *arguments, events=events if n else ()
+            address, "--set=parallel.processes=2", f"--set=parallel.process={n}", *arguments, events=events if n else ()
         )
         for n in range(2)
     ]
@@ -84,8 +84,8 @@ def test_two_processes_go_on_from_a_step_that_both_have_and_one_from_the_last(
 ):
     """The first may have kept a step more than the second, which is killed before its record."""
     folder, server = tmp_path / "run", tmp_path / "server"
-    plan = (*PICO, *PLAN, *SHORT, "--evolution=rigl", "--evolve_every=4")
-    new = (*plan, f"--corpus={job.corpus}", f"--out={folder}", f"--server_dir={server}")
+    plan = (*PICO, *PLAN, *SHORT, "--evolution=rigl", "--set=evolution.every=4")
+    new = (*plan, f"--corpus={job.corpus}", f"--out={folder}", f"--set=parallel.server_dir={server}")
     two(job, *new, events=[(r"\.server\.json", 11, "SIGKILL")])
     told, _ = two(job, f"--resume={folder}", events=[(r"\.server\.json", 9, "SIGKILL")])
     assert "goes on after step 4 of 12" in told
@@ -99,17 +99,17 @@ def test_two_processes_go_on_from_a_step_that_both_have_and_one_from_the_last(
 def test_a_run_may_change_its_executor(job, relayed, tmp_path):
     """The same checkpoint: begun as one program, ended by the relay."""
     folder = tmp_path / "run"
-    plan = ("--twin=no", "--evolution=rigl", "--evolve_every=4")
+    plan = ("--twin=no", "--evolution=rigl", "--set=evolution.every=4")
     killed = job.new(folder, *plan, events=[(r"sparse/checkpoints/9\.saving", 1, "SIGKILL")])
     assert killed.returncode == -9, killed.stderr
-    again = done(job.resume(folder, "--executor=relay", "--stash=host"))
+    again = done(job.resume(folder, "--executor=relay", "--set=parallel.stash=host"))
     assert "goes on after step 6 of 12" in again.stderr
     np.testing.assert_allclose(losses(folder), losses(relayed), rtol=1e-4)
 
 
 @pytest.mark.slow
 def test_the_depth_is_the_same_after_a_resume(job, tmp_path):
-    plan = ("--twin=no", "--executor=relay", "--depth_schedule=drop:0.4")
+    plan = ("--twin=no", "--executor=relay", "--set=parallel.depth_schedule=drop:0.4")
     whole, folder = tmp_path / "whole", tmp_path / "killed"
     done(job.new(whole, *plan))
     killed = job.new(folder, *plan, events=[(r"sparse/checkpoints/9\.saving", 1, "SIGKILL")])
@@ -121,12 +121,12 @@ def test_the_depth_is_the_same_after_a_resume(job, tmp_path):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--stash=host"], "--stash without the relay"),
-        (["--executor=relay", "--depth_schedule=grow:2"], "legal: constant, drop:P"),
-        (["--executor=relay", "--server_dir=s", "--evolution=gradual"], "legal with it: static"),
+        (["--set=parallel.stash=host"], "--stash without the relay"),
+        (["--executor=relay", "--set=parallel.depth_schedule=grow:2"], "legal: constant, drop:P"),
+        (["--executor=relay", "--set=parallel.server_dir=s", "--evolution=gradual"], "legal with it: static"),
         (["--executor=relay", "--scale=175b", "--block=64"], "of host memory with these flags"),
-        (["--executor=relay", "--server_dir=/proc/none"], "name another --server_dir"),
-        (["--executor=relay", "--server_dir=taken"], "holds letter.txt, which is none of the"),
+        (["--executor=relay", "--set=parallel.server_dir=/proc/none"], "name another --server_dir"),
+        (["--executor=relay", "--set=parallel.server_dir=taken"], "holds letter.txt, which is none of the"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_compiled(
@@ -152,6 +152,6 @@ def test_a_disk_too_small_for_all_models_is_told_before_anything_is_compiled(
     disk = shutil._ntuple_diskusage(2**40, 2**40, both - 1)
     monkeypatch.setattr(server_files.shutil, "disk_usage", lambda path: disk)
     plan = (*PICO, *PLAN, f"--corpus={job.corpus}", f"--out={tmp_path / 'run'}")
-    relay = ("--executor=relay", f"--server_dir={tmp_path / 'server'}", "--twin=yes")
+    relay = ("--executor=relay", f"--set=parallel.server_dir={tmp_path / 'server'}", "--twin=yes")
     said = refused(*plan, *relay)
     assert "GiB and its disk has" in said and "larger disk" in said

@@ -30,9 +30,9 @@ def test_no_secret_reaches_the_run_folder_or_the_terminal(job, tmp_path):
         f"--corpus={job.corpus}",
         f"--out={tmp_path / 'run'}",
         # Of no use to one process, and written down with all other flags.
-        "--coordinator=https://me:hunter2222@host:1?token=QzWvSecretOne",
-        "--processes=1",
-        "--process=0",
+        "--set=parallel.coordinator=https://me:hunter2222@host:1?token=QzWvSecretOne",
+        "--set=parallel.processes=1",
+        "--set=parallel.process=0",
         log=tmp_path / "run.log",
     )
     assert run.wait() == 0, run.text
