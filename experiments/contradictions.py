@@ -147,11 +147,19 @@ def _check_folders(values, groups):
                 f"folder, {values.resume}."
             )
         _check_same_run(values, groups)
-    elif "out" in values and values.out and (Path(values.out) / "config.json").exists():
+    elif "out" in values and values.out and _holds_a_run(Path(values.out)):
         raise UserError(
             f"{values.out} holds a run already; pass --resume={values.out} to go on with it, or "
             "another --out."
         )
+
+
+def _holds_a_run(folder):
+    """Whether its config.json is a run's; another one is refused with all else that is there."""
+    try:
+        return "experiment" in json_files.load(folder / "config.json")
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _check_same_run(values, groups):

@@ -53,13 +53,15 @@ def main(values):
     from pathlib import Path
 
     from experiments import coordinates, measurement, study
+    from sparse_dataflow import folders
 
+    out = Path(values.out)
+    folders.refuse_foreign(out, "coordinate_check")
     begun = study.begin(values, GROUPS)
     found = coordinates.measure(values, begun)
-    out = Path(values.out)
     print(coordinates.table(found))
     result = {**measurement.provenance(begun.chip.name), "changes": found}
-    out.mkdir(parents=True, exist_ok=True)
+    folders.claim(out, "coordinate_check")
     (out / "coordinate_check.json").write_text(json.dumps(result, indent=1) + "\n")
     coordinates.draw(found, out / "coordinate_check.png")
     print(f"figure: {out / 'coordinate_check.png'}")

@@ -1,13 +1,14 @@
-"""The run folder: made, kept only if a run starts in it, and checked when a run goes on."""
+"""The run folder: claimed, kept only if a run starts in it, and checked when a run goes on."""
 
 import contextlib
 import datetime
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.recipes import Variant
-from sparse_dataflow import json_files, storage
+from sparse_dataflow import folders, json_files, storage
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.errors import UserError
@@ -16,65 +17,65 @@ from sparse_dataflow.execution import processes
 from sparse_dataflow.links import refuse_leaving
 from sparse_dataflow.training.json_difference import differences
 
-_PROBE = ".writable"
 _DIFFERENCES_SHOWN = 3
+_UNFINISHED = (TOKENIZER, f"{TOKENIZER}.new", f"{CONFIG}.new")
+"""What a run that is killed before its config.json is whole may leave."""
 
 
 @contextlib.contextmanager
 def opened(experiment: str, values) -> Iterator[Path]:
     """The folder that --out names, or a new one; proven writable by the first process.
 
-    If the block fails before a config.json is there, whatever was made is removed.
+    A new run takes a folder that is missing or empty. If the block fails before a config.json is
+    there, whatever was made is removed.
 
     Raises:
-      UserError: it cannot be written.
+      UserError: on all processes, where the folder holds anything else or cannot be written.
     """
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = Path(processes.told(values.out or f"runs/{experiment}-{stamp}"))
-    if not processes.first():
-        yield folder
-        return
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    with contextlib.ExitStack() as stack:
 
+        def prepare():
+            if values.resume:
+                _prove_writable(folder)
+            else:
+                stack.enter_context(folders.claimed(folder, experiment, names=_UNFINISHED))
+
+        processes.from_first(prepare)
+        yield folder
+
+
+def _prove_writable(folder):
     def probe():
-        folder.mkdir(parents=True, exist_ok=True)
-        storage.replace(folder / _PROBE, b"")
-        (folder / _PROBE).unlink(missing_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
 
     try:
-        storage.retried(f"Making {folder}", probe)
+        storage.retried(f"Writing {folder}", probe)
     except OSError as error:
-        _remove(folder, made)
         raise UserError(
-            f"Run folder {folder} cannot be written: {error.strerror}; name another with --out."
+            f"Run folder {folder} cannot be written: {error.strerror}; make it writable."
         ) from error
-    try:
-        yield folder
-    except BaseException:
-        if not (folder / CONFIG).exists():
-            _remove(folder, made)
-        raise
-
-
-def _remove(folder, made):
-    with contextlib.suppress(OSError):
-        for name in (TOKENIZER, _PROBE):
-            (folder / name).unlink(missing_ok=True)
-        for path in made:
-            path.rmdir()
 
 
 def start(folder: Path, config: dict, tokenizer: Tokenizer) -> None:
     """Writes what a run is before its first step; config.json last, whole or not at all.
 
     Raises:
-      UserError: the folder cannot be written.
+      UserError: files came into the folder meanwhile, or it cannot be written.
     """
     if not processes.first():
         return
+    folders.refuse_foreign(folder, config["experiment"], names=_UNFINISHED)
     try:
         tokenizer.save(folder / TOKENIZER)
-        storage.replace(folder / CONFIG, json.dumps(config, indent=1).encode() + b"\n")
+        try:
+            storage.replace(folder / CONFIG, json.dumps(config, indent=1).encode() + b"\n")
+        except BaseException:
+            with contextlib.suppress(OSError):
+                (folder / TOKENIZER).unlink()
+            raise
     except OSError as error:
         raise UserError(f"Run folder {folder} cannot be written: {error.strerror}.") from error
 

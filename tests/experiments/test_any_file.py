@@ -126,7 +126,7 @@ def kept(path):
 
 
 def settings_of(path):
-    return study.keep_settings(path.parent, {"scale": "pico"})
+    return study.keep_settings(path.parent, {"scale": "pico"}, "study")
 
 
 def documents(path):

@@ -124,8 +124,8 @@ def test_the_depth_is_the_same_after_a_resume(job, tmp_path):
         (["--executor=relay", "--depth_schedule=grow:2"], "legal: constant, drop:P"),
         (["--executor=relay", "--server_dir=s", "--evolution=gradual"], "legal with it: static"),
         (["--executor=relay", "--scale=175b", "--block=64"], "of host memory with these flags"),
-        (["--executor=relay", "--server_dir=/proc/none"], "name another --server_dir"),
-        (["--executor=relay", "--server_dir=taken"], "holds letter.txt, which is none of the"),
+        (["--executor=relay", "--server_dir=/proc/none"], "name another with --server_dir"),
+        (["--executor=relay", "--server_dir=taken"], "may not replace (sparse)"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_compiled(

@@ -8,6 +8,7 @@ from experiments import coordinate_check, sparse_scaling_law
 from experiments.coordinates import numbers
 from experiments.recipes import sparse_config
 from experiments.study import _DEFAULTS, keep_settings
+from sparse_dataflow import folders
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.training.coordinates import widened
@@ -27,13 +28,14 @@ def test_every_model_has_layouts_and_heads_of_one_width(experiment):
 
 
 def test_a_folder_from_before_a_flag_goes_on_at_its_default_alone(tmp_path):
-    keep_settings(tmp_path, {"scale": "pico"})
-    keep_settings(tmp_path, {"scale": "pico", "final_rate": _DEFAULTS["final_rate"]})
+    keep_settings(tmp_path, {"scale": "pico"}, "study")
+    keep_settings(tmp_path, {"scale": "pico", "final_rate": _DEFAULTS["final_rate"]}, "study")
     with pytest.raises(UserError, match=r"other flags: --final_rate=0.0 \(saved: 0.1\)"):
-        keep_settings(tmp_path, {"scale": "pico", "final_rate": 0.0})
+        keep_settings(tmp_path, {"scale": "pico", "final_rate": 0.0}, "study")
 
 
 def test_a_number_is_no_settings(tmp_path):
+    folders.claim(tmp_path, "study")
     (tmp_path / "settings.json").write_text("3")
     with pytest.raises(UserError, match="damaged"):
-        keep_settings(tmp_path, {"scale": "pico"})
+        keep_settings(tmp_path, {"scale": "pico"}, "study")
