@@ -20,7 +20,7 @@ CHECK = Group(
         Flag("widths", "text", "128,256,512", "Values of d_model."),
         Flag("densities", "text", "1,0.25,0.125", "Fractions of blocks stored."),
         Flag("steps", "integer", 5, "Steps of each training.", legal=AT_LEAST_ONE),
-        Flag("out", "text", "runs/coordinate_check", "Folder to write to."),
+        Flag("out", "text", "runs/coordinate_check", "Folder to make."),
     ),
 )
 GROUPS = (

@@ -185,7 +185,13 @@ RUN = Group(
     "Run",
     "where the results go",
     (
-        Flag("out", "text", "", "Run folder to make; empty is runs/EXPERIMENT-DATE.", fixed=False),
+        Flag(
+            "out",
+            "text",
+            "",
+            "Run folder to make, missing or empty; without it runs/EXPERIMENT-DATE.",
+            fixed=False,
+        ),
         Flag("resume", "text", "", "Run folder to go on with, under its own flags.", fixed=False),
         Flag(
             "eval_every",

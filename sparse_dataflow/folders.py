@@ -48,19 +48,22 @@ def refuse_foreign(
     Raises:
       UserError: the folder holds something else, or cannot be read.
     """
+
+    def look():
+        others = [name for name in sorted(_listed(folder)) if name != MARK]
+        if is_marked(folder, owner):
+            return [name for name in others if names is not None and name not in names]
+        if os.path.lexists(folder / MARK):
+            return others or [MARK]
+        return [] if not others or known(folder) else others
+
     try:
-        found = sorted(storage.retried(f"Reading {folder}", lambda: _listed(folder)))
-        if not found or known(folder):
-            return
-        marked = is_marked(folder, owner)
+        others = storage.retried(f"Reading {folder}", look)
     except OSError as error:
         raise _unwritable(folder, error, flag) from error
-    others = [name for name in found if name != MARK]
-    if marked:
-        others = [name for name in others if names is not None and name not in names]
-        if not others:
-            return
-    shown = ", ".join(others[:_NAMES_SHOWN] or [MARK])
+    if not others:
+        return
+    shown = ", ".join(others[:_NAMES_SHOWN])
     more = f" and {len(others) - _NAMES_SHOWN} more" if len(others) > _NAMES_SHOWN else ""
     raise UserError(
         f"{folder} holds what {owner} may not replace ({shown}{more}); legal: {flag} with a folder "

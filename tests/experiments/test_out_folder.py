@@ -118,7 +118,7 @@ class Tokens:
 
 
 def test_files_that_came_while_a_run_compiled_stay(tmp_path):
-    with pytest.raises(UserError, match="notes.txt"):
+    with pytest.raises(UserError, match=r"notes\.txt"):
         with run_folder.opened("gpt13b_sparse", new_run(tmp_path / "run")) as folder:
             (folder / "notes.txt").write_text("mine")
             (folder / "tokenizer.json").write_text("mine")
