@@ -12,7 +12,7 @@ import pdoc
 import experiments
 import sparse_dataflow
 from sparse_dataflow import folders
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 
 def modules() -> list[str]:

@@ -17,9 +17,9 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from sparse_dataflow import json_files
-from sparse_dataflow.execution.warm_up import warm_up
-from sparse_dataflow.planning import hardware
+from sparse_dataflow.distributed.warm_up import warm_up
+from sparse_dataflow.files import json_files
+from sparse_dataflow.hardware import detect as hardware
 
 K = TypeVar("K")
 

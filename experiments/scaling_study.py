@@ -52,8 +52,8 @@ def main(values):
     from pathlib import Path
 
     from sparse_dataflow import folders
-    from sparse_dataflow.errors import UserError
-    from sparse_dataflow.planning import chips
+    from sparse_dataflow.files.errors import UserError
+    from sparse_dataflow.hardware import chips
     from sparse_dataflow.reporting import planner_figures
 
     hardware = [chips.named(name.strip()) for name in values.hardware.split(",")]

@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from sparse_dataflow import json_files, storage
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files.errors import UserError
 
 MARK = ".sparse_dataflow"
 """Name of the file that names the program whose folder this is."""

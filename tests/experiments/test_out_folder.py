@@ -12,7 +12,7 @@ from main_job import PICO
 
 from experiments import flags, measurement, pipeline_bubble, run_folder, study
 from sparse_dataflow import folders
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 NAMES = (
     "tokenizer.json", "report.html", "report.json", "goodput.jsonl", "notes.txt", "config.json",

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.training.coordinates import (
     ACTIVATIONS,
     activation_changes,
     slopes,
     widened,
 )
-from sparse_dataflow.training.optimizer import TrainingConfig
 
 MODEL = ModelConfig(1, 64, 2, 256, vocab_size=64, max_len=16)
 TRAINING = TrainingConfig(steps=3, batch=8, sequence=16, learning_rate=2e-3)
