@@ -11,7 +11,7 @@ import pdoc
 
 import experiments
 import sparse_dataflow
-from sparse_dataflow import folders
+from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
 
 

@@ -53,7 +53,7 @@ def main(values):
     from pathlib import Path
 
     from experiments import coordinates, measurement, study
-    from sparse_dataflow import folders
+    from sparse_dataflow.files import folders
 
     out = Path(values.out)
     folders.refuse_foreign(out, "coordinate_check")

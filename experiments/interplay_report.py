@@ -12,7 +12,7 @@ from pathlib import Path
 from experiments import measurement
 from experiments.planner_flags import DENSITIES
 from experiments.planner_flags import model as planned_model
-from sparse_dataflow import folders
+from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.chips import Chip

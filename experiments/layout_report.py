@@ -6,7 +6,7 @@ from pathlib import Path
 
 from experiments import layout_verify, planner_flags
 from experiments.recipes import RECIPES
-from sparse_dataflow import folders
+from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.parallel.pipeline import schedules

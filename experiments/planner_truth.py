@@ -29,7 +29,7 @@ def main(values):
     import csv
     from pathlib import Path
 
-    from sparse_dataflow import folders
+    from sparse_dataflow.files import folders
     from sparse_dataflow.planning import fitting, published
     from sparse_dataflow.planning.efficiency import EFFICIENCIES
     from sparse_dataflow.reporting import planner_figures

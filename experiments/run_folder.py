@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.recipes import Variant
-from sparse_dataflow import folders
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.evaluation.trained import CONFIG, TOKENIZER
-from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files import folders, json_files, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.json_difference import differences
 from sparse_dataflow.files.links import refuse_leaving

@@ -51,7 +51,7 @@ def main(values):
     import csv
     from pathlib import Path
 
-    from sparse_dataflow import folders
+    from sparse_dataflow.files import folders
     from sparse_dataflow.files.errors import UserError
     from sparse_dataflow.hardware import chips
     from sparse_dataflow.reporting import planner_figures

@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from sparse_dataflow import folders
-from sparse_dataflow.files import storage
+from sparse_dataflow.files import folders, storage
 from sparse_dataflow.files.errors import UserError
 
 FOLDER = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sparse_dataflow"

@@ -2,8 +2,8 @@ import errno
 
 import pytest
 
-from sparse_dataflow import folders
 from sparse_dataflow.data.cache import exclusive, replacing
+from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from main_job import PICO
 
 from experiments import flags, measurement, pipeline_bubble, run_folder, study
-from sparse_dataflow import folders
+from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
 
 NAMES = (

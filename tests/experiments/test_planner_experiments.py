@@ -9,7 +9,7 @@ from absl import flags as absl_flags
 
 from experiments import flags, layout_search, planner_truth, scaling_study
 from experiments import interplay as interplay_study
-from sparse_dataflow import folders
+from sparse_dataflow.files import folders
 
 
 def run(experiment, *arguments):

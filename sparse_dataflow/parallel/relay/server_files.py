@@ -26,8 +26,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from sparse_dataflow import folders
-from sparse_dataflow.files import manifest
+from sparse_dataflow.files import folders, manifest
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.json_difference import differences
 from sparse_dataflow.hardware.detect import GIB
