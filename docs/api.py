@@ -11,6 +11,8 @@ import pdoc
 
 import experiments
 import sparse_dataflow
+from sparse_dataflow.files import folders
+from sparse_dataflow.files.errors import UserError
 
 
 def modules() -> list[str]:
@@ -24,7 +26,9 @@ def modules() -> list[str]:
 
 
 def main(folder: str, *names: str) -> None:
-    """Writes index.html and a page a module into `folder`, which is made if it is missing."""
+    """Writes index.html and a page a module into `folder`, which is missing, empty or an earlier
+    reference."""
+    folders.claim(Path(folder), "docs/api.py", "FOLDER")
     for name in sparse_dataflow.__all__:
         getattr(sparse_dataflow, name)  # pdoc sees only what has been imported.
     pdoc.render.configure(docformat="google", footer_text=sparse_dataflow.__name__)
@@ -33,4 +37,7 @@ def main(folder: str, *names: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")

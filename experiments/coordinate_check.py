@@ -20,7 +20,7 @@ CHECK = Group(
         Flag("widths", "text", "128,256,512", "Values of d_model."),
         Flag("densities", "text", "1,0.25,0.125", "Fractions of blocks stored."),
         Flag("steps", "integer", 5, "Steps of each training.", legal=AT_LEAST_ONE),
-        Flag("out", "text", "runs/coordinate_check", "Folder to write to."),
+        Flag("out", "text", "runs/coordinate_check", "Folder to make."),
     ),
 )
 GROUPS = (
@@ -53,13 +53,15 @@ def main(values):
     from pathlib import Path
 
     from experiments import coordinates, measurement, study
+    from sparse_dataflow.files import folders
 
+    out = Path(values.out)
+    folders.refuse_foreign(out, "coordinate_check")
     begun = study.begin(values, GROUPS)
     found = coordinates.measure(values, begun)
-    out = Path(values.out)
     print(coordinates.table(found))
     result = {**measurement.provenance(begun.chip.name), "changes": found}
-    out.mkdir(parents=True, exist_ok=True)
+    folders.claim(out, "coordinate_check")
     (out / "coordinate_check.json").write_text(json.dumps(result, indent=1) + "\n")
     coordinates.draw(found, out / "coordinate_check.png")
     print(f"figure: {out / 'coordinate_check.png'}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from experiments import measurement
 from experiments.planner_flags import DENSITIES
 from experiments.planner_flags import model as planned_model
+from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.chips import Chip
@@ -33,9 +34,10 @@ def run(asked) -> None:
       asked: the flags of `interplay`.
 
     Raises:
-      UserError: this machine is to be predicted but not measured, it has no core for each stage, or
-        the model no layer.
+      UserError: this machine is to be predicted but not measured, it has no core for each stage,
+        the model no layer, or --out holds what this experiment did not write.
     """
+    folders.refuse_foreign(Path(asked.out), "interplay")
     config = planned_model(asked.scale)
     here = asked.hardware == "this"
     sequence = min(config.max_len, LONGEST) if here else config.max_len
@@ -216,7 +218,7 @@ def _table(rows, chip):
 
 def _keep(asked, rows, rooflines, chip, text, machine):
     folder = Path(asked.out)
-    folder.mkdir(parents=True, exist_ok=True)
+    folders.claim(folder, "interplay")
     figures = "![gains](interplay.png)\n\n![roofline](roofline.png)\n"
     (folder / "interplay.md").write_text(f"# Interplay, {asked.scale}\n\n{text}\n\n{figures}")
     with (folder / "interplay.csv").open("w", newline="") as file:

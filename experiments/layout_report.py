@@ -6,6 +6,7 @@ from pathlib import Path
 
 from experiments import layout_verify, planner_flags
 from experiments.recipes import RECIPES
+from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.parallel.pipeline import schedules
@@ -37,7 +38,8 @@ def run(asked) -> None:
       asked: the flags of `layout_search`.
 
     Raises:
-      UserError: no layout is legal, with the closest that is.
+      UserError: no layout is legal, with the closest that is; or --out names a folder that holds
+        anything but a search.
     """
     config = planner_flags.model(asked.scale, asked.density, asked.block)
     request = search.Request(
@@ -48,8 +50,11 @@ def run(asked) -> None:
         asked.chips,
     )
     choices = search.space(request)
-    folder = Path(asked.out)
-    folder.mkdir(parents=True, exist_ok=True)
+    with folders.claimed(Path(asked.out), "layout_search") as folder:
+        _search(asked, request, choices, folder)
+
+
+def _search(asked, request, choices, folder):
     sampled = asked.engine in SAMPLERS
     sampled = sampled or (asked.engine == "auto" and choices.size > planner_flags.LARGEST_GRID)
     if sampled:

@@ -71,7 +71,7 @@ def main(values):
         counts = values.stages, values.micro_batches, chunks
         cases.append((schedules.make(name, *counts, recompute), recompute))
     if values.page:
-        Path(values.page).write_text(schedule_page([schedule for schedule, _ in cases]))
+        _write_page(Path(values.page), schedule_page([schedule for schedule, _ in cases]))
     for schedule, recompute in cases:
         name, chunks = schedule.name, schedule.chunks
         step, slept = sleeping_step(schedule)
@@ -106,6 +106,24 @@ def main(values):
         "rows": rows,
     }
     measurement.keep(values.keep, "pipeline_bubble_cpu", "cpu", result)
+
+
+def _write_page(path, page):
+    """Writes the page; UserError where a file is there that is no such page."""
+    import os
+
+    from sparse_dataflow.files import json_files
+    from sparse_dataflow.files.errors import UserError
+
+    head = page[: page.index("</title>")].encode()
+    try:
+        if os.path.lexists(path) and not json_files.content(path).startswith(head):
+            raise UserError(f"--page={path} is a file that this experiment did not write.")
+        path.write_text(page)
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"--page={path} cannot be written: {error}.") from error
 
 
 def sleeping_step(schedule):

@@ -29,10 +29,13 @@ def main(values):
     import csv
     from pathlib import Path
 
+    from sparse_dataflow.files import folders
     from sparse_dataflow.planning import fitting, published
     from sparse_dataflow.planning.efficiency import EFFICIENCIES
     from sparse_dataflow.reporting import planner_figures
 
+    folder = Path(values.out)
+    folders.refuse_foreign(folder, "planner_truth")
     constants = dict(EFFICIENCIES)
     if values.fit == "yes":
         found = fitting.fitted()
@@ -72,8 +75,7 @@ def main(values):
         print(f"{label:<27}{len(errors):>3} rows: median {median:.1%}, worst {worst:.1%}")
     _print_scalings(constants)
     _print_sparse(constants)
-    folder = Path(values.out)
-    folder.mkdir(parents=True, exist_ok=True)
+    folders.claim(folder, "planner_truth")
     with (folder / "truth.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(

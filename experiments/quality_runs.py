@@ -27,12 +27,13 @@ def run(values, groups, arms: dict[str, dict | None]) -> int:
     Raises:
       UserError: in words, before the first step where it can be known then.
     """
+    folder = Path(values.out)
+    study.refuse_foreign(folder, "sparse_quality")
     begun = study.begin(values, groups)
     asked = begun.asked
-    folder = Path(values.out)
     varied = ("arms", "equal", "seeds", "out")
     settings = {name: value for name, value in asked.items() if name not in varied}
-    study.keep_settings(folder, settings)
+    study.keep_settings(folder, settings, "sparse_quality")
     for arm in asked["arms"]:
         variant = _variant(begun, arms, arm)
         refuse_unfit(variant.model, variant.evolution, values.steps)

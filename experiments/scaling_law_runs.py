@@ -12,7 +12,7 @@ import numpy as np
 from experiments import gpt_run, measurement, study
 from experiments.coordinates import numbers
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
-from sparse_dataflow.files import json_files
+from sparse_dataflow.files import folders, json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planning import cost
 from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
@@ -28,6 +28,8 @@ from sparse_dataflow.sparsity.scaling_law import (
 )
 from sparse_dataflow.training.coordinates import widened
 from sparse_dataflow.training.metrics import say
+
+OWNER = "sparse_scaling_law"
 
 PLACE = COLUMNS[:3]
 """Where a run lies: parameters, sparsity, tokens."""
@@ -46,6 +48,7 @@ def run(values, groups) -> int:
       UserError: in words, for what cannot be read, trained or fitted.
     """
     folder = Path(values.out)
+    study.refuse_foreign(folder, OWNER)
     return _fit_again(values, folder) if values.runs else _train_and_fit(values, groups, folder)
 
 
@@ -53,7 +56,7 @@ def _fit_again(values, folder) -> int:
     runs, held_out = read_runs(Path(values.runs))
     fitted = runs.take(~held_out)
     law, laws = fit(fitted), bootstrap(fitted, values.rounds)
-    folder.mkdir(parents=True, exist_ok=True)
+    folders.claim(folder, OWNER)
     losses = _losses(runs.take(held_out))
     predictions = [_predicted(place, law, laws) for place in losses]
     _report(folder, "any", fitted, law, laws, _measured(predictions, losses))
@@ -64,7 +67,7 @@ def _train_and_fit(values, groups, folder) -> int:
     begun = study.begin(values, groups)
     asked = begun.asked
     varied = ("runs", "rounds", "out", "widths", "densities", "lengths", "seeds")
-    study.keep_settings(folder, {k: v for k, v in asked.items() if k not in varied})
+    study.keep_settings(folder, {k: v for k, v in asked.items() if k not in varied}, OWNER)
     plan = _plan(values, begun)
     held_out = [p for p in plan if p["held_out"]]
     fitted = [p for p in plan if not p["held_out"]]

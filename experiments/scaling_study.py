@@ -51,6 +51,7 @@ def main(values):
     import csv
     from pathlib import Path
 
+    from sparse_dataflow.files import folders
     from sparse_dataflow.files.errors import UserError
     from sparse_dataflow.hardware import chips
     from sparse_dataflow.reporting import planner_figures
@@ -60,7 +61,7 @@ def main(values):
     if not counts:
         raise UserError(f"--most={values.most} leaves no point; legal: {CHIPS[0]} or more.")
     folder = Path(values.out)
-    folder.mkdir(parents=True, exist_ok=True)
+    folders.claim(folder, "scaling_study")
     rows = []
     for kind in values.kinds:
         panels = {}

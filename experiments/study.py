@@ -15,7 +15,7 @@ from experiments.recipes import Variant
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
-from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files import folders, json_files, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
@@ -25,6 +25,7 @@ from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import TrainingData, compile_programs
 from sparse_dataflow.training.turns import advance_side_by_side
 
+_SETTINGS = "settings.json"
 _DEFAULTS = {
     "twin": "no",
     "minutes": 1.0,
@@ -171,14 +172,29 @@ def _steps_begun(where):
     return _read(path, int) if path.exists() else None
 
 
-def keep_settings(folder: Path, settings: dict) -> None:
+def refuse_foreign(folder: Path, owner: str) -> None:
+    """Refuses a folder that holds anything but the study `owner`; see `folders.refuse_foreign`."""
+    folders.refuse_foreign(folder, owner, known=_has_settings)
+
+
+def _has_settings(folder):
+    """Whether it is a study's folder of a version that left no mark; `keep_settings` compares."""
+    try:
+        return "scale" in json_files.load(folder / _SETTINGS).keys()
+    except json_files.MALFORMED:
+        return False
+
+
+def keep_settings(folder: Path, settings: dict, owner: str) -> None:
     """Makes a study's folder with its settings, or checks that it holds trainings of the same.
 
     Raises:
-      UserError: it holds trainings of other flags, or cannot be written.
+      UserError: it holds trainings of other flags, or anything but the study `owner`, or cannot be
+        written.
     """
+    refuse_foreign(folder, owner)
     settings = json.loads(json.dumps(settings))
-    path = folder / "settings.json"
+    path = folder / _SETTINGS
     if path.exists():
         # A folder is silent on flags that came later, whose defaults change nothing.
         saved = _DEFAULTS | _read(path, dict)
@@ -190,10 +206,7 @@ def keep_settings(folder: Path, settings: dict) -> None:
         if wrong:
             raise UserError(f"{folder} holds trainings of other flags: {', '.join(wrong)}.")
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
+    folders.claim(folder, owner)
     _keep(path, settings)
 
 

@@ -217,6 +217,16 @@ def test_the_reference_is_made_from_docstrings(tmp_path, monkeypatch):
     assert (tmp_path / "sparse_dataflow" / "sparsity" / "patterns.html").exists()
 
 
+def test_the_reference_replaces_no_page_of_others(tmp_path, monkeypatch):
+    pytest.importorskip("pdoc")
+    (tmp_path / "index.html").write_text("mine")
+    script = str(ROOT / "docs" / "api.py")
+    monkeypatch.setattr(sys, "argv", [script, str(tmp_path), "sparse_dataflow.sparsity.patterns"])
+    with pytest.raises(SystemExit, match=r"may not replace \(index\.html\)"):
+        runpy.run_path(script, run_name="__main__")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
 def test_citation_and_licence_are_there():
     import yaml
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from sparse_dataflow.files import storage
+from sparse_dataflow.files import folders, storage
 from sparse_dataflow.files.errors import UserError
 
 FOLDER = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sparse_dataflow"
@@ -23,17 +23,29 @@ _STORAGE_ERRORS = storage.PASSING | {
 }  # fmt: skip
 
 
+_PARTS = {"downloads", "locks", "tfds", "tokenizers", "tokens"}
+
+
+def _is_older_cache(folder: Path) -> bool:
+    """Whether it is a cache of a version that left no mark: such folders, and nothing else."""
+    names = {path.name for path in folder.iterdir() if path.is_dir()}
+    return "locks" in names <= _PARTS and len(names) == len(os.listdir(folder))
+
+
 @contextlib.contextmanager
 def exclusive(cache_dir: Path, key: str) -> Iterator[None]:
     """Holds the lock named `key` of the cache folder, which is made if it is missing.
 
     Raises:
-      UserError: the folder cannot be written, or its disk is full, here or inside the block.
+      UserError: the folder holds something else, cannot be written, or its disk is full, here or
+        inside the block.
     """
     import filelock
 
     locks = cache_dir / "locks"
     lock = filelock.FileLock(locks / (re.sub(r"[^\w.-]+", "_", key) + ".lock"))
+
+    folders.claim(cache_dir, "data cache", "XDG_CACHE_HOME or cache_dir", known=_is_older_cache)
 
     def hold():
         locks.mkdir(parents=True, exist_ok=True)

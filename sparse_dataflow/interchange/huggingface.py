@@ -6,6 +6,8 @@ sparse form of `sparse_form`. A directory is written beside its place and rename
 
 import contextlib
 import json
+import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,18 +166,29 @@ def write(
 
 @contextlib.contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` that takes its name if the block succeeds, and else is removed."""
-    if folder.exists():
+    """A folder beside `folder` that takes its name if the block succeeds, and else is removed.
+
+    Its name is new: a folder that a killed export left, or anybody else, stays.
+    """
+    if os.path.lexists(folder):
         raise UserError(f"{folder} exists already; name a new folder.")
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
+    created = [path for path in partial.parents if not path.exists()]
+    made = False
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+        made = True
         yield partial
+        # POSIX renames over an empty folder alone.
         partial.rename(folder)
+        made = False
     except OSError as error:
         raise UserError(
             f"{folder} cannot be written: {error.strerror or error}; nothing was left."
         ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if made:
+            shutil.rmtree(partial, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                for path in created:
+                    path.rmdir()

@@ -2,8 +2,10 @@
 
 import datetime
 import importlib.metadata
+import itertools
 import json
 import math
+import os
 import platform
 import shlex
 import sys
@@ -16,6 +18,7 @@ import jax
 import numpy as np
 
 from sparse_dataflow.distributed.warm_up import warm_up
+from sparse_dataflow.files import json_files
 from sparse_dataflow.hardware import detect as hardware
 
 K = TypeVar("K")
@@ -114,12 +117,31 @@ def write(folder: str, name: str, machine: str, result: dict) -> Path:
 
     Args:
       folder: made where it is missing.
-      name: written in lower-case words joined by "-" or "_".
+      name: written in lower-case words joined by "-" or "_". Where a file of this name was not
+        written by the same experiment it stays, and the result is NAME_2.json, and so on.
       machine: that it was measured on.
       result: JSON-able.
     """
     result = {**provenance(machine), **result}
-    path = Path(folder) / f"{hardware.slug(name)}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    path = next(filter(_may_write, _paths(Path(folder), hardware.slug(name))))
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
+
+
+def _paths(folder, name):
+    yield folder / f"{name}.json"
+    for number in itertools.count(2):
+        yield folder / f"{name}_{number}.json"
+
+
+def _may_write(path):
+    """Whether nothing is there, or a result of the experiment that this process runs."""
+    if not os.path.lexists(path):
+        return True
+    try:
+        found, ours = json_files.load(path), provenance("")
+        programs = [of["command"].split()[:3] for of in (found, ours)]
+        return ours.keys() <= found.keys() and programs[0] == programs[1]
+    except json_files.MALFORMED:
+        return False

@@ -7,12 +7,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from sparse_dataflow import folders
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.distributed import processes
-from sparse_dataflow.files import storage
+from sparse_dataflow.files import folders, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.json_difference import differences
 from sparse_dataflow.training.run_files import (

@@ -3,6 +3,7 @@ import errno
 import pytest
 
 from sparse_dataflow.data.cache import exclusive, replacing
+from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
 
 
@@ -42,3 +43,21 @@ def test_a_cache_that_cannot_be_made_is_told_in_words(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"), exclusive(tmp_path / "file", "key"):
         pass
+
+
+def test_a_folder_of_others_is_no_cache(tmp_path):
+    (tmp_path / "locks").mkdir()
+    (tmp_path / "tokens").write_text("mine")
+    with pytest.raises(UserError, match="may not replace"), exclusive(tmp_path, "key"):
+        pass
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["locks", "tokens"]
+    assert (tmp_path / "tokens").read_text() == "mine"
+
+
+def test_a_cache_that_has_no_mark_yet_goes_on(tmp_path):
+    for name in ("locks", "tfds", "tokens"):
+        (tmp_path / name).mkdir()
+    for _ in range(2):
+        with exclusive(tmp_path, "key"):
+            pass
+    assert (tmp_path / folders.MARK).exists()

@@ -129,7 +129,7 @@ def kept(path):
 
 
 def settings_of(path):
-    return study.keep_settings(path.parent, {"scale": "pico"})
+    return study.keep_settings(path.parent, {"scale": "pico"}, "study")
 
 
 def documents(path):
@@ -302,13 +302,14 @@ def test_a_hugging_face_directory_that_nobody_wrote(file, data, tmp_path_factory
 def test_prepared_tokens_that_nobody_wrote_are_made_again(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("any", numbered=True)
     (folder / "text.jsonl").write_text("".join(f'{{"text": "a b c {n}"}}\n' for n in range(200)))
-    corpus = load_corpus(str(folder / "text.jsonl"), folder)
+    cache = folder / "cache"
+    corpus = load_corpus(str(folder / "text.jsonl"), cache)
     # A copy: the files themselves are mapped into memory.
-    right = np.array(tokens.prepare_tokens(corpus, BYTES, folder).train.tokens)
-    for path in sorted((folder / "tokens").rglob("train.*")):
+    right = np.array(tokens.prepare_tokens(corpus, BYTES, cache).train.tokens)
+    for path in sorted((cache / "tokens").rglob("train.*")):
         if data.draw(st.booleans()):
             path.write_bytes(data.draw(damaged(path.read_bytes())))
     with bounded():
-        again = tokens.prepare_tokens(corpus, BYTES, folder)
+        again = tokens.prepare_tokens(corpus, BYTES, cache)
     np.testing.assert_array_equal(again.train.tokens, right)
     shutil.rmtree(folder)

@@ -75,7 +75,7 @@ def test_a_run_folder_that_cannot_be_made(new, tmp_path):
     (tmp_path / "file").write_text("in the way")
     for name in ("file", "file/run", "file/deeper/run"):
         error = new(f"--out={tmp_path / name}")
-        assert f"Run folder {tmp_path / name} cannot be written" in error and "--out" in error
+        assert f"{tmp_path / name} cannot be written" in error and "--out" in error
 
 
 def test_refused_runs_remove_only_what_they_made(new, tmp_path):

@@ -55,8 +55,9 @@ def test_a_folder_that_refuses_the_config(tmp_path):
 
     class Flags:
         out = str(tmp_path / "a" / "b")
+        resume = ""
 
     with pytest.raises(UserError, match=r"a/b cannot be written"):
         with run_folder.opened("gpt13b_sparse", Flags) as folder:
             (folder / "config.json.new").mkdir()
-            run_folder.start(folder, {}, Tokens())
+            run_folder.start(folder, {"experiment": "gpt13b_sparse"}, Tokens())

@@ -9,6 +9,7 @@ from absl import flags as absl_flags
 
 from experiments import flags, layout_search, planner_truth, scaling_study
 from experiments import interplay as interplay_study
+from sparse_dataflow.files import folders
 
 
 def run(experiment, *arguments):
@@ -68,6 +69,7 @@ def test_a_journal_of_another_request_is_named_before_its_trials_are_read(
     hpo = types.SimpleNamespace(CBO=None, HpProblem=None)
     monkeypatch.setitem(sys.modules, "deephyper", types.SimpleNamespace(hpo=hpo))
     monkeypatch.setitem(sys.modules, "deephyper.hpo", hpo)
+    folders.claim(tmp_path, "layout_search")
     journal = tmp_path / "trials.deephyper.jsonl"
     asked = ("--scale=1.3b", "--chips=8", "--batch=256", "--engine=deephyper", f"--out={tmp_path}")
     for begin, words in (('"other"', "holds trials of another request"), ("3", "is damaged")):

@@ -105,6 +105,17 @@ def test_when_one_process_is_killed_the_others_end_in_words(job, tmp_path):
     assert re.search(r"^error: process 1 ended: it ended without a word", first.stderr, re.M)
 
 
+def test_all_hear_that_the_folder_is_of_others(job, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("mine")
+    for process in ended(start(job, 2, (0, 1), *new(job, folder), "--mesh=data:2")):
+        assert process.returncode == 2, process.stderr
+        assert re.search(r"^error: .*may not replace \(tokenizer\.json\)", process.stderr, re.M)
+        assert "Traceback" not in process.stderr
+    assert [path.read_text() for path in folder.iterdir()] == ["mine"]
+
+
 def test_a_process_that_never_joins_is_named(job, tmp_path):
     flags = (*new(job, tmp_path / "run"), "--set=parallel.join_timeout=1")
     [done] = ended(start(job, 2, (0,), *flags))

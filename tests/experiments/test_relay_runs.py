@@ -125,8 +125,8 @@ def test_the_depth_is_the_same_after_a_resume(job, tmp_path):
         (["--executor=relay", "--set=parallel.depth_schedule=grow:2"], "legal: constant, drop:P"),
         (["--executor=relay", "--set=parallel.server_dir=s", "--evolution=gradual"], "legal with it: static"),
         (["--executor=relay", "--scale=175b", "--block=64"], "of host memory with these flags"),
-        (["--executor=relay", "--set=parallel.server_dir=/proc/none"], "name another --server_dir"),
-        (["--executor=relay", "--set=parallel.server_dir=taken"], "holds letter.txt, which is none of the"),
+        (["--executor=relay", "--set=parallel.server_dir=/proc/none"], "name another with parallel.server_dir"),
+        (["--executor=relay", "--set=parallel.server_dir=taken"], "may not replace (sparse)"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_compiled(

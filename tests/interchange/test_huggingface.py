@@ -251,13 +251,14 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch, form):
     monkeypatch.setattr(huggingface.tokenizer_files, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         export(folder, form, DENSE)
-    assert not list(folder.parent.iterdir())
+    assert not list(tmp_path.iterdir())
     monkeypatch.undo()
-    # As kill -9 leaves it.
-    (folder.parent / ".model.partial").mkdir()
-    (folder.parent / ".model.partial" / "model.safetensors").write_bytes(b"half")
+    mine = folder.parent / ".model.partial"
+    mine.mkdir(parents=True)
+    (mine / "model.safetensors").write_bytes(b"mine")
     export(folder, form, DENSE)
-    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".model.partial", "model"]
+    assert (mine / "model.safetensors").read_bytes() == b"mine"
     modes = {path.name: path.stat().st_mode for path in folder.iterdir()}
     assert modes["README.md"] == modes["model.safetensors"]
     before = {path: path.read_bytes() for path in folder.iterdir()}

@@ -51,9 +51,8 @@ def test_supar_is_flat_over_width_and_density():
         for width in (64, 256):
             for density in (1.0, 0.25):
                 model = widened(dataclasses.replace(MODEL, parametrization=parametrization), width)
-                model = model.with_linears(
-                    LinearSpec("block_sparse", "random", density, width // 4)
-                )
+                spec = LinearSpec("block_sparse", "random", density, width // 4)
+                model = model.with_linears(spec)
                 for name, changes in activation_changes(model, TRAINING, batches).items():
                     sizes[name][width, density] = changes[-1]
         found[parametrization] = {name: slopes(of_name) for name, of_name in sizes.items()}

@@ -3,6 +3,7 @@
     <folder>/server.json     the last two complete steps: slot and digests of each, newest first
     <folder>/slot0, slot1    all leaves, one after the other, each on a boundary of ALIGNMENT
     <folder>/lock            held by the process that trains
+    <folder>/.sparse_dataflow    the mark of `folders`, without which none of these is touched
 
 An update reads one slot and writes the other, and `server.json` is replaced, by one rename, only
 once every byte of the new slot is on disk.  A step that was cut short has written to the slot that
@@ -25,7 +26,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from sparse_dataflow.files import manifest
+from sparse_dataflow.files import folders, manifest
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.json_difference import differences
 from sparse_dataflow.hardware.detect import GIB
@@ -43,7 +44,8 @@ from sparse_dataflow.parallel.relay.host_state import (
 ALIGNMENT = 4096
 SLOTS = (0, 1)
 RECORD = "server.json"
-_NAMES = {"lock", RECORD, f".{RECORD}", *(f"slot{slot}" for slot in SLOTS)}
+_NAMES = {folders.MARK, "lock", RECORD, f".{RECORD}", *(f"slot{slot}" for slot in SLOTS)}
+_OWNER, _ROOT, _FLAG = "parameter server", "parameter servers", "--server_dir"
 SLOW_SECONDS = 10.0
 """That keeping a step may take before a run says that its disk is slow."""
 
@@ -266,6 +268,7 @@ def refuse_unusable(root: Path, needs: Mapping[Path, int]) -> None:
       UserError: one cannot be made or written, is in use or holds something else; or the disk has
         no room for all.
     """
+    folders.claim(root, _ROOT, _FLAG)
     for folder in needs:
         with _in_words(folder):
             _taken(folder).close()
@@ -289,7 +292,7 @@ def _in_words(folder: Path) -> Iterator[None]:
 
 def _taken(folder: Path) -> IO:
     """The lock on a folder, which is made where it is missing; held until it is closed."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folders.claim(folder, _OWNER, _FLAG, _NAMES)
     _refuse_another_folder(folder)
     held = (folder / "lock").open("w")
     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

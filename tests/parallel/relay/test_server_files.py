@@ -174,7 +174,7 @@ def test_a_disk_that_refuses_a_step_leaves_the_one_before(tmp_path, monkeypatch)
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot be kept in .*name another --server_dir"):
+    with pytest.raises(UserError, match=r"cannot be written.*name another with --server_dir"):
         open_files(tmp_path / "file")
 
 
@@ -198,7 +198,7 @@ def test_folders_are_refused_before_anything_is_kept_in_them(tmp_path, monkeypat
         server_files.refuse_unusable(tmp_path / "server", needs)
     monkeypatch.setattr(server_files.shutil, "disk_usage", lambda path: roomy)
     (tmp_path / "server/dense/letter.txt").touch()
-    with pytest.raises(UserError, match=r"holds letter\.txt, which is none of the server's"):
+    with pytest.raises(UserError, match=r"may not replace \(letter\.txt\)"):
         server_files.refuse_unusable(tmp_path / "server", needs)
 
     def read_only(path, *arguments, **options):
@@ -206,8 +206,21 @@ def test_folders_are_refused_before_anything_is_kept_in_them(tmp_path, monkeypat
 
     monkeypatch.setattr(Path, "open", read_only)
     for folder in (tmp_path / "new", Path("/proc/none")):
-        with pytest.raises(UserError, match=r"cannot be kept in .*name another --server_dir"):
-            server_files.refuse_unusable(folder, {folder: 1})
+        with pytest.raises(UserError, match=r"cannot be written.*name another with --server_dir"):
+            server_files.refuse_unusable(folder, {folder / "sparse": 1})
+
+
+@pytest.mark.parametrize("name", ["lock", "slot0", "server.json", ".server.json"])
+def test_files_of_others_stay(tmp_path, name):
+    """In a folder of a training as in the one around them, such as /etc."""
+    for folder in (tmp_path / "sparse", tmp_path):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"mine")
+        with pytest.raises(UserError, match="may not replace"):
+            open_files(tmp_path / "sparse")
+        with pytest.raises(UserError, match="may not replace"):
+            server_files.refuse_unusable(tmp_path, {tmp_path / "sparse": 1})
+        assert (folder / name).read_bytes() == b"mine"
 
 
 def test_a_slow_disk_is_told_once(tmp_path, monkeypatch, caplog):
