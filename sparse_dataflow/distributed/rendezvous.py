@@ -147,7 +147,10 @@ def meet(
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"--set parallel.coordinator={address} is no address; write host:port.")
     if not 0 <= number < count:
-        raise UserError(f"--process={number} of --set parallel.processes={count}; legal: 0 to {count - 1}.")
+        raise UserError(
+            f"--set parallel.process={number} of --set parallel.processes={count}; legal: 0 to "
+            f"{count - 1}."
+        )
     mine = {"process": number, "processes": count, "facts": json.loads(json.dumps(dict(facts)))}
     if number == 0:
         return Group(0, _gather((host, int(port)), count, mine, timeout))
@@ -187,7 +190,8 @@ def _gather(address, count, mine, timeout):
         wrong = (
             f"process{'es' if several else ''} {', '.join(missing)} of {count} did not join "
             f"within {timeout:g} seconds; start {'them' if several else 'it'} with the same "
-            f"flags and --process={missing[0]}, or wait longer with parallel.join_timeout."
+            f"flags and --set parallel.process={missing[0]}, or wait longer with "
+            "parallel.join_timeout."
         )
     for connection in peers.values():
         with contextlib.suppress(OSError):
@@ -204,11 +208,15 @@ def _difference(mine, theirs, peers):
     other = theirs["process"]
     if theirs.get("processes") != mine["processes"]:
         return (
-            f"process {other} was started with --set parallel.processes={theirs.get('processes')} and process "
+            f"process {other} was started with --set "
+            f"parallel.processes={theirs.get('processes')} and process "
             f"0 with --set parallel.processes={mine['processes']}; all need the same."
         )
     if other in peers or not 0 < other < mine["processes"]:
-        return f"two processes were started as --process={other}; each needs its own number."
+        return (
+            f"two processes were started as --set parallel.process={other}; each needs its own "
+            "number."
+        )
     here, there = mine["facts"], theirs.get("facts", {})
     names = [n for n in sorted({*here, *there}) if here.get(n) != there.get(n)]
     if not names:
@@ -229,7 +237,8 @@ def _arrive(address, mine, timeout):
     else:
         raise UserError(
             f"the coordinator {address[0]}:{address[1]} was not reached within {timeout:g} seconds "
-            f"({reason}); parallel.coordinator is the host of process 0 and a port that is open there."
+            f"({reason}); parallel.coordinator is the host of process 0 and a port that is open "
+            "there."
         )
     connection.timeout(max(1.0, end - time.monotonic()) + timeout)
     try:

@@ -173,7 +173,8 @@ def _fitted(request, context) -> tuple[np.ndarray, int]:
     if len(after) > context:
         raise UserError(
             f"A continuation of {len(after)} tokens cannot be scored: the model sees {context} "
-            "at once. Shorten that task's answers, or evaluate a model of a longer training.sequence."
+            "at once. Shorten that task's answers, or evaluate a model of a longer "
+            "training.sequence."
         )
     if not len(before):
         raise UserError("A continuation cannot be scored after no token at all.")

@@ -112,7 +112,8 @@ def refuse_other_shape(start: ModelConfig, model: ModelConfig) -> None:
         if before.kind == after.kind == "block_sparse":
             if before.hadamard != after.hadamard:
                 differences.append(
-                    f"{name} has --hadamard={before.hadamard} there and {after.hadamard} here"
+                    f"{name} has --set sparsity.hadamard={before.hadamard} there and "
+                    f"{after.hadamard} here"
                 )
             if before.block != after.block:
                 differences.append(f"{name} has blocks of {before.block} there, {after.block} here")

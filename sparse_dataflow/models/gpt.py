@@ -257,7 +257,8 @@ def embed(
     if config.positions == "learned" and tokens_BxT.shape[1] > config.max_len:
         raise UserError(
             f"Sequence of {tokens_BxT.shape[1]} tokens is longer than the model's "
-            f"{config.max_len} positions; legal: 1 to {config.max_len}, or --positions=rotary."
+            f"{config.max_len} positions; legal: 1 to {config.max_len}, or --set "
+            "model.positions=rotary."
         )
     return _apply(Embed, config, params)(tokens_BxT, shard, positions_BxT)
 

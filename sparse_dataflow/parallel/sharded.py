@@ -44,7 +44,7 @@ class Sharded:
 
     def describe(self):
         """See `Executor`."""
-        return f"--mesh={meshes.describe(self.mesh)} --zero={self.zero}"
+        return f"--mesh={meshes.describe(self.mesh)} --set parallel.zero={self.zero}"
 
     def check(self, model, training):
         """See `Executor`."""

@@ -1,4 +1,4 @@
-"""Which axes of a mesh cut which parameter: one table, and what `--zero` makes of it.
+"""Which axes of a mesh cut which parameter: one table, and what `parallel.zero` makes of it.
 
 Moments and gradients of a parameter follow its row.  To change how something is laid out, change
 its row.
@@ -46,7 +46,8 @@ the one named; "stage" on the layers likewise goes nowhere, and "tensor" on a vo
 filled up (`filled`)."""
 
 ZERO = {"moments": 1, "gradients": 2, "params": 3}
-"""From which `--zero` on something is dealt out over "fsdp" (arXiv 1910.02054, section 5)."""
+"""From which `parallel.zero` on something is dealt out over "fsdp" (arXiv 1910.02054, section "
+"5)."""
 
 
 def spec(path: str, shape: tuple[int, ...], mesh: AnyMesh, fsdp: bool = True) -> P:
@@ -240,7 +241,9 @@ def refuse_unfit(
             cut[f"the {blocks} {side} blocks of {name}"] = blocks
             if linear.hadamard and side == "input":
                 groups = features // linear.hadamard
-                cut[f"the {groups} groups of --hadamard={linear.hadamard} of {name}"] = groups
+                cut[
+                    f"the {groups} groups of --set sparsity.hadamard={linear.hadamard} of {name}"
+                ] = groups
         else:
             cut[f"the {features} {side} features of {name}"] = features
     for words, count in cut.items():

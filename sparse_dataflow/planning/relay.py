@@ -219,7 +219,8 @@ def refuse_small_host(found: RelayPlan, available: int, processes: int = 1) -> N
     advice = "a smaller scale or density"
     if state:
         advice = (
-            f"--server_dir puts {state / GIB:,.3g} GiB of it into files, --clipping=eager holds "
+            f"parallel.server_dir puts {state / GIB:,.3g} GiB of it into files, --set "
+            "parallel.clipping=eager holds "
             "fewer gradients, a lower --density stores less"
         )
     if processes > 1:

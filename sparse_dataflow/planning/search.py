@@ -296,7 +296,10 @@ def relay(request: Request) -> tuple[RunLayout, float] | None:
 def _more_chips(request: Request) -> str:
     relayed = relay(request)
     if relayed:
-        return f"the relay does: --executor=relay --accumulation={relayed[0].accumulation}"
+        return (
+            "the relay does: --executor=relay --set "
+            f"training.micro_batches={relayed[0].accumulation}"
+        )
     for factor in (2, 4, 8, 16, 32, 64):
         more = dataclasses.replace(request, chips=factor * request.chips)
         for batch in dict.fromkeys((request.batch, max(request.batch, more.chips))):

@@ -163,7 +163,7 @@ def _models(values) -> dict[str, Trained]:
     if one.tokenizer.content_hash != other.tokenizer.content_hash:
         raise UserError(
             f"{values.run} and {values.against} have different tokenizers, so their losses a token "
-            "cannot be compared; give two runs with the same --vocab_size and --tokenizer."
+            "cannot be compared; give two runs with the same model.vocab_size and data.tokenizer."
         )
     name = twin if twin != asked[0] else f"{twin} of {other.folder.name}"
     return {asked[0]: one, name: other}

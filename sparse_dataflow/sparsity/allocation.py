@@ -71,7 +71,8 @@ def _erdos_renyi(model):
         least = sum(legal[name][0] * weights[name] for name in names)
         whole = sum(weights.values())
         raise UserError(
-            f"--density_budget=compute finds no densities that cost {budget / whole:.4g} of the "
+            f"--set sparsity.budget=compute finds no densities that cost {budget / whole:.4g} of "
+            "the "
             f"dense FLOPs or less; one block a line of every projection costs {least / whole:.4g}: "
             "legal: a larger --density, or a smaller --block."
         )
@@ -113,14 +114,15 @@ def _by_depth(model, budget):
     for text, multiplier in zip(given, multipliers):
         if multiplier <= 0:
             raise UserError(
-                f"--density_budget={budget}: {text!r} is no multiple of --density; legal: numbers "
+                f"--set sparsity.budget={budget}: {text!r} is no multiple of --density; legal: "
+                "numbers "
                 f"above 0 with x behind them, as in {DEPTH}1.5x,0.5x."
             )
     layers, parts = model.num_layers, len(multipliers)
     if layers % parts:
         legal = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
         raise UserError(
-            f"--density_budget={budget} names {parts} parts of the depth, which do not divide "
+            f"--set sparsity.budget={budget} names {parts} parts of the depth, which do not divide "
             f"{layers} layers; legal: {legal}."
         )
     for name in model.sparse_projections:
@@ -130,7 +132,8 @@ def _by_depth(model, budget):
             if not _has_layout(model, name, wanted):
                 named = _nearest(_legal(model, name), wanted)
                 raise UserError(
-                    f"--density_budget={budget}: {text} of --density={density:g} gives {name} a "
+                    f"--set sparsity.budget={budget}: {text} of --density={density:g} gives "
+                    f"{name} a "
                     f"density of {wanted:.4g}, and {spec.pattern} has no balanced layout of that; "
                     f"legal next to it: "
                     f"{', '.join(f'{one / density:.6g}x' for one in named)}."
@@ -161,13 +164,14 @@ def _named(model, budget):
         name, colon, text = part.partition(":")
         if not colon or name not in PROJECTIONS:
             raise UserError(
-                f"--density_budget={budget} is not legal: {part!r} names no projection; legal: "
+                f"--set sparsity.budget={budget} is not legal: {part!r} names no projection; "
+                "legal: "
                 f"{', '.join(BUDGETS)}, {DEPTH}1.5x,0.5x, or densities such as {PROJECTIONS[0]}:"
                 f"0.25,{PROJECTIONS[2]}:0.125 of {', '.join(model.sparse_projections)}."
             )
         if name not in model.sparse_projections:
             raise UserError(
-                f"--density_budget={budget} gives a density to {name}, which is dense; legal: "
+                f"--set sparsity.budget={budget} gives a density to {name}, which is dense; legal: "
                 f"{', '.join(model.sparse_projections)}."
             )
         unit = model.linear(name).density if text.endswith("x") else 1.0
@@ -177,7 +181,8 @@ def _named(model, budget):
             densities[name] = 0.0
         if not 0 < densities[name] <= 1:
             raise UserError(
-                f"--density_budget={budget}: {part!r} is not a density in (0, 1], nor one with x "
+                f"--set sparsity.budget={budget}: {part!r} is not a density in (0, 1], nor one "
+                "with x "
                 "behind it that multiplies --density."
             )
     return densities

@@ -204,7 +204,8 @@ def _sparse_to_dense(model, config):
     sparse = model.sparse_projections
     if not set(config.first) < set(sparse):
         raise UserError(
-            f"--evolve_first={','.join(config.first)} makes some sparse projections dense before "
+            f"--set evolution.first={','.join(config.first)} makes some sparse projections dense "
+            "before "
             f"the others; legal: some of {', '.join(sparse)}, but not all."
         )
     partly = _with_sparse_specs(model, to_dense, config.first)
@@ -218,7 +219,7 @@ def _sparse_to_dense(model, config):
 def _low_rank_tail(model, config):
     """SLoPe (arXiv 2405.15960): adapters join for the last steps."""
     if not any(model.linear(name).rank for name in model.sparse_projections):
-        raise UserError("--evolution=low_rank_tail adds a term of --rank; legal: 1 or more.")
+        raise UserError("--evolution=low_rank_tail adds a term of sparsity.rank; legal: 1 or more.")
     bare = _with_sparse_specs(model, lambda s: dataclasses.replace(s, rank=0))
     return Stage(0.0, bare), Stage(until(config), model)
 
@@ -270,7 +271,7 @@ def _doubled(model, power):
     if len(by_depth) > 1:
         raise UserError(
             "--evolution=gradual prunes layers that store unequally much where all projections "
-            "have one density; legal: --density_budget=uniform, or another --evolution."
+            "have one density; legal: --set sparsity.budget=uniform, or another --evolution."
         )
     linears = {**dict(model.linears), **specs}
     return dataclasses.replace(model, linears=linears, density_by_depth=next(iter(by_depth), ()))

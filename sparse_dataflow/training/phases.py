@@ -90,13 +90,14 @@ def refuse_unfit(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> 
         raise UserError(
             f"--evolution={evolution.method} trains {len(found)} models in turn, the last from "
             f"{until(evolution):.0%} of the steps on, and {steps} steps leave one of them none; "
-            "give more --steps or --minutes, or another --evolve_at."
+            "give more --steps or --minutes, or another evolution.at."
         )
     last = int(until(evolution) * steps)
     exchanges = METHODS[evolution.method].update is not None
     if exchanges and len(found) == 1 and not update_steps(evolution, steps):
         legal = f"1 to {last}" if last else f"none in a run of {steps} steps"
         raise UserError(
-            f"--evolve_every={evolution.every} leaves --evolution={evolution.method} no update: "
+            f"--set evolution.every={evolution.every} leaves --evolution={evolution.method} no "
+            "update: "
             f"the last is made by step {last} of {steps}; legal: {legal}."
         )

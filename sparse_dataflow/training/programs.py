@@ -53,7 +53,7 @@ class Compiled:
 
     Attributes:
       train_step: (state, tokens, learning rate) -> (state, StepReport); donates the state. With
-        --skip_spikes it takes the highest loss that counts as well.
+        training.skip_spikes it takes the highest loss that counts as well.
       eval_step: (params, tables, tokens, weights) -> sum of weighted losses.
       seconds: that compiling took.
       tables: canonical numpy tables -> what both are given as the state's tables; () where they are

@@ -53,7 +53,9 @@ def test_flags_come_before_variables_and_variables_before_launchers():
 
 
 def test_what_is_missing_or_no_number_is_said():
-    with pytest.raises(UserError, match=r"needs --coordinator, --process too \(or JAX_COORD"):
+    with pytest.raises(
+        UserError, match=r"needs parallel.coordinator, parallel.process too \(or JAX_COORD"
+    ):
         membership("", 2, -1, {})
     for name in ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"):
         with pytest.raises(UserError, match=f"{name}=one is not a whole number"):

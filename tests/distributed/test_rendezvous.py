@@ -59,10 +59,14 @@ def test_a_process_told_otherwise_is_refused_on_all_with_both_values():
 
 def test_numbers_and_counts_that_contradict_are_refused_on_all():
     assert all(
-        "--process=1; each needs its own" in w for w in met((0, 3, {}), (1, 3, {}), (1, 3, {}))
+        "--set parallel.process=1; each needs its own" in w
+        for w in met((0, 3, {}), (1, 3, {}), (1, 3, {}))
     )
     for words in met((0, 2, {}), (1, 3, {})):
-        assert "started with --processes=3 and process 0 with --processes=2" in words
+        assert (
+            "started with --set parallel.processes=3 and process 0 with --set parallel.processes=2"
+            in words
+        )
 
 
 def test_a_coordinator_that_is_not_there_is_told_with_the_reason():

@@ -30,19 +30,37 @@ def new(refused, job, tmp_path):
         (["--block=256"], ["block", "256", "128", "legal"]),
         (["--density=0.01"], ["Density 0.01", "legal", "1/8 (0.125)"]),
         (["--pattern=cyclic", "--density=0.3"], ["Density 0.3", "legal", "1/8 (0.125)"]),
-        (["--set=training.sequence=65"], ["--set=training.sequence=65", "64", "--set=model.positions=rotary"]),
-        (["--set=training.micro_batches=3"], ["--set=training.micro_batches=3", "8", "legal: 1, 2, 4, 8"]),
-        (["--batch=6", "--set=training.micro_batches=4"], ["--set=training.micro_batches=4", "1, 2, 3, 6"]),
+        (
+            ["--set=training.sequence=65"],
+            ["--set=training.sequence=65", "64", "--set=model.positions=rotary"],
+        ),
+        (
+            ["--set=training.micro_batches=3"],
+            ["--set=training.micro_batches=3", "8", "legal: 1, 2, 4, 8"],
+        ),
+        (
+            ["--batch=6", "--set=training.micro_batches=4"],
+            ["--set=training.micro_batches=4", "1, 2, 3, 6"],
+        ),
         (["--corpus=nowhere/"], ["nowhere"]),
         (["--corpus=./nowhere"], ["nowhere", "does not exist", ".txt", ".jsonl"]),
         (["--corpus=python_stdlb"], ["python_stdlb", "python_stdlib"]),
         (["--scale=13b"], ["--scale=13b", "GiB", "this machine has", "fit"]),
         (["--scale=13b", "--batch=1"], ["--scale=13b", "--scale=", "--set=model.remat=full"]),
-        (["--evolution=rigl"], ["--set=evolution.every=100", "--evolution=rigl", "step 1 of 2", "legal"]),
-        (["--evolution=rigl", "--set=evolution.every=1", "--density=1"], ["rigl", "density 1", "below 1"]),
+        (
+            ["--evolution=rigl"],
+            ["--set=evolution.every=100", "--evolution=rigl", "step 1 of 2", "legal"],
+        ),
+        (
+            ["--evolution=rigl", "--set=evolution.every=1", "--density=1"],
+            ["rigl", "density 1", "below 1"],
+        ),
         (["--evolution=set", "--density=0.3"], ["Density 0.3", "legal", "1/8 (0.125)"]),
         (["--evolution=gradual", "--density=1"], ["gradual", "density 1 stores every block"]),
-        (["--evolution=low_rank_tail", "--set=sparsity.rank=4"], ["2 models in turn", "2 steps", "--evolve_at"]),
+        (
+            ["--evolution=low_rank_tail", "--set=sparsity.rank=4"],
+            ["2 models in turn", "2 steps", "--evolve_at"],
+        ),
         (["--evolution=gradual"], ["3 models in turn", "2 steps", "--steps"]),
     ],
 )

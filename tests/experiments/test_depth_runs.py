@@ -55,8 +55,14 @@ def test_what_it_stores_is_what_it_tells_scores_and_others_begin_with(job, refus
             ["--mesh=stage:2", "--describe"],
             ["--executor=pipeline", "legal: --executor=whole or relay"],
         ),
-        (["--set=sparsity.budget=depth:1x,2x,1x"], ["3 parts of the depth", "2 layers", "legal: 1, 2"]),
-        (["--set=sparsity.budget=depth:1.3x,0.7x"], ["1.3x", "--density=0.25", "legal", "1x, 1.5x"]),
+        (
+            ["--set=sparsity.budget=depth:1x,2x,1x"],
+            ["3 parts of the depth", "2 layers", "legal: 1, 2"],
+        ),
+        (
+            ["--set=sparsity.budget=depth:1.3x,0.7x"],
+            ["1.3x", "--density=0.25", "legal", "1x, 1.5x"],
+        ),
     ],
 )
 def test_it_is_refused_before_the_first_step(refused, job, tmp_path, arguments, words):

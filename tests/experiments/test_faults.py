@@ -23,7 +23,12 @@ from sparse_dataflow.training.metrics import read_metrics
 
 STEPS = 16
 PLAN = ("--set=run.checkpoint_every=4", "--set=run.eval_every=8", "--notwin")
-CHANGING = ("--evolution=rigl", "--set=evolution.every=4", "--set=evolution.at=0.9", "--set=training.skip_spikes=1")
+CHANGING = (
+    "--evolution=rigl",
+    "--set=evolution.every=4",
+    "--set=evolution.at=0.9",
+    "--set=training.skip_spikes=1",
+)
 STEP = "sparse_dataflow.training.loop.stepped"
 UPDATE = "sparse_dataflow.training.loop.evolved"
 READ = "sparse_dataflow.checkpoint.named_arrays.read"

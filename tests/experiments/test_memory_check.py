@@ -46,7 +46,9 @@ def test_what_is_advised_is_not_refused(scale, gib, twin):
 
 
 def test_what_fits_is_left_as_it_is():
-    _, variants = described("--scale=nano", "--set=model.remat=dots", "--set=training.micro_batches=2")
+    _, variants = described(
+        "--scale=nano", "--set=model.remat=dots", "--set=training.micro_batches=2"
+    )
     assert memory_check.fitting(variants, 100 * GIB) == ("dots", 2)
     assert memory_check.fitting(variants, GIB // 100) is None
 
@@ -73,7 +75,14 @@ def test_two_states_that_fit_only_one_by_one_are_measured_one_by_one():
 
 
 def test_a_dense_13b_on_an_h200_is_advised_a_state_in_bfloat16():
-    flags_of_13b = ("--scale=13b", "--batch=1", "--set=model.remat=full", "--set=sparsity.projections=none")
+    flags_of_13b = (
+        "--scale=13b",
+        "--batch=1",
+        "--set=model.remat=full",
+        "--set=sparsity.projections=none",
+    )
     values, variants = described(*flags_of_13b, "--twin=no")
-    with pytest.raises(UserError, match=r"fits with --set=training.state_dtype=bfloat16 --set=model.remat=full"):
+    with pytest.raises(
+        UserError, match=r"fits with --set=training.state_dtype=bfloat16 --set=model.remat=full"
+    ):
         memory_check.refuse_too_large(values, variants, 139 * GIB)

@@ -19,7 +19,9 @@ def executor(*arguments):
 
 
 def test_a_mesh_with_stages_is_a_pipeline_and_others_are_not():
-    made = executor("--scale=13b", "--mesh=stage:4,tensor:2", "--set=parallel.schedule=interleaved:2")
+    made = executor(
+        "--scale=13b", "--mesh=stage:4,tensor:2", "--set=parallel.schedule=interleaved:2"
+    )
     assert isinstance(made, Pipelined) and made.schedule == "interleaved"
     assert made.division.layers == (5,) * 8
     assert "stage:4,tensor:2" in made.describe()
@@ -33,13 +35,19 @@ def test_a_mesh_with_stages_is_a_pipeline_and_others_are_not():
     [
         (["--mesh=stage:2", "--executor=whole"], "legal: --executor=pipeline, or the axes"),
         (["--mesh=fsdp:2", "--executor=pipeline"], "no stages; legal: a mesh with stage:2"),
-        (["--mesh=fsdp:2", "--set=parallel.schedule=gpipe"], "--schedule without a pipeline; legal with stage"),
+        (
+            ["--mesh=fsdp:2", "--set=parallel.schedule=gpipe"],
+            "--schedule without a pipeline; legal with stage",
+        ),
         (
             ["--mesh=stage:2", "--set=parallel.schedule=2f2b"],
             "2f2b is unknown; legal: gpipe, 1f1b.*interleaved:2",
         ),
         (["--mesh=stage:2", "--set=parallel.schedule=interleaved:0"], "interleaved:0 is unknown"),
-        (["--mesh=stage:2", "--set=parallel.schedule=1f1b:2"], "hold one chunk; legal: 1f1b, or interleaved:2"),
+        (
+            ["--mesh=stage:2", "--set=parallel.schedule=1f1b:2"],
+            "hold one chunk; legal: 1f1b, or interleaved:2",
+        ),
         (["--mesh=stage:4"], r"2 layers.*stage:4 with 1 chunks.*legal stages: 1, 2\."),
         (["--mesh=stage:2", "--set=parallel.schedule=interleaved:2"], "legal stages: 1"),
     ],
@@ -52,8 +60,16 @@ def test_flags_that_contradict_a_pipeline_are_refused_in_words(arguments, messag
 @pytest.mark.parametrize(
     ("arguments", "micro_batches", "message"),
     [
-        (["--set=parallel.schedule=interleaved"], 3, "3 micro-batches.*legal: multiples of 2, such as 4"),
-        (["--set=parallel.schedule=interleaved"], 1, "1 micro-batches.*legal: multiples of 2, such as 2"),
+        (
+            ["--set=parallel.schedule=interleaved"],
+            3,
+            "3 micro-batches.*legal: multiples of 2, such as 4",
+        ),
+        (
+            ["--set=parallel.schedule=interleaved"],
+            1,
+            "1 micro-batches.*legal: multiples of 2, such as 2",
+        ),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused_before_anything_runs(

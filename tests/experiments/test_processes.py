@@ -133,7 +133,9 @@ def test_other_flags_on_another_host_are_refused_on_both(job, tmp_path):
 
 
 def test_a_coordinator_that_is_not_reached(job, tmp_path):
-    [done] = ended(start(job, 2, (1,), *new(job, tmp_path / "run"), "--set=parallel.join_timeout=1"))
+    [done] = ended(
+        start(job, 2, (1,), *new(job, tmp_path / "run"), "--set=parallel.join_timeout=1")
+    )
     assert "was not reached within 1 seconds (Connection refused)" in complaint(done)
 
 

@@ -54,7 +54,12 @@ def test_killed_in_a_step_it_goes_on_from_the_one_before(job, relayed, tmp_path)
     The record of a step is opened and renamed, beginning with that of step 0.
     """
     folder, server = tmp_path / "run", tmp_path / "server"
-    plan = (*SHORT, "--evolution=rigl", "--set=evolution.every=4", f"--set=parallel.server_dir={server}")
+    plan = (
+        *SHORT,
+        "--evolution=rigl",
+        "--set=evolution.every=4",
+        f"--set=parallel.server_dir={server}",
+    )
     killed = job.new(folder, *plan, events=[(r"\.server\.json", 11, "SIGKILL")])
     assert killed.returncode == -9, killed.stderr
     killed = job.resume(folder, events=[(r"\.server\.json", 9, "SIGKILL")])
@@ -68,7 +73,11 @@ def two(job, *arguments, events):
     address = f"--set=parallel.coordinator=127.0.0.1:{free_port()}"
     started = [
         job.start(
-            address, "--set=parallel.processes=2", f"--set=parallel.process={n}", *arguments, events=events if n else ()
+            address,
+            "--set=parallel.processes=2",
+            f"--set=parallel.process={n}",
+            *arguments,
+            events=events if n else (),
         )
         for n in range(2)
     ]
@@ -85,7 +94,12 @@ def test_two_processes_go_on_from_a_step_that_both_have_and_one_from_the_last(
     """The first may have kept a step more than the second, which is killed before its record."""
     folder, server = tmp_path / "run", tmp_path / "server"
     plan = (*PICO, *PLAN, *SHORT, "--evolution=rigl", "--set=evolution.every=4")
-    new = (*plan, f"--corpus={job.corpus}", f"--out={folder}", f"--set=parallel.server_dir={server}")
+    new = (
+        *plan,
+        f"--corpus={job.corpus}",
+        f"--out={folder}",
+        f"--set=parallel.server_dir={server}",
+    )
     two(job, *new, events=[(r"\.server\.json", 11, "SIGKILL")])
     told, _ = two(job, f"--resume={folder}", events=[(r"\.server\.json", 9, "SIGKILL")])
     assert "goes on after step 4 of 12" in told
@@ -123,9 +137,15 @@ def test_the_depth_is_the_same_after_a_resume(job, tmp_path):
     [
         (["--set=parallel.stash=host"], "--stash without the relay"),
         (["--executor=relay", "--set=parallel.depth_schedule=grow:2"], "legal: constant, drop:P"),
-        (["--executor=relay", "--set=parallel.server_dir=s", "--evolution=gradual"], "legal with it: static"),
+        (
+            ["--executor=relay", "--set=parallel.server_dir=s", "--evolution=gradual"],
+            "legal with it: static",
+        ),
         (["--executor=relay", "--scale=175b", "--block=64"], "of host memory with these flags"),
-        (["--executor=relay", "--set=parallel.server_dir=/proc/none"], "name another with parallel.server_dir"),
+        (
+            ["--executor=relay", "--set=parallel.server_dir=/proc/none"],
+            "name another with parallel.server_dir",
+        ),
         (["--executor=relay", "--set=parallel.server_dir=taken"], "may not replace (sparse)"),
     ],
 )

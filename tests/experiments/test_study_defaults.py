@@ -10,7 +10,7 @@ from experiments.recipes import sparse_config
 from experiments.study import _DEFAULTS, keep_settings
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.config.presets import (SIZES)
+from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.training.coordinates import widened
 
 

@@ -101,7 +101,7 @@ def test_given_layouts_are_data_of_the_programs():
         ),
         (
             SPARSE.with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8, hadamard=4)),
-            "qkv has --hadamard=0 there and 4 here",
+            "qkv has --set sparsity.hadamard=0 there and 4 here",
         ),
         (
             dataclasses.replace(SPARSE, density_by_depth=(0.5, 1.5)),

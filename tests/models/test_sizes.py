@@ -106,7 +106,8 @@ def test_shapes_of_projections():
         ({"linears": {"qvk": LinearSpec()}}, "projection 'qvk' is unknown; legal: qkv, attn_out"),
         (
             {"linears": {"mlp_in": LinearSpec("block_sparse", hadamard=64)}},
-            "--hadamard=64 does not divide the 32 features that mlp_in reads; .* up to 32",
+            "--set sparsity.hadamard=64 does not divide the 32 features that mlp_in reads; .* up "
+            "to 32",
         ),
         ({"positions": "rotary", "num_heads": 32}, "rotary positions need an even head width"),
     ],

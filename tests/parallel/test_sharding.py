@@ -125,7 +125,7 @@ def test_a_vocabulary_that_is_not_filled_stays_whole():
             "tensor:4",
             {"linears": {"attn_out": dataclasses.replace(SPEC, hadamard=32)}},
             {},
-            "does not divide the 2 groups of --hadamard=32 of attn_out; .* 1, 2",
+            "does not divide the 2 groups of --set sparsity.hadamard=32 of attn_out; .* 1, 2",
         ),
     ],
 )

@@ -188,7 +188,7 @@ def test_another_method_is_refused_in_words(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "steps", "words"),
     [
-        ({"method": "rigl"}, 50, "--evolve_every=100 .* step 37 of 50; legal: 1 to 37"),
+        ({"method": "rigl"}, 50, "--set evolution.every=100 .* step 37 of 50; legal: 1 to 37"),
         ({"method": "set", "every": 8}, 10, "step 7 of 10; legal: 1 to 7"),
         ({"method": "set", "every": 1}, 1, "none in a run of 1 steps"),
         ({"method": "sparse_to_dense", "at": 0.999}, 100, "2 models in turn, .* from 100% of"),

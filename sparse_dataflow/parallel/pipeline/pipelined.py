@@ -44,15 +44,16 @@ class Pipelined(Sharded):
     def describe(self):
         """See `Executor`."""
         schedule = schedules.written(self.schedule, self.division.chunks)
-        return f"{super().describe()} --executor=pipeline --schedule={schedule}"
+        return f"{super().describe()} --executor=pipeline --set parallel.schedule={schedule}"
 
     def check(self, model, training):
         """See `Executor`."""
         if model.density_by_depth:
             raise UserError(
                 "--executor=pipeline needs layers that store equally much, and "
-                "--density_budget=depth gives them other densities; legal: --executor=whole or "
-                "relay, or another --density_budget."
+                "--set sparsity.budget=depth gives them other densities; legal: --executor=whole "
+                "or "
+                "relay, or another sparsity.budget."
             )
         super().check(model, training)
         self._plan(model, training.micro_batches)

@@ -116,8 +116,9 @@ def make(
     if name == "interleaved" and micro_batches % stages:
         nearest = max(1, round(micro_batches / stages)) * stages
         raise UserError(
-            f"--schedule=interleaved over {stages} stages cannot run {micro_batches} micro-batches "
-            f"(--accumulation); legal: multiples of {stages}, such as {nearest}."
+            f"--set parallel.schedule=interleaved over {stages} stages cannot run "
+            f"{micro_batches} micro-batches "
+            f"(training.micro_batches); legal: multiples of {stages}, such as {nearest}."
         )
     rule = SCHEDULES[name]
     orders = [rule.order(stages, micro_batches, chunks, stage) for stage in range(stages)]
@@ -202,12 +203,13 @@ def parse(text: str) -> tuple[str, int]:
     name, colon, chunks = text.partition(":")
     if name not in SCHEDULES or (colon and not (chunks.isdecimal() and int(chunks))):
         raise UserError(
-            f"--schedule={text} is unknown; legal: {', '.join(SCHEDULES)}, or interleaved:2 for "
+            f"--set parallel.schedule={text} is unknown; legal: {', '.join(SCHEDULES)}, or "
+            "interleaved:2 for "
             "two chunks a stage."
         )
     if colon and int(chunks) > 1 and name not in CHUNKED:
         raise UserError(
-            f"--schedule={text}: stages of {name} hold one chunk; legal: {name}, or "
+            f"--set parallel.schedule={text}: stages of {name} hold one chunk; legal: {name}, or "
             f"{' or '.join(f'{other}:{chunks}' for other in CHUNKED)}."
         )
     return name, int(chunks) if colon else 1

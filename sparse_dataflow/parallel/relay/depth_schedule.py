@@ -42,7 +42,8 @@ class DepthSchedule:
         named = kind in ("drop", "grow") and 0 < value < 1
         if not named and text != "constant":
             raise UserError(
-                f"--depth_schedule={text} is no schedule; legal: constant, drop:P (each block is "
+                f"--set parallel.depth_schedule={text} is no schedule; legal: constant, drop:P "
+                "(each block is "
                 "left out of a step with probability P) or grow:F (training starts with the first "
                 "F of the blocks), P and F above 0 and below 1."
             )

@@ -238,13 +238,13 @@ def refuse_uncut(training: TrainingConfig, devices: int) -> None:
     if training.state_dtype != "float32":
         raise UserError(
             f"The relay updates float32 moments in host memory, not {training.state_dtype} ones; "
-            "legal with it: --state_dtype=float32."
+            "legal with it: --set training.state_dtype=float32."
         )
     rows = training.batch // training.micro_batches
     if rows % devices:
         raise UserError(
             f"A micro-batch of {rows} sequences does not cut over {devices} devices; legal: a "
-            f"--batch and an --accumulation whose quotient is a multiple of {devices}."
+            f"--batch and an training.micro_batches whose quotient is a multiple of {devices}."
         )
 
 

@@ -45,7 +45,7 @@ ALIGNMENT = 4096
 SLOTS = (0, 1)
 RECORD = "server.json"
 _NAMES = {folders.MARK, "lock", RECORD, f".{RECORD}", *(f"slot{slot}" for slot in SLOTS)}
-_OWNER, _ROOT, _FLAG = "parameter server", "parameter servers", "--server_dir"
+_OWNER, _ROOT, _FLAG = "parameter server", "parameter servers", "parallel.server_dir"
 SLOW_SECONDS = 10.0
 """That keeping a step may take before a run says that its disk is slow."""
 
@@ -116,7 +116,7 @@ class MappedFiles:
                 name, was, now = found[0]
                 raise UserError(
                     f"{self.folder} holds another training: {name} is {was} there and {now} here. "
-                    "Name another --server_dir."
+                    "Name another parallel.server_dir."
                 )
             params, mu, nu, tables = self._trees[commit["slot"]]
             views = {s: tuple(view(t, s) for t in (params, mu, nu)) for s in self._sections}
@@ -282,11 +282,13 @@ def _in_words(folder: Path) -> Iterator[None]:
     try:
         yield
     except BlockingIOError:
-        raise UserError(f"{folder} is in use by another run; name another --server_dir.") from None
+        raise UserError(
+            f"{folder} is in use by another run; name another parallel.server_dir."
+        ) from None
     except OSError as error:
         raise UserError(
             f"The server's files cannot be kept in {folder}: "
-            f"{error.strerror or error}; name another --server_dir."
+            f"{error.strerror or error}; name another parallel.server_dir."
         ) from error
 
 
@@ -309,7 +311,7 @@ def _refuse_small_disk(folder: Path, needed: int, paths: Iterable[Path]) -> None
     free = shutil.disk_usage(folder).free
     if needed - have > free:
         raise UserError(
-            f"--server_dir={folder} needs {needed / GIB:,.2f} GiB and its disk has "
+            f"--set parallel.server_dir={folder} needs {needed / GIB:,.2f} GiB and its disk has "
             f"{(have + free) / GIB:,.2f}; name a folder on a larger disk."
         )
 
@@ -324,7 +326,8 @@ def _refuse_another_folder(folder: Path) -> None:
     links = [path.name for path in folder.iterdir() if path.is_symlink()]
     if found := sorted({*other, *links}):
         raise UserError(
-            f"--server_dir={folder} holds {found[0]}, which is none of the server's own files; "
+            f"--set parallel.server_dir={folder} holds {found[0]}, which is none of the server's "
+            "own files; "
             "name a folder for them alone."
         )
 

@@ -174,7 +174,9 @@ def test_a_disk_that_refuses_a_step_leaves_the_one_before(tmp_path, monkeypatch)
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot be written.*name another with --server_dir"):
+    with pytest.raises(
+        UserError, match=r"cannot be written.*name another with parallel.server_dir"
+    ):
         open_files(tmp_path / "file")
 
 
@@ -206,7 +208,9 @@ def test_folders_are_refused_before_anything_is_kept_in_them(tmp_path, monkeypat
 
     monkeypatch.setattr(Path, "open", read_only)
     for folder in (tmp_path / "new", Path("/proc/none")):
-        with pytest.raises(UserError, match=r"cannot be written.*name another with --server_dir"):
+        with pytest.raises(
+            UserError, match=r"cannot be written.*name another with parallel.server_dir"
+        ):
             server_files.refuse_unusable(folder, {folder / "sparse": 1})
 
 
