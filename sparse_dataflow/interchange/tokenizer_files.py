@@ -152,6 +152,9 @@ def write(folder: Path, tokenizer: Tokenizer, context: int) -> None:
         "unk_token": END_OF_TEXT,
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
+        # Without this list transformers 4 also returns token_type_ids, which GPT-2 adds to its
+        # input as embeddings.
+        "model_input_names": ["input_ids", "attention_mask"],
     }
     (folder / FILE).write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=1) + "\n")

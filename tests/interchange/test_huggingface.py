@@ -331,3 +331,29 @@ def test_transformers_loads_an_export(tmp_path, library, config):
         assert tokenizer(text).input_ids == BYTES.encode(text).tolist()
         assert tokenizer.decode(BYTES.encode(text)) == text
     assert tokenizer.eos_token_id == BYTES.eot_id
+
+
+@pytest.mark.parametrize("form", huggingface.FORMS)
+def test_the_tokenizer_returns_only_what_gpt2_reads(tmp_path, form):
+    """transformers 4 adds token_type_ids by default, and GPT-2 embeds them."""
+    export(tmp_path / "model", form, DENSE)
+    fields = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    assert fields["model_input_names"] == ["input_ids", "attention_mask"]
+
+
+@pytest.mark.parametrize("config", [DENSE, LOW_RANK], ids=["dense", "low rank"])
+def test_transformers_generates_our_greedy_tokens_from_all_tokenizer_outputs(tmp_path, config):
+    for library in ("transformers", "torch"):
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    params, tables = export(tmp_path / "model", "dense", config)
+    ids = BYTES.encode("hello").tolist()
+    while len(ids) < config.max_len and ids[-1] != BYTES.eot_id:
+        padded = np.zeros((1, config.max_len), np.int32)
+        padded[0, : len(ids)] = ids
+        ids.append(int(logits(config, params, tables, padded)[0, len(ids) - 1].argmax()))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    inputs = AutoTokenizer.from_pretrained(tmp_path / "model")("hello", return_tensors="pt")
+    generated = model.generate(**inputs, max_length=config.max_len, do_sample=False)
+    assert generated[0].tolist() == ids
