@@ -17,7 +17,6 @@ from safetensors.numpy import load_file
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import whole
 from sparse_dataflow.interchange import architectures, huggingface, sparse_form
-from sparse_dataflow.interchange.dense_form import dense_form
 
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
 
@@ -106,21 +105,6 @@ def test_the_sparse_form_comes_back_to_the_bit(tmp_path, config):
     imported = huggingface.read(tmp_path / "model")
     assert imported.model == config and imported.tokenizer == BYTES
     assert alike(imported.params, params) and alike(imported.tables, tables)
-
-
-def test_the_documented_reader_gives_the_dense_weight(tmp_path):
-    """The four lines of `sparse_form`'s docstring, with numpy alone."""
-    params, tables = export(tmp_path / "model", "sparse", SPARSE)
-    found = load_file(tmp_path / "model" / "model.safetensors")
-    _, dense = dense_form(SPARSE, params, tables)
-    at = "blocks.1.mlp_in"
-    values, index, slot = (found[f"{at}.{name}"] for name in ("values", "in_index", "in_slot"))
-    block, in_blocks = values.shape[-1], len(found[f"{at}.out_index"])
-    weight = np.zeros((in_blocks, block, len(index), block), np.float32)
-    for o, position in np.argwhere(slot >= 0):
-        weight[index[o, position], :, o, :] = values[slot[o, position]]
-    weight = weight.reshape(in_blocks * block, -1)
-    np.testing.assert_array_equal(weight, dense["blocks"]["mlp_in"]["kernel"][1])
 
 
 @given(heads=st.sampled_from([1, 2, 4]), width=st.integers(1, 5), rows=st.integers(1, 3))
