@@ -153,9 +153,9 @@ def write(folder: Path, tokenizer: Tokenizer, context: int) -> None:
 
     Ids stay as they are; with an original it is written to the byte, and ids are the original's.
     """
-    text, end, prefix_space = _plain_text(tokenizer), END_OF_TEXT, False
+    end: str | None = END_OF_TEXT
+    text, prefix_space = tokenizer.original or _plain_text(tokenizer), False
     if tokenizer.original:
-        text = tokenizer.original
         number = tokenizer.original_ids[tokenizer.eot_id]
         end = tokenizers.Tokenizer.from_str(text).id_to_token(number)
         prefix_space = _adds_prefix_space(json.loads(text)["pre_tokenizer"])
