@@ -11,10 +11,10 @@ from make_fixture import BYTES
 from models import DENSE, DEPTH, LOW_RANK, SPARSE, SUPAR, drawn, export
 
 from sparse_dataflow.evaluation.trained import Trained
-from sparse_dataflow.execution import whole
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.model_card import model_card
-from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig
+from sparse_dataflow.parallel import whole
 
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 CONFIG = {

@@ -9,7 +9,7 @@ import tokenizers
 from models import DENSE, drawn
 
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
 
 WORDS = "hello world Hello World café 12 123 x = 12345\n    return the lazy dog's 1234 hello"
