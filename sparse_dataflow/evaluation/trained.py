@@ -63,13 +63,18 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json of a run, with its "variants".
 
     Raises:
-      UserError: there is none, or it is damaged.
+      UserError: there is none, it is damaged, or the folder is an exported model.
     """
     path = Path(folder).expanduser() / CONFIG
     if not path.exists():
         raise UserError(f"{folder} is not a run folder: it has no {CONFIG}.")
     try:
         config = json_files.load(path)
+        if "model_type" in config and "variants" not in config:
+            raise UserError(
+                f"{folder} is an exported model or a Hugging Face directory, not a run folder. "
+                f"Give the run that was exported, or train from it with --init_from={folder}."
+            )
         if not config["variants"] or not isinstance(config["corpus"]["name"], str):
             raise ValueError("it names no variant or no corpus")
         for name, fields in config["variants"].items():
