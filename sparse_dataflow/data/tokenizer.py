@@ -1,7 +1,8 @@
 """Byte-level BPE: every text round-trips exactly, and every token stands for a number of bytes.
 
 Training and encoding are those of the `tokenizers` library. A tokenizer is a list of tokens and a
-list of merges, kept as canonical JSON whose sha256 names it.
+list of merges, kept as canonical JSON whose sha256 names it. An imported one also has its original
+`tokenizer.json`, and encodes and decodes with it.
 """
 
 import functools
@@ -29,6 +30,7 @@ TRAINING_RECIPE = 1
 TRAINING_CHARACTERS = 256 * 2**20
 
 _FORMAT = "byte-level-bpe-1"
+_ORIGINAL_FORMAT = "byte-level-bpe-2"  # with the original tokenizer.json and its ids
 
 # Long texts are encoded in pieces, which bounds memory. A cut after a line break between two
 # visible characters is a cut between two words of GPT-2's pattern, so no token changes.
@@ -45,15 +47,25 @@ class Tokenizer:
       merges: pairs of tokens, most frequent first.
       vocab_size: ids in use by a model. Ids from `len(tokens)` to `vocab_size - 2` stand for
         nothing; there are some where a corpus is too small to fill the vocabulary.
+      original: text of an imported tokenizer.json, whose normalizer, pre-tokenizer and added tokens
+        hold; "" for GPT-2's.
+      original_ids: id in `original` of each id here, [vocab_size]; empty without an original.
     """
 
     tokens: tuple[str, ...]
     merges: tuple[tuple[str, str], ...]
     vocab_size: int
+    original: str = ""
+    original_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
         if not SMALLEST_VOCAB <= len(self.tokens) + 1 <= self.vocab_size:
             raise ValueError(f"{len(self.tokens)} tokens do not fit {self.vocab_size=}")
+        ids = self.original_ids
+        if bool(self.original) != bool(ids) or not all(type(number) is int for number in ids):
+            raise ValueError("original and original_ids do not fit each other")
+        if ids and sorted(ids) != [*range(self.vocab_size)]:
+            raise ValueError("original_ids do not name each id of the vocabulary once")
 
     @property
     def eot_id(self) -> int:
@@ -62,7 +74,10 @@ class Tokenizer:
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
-        """UTF-8 bytes that each token stands for, int32 [vocab_size]; 0 for the end of text."""
+        """UTF-8 bytes that each token stands for, int32 [vocab_size]; 0 for the end of text.
+
+        They add up to the text as the original's normalizer leaves it.
+        """
         lengths = np.zeros(self.vocab_size, np.int32)
         lengths[: len(self.tokens)] = [len(token) for token in self.tokens]
         return lengths
@@ -82,10 +97,25 @@ class Tokenizer:
     def _engine(self):
         import tokenizers
 
+        if self.original:
+            return _original_engine(self.original, self.vocab_size)
         vocab = {token: index for index, token in enumerate(self.tokens)}
         return _with_byte_level(
             tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=list(self.merges)))
         )
+
+    @functools.cached_property
+    def from_original(self) -> np.ndarray:
+        """Id here of each id in `original`, int32 [vocab_size]; each its own without one."""
+        ids = self.original_ids or range(self.vocab_size)
+        return np.argsort(np.asarray(ids)).astype(np.int32)
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """Cuts a long text where no token changes: whole with an original, else `pieces_of`."""
+        if not self.original:
+            yield from pieces_of(text)
+        elif text:
+            yield text
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of `text`, int32 [tokens], without an end of text."""
@@ -93,18 +123,22 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, on all cores."""
-        pieces = [list(pieces_of(text)) for text in texts]
+        pieces = [list(self.pieces(text)) for text in texts]
         flat = [piece for of_text in pieces for piece in of_text]
         encoded = iter(self._engine.encode_batch_fast(flat, add_special_tokens=False))
         none = np.empty(0, np.int32)
-        return [
+        ids = [
             np.concatenate([none, *(np.asarray(next(encoded).ids, np.int32) for _ in of_text)])
             for of_text in pieces
         ]
+        return [self.from_original[row] for row in ids] if self.original else ids
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of the ids; ids that stand for no bytes vanish, incomplete UTF-8 becomes U+FFFD."""
-        return self._engine.decode([int(i) for i in ids], skip_special_tokens=False)
+        ids = [int(i) for i in ids]
+        if self.original:
+            ids = [self.original_ids[i] for i in ids if self.token_bytes[i]]
+        return self._engine.decode(ids, skip_special_tokens=False)
 
     def save(self, path: Path) -> None:
         """Writes canonical JSON, whole or not at all."""
@@ -122,16 +156,27 @@ class Tokenizer:
         """
         try:
             fields = json_files.load(path)
-            if fields["format"] != _FORMAT:
-                raise ValueError(f"its format is {fields['format']!r}, not {_FORMAT!r}")
+            if fields["format"] not in (_FORMAT, _ORIGINAL_FORMAT):
+                raise ValueError(
+                    f"its format is {fields['format']!r}, not {_FORMAT!r} or {_ORIGINAL_FORMAT!r}"
+                )
             merges = tuple((left, right) for left, right in fields["merges"])
-            tokenizer = cls(tuple(fields["tokens"]), merges, int(fields["vocab_size"]))
+            original: tuple = ()
+            if fields["format"] == _ORIGINAL_FORMAT:
+                original = (fields["original"], tuple(fields["original_ids"]))
+            tokenizer = cls(tuple(fields["tokens"]), merges, int(fields["vocab_size"]), *original)
+            if tokenizer.original:
+                tokenizer.check_original()
             known = set(tokenizer.tokens)
             if not all({left, right, left + right} <= known for left, right in merges):
                 raise ValueError("a merge is not in its vocabulary")
         except json_files.MALFORMED as error:
             raise UserError(f"The tokenizer {path} cannot be read: {error}.") from error
         return tokenizer
+
+    def check_original(self) -> None:
+        """Raises ValueError where the `tokenizers` library cannot read the original."""
+        _ = self._engine
 
     def _canonical(self) -> bytes:
         fields = {
@@ -140,6 +185,12 @@ class Tokenizer:
             "tokens": self.tokens,
             "merges": self.merges,
         }
+        if self.original:
+            fields |= {
+                "format": _ORIGINAL_FORMAT,
+                "original": self.original,
+                "original_ids": self.original_ids,
+            }
         return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode("ascii")
 
 
@@ -203,6 +254,12 @@ def gpt2_tokenizer() -> Tokenizer:
     return Tokenizer(tuple(tokens[:-1]), merges, GPT2_VOCAB_SIZE)
 
 
+def in_alphabet(text: str) -> str:
+    """The text's UTF-8 bytes in GPT-2's alphabet, one character a byte."""
+    character = {byte: character for character, byte in _byte_of_character().items()}
+    return "".join(character[byte] for byte in text.encode())
+
+
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
     """GPT-2's alphabet: printable Latin-1 bytes are themselves, the others follow from U+0100 on
@@ -240,6 +297,25 @@ def _with_byte_level(engine):
 
     engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = tokenizers.decoders.ByteLevel()
+    return engine
+
+
+def _original_engine(original, vocab_size):
+    """The library's tokenizer of a tokenizer.json, for text of any length and content."""
+    import tokenizers
+
+    try:
+        engine = tokenizers.Tokenizer.from_str(original)
+    except Exception as error:  # The library raises no narrower one.
+        raise ValueError(f"its original cannot be read ({error})") from None
+    if max(engine.get_vocab().values(), default=0) >= vocab_size:
+        raise ValueError(f"its original has ids past {vocab_size - 1}")
+    engine.no_truncation()
+    engine.no_padding()
+    engine.encode_special_tokens = True  # As text: no text encodes to the end of text.
+    engine.model.dropout = None  # A text has one encoding.
+    if engine.decoder is None:
+        engine.decoder = tokenizers.decoders.ByteLevel()
     return engine
 
 

@@ -16,7 +16,7 @@ from sparse_dataflow.data.cache import exclusive, replacing
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.stored import StoredArray
-from sparse_dataflow.data.tokenizer import Tokenizer, pieces_of
+from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError
 
@@ -126,7 +126,7 @@ def _make(
     with replacing(array) as temporary:
         with temporary.open("wb") as file:
             header_size = _write_header(file, dtype, 0)
-            for batch in _batches(documents):
+            for batch in _batches(documents, tokenizer):
                 ids_of_pieces = tokenizer.encode_batch([text for text, _ in batch])
                 for (text, ends_document), ids in zip(batch, ids_of_pieces):
                     ids = np.append(ids, tokenizer.eot_id) if ends_document else ids
@@ -169,11 +169,13 @@ def _write_header(file, dtype: np.dtype, count: int) -> int:
     return file.tell()
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, bool]]]:
+def _batches(
+    documents: Iterable[Document], tokenizer: Tokenizer
+) -> Iterator[list[tuple[str, bool]]]:
     """Lists of (piece of a document, whether it is the last one), bounded in characters."""
     batch, size = [], 0
     for document in documents:
-        pieces = [*pieces_of(document.text)] or [""]
+        pieces = [*tokenizer.pieces(document.text)] or [""]
         for index, piece in enumerate(pieces):
             batch.append((piece, index == len(pieces) - 1))
             size += len(piece)

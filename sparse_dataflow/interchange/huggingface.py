@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files
@@ -65,7 +67,8 @@ def read(folder: str | Path) -> Imported:
     if kind == "sparse_dataflow":
         model, params, tables = sparse_form.read(folder)
         size = {"vocab_size": model.vocab_size, "eos_token_id": fields.get("end_of_text")}
-        tokenizer = tokenizer_files.read(folder, size).tokenizer
+        tokenizer, order = tokenizer_files.read(folder, size)
+        params["embed"]["tokens"] = params["embed"]["tokens"][order]
         return Imported(model, params, tables, tokenizer, tensors.Tensors(folder).digest())
     if kind not in architectures.ARCHITECTURES:
         raise UserError(
@@ -133,7 +136,7 @@ def write(
       model: the model's config.
       params: its parameters.
       tables: its concrete layout tables.
-      tokenizer: its tokenizer.
+      tokenizer: its tokenizer; an original's ids become those of the folder.
       context: tokens that it was trained to see at once.
       card: text of README.md.
 
@@ -148,15 +151,20 @@ def write(
             "form that transformers loads; legal: the sparse form, or a model with layernorm and "
             "learned positions."
         )
+    embed = params["embed"]
+    tokens = np.asarray(embed["tokens"])[tokenizer.from_original]
+    params = {**params, "embed": {**embed, "tokens": tokens}}
+    ids = tokenizer.original_ids
+    end_of_text = ids[tokenizer.eot_id] if ids else tokenizer.eot_id
     with _new_folder(Path(folder).expanduser()) as partial:
         if form == "dense":
             dense, weights = dense_form(model, params, tables)
-            config = architectures.gpt2_config(dense, tokenizer.eot_id)
+            config = architectures.gpt2_config(dense, end_of_text)
             (partial / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
             found = architectures.gpt2_tensors(dense, weights)
             tensors.write(partial / tensors.FILE, found, {})
         else:
-            sparse_form.write(partial, model, params, tables, context, tokenizer.eot_id)
+            sparse_form.write(partial, model, params, tables, context, end_of_text)
         # safetensors makes files that their owner alone may read.
         shutil.copymode(partial / CONFIG, partial / tensors.FILE)
         tokenizer_files.write(partial, tokenizer, context)

@@ -6,6 +6,7 @@ from typing import Any
 
 from sparse_dataflow.evaluation.trained import Trained
 from sparse_dataflow.files import json_files
+from sparse_dataflow.interchange import numpy_reader
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.training.metrics import read_metrics
 
@@ -26,15 +27,12 @@ from sparse_dataflow.interchange import sparse_form
 
 config, params, tables = sparse_form.read("THIS FOLDER")
 ```
-Without that package: with `values` [blocks, b, b], `in_index` and `in_slot` [output blocks, fan-in]
-of a projection, such as `blocks.0.qkv.values`, from `safetensors.numpy.load_file`, its weight is
+Without that package, with numpy and safetensors:
 ```python
-weight = np.zeros((len(out_index), b, len(in_index), b), np.float32)
-for o, position in np.argwhere(in_slot >= 0):
-    weight[in_index[o, position], :, o, :] = values[in_slot[o, position]]
-weight = weight.reshape(len(out_index) * b, -1)  # y = x @ weight + bias
+{reader}
 ```
-The features of `qkv` are ordered [head, (query, key, value), head width].""",
+`logits(*load("THIS FOLDER"), ids)` are the logits of a list of token ids; `tokenizer.json` is for
+`tokenizers.Tokenizer.from_file`.""",
 }
 
 
@@ -54,12 +52,18 @@ def model_card(trained: Trained, form: str, versions: Mapping[str, str]) -> str:
             f"# {name}",
             _sentence(trained),
             _table(("", ""), _shape(trained)),
-            f"## Use\n{_READERS[form]}",
+            f"## Use\n{_use(form)}",
             f"## Held-out loss\n{_losses(trained)}",
             f"## Tasks\n{_tasks(trained)}",
             _made(config, versions),
         ]
     ).lstrip("\n")
+
+
+def _use(form):
+    """How the form is read; the numpy reader without its docstring, which is about this package."""
+    reader = Path(numpy_reader.__file__).read_text(encoding="utf-8")
+    return _READERS[form].replace("{reader}", reader.split('"""', 2)[2].strip())
 
 
 def _front_matter(config):

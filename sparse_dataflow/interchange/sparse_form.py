@@ -3,13 +3,7 @@
 config.json has {"format": FORMAT, "model": the fields of `ModelConfig`, "context", "end_of_text"}.
 Tensors are named as parameters are, a layer apart: "embed.tokens", "blocks.0.qkv.values",
 "head.norm.scale"; layout tables lie beside the values they belong to: "blocks.0.qkv.in_index" and
-so on (int32; `LayoutTables` says what they hold). The dense weight of a projection:
-
-    values [nnz, b, b], in_index and in_slot [out_blocks, fan_in]
-    W = zeros(in_blocks, b, out_blocks, b)
-    for o, position where in_slot[o, position] >= 0:
-        W[in_index[o, position], :, o, :] = values[in_slot[o, position]]
-    y = x @ W.reshape(in_features, out_features) + bias
+so on (int32; `LayoutTables` says what they hold).  `numpy_reader` is a complete reader without jax.
 """
 
 import json

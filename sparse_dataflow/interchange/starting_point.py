@@ -51,6 +51,7 @@ def shape(folder: str | Path) -> ModelConfig:
     Raises:
       UserError: it holds none.
     """
+    _refuse_missing(folder)
     if huggingface.is_directory(folder):
         model = read(str(folder)).model
     else:
@@ -66,6 +67,7 @@ def read(folder: str) -> StartingPoint:
     Raises:
       UserError: there is none, or it is damaged.
     """
+    _refuse_missing(folder)
     about: dict[str, Any] = {"path": str(Path(folder).expanduser().absolute())}
     if huggingface.is_directory(folder):
         found = huggingface.read(folder)
@@ -76,6 +78,14 @@ def read(folder: str) -> StartingPoint:
     run = trained.load(folder, variant)
     about |= {"model": run.model.to_json(), "variant": variant, "step": run.step}
     return StartingPoint(run.model, jax.device_get(run.params), run.tables, run.tokenizer, about)
+
+
+def _refuse_missing(folder):
+    if not (Path(folder).expanduser() / huggingface.CONFIG).exists():
+        raise UserError(
+            f"{folder} is neither a run folder nor a Hugging Face directory: it has no "
+            f"{huggingface.CONFIG}. Nothing is downloaded; legal: a folder on this machine."
+        )
 
 
 def begun_state(

@@ -68,11 +68,17 @@ def make_layout(
         raise UserError(f"Pattern {pattern!r} is unknown; legal: {', '.join(sorted(PATTERNS))}.")
     in_blocks, out_blocks = _grid(in_features, out_features, block)
     ring = math.gcd(in_blocks, out_blocks)
-    degree = round(density * ring)
-    if degree < 1 or degree > ring or not math.isclose(degree, density * ring, rel_tol=1e-6):
+    degree = _degree(density, ring)
+    if not degree:
+        sides = [
+            str(side)
+            for side in _legal_blocks(in_features, out_features)
+            if _degree(density, math.gcd(in_features, out_features) // side)
+        ]
+        others = f", or this density with --block={' or '.join(sides)}" if sides else ""
         raise UserError(
             f"Density {density:g} has no balanced layout on a grid of {in_blocks} x {out_blocks} "
-            f"blocks of {block}; legal: multiples of 1/{ring} ({1 / ring:.4g}) up to 1."
+            f"blocks of {block}; legal: multiples of 1/{ring} ({1 / ring:.4g}) up to 1{others}."
         )
     if degree == ring:
         mask = np.ones((in_blocks, out_blocks), bool)
@@ -96,10 +102,22 @@ def legal_densities(in_features: int, out_features: int, block: int) -> list[flo
     return [k / ring for k in range(1, ring + 1)]
 
 
+def _degree(density, ring):
+    """Stored blocks in a ring of the grid at this density; 0 where they are no whole number."""
+    degree = round(density * ring)
+    whole = 1 <= degree <= ring and math.isclose(degree, density * ring, rel_tol=1e-6)
+    return degree if whole else 0
+
+
+def _legal_blocks(in_features, out_features):
+    """The sides from 8 to 512 that divide both features."""
+    width = math.gcd(in_features, out_features)
+    return [side for side in range(8, min(width, 512) + 1) if width % side == 0]
+
+
 def _grid(in_features, out_features, block):
     if block < 1 or in_features % block or out_features % block:
-        width = math.gcd(in_features, out_features)
-        legal = [b for b in range(8, min(width, 512) + 1) if width % b == 0]
+        legal = _legal_blocks(in_features, out_features)
         raise UserError(
             f"Block {block} does not divide a {in_features} x {out_features} weight; "
             f"legal blocks up to 512: {', '.join(map(str, legal)) or 'none from 8 up'}."

@@ -87,6 +87,11 @@ def read_config(folder: str | Path) -> RunConfig:
             f"{folder} is a run of an older sparse_dataflow, whose config.json this version does "
             "not read; start a new run, or use that version."
         )
+    if isinstance(fields, dict) and "model_type" in fields:
+        raise UserError(
+            f"{folder} is an exported model or a Hugging Face directory, not a run folder. "
+            f"Give the run that was exported, or train from it with --init_from={folder}."
+        )
     try:
         config = RunConfig.from_json(fields)
     except UserError as error:

@@ -46,6 +46,13 @@ def test_no_such_run(tmp_path):
         load(tmp_path, "sparse")
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "sparse_dataflow"])
+def test_an_exported_model_is_named(tmp_path, kind):
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    with pytest.raises(UserError, match=r"exported model .* not a run .*--init_from="):
+        load(tmp_path, "sparse")
+
+
 def test_no_such_variant_or_checkpoint(run_folder):
     assert "it has: dense, sparse" in complaint(run_folder, "spares")
     assert "legal: newest, best" in complaint(run_folder, checkpoint="last")

@@ -45,6 +45,14 @@ ROOT = pathlib.Path(__file__).parents[2]
 MOST_MEMORY = 300 * 2**20
 HANG = 900
 BYTES = Tokenizer(tuple(gpt2_tokenizer().tokens[:256]), (), 257)
+ORIGINAL = {
+    "version": "1.0",
+    "normalizer": {"type": "Lowercase"},
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True},
+    "added_tokens": [],
+    "model": {"type": "BPE", "vocab": {t: i for i, t in enumerate(BYTES.tokens)}, "merges": []},
+}
+IMPORTED = dataclasses.replace(BYTES, original=json.dumps(ORIGINAL), original_ids=tuple(range(257)))
 MODEL = dataclasses.replace(
     SIZES["pico"], linears={"qkv": LinearSpec("block_sparse", density=0.25, block=16)}
 )
@@ -190,6 +198,7 @@ READERS = {
     "config.json, its flags": ("config.json", text(CONFIG), adopted),
     "config.json, evaluated": ("config.json", text(CONFIG), run_of),
     "tokenizer.json": ("tokenizer.json", BYTES._canonical(), Tokenizer.load),
+    "tokenizer.json, imported": ("tokenizer.json", IMPORTED._canonical(), Tokenizer.load),
     "metrics.jsonl": ("metrics.jsonl", ROWS, metrics),
     "goodput.jsonl": ("goodput.jsonl", text(ATTEMPT), counted),
     "evaluation.json": ("evaluation.json", text(EVALUATION), evaluated),

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import architectures, huggingface, sparse_form
-from sparse_dataflow.interchange.dense_form import dense_form
 from sparse_dataflow.parallel import whole
 
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
@@ -106,21 +105,6 @@ def test_the_sparse_form_comes_back_to_the_bit(tmp_path, config):
     imported = huggingface.read(tmp_path / "model")
     assert imported.model == config and imported.tokenizer == BYTES
     assert alike(imported.params, params) and alike(imported.tables, tables)
-
-
-def test_the_documented_reader_gives_the_dense_weight(tmp_path):
-    """The four lines of `sparse_form`'s docstring, with numpy alone."""
-    params, tables = export(tmp_path / "model", "sparse", SPARSE)
-    found = load_file(tmp_path / "model" / "model.safetensors")
-    _, dense = dense_form(SPARSE, params, tables)
-    at = "blocks.1.mlp_in"
-    values, index, slot = (found[f"{at}.{name}"] for name in ("values", "in_index", "in_slot"))
-    block, in_blocks = values.shape[-1], len(found[f"{at}.out_index"])
-    weight = np.zeros((in_blocks, block, len(index), block), np.float32)
-    for o, position in np.argwhere(slot >= 0):
-        weight[index[o, position], :, o, :] = values[slot[o, position]]
-    weight = weight.reshape(in_blocks * block, -1)
-    np.testing.assert_array_equal(weight, dense["blocks"]["mlp_in"]["kernel"][1])
 
 
 @given(heads=st.sampled_from([1, 2, 4]), width=st.integers(1, 5), rows=st.integers(1, 3))
@@ -332,3 +316,29 @@ def test_transformers_loads_an_export(tmp_path, library, config):
         assert tokenizer(text).input_ids == BYTES.encode(text).tolist()
         assert tokenizer.decode(BYTES.encode(text)) == text
     assert tokenizer.eos_token_id == BYTES.eot_id
+
+
+@pytest.mark.parametrize("form", huggingface.FORMS)
+def test_the_tokenizer_returns_only_what_gpt2_reads(tmp_path, form):
+    """transformers 4 adds token_type_ids by default, and GPT-2 embeds them."""
+    export(tmp_path / "model", form, DENSE)
+    fields = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    assert fields["model_input_names"] == ["input_ids", "attention_mask"]
+
+
+@pytest.mark.parametrize("config", [DENSE, LOW_RANK], ids=["dense", "low rank"])
+def test_transformers_generates_our_greedy_tokens_from_all_tokenizer_outputs(tmp_path, config):
+    for library in ("transformers", "torch"):
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    params, tables = export(tmp_path / "model", "dense", config)
+    ids = BYTES.encode("hello").tolist()
+    while len(ids) < config.max_len and ids[-1] != BYTES.eot_id:
+        padded = np.zeros((1, config.max_len), np.int32)
+        padded[0, : len(ids)] = ids
+        ids.append(int(logits(config, params, tables, padded)[0, len(ids) - 1].argmax()))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    inputs = AutoTokenizer.from_pretrained(tmp_path / "model")("hello", return_tensors="pt")
+    generated = model.generate(**inputs, max_length=config.max_len, do_sample=False)
+    assert generated[0].tolist() == ids

@@ -1,17 +1,22 @@
 """A card says what was trained, and only what was measured of these very weights."""
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from make_fixture import BYTES
-from models import SPARSE, drawn
+from models import DENSE, DEPTH, LOW_RANK, SPARSE, SUPAR, drawn, export
 
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.evaluation.trained import Trained
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.model_card import model_card
+from sparse_dataflow.parallel import whole
 
+CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 CONFIG = {
     "experiment": "gpt13b_sparse",
     "command": ["python -m experiments.gpt13b_sparse", "--steps=7"],
@@ -64,7 +69,7 @@ def test_it_says_data_sizes_density_losses_tasks_command_and_versions(trained, f
         "| cloze | 5 | acc | 1,200 | 0.375 | 0.0125 | 0.25 | 0.26 | 0.3 |",
     ):
         assert fact in said, fact
-    assert "None" not in said and said.endswith(".\n")
+    assert "None" not in CODE.sub("", said) and said.endswith(".\n")
 
 
 def test_without_an_evaluation_it_says_so(trained):
@@ -76,3 +81,32 @@ def test_what_was_measured_of_another_model_is_not_shown(trained, tmp_path):
     assert "None was evaluated" in card(trained)
     judge(trained.folder, step=3)
     assert "after step 3 only" in card(trained) and "0.375" not in card(trained)
+
+
+READABLE = {
+    "dense": DENSE,
+    "sparse": SPARSE,
+    "rank": LOW_RANK.with_linears(dataclasses.replace(LOW_RANK.linear("mlp_in"), hadamard=0)),
+    "hadamard": SPARSE.with_linears(dataclasses.replace(SPARSE.linear("qkv"), hadamard=16)),
+    "density by depth": DEPTH,
+    "supar": SUPAR,
+    "rotary": dataclasses.replace(SPARSE, positions="rotary"),
+    "rmsnorm": dataclasses.replace(SPARSE, norm="rmsnorm"),
+    "relu": dataclasses.replace(SPARSE, activation="relu"),
+    "all": dataclasses.replace(
+        DEPTH, positions="rotary", norm="rmsnorm", activation="relu", parametrization="supar"
+    ),
+}
+
+
+@pytest.mark.parametrize("config", READABLE.values(), ids=READABLE)
+def test_the_numpy_code_of_the_card_gives_our_logits(trained, tmp_path, config):
+    params, tables = export(tmp_path / "model", "sparse", config)
+    reader: dict = {}
+    exec(CODE.findall(card(trained, "sparse"))[-1], reader)
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, config.max_len, np.int32)
+    ours = np.asarray(whole.logits(config, params, tables, ids[None]))[0]
+    theirs = reader["logits"](*reader["load"](tmp_path / "model"), ids)
+    assert theirs.dtype == np.float32
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-4)
+    assert np.abs(ours).max() > 0.5

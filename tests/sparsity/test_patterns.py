@@ -257,6 +257,16 @@ def test_a_density_without_balanced_layout_is_refused(density):
         make_layout("random", 256, 768, 16, density)
 
 
+def test_blocks_that_give_the_density_are_named():
+    with pytest.raises(UserError, match=r"or this density with --block=8 or 16\.$"):
+        make_layout("monarch", 128, 384, 64, 1 / 8)
+    for block in (8, 16):
+        assert make_layout("monarch", 128, 384, block, 1 / 8).density == 1 / 8
+    for block in (32, 64, 128):
+        with pytest.raises(UserError, match="no balanced layout"):
+            make_layout("monarch", 128, 384, block, 1 / 8)
+
+
 @given(grids(), st.sampled_from([1, 8]))
 def test_legal_densities_are_those_that_are_accepted(grid, block):
     in_blocks, out_blocks, _ = grid

@@ -1,0 +1,207 @@
+"""An imported tokenizer.json keeps its settings: in encoding, in a run and in an export."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from models import DENSE, drawn
+
+from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange import huggingface
+
+WORDS = "hello world Hello World café 12 123 x = 12345\n    return the lazy dog's 1234 hello"
+TEXTS = ["Hello World", "Cafe\u0301 CAFÉ", "x = 12345\n\n    return", " hello", "</s>", "🙂", ""]
+MODEL = dataclasses.replace(DENSE, vocab_size=320)
+SPLIT = {"type": "Split", "pattern": {"Regex": r"\d|\s+|[^\s\d]+"}, "behavior": "Isolated"}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+CHANGES = {
+    "nothing": {},
+    "NFC": {"normalizer": {"type": "NFC"}},
+    "Lowercase": {"normalizer": {"type": "Lowercase"}},
+    "add_prefix_space": {
+        "pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True, "use_regex": True}
+    },
+    "Split": {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [SPLIT | {"invert": False}, BYTE_LEVEL | {"use_regex": False}],
+        }
+    },
+    "truncation": {
+        "truncation": {
+            "direction": "Right",
+            "max_length": 3,
+            "strategy": "LongestFirst",
+            "stride": 0,
+        }
+    },
+}
+
+
+def added(content, number, special):
+    options = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": content, "special": special} | options
+
+
+@pytest.fixture(scope="session")
+def trained_fields():
+    """tokenizer.json with ids as OPT has them, special tokens first, and a word added last."""
+    engine = tokenizers.Tokenizer(tokenizers.models.BPE())
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=310,
+        special_tokens=["<s>", "<pad>", "</s>"],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    engine.train_from_iterator([WORDS] * 9, trainer)
+    fields = json.loads(engine.to_str())
+    fields["added_tokens"].append(added("lazy dog", engine.get_vocab_size(), special=False))
+    return fields
+
+
+@pytest.fixture(params=CHANGES.values(), ids=CHANGES)
+def original(request, trained_fields):
+    return json.dumps(trained_fields | request.param, indent=2, ensure_ascii=False)
+
+
+@pytest.fixture
+def imported(original, tmp_path):
+    return huggingface.read(directory(tmp_path / "there", original))
+
+
+def directory(folder, original):
+    """A GPT-2 of drawn weights with this tokenizer.json."""
+    plain = Tokenizer(tuple(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())), (), 320)
+    params, tables = drawn(MODEL)
+    huggingface.write(folder, "dense", MODEL, params, tables, plain, context=16, card="")
+    (folder / "tokenizer.json").write_text(original, encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def library(original):
+    engine = tokenizers.Tokenizer.from_str(original)
+    engine.no_truncation()
+    engine.encode_special_tokens = True
+    return engine
+
+
+def original_ids(tokenizer, text):
+    return [tokenizer.original_ids[i] for i in tokenizer.encode(text)]
+
+
+def test_text_is_encoded_and_decoded_as_the_library_does(imported, original):
+    engine = library(original)
+    for text in [*TEXTS, WORDS]:
+        expected = engine.encode(text, add_special_tokens=False).ids
+        assert original_ids(imported.tokenizer, text) == expected
+        assert imported.tokenizer.decode(imported.tokenizer.encode(text)) == engine.decode(expected)
+
+
+def test_token_bytes_are_those_of_the_decoded_text(imported):
+    tokenizer = imported.tokenizer
+    for text in [*TEXTS, WORDS]:
+        ids = tokenizer.encode(text)
+        decoded = tokenizer.decode(ids)
+        assert tokenizer.token_bytes[ids].sum() == len(decoded.encode())
+        assert b"".join(map(tokenizer.bytes_of, ids)).decode() == decoded
+
+
+def test_a_long_text_is_encoded_whole(imported, original):
+    text = "Hello world\n" * 30_000
+    expected = library(original).encode(text, add_special_tokens=False).ids
+    assert original_ids(imported.tokenizer, text) == expected
+
+
+def test_no_text_encodes_to_the_end_of_text_and_it_decodes_to_none(imported):
+    tokenizer = imported.tokenizer
+    assert tokenizer.original_ids[tokenizer.eot_id] == 2
+    assert tokenizer.eot_id not in tokenizer.encode("a</s>b")
+    assert tokenizer.decode([tokenizer.eot_id]) == ""
+
+
+def test_a_run_saves_the_original_whole(imported, original, tmp_path):
+    imported.tokenizer.save(tmp_path / "tokenizer.json")
+    loaded = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert loaded == imported.tokenizer and loaded.original == original
+    assert loaded.content_hash == imported.tokenizer.content_hash
+
+
+@pytest.mark.parametrize("form", huggingface.FORMS)
+def test_an_export_writes_the_original_to_the_byte(imported, original, tmp_path, form):
+    folder = tmp_path / "exported"
+    write(folder, form, imported)
+    assert (folder / "tokenizer.json").read_bytes() == original.encode()
+    again = huggingface.read(folder)
+    for text in TEXTS:
+        np.testing.assert_array_equal(
+            embedded(again, again.tokenizer.encode(text)),
+            embedded(imported, imported.tokenizer.encode(text)),
+        )
+    end = again.tokenizer.eot_id, imported.tokenizer.eot_id
+    np.testing.assert_array_equal(embedded(again, end[0]), embedded(imported, end[1]))
+
+
+def test_transformers_reads_an_export_with_the_original_ids(imported, original, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    write(tmp_path / "exported", "dense", imported)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    for text in TEXTS:
+        if "</s>" not in text:
+            assert theirs(text).input_ids == original_ids(imported.tokenizer, text)
+    assert theirs.eos_token_id == 2
+
+
+def write(folder, form, model):
+    huggingface.write(
+        folder,
+        form,
+        model.model,
+        model.params,
+        model.tables,
+        model.tokenizer,
+        context=16,
+        card="",
+    )
+
+
+def embedded(model, ids):
+    return model.params["embed"]["tokens"][ids]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decoder": {"type": "BPEDecoder", "suffix": "</w>"}}, "decoder is not ByteLevel"),
+        ({"normalizer": {"type": "none"}}, "original cannot be read"),
+    ],
+)
+def test_what_is_no_byte_level_tokenizer_is_refused(trained_fields, tmp_path, change, message):
+    folder = directory(tmp_path / "there", json.dumps(trained_fields | change))
+    with pytest.raises(UserError, match=message):
+        huggingface.read(folder)
+
+
+def test_a_damaged_original_is_refused(trained_fields, tmp_path):
+    folder = directory(tmp_path / "there", json.dumps(trained_fields))
+    path = tmp_path / "tokenizer.json"
+    huggingface.read(folder).tokenizer.save(path)
+    saved = json.loads(path.read_text())
+    for field, damage in (
+        ("original", "{"),
+        ("original", ""),
+        ("original", 3),
+        ("original_ids", []),
+        ("original_ids", saved["original_ids"][1:]),
+        ("original_ids", [0.5, *saved["original_ids"][1:]]),
+    ):
+        path.write_text(json.dumps(saved | {field: damage}))
+        with pytest.raises(UserError, match="cannot be read"):
+            Tokenizer.load(path)
