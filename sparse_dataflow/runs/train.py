@@ -266,7 +266,7 @@ class _Job:
 
     def _new_record(self, models, corpus, tokenizer) -> RunRecord:
         start = self.config.run.init_from
-        return RunRecord(
+        record = RunRecord(
             experiment=self.experiment,
             command=(f"python -m experiments.{self.experiment}", *sys.argv[1:]),
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -279,6 +279,7 @@ class _Job:
             steps={v.name: v.training.steps for v in models},
             init_from=starting_point.read(start).about if start else None,
         )
+        return RunRecord(**record.to_json())  # The report shows it, without secrets.
 
     def _trainer(
         self, v: Variant, data: TrainingData, programs: list[Compiled], position: int

@@ -9,14 +9,13 @@ import sys
 
 import filelock
 import pytest
-from absl import flags as absl_flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from main_job import MainJob, write_corpus
+from main_job import MainJob, without_repeats, write_corpus
 
-from experiments import flags
 from sparse_dataflow.data import cache
+from sparse_dataflow.runs import command_line
 
 
 @pytest.fixture(scope="session")
@@ -69,10 +68,15 @@ def refused(job, tmp_path, monkeypatch, capsys):
 
     def refused(*arguments, experiment="gpt13b_sparse"):
         module = importlib.import_module(f"experiments.{experiment}")
-        groups = getattr(module, "GROUPS", flags.GROUPS)
-        monkeypatch.setattr(sys, "argv", [experiment, *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", [experiment, *without_repeats(arguments)])
         with pytest.raises(SystemExit) as left:
-            flags.run(module.main, module.__doc__, groups, values=absl_flags.FlagValues())
+            command_line.run(
+                module.main,
+                module.__doc__,
+                shared=getattr(module, "SHARED", ()),
+                options=getattr(module, "Options", None),
+                defaults=getattr(module, "DEFAULTS", {}),
+            )
         assert left.value.code == 2
         out, err = capsys.readouterr()
         errors = [line for line in err.splitlines() if line.startswith("error: ")]

@@ -86,13 +86,13 @@ def at_call(name, count, what):
 
 def shorten():
     """Leaves out rates of this machine, the sections of a step, and continuations in the report."""
-    from experiments import run_report
     from sparse_dataflow.hardware import detect as hardware
+    from sparse_dataflow.runs import report
 
     hardware.measure_cpu = lambda dtype="float32": 1e11
     hardware.measure_cpu_bandwidth = lambda: 1e10
-    run_report.TIMED_FROM = math.inf
-    run_report._continuations = lambda *_: []
+    report.TIMED_FROM = math.inf
+    report._continuations = lambda *_: []
 
 
 # Of the environment of the process that was forked, where this is a fork.

@@ -18,7 +18,7 @@ PICO = ("--scale=pico", "--block=16", "--density=0.25")
 PLAN = ("--steps=12", "--set=run.checkpoint_every=3", "--set=run.eval_every=6")
 TIMES = ("seconds", "tokens_per_second", "mfu", "update_seconds")
 IMPORTED = (
-    "array_record.python.array_record_data_source", "experiments.gpt_run", "grain",
+    "array_record.python.array_record_data_source", "sparse_dataflow.runs.train", "grain",
     "jax.interpreters.mlir", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
     "scipy.optimize", "sparse_dataflow.data.builders", "sparse_dataflow.reporting.page",
     "tensorboardX", "tensorflow_datasets.core.data_sources", "tokenizers",
@@ -60,6 +60,7 @@ class MainJob:
           cwd: the folder that it runs in; that of the tests' corpus if None.
           options: of `Forks.start`.
         """
+        arguments = without_repeats(arguments)
         asked = {"events": list(events), "calls": list(calls), "whole": whole}
         program = Path(__file__).with_name("eventful_run.py")
         cwd = cwd or self.corpus.parent
@@ -77,7 +78,7 @@ class MainJob:
     def process(self, *arguments) -> subprocess.CompletedProcess:
         """`python -m experiments.gpt13b_sparse ARGUMENTS` to its end, as a user starts it."""
         return subprocess.run(
-            [sys.executable, "-m", "experiments.gpt13b_sparse", *map(str, arguments)],
+            [sys.executable, "-m", "experiments.gpt13b_sparse", *without_repeats(arguments)],
             cwd=self.corpus.parent,
             env=self.environment,
             capture_output=True,
@@ -110,6 +111,15 @@ class MainJob:
             # As in the tests' own process.
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         }
+
+
+def without_repeats(arguments) -> list[str]:
+    """The flags with the last value of each, as a test overrides its plan."""
+    last = {}
+    for argument in map(str, arguments):
+        path = argument.removeprefix("--set=").partition("=")[0]
+        last[path.removeprefix("--no").removeprefix("--")] = argument
+    return list(last.values())
 
 
 def write_corpus(folder: Path, documents: int = 60, seed: int = 0) -> Path:
@@ -148,8 +158,8 @@ def arrays(folder: Path, variant: str, step: int) -> dict[str, np.ndarray]:
 
 def assert_same_results(folder: Path, other: Path, steps: int = 12) -> None:
     """Both runs ended at the same bits and tell the same numbers, but for times."""
-    names = sorted(json.loads((other / "config.json").read_text())["variants"])
-    assert sorted(json.loads((folder / "config.json").read_text())["variants"]) == names
+    names = sorted(json.loads((other / "run.json").read_text())["steps"])
+    assert sorted(json.loads((folder / "run.json").read_text())["steps"]) == names
     for variant in names:
         mine, theirs = arrays(folder, variant, steps), arrays(other, variant, steps)
         assert mine.keys() == theirs.keys()

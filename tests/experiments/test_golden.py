@@ -1,4 +1,4 @@
-"""What every shipped experiment trains, and what --describe says of it on a mesh, as text: a
+"""What every shipped experiment trains, and what --describe prints of it on a mesh, as text: a
 changed default or rule shows up in review.
 
 python tests/experiments/test_golden.py        writes the files anew
@@ -8,46 +8,44 @@ import json
 from pathlib import Path
 
 import pytest
-from absl import flags as absl_flags
 
-from experiments import command_line, devices, flags, gpt13b_dense, recipes
+import experiments
+from experiments import gpt13b_dense, gpt13b_sparse
 from sparse_dataflow.hardware.detect import GIB
+from sparse_dataflow.runs import command_line, devices
+from sparse_dataflow.training.variants import variants
 
 GOLDEN = Path(__file__).with_name("golden")
-# File -> (is it sparse, its flags, arguments, backend, device memory).
+# File -> (experiment, is it sparse, its arguments, backend, device memory).
 EXPERIMENTS = {
-    "gpt13b_sparse": (True, flags.GROUPS, [], "cpu", 16 * GIB),
-    "gpt13b_dense": (False, gpt13b_dense.GROUPS, [], "cpu", 16 * GIB),
-    "gpt13b_sparse_13b": (True, flags.GROUPS, ["--scale=13b"], "gpu", 80 * GIB),
-    "gpt13b_dense_13b": (False, gpt13b_dense.GROUPS, ["--scale=13b"], "gpu", 80 * GIB),
+    "gpt13b_sparse": (gpt13b_sparse, True, [], "cpu", 16 * GIB),
+    "gpt13b_dense": (gpt13b_dense, False, [], "cpu", 16 * GIB),
+    "gpt13b_sparse_13b": (gpt13b_sparse, True, ["--scale=13b"], "gpu", 80 * GIB),
+    "gpt13b_dense_13b": (gpt13b_dense, False, ["--scale=13b"], "gpu", 80 * GIB),
 }
 
 
 def settled(name, *more):
-    """(flags, names of the variants)."""
-    sparse, groups, arguments, backend, memory_bytes = EXPERIMENTS[name]
-    values = absl_flags.FlagValues()
-    flags.define(groups, values)
-    command_line.parse([name, *arguments, *more], groups, values)
-    return values, recipes.settle(values, backend, memory_bytes, sparse)
+    experiment, sparse, arguments, backend, memory_bytes = EXPERIMENTS[name]
+    [request] = command_line.arguments([name, *arguments, *more], experiment.SHARED, None)
+    return request.config(backend, memory_bytes, sparse)
 
 
 def resolved(name) -> str:
-    groups = EXPERIMENTS[name][1]
-    values, names = settled(name)
-    variants = {v.name: v.to_json() for v in recipes.variants(values, names)}
-    for variant in variants.values():
-        variant["training"]["steps"] = "as many as fit into --minutes"
-    config = {"flags": flags.as_dict(values, groups), "variants": variants}
-    return json.dumps(config, indent=1) + "\n"
+    config = settled(name)
+    models = {
+        v.name: {"model": v.model.to_json(), "evolution": vars(v.evolution)}
+        for v in variants(config)
+    }
+    return json.dumps({"config": config.to_json(), "variants": models}, indent=1) + "\n"
 
 
 def described(name) -> str:
     mesh = "data:2,fsdp:8,tensor:8" if name.endswith("13b") else "fsdp:4,tensor:2"
-    values, names = settled(name, f"--mesh={mesh}", "--describe")
-    executor, variants = devices.executor(values), recipes.variants(values, names)
-    devices.check(executor, values, variants, None)
-    return devices.printed(executor, variants) + "\n"
+    config = settled(name, f"--mesh={mesh}")
+    executor, models = devices.executor(config, describing=True), variants(config)
+    devices.check(executor, config, models, None)
+    return devices.printed(executor, models) + "\n"
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -57,13 +55,13 @@ def test_every_array_lies_where_the_golden_text_says(name):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_what_is_trained_is_the_golden_text(name):
+def test_the_resolved_config_is_the_golden_text(name):
     path = GOLDEN / f"{name}.json"
     assert resolved(name) == path.read_text(), f"changed on purpose? python {__file__}"
 
 
 def test_there_is_a_golden_text_for_every_experiment():
-    entry_points = {path.stem for path in Path(flags.__file__).parent.glob("gpt13b_*.py")}
+    entry_points = {path.stem for path in Path(experiments.__path__[0]).glob("gpt13b_*.py")}
     assert entry_points <= set(EXPERIMENTS)
     assert {path.stem for path in GOLDEN.glob("*.json")} == set(EXPERIMENTS)
 

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 from main_job import assert_same_results, checkpoint_steps, rows
 
-from experiments import run_report
-from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.config.model import PROJECTIONS
+from sparse_dataflow.config.presets import preset
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.parallel.executor import ONE_DEVICE
 from sparse_dataflow.planning import memory
 from sparse_dataflow.reporting.report_data import ReportData
+from sparse_dataflow.runs import report as report_module
+from sparse_dataflow.training.run_files import read_config, read_record, read_variants
 
 TRAIN_KEYS = {
     "kind", "step", "tokens", "seconds", "loss", "learning_rate", "gradient_norm",
@@ -22,34 +23,38 @@ TRAIN_KEYS = {
 EVAL_KEYS = {"kind", "step", "tokens", "seconds", "loss", "bits_per_byte"}
 
 
-def config_of(folder):
-    return json.loads((folder / "config.json").read_text())
+def record_of(folder):
+    return read_record(folder, read_config(folder))
 
 
 def report_of(folder):
     return ReportData.from_json(json.loads((folder / "report.json").read_text()))
 
 
-def test_the_config_says_all_and_loads_again(undisturbed, job):
-    config = config_of(undisturbed)
-    assert config["experiment"] == "gpt13b_sparse"
-    assert config["command"][0] == "python -m experiments.gpt13b_sparse"
-    assert "--density=0.25" in config["command"] and config["date"].startswith("20")
-    assert {"python", "jax", "jaxlib", "sparse_dataflow"} <= config["versions"].keys()
-    assert config["flags"]["scale"] == "pico" and config["flags"]["twin"] == "yes"
-    # What the machine decides is not the run's; a relay's files are.
-    left = {name for name, value in config["flags"].items() if value == "auto"}
-    assert left == {"executor"}
-    assert config["corpus"]["name"] == str(job.corpus)
+def test_the_run_folder_says_what_was_run_and_with_what(undisturbed, job):
+    config, record = read_config(undisturbed), record_of(undisturbed)
+    assert record.experiment == "gpt13b_sparse"
+    assert record.command[0] == "python -m experiments.gpt13b_sparse"
+    assert "--density=0.25" in record.command and record.date.startswith("20")
+    assert {"python", "jax", "jaxlib", "sparse_dataflow"} <= record.versions.keys()
+    assert config == preset("pico").change(
+        sparsity__density=0.25,
+        sparsity__block=16,
+        training__steps=12,
+        data__corpus=str(job.corpus),
+        run__eval_every=6,
+        run__checkpoint_every=3,
+        run__out=config.run.out,
+    )
+    assert record.corpus == str(job.corpus)
     tokenizer = Tokenizer.load(undisturbed / "tokenizer.json")
-    assert tokenizer.content_hash == config["tokenizer"]
-    assert list(config["variants"]) == ["sparse", "dense"]
-    for name, variant in config["variants"].items():
-        model = ModelConfig.from_json(variant["model"])
-        assert model.to_json() == variant["model"]
-        assert bool(model.sparse_projections) == (name == "sparse")
-        assert model.vocab_size == tokenizer.vocab_size
-        assert TrainingConfig(**variant["training"]).steps == 12
+    assert tokenizer.content_hash == record.tokenizer
+    models = read_variants(config, record)
+    assert list(models) == ["sparse", "dense"]
+    for name, variant in models.items():
+        assert bool(variant.model.sparse_projections) == (name == "sparse")
+        assert variant.model.vocab_size == tokenizer.vocab_size
+        assert variant.training.steps == 12
 
 
 @pytest.mark.parametrize("variant", ["sparse", "dense"])
@@ -90,7 +95,8 @@ def test_tensorboard_holds_the_same_numbers(undisturbed, variant):
 
 
 def test_the_report_says_what_the_metrics_say(undisturbed):
-    report, config = report_of(undisturbed), config_of(undisturbed)
+    report = report_of(undisturbed)
+    models = read_variants(read_config(undisturbed), record_of(undisturbed))
     assert [v.name for v in report.variants] == ["sparse", "dense"]
     for variant in report.variants:
         found = rows(undisturbed, variant.name)
@@ -101,31 +107,31 @@ def test_the_report_says_what_the_metrics_say(undisturbed):
         speeds = [row["tokens_per_second"] for row in found if row["kind"] == "train"]
         assert min(speeds) <= variant.tokens_per_second <= max(speeds)
         assert variant.step_seconds == pytest.approx(8 * 64 / variant.tokens_per_second)
-        model = ModelConfig.from_json(config["variants"][variant.name]["model"])
+        model = models[variant.name].model
         assert variant.stored_parameters == memory.parameter_count(model)
         assert sum(variant.memory.values()) == variant.training_bytes
         assert variant.history == found
     longest = max(variant.train_seconds for variant in report.variants)
     for variant in report.variants:
-        assert bool(variant.section_seconds) == (longest >= run_report.TIMED_FROM)
+        assert bool(variant.section_seconds) == (longest >= report_module.TIMED_FROM)
     sparse, dense = report.variants
     assert sparse.stored_parameters < dense.stored_parameters
     # The ceiling counts the whole attention square, the FLOPs a token its causal half.
     assert 1 < report.flop_ceiling <= dense.flops_per_token / sparse.flops_per_token
     assert 0 < report.projection_share < 1
     drawn = {layout.projection for layout in report.layouts if layout.balanced}
-    assert drawn == set(config["flags"]["sparse_projections"])
+    assert drawn == set(PROJECTIONS)
     assert len(report.continuations) == 10
     assert all(c.prompt and set(c.by_variant) == {"sparse", "dense"} for c in report.continuations)
 
 
 @pytest.mark.parametrize("timed", [True, False])
 def test_sections_are_timed_only_where_that_is_asked_for(monkeypatch, timed):
-    monkeypatch.setattr(run_report, "section_seconds", lambda *_: {"qkv": 1.0, "other": 0.5})
+    monkeypatch.setattr(report_module, "section_seconds", lambda *_: {"qkv": 1.0, "other": 0.5})
     one = SimpleNamespace(timeline=[], executor=ONE_DEVICE, model=None, training=None, state=None)
-    found = run_report._section_seconds(one, 1.5, timed)
+    found = report_module._section_seconds(one, 1.5, timed)
     assert found == ({"qkv": 1.0, "other": 0.5} if timed else {})
-    assert ("10 seconds" in run_report._about_sections(ONE_DEVICE, timed)) != timed
+    assert ("10 seconds" in report_module._about_sections(ONE_DEVICE, timed)) != timed
 
 
 def test_the_page_needs_no_network(undisturbed):
@@ -145,7 +151,7 @@ def test_the_dense_experiment_alone_keeps_its_plan(job, undisturbed, tmp_path):
     stop = (r"dense/checkpoints/[1-9]\d*\.saving", 1, "SIGINT")
     done = job.run(*flags, experiment="gpt13b_dense", events=[stop])
     assert done.returncode == 0, done.stderr
-    steps = config_of(folder)["variants"]["dense"]["training"]["steps"]
+    steps = record_of(folder).steps["dense"]
     assert f"{steps} steps planned" in done.stderr and f"--resume={folder}" in done.stderr
     assert steps > 1
     done = job.resume(folder, experiment="gpt13b_dense")
@@ -162,7 +168,7 @@ def test_the_sparse_model_without_its_twin_is_the_same_model(job, undisturbed, t
     folder = tmp_path / "run"
     done = job.new(folder, "--notwin")
     assert done.returncode == 0, done.stderr
-    assert not (folder / "dense").exists() and list(config_of(folder)["variants"]) == ["sparse"]
+    assert not (folder / "dense").exists() and list(record_of(folder).steps) == ["sparse"]
     assert [v.name for v in report_of(folder).variants] == ["sparse"]
     losses = [[row["loss"] for row in rows(path, "sparse")] for path in (folder, undisturbed)]
     assert losses[0] == losses[1]

@@ -105,7 +105,7 @@ def test_a_model_too_large_is_answered_with_enough_chips():
 
 def test_one_chip_that_is_too_small_is_told_of_the_relay():
     config = dataclasses.replace(SIZES["13b"], compute_dtype="bfloat16")
-    with pytest.raises(UserError, match="--executor=relay --set training.micro_batches="):
+    with pytest.raises(UserError, match=r"--executor=relay --set training.micro_batches="):
         search.refuse(priced(config, 8, "h100", 1))
 
 

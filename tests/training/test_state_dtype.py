@@ -204,5 +204,5 @@ def test_a_new_term_has_moments_of_the_same_dtype():
 def test_what_is_not_legal_is_refused_in_words():
     with pytest.raises(UserError, match="'float16' is unknown; legal: float32, bfloat16"):
         dataclasses.replace(TRAINING, state_dtype="float16")
-    with pytest.raises(UserError, match="legal with it: --set training.state_dtype=float32"):
+    with pytest.raises(UserError, match=r"legal with it: --set training.state_dtype=float32"):
         RelayExecutor().check(DENSE, TRAINING)
