@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from sparse_dataflow.config import settings
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.run import RunConfig, RunSettings
 from sparse_dataflow.config.training import TrainingConfig
@@ -94,6 +95,18 @@ def preset(scale: str, *, compute_dtype: str = "float32") -> RunConfig:
         training=TrainingConfig(sequence=size.max_len, **vars(recipe)),
         run=RunSettings(scale=scale, twin=scale in LAPTOP_SCALES),
     )
+
+
+def rescaled(config: RunConfig, scale: str) -> RunConfig:
+    """Another scale with every setting in which a config differs from its own scale's preset."""
+    before, own = preset(config.run.scale).to_json(), config.to_json()
+    changes = {
+        f"{part}.{name}": getattr(getattr(config, part), name)
+        for part, fields in own.items()
+        for name, value in fields.items()
+        if value != before[part][name]
+    }
+    return settings.changed(preset(scale), changes)
 
 
 def supar(config: RunConfig) -> RunConfig:

@@ -5,16 +5,13 @@ import math
 
 import jax
 
-from sparse_dataflow.config.presets import SIZES, preset
+from sparse_dataflow.config.presets import SIZES, rescaled
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.planning import memory
 from sparse_dataflow.training.variants import Variant
 from sparse_dataflow.training.variants import variants as variants_of
-
-_SHAPE = ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "max_len")
-
 
 def needed_bytes(variants: list[Variant]) -> int:
     """Memory of training the variants by turns on one device.
@@ -95,14 +92,8 @@ def _settings(fit):
 
 
 def _fitting_scale(config, scale, memory_bytes):
-    shape = preset(scale).model
-    sizes = {name: getattr(shape, name) for name in _SHAPE}
-    model = dataclasses.replace(config.model, **sizes)
-    sequence = min(config.training.sequence, shape.max_len)
-    training = dataclasses.replace(config.training, sequence=sequence)
     try:
-        smaller = dataclasses.replace(config, model=model, training=training)
-        return fitting(variants_of(smaller), memory_bytes)
+        return fitting(variants_of(rescaled(config, scale)), memory_bytes)
     except UserError:  # These settings describe no model of that scale.
         return None
 

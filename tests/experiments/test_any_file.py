@@ -13,20 +13,17 @@ import signal
 import tracemalloc
 import typing
 
-import absl.flags
 import numpy as np
 import pytest
 from file_damage import damaged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from experiments import contradictions, evaluation_report, flags, run_folder, study
+from experiments import study
 from experiments.scaling_law_runs import read_runs
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import LinearSpec
-from sparse_dataflow.config.presets import SIZES
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.config.presets import SIZES, preset
 from sparse_dataflow.data import tokens
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, gpt2_tokenizer
@@ -38,8 +35,11 @@ from sparse_dataflow.hardware import chips
 from sparse_dataflow.interchange import huggingface, sparse_form
 from sparse_dataflow.kernels import tuned
 from sparse_dataflow.planning import sampling, sampling_deephyper, search
-from sparse_dataflow.training import goodput
+from sparse_dataflow.runs import command_line, evaluation_report
+from sparse_dataflow.runs.request import NAMED
+from sparse_dataflow.training import goodput, run_files
 from sparse_dataflow.training.metrics import MetricsWriter, read_metrics
+from sparse_dataflow.training.run_files import RunRecord
 
 ROOT = pathlib.Path(__file__).parents[2]
 MOST_MEMORY = 300 * 2**20
@@ -56,23 +56,19 @@ IMPORTED = dataclasses.replace(BYTES, original=json.dumps(ORIGINAL), original_id
 MODEL = dataclasses.replace(
     SIZES["pico"], linears={"qkv": LinearSpec("block_sparse", density=0.25, block=16)}
 )
-CONFIG = {
-    "experiment": "gpt13b_sparse",
-    "command": ["python -m experiments.gpt13b_sparse", "--scale=pico"],
-    "date": "2026-01-01T00:00:00+00:00",
-    "versions": {"jax": "0.12.0"},
-    "machine": "a machine",
-    "flags": {"scale": "pico", "density": 0.25, "sparse_projections": ["qkv"], "steps": 12},
-    "corpus": {"name": "sotu", "hash": "0" * 64},
-    "tokenizer": "1" * 64,
-    "variants": {
-        "sparse": {
-            "model": MODEL.to_json(),
-            "training": dataclasses.asdict(TrainingConfig(12, 8, 64)),
-            "evolution": dataclasses.asdict(EvolutionConfig()),
-        }
-    },
-}
+CONFIG = preset("pico").change(sparsity__projections=("qkv",), run__twin=False)
+RECORD = RunRecord(
+    "gpt13b_sparse",
+    ("python -m experiments.gpt13b_sparse", "--scale=pico"),
+    "2026-01-01T00:00:00+00:00",
+    {"jax": "0.12.0"},
+    "a machine",
+    "sotu",
+    "0" * 64,
+    "1" * 64,
+    512,
+    {"sparse": 12},
+)
 HUGGING_FACE = ROOT / "tests" / "interchange"
 SEARCHED = search.Space({"tensor": (1, 2, 4), "zero": (0, 1)})
 EVALUATION = {
@@ -82,16 +78,13 @@ EVALUATION = {
 
 
 def adopted(path):
-    """As `--resume` takes it: every flag that the file has is parsed."""
-    values = absl.flags.FlagValues()
-    flags.define(values=values)
-    values(["x", f"--resume={path.parent}"])
-    contradictions.check(values, flags.GROUPS)
-    contradictions.adopt(values)
+    """Reads a config as `--resume` does."""
+    [request] = command_line.arguments(["x", f"--resume={path.parent}"], tuple(NAMED), None)
+    request.config()
 
 
-def config_of(path):
-    run_folder.read(path.parent, "gpt13b_sparse", ["sparse"])
+def record_of(path):
+    run_files.read_variants(CONFIG, run_files.read_record(path.parent, CONFIG))
 
 
 def restored(path):
@@ -194,9 +187,8 @@ TRIALS = (
 )
 EXPORT = {"format": sparse_form.FORMAT, "model": MODEL.to_json()}
 READERS = {
-    "config.json, resumed": ("config.json", text(CONFIG), config_of),
-    "config.json, its flags": ("config.json", text(CONFIG), adopted),
-    "config.json, evaluated": ("config.json", text(CONFIG), run_of),
+    "config.json": ("config.json", text(CONFIG.to_json()), adopted),
+    "run.json": ("run.json", text(RECORD.to_json()), record_of),
     "tokenizer.json": ("tokenizer.json", BYTES._canonical(), Tokenizer.load),
     "tokenizer.json, imported": ("tokenizer.json", IMPORTED._canonical(), Tokenizer.load),
     "metrics.jsonl": ("metrics.jsonl", ROWS, metrics),

@@ -6,8 +6,9 @@ import signal
 import pytest
 from main_job import assert_same_results, checkpoint_steps, rows
 
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.planning import cost, memory
+from sparse_dataflow.training.run_files import read_config, read_record, read_variants
 
 METHODS = {
     "rigl": ("--evolution=rigl", "--set=evolution.every=2", "--notwin"),
@@ -52,9 +53,9 @@ def test_kills_around_a_change(job, refused, tmp_path, method):
 def check_report(folder, method):
     """Its FLOPs are those of what was trained, and its memory the most that was needed."""
     report = json.loads((folder / "report.json").read_text())
-    config = json.loads((folder / "config.json").read_text())["variants"]["sparse"]
-    assert config["evolution"]["method"] == method
-    sparse = ModelConfig.from_json(config["model"])
+    config = read_config(folder)
+    assert config.evolution.method == method
+    sparse = read_variants(config, read_record(folder, config))["sparse"].model
     (variant,) = report["variants"]
     dense = sparse.with_linears(LinearSpec())
     dense_flops = cost.flops_per_token(dense, 64).total
@@ -78,8 +79,7 @@ def test_minutes_are_planned_from_both_phases(job, tmp_path):
     evolution = ("--evolution=sparse_to_dense", f"--corpus={job.corpus}", f"--out={folder}")
     done = job.run(*flags, *evolution)
     assert done.returncode == 0, done.stderr
-    steps = json.loads((folder / "config.json").read_text())
-    steps = steps["variants"]["sparse"]["training"]["steps"]
+    steps = read_record(folder, read_config(folder)).steps["sparse"]
     assert " then " in done.stderr and f"{steps} steps planned" in done.stderr
     (change,) = [row for row in rows(folder, "sparse") if row["kind"] == "evolution"]
     assert change["step"] - 1 == round(0.7 * steps)

@@ -5,8 +5,14 @@ import subprocess
 import pytest
 from main_job import assert_same_results, checkpoint_steps, complaint
 
-from experiments import run_folder
+from sparse_dataflow.config.presets import preset
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs import run_folder
+from sparse_dataflow.training.run_files import RunRecord
+
+RECORD = RunRecord(
+    "toy", ("python",), "today", {}, "a chip", "texts", "0", "0", 512, {"sparse": 1, "dense": 1}
+)
 
 
 @pytest.mark.slow
@@ -42,7 +48,7 @@ def test_a_disk_without_room(job, undisturbed, small_disk):
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
     done = job.resume(folder)
     assert done.returncode == 0, done.stderr
-    assert f"sparse: goes on after step {kept[0][-1]} of 12" in done.stderr
+    assert f"sparse: resumes after step {kept[0][-1]} of 12" in done.stderr
     assert_same_results(folder, undisturbed)
 
 
@@ -53,11 +59,7 @@ def test_a_folder_that_refuses_the_config(tmp_path):
         def save(self, path):
             path.write_text("{}")
 
-    class Flags:
-        out = str(tmp_path / "a" / "b")
-        resume = ""
-
     with pytest.raises(UserError, match=r"a/b cannot be written"):
-        with run_folder.opened("gpt13b_sparse", Flags) as folder:
+        with run_folder.opened("toy", str(tmp_path / "a" / "b"), resume=False) as folder:
             (folder / "config.json.new").mkdir()
-            run_folder.start(folder, {"experiment": "gpt13b_sparse"}, Tokens())
+            run_folder.start(folder, preset("pico"), RECORD, Tokens())

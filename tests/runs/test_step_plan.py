@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from experiments.recipes import Variant
-from experiments.step_plan import step_seconds
 
 from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
+from sparse_dataflow.runs.step_plan import step_seconds
 from sparse_dataflow.training.programs import TrainingData
+from sparse_dataflow.training.variants import Variant
 
 SPARSE = LinearSpec("block_sparse", "random", density=0.25, block=4)
 MODEL = ModelConfig(1, 16, 2, 32, vocab_size=40, max_len=8).with_linears(SPARSE)

@@ -1,21 +1,19 @@
 """Which flags make a pipeline, and what contradicts it; no device of these meshes is there."""
 
 import pytest
-from absl import flags as absl_flags
 
-from experiments import command_line, devices, flags
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.parallel.pipeline.pipelined import Pipelined
 from sparse_dataflow.parallel.sharded import Sharded
+from sparse_dataflow.runs import command_line, devices
+from sparse_dataflow.runs.request import NAMED
 
 
 def executor(*arguments):
-    values = absl_flags.FlagValues()
-    flags.define(flags.GROUPS, values)
-    command_line.parse(["toy", "--describe=yes", *arguments], flags.GROUPS, values)
-    return devices.executor(values)
+    [request] = command_line.arguments(["toy", *arguments], tuple(NAMED), None)
+    return devices.executor(request.config(), describing=True)
 
 
 def test_a_mesh_with_stages_is_a_pipeline_and_others_are_not():
@@ -25,7 +23,7 @@ def test_a_mesh_with_stages_is_a_pipeline_and_others_are_not():
     assert isinstance(made, Pipelined) and made.schedule == "interleaved"
     assert made.division.layers == (5,) * 8
     assert "stage:4,tensor:2" in made.describe()
-    assert "--set=parallel.schedule=interleaved:2" in made.describe()
+    assert "--set parallel.schedule=interleaved:2" in made.describe()
     assert type(executor("--scale=13b", "--mesh=data:4,tensor:2")) is Sharded
     assert isinstance(executor("--scale=13b", "--mesh=stage:3", "--executor=pipeline"), Pipelined)
 
@@ -37,7 +35,7 @@ def test_a_mesh_with_stages_is_a_pipeline_and_others_are_not():
         (["--mesh=fsdp:2", "--executor=pipeline"], "no stages; legal: a mesh with stage:2"),
         (
             ["--mesh=fsdp:2", "--set=parallel.schedule=gpipe"],
-            "--schedule without a pipeline; legal with stage",
+            "parallel.schedule without a pipeline; legal with stage",
         ),
         (
             ["--mesh=stage:2", "--set=parallel.schedule=2f2b"],
