@@ -1,7 +1,7 @@
-"""The public API: small, quick to import, documented, and good for a training in memory."""
+"""The public API: small, quick to import, documented, and enough to train on strings."""
 
+import dataclasses
 import inspect
-import itertools
 import random
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import sparse_dataflow as sd
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.data import cache
 
 
 def test_importing_it_imports_nothing_else():
@@ -28,48 +28,76 @@ def test_every_name_is_there_and_says_what_it_takes_and_raises(name):
     if inspect.isfunction(thing):
         for section in ("Args:", "Raises:"):
             assert section in doc or not inspect.signature(thing).parameters, (name, section)
-    elif dataclass_fields := getattr(thing, "__dataclass_fields__", None):
-        assert all(f"{field}:" in doc for field in dataclass_fields)
+    elif dataclasses.is_dataclass(thing):
+        assert all(f"{field.name}:" in doc for field in dataclasses.fields(thing))
 
 
 def test_there_are_about_a_dozen_and_no_others():
-    assert 10 <= len(sd.__all__) <= 14 and sd.__all__ == sorted(sd.__all__)
+    assert 10 <= len(sd.__all__) <= 16 and sd.__all__ == sorted(sd.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         sd.nothing  # noqa: B018
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    folder, draw = tmp_path_factory.mktemp("texts"), random.Random(0)
-    for number in range(8):
-        lines = [f"word{draw.randrange(30)} and {draw.randrange(9)}\n" for _ in range(300)]
-        (folder / f"{number}.txt").write_text("".join(lines))
-    return folder
+def texts():
+    draw = random.Random(0)
+    lines = [f"word{draw.randrange(30)} and {draw.randrange(9)}\n" for _ in range(2400)]
+    return ["".join(lines[start : start + 300]) for start in range(0, 2400, 300)]
 
 
-def small(**changes):
-    config = sd.ModelConfig(1, 32, 2, 64, vocab_size=300, max_len=16)
-    return config.with_linears(sd.LinearSpec("block_sparse", "monarch", 0.5, 16), **changes)
-
-
-def test_a_training_in_memory_learns_tells_and_writes(texts, tmp_path):
-    seen = []
-    training = TrainingConfig(30, batch=4, sequence=16, learning_rate=1e-2)
-    trained = sd.train(
-        small(), training, str(texts), eval_every=10, on_step=seen.append, cache_dir=tmp_path
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "FOLDER", tmp_path / "cache")
+    return sd.preset("pico").change(
+        model__num_layers=1,
+        model__vocab_size=300,
+        sparsity__block=32,
+        sparsity__density=0.5,
+        training__steps=30,
+        training__batch=4,
+        training__learning_rate=1e-2,
+        training__sequence=16,
+        run__eval_every=10,
+        run__twin=False,
+        run__out=str(tmp_path / "run"),
     )
-    assert [p.step for p in seen] == list(range(1, 31))
-    assert [p.step for p in seen if p.bits_per_byte is not None] == [10, 20, 30]
-    assert seen[-1].loss < seen[0].loss - 0.5
-    assert trained.facts["bits_per_byte"] == seen[-1].bits_per_byte < seen[9].bits_per_byte
-    assert all(a.seconds <= b.seconds for a, b in itertools.pairwise(seen))
-    [written] = sd.generate(trained, [trained.tokenizer.encode("word")], max_new_tokens=5)
-    assert len(written.tokens) == 5 and np.isin(written.tokens, range(300)).all()
 
 
-def test_what_cannot_be_trained_is_refused_in_words(texts, tmp_path):
-    with pytest.raises(sd.UserError, match="sequence 32 is longer than the model's max_len 16"):
-        sd.train(small(), TrainingConfig(1, 4, 32), str(texts), cache_dir=tmp_path)
+def test_a_training_on_strings_learns_and_can_be_resumed_and_generates(texts, config, tmp_path):
+    run = sd.train(config, texts=texts)
+    assert run.finished and run.folder == tmp_path / "run" and (run.folder / "report.html").exists()
+    train = [row for row in run.metrics() if row["kind"] == "train"]
+    assert [row["step"] for row in train] == list(range(1, 31))
+    assert train[-1]["loss"] < train[0]["loss"] - 0.5
+    quality = [row["bits_per_byte"] for row in run.metrics() if row["kind"] == "eval"]
+    assert len(quality) == 3 and quality[-1] < quality[0]
+    trained = run.model()
+    assert trained.variant == "sparse" and trained.step == 30
+    [continuation] = sd.generate(trained, [trained.tokenizer.encode("word")], max_new_tokens=5)
+    assert len(continuation.tokens) == 5 and np.isin(continuation.tokens, range(300)).all()
+    again = sd.train(config, texts=texts, resume=True)
+    assert again.finished and again.headline == run.headline
+
+
+def test_a_run_is_not_resumed_with_other_settings_or_texts(texts, config):
+    sd.train(config.change(training__steps=1), texts=texts)
+    with pytest.raises(sd.UserError, match=r"training.steps is 1 there and 30 here"):
+        sd.train(config, texts=texts, resume=True)
+    with pytest.raises(sd.UserError, match="has changed since"):
+        sd.train(config.change(training__steps=1), texts=texts[:-1], resume=True)
+
+
+@pytest.mark.parametrize("texts", ["one string", [1, 2], [], ["a"]])
+def test_texts_that_cannot_be_split_into_documents_are_refused_in_words(texts, config, tmp_path):
+    with pytest.raises(sd.UserError, match="texts"):
+        sd.train(config, texts=texts)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_trained_is_refused_in_words(texts, config):
+    with pytest.raises(
+        sd.UserError, match="training.sequence=128 is longer than"
+    ):
+        config.change(training__sequence=128)
     with pytest.raises(sd.UserError, match="too small for byte-level BPE"):
-        tiny = sd.ModelConfig(1, 32, 2, 64, vocab_size=100, max_len=16)
-        sd.train(tiny, TrainingConfig(1, 4, 16), str(texts), cache_dir=tmp_path)
+        sd.train(config.change(model__vocab_size=100), texts=texts)

@@ -125,6 +125,8 @@ def corpus_of_texts(texts: Sequence[str], name: str = "texts") -> Corpus:
     if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
         raise UserError("texts must be a list of strings, one a document.")
     documents = [Document(f"{name}/{number}", text) for number, text in enumerate(texts) if text]
+    if sum(len(document.text) for document in documents) < 2:
+        raise UserError("texts hold less than two characters; give more text.")
     split = split_for(document.id for document in documents)
     halves: dict[str, list[Document]] = {"train": [], "validation": []}
     for document in documents:

@@ -14,7 +14,7 @@ from sparse_dataflow.files.errors import UserError
 AXES = ("data", "stage", "fsdp", "tensor")
 """From the outermost to the innermost: the further in, the more an axis says in a step.
 
-"data" holds copies of the model, "stage" cuts it by layers, "fsdp" shards what `parallel.zero` says,
+"data" replicates the model, "stage" cuts it by layers, "fsdp" shards what `parallel.zero` says, and
 "tensor" cuts every layer.  Rows of a batch are dealt out over BATCH_AXES.
 """
 

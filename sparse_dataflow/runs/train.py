@@ -173,7 +173,11 @@ class _Job:
         config, folder = self.config, self.folder
         record = self._saved_record() if resume else None
         self._refuse_unfit_machine()
-        corpus = corpus_of_texts(texts) if texts else load_corpus(config.data.corpus, cache.FOLDER)
+        corpus = (
+            load_corpus(config.data.corpus, cache.FOLDER)
+            if texts is None
+            else corpus_of_texts(texts)
+        )
         tokenizer = self._tokenizer(corpus, resume)
         if record:
             run_folder.refuse_other_data(folder, record, corpus, tokenizer)
