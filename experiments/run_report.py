@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments import evaluation_report
 from sparse_dataflow import storage
-from sparse_dataflow.data.prompts import heldout_prompts
+from sparse_dataflow.data.prompts import held_out_prompts
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.generate import new_tokens
@@ -225,7 +225,7 @@ def _continuations(trainers, corpus, tokenizer):
         return []
     length = min(32, trainers[0].training.sequence // 2)
     try:
-        prompts = heldout_prompts(corpus, tokenizer, CONTINUATIONS, max(1, length))
+        prompts = held_out_prompts(corpus, tokenizer, CONTINUATIONS, max(1, length))
     except UserError as error:
         say(f"no continuations in the report: {error}")
         return []

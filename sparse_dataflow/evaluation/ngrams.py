@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparse_dataflow.data.stored import Flat
+from sparse_dataflow.data.stored import TokenArray
 from sparse_dataflow.evaluation.scoring import Counts, Request, Score
 
 MOST_TOKENS = 4_000_000
@@ -23,7 +23,7 @@ class Ngrams:
     taken that predicts the last tenth of the counted tokens best from the rest.
     """
 
-    def __init__(self, tokens: Flat, vocab_size: int):
+    def __init__(self, tokens: TokenArray, vocab_size: int):
         """Counts the first `MOST_TOKENS` of int [count] tokens below `vocab_size`."""
         tokens = np.asarray(tokens[:MOST_TOKENS], np.int64)
         self._vocab = vocab_size
