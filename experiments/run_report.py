@@ -12,7 +12,7 @@ from sparse_dataflow import storage
 from sparse_dataflow.data.prompts import held_out_prompts
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation import kv_cache
-from sparse_dataflow.evaluation.generate import new_tokens
+from sparse_dataflow.evaluation.generate import generate_tokens
 from sparse_dataflow.execution import timeline
 from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.models import gpt
@@ -244,7 +244,7 @@ def _continued(trainer, prompts):
     """Int [prompts, tokens]: the most likely tokens, as many as a prompt has."""
     weights = kv_cache.prepare(trainer.model, trainer.state.params, trainer.state.tables)
     count, context = len(prompts[0]), trainer.training.sequence
-    return np.transpose([*new_tokens(trainer.model, weights, prompts, count, context)])
+    return np.transpose([*generate_tokens(trainer.model, weights, prompts, count, context)])
 
 
 def _headline(variants):
