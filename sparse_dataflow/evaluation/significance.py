@@ -90,8 +90,7 @@ def paired_difference(
 
     degrees = result.documents - 1
     margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, degrees)) * result.error
+    p = None if result.mean else 1.0
     if result.error:
         p = float(2 * stats.t.sf(abs(result.mean) / result.error, degrees))
-    else:
-        p = None if result.mean else 1.0
     return PairedDifference(result.mean, result.mean - margin, result.mean + margin, p)
