@@ -17,6 +17,7 @@ from sparse_dataflow.data.stored import TokenArray
 from sparse_dataflow.errors import UserError
 
 Batch = dict[str, np.ndarray]
+_PREFETCHED_BATCHES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,10 +73,6 @@ class TrainBatches:
         """Number of windows in one pass over the split."""
         return len(_Windows(self.tokens, self.sequence_length))
 
-    def epoch(self, step: int) -> float:
-        """Returns the number of passes over the split completed before `step`."""
-        return step * self.batch_size / self.windows_per_epoch
-
     @functools.cached_property
     def _shuffled(self):
         import grain
@@ -89,17 +86,16 @@ class TrainBatches:
         first, rows = step * self.batch_size, _rows(self)
         return {"tokens": np.stack([self._shuffled[first + row] for row in rows])}
 
-    def iterate(self, start_step: int = 0, threads: int = 2, prefetch: int = 8) -> Iterator[Batch]:
+    def iterate(self, start_step: int = 0, threads: int = 2) -> Iterator[Batch]:
         """Yields batches `start_step`, `start_step + 1`, ... endlessly, prefetched by threads.
 
         Args:
           start_step: first step, 0 or more.
           threads: number of reader threads; 0 reads in the caller's thread.
-          prefetch: number of prefetched batches.
         """
         import grain
 
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=_PREFETCHED_BATCHES)
         steps = grain.MapDataset.range(start_step, start_step + 2**48)
         return iter(steps.map(self.__getitem__).to_iter_dataset(options))
 

@@ -21,24 +21,18 @@ class HeldOutPrompt:
     Attributes:
       document_id: id of the document.
       prompt_ids: int32 [prompt_tokens].
-      continuation_ids: int32 [continuation_tokens], the tokens that follow in the document.
       prompt: `prompt_ids` as text.
-      continuation: `continuation_ids` as text.
+      continuation: text of the `prompt_tokens` tokens that follow in the document.
     """
 
     document_id: str
     prompt_ids: np.ndarray
-    continuation_ids: np.ndarray
     prompt: str
     continuation: str
 
 
 def held_out_prompts(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    count: int,
-    prompt_tokens: int,
-    continuation_tokens: int | None = None,
+    corpus: Corpus, tokenizer: Tokenizer, count: int, prompt_tokens: int
 ) -> list[HeldOutPrompt]:
     """Returns up to `count` prompts from as many documents as possible; deterministic.
 
@@ -49,15 +43,12 @@ def held_out_prompts(
       corpus: corpus whose validation split is read.
       tokenizer: tokenizer of the documents.
       count: number of prompts; fewer are returned if the split is too small.
-      prompt_tokens: tokens per prompt.
-      continuation_tokens: tokens per continuation; `prompt_tokens` where None.
+      prompt_tokens: tokens per prompt, and per continuation.
 
     Raises:
       UserError: no held-out document is long enough for one prompt.
     """
-    if continuation_tokens is None:
-        continuation_tokens = prompt_tokens
-    total = prompt_tokens + continuation_tokens
+    total = 2 * prompt_tokens
     longest_token = int(tokenizer.token_bytes.max())
     candidates = sorted(
         range(min(len(corpus.validation), _DOCUMENTS_CONSIDERED)),
@@ -72,9 +63,9 @@ def held_out_prompts(
         ids = tokenizer.encode(document.text[start : start + total * longest_token])
         if len(ids) < total:
             continue
-        prompt, rest = ids[:prompt_tokens], ids[prompt_tokens:total]
+        prompt, continuation = ids[:prompt_tokens], ids[prompt_tokens:total]
         prompts[index, start] = HeldOutPrompt(
-            document.id, prompt, rest, tokenizer.decode(prompt), tokenizer.decode(rest)
+            document.id, prompt, tokenizer.decode(prompt), tokenizer.decode(continuation)
         )
     if not prompts and count > 0:
         raise UserError(

@@ -30,14 +30,14 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = "osD^vPX"
 
 
-def new_figure(width: float, height: float, columns: int = 1, rows: int = 1, **options):
-    """Returns (figure, axes [rows, columns]); sizes in inches. Call it under `style()`."""
+def _new_figure(width: float, height: float, columns: int = 1, **options):
+    """Returns (figure, axes [1, columns]); sizes in inches. Call it under `_style()`."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, figure.subplots(1, columns, squeeze=False, **options)
 
 
-def style():
+def _style():
     """Returns a context with the matplotlib settings of the figures."""
     return matplotlib.rc_context(STYLE)
 
@@ -60,8 +60,8 @@ def roofline(
       models: label -> section name -> `Section`; sections without FLOPs are omitted.
       title: title of the figure.
     """
-    with style():
-        figure, grid = new_figure(7.2, 4.4)
+    with _style():
+        figure, grid = _new_figure(7.2, 4.4)
         axes = grid[0][0]
         peak, bandwidth = chip.rates(dtype)
         points = [
@@ -112,8 +112,8 @@ def sensitivity(effects: Mapping[str, float], best: Mapping[str, Mapping], title
       best: choice -> level -> highest throughput.
       title: title of the figure.
     """
-    with style():
-        figure, grid = new_figure(
+    with _style():
+        figure, grid = _new_figure(
             9.6, 0.42 * len(effects) + 1.3, columns=2, sharey=True, width_ratios=(1, 2)
         )
         left, right = grid[0]
@@ -154,8 +154,8 @@ def scaling(
       ylabel: label of the values.
       title: title of the figure.
     """
-    with style():
-        figure, grid = new_figure(3.1 * len(panels) + 1.8, 3.3, columns=len(panels), sharey=True)
+    with _style():
+        figure, grid = _new_figure(3.1 * len(panels) + 1.8, 3.3, columns=len(panels), sharey=True)
         limits = list(
             dict.fromkeys(p[2] for lines in panels.values() for ps in lines.values() for p in ps)
         )
@@ -196,8 +196,8 @@ def accuracy(points: Mapping[str, Sequence[tuple[float, float, bool]]], title: s
       points: source -> (published seconds, predicted seconds, whether the row was fitted).
       title: title of the figure.
     """
-    with style():
-        figure, grid = new_figure(6.4, 4.6)
+    with _style():
+        figure, grid = _new_figure(6.4, 4.6)
         axes = grid[0][0]
         values = [v for rows in points.values() for row in rows for v in row[:2]]
         ends = np.array([min(values) / 1.5, max(values) * 1.5])
@@ -237,8 +237,8 @@ def bars(
       ylabel: label of the values.
       title: title of the figure.
     """
-    with style():
-        figure, grid = new_figure(4.2 * len(panels), 3.6, columns=len(panels), sharey=True)
+    with _style():
+        figure, grid = _new_figure(4.2 * len(panels), 3.6, columns=len(panels), sharey=True)
         for axes, (panel, groups) in zip(grid[0], panels.items()):
             width = 0.84 / len(groups)
             for number, (name, values) in enumerate(groups.items()):

@@ -23,12 +23,12 @@ def finite(value: Number) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def significant(value: float, digits: int = 3) -> str:
-    """Formats `value` with `digits` significant digits, grouped thousands and no exponent."""
+def significant(value: float) -> str:
+    """Formats `value` with three significant digits, grouped thousands and no exponent."""
     if value == 0:
         return "0"
-    rounded = float(f"{value:.{digits - 1}e}")
-    decimals = digits - 1 - math.floor(math.log10(abs(rounded)))
+    rounded = float(f"{value:.2e}")
+    decimals = 2 - math.floor(math.log10(abs(rounded)))
     return f"{rounded:,.{max(decimals, 0)}f}".replace("-", "−")
 
 

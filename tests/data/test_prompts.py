@@ -21,15 +21,16 @@ def with_validation(prose, texts):
 def test_prompts_and_continuations_are_passages_of_held_out_documents(prose, tokenizer):
     texts = ["".join(f"line {i} of {n}\n" for i in range(200)) for n in range(6)]
     corpus = with_validation(prose, texts)
-    prompts = held_out_prompts(corpus, tokenizer, 6, prompt_tokens=20, continuation_tokens=30)
+    prompts = held_out_prompts(corpus, tokenizer, 6, prompt_tokens=20)
     assert len(prompts) == 6
     for prompt in prompts:
         text = texts[int(prompt.document_id[1:])]
         at = text.index(prompt.prompt + prompt.continuation)
         assert at == 0 or text[at - 1] == "\n"
-        assert (prompt.prompt_ids.shape, prompt.continuation_ids.shape) == ((20,), (30,))
+        assert prompt.prompt_ids.shape == (20,)
         assert tokenizer.decode(prompt.prompt_ids) == prompt.prompt
-        assert tokenizer.decode(prompt.continuation_ids) == prompt.continuation
+        ids = tokenizer.encode(text[at:])
+        assert tokenizer.decode(ids[20:40]) == prompt.continuation
 
 
 def test_prompts_use_as_many_documents_as_possible(prose, tokenizer):
