@@ -2,7 +2,7 @@
 
 Window i of a split holds the tokens [i * L, i * L + L + 1). Its inputs are all tokens but the last
 and its targets all but the first, so every token except the first of the split is predicted once.
-grain shuffles the training windows anew every epoch. Batch s depends on s alone: the global step is
+grain reshuffles the training windows in every epoch. Batch s depends on s alone: the global step is
 the complete data position, on any number of processes, each of which loads its rows of the batch.
 """
 

@@ -115,7 +115,7 @@ def report(*names: str, **changes) -> ReportData:
         "projection_share": 0.887,
         "continuations": [
             Continuation(
-                f'def check_{i}(self, value, limit=None):\n    """Refuse what is no integer."""\n'
+                f'def check_{i}(self, value, limit=None):\n    """Reject any other type."""\n'
                 f"    if limit is None:\n        limit = self.limit\n    for {'xyz'[i % 3]} in "
                 "range(limit):\n",
                 code + ' was expected")\n        return value % self.limit\n',
