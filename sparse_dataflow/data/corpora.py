@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow import storage
 from sparse_dataflow.data.cache import atomic_write, exclusive
 from sparse_dataflow.data.documents import (
     TEXT_SUFFIXES,
@@ -32,7 +31,8 @@ from sparse_dataflow.data.documents import (
     Source,
 )
 from sparse_dataflow.data.splits import is_held_out
-from sparse_dataflow.errors import UserError, first_line
+from sparse_dataflow.files import storage
+from sparse_dataflow.files.errors import UserError, first_line
 
 DEFAULT_CORPUS = "python_stdlib"
 LEGAL_CORPORA = (

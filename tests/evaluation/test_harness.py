@@ -13,7 +13,7 @@ from sparse_dataflow.evaluation import scoring
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.evaluation.scoring import Counts
 from sparse_dataflow.evaluation.tasks.items import Item
-from sparse_dataflow.execution import whole
+from sparse_dataflow.parallel import whole
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="the extra eval is not installed"

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 METRICS = {"wikitext": "word_perplexity", "nq_open": "exact_match"}
 

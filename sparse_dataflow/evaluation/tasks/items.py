@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow import json_files
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.splits import document_hash
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError
 
 _MAX_DOCUMENTS = 10_000
 _MAX_CHARACTERS = 2**18  # per document
