@@ -128,9 +128,11 @@ def _writing(model, values):
     caches = (kv_cache.LayerCache(empty, empty),) * model.num_layers
     caches = jax.tree.map(jnp.copy, caches)
     tokens, positions = np.zeros(batch, np.int32), np.full(batch, cached, np.int32)
-    read_token = jax.jit(functools.partial(kv_cache.read_token, model), donate_argnames="caches")
+    decode_token = jax.jit(
+        functools.partial(kv_cache.decode_token, model), donate_argnames="caches"
+    )
     start = time.perf_counter()
-    compiled = read_token.lower(weights, caches, tokens, positions).compile()
+    compiled = decode_token.lower(weights, caches, tokens, positions).compile()
     seconds = time.perf_counter() - start
 
     def run():

@@ -83,7 +83,7 @@ def main(values):
         )
         writer.writerows(rows)
     title = "Steps of published runs: predicted against measured"
-    print(planner_figures.save(planner_figures.truth(points, title), folder / "truth.png"))
+    print(planner_figures.save(planner_figures.accuracy(points, title), folder / "truth.png"))
 
 
 def _print_scalings(constants):

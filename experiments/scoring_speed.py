@@ -12,8 +12,8 @@ from experiments import measurement, study
 from experiments.evaluation_runs import shots_of
 from sparse_dataflow.evaluation import harness
 from sparse_dataflow.evaluation.harness import HarnessLM
-from sparse_dataflow.evaluation.scoring import Counts, Limits, limits_of
-from sparse_dataflow.evaluation.tasks import lm_eval_tasks, own
+from sparse_dataflow.evaluation.scoring import Counts, Limits, batch_limits
+from sparse_dataflow.evaluation.tasks import builtin, lm_eval_tasks
 from sparse_dataflow.evaluation.trained import Trained
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.training.step import initial_state, make_eval_step
@@ -30,11 +30,11 @@ def run(values, groups) -> None:
     models = {name: _random(found, name) for name in ("dense", "sparse")}
     context = models["dense"].context
     tasks = {}
-    for name in own.own_tasks(found.corpus.name):
+    for name in builtin.task_names(found.corpus.name):
         wanted = found.corpus, found.tokenizer, context, values.items, values.seed
-        items, examples = own.make(name, *wanted)
+        items, examples = builtin.make_items(name, *wanted)
         if len(items) > 1 and len(examples) >= max(shots):
-            tasks[name] = lm_eval_tasks.of_items(name, items, examples)
+            tasks[name] = lm_eval_tasks.make_task(name, items, examples)
     if not tasks:
         raise UserError(
             f"The documents of {found.corpus.name} give too few items for {max(shots)} examples; "
@@ -42,7 +42,7 @@ def run(values, groups) -> None:
         )
     print(
         f"{found.chip.name}: scale {found.asked['scale']}, micro-batches of "
-        f"{limits_of(models['dense']).tokens:,} tokens, {', '.join(tasks)}"
+        f"{batch_limits(models['dense']).tokens:,} tokens, {', '.join(tasks)}"
     )
     rows = [row for count in shots for row in _rows(models, tasks, count, values.rounds)]
     result = {
@@ -84,7 +84,7 @@ def _rows(models, tasks, shots, rounds):
     requests = _requests(models["dense"], tasks, shots)
     runs, about = {}, {}
     for name, trained in models.items():
-        lm, limits = harness.harness_lm(trained), limits_of(trained)
+        lm, limits = harness.harness_lm(trained), batch_limits(trained)
         lm.loglikelihood(requests)
         calls = max(1, round(lm.counts.tokens / limits.tokens))
         runs[name, "scoring"] = lambda lm=lm: lm.loglikelihood(requests)

@@ -97,7 +97,7 @@ def test_a_variant_names_no_place_elsewhere(tmp_path, name):
     variants = {name: {"model": model, "training": training, "evolution": {}}}
     config = {"variants": variants, "corpus": {"name": "sotu"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="no name of a variant"):
+    with pytest.raises(UserError, match="not a legal variant name"):
         trained.read_config(tmp_path)
 
 

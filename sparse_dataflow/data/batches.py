@@ -1,9 +1,9 @@
 """Batches of token windows, addressed by the global step.
 
-Window i of a split is its tokens [i * L, i * L + L + 1): inputs are all but its last token, targets
-all but its first, so every token except the split's very first is predicted exactly once. Training
-windows are shuffled anew every epoch by grain. Batch s is a function of s alone: the global step is
-the whole data position, on any number of processes, each of which loads rows of it.
+Window i of a split holds the tokens [i * L, i * L + L + 1). Its inputs are all tokens but the last
+and its targets all but the first, so every token except the first of the split is predicted once.
+grain reshuffles the training windows in every epoch. Batch s depends on s alone: the global step is
+the complete data position, on any number of processes, each of which loads its rows of the batch.
 """
 
 import functools
@@ -13,17 +13,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparse_dataflow.data.stored import Flat
+from sparse_dataflow.data.stored import TokenArray
 from sparse_dataflow.files.errors import UserError
 
 Batch = dict[str, np.ndarray]
+_PREFETCHED_BATCHES = 8
 
 
 @dataclass(frozen=True, eq=False)
 class _Windows:
-    """Random-access source of int32 [sequence_length + 1]; a last, partial window is left out."""
+    """Random-access source of int32 [sequence_length + 1]; drops a partial last window."""
 
-    tokens: Flat
+    tokens: TokenArray
     sequence_length: int
 
     def __len__(self) -> int:
@@ -36,22 +37,22 @@ class _Windows:
 
 @dataclass(frozen=True, eq=False)
 class TrainBatches:
-    """Shuffled training batches without end.
+    """Endless shuffled training batches.
 
-    `batches[step]` is {"tokens": int32 [len(rows), sequence_length + 1]}, these rows of the batch.
+    `batches[step]` is {"tokens": int32 [len(rows), sequence_length + 1]}.
 
     Attributes:
-      tokens: any integer type [count].
+      tokens: tokens of the split, any integer dtype [count].
       batch_size: rows of the global batch.
-      sequence_length: targets a row.
-      seed: 0 to 2**32 - 1.
-      rows: of the batch that this process loads, ascending; all of them where None.
+      sequence_length: targets per row.
+      seed: shuffle seed, 0 to 2**32 - 1.
+      rows: ascending indices of the batch rows that this process loads; None loads all rows.
 
     Raises:
       UserError: too few tokens for one window, or an illegal size or seed.
     """
 
-    tokens: Flat
+    tokens: TokenArray
     batch_size: int
     sequence_length: int
     seed: int = 0
@@ -60,21 +61,17 @@ class TrainBatches:
     def __post_init__(self):
         _check_sizes(self.batch_size, self.sequence_length)
         if not 0 <= self.seed < 2**32:
-            raise UserError(f"The data seed {self.seed} is not in 0 to {2**32 - 1}.")
+            raise UserError(f"The data seed {self.seed} is out of range; legal: 0 to {2**32 - 1}.")
         if self.windows_per_epoch == 0:
             raise UserError(
                 f"The train split has {len(self.tokens)} tokens, too few for one window of "
-                f"{self.sequence_length} + 1; give more text or a shorter sequence."
+                f"{self.sequence_length} + 1. Add text or shorten the sequence."
             )
 
     @property
     def windows_per_epoch(self) -> int:
-        """Windows that one pass over the split has."""
+        """Number of windows in one pass over the split."""
         return len(_Windows(self.tokens, self.sequence_length))
-
-    def epoch(self, step: int) -> float:
-        """Passes over the split made before `step`."""
-        return step * self.batch_size / self.windows_per_epoch
 
     @functools.cached_property
     def _shuffled(self):
@@ -89,34 +86,33 @@ class TrainBatches:
         first, rows = step * self.batch_size, _rows(self)
         return {"tokens": np.stack([self._shuffled[first + row] for row in rows])}
 
-    def iterate(self, start_step: int = 0, threads: int = 2, prefetch: int = 8) -> Iterator[Batch]:
-        """Batches `start_step`, `start_step + 1`, ... without end, read ahead by threads.
+    def iterate(self, start_step: int = 0, threads: int = 2) -> Iterator[Batch]:
+        """Yields batches `start_step`, `start_step + 1`, ... endlessly, prefetched by threads.
 
         Args:
-          start_step: the step to resume at, 0 or more.
-          threads: that read; 0 reads in the caller's thread.
-          prefetch: batches kept ready.
+          start_step: first step, 0 or more.
+          threads: number of reader threads; 0 reads in the caller's thread.
         """
         import grain
 
-        ahead = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=_PREFETCHED_BATCHES)
         steps = grain.MapDataset.range(start_step, start_step + 2**48)
-        return iter(steps.map(self.__getitem__).to_iter_dataset(ahead))
+        return iter(steps.map(self.__getitem__).to_iter_dataset(options))
 
 
 @dataclass(frozen=True, eq=False)
 class EvalBatches:
-    """All windows of a split in order, up to `max_windows`, the same at every evaluation.
+    """Windows of a split in order, up to `max_windows`, identical at every evaluation.
 
     `batches[i]` is {"tokens": int32 [len(rows), sequence_length + 1], "weights": float32
-    [len(rows), sequence_length]}; weights are 1 where a target counts and 0 where the last window
-    or the last batch is padded. `rows` as in `TrainBatches`.
+    [len(rows), sequence_length]}. Weights are 1 for targets and 0 for the padding of the last
+    window and the last batch. See `TrainBatches` for `rows`.
 
     Raises:
       UserError: fewer than two tokens, or an illegal size.
     """
 
-    tokens: Flat
+    tokens: TokenArray
     batch_size: int
     sequence_length: int
     max_windows: int | None = None
@@ -125,23 +121,27 @@ class EvalBatches:
     def __post_init__(self):
         _check_sizes(self.batch_size, self.sequence_length)
         if self.max_windows is not None and self.max_windows < 1:
-            raise UserError(f"An evaluation needs 1 window or more, not {self.max_windows}.")
+            raise UserError(f"max_windows {self.max_windows} is too small; legal: 1 or more.")
         if len(self.tokens) < 2:
-            raise UserError("The validation split has fewer than two tokens; give more text.")
+            raise UserError("The validation split has fewer than two tokens. Add text.")
 
     @property
     def windows(self) -> int:
-        """Windows evaluated by all processes together, the partial last one included."""
-        every = math.ceil((len(self.tokens) - 1) / self.sequence_length)
-        return every if self.max_windows is None else min(every, self.max_windows)
+        """Number of windows evaluated by all processes, including a partial last window."""
+        available = math.ceil((len(self.tokens) - 1) / self.sequence_length)
+        return available if self.max_windows is None else min(available, self.max_windows)
 
     @property
     def total_tokens(self) -> int:
-        """Targets with weight 1 over all batches and processes."""
+        """Number of targets with weight 1 over all batches and processes."""
         return min(len(self.tokens) - 1, self.windows * self.sequence_length)
 
     def total_bytes(self, token_bytes: np.ndarray) -> int:
-        """UTF-8 bytes of those targets; `token_bytes` is the tokenizer's, int32 [vocab_size]."""
+        """Returns the UTF-8 bytes of the `total_tokens` targets.
+
+        Args:
+          token_bytes: bytes of each token, int32 [vocab_size]; see `Tokenizer.token_bytes`.
+        """
         chunk, end = 2**22, self.total_tokens + 1
         return sum(
             int(token_bytes[self.tokens[start : min(start + chunk, end)]].sum(dtype=np.int64))
@@ -157,12 +157,12 @@ class EvalBatches:
         rows, length = _rows(self), self.sequence_length
         tokens = np.zeros((len(rows), length + 1), np.int32)
         weights = np.zeros((len(rows), length), np.float32)
-        for place, row in enumerate(rows):
+        for local_row, row in enumerate(rows):
             number = index * self.batch_size + row
             if number < self.windows:
                 window = self.tokens[number * length : (number + 1) * length + 1]
-                tokens[place, : len(window)] = window
-                weights[place, : len(window) - 1] = 1
+                tokens[local_row, : len(window)] = window
+                weights[local_row, : len(window) - 1] = 1
         return {"tokens": tokens, "weights": weights}
 
     def __iter__(self) -> Iterator[Batch]:
@@ -170,10 +170,10 @@ class EvalBatches:
 
 
 def bits_per_byte(total_nll_nats: float, total_bytes: int) -> float:
-    """Negative log-likelihood of a text in bits per UTF-8 byte: nll / (ln 2 * bytes).
+    """Returns the negative log-likelihood of a text in bits per UTF-8 byte: nll / (ln 2 * bytes).
 
-    Comparable between tokenizers, as the loss per token is not. The cost of predicting the end of
-    each document counts, its bytes are none.
+    Unlike the loss per token, it is comparable between tokenizers. The end-of-text tokens add to
+    the likelihood but have no bytes.
     """
     return total_nll_nats / (math.log(2) * total_bytes)
 
@@ -185,5 +185,6 @@ def _rows(batches):
 def _check_sizes(batch_size: int, sequence_length: int) -> None:
     if batch_size < 1 or sequence_length < 1:
         raise UserError(
-            f"A batch of {batch_size} rows of {sequence_length} tokens is empty; give 1 or more."
+            f"A batch of {batch_size} rows of {sequence_length} tokens is empty; "
+            "legal: 1 or more of each."
         )

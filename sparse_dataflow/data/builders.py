@@ -1,6 +1,6 @@
-"""tfds builders of the corpora that are made on this machine.
+"""tfds builders of local corpora.
 
-Importing this module imports tensorflow_datasets (about half a second, no tensorflow).
+Importing this module imports tensorflow_datasets, without tensorflow.
 """
 
 import hashlib
@@ -16,15 +16,14 @@ SPLITS = ("train", "validation")
 
 class _LocalDatasetInfo(tfds.core.DatasetInfo):
     def initialize_from_bucket(self) -> None:
-        """These corpora exist on this machine only: nothing to ask the network for."""
+        """Does nothing: local corpora have no published metadata."""
 
 
 class DocumentsBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     """Stores the documents of a `Source` as records {"id", "text"}, split by `splits.py`.
 
-    The metadata kept with the records says how many documents the source yielded for each split
-    and the digest of each (`documents_digest`), so that what is stored can be checked against what
-    was read. Records are kept in the order of the source.
+    Records keep the order of the source. Their metadata holds the number of documents and the
+    digest (`documents_digest`) of each split as read from the source, to verify the stored records.
     """
 
     VERSION = tfds.core.Version("1.0.0")
@@ -54,9 +53,9 @@ class DocumentsBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _generate_examples(self, name: str, split: Split) -> Iterator[tuple[int, dict]]:
         digest, count = hashlib.sha256(), 0
-        for whole in self._source.documents():
-            for part, document in split.parts(whole):
-                if part == name:
+        for source_document in self._source.documents():
+            for split_name, document in split.assign(source_document):
+                if split_name == name:
                     _add_to_digest(digest, document)
                     yield count, {"id": document.id, "text": document.text}
                     count += 1
@@ -65,22 +64,22 @@ class DocumentsBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 
 class PythonStdlib(DocumentsBuilder):
-    """Source code of an interpreter's standard library, tests left out; one document a file."""
+    """Source code of an interpreter's standard library without tests; one document per file."""
 
     def __init__(self, source: Source | None = None, **kwargs):
         super().__init__(source or PythonStdlibSource.of_this_interpreter(), **kwargs)
 
 
 class Sotu(DocumentsBuilder, skip_registration=True):
-    """State of the Union addresses (English, public domain); one document a speech."""
+    """State of the Union addresses (English, public domain); one document per speech."""
 
 
 class LocalText(DocumentsBuilder, skip_registration=True):
-    """A user's own .txt and .jsonl files."""
+    """Local .txt and .jsonl files."""
 
 
 def documents_digest(documents: Iterable[Document]) -> str:
-    """sha256 (hex) over the ids and texts, in order, each preceded by its length in bytes."""
+    """Returns the sha256 (hex) over ids and texts in order, each prefixed by its byte length."""
     digest = hashlib.sha256()
     for document in documents:
         _add_to_digest(digest, document)

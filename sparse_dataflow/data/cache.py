@@ -1,7 +1,7 @@
-"""Prepared files that survive a kill at any moment and two processes preparing them at once.
+"""Cached files that are safe against kills and concurrent processes.
 
-Everything is written to a temporary neighbour and renamed when it is whole, under a lock that the
-operating system drops when its holder dies.
+Every file is written to a temporary name in the same folder and renamed when complete, under a lock
+that the operating system releases when its process dies.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from sparse_dataflow.files import folders, storage
 from sparse_dataflow.files.errors import UserError
 
 FOLDER = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sparse_dataflow"
-"""Where prepared corpora, tokenizers and tokens are kept, where nobody says otherwise."""
+"""Default cache folder of prepared corpora, tokenizers and tokens."""
 
 _STORAGE_ERRORS = storage.PASSING | {
     errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.ENAMETOOLONG, errno.ENOSPC,
@@ -34,11 +34,11 @@ def _is_older_cache(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def exclusive(cache_dir: Path, key: str) -> Iterator[None]:
-    """Holds the lock named `key` of the cache folder, which is made if it is missing.
+    """Holds the lock `key` of the cache folder, and creates the folder if needed.
 
     Raises:
-      UserError: the folder holds something else, cannot be written, or its disk is full, here or
-        inside the block.
+      UserError: the folder holds other files or cannot be written, or its disk is full, at the
+        lock or in the block.
     """
     import filelock
 
@@ -47,16 +47,16 @@ def exclusive(cache_dir: Path, key: str) -> Iterator[None]:
 
     folders.claim(cache_dir, "data cache", "XDG_CACHE_HOME or cache_dir", known=_is_older_cache)
 
-    def hold():
+    def acquire():
         locks.mkdir(parents=True, exist_ok=True)
         return lock.acquire()
 
     try:
-        held = storage.retried(f"Locking {lock.lock_file}", hold)
+        acquired_lock = storage.retried(f"Locking {lock.lock_file}", acquire)
     except OSError as error:
         raise _cannot_write(cache_dir, error) from error
     try:
-        with held:
+        with acquired_lock:
             yield
     except OSError as error:
         if error.errno not in _STORAGE_ERRORS:
@@ -67,15 +67,15 @@ def exclusive(cache_dir: Path, key: str) -> Iterator[None]:
 def _cannot_write(cache_dir: Path, error: OSError) -> UserError:
     return UserError(
         f"The data cache {cache_dir} cannot be written ({error.strerror or error}). "
-        "Free some space there, or name a writable folder."
+        "Free disk space or choose a writable folder."
     )
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary neighbour of `path` that takes its place if the block succeeds.
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yields a temporary path that replaces `path` if the block succeeds.
 
-    Call it under `exclusive`: what an earlier process left half-written is removed first.
+    Call it under `exclusive`: it first removes the partial file of a killed process.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")

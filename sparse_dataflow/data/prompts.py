@@ -1,4 +1,4 @@
-"""Prompts cut from held-out documents, with how the document really goes on."""
+"""Prompts from held-out documents, with their true continuations."""
 
 import hashlib
 import itertools
@@ -16,71 +16,62 @@ _ROUNDS = 20
 
 @dataclass(frozen=True)
 class HeldOutPrompt:
-    """A stretch of a document that training never saw.
+    """A passage of a held-out document.
 
     Attributes:
-      document_id: where it is from.
+      document_id: id of the document.
       prompt_ids: int32 [prompt_tokens].
-      continuation_ids: int32 [continuation_tokens], the tokens that follow in the document.
       prompt: `prompt_ids` as text.
-      continuation: `continuation_ids` as text.
+      continuation: text of the `prompt_tokens` tokens that follow in the document.
     """
 
     document_id: str
     prompt_ids: np.ndarray
-    continuation_ids: np.ndarray
     prompt: str
     continuation: str
 
 
-def heldout_prompts(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    count: int,
-    prompt_tokens: int,
-    continuation_tokens: int | None = None,
+def held_out_prompts(
+    corpus: Corpus, tokenizer: Tokenizer, count: int, prompt_tokens: int
 ) -> list[HeldOutPrompt]:
-    """Up to `count` prompts, the same at every call, from as many documents as possible.
+    """Returns up to `count` prompts from as many documents as possible; deterministic.
 
-    Each begins at the first line that starts after a place hashed from the document's id. Documents
-    are taken in the order of a hash too, and again at another place if there are too few.
+    A prompt begins at the first line start after a position hashed from the document id. Documents
+    come in the order of a hash of their index, and repeat at other positions if there are too few.
 
     Args:
-      corpus: whose validation split is read.
-      tokenizer: encodes the documents.
-      count: prompts wanted; fewer come if the split is too small.
-      prompt_tokens: length of each prompt.
-      continuation_tokens: length of what follows; as long as the prompt if not given.
+      corpus: corpus whose validation split is read.
+      tokenizer: tokenizer of the documents.
+      count: number of prompts; fewer are returned if the split is too small.
+      prompt_tokens: tokens per prompt, and per continuation.
 
     Raises:
-      UserError: no held-out document is long enough for one.
+      UserError: no held-out document is long enough for one prompt.
     """
-    follow = prompt_tokens if continuation_tokens is None else continuation_tokens
+    total = 2 * prompt_tokens
+    longest_token = int(tokenizer.token_bytes.max())
     candidates = sorted(
         range(min(len(corpus.validation), _DOCUMENTS_CONSIDERED)),
         key=lambda index: _fraction(f"{corpus.content_hash}:{index}"),
     )
-    found: dict[tuple[int, int], HeldOutPrompt] = {}
+    prompts: dict[tuple[int, int], HeldOutPrompt] = {}
     for round_, index in itertools.product(range(_ROUNDS), candidates):
-        if len(found) >= count:
+        if len(prompts) >= count:
             break
         document = corpus.validation[index]
         start = _line_start(document.text, _fraction(f"{document.id}:{round_}"))
-        # No token is longer than this, so the slice has tokens enough if the document has.
-        reach = (prompt_tokens + follow) * int(tokenizer.token_bytes.max())
-        ids = tokenizer.encode(document.text[start : start + reach])
-        if len(ids) < prompt_tokens + follow:
+        ids = tokenizer.encode(document.text[start : start + total * longest_token])
+        if len(ids) < total:
             continue
-        prompt, rest = ids[:prompt_tokens], ids[prompt_tokens : prompt_tokens + follow]
-        found[index, start] = HeldOutPrompt(
-            document.id, prompt, rest, tokenizer.decode(prompt), tokenizer.decode(rest)
+        prompt, continuation = ids[:prompt_tokens], ids[prompt_tokens:total]
+        prompts[index, start] = HeldOutPrompt(
+            document.id, prompt, tokenizer.decode(prompt), tokenizer.decode(continuation)
         )
-    if not found and count > 0:
+    if not prompts and count > 0:
         raise UserError(
-            f"No held-out document has {prompt_tokens + follow} tokens in a row; "
-            "ask for shorter prompts or give more text."
+            f"No held-out document has {total} consecutive tokens. Use shorter prompts or add text."
         )
-    return list(found.values())
+    return list(prompts.values())
 
 
 def _fraction(name: str) -> float:
@@ -88,6 +79,6 @@ def _fraction(name: str) -> float:
 
 
 def _line_start(text: str, fraction: float) -> int:
-    """Start of the first line at or after that fraction of the text's first three quarters."""
-    place = int(0.75 * fraction * len(text))
-    return 0 if place == 0 else text.find("\n", place) + 1
+    """Returns the first line start at or after `fraction` of the text's first three quarters."""
+    position = int(0.75 * fraction * len(text))
+    return 0 if position == 0 else text.find("\n", position) + 1

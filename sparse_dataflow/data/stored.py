@@ -1,7 +1,7 @@
-"""A flat array in a .npy file, read a slice at a time.
+"""A one-dimensional array in a .npy file, read slice by slice.
 
-It is not mapped into memory: where storage fails, looking at a mapped page ends the process
-(SIGBUS), while a read that fails can be made again.
+The file is read, not memory-mapped: a storage failure under a mapped page kills the process
+(SIGBUS), but a failed read can be retried.
 """
 
 import functools
@@ -17,15 +17,15 @@ from sparse_dataflow.files.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class StoredArray:
-    """The array that lies in a file; `array[first:last]` reads that slice, read-only.
+    """A read-only array in a file; `array[first:last]` reads a slice.
 
-    Reading waits for storage that fails for a moment; where it stays away, a UserError says so.
+    Reads retry transient storage errors, then raise UserError.
 
     Attributes:
-      path: of the file, which stays as it is.
-      dtype: of an item.
-      count: of items.
-      offset: bytes in the file before the first.
+      path: file, which must not change.
+      dtype: dtype of the items.
+      count: number of items.
+      offset: bytes in the file before the first item.
     """
 
     path: Path
@@ -35,83 +35,85 @@ class StoredArray:
 
     @classmethod
     def open(cls, path: Path) -> "StoredArray":
-        """The array of one dimension in a .npy file of version 1.0.
+        """Opens a one-dimensional array in a .npy file of version 1.0.
 
         Raises:
           OSError: the file cannot be read.
-          Exception: it is of another kind, or shorter than it says; numpy parses its header as a
-            Python literal, and raises what that raises.
+          Exception: the file is not such an array, or is truncated. numpy parses the header as a
+            Python literal, which can raise any error.
         """
-        return storage.retried(f"Reading {path}", lambda: cls._opened(path))
+        return storage.retried(f"Reading {path}", lambda: cls._open(path))
 
     @classmethod
-    def _opened(cls, path):
+    def _open(cls, path):
         with path.open("rb") as file:
             version = np.lib.format.read_magic(file)
             if version != (1, 0):
-                raise ValueError(f"{path} is a .npy file of version {version}")
+                raise ValueError(f"{path} is a .npy file of version {version}; legal: (1, 0)")
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)
             (count,), offset = shape, file.tell()
             if dtype.hasobject or file.seek(0, os.SEEK_END) < offset + count * dtype.itemsize:
-                raise ValueError(f"{path} is shorter than it says, or holds objects")
+                raise ValueError(f"{path} is truncated or holds Python objects")
         return cls(path, dtype, count, offset)
 
     @property
     def shape(self) -> tuple[int]:
-        """(count,)"""
+        """Shape (count,)."""
         return (self.count,)
 
     @property
     def nbytes(self) -> int:
-        """Of all items."""
+        """Bytes of all items."""
         return self.count * self.dtype.itemsize
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, where: slice) -> np.ndarray:
-        first, last, step = where.indices(self.count)
+    def __getitem__(self, index: slice) -> np.ndarray:
+        first, last, step = index.indices(self.count)
         if step != 1:
-            raise IndexError("only slices without a step are read")
+            raise IndexError("only slices of step 1 are supported")
         size = max(0, last - first) * self.dtype.itemsize
-        place = self.offset + first * self.dtype.itemsize
-        content = storage.retried(f"Reading {self.path}", lambda: self._read(place, size))
+        position = self.offset + first * self.dtype.itemsize
+        content = storage.retried(f"Reading {self.path}", lambda: self._read(position, size))
         return np.frombuffer(content, self.dtype)
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         return np.array(self[:], dtype)
 
     @functools.cached_property
-    def _held(self) -> dict[str, "_Handle"]:
-        """The open file, where it is; one that failed is opened anew, as handles go stale."""
+    def _handles(self) -> dict[str, "_Handle"]:
+        """The open file under "file"; empty before the first read and after a failed one."""
         return {}
 
-    def _read(self, place, size):
+    def _read(self, position, size):
         pieces = []
         try:
-            handle = self._held.get("file") or self._held.setdefault("file", _Handle(self.path))
+            handle = self._handles.get("file")
+            handle = handle or self._handles.setdefault("file", _Handle(self.path))
             while size > 0:
-                piece = os.pread(handle.descriptor, size, place)
+                piece = os.pread(handle.descriptor, size, position)
                 if not piece:
-                    raise UserError(f"{self.path} became shorter while it was read; run again.")
+                    raise UserError(f"{self.path} was truncated while it was read. Run again.")
                 pieces.append(piece)
-                size, place = size - len(piece), place + len(piece)
+                size, position = size - len(piece), position + len(piece)
         except OSError as error:
-            self._held.pop("file", None)
+            # A retry needs a new handle: handles of network file systems go stale.
+            self._handles.pop("file", None)
             raise UserError(f"{self.path} cannot be read: {error.strerror or error}.") from error
         return b"".join(pieces)
 
 
-Flat = np.ndarray | StoredArray
-"""Tokens one after the other, in memory or in a file."""
+TokenArray = np.ndarray | StoredArray
+"""Concatenated tokens, in memory or in a file."""
 
 
 class _Handle:
-    """An open file, closed once the last thread that reads from it has let go of it."""
+    """An open file, closed when its last reader drops it."""
 
     def __init__(self, path: Path):
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def __del__(self, close=os.close):  # The module may be gone by then.
+    def __del__(self, close=os.close):  # bound here: `os` may be unloaded at interpreter exit
         if hasattr(self, "descriptor"):
             close(self.descriptor)

@@ -1,7 +1,7 @@
-"""Each split as one flat array of tokens on disk.
+"""The splits of a corpus as arrays of tokens on disk.
 
-A document's tokens are followed by the end of text. Files are named by the hashes of corpus and
-tokenizer, made whole or not at all, and checked when they are opened.
+An end-of-text token follows each document. Files are named by the hashes of corpus and tokenizer,
+written atomically, and verified when opened.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow.data.cache import exclusive, replacing
+from sparse_dataflow.data.cache import atomic_write, exclusive
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.stored import StoredArray
@@ -22,19 +22,19 @@ from sparse_dataflow.files.errors import UserError
 
 _FORMAT = 1
 _BATCH_CHARACTERS = 2**21
-# Beyond this, a checksum at every start would be felt, and only the length is checked.
+# Larger files are verified by length only, to keep the start of a run short.
 _CHECKSUM_BYTES = 2**30
-_AT_ONCE = 2**24
+_CHUNK = 2**24  # tokens
 
 
 @dataclass(frozen=True, eq=False)
 class SplitTokens:
-    """One tokenised split.
+    """A tokenised split.
 
     Attributes:
-      tokens: uint16 or uint32 [count]; a slice of it is read when it is asked for.
+      tokens: uint16 or uint32 [count], read slice by slice.
       documents: number of documents.
-      text_bytes: their length in UTF-8.
+      text_bytes: UTF-8 bytes of all documents.
     """
 
     tokens: StoredArray
@@ -44,7 +44,7 @@ class SplitTokens:
 
 @dataclass(frozen=True, eq=False)
 class CorpusTokens:
-    """Both splits of a corpus, tokenised."""
+    """Both tokenised splits of a corpus."""
 
     train: SplitTokens
     validation: SplitTokens
@@ -62,7 +62,7 @@ class _Meta:
 
 
 def prepare_tokens(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path) -> CorpusTokens:
-    """Opens the tokens of both splits, tokenising them the first time, a few MiB at once.
+    """Opens the tokens of both splits; tokenises them the first time, in batches of a few MiB.
 
     Raises:
       UserError: the cache folder cannot be written.
@@ -72,13 +72,13 @@ def prepare_tokens(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path) -> Cor
     folder = cache_dir / "tokens" / key
     return CorpusTokens(
         *(
-            _open_or_make(getattr(corpus, split), split, corpus, tokenizer, cache_dir, folder)
+            _open_or_write(getattr(corpus, split), split, corpus, tokenizer, cache_dir, folder)
             for split in ("train", "validation")
         )
     )
 
 
-def _open_or_make(documents, split, corpus, tokenizer, cache_dir, folder) -> SplitTokens:
+def _open_or_write(documents, split, corpus, tokenizer, cache_dir, folder) -> SplitTokens:
     array, meta = folder / f"{split}.npy", folder / f"{split}.json"
     opened = _open(array, meta, corpus, tokenizer)
     if opened is None:
@@ -86,44 +86,44 @@ def _open_or_make(documents, split, corpus, tokenizer, cache_dir, folder) -> Spl
             opened = _open(array, meta, corpus, tokenizer)
             if opened is None:
                 storage.retried(
-                    f"Writing {array}", lambda: _make(documents, array, meta, corpus, tokenizer)
+                    f"Writing {array}", lambda: _write(documents, array, meta, corpus, tokenizer)
                 )
                 opened = _open(array, meta, corpus, tokenizer)
     if opened is None:
-        raise UserError(f"The tokens just written to {array} do not read back; check the disk.")
+        raise UserError(f"The tokens written to {array} cannot be read back. Check the disk.")
     return opened
 
 
 def _open(array: Path, meta: Path, corpus: Corpus, tokenizer: Tokenizer) -> SplitTokens | None:
-    """None where the files are missing, damaged or of something else: they are made again."""
+    """Returns None where the files are missing, damaged or stale and must be written again."""
     try:
-        stated = _Meta(**json_files.load(meta))
+        recorded = _Meta(**json_files.load(meta))
         tokens = StoredArray.open(array)
     except Exception:  # See StoredArray.open.
         return None
-    wanted = (_FORMAT, corpus.content_hash, tokenizer.content_hash)
-    if (stated.format, stated.corpus, stated.tokenizer) != wanted:
+    expected = (_FORMAT, corpus.content_hash, tokenizer.content_hash)
+    if (recorded.format, recorded.corpus, recorded.tokenizer) != expected:
         return None
-    if tokens.shape != (stated.count,) or tokens.dtype != _dtype(tokenizer):
+    if tokens.shape != (recorded.count,) or tokens.dtype != _dtype(tokenizer):
         return None
-    if tokens.nbytes <= _CHECKSUM_BYTES and _checksum(tokens) != stated.crc32:
+    if tokens.nbytes <= _CHECKSUM_BYTES and _checksum(tokens) != recorded.crc32:
         return None
-    return SplitTokens(tokens, stated.documents, stated.text_bytes)
+    return SplitTokens(tokens, recorded.documents, recorded.text_bytes)
 
 
 def _checksum(tokens: StoredArray) -> int:
     crc32 = 0
-    for first in range(0, len(tokens), _AT_ONCE):
-        crc32 = zlib.crc32(tokens[first : first + _AT_ONCE], crc32)
+    for first in range(0, len(tokens), _CHUNK):
+        crc32 = zlib.crc32(tokens[first : first + _CHUNK], crc32)
     return crc32
 
 
-def _make(
+def _write(
     documents: Iterable[Document], array: Path, meta: Path, corpus: Corpus, tokenizer: Tokenizer
 ) -> None:
     dtype = _dtype(tokenizer)
     count = number = text_bytes = crc32 = 0
-    with replacing(array) as temporary:
+    with atomic_write(array) as temporary:
         with temporary.open("wb") as file:
             header_size = _write_header(file, dtype, 0)
             for batch in _batches(documents, tokenizer):
@@ -137,10 +137,10 @@ def _make(
                     number += ends_document
                     text_bytes += len(text.encode())
             file.seek(0)
-            # numpy leaves room in the header for the length to grow.
+            # numpy pads the header, so a larger count keeps its size.
             if _write_header(file, dtype, count) != header_size:
                 raise AssertionError("the .npy header changed its size")
-    stated = _Meta(
+    record = _Meta(
         format=_FORMAT,
         corpus=corpus.content_hash,
         tokenizer=tokenizer.content_hash,
@@ -149,8 +149,8 @@ def _make(
         text_bytes=text_bytes,
         crc32=crc32,
     )
-    with replacing(meta) as temporary:
-        temporary.write_text(json.dumps(asdict(stated)))
+    with atomic_write(meta) as temporary:
+        temporary.write_text(json.dumps(asdict(record)))
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -172,7 +172,7 @@ def _write_header(file, dtype: np.dtype, count: int) -> int:
 def _batches(
     documents: Iterable[Document], tokenizer: Tokenizer
 ) -> Iterator[list[tuple[str, bool]]]:
-    """Lists of (piece of a document, whether it is the last one), bounded in characters."""
+    """Yields lists of (piece of a document, whether it is the last piece), bounded in size."""
     batch, size = [], 0
     for document in documents:
         pieces = [*tokenizer.pieces(document.text)] or [""]

@@ -1,1 +1,1 @@
-"""What a trained model can do."""
+"""Evaluation and generation with trained models."""

@@ -1,6 +1,6 @@
-"""A model of this project as an `lm-eval` model, and lm-eval's results item by item.
+"""A trained model as an `lm-eval` model, and lm-eval results per item.
 
-Importing this module needs the package lm-eval, the extra `eval`.
+Importing this module requires lm-eval (the extra `eval`) and takes seconds.
 """
 
 import contextlib
@@ -24,23 +24,23 @@ from sparse_dataflow.evaluation.scoring import Counts, Forward, Limits, Request,
 from sparse_dataflow.evaluation.trained import Trained
 
 Scorer = Callable[[Sequence[Request]], tuple[list[Score], Counts]]
-Writer = Callable[[Sequence[Sequence[int]], int, Mapping[str, Any]], list[str]]
-"""(prompts as tokens, the most new tokens, lm-eval's generation arguments) -> the texts written."""
+Generator = Callable[[Sequence[Sequence[int]], int, Mapping[str, Any]], list[str]]
+"""(prompts as tokens, maximum new tokens, lm-eval generation arguments) -> generated texts."""
 
 FEWSHOT_SEED = 1234
-"""lm-eval's own."""
+"""Default of lm-eval."""
 
-PRIMARY = ("acc", "exact_match", "word_perplexity", "bits_per_byte", "perplexity")
-"""The metric shown of a task: the first of these that it has, else its first."""
+PRIMARY_METRICS = ("acc", "exact_match", "word_perplexity", "bits_per_byte", "perplexity")
+"""The reported metric of a task is the first of these that it has, else its first metric."""
 
-_NEW_TOKENS = 256  # where a task does not say; lm-eval's own
+_NEW_TOKENS = 256  # default of lm-eval for tasks without max_gen_toks
 
 
 class HarnessLM(TemplateLM):
-    """Anything that scores token sequences, as lm-eval sees a language model.
+    """A scorer of token sequences as an lm-eval language model.
 
-    What lm-eval asks for as text is encoded by the run's tokenizer; an empty context becomes the
-    end of a text, which every document was trained to begin after. `counts` adds up what was done.
+    Text is encoded by the run's tokenizer. An empty context becomes the end-of-text token, which
+    precedes every training document. `counts` accumulates the `Counts` of all requests.
     """
 
     def __init__(
@@ -48,36 +48,36 @@ class HarnessLM(TemplateLM):
         tokenizer: Tokenizer,
         context: int,
         scorer: Scorer,
-        writer: Writer | None = None,
+        generator: Generator | None = None,
     ):
-        """Scores with `scorer`, and continues prompts with `writer` where there is one.
+        """Wraps a scorer and a generator.
 
         Args:
-          tokenizer: of the model.
-          context: the most tokens that it sees at once.
-          scorer: log-likelihoods of requests.
-          writer: continuations of prompts; asked only by tasks that generate.
+          tokenizer: tokenizer of the model.
+          context: context length in tokens.
+          scorer: returns the log-likelihoods of requests.
+          generator: continues prompts; needed only by tasks that generate.
         """
         super().__init__()
         self._tokenizer, self._context = tokenizer, context
-        self._scorer, self._writer = scorer, writer
+        self._scorer, self._generator = scorer, generator
         self.counts = Counts()
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a document."""
+        """Id of the end-of-text token."""
         return self._tokenizer.eot_id
 
     def tok_encode(self, string: str, add_special_tokens=None, **kwargs) -> list[int]:
-        """Tokens of a text; no special tokens are ever added."""
+        """Encodes a text without special tokens."""
         return self._tokenizer.encode(string).tolist()
 
     def loglikelihood(self, requests, disable_tqdm: bool = True):
-        """As lm-eval defines it: (log-likelihood in nats, whether greedy) of each continuation.
+        """Returns (log-likelihood in nats, whether greedy) of each continuation.
 
-        Text is cut into tokens as `TemplateLM` does it, but for all requests at once.
+        Tokenises as `TemplateLM.loglikelihood` does, but all requests in one batch.
         """
-        pairs = [_spaces_moved(*request.args) for request in requests]
+        pairs = [_move_trailing_spaces(*request.args) for request in requests]
         texts = list(dict.fromkeys(text for a, b in pairs for text in (a, a + b)))
         tokens = dict(zip(texts, self._tokenizer.encode_batch(texts)))
         encoded = [
@@ -92,93 +92,94 @@ class HarnessLM(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = True) -> list[float]:
-        """Log-likelihood in nats of whole texts, each token predicted once, in full windows."""
+        """Returns the log-likelihood in nats of each text; each token is predicted once."""
         windows: list[tuple[list[int], list[int]]] = []
-        owners: list[int] = []
-        for number, request in enumerate(requests):
+        request_indices: list[int] = []
+        for index, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
-            found = get_rolling_token_windows(tokens, self.prefix_token_id, self._context, 1)
-            windows += map(make_disjoint_window, found)
-            owners += [number] * (len(windows) - len(owners))
+            rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self._context, 1)
+            windows += map(make_disjoint_window, rolling)
+            request_indices += [index] * (len(windows) - len(request_indices))
         scores = self._loglikelihood_tokens([(None, *window) for window in windows])
         values = [value for value, _ in scores]
-        return np.bincount(owners, values, minlength=len(requests)).tolist()
+        return np.bincount(request_indices, values, minlength=len(requests)).tolist()
 
     def generate_until(self, requests, disable_tqdm: bool = True) -> list[str]:
-        """The text written after each prompt, up to a stop string, which is left out."""
-        if self._writer is None:
-            raise NotImplementedError("this model scores text and writes none")
-        groups: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            groups.setdefault(repr(sorted(request.args[1].items())), []).append(number)
-        written = [""] * len(requests)
-        for numbers in groups.values():
-            arguments = requests[numbers[0]].args[1]
-            # Half of the context stays for the prompt, however much a task lets be written.
+        """Returns the generated text of each prompt, without the stop string."""
+        if self._generator is None:
+            raise NotImplementedError("this model scores text but cannot generate")
+        indices_by_arguments: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            key = repr(sorted(request.args[1].items()))
+            indices_by_arguments.setdefault(key, []).append(index)
+        texts = [""] * len(requests)
+        for indices in indices_by_arguments.values():
+            arguments = requests[indices[0]].args[1]
+            # At least half of the context is for the prompt.
             new_tokens = min(int(arguments.get("max_gen_toks", _NEW_TOKENS)), self._context // 2)
             room = self._context - new_tokens
-            prompts = [self.tok_encode(requests[i].args[0]) for i in numbers]
-            cut = [prompt[-room:] or [self.prefix_token_id] for prompt in prompts]
-            for i, text in zip(numbers, self._writer(cut, new_tokens, arguments)):
-                written[i] = text
-            truncated = sum(len(prompt) > room for prompt in prompts)
-            self.counts += Counts(requests=len(prompts), truncated=truncated)
-        return written
+            prompts = [self.tok_encode(requests[i].args[0]) for i in indices]
+            truncated = [prompt[-room:] or [self.prefix_token_id] for prompt in prompts]
+            for i, text in zip(indices, self._generator(truncated, new_tokens, arguments)):
+                texts[i] = text
+            count = sum(len(prompt) > room for prompt in prompts)
+            self.counts += Counts(requests=len(prompts), truncated=count)
+        return texts
 
 
-def _spaces_moved(context: str, continuation: str) -> tuple[str, str]:
-    """The context's last spaces belong to the continuation, whose tokens begin with them."""
-    kept = context.rstrip()
-    return kept, context[len(kept) :] + continuation
+def _move_trailing_spaces(context: str, continuation: str) -> tuple[str, str]:
+    """Moves trailing spaces to the continuation, since tokens start with their space."""
+    stripped = context.rstrip()
+    return stripped, context[len(stripped) :] + continuation
 
 
 def harness_lm(
     trained: Trained, forward: Forward | None = None, limits: Limits | None = None
 ) -> HarnessLM:
-    """A trained model for lm-eval.
+    """Wraps a trained model for lm-eval.
 
     Args:
-      trained: the model.
-      forward: scores batches; one program on the default device where None. Another executor or
-        mesh comes in here.
-      limits: what a call of `forward` takes; the training's micro-batches where None.
+      trained: model to evaluate.
+      forward: scores batches, e.g. over a mesh; one program on the default device where None.
+      limits: batch limits of `forward`; the training's micro-batches where None.
     """
-    forward, limits = forward or scoring.forward_of(trained), limits or scoring.limits_of(trained)
+    forward = forward or scoring.single_device_forward(trained)
+    limits = limits or scoring.batch_limits(trained)
     return HarnessLM(
         trained.tokenizer,
         limits.context,
         lambda requests: scoring.score(forward, limits, requests),
-        functools.partial(_write, trained, limits.rows(limits.context)),
+        functools.partial(_generate, trained, limits.rows(limits.context)),
     )
 
 
-def _write(trained, rows, prompts, new_tokens, arguments) -> list[str]:
+def _generate(trained, rows, prompts, new_tokens, arguments) -> list[str]:
     until = arguments.get("until") or []
-    sampled = arguments.get("do_sample", arguments.get("temperature", 0) > 0)
+    stochastic = arguments.get("do_sample", arguments.get("temperature", 0) > 0)
     texts = []
     for start in range(0, len(prompts), rows):
-        done = generate(
+        continuations = generate(
             trained,
             prompts[start : start + rows],
             max_new_tokens=new_tokens,
-            temperature=float(arguments.get("temperature", 1.0)) if sampled else 0.0,
+            temperature=float(arguments.get("temperature", 1.0)) if stochastic else 0.0,
             top_k=int(arguments.get("top_k", 0)),
             top_p=float(arguments.get("top_p", 1.0)),
             stop=[s for s in ([until] if isinstance(until, str) else until) if s],
         )
-        texts += [continuation.text for continuation in done]
+        texts += [continuation.text for continuation in continuations]
     return texts
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskScore:
-    """What one model scored in one task with one number of examples in the prompt.
+    """Score of one model in one task with one number of examples in the prompt.
 
     Attributes:
-      metric: its name in lm-eval.
-      value: over all items, aggregated as the task says.
+      metric: name of the metric in lm-eval.
+      value: metric over all items, aggregated as the task defines it.
       items: number of items.
-      values: float [items], one an item; None where the metric is no mean over items.
+      values: metric of each item, float [items]; None where `value` is not their mean.
     """
 
     metric: str
@@ -191,10 +192,10 @@ def evaluate(lm: HarnessLM, tasks: Mapping[str, Any], shots: int, limit: int | N
     """Runs lm-eval tasks on a model.
 
     Args:
-      lm: the model.
+      lm: model to evaluate.
       tasks: name -> lm-eval task.
-      shots: examples in each prompt, drawn by `FEWSHOT_SEED`.
-      limit: the first items of each task only.
+      shots: number of examples in each prompt, sampled with `FEWSHOT_SEED`.
+      limit: number of items per task; all items where None.
 
     Returns:
       {task name: TaskScore}.
@@ -210,23 +211,23 @@ def evaluate(lm: HarnessLM, tasks: Mapping[str, Any], shots: int, limit: int | N
 
 
 def _task_score(name, results) -> TaskScore:
-    found = {
+    metrics = {
         key.partition(",")[0]: value
         for key, value in results["results"][name].items()
         if isinstance(value, int | float) and "," in key and "_stderr" not in key
     }
-    metric = next((m for m in PRIMARY if m in found), next(iter(found)))
+    metric = next((m for m in PRIMARY_METRICS if m in metrics), next(iter(metrics)))
     samples = sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
     values = [sample.get(metric) for sample in samples]
-    plain = all(isinstance(v, int | float | np.number) for v in values)
-    plain = plain and np.isclose(np.mean(values), found[metric])
-    array = np.asarray(values, np.float64) if plain else None
-    return TaskScore(metric, float(found[metric]), len(samples), array)
+    numeric = all(isinstance(v, int | float | np.number) for v in values)
+    is_mean = numeric and np.isclose(np.mean(values), metrics[metric])
+    array = np.asarray(values, np.float64) if is_mean else None
+    return TaskScore(metric, float(metrics[metric]), len(samples), array)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps lm-eval and datasets from writing progress to the terminal; errors still come."""
+    """Silences the progress output of lm-eval and datasets; exceptions still propagate."""
     import datasets
 
     before = logging.root.manager.disable

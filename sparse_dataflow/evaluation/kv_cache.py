@@ -1,9 +1,9 @@
-"""A forward pass in two parts: the prompt at once, then one token at a time beside its cache.
+"""Decoding with a key-value cache: prefill of the prompts, then one token per step.
 
-Rows of a batch may differ in length: a prompt is padded at its end, where nothing before can see
-it, and each later token overwrites the padding at its own row's position.  Tables are data, so one
-program serves every layout; weights are one array a layer, since slicing a stack of them would copy
-every byte that a token reads.
+Rows of a batch may differ in length. A prompt is padded at its end, which causal attention masks,
+and each new token overwrites the padding at its row's position. Layout tables are arguments, so one
+program serves every layout. Weights are one array per layer: slicing a stacked array would copy all
+weights at every token.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from sparse_dataflow.models.groups import groups, parts
 
 
 class Weights(NamedTuple):
-    """A model ready to decode, in the compute dtype.
+    """Weights for decoding, in the compute dtype.
 
     Attributes:
-      embed: parameters of that section.
+      embed: parameters of the embedding section.
       layers: (parameters, layout tables) of each block.
-      head: parameters of that section.
+      head: parameters of the head section.
     """
 
     embed: Any
@@ -34,41 +34,44 @@ class Weights(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """Keys and values [batch, cache tokens, heads, head_dim] of one layer, in the compute dtype;
-    keys have their positions."""
+    """Keys and values [batch, cache tokens, heads, head_dim] of one layer, in the compute dtype.
+
+    Positional rotations are already applied to the keys.
+    """
 
     keys: jax.Array
     values: jax.Array
 
 
 def prepare(config: ModelConfig, params: dict, tables: dict) -> Weights:
-    """One copy of the weights, a layer at a time; see `gpt` for params and tables."""
+    """Casts the weights layer by layer to the compute dtype; see `gpt` for params and tables."""
     dtype = jnp.dtype(config.compute_dtype)
     cast = functools.partial(jax.tree.map, lambda leaf: jnp.asarray(leaf, dtype))
     layers = tuple(
-        (cast(own), jax.tree.map(jnp.asarray, of_layer))
-        for own, of_layer in gpt.layers(params["blocks"], tables)
+        (cast(layer_params), jax.tree.map(jnp.asarray, layer_tables))
+        for layer_params, layer_tables in gpt.layers(params["blocks"], tables)
     )
     return Weights(cast(params["embed"]), layers, cast(params["head"]))
 
 
 def random_weights(config: ModelConfig, seed: int) -> Weights:
-    """`prepare` of newly drawn parameters and the config's own layouts, drawn a layer at a time."""
+    """Initialises weights layer by layer, so that at most one layer exists in float32."""
     tables = gpt.layout_tables(gpt.layouts(config))
     layers: list[tuple[dict, dict]] = []
     key = jax.random.key(seed)
     for group, stacked in zip(groups(config), parts(tables), strict=True):
-        one = dataclasses.replace(group.model, num_layers=1)
-        draw = jax.jit(functools.partial(gpt.init, one))
+        layer_config = dataclasses.replace(group.model, num_layers=1)
+        init = jax.jit(functools.partial(gpt.init, layer_config))
         for i, layer in enumerate(group.layers):
-            drawn = draw(jax.random.fold_in(key, layer))
-            own = jax.tree.map(lambda table, i=i: table[i : i + 1], stacked)
-            layers += prepare(one, drawn, own).layers
-    return prepare(one, drawn, own)._replace(layers=tuple(layers))
+            params = init(jax.random.fold_in(key, layer))
+            layer_tables = jax.tree.map(lambda table, i=i: table[i : i + 1], stacked)
+            weights = prepare(layer_config, params, layer_tables)
+            layers += weights.layers
+    return weights._replace(layers=tuple(layers))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "cache_tokens"))
-def read_prompts(
+def prefill(
     config: ModelConfig,
     weights: Weights,
     tokens_BxT: jax.Array,
@@ -76,17 +79,17 @@ def read_prompts(
     *,
     cache_tokens: int,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-    """The whole prompts at once.
+    """Reads the complete prompts.
 
     Args:
-      config: the model.
-      weights: of `prepare`.
+      config: model config.
+      weights: weights from `prepare`.
       tokens_BxT: int32, each row padded at its end with any token.
-      lengths_B: int32 [B], tokens of each row that count, 1 to T.
+      lengths_B: int32 [B], unpadded length of each row, 1 to T.
       cache_tokens: length of the caches, at least T.
 
     Returns:
-      (float32 [B, vocab] logits of what follows each prompt, the caches).
+      (float32 [B, vocab] logits of the next tokens, caches).
     """
     caches = []
 
@@ -102,41 +105,43 @@ def read_prompts(
     return _logits(config, weights, last), tuple(caches)
 
 
-def read_token(
+def decode_token(
     config: ModelConfig,
     weights: Weights,
     caches: tuple[LayerCache, ...],
     tokens_B: jax.Array,
     positions_B: jax.Array,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-    """One token more of each row.
+    """Appends one token to each row.
 
     Args:
-      config: the model.
-      weights: of `prepare`.
-      caches: of the tokens before; donate them.
-      tokens_B: int32 [B].
-      positions_B: int32 [B], how many tokens of its row come before each.
+      config: model config.
+      weights: weights from `prepare`.
+      caches: caches of the previous tokens; donate them.
+      tokens_B: int32 [B], new tokens.
+      positions_B: int32 [B], number of previous tokens of each row.
 
     Returns:
-      (float32 [B, vocab] logits of what follows, the caches with these tokens).
+      (float32 [B, vocab] logits of the next tokens, updated caches).
     """
-    at_BxT = positions_B[:, None]
+    positions_BxT = positions_B[:, None]
     rows = jnp.arange(len(tokens_B))
-    seen = jnp.arange(caches[0].keys.shape[1]) <= at_BxT
-    x_BxTxD = gpt.embed(config, weights.embed, tokens_B[:, None], positions_BxT=at_BxT)
-    after = []
+    visible = jnp.arange(caches[0].keys.shape[1]) <= positions_BxT
+    x_BxTxD = gpt.embed(config, weights.embed, tokens_B[:, None], positions_BxT=positions_BxT)
+    new_caches = []
     for (params, tables), cache in zip(weights.layers, caches):
 
         def attend(q, k, v, cache=cache):
             keys = cache.keys.at[rows, positions_B].set(k[:, 0])
             values = cache.values.at[rows, positions_B].set(v[:, 0])
-            after.append(LayerCache(keys, values))
-            mask = seen[:, None, None, :]
+            new_caches.append(LayerCache(keys, values))
+            mask = visible[:, None, None, :]
             return jax.nn.dot_product_attention(q, keys, values, mask=mask, implementation="xla")
 
-        x_BxTxD = gpt.block(config, params, tables, x_BxTxD, attend=attend, positions_BxT=at_BxT)
-    return _logits(config, weights, x_BxTxD), tuple(after)
+        x_BxTxD = gpt.block(
+            config, params, tables, x_BxTxD, attend=attend, positions_BxT=positions_BxT
+        )
+    return _logits(config, weights, x_BxTxD), tuple(new_caches)
 
 
 def _logits(config, weights, x_Bx1xD):

@@ -1,37 +1,38 @@
-"""Unigram and bigram models of the training documents: what a task gives without understanding."""
+"""Unigram and bigram models of the training tokens: baselines of the evaluation tasks."""
 
 import functools
 from collections.abc import Sequence
 
 import numpy as np
 
-from sparse_dataflow.data.stored import Flat
+from sparse_dataflow.data.stored import TokenArray
 from sparse_dataflow.evaluation.scoring import Counts, Request, Score
 
-MOST_TOKENS = 4_000_000
-"""Training tokens that are counted: the first so many."""
+MAX_TOKENS = 4_000_000
+"""Number of training tokens that are counted."""
 
 _STRENGTHS = (1.0, 10.0, 100.0, 1000.0)
-_HELD_BACK = 0.1
+_VALIDATION_SHARE = 0.1
 
 
 class Ngrams:
-    """Counts of tokens and of pairs of neighbours.
+    """Unigram and bigram models from token counts.
 
-    The unigram is add-one smoothed; the bigram backs off to it with a Dirichlet prior (MacKay and
-    Peto, 1995): p(b | a) = (count(a b) + m p(b)) / (count(a) + m). Of four strengths m the one is
-    taken that predicts the last tenth of the counted tokens best from the rest.
+    The unigram is add-one smoothed. The bigram backs off to it with a Dirichlet prior (MacKay and
+    Peto, 1995): p(b | a) = (count(a b) + m p(b)) / (count(a) + m). The prior strength m is the one
+    of four that predicts the last tenth of the counted tokens best.
     """
 
-    def __init__(self, tokens: Flat, vocab_size: int):
-        """Counts the first `MOST_TOKENS` of int [count] tokens below `vocab_size`."""
-        tokens = np.asarray(tokens[:MOST_TOKENS], np.int64)
+    def __init__(self, tokens: TokenArray, vocab_size: int):
+        """Counts the first `MAX_TOKENS` of `tokens`, int [count] below `vocab_size`."""
+        tokens = np.asarray(tokens[:MAX_TOKENS], np.int64)
         self._vocab = vocab_size
-        held = max(1, int(len(tokens) * _HELD_BACK))
+        held_out = max(1, int(len(tokens) * _VALIDATION_SHARE))
+        before, after = tokens[-held_out - 1 : -1], tokens[-held_out:]
         losses = {}
         for strength in _STRENGTHS:
-            self._count(tokens[:-held], strength)
-            losses[strength] = -np.log(self._pairs(tokens[-held - 1 : -1], tokens[-held:])).sum()
+            self._count(tokens[:-held_out], strength)
+            losses[strength] = -np.log(self._bigram(before, after)).sum()
         self.strength = min(losses, key=losses.__getitem__)
         self._count(tokens, self.strength)
 
@@ -41,27 +42,29 @@ class Ngrams:
         self._before = np.bincount(tokens[:-1], minlength=self._vocab)
         pairs = tokens[:-1] * self._vocab + tokens[1:]
         self._codes, self._counts = np.unique(pairs, return_counts=True)
-        self._m = strength
+        self._strength = strength
         self._largest = functools.cache(self._largest_after)
 
-    def _pairs(self, before, after):
-        """p(after | before), float [tokens]."""
+    def _bigram(self, before, after):
+        """Returns p(after | before), float [tokens]."""
         codes = before * self._vocab + after
-        place = np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)
-        known = np.where(self._codes[place] == codes, self._counts[place], 0)
-        return (known + self._m * self.unigram[after]) / (self._before[before] + self._m)
+        index = np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)
+        counts = np.where(self._codes[index] == codes, self._counts[index], 0)
+        return (counts + self._strength * self.unigram[after]) / (
+            self._before[before] + self._strength
+        )
 
     def _largest_after(self, before):
-        """The largest p(. | before)."""
+        """Returns max over b of p(b | before)."""
         first, last = np.searchsorted(
             self._codes, [before * self._vocab, (before + 1) * self._vocab]
         )
-        weights = self._m * self.unigram
+        weights = self._strength * self.unigram
         weights[self._codes[first:last] - before * self._vocab] += self._counts[first:last]
-        return weights.max() / (self._before[before] + self._m)
+        return weights.max() / (self._before[before] + self._strength)
 
     def score_unigram(self, requests: Sequence[Request]) -> tuple[list[Score], Counts]:
-        """Scores as `scoring.score` does, with no regard to what stands before."""
+        """Scores requests with the unigram model; returns the same as `scoring.score`."""
         largest, scores = self.unigram.max(), []
         for _, after in requests:
             p = self.unigram[np.asarray(after)]
@@ -69,11 +72,11 @@ class Ngrams:
         return scores, Counts(len(scores))
 
     def score_bigram(self, requests: Sequence[Request]) -> tuple[list[Score], Counts]:
-        """The same, with regard to the one token before."""
+        """Scores requests with the bigram model; returns the same as `scoring.score`."""
         scores = []
         for before, after in requests:
-            line = np.asarray([before[-1], *after], np.int64)
-            p = self._pairs(line[:-1], line[1:])
-            greedy = all(q >= self._largest(int(a)) * (1 - 1e-9) for a, q in zip(line, p))
+            tokens = np.asarray([before[-1], *after], np.int64)
+            p = self._bigram(tokens[:-1], tokens[1:])
+            greedy = all(q >= self._largest(int(a)) * (1 - 1e-9) for a, q in zip(tokens, p))
             scores.append((float(np.log(p).sum()), greedy))
         return scores, Counts(len(scores))

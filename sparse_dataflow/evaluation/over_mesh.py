@@ -1,4 +1,4 @@
-"""Scoring over the devices of a mesh: the forward that `scoring.score` is given there."""
+"""Scoring over a mesh: the `Forward` that `scoring.score` takes there."""
 
 import dataclasses
 
@@ -12,36 +12,36 @@ from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.sharded import Sharded
 
 
-def forward_over(trained: Trained, executor: Sharded) -> Forward:
-    """As `scoring.forward_of`, each device on its part of model and batch.
+def mesh_forward(trained: Trained, executor: Sharded) -> Forward:
+    """Returns a forward pass sharded over the mesh of `executor`.
 
-    Places have one row for each of `mesh.batch_parts`, which divide the rows. Sequences and places
-    are filled up to what the mesh divides, with tokens that are not read.
+    Positions have one row for each of the `mesh.batch_parts` batch shards. Sequences and positions
+    are padded to multiples of the tensor axis.
 
     Raises:
       UserError: the mesh does not divide the model.
     """
-    parts, tensor = meshes.batch_parts(executor.mesh), executor.mesh.shape["tensor"]
+    shards, tensor = meshes.batch_parts(executor.mesh), executor.mesh.shape["tensor"]
     executor.check(
-        trained.model, dataclasses.replace(trained.training, batch=parts, micro_batches=1)
+        trained.model, dataclasses.replace(trained.training, batch=shards, micro_batches=1)
     )
     state = executor.place(TrainState(np.int32(0), trained.params, (), trained.tables, ()))
-    given = executor.tables(trained.tables, changing=False)
+    traced_tables = executor.tables(trained.tables, changing=False)
 
     @jax.jit
-    def program(params, given, tokens, places):
-        tables = given or trained.tables
-        return executor.token_scores(trained.model, params, tables, tokens, places)
+    def program(params, traced_tables, tokens, positions):
+        tables = traced_tables or trained.tables
+        return executor.token_scores(trained.model, params, tables, tokens, positions)
 
-    def forward(tokens, places):
-        length, count = tokens.shape[1] - 1, places.shape[1]
-        longer, more = -length % tensor, -count % tensor
-        places = places + places // length * longer
-        tokens = np.pad(tokens, ((0, 0), (0, longer)))
-        places = np.pad(places, ((0, 0), (0, more)))
+    def forward(tokens, positions):
+        length, count = tokens.shape[1] - 1, positions.shape[1]
+        padding = -length % tensor
+        positions = positions + positions // length * padding
+        tokens = np.pad(tokens, ((0, 0), (0, padding)))
+        positions = np.pad(positions, ((0, 0), (0, -count % tensor)))
         batch = executor.put({"tokens": tokens}, len(tokens))
-        batch |= executor.put({"places": places}, parts)
-        found = program(state.params, given, batch["tokens"], batch["places"])
-        return [part[:, :count] for part in found]
+        batch |= executor.put({"positions": positions}, shards)
+        outputs = program(state.params, traced_tables, batch["tokens"], batch["positions"])
+        return [output[:, :count] for output in outputs]
 
     return forward

@@ -1,4 +1,4 @@
-"""The next token from logits: the most likely one, or one drawn from those that are likely."""
+"""Next-token selection from logits: greedy, temperature, top-k and top-p sampling."""
 
 import functools
 import math
@@ -12,14 +12,14 @@ from sparse_dataflow.files.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Sampling parameters.
 
     Attributes:
-      temperature: what logits are divided by; 0 takes the most likely token.
-      top_k: draws among that many most likely tokens; 0 for all.
-      top_p: draws among the fewest most likely tokens that together have this probability
+      temperature: divisor of the logits; 0 selects greedy decoding.
+      top_k: number of most likely tokens to sample from; 0 for all.
+      top_p: samples from the smallest set of most likely tokens with at least this probability
         (arXiv 1904.09751, section 3.1); 1 for all.
-      seed: of the draws.
+      seed: random seed.
 
     Raises:
       UserError: a value is out of range.
@@ -32,36 +32,39 @@ class Sampling:
 
     def __post_init__(self):
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise UserError(f"temperature {self.temperature} is not legal; legal: 0 or more.")
+            raise UserError(f"temperature {self.temperature} is out of range; legal: 0 or more.")
         if self.top_k < 0:
-            raise UserError(f"top_k {self.top_k} is not legal; legal: 0 or more.")
+            raise UserError(f"top_k {self.top_k} is out of range; legal: 0 or more.")
         if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p {self.top_p} is not legal; legal: above 0, up to 1.")
+            raise UserError(f"top_p {self.top_p} is out of range; legal: above 0, up to 1.")
 
     @property
-    def draws(self) -> bool:
-        """Whether anything is drawn at all."""
+    def stochastic(self) -> bool:
+        """Whether tokens are sampled; False for greedy decoding."""
         return self.temperature > 0
 
     @property
     def filters(self) -> bool:
-        """Whether unlikely tokens are left out, which costs a sort of the vocabulary."""
-        return self.draws and (self.top_k > 0 or self.top_p < 1)
+        """Whether top_k or top_p excludes tokens, which costs a sort of the vocabulary."""
+        return self.stochastic and (self.top_k > 0 or self.top_p < 1)
 
 
-@functools.partial(jax.jit, static_argnames=("draws", "filters"))
-def next_tokens(
+@functools.partial(jax.jit, static_argnames=("stochastic", "filters"))
+def sample_tokens(
     logits_BxV: jax.Array,
     keys_B: jax.Array,
     temperature: jax.Array,
     top_k: jax.Array,
     top_p: jax.Array,
     *,
-    draws: bool,
+    stochastic: bool,
     filters: bool,
 ) -> jax.Array:
-    """Int32 [B]: see `Sampling`; its numbers are data, so that others need no other program."""
-    if not draws:
+    """Returns the next tokens, int32 [B]; see `Sampling` for the parameters.
+
+    Temperature, top_k and top_p are traced: changing them does not recompile.
+    """
+    if not stochastic:
         return jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
     logits_BxV = logits_BxV / temperature
     if not filters:
@@ -69,11 +72,11 @@ def next_tokens(
     order = jnp.argsort(-logits_BxV, axis=-1, stable=True)
     logits_BxV = jnp.take_along_axis(logits_BxV, order, axis=-1)
     rank = jnp.arange(logits_BxV.shape[-1])
-    within = (rank < top_k) | (top_k == 0)
-    logits_BxV = jnp.where(within, logits_BxV, -jnp.inf)
-    chances = jax.nn.softmax(logits_BxV, axis=-1)
-    before = jnp.cumsum(chances, axis=-1) - chances
-    # The most likely token stays however small top_p is.
-    logits_BxV = jnp.where((before < top_p) | (rank == 0), logits_BxV, -jnp.inf)
-    drawn = jax.vmap(jax.random.categorical)(keys_B, logits_BxV)
-    return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
+    in_top_k = (rank < top_k) | (top_k == 0)
+    logits_BxV = jnp.where(in_top_k, logits_BxV, -jnp.inf)
+    probabilities = jax.nn.softmax(logits_BxV, axis=-1)
+    mass_before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    # The most likely token stays for any top_p.
+    logits_BxV = jnp.where((mass_before < top_p) | (rank == 0), logits_BxV, -jnp.inf)
+    ranks = jax.vmap(jax.random.categorical)(keys_B, logits_BxV)
+    return jnp.take_along_axis(order, ranks[:, None], axis=-1)[:, 0].astype(jnp.int32)

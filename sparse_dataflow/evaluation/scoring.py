@@ -1,10 +1,10 @@
-"""Log-likelihoods of many continuations of unequal length, in few batches of few shapes.
+"""Log-likelihoods of many continuations of different lengths, in batches of few shapes.
 
-A request is (context tokens, continuation tokens). Requests are sorted by length and cut into
-batches of about equally many tokens; lengths are rounded up to at most `BUCKETS` values, so that a
-pass compiles few programs, chosen so that the least is padded. Padding stands behind the request,
-where a causal model cannot see it. Only continuations meet the vocabulary; batches of one length
-have about equally many of their tokens, and so one shape.
+A request is (context tokens, continuation tokens). Requests are sorted by length and split into
+batches of about the same number of tokens. Lengths are rounded up to at most `BUCKETS` values,
+chosen to minimise padding, so a pass compiles few programs. Padding follows the request, where a
+causal model does not see it. Logits are computed for continuation tokens only; batches of the same
+length have about the same number of them, and therefore one shape.
 """
 
 import dataclasses
@@ -19,56 +19,57 @@ from sparse_dataflow.parallel import whole
 
 Request = tuple[Sequence[int], Sequence[int]]
 Score = tuple[float, bool]
-"""Log-likelihood of the continuation in nats, and whether greedy decoding would have written it."""
+"""Log-likelihood of the continuation in nats, and whether greedy decoding generates it."""
 
 Forward = Callable[[np.ndarray, np.ndarray], tuple[jax.Array, jax.Array]]
-"""(int32 [B, T + 1] tokens, int32 [parts, S] places) -> float32 [parts, S] losses, bool [parts, S]
-whether likeliest. Places of part i are indices into the targets, the last T tokens of each row, of
-the i-th B / parts rows."""
+"""(int32 [B, T + 1] tokens, int32 [shards, S] positions) -> float32 [shards, S] losses, bool
+[shards, S] whether the target is the most likely token. Shard i has rows i * B / shards to
+(i + 1) * B / shards. Its positions index the flattened targets of its rows, the last T tokens of
+each row."""
 
 BUCKETS = 6
-"""Most lengths of a pass."""
+"""Maximum number of sequence lengths in a pass."""
 
-_PADDING = 0.1  # Share of padded tokens that is not worth another program.
-_MULTIPLE = 2
-_PLACES_MULTIPLE = 16
+_PADDING = 0.1  # share of padding tokens that is cheaper than one more program
+_LENGTH_MULTIPLE = 2
+_POSITIONS_MULTIPLE = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one call of a forward takes.
+    """Batch limits of a `Forward`.
 
     Attributes:
-      context: the most tokens that the model sees at once.
-      tokens: about how many a batch holds, as a micro-batch of the training does.
-      parts: what the rows are dealt out to, as by a mesh; divides their number.
+      context: context length in tokens.
+      tokens: approximate tokens of a batch.
+      shards: number of batch shards, e.g. of a mesh; divides the rows of every batch.
     """
 
     context: int
     tokens: int
-    parts: int = 1
+    shards: int = 1
 
     def rows(self, length: int) -> int:
-        """Rows of a batch of sequences of this length."""
+        """Returns the rows of a batch of sequences of this length."""
         fit = max(1, self.tokens // length)
-        return max(1, fit // self.parts) * self.parts
+        return max(1, fit // self.shards) * self.shards
 
-    def every_place(self, length: int) -> np.ndarray:
-        """Int32 [parts, S]: all places of a batch of this length."""
-        part = np.arange(self.rows(length) // self.parts * length, dtype=np.int32)
-        return np.tile(part, (self.parts, 1))
+    def all_positions(self, length: int) -> np.ndarray:
+        """Returns all positions of a batch of this length, int32 [shards, S]."""
+        positions = np.arange(self.rows(length) // self.shards * length, dtype=np.int32)
+        return np.tile(positions, (self.shards, 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What a pass did.
+    """Statistics of scoring passes.
 
     Attributes:
-      requests: how many were scored.
-      truncated: how many lost tokens on the left to fit the context.
-      tokens: that the requests hold, after truncation.
-      padded: tokens that the programs ran over, padding included.
-      lengths: the sequence lengths that were run.
+      requests: number of scored requests.
+      truncated: number of requests truncated on the left to fit the context.
+      tokens: tokens of the requests after truncation.
+      padded: tokens processed, including padding.
+      lengths: sequence lengths of the batches.
     """
 
     requests: int = 0
@@ -87,152 +88,154 @@ class Counts:
         )
 
 
-def forward_of(trained: Trained) -> Forward:
-    """The model as one program on the default device, specialised to its layouts."""
+def single_device_forward(trained: Trained) -> Forward:
+    """Returns a forward pass on the default device, specialised to the model's layouts."""
 
     @jax.jit
-    def program(params, tokens, places):
-        found = whole.token_scores(
-            trained.model, params, trained.tables, tokens, places.reshape(-1)
+    def program(params, tokens, positions):
+        outputs = whole.token_scores(
+            trained.model, params, trained.tables, tokens, positions.reshape(-1)
         )
-        return tuple(part[None] for part in found)
+        return tuple(output[None] for output in outputs)
 
-    return lambda tokens, places: program(trained.params, tokens, places)
+    return lambda tokens, positions: program(trained.params, tokens, positions)
 
 
-def limits_of(trained: Trained, parts: int = 1) -> Limits:
-    """Batches as large as the training's micro-batches, which are known to fit the device."""
+def batch_limits(trained: Trained, shards: int = 1) -> Limits:
+    """Returns limits equal to the training's micro-batches, which fit the device."""
     training = trained.training
     rows = training.batch // training.micro_batches
-    return Limits(training.sequence, rows * training.sequence, parts)
+    return Limits(training.sequence, rows * training.sequence, shards)
 
 
 def score(
     forward: Forward, limits: Limits, requests: Sequence[Request]
 ) -> tuple[list[Score], Counts]:
-    """Scores each continuation after its context; in the order of the requests.
+    """Scores each continuation given its context, in the order of the requests.
 
-    A request longer than the model's context loses tokens on the left.
+    Requests longer than the context are truncated on the left.
 
     Raises:
-      UserError: a continuation alone is longer than the context, or a context is empty.
+      UserError: a continuation is longer than the context, or a context is empty.
     """
-    rows = [_fitted(request, limits.context) for request in requests]
+    rows = [_truncate(request, limits.context) for request in requests]
     lengths = [len(tokens) - 1 for tokens, _ in rows]
     buckets = bucket_lengths(lengths, limits.context)
     batches = _batches(rows, lengths, buckets, limits)
-    most = {length: 0 for length in buckets}
-    for parts, length in batches:
-        most[length] = max(most[length], *(sum(rows[i][1] for i in part) for part in parts))
+    max_positions = dict.fromkeys(buckets, 0)
+    for shards, length in batches:
+        counts = (sum(rows[i][1] for i in shard) for shard in shards)
+        max_positions[length] = max(max_positions[length], *counts)
     scores: list[Score] = [(0.0, True)] * len(rows)
-    padded, running = 0, []
-    for parts, length in batches:
-        tokens, places = _arrays(parts, rows, length, limits, most[length])
+    padded, in_flight = 0, []
+    for shards, length in batches:
+        tokens, positions = _arrays(shards, rows, length, limits, max_positions[length])
         padded += tokens[:, 1:].size
-        running.append((parts, forward(tokens, places)))
-        if len(running) > 2:  # The device works ahead, without holding every result.
-            _collect(running.pop(0), rows, scores)
-    for results in running:
+        in_flight.append((shards, forward(tokens, positions)))
+        if len(in_flight) > 2:  # Keeps the device busy while bounding the outputs in its memory.
+            _collect(in_flight.pop(0), rows, scores)
+    for results in in_flight:
         _collect(results, rows, scores)
     truncated = sum(len(a) + len(b) > limits.context + 1 for a, b in requests)
-    counts = Counts(len(rows), truncated, sum(lengths), padded, frozenset(buckets))
-    return scores, counts
+    return scores, Counts(len(rows), truncated, sum(lengths), padded, frozenset(buckets))
 
 
 def bucket_lengths(lengths: Sequence[int], context: int, buckets: int = BUCKETS) -> list[int]:
-    """As few sequence lengths, ascending, as pad these lengths by at most a tenth in all.
+    """Returns the fewest sequence lengths, ascending, that pad `lengths` by at most a tenth.
 
-    There are never more than `buckets`; those found pad the least of all as many, by dynamic
-    programming. They are even, or the context itself.
+    Returns at most `buckets` lengths, which are even or equal to `context`. They minimise the
+    padding among all choices of as many lengths (dynamic programming).
     """
-    rounded = [min(-(-length // _MULTIPLE) * _MULTIPLE, context) for length in lengths]
+    rounded = [min(_round_up(length, _LENGTH_MULTIPLE), context) for length in lengths]
     values, counts = np.unique(rounded, return_counts=True)
     # best[k][j]: padded tokens of the first j values in k buckets, each as long as its last value.
     best = [np.array([0.0, *[np.inf] * len(values)])]
-    cut: list[list[int]] = []
+    # splits[k][j]: number of values in the first k of these k + 1 buckets.
+    splits: list[list[int]] = []
     total = np.concatenate([[0], np.cumsum(counts)])
-    enough = (1 + _PADDING) * sum(lengths)
-    while len(cut) < min(buckets, len(values)) and best[-1][-1] > enough:
-        row, where = [np.inf], [0]
+    max_tokens = (1 + _PADDING) * sum(lengths)
+    while len(splits) < min(buckets, len(values)) and best[-1][-1] > max_tokens:
+        row, split = [np.inf], [0]
         for j in range(1, len(values) + 1):
             costs = best[-1][:j] + values[j - 1] * (total[j] - total[:j])
-            where.append(int(np.argmin(costs)))
-            row.append(costs[where[-1]])
+            split.append(int(np.argmin(costs)))
+            row.append(costs[split[-1]])
         best.append(np.array(row))
-        cut.append(where)
-    chosen, end = [], len(values)
-    for where in reversed(cut):
-        chosen.append(int(values[end - 1]))
-        end = where[end]
-    return sorted(chosen)
+        splits.append(split)
+    bucket_ends, end = [], len(values)
+    for split in reversed(splits):
+        bucket_ends.append(int(values[end - 1]))
+        end = split[end]
+    return sorted(bucket_ends)
 
 
-def _fitted(request, context) -> tuple[np.ndarray, int]:
-    """(at most context + 1 tokens, how many of the last are scored)."""
+def _truncate(request, context) -> tuple[np.ndarray, int]:
+    """Returns (at most context + 1 tokens, number of scored tokens at their end)."""
     before, after = request
     if len(after) > context:
         raise UserError(
-            f"A continuation of {len(after)} tokens cannot be scored: the model sees {context} "
-            "at once. Shorten that task's answers, or evaluate a model of a longer "
-            "training.sequence."
+            f"A continuation of {len(after)} tokens does not fit the model's context of {context}. "
+            "Shorten the answers of the task, or evaluate a model of a longer training.sequence."
         )
     if not len(before):
-        raise UserError("A continuation cannot be scored after no token at all.")
+        raise UserError("A continuation cannot be scored after an empty context.")
     return np.asarray([*before, *after], np.int32)[-(context + 1) :], len(after)
 
 
 def _batches(rows, lengths, buckets, limits) -> list[tuple[list[list[int]], int]]:
-    """(the requests of each part, length) of every batch.
+    """Returns (request indices of each shard, length) of every batch.
 
-    Cut longest first, so that the rows which the last batch of a length leaves go to the next; then
-    dealt out anew among the batches of one length, so that all score about as many tokens.
+    First splits the requests longest first, so the rows left over in the last batch of a length are
+    filled with shorter requests. Then distributes the requests of each length over its shards by
+    their number of scored tokens, so that all shards score about the same number.
     """
     order = sorted(range(len(rows)), key=lambda i: -lengths[i])
-    cut: dict[int, list[list[int]]] = {}
+    requests: dict[int, list[int]] = {}
+    batch_counts: dict[int, int] = {}
     start = 0
     while start < len(order):
         length = min(bucket for bucket in buckets if bucket >= lengths[order[start]])
         stop = start + limits.rows(length)
-        cut.setdefault(length, []).append(order[start:stop])
+        requests.setdefault(length, []).extend(order[start:stop])
+        batch_counts[length] = batch_counts.get(length, 0) + 1
         start = stop
     batches = []
-    for length, groups in cut.items():
-        chosen = sorted((i for group in groups for i in group), key=lambda i: rows[i][1])
-        hands = len(groups) * limits.parts
-        dealt = [chosen[hand::hands] for hand in range(hands)]
-        batches += [(dealt[first :: len(groups)], length) for first in range(len(groups))]
+    for length, count in batch_counts.items():
+        by_scored = sorted(requests[length], key=lambda i: rows[i][1])
+        shard_count = count * limits.shards
+        shards = [by_scored[shard::shard_count] for shard in range(shard_count)]
+        batches += [(shards[first::count], length) for first in range(count)]
     return batches
 
 
-def _arrays(parts, rows, length, limits, most):
-    """(int32 [rows, length + 1] tokens, int32 [parts, scored] places) of a batch."""
-    size = limits.rows(length) // limits.parts
-    tokens = np.zeros((limits.parts, size, length + 1), np.int32)
-    places = np.zeros((limits.parts, _rounded(most, size * length)), np.int32)
-    for part, chosen in enumerate(parts):
-        found = []
-        for row, i in enumerate(chosen):
+def _arrays(shards, rows, length, limits, max_positions):
+    """Returns (int32 [rows, length + 1] tokens, int32 [shards, S] positions) of a batch."""
+    shard_rows = limits.rows(length) // limits.shards
+    tokens = np.zeros((limits.shards, shard_rows, length + 1), np.int32)
+    size = min(_round_up(max_positions, _POSITIONS_MULTIPLE), shard_rows * length)
+    positions = np.zeros((limits.shards, size), np.int32)
+    for shard, indices in enumerate(shards):
+        start = 0
+        for row, i in enumerate(indices):
             request, scored = rows[i]
-            tokens[part, row, : len(request)] = request
+            tokens[shard, row, : len(request)] = request
             end = row * length + len(request) - 1
-            found.append(np.arange(end - scored, end))
-        if found:
-            joined = np.concatenate(found)
-            places[part, : len(joined)] = joined
-    return tokens.reshape(-1, length + 1), places
+            positions[shard, start : start + scored] = np.arange(end - scored, end)
+            start += scored
+    return tokens.reshape(-1, length + 1), positions
 
 
-def _rounded(count, most):
-    return min(-(-count // _PLACES_MULTIPLE) * _PLACES_MULTIPLE, most)
+def _round_up(count, multiple):
+    return -(-count // multiple) * multiple
 
 
 def _collect(results, rows, scores):
-    parts, outputs = results
-    losses, largest = jax.device_get(outputs)
-    for part, chosen in enumerate(parts):
+    shards, outputs = results
+    losses, is_largest = jax.device_get(outputs)
+    for shard, indices in enumerate(shards):
         start = 0
-        for i in chosen:
+        for i in indices:
             stop = start + rows[i][1]
-            loss = losses[part, start:stop].sum(dtype=np.float64)
-            scores[i] = (-float(loss), bool(largest[part, start:stop].all()))
+            loss = losses[shard, start:stop].sum(dtype=np.float64)
+            scores[i] = (-float(loss), bool(is_largest[shard, start:stop].all()))
             start = stop

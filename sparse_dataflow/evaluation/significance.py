@@ -1,9 +1,9 @@
-"""Means with honest errors, and paired differences between two models on the same items.
+"""Means with clustered standard errors, and paired_difference differences between two models.
 
-Items of one document are not independent, so errors are clustered by document, and two models are
-compared by the differences on each item, as "Adding Error Bars to Evals" (arXiv 2411.00640,
-sections 2.2 and 4) advises. With as few documents as a small corpus holds out, the normal
-distribution would promise too much: Student's t with one degree fewer than documents is used.
+Items of one document are not independent, so standard errors are clustered by document. Two models
+are compared by their differences on each item. Both follow "Adding Error Bars to Evals" (arXiv
+2411.00640, sections 2.2 and 4). A small corpus has few held-out documents, so intervals use
+Student's t with one degree of freedom fewer than documents.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ METHOD = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Estimate:
-    """A mean over items.
+class ClusteredMean:
+    """Mean over items with a standard error clustered by document.
 
     Attributes:
-      mean: over all items.
-      error: its standard error; None where there are fewer than two documents.
-      items: how many.
-      documents: how many they are from.
+      mean: mean over all items.
+      error: standard error; None for fewer than two documents.
+      items: number of items.
+      documents: number of documents.
     """
 
     mean: float
@@ -37,14 +37,14 @@ class Estimate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Paired:
-    """The mean difference of two models on the same items.
+class PairedDifference:
+    """Mean difference of two models on the same items.
 
     Attributes:
-      difference: first minus second.
-      low: lower end of its 95% interval; None where there are fewer than two documents.
-      high: upper end.
-      p: probability of a difference as large where there is none; two-sided.
+      difference: mean of the first model minus mean of the second.
+      low: lower end of the 95% interval; None for fewer than two documents.
+      high: upper end of the 95% interval; None for fewer than two documents.
+      p: two-sided p-value; None where the t statistic is undefined.
     """
 
     difference: float
@@ -53,11 +53,15 @@ class Paired:
     p: float | None
 
 
-def estimate(values: np.ndarray, documents: Sequence) -> Estimate:
-    """Mean and clustered standard error; `values` float [items], `documents` names one an item.
+def clustered_mean(values: np.ndarray, documents: Sequence) -> ClusteredMean:
+    """Returns the mean and its standard error clustered by document.
 
     The error is sqrt(G / (G - 1) * sum over documents of (sum of residuals)²) / items for G
-    documents, which is the usual one where every item is its own document.
+    documents. With one item per document it is the usual standard error.
+
+    Args:
+      values: float [items].
+      documents: document of each item.
     """
     values = np.asarray(values, np.float64)
     _, cluster = np.unique(np.asarray(documents), return_inverse=True)
@@ -66,19 +70,27 @@ def estimate(values: np.ndarray, documents: Sequence) -> Estimate:
     error = None
     if count > 1:
         error = math.sqrt(count / (count - 1) * float(residuals @ residuals)) / len(values)
-    return Estimate(float(values.mean()), error, len(values), count)
+    return ClusteredMean(float(values.mean()), error, len(values), count)
 
 
-def paired(first: np.ndarray, second: np.ndarray, documents: Sequence) -> Paired:
-    """Whether two models differ; both float [items], of the same items in the same order."""
-    found = estimate(np.asarray(first) - np.asarray(second), documents)
-    if found.error is None:
-        return Paired(found.mean, None, None, None)
-    from scipy import stats  # Half a second to import, and no training needs it.
+def paired_difference(
+    first: np.ndarray, second: np.ndarray, documents: Sequence
+) -> PairedDifference:
+    """Returns the paired difference of two models.
 
-    degrees = found.documents - 1
-    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, degrees)) * found.error
-    p = None if found.mean else 1.0  # Where no document differs from another, t says nothing.
-    if found.error:
-        p = float(2 * stats.t.sf(abs(found.mean) / found.error, degrees))
-    return Paired(found.mean, found.mean - reach, found.mean + reach, p)
+    Args:
+      first: float [items], values of the first model.
+      second: float [items], values of the second model on the same items.
+      documents: document of each item.
+    """
+    result = clustered_mean(np.asarray(first) - np.asarray(second), documents)
+    if result.error is None:
+        return PairedDifference(result.mean, None, None, None)
+    from scipy import stats  # slow to import, and training does not need it
+
+    degrees = result.documents - 1
+    margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, degrees)) * result.error
+    p = None if result.mean else 1.0
+    if result.error:
+        p = float(2 * stats.t.sf(abs(result.mean) / result.error, degrees))
+    return PairedDifference(result.mean, result.mean - margin, result.mean + margin, p)

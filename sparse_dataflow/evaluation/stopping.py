@@ -1,4 +1,4 @@
-"""Text from tokens as they come: whole characters, and an end at the first stop string."""
+"""Incremental decoding of tokens to text, which ends at the first stop string."""
 
 import codecs
 from collections.abc import Sequence
@@ -6,60 +6,60 @@ from collections.abc import Sequence
 from sparse_dataflow.data.tokenizer import Tokenizer
 
 
-class Writer:
-    """Collects the tokens of one continuation.
+class StreamDecoder:
+    """Decodes the tokens of one continuation.
 
     Attributes:
-      text: what is certain so far; all of it once `stopped_by` is set.
-      tokens: every token but an end of text.
-      stopped_by: "" while it goes on.
+      text: released text; complete once `stopped_by` is set.
+      tokens: all tokens but the end-of-text token.
+      stopped_by: reason of the end; "" until then.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-        """Stop strings may begin and end anywhere within tokens."""
+        """Creates a decoder; stop strings may begin and end inside tokens."""
         self.text, self.stopped_by = "", ""
         self.tokens: list[int] = []
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
+        self._pending = ""
 
     def add(self, token: int) -> str:
-        """One token more; returns the text that became certain by it, "" after the end."""
+        """Adds a token and returns the text that it releases; returns "" after the end."""
         if self.stopped_by:
             return ""
         if token == self._tokenizer.eot_id:
             return self.end("end")
         self.tokens.append(token)
-        self._held += self._decoder.decode(self._tokenizer.bytes_of(token))
-        return self._settle()
+        self._pending += self._decoder.decode(self._tokenizer.bytes_of(token))
+        return self._release_certain()
 
     def end(self, reason: str) -> str:
-        """Ends it for `reason` unless it has ended; returns the text that was held back."""
+        """Ends the text for `reason` unless it has ended; returns the remaining text."""
         if self.stopped_by:
             return ""
-        self._held += self._decoder.decode(b"", final=True)
-        text = self._settle()
+        self._pending += self._decoder.decode(b"", final=True)
+        text = self._release_certain()
         if not self.stopped_by:
             self.stopped_by = reason
-            text += self._release(len(self._held))
+            text += self._release(len(self._pending))
         return text
 
-    def _settle(self):
-        found = [place for place in map(self._held.find, self._stop) if place >= 0]
-        if found:
+    def _release_certain(self):
+        matches = [index for index in map(self._pending.find, self._stop) if index >= 0]
+        if matches:
             self.stopped_by = "stop"
-            return self._release(min(found))
-        return self._release(len(self._held) - self._possible_stop())
+            return self._release(min(matches))
+        return self._release(len(self._pending) - self._possible_stop())
 
     def _possible_stop(self):
-        """Length of the longest end of the held text that begins a stop string."""
+        """Returns the length of the longest pending suffix that starts a stop string."""
         longest = max(map(len, self._stop), default=0)
-        for length in range(min(longest - 1, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+        for length in range(min(longest - 1, len(self._pending)), 0, -1):
+            if any(stop.startswith(self._pending[-length:]) for stop in self._stop):
                 return length
         return 0
 
     def _release(self, length):
-        text, self._held = self._held[:length], self._held[length:]
+        text, self._pending = self._pending[:length], self._pending[length:]
         self.text += text
         return text

@@ -1,4 +1,4 @@
-"""A trained model, read from its run folder: what evaluation, generation and export begin with."""
+"""Trained models loaded from run folders, for evaluation, generation and export."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -28,19 +28,19 @@ NEWEST, BEST = "newest", "best"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trained:
-    """One variant of a run at one checkpoint.
+    """A checkpoint of one variant of a run.
 
     Attributes:
-      folder: the run's.
+      folder: run folder.
       variant: "sparse" or "dense".
-      model: of the checkpoint's own phase.
-      params: float32 masters; see `models.gpt`.
+      model: model config in the checkpoint's phase.
+      params: float32 master weights; see `models.gpt`.
       tables: numpy layout tables, which programs are specialised to.
-      tokenizer: the run's.
-      step: optimizer steps done.
-      training: how it was trained.
+      tokenizer: tokenizer of the run.
+      step: number of optimizer steps.
+      training: training config.
       record: what the run was started with; None where there is no run folder.
-      facts: what the checkpoint says beside its arrays ("seconds", "bits_per_byte", ...).
+      facts: checkpoint metadata ("seconds", "bits_per_byte", ...).
     """
 
     folder: Path
@@ -56,53 +56,53 @@ class Trained:
 
     @property
     def context(self) -> int:
-        """Tokens that the model was trained to see at once."""
+        """Context length of the training in tokens."""
         return self.training.sequence
 
 
 def load(run_folder: str | Path, variant: str, checkpoint: str = NEWEST) -> Trained:
-    """A variant's model from a checkpoint whose every byte was verified.
+    """Loads a variant's model from a checkpoint and verifies all of its bytes.
 
-    Nothing in the folder is changed; the run may still be going on.
+    Does not change the folder; the run may still be in progress.
 
     Args:
-      run_folder: of the run.
-      variant: "sparse" or "dense", where the run has it.
-      checkpoint: "newest", "best" (lowest held-out loss of those kept) or a step's number.
+      run_folder: run folder.
+      variant: variant of the run, "sparse" or "dense".
+      checkpoint: "newest", "best" (lowest held-out loss) or a step number.
 
     Raises:
-      UserError: there is no such run, variant, tokenizer or checkpoint, or it is damaged.
+      UserError: the run, variant, tokenizer or checkpoint is missing or damaged.
     """
     folder = Path(run_folder).expanduser()
     config = read_config(folder)
     record = read_record(folder, config)
     if variant not in config.variants:
         raise UserError(
-            f"The run {folder} has no variant {variant!r}; it has: {', '.join(config.variants)}."
+            f"The run {folder} has no variant {variant!r}; legal: {', '.join(config.variants)}."
         )
     tokenizer = read_tokenizer(folder, record)
     chosen = read_variants(config, record)[variant]
     model, training, evolution = chosen.model, chosen.training, chosen.evolution
-    known = identity(model, training, evolution, tokenizer.content_hash)
-    where = folder / variant / "checkpoints"
-    checkpoints = Checkpoints(where, config=known, read_only=True)
-    found = phases(model, evolution, training.steps)
+    config_identity = identity(model, training, evolution, tokenizer.content_hash)
+    path = folder / variant / "checkpoints"
+    checkpoints = Checkpoints(path, config=config_identity, read_only=True)
+    model_phases = phases(model, evolution, training.steps)
 
-    def wanted(step, extra):
-        state = saved_state(Kept.read(extra, found).phases, training, step)
-        # The optimizer's part is read because it is there, and never reaches the device.
+    def template(step, extra):
+        state = saved_state(Kept.read(extra, model_phases).phases, training, step)
+        # Optimizer moments stay on the host: only the parameters are used.
         on_host = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), state.moments)
         return state._replace(moments=on_host)
 
-    restored = checkpoints.restore(wanted, _step(checkpoints, checkpoint))
+    restored = checkpoints.restore(template, _step(checkpoints, checkpoint))
     if restored is None:
-        raise UserError(f"The run {folder} has no checkpoint of {variant} yet: {where} is empty.")
+        raise UserError(f"The run {folder} has no checkpoint of {variant} yet: {path} is empty.")
     state, facts = restored
     step = int(state.step)
     return Trained(
         folder,
         variant,
-        found[phase_before(found, step)].model,
+        model_phases[phase_before(model_phases, step)].model,
         state.params,
         state.tables,
         tokenizer,
@@ -114,11 +114,13 @@ def load(run_folder: str | Path, variant: str, checkpoint: str = NEWEST) -> Trai
 
 
 def _step(checkpoints, name):
-    """The step that `name` asks for; None for the newest whole one."""
+    """Returns the step of checkpoint `name`; None for the newest complete one."""
     if name == NEWEST:
         return None
     if name == BEST:
         return checkpoints.best_step()
     if not name.isdecimal():
-        raise UserError(f"There is no checkpoint {name!r}; legal: {NEWEST}, {BEST} or a step.")
+        raise UserError(
+            f"There is no checkpoint {name!r}; legal: {NEWEST}, {BEST} or a step number."
+        )
     return int(name)

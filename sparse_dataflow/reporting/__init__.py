@@ -1,1 +1,1 @@
-"""A run's results as one self-contained HTML file."""
+"""Reports of runs as self-contained HTML files, and figures of studies."""

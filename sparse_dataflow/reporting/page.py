@@ -1,4 +1,4 @@
-"""What the report's page says: its headline, its tables and its figures, computed from the data."""
+"""Content of the report page: headline, tables and figures."""
 
 import dataclasses
 import math
@@ -15,8 +15,8 @@ from sparse_dataflow.reporting.report_data import (
 )
 from sparse_dataflow.reporting.timeline_figure import timeline
 
-_EQUAL_CLOCK = 0.05
-_PICTURES = 12
+_EQUAL_TIME_TOLERANCE = 0.05
+_MAX_PICTURES = 12
 _PICTURE_WIDTH = 320
 
 
@@ -25,18 +25,18 @@ class Measure:
     """A row of the headline table.
 
     Attributes:
-      label: what is measured.
+      label: name of the quantity.
       field: attribute of VariantData.
-      text: prints the row's values.
-      better: word for a sparse model that does better, e.g. "faster".
-      worse: word for one that does worse.
-      higher_is_better: whether a larger value is the better one.
-      relative: shown as a percentage of the dense value instead of as "n times".
+      text: formatter of the row's values.
+      better: adjective for a better sparse model, e.g. "faster".
+      worse: adjective for a worse sparse model.
+      higher_is_better: whether larger values are better.
+      relative: whether the verdict is a percentage of the dense value, not a factor.
     """
 
     label: str
     field: str
-    text: quantities.Row
+    text: quantities.Formatter
     better: str
     worse: str
     higher_is_better: bool = False
@@ -48,27 +48,27 @@ MEASURES = (
             relative=True),
     Measure("Held-out bits per byte", "bits_per_byte", quantities.fixed(3), "lower", "higher",
             relative=True),
-    Measure("Parameters stored", "stored_parameters", quantities.count, "fewer", "more"),
+    Measure("Stored parameters", "stored_parameters", quantities.count, "fewer", "more"),
     Measure("Training memory", "training_bytes", quantities.size, "less", "more"),
     Measure("Tokens per second", "tokens_per_second", quantities.count, "faster", "slower",
             higher_is_better=True),
-    Measure("Step time, median", "step_seconds", quantities.seconds, "shorter", "longer"),
-    Measure("FLOPs a token", "flops_per_token", quantities.flops, "fewer", "more"),
+    Measure("Median step time", "step_seconds", quantities.seconds, "shorter", "longer"),
+    Measure("FLOPs per token", "flops_per_token", quantities.flops, "fewer", "more"),
     Measure("MFU", "mfu", quantities.percent, "higher", "lower", higher_is_better=True),
 )  # fmt: skip
 RUN_MEASURES = (
-    ("Tokens trained on", "tokens", quantities.count),
+    ("Training tokens", "tokens", quantities.count),
     ("Optimizer steps", "steps", lambda values: [f"{v:,}" for v in values]),
-    ("Training wall-clock", "train_seconds", quantities.durations),
+    ("Training wall-clock time", "train_seconds", quantities.durations),
 )
 
 
 def contents(data: ReportData) -> dict[str, Any]:
-    """What the template fills in; variants in the order dense, sparse."""
+    """Returns the variables of the template; variants in the order dense, sparse."""
     variants = sorted(data.variants, key=lambda v: v.name)
     seconds = _breakdown({v.name: v.section_seconds for v in variants}, quantities.seconds, "step")
     memory = _breakdown({v.name: v.memory for v in variants}, quantities.size, "memory")
-    pictures, left_out = layout_pictures(data.layouts)
+    pictures, omitted = layout_pictures(data.layouts)
     return {
         "data": data,
         "names": [v.name for v in variants],
@@ -81,35 +81,33 @@ def contents(data: ReportData) -> dict[str, Any]:
         "breakdowns": {"step": seconds, "memory": memory},
         "timelines": _timelines(variants),
         "pictures": pictures,
-        "pictures_left_out": left_out,
+        "omitted_pictures": omitted,
         "evaluation": evaluation_table(data.evaluation) if data.evaluation else None,
         "goodput": goodput(data.goodput),
     }  # fmt: skip
 
 
 def goodput(seconds: dict[str, float]) -> str:
-    """The share of a run's time that counts, and what the rest was; empty where it is not known."""
+    """Returns the shares of a run's time as text; "" without data."""
     total = sum(seconds.values())
     if not total or "productive" not in seconds:
         return ""
-    rest = ", ".join(
-        f"{name} {_percent(part / total)}"
-        for name, part in seconds.items()
-        if name != "productive" and part / total >= 0.0005
+    shares = [f"{_percent(seconds['productive'] / total)} of {total:,.0f} s in productive steps"]
+    others = ", ".join(
+        f"{name} {_percent(value / total)}"
+        for name, value in seconds.items()
+        if name != "productive" and value / total >= 0.0005
     )
-    told = f"{_percent(seconds['productive'] / total)} of {total:,.0f} s in steps that count"
-    return f"{told}; {rest}" if rest else told
+    return "; ".join([*shares, others] if others else shares)
 
 
 def evaluation_table(evaluation: EvaluationData) -> list[dict[str, Any]]:
-    """Rows of the evaluation's table: what was asked, cells by model, baselines, difference.
+    """Returns the rows of the evaluation table.
 
-    A difference is called better or worse for the first model only where its 95% interval leaves
-    out zero.
+    A difference is better or worse for the first model only where its 95% interval excludes zero.
     """
     rows = []
     for row in evaluation.rows:
-        # Shares are printed in percent, all else as it is.
         text = _percent if row.metric in ("acc", "acc_norm", "exact_match") else _plain_number
         better, interval = None, ""
         if row.low is not None and row.high is not None:
@@ -119,7 +117,7 @@ def evaluation_table(evaluation: EvaluationData) -> list[dict[str, Any]]:
         rows.append({
             "task": row.task,
             "shots": "" if row.shots is None else f"{row.shots}-shot",
-            "about": f"{row.metric}; {row.items:,} items of {row.documents:,} documents",
+            "about": f"{row.metric}; {row.items:,} items from {row.documents:,} documents",
             "cells": [
                 (text(row.values.get(name)),
                  f"± {text(row.errors[name])}" if row.errors.get(name) is not None else "")
@@ -143,39 +141,39 @@ def _plain_number(value: float | None, sign: bool = False) -> str:
 
 
 def headline(variants: Sequence[VariantData]) -> str:
-    """The run's result in one sentence, in bits per byte where evaluated so, else in loss."""
+    """Returns the result of the run in one sentence, in bits per byte or else in loss."""
     field, unit = "bits_per_byte", "bits per byte of held-out text"
     if any(finite(v.bits_per_byte) is None for v in variants):
         field, unit = "loss", "nats per token of held-out text"
     if any(finite(getattr(v, field)) is None for v in variants):
-        return "No held-out evaluation was made for every model of this run."
+        return "This run has no held-out evaluation of all its models."
     score = {v.name: f"{getattr(v, field):.3f}" for v in variants}
     clock = {v.name: quantities.durations([v.train_seconds])[0] for v in variants}
     if len(variants) == 1:
         (name,) = score
-        return f"The {name} model is at {score[name]} {unit} after {clock[name]} of training."
+        return f"The {name} model reaches {score[name]} {unit} after {clock[name]} of training."
     times = [v.train_seconds for v in variants]
-    if max(times) - min(times) > _EQUAL_CLOCK * max(times):
+    if max(times) - min(times) > _EQUAL_TIME_TOLERANCE * max(times):
         return (
-            f"The sparse model is at {score['sparse']} {unit} after {clock['sparse']} of training; "
-            f"its dense twin at {score['dense']} after {clock['dense']}."
+            f"The sparse model reaches {score['sparse']} {unit} after {clock['sparse']} of "
+            f"training; its dense twin reaches {score['dense']} after {clock['dense']}."
         )
-    start = f"At equal wall-clock ({quantities.durations([sum(times) / 2])[0]} each)"
+    start = f"At equal wall-clock time ({quantities.durations([sum(times) / 2])[0]} each)"
     if score["sparse"] == score["dense"]:
-        return f"{start} the sparse model and its dense twin are level at {score['sparse']} {unit}."
+        return f"{start} the sparse model and its dense twin both reach {score['sparse']} {unit}."
     if float(score["sparse"]) < float(score["dense"]):
         return (
-            f"{start} the sparse model is ahead, at {score['sparse']} {unit}; "
-            f"its dense twin is at {score['dense']}."
+            f"{start} the sparse model is better: {score['sparse']} {unit}; "
+            f"its dense twin reaches {score['dense']}."
         )
     return (
-        f"{start} the dense twin is ahead, at {score['dense']} {unit}; "
-        f"the sparse model is at {score['sparse']}."
+        f"{start} the dense twin is better: {score['dense']} {unit}; "
+        f"the sparse model reaches {score['sparse']}."
     )
 
 
 def table(variants: Sequence[VariantData], flop_ceiling: float | None) -> list[dict[str, Any]]:
-    """Rows of the headline table: label, cells by variant, verdict and what to say under it."""
+    """Returns the rows of the headline table: label, cells by variant, verdict and its note."""
     rows = []
     for measure in MEASURES:
         values = [finite(getattr(v, measure.field)) for v in variants]
@@ -183,18 +181,18 @@ def table(variants: Sequence[VariantData], flop_ceiling: float | None) -> list[d
             "label": measure.label,
             "field": measure.field,
             "cells": measure.text(values),
-            "under": None,
+            "note": None,
         }
         if len(variants) == 2:
             row["verdict"], row["better"] = _verdict(measure, *values)
         if measure.field == "tokens_per_second":
-            row["under"] = _ceiling(values, flop_ceiling)
+            row["note"] = _ceiling(values, flop_ceiling)
         rows.append(row)
     return rows
 
 
 def _verdict(measure: Measure, dense: float | None, sparse: float | None):
-    """How the sparse value compares: ("2.31× faster", True); better is None where neither is."""
+    """Returns (verdict, whether sparse is better), e.g. ("2.31× faster", True); None if equal."""
     if not dense or not sparse or dense < 0 or sparse < 0:
         return MISSING, None
     better = (sparse > dense) == measure.higher_is_better
@@ -202,116 +200,112 @@ def _verdict(measure: Measure, dense: float | None, sparse: float | None):
     if measure.relative:
         share = abs(sparse - dense) / dense
         return (f"{100 * share:.1f}% {word}", better) if share >= 5e-4 else ("equal", None)
-    times = max(dense, sparse) / min(dense, sparse)
-    if times < 1.005:
+    factor = max(dense, sparse) / min(dense, sparse)
+    if factor < 1.005:
         return "equal", None
-    return f"{quantities.significant(times)}× {word}", better
+    return f"{quantities.significant(factor)}× {word}", better
 
 
 def _ceiling(values: Sequence[float | None], flop_ceiling: float | None) -> str | None:
-    """The FLOP ceiling beside the speed ratio, and the share of it that was reached."""
+    """Returns the FLOP ceiling and the share of it that the speed-up reaches, as text."""
     ceiling = finite(flop_ceiling)
     if not ceiling or len(values) < 2 or not values[0] or values[1] is None:
         return None
     share = values[1] / values[0] / ceiling
-    return f"FLOP ceiling {quantities.significant(ceiling)}×, {100 * share:.0f}% of it reached"
+    return f"{100 * share:.0f}% of the FLOP ceiling {quantities.significant(ceiling)}×"
 
 
 def facts(data: ReportData) -> list[str]:
-    """Sentences under the table on what bounds the ratio."""
+    """Returns sentences on the limits of the speed-up."""
     sentences = []
     if (share := finite(data.projection_share)) is not None:
         sentences.append(
-            f"Projections hold {100 * share:.1f}% of a dense step's FLOPs; the "
-            "rest (attention, embedding, loss) costs the same however sparse they are."
+            f"The projections have {100 * share:.1f}% of a dense step's FLOPs. Sparsity does not "
+            "reduce the others: attention, embedding and loss."
         )
     if (ceiling := finite(data.flop_ceiling)) is not None:
         sentences.append(
-            f"A dense step has {quantities.significant(ceiling)}× the FLOPs of a sparse "
-            "step: the FLOP ceiling, which the speed-up could reach if every operation ran at one "
-            "rate."
+            f"A dense step has {quantities.significant(ceiling)}× the FLOPs of a sparse step. This "
+            "FLOP ceiling is the speed-up if all operations ran at the same FLOP rate."
         )
     return sentences
 
 
 def _curves(variants: Sequence[VariantData]) -> list[dict[str, Any]]:
     histories = {v.name: v.history for v in variants}
-    drawn = [(x, figures.loss_curves(histories, x, f"loss-{x}")) for x in ("tokens", "seconds")]
-    return [{"x": x, "svg": made[0], "clipped": made[1]} for x, made in drawn if made]
+    curves = [(x, figures.loss_curves(histories, x, f"loss-{x}")) for x in ("tokens", "seconds")]
+    return [{"x": x, "svg": curve[0], "clipped": curve[1]} for x, curve in curves if curve]
 
 
 def _timelines(variants: Sequence[VariantData]) -> list[dict[str, Any]]:
-    found = []
+    timelines = []
     for v in variants:
         if v.timeline:
             spans = [tuple(span) for span in v.timeline]
-            told = (
-                f"{quantities.percent([v.hidden])[0]} of the transfer ran while the device computed"
-            )
-            drawn = timeline(spans, f"timeline-{v.name}", f"{v.name}: {told}.")
-            found.append({"name": v.name, "svg": drawn, "told": told})
-    return found
+            overlap = f"{quantities.percent([v.hidden])[0]} of the transfers overlap with compute"
+            picture = timeline(spans, f"timeline-{v.name}", f"{v.name}: {overlap}.")
+            timelines.append({"name": v.name, "svg": picture, "overlap": overlap})
+    return timelines
 
 
 def _breakdown(
-    parts: Mapping[str, Mapping[str, float]], text: quantities.Row, key: str
+    bars: Mapping[str, Mapping[str, float]], text: quantities.Formatter, key: str
 ) -> dict[str, Any] | None:
-    """A stacked bar and its table; None where no variant has any part."""
-    parts = {variant: fold(values, _largest_parts(parts)) for variant, values in parts.items()}
-    parts = {variant: values for variant, values in parts.items() if sum(values.values()) > 0}
-    if not parts:
+    """Returns stacked bars and their table; None where no variant has values."""
+    largest = _largest_categories(bars)
+    bars = {variant: fold(values, largest) for variant, values in bars.items()}
+    bars = {variant: values for variant, values in bars.items() if sum(values.values()) > 0}
+    if not bars:
         return None
-    names = list(dict.fromkeys(name for values in parts.values() for name in values))
-    # The rest is drawn last whichever variant brought it in.
-    names.sort(key=lambda name: name == "other")
-    totals = dict(zip(parts, text([math.fsum(values.values()) for values in parts.values()])))
-    every = text([v for values in parts.values() for v in values.values()])
-    printed = iter(every)
-    cells = {variant: {name: next(printed) for name in values} for variant, values in parts.items()}
-    title = {"step": "A step's time by section", "memory": "Training memory by category"}[key]
+    categories = list(dict.fromkeys(name for values in bars.values() for name in values))
+    categories.sort(key=lambda name: name == "other")
+    totals = dict(zip(bars, text([math.fsum(values.values()) for values in bars.values()])))
+    texts = iter(text([v for values in bars.values() for v in values.values()]))
+    cells = {variant: {name: next(texts) for name in values} for variant, values in bars.items()}
+    title = {"step": "Step time by section", "memory": "Training memory by category"}[key]
     return {
-        "svg": figures.stacked_bars(parts, names, totals, f"parts-{key}", title),
-        "variants": list(parts),
-        "rows": [(i, name, [cells[v].get(name, MISSING) for v in parts])
-                 for i, name in enumerate(names)],
-        "totals": [totals[v] for v in parts],
+        "svg": figures.stacked_bars(bars, categories, totals, f"breakdown-{key}", title),
+        "variants": list(bars),
+        "rows": [(i, name, [cells[v].get(name, MISSING) for v in bars])
+                 for i, name in enumerate(categories)],
+        "totals": [totals[v] for v in bars],
     }  # fmt: skip
 
 
-def _largest_parts(parts: Mapping[str, Mapping[str, float]]) -> set[str]:
-    """The parts that get a colour of their own: all, or the largest where colours run out."""
-    weight: dict[str, float] = {}
-    for values in parts.values():
+def _largest_categories(bars: Mapping[str, Mapping[str, float]]) -> set[str]:
+    """Returns the categories with their own colour: all, or the largest if there are too many."""
+    sums: dict[str, float] = {}
+    for values in bars.values():
         for name, value in values.items():
-            weight[name] = weight.get(name, 0.0) + (finite(value) or 0.0)
-    names = sorted(weight, key=weight.__getitem__, reverse=True)
-    if len(names) <= svg.PARTS:
+            sums[name] = sums.get(name, 0.0) + (finite(value) or 0.0)
+    names = sorted(sums, key=sums.__getitem__, reverse=True)
+    if len(names) <= svg.CATEGORIES:
         return set(names)
-    return set([name for name in names if name != "other"][: svg.PARTS - 1])
+    return set([name for name in names if name != "other"][: svg.CATEGORIES - 1])
 
 
-def fold(values: Mapping[str, float], kept: set[str]) -> dict[str, float]:
-    """`values` with parts outside `kept` added up as "other"; parts not above 0 are dropped."""
+def fold(values: Mapping[str, float], categories: set[str]) -> dict[str, float]:
+    """Returns the positive values; sums those outside `categories` as "other"."""
     folded: dict[str, float] = {}
     for name, value in values.items():
         number = finite(value)
         if number is not None and number > 0:
-            name = name if name in kept else "other"
+            name = name if name in categories else "other"
             folded[name] = folded.get(name, 0.0) + number
     return folded
 
 
 def layout_pictures(layouts: Sequence[LayoutData]) -> tuple[list[dict[str, Any]], int]:
-    """Pictures of the distinct layouts, all to one scale, and how many distinct ones were left out.
+    """Returns (pictures of the distinct layouts on one scale, number of omitted layouts).
 
-    Layers that share a projection's layout share one picture.
+    Layers with the same layout of a projection share one picture.
     """
     groups: dict[Any, list[LayoutData]] = {}
     for layout in layouts:
         stored = tuple(sorted((row, column) for row, column in layout.mask))
         shape = (layout.in_blocks, layout.out_blocks, layout.block)
         groups.setdefault((layout.projection, shape, stored), []).append(layout)
-    chosen = list(groups.values())[:_PICTURES]
+    chosen = list(groups.values())[:_MAX_PICTURES]
     longest = max((max(g[0].in_blocks, g[0].out_blocks) for g in chosen), default=1)
     cell = min(10.0, _PICTURE_WIDTH / longest)
     pictures = [_picture(group, cell, f"layout-{i}") for i, group in enumerate(chosen)]
@@ -321,11 +315,11 @@ def layout_pictures(layouts: Sequence[LayoutData]) -> tuple[list[dict[str, Any]]
 def _picture(group: Sequence[LayoutData], cell: float, key: str) -> dict[str, Any]:
     layout = group[0]
     blocks = layout.in_blocks * layout.out_blocks
-    where = _layers([g.layer for g in group])
-    title = f"{layout.projection}{f', {where}' if where else ''}"
+    layers = _layers([g.layer for g in group])
+    title = f"{layout.projection}, {layers}" if layers else layout.projection
     return {
         "title": layout.projection,
-        "where": where,
+        "layers": layers,
         "svg": figures.block_picture(
             layout.in_blocks, layout.out_blocks, layout.mask, cell, key, f"Layout of {title}"
         ),
@@ -337,17 +331,17 @@ def _picture(group: Sequence[LayoutData], cell: float, key: str) -> dict[str, An
     }
 
 
-def _spread(stated: int, where: Sequence[int], blocks: int) -> str:
-    """A fan as stated, or its range in the mask where blocks differ in it."""
+def _spread(fan: int, indices: Sequence[int], blocks: int) -> str:
+    """Returns the fan of a layout, or its range where it differs between blocks."""
     counts = [0] * blocks
-    for index in where:
+    for index in indices:
         counts[index] += 1
-    low, high = min(counts, default=stated), max(counts, default=stated)
-    return f"{stated}" if low == high else f"{low} to {high}"
+    low, high = min(counts, default=fan), max(counts, default=fan)
+    return f"{fan}" if low == high else f"{low} to {high}"
 
 
 def _layers(layers: Sequence[int | None]) -> str:
-    """Layers in words: "layer 3", "layers 0–5, 8"; empty for a layout of all layers."""
+    """Returns e.g. "layer 3" or "layers 0–5, 8"; "" for a layout of all layers."""
     numbers = sorted({n for n in layers if n is not None})
     runs: list[list[int]] = []
     for n in numbers:

@@ -1,4 +1,4 @@
-"""Figures of studies as PNG files: panels of curves or of samples, with spreads."""
+"""Figures of studies as PNG files: panels of curves or samples."""
 
 import dataclasses
 import math
@@ -27,10 +27,10 @@ class Curve:
       x: float [n].
       y: float [n].
       low: float [n], lower end of the spread; empty for none.
-      high: likewise the upper end.
-      joined: whether the points are joined.
-      marked: whether the points are marked.
-      dashed: whether the line is broken, as of what is predicted or compared with.
+      high: float [n], upper end of the spread; empty for none.
+      joined: whether to connect the points by a line.
+      marked: whether to draw markers.
+      dashed: whether the line is dashed, e.g. for predictions and references.
     """
 
     x: Values
@@ -47,14 +47,14 @@ class Panel:
     """One pair of axes.
 
     Attributes:
-      title: above it.
-      x_label: with its unit.
-      y_label: with its unit.
-      curves: by name; one name has one colour in every panel.
-      log_x: base of a logarithmic x, 0 for a linear one.
-      log_y: whether y is logarithmic.
-      ticks: the places of x that are labelled; empty for matplotlib's own choice.
-      limits: lower and upper end of y; empty for matplotlib's own choice.
+      title: title of the axes.
+      x_label: label of x with its unit.
+      y_label: label of y with its unit.
+      curves: name -> curve; a name has the same colour in all panels.
+      log_x: base of a logarithmic x axis; 0 for a linear axis.
+      log_y: whether the y axis is logarithmic.
+      ticks: x ticks; empty for matplotlib's default.
+      limits: lower and upper limit of y; empty for matplotlib's default.
     """
 
     title: str
@@ -68,9 +68,10 @@ class Panel:
 
 
 def save_panels(path: Path, panels: Sequence[Panel], title: str = "") -> None:
-    """Draws the panels side by side, at most four a row, with `title` above.
+    """Draws the panels side by side, at most four per row.
 
-    One legend lies below them all, or one in each where no two panels have a name in common.
+    All panels share a legend, unless no two panels have a curve name in common: then each panel
+    has its own legend.
     """
     columns = min(_COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
@@ -80,23 +81,23 @@ def save_panels(path: Path, panels: Sequence[Panel], title: str = "") -> None:
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11)
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
-    apart = len(panels) > 1 and len(names) == sum(len(panel.curves) for panel in panels)
+    separate = len(panels) > 1 and len(names) == sum(len(panel.curves) for panel in panels)
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes, panel in zip(grid.flat, panels):
-        _draw(axes, panel, list(panel.curves) if apart else names)
-        if apart:
+        _draw(axes, panel, list(panel.curves) if separate else names)
+        if separate:
             axes.legend(frameon=False, fontsize=8)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
-    if not apart:
+    if not separate:
         _legend(figure, grid.flat, names)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
-def _legend(figure, every_axes, names):
+def _legend(figure, all_axes, names):
     handles: dict[str, Artist] = {}
-    for axes in every_axes:
+    for axes in all_axes:
         for handle, name in zip(*axes.get_legend_handles_labels()):
             handles.setdefault(name, handle)
     figure.legend(
@@ -136,13 +137,15 @@ def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
 def save_strips(
     path: Path, groups: Mapping[str, Mapping[str, Sequence[float]]], label: str, reference: str = ""
 ) -> None:
-    """A panel a group, a row a name, lowest mean on top: every sample a dot, their mean a stroke.
+    """Draws one panel per group with one row per name: samples as dots, means as strokes.
+
+    Rows are sorted by their mean, the lowest on top.
 
     Args:
-      path: the PNG.
+      path: PNG file to write.
       groups: {panel title: {name: samples}}.
-      label: of the values, with their unit; the axis holds the samples, not 0.
-      reference: name whose mean is drawn as a line through its panel.
+      label: label of the values with their unit; the axis need not include 0.
+      reference: name whose mean is drawn as a line across its panel.
     """
     longest = max(len(rows) for rows in groups.values())
     size = (_INCHES * 1.25 * len(groups), 0.3 * longest + 1.2)
@@ -152,11 +155,11 @@ def save_strips(
         figure.subplots(1, len(groups), squeeze=False).flat, groups.items()
     ):
         order = sorted(rows, key=lambda name: np.mean(rows[name]), reverse=True)
-        for place, name in enumerate(order):
+        for row, name in enumerate(order):
             colour = "0.35" if name == reference else "C0"
             mean = float(np.mean(rows[name]))
-            axes.plot([mean, mean], [place - 0.35, place + 0.35], color=colour, linewidth=3)
-            axes.plot(rows[name], [place] * len(rows[name]), "k.", markersize=4)
+            axes.plot([mean, mean], [row - 0.35, row + 0.35], color=colour, linewidth=3)
+            axes.plot(rows[name], [row] * len(rows[name]), "k.", markersize=4)
         if reference in rows:
             axes.axvline(np.mean(rows[reference]), color="0.35", linestyle="--", linewidth=1)
         axes.set_yticks(range(len(order)), order, fontsize=8)

@@ -1,4 +1,4 @@
-"""The planner's figures, as files that stand alone: roofline, sensitivity, scaling, truth."""
+"""Figures of the planner as PNG files: roofline, sensitivity, scaling and accuracy."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,20 +30,20 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = "osD^vPX"
 
 
-def new(width: float, height: float, columns: int = 1, rows: int = 1, **options):
-    """A figure of inches with its axes, drawn by `save`; call under `style()`."""
+def _new_figure(width: float, height: float, columns: int = 1, **options):
+    """Returns (figure, axes [1, columns]); sizes in inches. Call it under `_style()`."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, figure.subplots(1, columns, squeeze=False, **options)
 
 
-def style():
-    """The settings under which a figure is made and saved."""
+def _style():
+    """Returns a context with the matplotlib settings of the figures."""
     return matplotlib.rc_context(STYLE)
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Writes the figure as PNG; makes the folder."""
+    """Writes the figure as PNG, creates its folder if needed, and returns `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", metadata={"Software": None})
     return path
@@ -52,23 +52,24 @@ def save(figure: Figure, path: Path) -> Path:
 def roofline(
     chip: Chip, dtype: str, models: Mapping[str, Mapping[str, Section]], title: str
 ) -> Figure:
-    """The chip's roofline with the sections of several models on it.
+    """Plots the sections of several models on a chip's roofline.
 
     Args:
-      chip: with its rate and bandwidth.
-      dtype: of the products.
-      models: label -> section name -> `Section`; sections without FLOPs are left out.
-      title: above the figure.
+      chip: chip with its FLOP rate and bandwidth.
+      dtype: dtype of the matrix products.
+      models: label -> section name -> `Section`; sections without FLOPs are omitted.
+      title: title of the figure.
     """
-    with style():
-        figure, grid = new(7.2, 4.4)
+    with _style():
+        figure, grid = _new_figure(7.2, 4.4)
         axes = grid[0][0]
         peak, bandwidth = chip.rates(dtype)
         points = [
             s for sections in models.values() for s in sections.values() if float(s.flops) > 0
         ]
-        found = [float(s.intensity) for s in points]
-        low, high = min(*found, peak / bandwidth) / 4, max(*found, peak / bandwidth) * 4
+        intensities = [float(s.intensity) for s in points]
+        low = min(*intensities, peak / bandwidth) / 4
+        high = max(*intensities, peak / bandwidth) * 4
         x = np.geomspace(low, high, 200)
         axes.plot(x, np.minimum(peak, x * bandwidth) / 1e12, color="#444444", linewidth=1.2)
         names = list(dict.fromkeys(n for sections in models.values() for n in sections))
@@ -88,31 +89,31 @@ def roofline(
         figure.suptitle(title, fontsize=10)
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set(xlabel="operational intensity, FLOP a byte", ylabel="TFLOP/s")
+        axes.set(xlabel="operational intensity, FLOP/byte", ylabel="TFLOP/s")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-        shown = [name for name in names if any(float(m[name].flops) > 0 for m in models.values())]
+        plotted = [name for name in names if any(float(m[name].flops) > 0 for m in models.values())]
         handles = [
             axes.plot([], [], "s", color=COLOURS[i], label=label)[0]
             for i, label in enumerate(models)
         ]
         handles += [
             axes.plot([], [], MARKERS[names.index(n) % len(MARKERS)], color="#777777", label=n)[0]
-            for n in shown
+            for n in plotted
         ]
         figure.legend(handles=handles, loc="outside right upper", fontsize=8)
         return figure
 
 
 def sensitivity(effects: Mapping[str, float], best: Mapping[str, Mapping], title: str) -> Figure:
-    """Shapley effects as bars; beside them, the best throughput that each level leaves.
+    """Plots Shapley effects as bars, and the best throughput of each level of each choice.
 
     Args:
       effects: choice -> share of the variance.
       best: choice -> level -> highest throughput.
-      title: above the figure.
+      title: title of the figure.
     """
-    with style():
-        figure, grid = new(
+    with _style():
+        figure, grid = _new_figure(
             9.6, 0.42 * len(effects) + 1.3, columns=2, sharey=True, width_ratios=(1, 2)
         )
         left, right = grid[0]
@@ -134,7 +135,7 @@ def sensitivity(effects: Mapping[str, float], best: Mapping[str, Mapping], title
                     column + 0.48, row, f"{label}\n{value:.2f}", ha="center", va="center",
                     fontsize=6.5, color="white" if value > 0.93 else "black",
                 )  # fmt: skip
-        right.set(xlabel="level, and the best throughput with it as a fraction of the best of all")
+        right.set(xlabel="level, and its best throughput relative to the overall best")
         right.set_xticks([])
         right.grid(False)
         right.spines[["bottom", "left"]].set_visible(False)
@@ -146,15 +147,15 @@ def sensitivity(effects: Mapping[str, float], best: Mapping[str, Mapping], title
 def scaling(
     panels: Mapping[str, Mapping[str, Sequence[tuple[int, float, str]]]], ylabel: str, title: str
 ) -> Figure:
-    """Lines over numbers of chips, a panel each, with what limits each point in its marker.
+    """Plots lines over the number of chips; markers show the limit of each point.
 
     Args:
-      panels: panel title -> line label -> (chips, value, what limits) of each point.
-      ylabel: of the values.
-      title: above the figure.
+      panels: panel title -> line label -> (chips, value, limit) of each point.
+      ylabel: label of the values.
+      title: title of the figure.
     """
-    with style():
-        figure, grid = new(3.1 * len(panels) + 1.8, 3.3, columns=len(panels), sharey=True)
+    with _style():
+        figure, grid = _new_figure(3.1 * len(panels) + 1.8, 3.3, columns=len(panels), sharey=True)
         limits = list(
             dict.fromkeys(p[2] for lines in panels.values() for ps in lines.values() for p in ps)
         )
@@ -188,15 +189,15 @@ def scaling(
         return figure
 
 
-def truth(points: Mapping[str, Sequence[tuple[float, float, bool]]], title: str) -> Figure:
-    """Predicted against published seconds, both axes logarithmic.
+def accuracy(points: Mapping[str, Sequence[tuple[float, float, bool]]], title: str) -> Figure:
+    """Plots predicted against published step times on logarithmic axes.
 
     Args:
-      points: source -> (published, predicted, whether the row was fitted).
-      title: above the figure.
+      points: source -> (published seconds, predicted seconds, whether the row was fitted).
+      title: title of the figure.
     """
-    with style():
-        figure, grid = new(6.4, 4.6)
+    with _style():
+        figure, grid = _new_figure(6.4, 4.6)
         axes = grid[0][0]
         values = [v for rows in points.values() for row in rows for v in row[:2]]
         ends = np.array([min(values) / 1.5, max(values) * 1.5])
@@ -204,10 +205,10 @@ def truth(points: Mapping[str, Sequence[tuple[float, float, bool]]], title: str)
         axes.plot(ends, ends, color="#666666", linewidth=0.8)
         for number, (source, rows) in enumerate(points.items()):
             for fitted in (False, True):
-                chosen = [row for row in rows if row[2] == fitted]
+                subset = [row for row in rows if row[2] == fitted]
                 axes.plot(
-                    [row[0] for row in chosen],
-                    [row[1] for row in chosen],
+                    [row[0] for row in subset],
+                    [row[1] for row in subset],
                     MARKERS[number],
                     color=COLOURS[number],
                     markerfacecolor="white" if fitted else COLOURS[number],
@@ -215,10 +216,10 @@ def truth(points: Mapping[str, Sequence[tuple[float, float, bool]]], title: str)
                     label=None if fitted else source,
                 )
         axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=title)
-        axes.set(xlabel="published, seconds a step", ylabel="predicted, seconds a step")
+        axes.set(xlabel="published, seconds per step", ylabel="predicted, seconds per step")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-        axes.legend(title="filled: held out; grey: within 10%", fontsize=8)
+        axes.legend(title="filled: held out; grey band: within 10%", fontsize=8)
         return figure
 
 
@@ -228,27 +229,29 @@ def bars(
     ylabel: str,
     title: str,
 ) -> Figure:
-    """Panels of grouped bars on one scale, one bar of each group at each label.
+    """Plots panels of grouped bars on one scale.
 
     Args:
-      labels: along each x axis.
-      panels: title -> legend -> a value for each label; all have the same legends.
-      ylabel: of the values.
-      title: above the figure.
+      labels: labels of the x axis.
+      panels: panel title -> legend label -> value at each x label; all panels have the same legend.
+      ylabel: label of the values.
+      title: title of the figure.
     """
-    with style():
-        figure, grid = new(4.2 * len(panels), 3.6, columns=len(panels), sharey=True)
+    with _style():
+        figure, grid = _new_figure(4.2 * len(panels), 3.6, columns=len(panels), sharey=True)
         for axes, (panel, groups) in zip(grid[0], panels.items()):
             width = 0.84 / len(groups)
             for number, (name, values) in enumerate(groups.items()):
                 x = np.arange(len(labels)) + (number - (len(groups) - 1) / 2) * width
                 axes.bar(x, values, 0.92 * width, color=COLOURS[number], label=name)
-                for at, value in zip(x, values):
-                    axes.text(at, value, f"{value:.1f}", ha="center", va="bottom", fontsize=6.5)
+                for x_value, value in zip(x, values):
+                    axes.text(
+                        x_value, value, f"{value:.1f}", ha="center", va="bottom", fontsize=6.5
+                    )
             axes.set_xticks(range(len(labels)), labels)
             axes.grid(False, axis="x")
             axes.set_title(panel, fontsize=9)
-            axes.set(xlabel="fraction of the blocks that are stored")
+            axes.set(xlabel="density (fraction of stored blocks)")
         grid[0][0].set(ylabel=ylabel)
         grid[0][0].legend(fontsize=7.5, loc="upper left")
         figure.suptitle(title, fontsize=10)

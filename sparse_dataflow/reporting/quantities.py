@@ -1,8 +1,8 @@
-"""How a number is printed: three significant digits, SI prefixes for counts, binary ones for bytes.
+"""Formatting of numbers: three significant digits, SI prefixes for counts, binary ones for bytes.
 
-Every function takes the values of one table row and gives their texts in one common unit, chosen by
-the largest, so that cells of a row compare at a glance.  A value that is missing (None) or not
-finite prints as `MISSING`.  A number and its unit are joined by no-break spaces.
+Every formatter takes the values of one table row and returns their texts in a common unit, chosen
+by the largest value. Missing (None) and non-finite values print as `MISSING`. No-break spaces join
+a number and its unit.
 """
 
 import math
@@ -15,73 +15,73 @@ _SI = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 Number = float | int | None
-Row = Callable[[Sequence[Number]], list[str]]
+Formatter = Callable[[Sequence[Number]], list[str]]
 
 
 def finite(value: Number) -> float | None:
-    """`value` as a float; None where it is missing, NaN or infinite."""
+    """Returns `value` as a float; None where it is None, NaN or infinite."""
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def significant(value: float, digits: int = 3) -> str:
-    """`value` at `digits` significant digits, thousands grouped, never with an exponent."""
+def significant(value: float) -> str:
+    """Formats `value` with three significant digits, grouped thousands and no exponent."""
     if value == 0:
         return "0"
-    rounded = float(f"{value:.{digits - 1}e}")
-    decimals = digits - 1 - math.floor(math.log10(abs(rounded)))
+    rounded = float(f"{value:.2e}")
+    decimals = 2 - math.floor(math.log10(abs(rounded)))
     return f"{rounded:,.{max(decimals, 0)}f}".replace("-", "−")
 
 
-def fixed(decimals: int) -> Row:
-    """Printer of a row at a fixed number of decimals."""
+def fixed(decimals: int) -> Formatter:
+    """Returns a formatter with a fixed number of decimals."""
 
-    def row(values: Sequence[Number]) -> list[str]:
-        return _each(values, lambda v: f"{v:,.{decimals}f}".replace("-", "−"))
+    def formatter(values: Sequence[Number]) -> list[str]:
+        return _format_each(values, lambda v: f"{v:,.{decimals}f}".replace("-", "−"))
 
-    return row
+    return formatter
 
 
 def count(values: Sequence[Number], unit: str = "") -> list[str]:
-    """Counts with one SI prefix for the row, as in "25.3 M"; below 1000 they stay whole."""
+    """Formats counts with one SI prefix, e.g. "25.3 M"; counts below 1000 stay integers."""
     power = _power(values, 1000, len(_SI))
     suffix = f"{_SI[power]}{unit}"
 
-    def one(value: float) -> str:
+    def format_count(value: float) -> str:
         scaled = value / 1000**power
         text = str(int(value)) if power == 0 and value == int(value) else significant(scaled)
         return f"{text}{_NBSP}{suffix}".rstrip()
 
-    return _each(values, one)
+    return _format_each(values, format_count)
 
 
 def flops(values: Sequence[Number]) -> list[str]:
-    """Floating-point operations, as in "151 MFLOP"."""
+    """Formats floating-point operations, e.g. "151 MFLOP"."""
     return count(values, "FLOP")
 
 
 def size(values: Sequence[Number]) -> list[str]:
-    """Bytes in one binary unit for the row, as in "1.37 GiB"."""
+    """Formats bytes in one binary unit, e.g. "1.37 GiB"."""
     power = _power(values, 1024, len(_BINARY))
-    return _each(values, lambda v: f"{significant(v / 1024**power)}{_NBSP}{_BINARY[power]}")
+    return _format_each(values, lambda v: f"{significant(v / 1024**power)}{_NBSP}{_BINARY[power]}")
 
 
 def seconds(values: Sequence[Number]) -> list[str]:
-    """A step's time in one unit for the row: "µs", "ms" or "s"."""
+    """Formats seconds in one unit: "µs", "ms" or "s"."""
     largest = _largest(values)
     scale, unit = next(
         ((s, u) for s, u in ((1, "s"), (1e-3, "ms")) if largest >= s * 0.9995), (1e-6, "µs")
     )
-    return _each(values, lambda v: f"{significant(v / scale)}{_NBSP}{unit}")
+    return _format_each(values, lambda v: f"{significant(v / scale)}{_NBSP}{unit}")
 
 
 def percent(values: Sequence[Number]) -> list[str]:
-    """Fractions of one as percentages, as in "41.2%"."""
-    return _each(values, lambda v: f"{significant(100 * v)}%")
+    """Formats fractions of one as percentages, e.g. "41.2%"."""
+    return _format_each(values, lambda v: f"{significant(100 * v)}%")
 
 
 def durations(values: Sequence[Number]) -> list[str]:
-    """Wall-clock for people: "95.3 s", "12 min 5 s" or "3 h 12 min"."""
-    return [text.replace(" ", _NBSP) for text in _each(values, _duration)]
+    """Formats wall-clock seconds, e.g. "95.3 s", "12 min 5 s" or "3 h 12 min"."""
+    return [text.replace(" ", _NBSP) for text in _format_each(values, _duration)]
 
 
 def _duration(value: float) -> str:
@@ -95,11 +95,11 @@ def _duration(value: float) -> str:
 
 
 def visible(text: str) -> str:
-    """Any text as text that a page can hold: what cannot be seen or encoded is made visible.
+    """Returns `text` with invisible and unencodable characters made visible.
 
-    Control characters other than newline and tab become their Unicode control pictures (U+2400 on),
-    bidirectional overrides are named so that they cannot reorder the page, and lone surrogates and
-    non-characters, which UTF-8 or HTML refuse, become U+FFFD.
+    Control characters other than newline and tab become Unicode control pictures (U+2400 on).
+    Bidirectional overrides become their code points, so they cannot reorder the page. Lone
+    surrogates and non-characters, which UTF-8 or HTML refuse, become U+FFFD.
     """
     return "".join(map(_visible_character, text))
 
@@ -119,8 +119,8 @@ def _visible_character(character: str) -> str:
     return character
 
 
-def _each(values: Sequence[Number], one: Callable[[float], str]) -> list[str]:
-    return [MISSING if (v := finite(value)) is None else one(v) for value in values]
+def _format_each(values: Sequence[Number], format_value: Callable[[float], str]) -> list[str]:
+    return [MISSING if (v := finite(value)) is None else format_value(v) for value in values]
 
 
 def _largest(values: Sequence[Number]) -> float:
@@ -128,7 +128,7 @@ def _largest(values: Sequence[Number]) -> float:
 
 
 def _power(values: Sequence[Number], base: int, limit: int) -> int:
-    """The prefix under which the row's largest value, once rounded, is below `base`."""
+    """Returns the smallest power of `base` at which the largest value rounds to below `base`."""
     largest = _largest(values)
     if largest < base - 0.5:
         return 0

@@ -1,4 +1,4 @@
-"""The one self-contained HTML file that shows a run's results."""
+"""Report of a run as a self-contained HTML file."""
 
 import os
 import pathlib
@@ -12,12 +12,12 @@ from sparse_dataflow.reporting.report_data import ReportData
 
 
 def write_report(data: ReportData, path: str | os.PathLike) -> None:
-    """Writes `data` as one HTML file that needs no network; a reader never sees half of it.
+    """Atomically writes `data` as one HTML file that needs no network.
 
     Raises:
-      UserError: where the file cannot be written; what stood there before is untouched.
+      UserError: the file cannot be written; an existing file is unchanged.
     """
-    # It imports matplotlib, which takes a second that only a report is worth.
+    # Imports matplotlib, which is slow.
     from sparse_dataflow.reporting import page
 
     path = pathlib.Path(path)
@@ -27,7 +27,7 @@ def write_report(data: ReportData, path: str | os.PathLike) -> None:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        # Texts of the run may hold anything; Markup (our own figures) is left as it is.
+        # Texts of a run can have any characters; Markup values are figures.
         finalize=lambda value: visible(value) if type(value) is str else value,
     )
     html = environment.get_template("template.html.jinja").render(page.contents(data))
@@ -35,6 +35,6 @@ def write_report(data: ReportData, path: str | os.PathLike) -> None:
         storage.replace(path, html.encode("utf-8"))
     except OSError as error:
         raise UserError(
-            f"The report could not be written to {path}: {error.strerror or error}. "
-            "Free some space or name a folder that can be written; the run itself is kept."
+            f"The report {path} cannot be written: {error.strerror or error}. "
+            "Free disk space or choose a writable folder. The run is not affected."
         ) from error

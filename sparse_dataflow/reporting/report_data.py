@@ -1,4 +1,4 @@
-"""A run's results as data, kept as report.json."""
+"""Results of a run as data, stored in report.json."""
 
 import dataclasses
 import math
@@ -14,28 +14,29 @@ VARIANTS = ("dense", "sparse")
 
 @dataclasses.dataclass(frozen=True)
 class VariantData:
-    """One trained model: its quality, its cost and its history.
+    """Quality, cost and history of one trained model.
+
+    Measurements that were not made are None and print as a dash.
 
     Attributes:
       name: "dense" or "sparse".
       loss: held-out loss, nats per token.
       bits_per_byte: held-out loss in bits per byte of text, comparable between tokenizers.
-      stored_parameters: parameters that exist (the stored blocks of a sparse weight alone).
+      stored_parameters: number of stored parameters (only the stored blocks of sparse weights).
       training_bytes: memory of a training step, bytes.
       tokens_per_second: training throughput.
       step_seconds: median wall-clock of an optimizer step, seconds.
       flops_per_token: floating-point operations of a training step, per token.
-      steps: optimizer steps made.
-      tokens: tokens trained on.
-      train_seconds: wall-clock of the steps, seconds.
+      steps: number of optimizer steps.
+      tokens: number of training tokens.
+      train_seconds: wall-clock time of the steps, seconds.
       mfu: model FLOPs utilisation, a fraction of one; None where the peak is unknown.
       history: rows of metrics.jsonl, kinds "train" and "eval".
-      section_seconds: where a step's time goes, section -> seconds, in order of execution.
+      section_seconds: section -> seconds of a step, in order of execution.
       memory: category -> bytes.
-      timeline: (kind, section, start, stop in seconds) of the last step's work, where the executor
-        notes it.
-      hidden: fraction of the transfer during which the device computed.
-    A measurement that was not made is None and prints as a dash.
+      timeline: (kind, section, start, stop in seconds) of the last step's spans, for executors that
+        record them.
+      hidden: fraction of the transfer time that overlaps with compute.
     """
 
     name: str
@@ -59,21 +60,21 @@ class VariantData:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutData:
-    """Which blocks of one projection's weight exist.
+    """Stored blocks of one projection's weight.
 
     Attributes:
       projection: "qkv", "attn_out", "mlp_in" or "mlp_out".
       layer: index of the transformer block; None where all layers share the layout.
-      in_blocks: input blocks (rows of the picture).
-      out_blocks: output blocks (columns of the picture).
+      in_blocks: number of input blocks (rows of the picture).
+      out_blocks: number of output blocks (columns of the picture).
       block: side of a block, in features.
-      mask: the stored blocks, pairs [input block, output block].
-      fan_in: stored blocks that an output block reads (the most, where they differ).
-      fan_out: stored blocks that an input block feeds (the most, where they differ).
-      balanced: whether all output blocks share one fan-in and all input blocks one fan-out.
+      mask: stored blocks as pairs [input block, output block].
+      fan_in: maximum stored blocks per output block.
+      fan_out: maximum stored blocks per input block.
+      balanced: whether fan-in and fan-out are each the same for all blocks.
 
     Raises:
-      UserError: on construction, where a stored block lies outside the grid.
+      UserError: a stored block is outside the grid.
     """
 
     projection: str
@@ -97,12 +98,12 @@ class LayoutData:
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """A held-out prompt, how it really goes on, and what each variant wrote after it.
+    """A held-out prompt with its true and generated continuations.
 
     Attributes:
-      prompt: held-out text that every variant was given.
-      truth: the text that follows the prompt in the document.
-      by_variant: variant name -> generated text, without the prompt.
+      prompt: held-out text.
+      truth: text that follows the prompt in the document.
+      by_variant: variant name -> generated text without the prompt.
     """
 
     prompt: str
@@ -112,24 +113,24 @@ class Continuation:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationRow:
-    """What the models of a run scored in one task with one number of examples in the prompt.
+    """Scores of the models in one task with one number of examples in the prompt.
 
     Attributes:
-      task: its name.
-      shots: examples in the prompt; None where the question has none, as for a loss.
-      metric: what is counted.
-      lower_is_better: whether a smaller value is the better one.
-      items: how many were asked.
-      documents: how many they are from.
-      chance: what guessing gives; None where that is not known.
-      unigram: what a unigram model of the training documents gives; None where it was not asked.
-      bigram: the same of a bigram model.
+      task: name of the task.
+      shots: number of examples in the prompt; None where the task has no prompts, e.g. a loss.
+      metric: name of the metric.
+      lower_is_better: whether smaller values are better.
+      items: number of items.
+      documents: number of documents of the items.
+      chance: score of guessing; None where unknown.
+      unigram: score of a unigram model of the training tokens; None where not evaluated.
+      bigram: score of a bigram model of the training tokens; None where not evaluated.
       values: model name -> value.
-      errors: model name -> standard error; None where there is none.
-      difference: the first model's value less the second's, on the same items.
-      low: lower end of its 95% interval.
-      high: upper end.
-      p: probability of such a difference where there is none.
+      errors: model name -> standard error, or None where undefined.
+      difference: value of the first model minus value of the second, on the same items.
+      low: lower end of the difference's 95% interval.
+      high: upper end of the difference's 95% interval.
+      p: two-sided p-value of the difference.
     """
 
     task: str
@@ -151,14 +152,14 @@ class EvaluationRow:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationData:
-    """An evaluation of a run's models.
+    """Evaluation of a run's models.
 
     Attributes:
-      models: their names, in the order that differences are taken.
-      rows: what they scored.
-      method: how differences were judged, in words.
-      notes: plain sentences shown under the table.
-      command: that made it.
+      models: model names; differences are first minus second.
+      rows: scores of each task.
+      method: description of the statistical test.
+      notes: sentences under the table.
+      command: command of the evaluation.
     """
 
     models: list[str]
@@ -169,35 +170,39 @@ class EvaluationData:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "EvaluationData":
-        """The evaluation of parsed JSON; UserError where a key is missing or unknown."""
+        """Creates the evaluation from parsed JSON.
+
+        Raises:
+          UserError: a key is missing or unknown.
+        """
         rows = data.get("rows", ()) if isinstance(data, Mapping) else ()
         return _construct(cls, data, {"rows": [_construct(EvaluationRow, row) for row in rows]})
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportData:
-    """All that a report shows; kept as RUN/report.json.
+    """Content of a report, stored in RUN/report.json.
 
     Attributes:
       title: heading of the page.
-      command: the exact command that made the run.
-      date: when, as text.
+      command: command of the run.
+      date: date of the run as text.
       machine: chip, cores and memory.
       versions: package -> version.
-      corpus: what the model was trained on.
-      tokenizer: how text became tokens.
-      notes: plain sentences shown under the headline.
-      variants: one or two, of different names.
-      layouts: the sparse weights' layouts; empty for a dense run.
-      flop_ceiling: dense FLOPs over sparse FLOPs of a step: the speed-up that no kernel can exceed.
+      corpus: description of the training corpus.
+      tokenizer: description of the tokenizer.
+      notes: sentences under the headline.
+      variants: one or two variants with different names.
+      layouts: layouts of the sparse weights; empty for a dense run.
+      flop_ceiling: dense FLOPs over sparse FLOPs of a step, the upper bound of the speed-up.
       projection_share: share of a dense step's FLOPs in the projections, a fraction of one.
-      continuations: generated text, side by side.
-      evaluation: tasks that the models were asked, where `experiments.evaluate` has run.
-      goodput: seconds of the whole run, all its starts together, by what they were spent on;
-        "productive" are those of steps that count.
+      continuations: generated texts.
+      evaluation: evaluation on tasks, if `experiments.evaluate` has run.
+      goodput: category -> seconds of the run, including restarts; "productive" counts the steps
+        that the final model includes.
 
     Raises:
-      UserError: on construction, where there is no variant, one twice, or one of unknown name.
+      UserError: there is no variant, a duplicate or an unknown one.
     """
 
     title: str
@@ -220,20 +225,21 @@ class ReportData:
         names = [v.name for v in self.variants]
         if not names or len(set(names)) < len(names) or not set(names) <= set(VARIANTS):
             raise UserError(
-                f"A report needs each variant once, of {', '.join(VARIANTS)}; got {names}."
+                f"A report needs one or two different variants; legal: {', '.join(VARIANTS)}; "
+                f"got {names}."
             )
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "ReportData":
-        """The report of a parsed report.json.
+        """Creates the report from a parsed report.json.
 
         Raises:
-          UserError: where a key is missing or unknown.
+          UserError: a key is missing or unknown.
         """
-        parts = {"variants": VariantData, "layouts": LayoutData, "continuations": Continuation}
+        classes = {"variants": VariantData, "layouts": LayoutData, "continuations": Continuation}
         nested: dict[str, Any] = {
-            key: [_construct(part, item) for item in data[key]]
-            for key, part in parts.items()
+            key: [_construct(cls_, item) for item in data[key]]
+            for key, cls_ in classes.items()
             if isinstance(data, Mapping) and key in data
         }
         if isinstance(data, Mapping) and data.get("evaluation") is not None:
@@ -241,11 +247,11 @@ class ReportData:
         return _construct(cls, data, nested)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values alone: numpy values become Python's, non-finite numbers None."""
+        """Returns JSON values: numpy values as Python values, non-finite numbers as None."""
         return _plain(self)
 
 
-def _construct(cls: type, data: Any, replaced: Mapping[str, Any] | None = None) -> Any:
+def _construct(cls: type, data: Any, nested: Mapping[str, Any] | None = None) -> Any:
     if not isinstance(data, Mapping):
         raise UserError(f"{cls.__name__} must be a JSON object, not {type(data).__name__}.")
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -259,10 +265,10 @@ def _construct(cls: type, data: Any, replaced: Mapping[str, Any] | None = None) 
     ]
     if unknown or missing:
         raise UserError(
-            f"{cls.__name__} has unknown keys {unknown} and lacks {missing}; "
+            f"{cls.__name__} has the unknown keys {unknown} and lacks {missing}; "
             f"legal: {', '.join(fields)}."
         )
-    return cls(**{**data, **(replaced or {})})
+    return cls(**{**data, **(nested or {})})
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The picture of a pipeline schedule: stages down, ticks across, inline SVG (see svg.py)."""
+"""Pictures of pipeline schedules as inline SVG (see svg.py): stages are rows, ticks columns."""
 
 import itertools
 from collections.abc import Sequence
@@ -25,31 +25,31 @@ ACTIONS = {
     BACKWARD: "input gradient",
     WEIGHTS: "weight gradients",
 }
-"""Action -> what it is called; number i in this order has the colour --part<i>."""
+"""Action -> label; action i in this order has the colour --category<i>."""
 
-LONGEST = 1000
-"""Ticks in a picture at most: past it cells would be thinner than a pixel."""
+MAX_TICKS = 1000
+"""Maximum ticks of a picture; with more, cells would be narrower than a pixel."""
 
 _ROW, _LABEL, _LEGEND, _TOP = 20, 58, 24, 4
-_NUMBERED = 11
-"""Width of the narrowest cell that has room for a micro-batch's number."""
+_MIN_NUMBERED_CELL = 11
+"""Minimum width of a cell with the micro-batch's number."""
 
 
 def schedule_picture(schedule: Schedule, key: str) -> Markup:
-    """A schedule as a grid: a row a stage, a column a tick, the micro-batch's number in each cell.
+    """Draws a schedule as a grid of stages by ticks with the micro-batch number in each cell.
 
-    Chunks after a stage's first are drawn paler; of a long schedule only the beginning is drawn.
+    Later chunks of a stage are paler. Only the first `MAX_TICKS` ticks are drawn.
 
     Args:
-      schedule: the table.
+      schedule: pipeline schedule.
       key: prefix of the figure's ids, unique on the page.
     """
-    ticks = min(schedule.ticks, LONGEST)
+    ticks = min(schedule.ticks, MAX_TICKS)
     cell = min(18.0, max(1.0, 880 / ticks))
     width, body = _LABEL + ticks * cell + 6, _ROW * schedule.stages
     height = _TOP + body + _LEGEND + 8
     with matplotlib.rc_context(svg.STYLE):
-        figure = svg.figure(max(width, 430), height)
+        figure = svg.new_figure(max(width, 430), height)
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, max(width, 430)), ylim=(height, 0))
         axes.set_axis_off()
@@ -63,47 +63,46 @@ def schedule_picture(schedule: Schedule, key: str) -> Markup:
             action = int(schedule.action[stage, tick])
             if action not in ACTIONS:
                 continue
-            part = list(ACTIONS).index(action)
+            category = list(ACTIONS).index(action)
             left, top = _LABEL + tick * cell, _TOP + stage * _ROW
             chunk = int(schedule.chunk[stage, tick])
-            paler = 1 - 0.5 * chunk / schedule.chunks
+            alpha = 1 - 0.5 * chunk / schedule.chunks
             gap = 0.5 if cell >= 4 else 0.0
             corner, size = (left + gap, top + 1), (cell - 2 * gap, _ROW - 2)
             axes.add_patch(
-                Rectangle(corner, *size, fc=COLOUR[f"part{part}"], alpha=paler, linewidth=0)
+                Rectangle(corner, *size, fc=COLOUR[f"category{category}"], alpha=alpha, linewidth=0)
             )
-            if cell >= _NUMBERED:
+            if cell >= _MIN_NUMBERED_CELL:
                 number = str(schedule.micro_batch[stage, tick] + 1)
                 axes.text(left + cell / 2, top + _ROW / 2 + 0.5, number, ha="center", fontsize=9,
-                          color=COLOUR[f"on-part{part}"], **TEXT)  # fmt: skip
+                          color=COLOUR[f"on-category{category}"], **TEXT)  # fmt: skip
         left, middle = _LABEL, _TOP + body + _LEGEND / 2 + 4
-        for part, (action, name) in enumerate(ACTIONS.items()):
+        for category, (action, name) in enumerate(ACTIONS.items()):
             if np.any(schedule.action == action):
-                axes.add_patch(
-                    Rectangle((left, middle - 5), 10, 10, fc=COLOUR[f"part{part}"], linewidth=0)
-                )
+                colour = COLOUR[f"category{category}"]
+                axes.add_patch(Rectangle((left, middle - 5), 10, 10, fc=colour, linewidth=0))
                 axes.text(left + 15, middle + 0.5, name, color=COLOUR["muted"], **TEXT)
                 left += 30 + 6.2 * len(name)
         title = f"Schedule {schedule.name}: {schedule.stages} stages"
-        return svg.inline(figure, key, title, described(schedule))
+        return svg.inline(figure, key, title, describe(schedule))
 
 
 def schedule_page(schedules: Sequence[Schedule]) -> str:
-    """One HTML page that needs no network, with a picture of each schedule."""
+    """Returns a self-contained HTML page with a picture of each schedule."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("sparse_dataflow.reporting", "."), autoescape=True
     )
-    shown = [
-        {"words": described(schedule), "picture": schedule_picture(schedule, f"schedule{number}")}
-        for number, schedule in enumerate(schedules)
+    figures = [
+        {"description": describe(schedule), "svg": schedule_picture(schedule, f"schedule{index}")}
+        for index, schedule in enumerate(schedules)
     ]
-    return environment.get_template("schedules.html.jinja").render(schedules=shown)
+    return environment.get_template("schedules.html.jinja").render(figures=figures)
 
 
-def described(schedule: Schedule) -> str:
-    """The schedule in words."""
+def describe(schedule: Schedule) -> str:
+    """Describes a schedule in one sentence."""
     chunks = f" of {schedule.chunks} chunks each" if schedule.chunks > 1 else ""
     return (
         f"{schedule.name}: {schedule.stages} stages{chunks}, {schedule.micro_batches} "
-        f"micro-batches, {schedule.ticks} ticks, of which {schedule.bubble():.1%} are idle."
+        f"micro-batches, {schedule.ticks} ticks, bubble {schedule.bubble():.1%}."
     )

@@ -1,7 +1,7 @@
-"""matplotlib figures as SVG that lives inside an HTML page and takes its colours and font.
+"""matplotlib figures as inline SVG with the colours and fonts of an HTML page.
 
-Colours are the page's CSS variables (`--ink`, `--sparse`, ...), so one figure serves light and dark
-pages; text stays text; ids carry the figure's key, so figures share a page.
+Colours are CSS variables of the page (`--ink`, `--sparse`, ...), so a figure suits light and dark
+pages. Text stays text. Ids have the figure's key as prefix, so several figures fit on one page.
 """
 
 import io
@@ -13,23 +13,22 @@ from markupsafe import Markup
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-PARTS = 9
-"""Colours of a stacked bar: --part0 to --part8, and --on-part0 ... for text upon them."""
+CATEGORIES = 9
+"""Number of category colours: --category0 to --category8, with --on-category0 ... for text."""
 
 _NAMES = (
     *("ink", "muted", "rule", "paper", "well", "sparse", "dense"),
-    *(f"{kind}{i}" for i in range(PARTS) for kind in ("part", "on-part")),
+    *(f"{kind}{i}" for i in range(CATEGORIES) for kind in ("category", "on-category")),
 )
 
 COLOUR = {name: f"#0a{i:02x}0b" for i, name in enumerate(_NAMES, start=1)}
-"""CSS variable -> the hex code to draw it with: matplotlib wants a value, and nothing else uses
-these."""
+"""CSS variable -> unique hex code that matplotlib draws with and `inline` replaces."""
 
 Style = dict[Any, object]
-"""matplotlib's settings; its releases differ in whether a key is any text or one of a list."""
+"""matplotlib settings; the type of the keys differs between matplotlib releases."""
 
 TEXT: dict[str, Any] = {"va": "center", "parse_math": False}
-"""How a label is set: centred on its height, its dollar signs no mathematics."""
+"""Arguments of labels: vertically centred, dollar signs are text."""
 
 STYLE: Style = {
     "svg.fonttype": "none",
@@ -49,7 +48,7 @@ STYLE: Style = {
     **{f"{axis}tick.labelcolor": COLOUR["muted"] for axis in "xy"},
     **{f"{axis}tick.labelsize": 10 for axis in "xy"},
 }
-"""matplotlib settings under which a figure is drawn and turned into SVG."""
+"""matplotlib settings for drawing and saving the figures."""
 
 _VARIABLE = {value: f"var(--{name})" for name, value in COLOUR.items()}
 _HEX = re.compile("|".join(_VARIABLE))
@@ -57,31 +56,31 @@ _FONT = re.compile(r"font: (?:(bold|\d00) )?([\d.]+)px [^;]*")
 _DECIMALS = re.compile(r"-?\d+\.\d{3,}(?:e-?\d+)?")
 
 
-def figure(width: float, height: float) -> Figure:
-    """An empty figure without background, in SVG units (CSS pixels where it is not scaled)."""
-    made = Figure(figsize=(width / 72, height / 72), dpi=72)
-    made.patch.set_visible(False)
-    FigureCanvasSVG(made)
-    return made
+def new_figure(width: float, height: float) -> Figure:
+    """Returns an empty transparent figure; sizes in SVG units (CSS pixels at scale 1)."""
+    figure = Figure(figsize=(width / 72, height / 72), dpi=72)
+    figure.patch.set_visible(False)
+    FigureCanvasSVG(figure)
+    return figure
 
 
-def inline(drawn: Figure, key: str, title: str, description: str) -> Markup:
-    """The figure as one `<svg>` element to stand in HTML.
+def inline(figure: Figure, key: str, title: str, description: str) -> Markup:
+    """Returns the figure as an inline `<svg>` element.
 
     Args:
-      drawn: a figure made and drawn under `STYLE`.
-      key: prefix of every id within; unique on the page.
-      title: what the figure is called when read aloud.
-      description: what it shows, in words.
+      figure: figure drawn under `STYLE`.
+      key: prefix of the figure's ids, unique on the page.
+      title: accessible title of the figure.
+      description: accessible description of the figure.
     """
     buffer = io.BytesIO()
-    drawn.savefig(
+    figure.savefig(
         buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
     )
     root = ElementTree.fromstring(buffer.getvalue())
     for parent in list(root.iter()):
         for child in list(parent):
-            # A style element inside an inline SVG would rule the whole page.
+            # A style element of an inline SVG would apply to the whole page.
             if _local(child.tag) in ("metadata", "style"):
                 parent.remove(child)
     for element in root.iter():
@@ -89,15 +88,15 @@ def inline(drawn: Figure, key: str, title: str, description: str) -> Markup:
         element.attrib = {
             _local(name): _attribute(_local(name), value, key)
             for name, value in element.attrib.items()
-            # Groups are named line2d_1, text_1, ...: only what is referred to keeps its id.
+            # Nothing refers to the ids of groups (line2d_1, text_1, ...).
             if not (name == "id" and element.tag == "g")
         }
         element.text, element.tail = _trimmed(element.text), _trimmed(element.tail)
-    _name(root, key, title, description)
+    _set_title(root, key, title, description)
     return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
-def _name(root: ElementTree.Element, key: str, title: str, description: str) -> None:
+def _set_title(root: ElementTree.Element, key: str, title: str, description: str) -> None:
     width, height = (float(v) for v in root.attrib["viewBox"].split()[2:])
     root.attrib = {
         "viewBox": f"0 0 {width:g} {height:g}",
@@ -106,10 +105,11 @@ def _name(root: ElementTree.Element, key: str, title: str, description: str) -> 
         "role": "img",
         "aria-labelledby": f"{key}-title {key}-description",
     }
-    for place, (tag, text) in enumerate((("title", title), ("desc", description))):
-        element = ElementTree.Element(tag, {"id": f"{key}-{'description' if place else tag}"})
+    labels = (("title", "title", title), ("desc", "description", description))
+    for index, (tag, suffix, text) in enumerate(labels):
+        element = ElementTree.Element(tag, {"id": f"{key}-{suffix}"})
         element.text = text
-        root.insert(place, element)
+        root.insert(index, element)
 
 
 def _attribute(name: str, value: str, key: str) -> str:
@@ -121,7 +121,7 @@ def _attribute(name: str, value: str, key: str) -> str:
         value = _FONT.sub(lambda m: f"font-weight: {m[1] or 'normal'}; font-size: {m[2]}px", value)
     value = value.replace("url(#", f"url(#{key}-")
     value = _HEX.sub(lambda match: _VARIABLE[match[0]], value)
-    # A hundredth of a pixel is enough, and a third of the bytes.
+    # Two decimals are enough and reduce the size to a third.
     return " ".join(_DECIMALS.sub(lambda m: f"{float(m[0]):.2f}", value).split())
 
 

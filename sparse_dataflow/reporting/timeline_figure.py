@@ -1,4 +1,4 @@
-"""When the relay fetched, computed, returned and updated each section: a picture of one step."""
+"""Timeline of one relay step: fetch, compute, return and update of each section."""
 
 from collections.abc import Sequence
 
@@ -13,26 +13,26 @@ LANES = ("fetch", "compute", "return", "update")
 _LANE = 34
 
 Span = tuple[str, str, float, float]
-"""(kind, one of LANES; section; start; stop), both in seconds."""
+"""(kind, one of LANES; section; start in seconds; stop in seconds)."""
 
 
 def timeline(spans: Sequence[Span], key: str, description: str) -> Markup:
-    """One lane a kind of work, one bar a span, labelled with its section where there is room.
+    """Draws one lane per kind of work with one bar per span, labelled where there is room.
 
-    Blocks take their colour by turns, so that the same block is found in every lane.
+    A section has the same colour in all lanes.
 
     Args:
-      spans: of one step, at least one.
+      spans: spans of one step, at least one.
       key: prefix of the figure's ids, unique on the page.
-      description: what it shows, to be read aloud.
+      description: accessible description of the figure.
     """
-    begin = min(start for _, _, start, _ in spans)
-    end = max(stop for *_, stop in spans)
-    length = (end - begin) or 1.0
+    first = min(start for _, _, start, _ in spans)
+    last = max(stop for *_, stop in spans)
+    length = (last - first) or 1.0
     sections = list(dict.fromkeys(section for _, section, *_ in sorted(spans, key=_start)))
     height = _LANE * len(LANES) + 26
     with matplotlib.rc_context(svg.STYLE):
-        figure = svg.figure(WIDTH, height)
+        figure = svg.new_figure(WIDTH, height)
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, WIDTH), ylim=(height, 0))
         axes.set_axis_off()
@@ -41,15 +41,15 @@ def timeline(spans: Sequence[Span], key: str, description: str) -> Markup:
             middle = _LANE * lane + 18
             axes.text(0, middle, kind, color=COLOUR["ink"], **TEXT)
             for section, start, stop in _merged(spans, kind):
-                left, width = 64 + (start - begin) * unit, (stop - start) * unit
-                part = sections.index(section) % svg.PARTS
+                left, width = 64 + (start - first) * unit, (stop - start) * unit
+                category = sections.index(section) % svg.CATEGORIES
                 axes.barh(
                     middle,
                     max(width, 0.6),
                     height=22,
                     left=left,
                     align="center",
-                    color=COLOUR[f"part{part}"],
+                    color=COLOUR[f"category{category}"],
                 )
                 label = section.removeprefix("block ")
                 if width > 7 * len(label) + 4:
@@ -59,7 +59,7 @@ def timeline(spans: Sequence[Span], key: str, description: str) -> Markup:
                         label,
                         ha="center",
                         fontsize=10,
-                        color=COLOUR[f"on-part{part}"],
+                        color=COLOUR[f"on-category{category}"],
                         **TEXT,
                     )
         axes.text(64, height - 10, "0", color=COLOUR["muted"], **TEXT)
@@ -79,12 +79,12 @@ def _start(span):
 
 
 def _merged(spans, kind):
-    """(section, start, stop) of a kind; pieces of one section that overlap or touch are one."""
-    found: list[list] = []
-    chosen = sorted((s for s in spans if s[0] == kind), key=lambda span: (span[1], span[2]))
-    for _, section, start, stop in chosen:
-        if found and found[-1][0] == section and start <= found[-1][2]:
-            found[-1][2] = max(found[-1][2], stop)
+    """Returns [section, start, stop] of a kind; merges overlapping spans of one section."""
+    merged: list[list] = []
+    of_kind = sorted((s for s in spans if s[0] == kind), key=lambda span: (span[1], span[2]))
+    for _, section, start, stop in of_kind:
+        if merged and merged[-1][0] == section and start <= merged[-1][2]:
+            merged[-1][2] = max(merged[-1][2], stop)
         else:
-            found.append([section, start, stop])
-    return found
+            merged.append([section, start, stop])
+    return merged

@@ -22,9 +22,9 @@ from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.evaluation import harness, scoring
 from sparse_dataflow.evaluation.harness import HarnessLM
 from sparse_dataflow.evaluation.ngrams import Ngrams
-from sparse_dataflow.evaluation.over_mesh import forward_over
-from sparse_dataflow.evaluation.significance import estimate, paired
-from sparse_dataflow.evaluation.tasks import lm_eval_tasks, own
+from sparse_dataflow.evaluation.over_mesh import mesh_forward
+from sparse_dataflow.evaluation.significance import clustered_mean, paired_difference
+from sparse_dataflow.evaluation.tasks import builtin, lm_eval_tasks
 from sparse_dataflow.evaluation.tasks.items import Item, read_items
 from sparse_dataflow.evaluation.trained import Trained, load, read_config
 from sparse_dataflow.files.errors import UserError
@@ -184,11 +184,11 @@ def _given_tasks(values, most_shots) -> dict[str, dict[str, Made] | None]:
     if not values.run:
         raise UserError("--run is needed: the run folder to evaluate.")
     corpus = read_config(values.run)["corpus"]["name"]
-    mine, manager = own.own_tasks(corpus), None
+    mine, manager = builtin.task_names(corpus), None
     given: dict[str, dict[str, Made] | None] = {}
     names = [part.strip() for part in values.tasks.split(",") if part.strip()]
     for name in dict.fromkeys(n for part in names for n in (mine if part == "own" else [part])):
-        if name in own.OWN:
+        if name in builtin.BUILTIN_TASKS:
             if name not in mine:
                 raise UserError(
                     f"The task {name} needs Python source, and {corpus} has its own tasks: "
@@ -199,10 +199,10 @@ def _given_tasks(values, most_shots) -> dict[str, dict[str, Made] | None]:
             items = read_items(Path(name))
             _refuse_unasked(name, items, most_shots)
             stem = Path(name).stem
-            given[name] = {stem: Made(lm_eval_tasks.of_items(stem, items), items)}
+            given[name] = {stem: Made(lm_eval_tasks.make_task(stem, items), items)}
         else:
             manager = manager or TaskManager()
-            made = lm_eval_tasks.by_name(name, manager, mine)
+            made = lm_eval_tasks.load_tasks(name, manager, mine)
             given[name] = {task: Made(it) for task, it in made.items()}
     return given
 
@@ -216,15 +216,16 @@ def _tasks(values, given, corpus, tokenizer, context, most_shots) -> dict[str, M
             continue
         say(f"making {values.items} items of {name}")
         wanted = corpus, tokenizer, context, values.items, values.seed
-        items, examples = own.make(name, *wanted)
+        items, examples = builtin.make_items(name, *wanted)
         if len(items) < 2 or len(examples) < most_shots:
             say(f"{name} is left out: the documents of {corpus.name} give too few items")
             continue
-        found[name] = Made(lm_eval_tasks.of_items(name, items, examples), items)
+        found[name] = Made(lm_eval_tasks.make_task(name, items, examples), items)
     if not found:
         raise UserError(
             f"--tasks={values.tasks} leaves no task; legal: own, "
-            f"{', '.join(own.own_tasks(corpus.name))}, lm-eval's tasks and files of JSON lines."
+            f"{', '.join(builtin.task_names(corpus.name))}, lm-eval's tasks and files of JSON "
+            "lines."
         )
     return found
 
@@ -248,10 +249,10 @@ def _scorer(mesh, trained):
     if sizes["stage"] > 1:
         raise UserError(f"--mesh={mesh} has stages; legal here: the axes data, fsdp and tensor.")
     if jax.device_count() == 1:
-        return scoring.forward_of(trained), scoring.limits_of(trained)
+        return scoring.single_device_forward(trained), scoring.batch_limits(trained)
     executor = Sharded(meshes.make(sizes))
-    limits = scoring.limits_of(trained, meshes.batch_parts(executor.mesh))
-    return forward_over(trained, executor), limits
+    limits = scoring.batch_limits(trained, meshes.batch_parts(executor.mesh))
+    return mesh_forward(trained, executor), limits
 
 
 def _losses(trained, tokens, forward, limits):
@@ -259,7 +260,7 @@ def _losses(trained, tokens, forward, limits):
     int [tokens] its document; and their UTF-8 bytes."""
     sequence = trained.training.sequence
     batches = EvalBatches(tokens, limits.rows(sequence), sequence, gpt_run.FINAL_WINDOWS)
-    places = limits.every_place(sequence)
+    places = limits.all_positions(sequence)
     losses = []
     for batch in batches:
         found = np.asarray(forward(batch["tokens"], places)[0], np.float64)
@@ -275,7 +276,7 @@ def _loss_row(losses, tokenizer):
     # Runs of other sequence lengths end their evaluation at other tokens.
     common = min(len(values) for values, _, _ in losses.values())
     documents = losses[names[0]][1][:common]
-    estimates = {name: estimate(losses[name][0][:common], documents) for name in names}
+    estimates = {name: clustered_mean(losses[name][0][:common], documents) for name in names}
     first = estimates[names[0]]
     return {
         "task": "held-out text",
@@ -305,7 +306,7 @@ def _row(task, made, shots, scores, models):
     for name in models:
         values, error = scores[name].values, None
         if values is not None:
-            error = estimate(values, documents).error
+            error = clustered_mean(values, documents).error
         told[name] = {
             "value": scores[name].value,
             "error": error,
@@ -331,7 +332,7 @@ def _paired(values, documents):
     if len(values) != 2:
         return None
     first, second = values
-    return dataclasses.asdict(paired(first, second, documents))
+    return dataclasses.asdict(paired_difference(first, second, documents))
 
 
 def _truncation(name, shots, before, after, context) -> list[str]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow.data.prompts import heldout_prompts
+from sparse_dataflow.data.prompts import held_out_prompts
 from sparse_dataflow.evaluation import kv_cache
-from sparse_dataflow.evaluation.generate import new_tokens
+from sparse_dataflow.evaluation.generate import generate_tokens
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
@@ -232,7 +232,7 @@ def _continuations(trainers, corpus, tokenizer):
         return []
     length = min(32, trainers[0].training.sequence // 2)
     try:
-        prompts = heldout_prompts(corpus, tokenizer, CONTINUATIONS, max(1, length))
+        prompts = held_out_prompts(corpus, tokenizer, CONTINUATIONS, max(1, length))
     except UserError as error:
         say(f"no continuations in the report: {error}")
         return []
@@ -251,7 +251,7 @@ def _continued(trainer, prompts):
     """Int [prompts, tokens]: the most likely tokens, as many as a prompt has."""
     weights = kv_cache.prepare(trainer.model, trainer.state.params, trainer.state.tables)
     count, context = len(prompts[0]), trainer.training.sequence
-    return np.transpose([*new_tokens(trainer.model, weights, prompts, count, context)])
+    return np.transpose([*generate_tokens(trainer.model, weights, prompts, count, context)])
 
 
 def _headline(variants):

@@ -143,12 +143,12 @@ def read_tokenizer(folder: str | Path, record: RunRecord) -> Tokenizer:
     path = Path(folder).expanduser() / TOKENIZER
     if not path.exists():
         raise UserError(
-            f"The run {folder} has no {TOKENIZER}, so its tokens stand for no text; put the file "
-            "back from a copy of the run."
+            f"The run {folder} has no {TOKENIZER}, so its tokens cannot be decoded. Restore the "
+            "file from a copy of the run."
         )
     tokenizer = Tokenizer.load(path)
     if tokenizer.content_hash != record.tokenizer:
         raise UserError(
-            f"{path} is not the tokenizer that the run was trained with; put that one back."
+            f"{path} is not the tokenizer that the run was trained with. Restore the original file."
         )
     return tokenizer

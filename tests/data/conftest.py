@@ -8,7 +8,7 @@ from sparse_dataflow.data.documents import Document
 
 @pytest.fixture(scope="session")
 def prose():
-    """A corpus in memory of 40 + 6 documents of several languages and a little code."""
+    """An in-memory corpus of 40 + 6 documents of several languages and code."""
     words = ["the", "block", "of", "weights", "dünn", "疎", "через", "λ\tx", "=", "f(y)\n"]
     words += ["if", "123", "4.5e-6", "'q'", "\r\n", "🙂"]
     random_ = random.Random(0)

@@ -22,10 +22,10 @@ def shapes(draw):
     return np.arange(count, dtype=np.uint16), rows, length, processes
 
 
-def part(rows, process, processes):
-    """Rows of one of several processes."""
-    each = rows // processes
-    return tuple(range(process * each, (process + 1) * each))
+def local_rows(rows, process, processes):
+    """Returns the batch rows of a process."""
+    count = rows // processes
+    return tuple(range(process * count, (process + 1) * count))
 
 
 @settings(max_examples=60)
@@ -42,19 +42,19 @@ def test_rows_are_windows_of_the_split(shape, seed, step):
 
 @settings(max_examples=60)
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(0, 10**6))
-def test_processes_divide_the_batch_of_one(shape, seed, step):
+def test_local_batches_concatenate_to_the_global_batch(shape, seed, step):
     tokens, rows, length, processes = shape
-    alone = TrainBatches(tokens, rows, length, seed)[step]["tokens"]
-    parts = [
-        TrainBatches(tokens, rows, length, seed, part(rows, process, processes))[step]["tokens"]
-        for process in range(processes)
+    global_batch = TrainBatches(tokens, rows, length, seed)[step]["tokens"]
+    local_batches = [
+        TrainBatches(tokens, rows, length, seed, local_rows(rows, p, processes))[step]["tokens"]
+        for p in range(processes)
     ]
-    np.testing.assert_array_equal(np.concatenate(parts), alone)
+    np.testing.assert_array_equal(np.concatenate(local_batches), global_batch)
 
 
 @settings(max_examples=60)
 @given(shapes(), st.integers(0, 2**32 - 1))
-def test_every_token_but_the_first_is_predicted_once_an_epoch(shape, seed):
+def test_every_token_but_the_first_is_predicted_once_per_epoch(shape, seed):
     tokens, _, length, _ = shape
     batches = TrainBatches(tokens, 1, length, seed)
     for epoch in (0, 3):
@@ -65,7 +65,7 @@ def test_every_token_but_the_first_is_predicted_once_an_epoch(shape, seed):
         assert len(tokens) - 1 - len(targets) < length
 
 
-def test_epochs_and_seeds_differ_in_order():
+def test_order_differs_between_epochs_and_seeds():
     tokens = np.arange(1001)
 
     def order(seed, epoch):
@@ -76,46 +76,43 @@ def test_epochs_and_seeds_differ_in_order():
     orders = [order(0, 0), order(0, 1), order(0, 2), order(7, 0), tuple(range(0, 1000, 10))]
     assert len(set(orders)) == 5
     assert order(0, 1) == order(0, 1)
-    assert TrainBatches(tokens, 100, 10).epoch(3) == 3.0
 
 
 @pytest.mark.parametrize("threads", [0, 2])
 @settings(max_examples=20)
 @given(start=st.integers(0, 40))
-def test_resuming_is_the_tail_of_an_undisturbed_run(threads, start):
+def test_a_resumed_run_reads_the_tail_of_an_uninterrupted_run(threads, start):
     batches = TrainBatches(np.arange(500, dtype=np.uint16), 4, 7, seed=3)
-    undisturbed = list(itertools.islice(batches.iterate(threads=threads), start + 5))
+    uninterrupted = list(itertools.islice(batches.iterate(threads=threads), start + 5))
     resumed = list(itertools.islice(batches.iterate(start, threads=threads), 5))
-    for step, (left, right) in enumerate(zip(undisturbed[start:], resumed, strict=True)):
+    for step, (left, right) in enumerate(zip(uninterrupted[start:], resumed, strict=True)):
         np.testing.assert_array_equal(left["tokens"], right["tokens"])
         np.testing.assert_array_equal(left["tokens"], batches[start + step]["tokens"])
 
 
 def test_resuming_on_another_number_of_processes_reads_the_same_rows():
     def take(start, steps, processes):
-        parts = [
-            itertools.islice(
-                TrainBatches(np.arange(999), 12, 5, 1, part(12, process, processes)).iterate(start),
-                steps,
-            )
-            for process in range(processes)
+        streams = [
+            TrainBatches(np.arange(999), 12, 5, 1, local_rows(12, p, processes)).iterate(start)
+            for p in range(processes)
         ]
-        return [np.concatenate([b["tokens"] for b in step]) for step in zip(*parts)]
+        local_batches = itertools.islice(zip(*streams), steps)
+        return [np.concatenate([b["tokens"] for b in step]) for step in local_batches]
 
-    undisturbed = take(0, 30, 1)
-    np.testing.assert_array_equal(undisturbed, take(0, 10, 3) + take(10, 12, 4) + take(22, 8, 2))
+    uninterrupted = take(0, 30, 1)
+    np.testing.assert_array_equal(uninterrupted, take(0, 10, 3) + take(10, 12, 4) + take(22, 8, 2))
 
 
-def test_a_process_that_reads_ahead_can_end():
+def test_a_process_with_prefetching_threads_exits_cleanly():
     code = (
         "import numpy as np\n"
         "from sparse_dataflow.data.batches import TrainBatches\n"
         "print(next(TrainBatches(np.arange(99), 2, 4).iterate(5))['tokens'].shape)\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True
     )
-    assert (done.stdout, done.stderr) == ("(2, 5)\n", "")
+    assert (process.stdout, process.stderr) == ("(2, 5)\n", "")
 
 
 def test_importing_batches_is_cheap():
@@ -123,15 +120,17 @@ def test_importing_batches_is_cheap():
         "import sys, sparse_dataflow.data.batches\n"
         "print({'jax', 'grain', 'tensorflow_datasets', 'tokenizers'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout == "set()\n"
 
 
 @settings(max_examples=60)
 @given(shapes(), st.none() | st.integers(1, 30))
-def test_evaluation_scores_every_token_once_in_order(shape, most):
+def test_evaluation_scores_every_token_once_in_order(shape, max_windows):
     tokens, rows, length, _ = shape
-    batches = EvalBatches(tokens, rows, length, most)
+    batches = EvalBatches(tokens, rows, length, max_windows)
     scored = []
     for batch in batches:
         assert set(batch) == {"tokens", "weights"}
@@ -143,7 +142,9 @@ def test_evaluation_scores_every_token_once_in_order(shape, most):
         targets = batch["tokens"][:, 1:][counted]
         np.testing.assert_array_equal(batch["tokens"][:, :-1][counted] + 1, targets)
         scored.extend(targets)
-    limit = len(tokens) - 1 if most is None else min(len(tokens) - 1, most * length)
+    limit = len(tokens) - 1
+    if max_windows is not None:
+        limit = min(limit, max_windows * length)
     np.testing.assert_array_equal(scored, tokens[1 : limit + 1])
     assert batches.total_tokens == len(scored)
     lengths = np.random.default_rng(0).integers(0, 9, len(tokens)).astype(np.int32)
@@ -152,16 +153,18 @@ def test_evaluation_scores_every_token_once_in_order(shape, most):
 
 @settings(max_examples=60)
 @given(shapes(), st.none() | st.integers(1, 30))
-def test_evaluation_divides_among_processes(shape, most):
+def test_local_evaluation_batches_concatenate_to_the_global_batch(shape, max_windows):
     tokens, rows, length, processes = shape
-    alone = EvalBatches(tokens, rows, length, most)
-    parts = [
-        EvalBatches(tokens, rows, length, most, part(rows, p, processes)) for p in range(processes)
+    global_batches = EvalBatches(tokens, rows, length, max_windows)
+    local_batches = [
+        EvalBatches(tokens, rows, length, max_windows, local_rows(rows, p, processes))
+        for p in range(processes)
     ]
-    assert {len(part) for part in parts} == {len(alone)}
-    for index, batch in enumerate(alone):
+    assert {len(batches) for batches in local_batches} == {len(global_batches)}
+    for index, batch in enumerate(global_batches):
         for key, value in batch.items():
-            np.testing.assert_array_equal(np.concatenate([p[index][key] for p in parts]), value)
+            local_values = [batches[index][key] for batches in local_batches]
+            np.testing.assert_array_equal(np.concatenate(local_values), value)
 
 
 @settings(max_examples=60)
@@ -169,14 +172,14 @@ def test_evaluation_divides_among_processes(shape, most):
     st.lists(st.integers(1, 8), min_size=1, max_size=50),
     st.integers(2, 100_000),
 )
-def test_a_uniform_guess_costs_the_bits_it_must(byte_lengths, vocab_size):
+def test_bits_per_byte_of_a_uniform_distribution(byte_lengths, vocab_size):
     nats = len(byte_lengths) * math.log(vocab_size)
     bits = len(byte_lengths) * math.log2(vocab_size)
     assert bits_per_byte(nats, sum(byte_lengths)) == pytest.approx(bits / sum(byte_lengths))
 
 
 @pytest.mark.parametrize(
-    "changed, said",
+    "changed, message",
     [
         ({"tokens": np.arange(8)}, "8 tokens, too few for one window of 8"),
         ({"tokens": np.arange(0)}, "too few"),
@@ -186,28 +189,28 @@ def test_a_uniform_guess_costs_the_bits_it_must(byte_lengths, vocab_size):
         ({"seed": 2**32}, "seed"),
     ],
 )
-def test_illegal_training_batches_are_refused_in_words(changed, said):
+def test_invalid_training_batches_raise(changed, message):
     legal = {"tokens": np.arange(100), "batch_size": 4, "sequence_length": 8}
     TrainBatches(**legal)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         TrainBatches(**legal | changed)
 
 
 @pytest.mark.parametrize(
-    "changed, said",
+    "changed, message",
     [
         ({"tokens": np.arange(1)}, "fewer than two"),
-        ({"max_windows": 0}, "1 window or more"),
+        ({"max_windows": 0}, "legal: 1 or more"),
     ],
 )
-def test_illegal_evaluations_are_refused_in_words(changed, said):
+def test_invalid_evaluation_batches_raise(changed, message):
     legal = {"tokens": np.arange(2), "batch_size": 4, "sequence_length": 8}
     EvalBatches(**legal)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         EvalBatches(**legal | changed)
 
 
-def test_steps_before_the_first_do_not_exist():
+def test_a_negative_step_raises():
     batches = TrainBatches(np.arange(100), 4, 8)
     with pytest.raises(IndexError):
         batches[-1]

@@ -2,44 +2,44 @@ import errno
 
 import pytest
 
-from sparse_dataflow.data.cache import exclusive, replacing
+from sparse_dataflow.data.cache import atomic_write, exclusive
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path):
+def test_a_failed_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(RuntimeError), replacing(path) as temporary:
+    with pytest.raises(RuntimeError), atomic_write(path) as temporary:
         temporary.write_text("half")
         raise RuntimeError
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
     assert path.read_text() == "old"
 
 
-def test_what_a_killed_process_left_is_replaced(tmp_path):
+def test_the_partial_file_of_a_killed_process_is_replaced(tmp_path):
     path = tmp_path / "file"
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text("one")
     (tmp_path / temporary.name).write_text("left by a kill")
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         assert not temporary.exists()
         temporary.write_text("two")
     assert path.read_text() == "two"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_full_disk_is_told_in_words(tmp_path):
+def test_a_full_disk_raises_user_error(tmp_path):
     with pytest.raises(UserError, match="No space left"), exclusive(tmp_path, "key"):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_other_errors_pass_unchanged(tmp_path):
+def test_other_errors_propagate(tmp_path):
     with pytest.raises(ConnectionError), exclusive(tmp_path, "key"):
         raise ConnectionError("no network")
 
 
-def test_a_cache_that_cannot_be_made_is_told_in_words(tmp_path):
+def test_an_unwritable_cache_folder_raises_user_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"), exclusive(tmp_path / "file", "key"):
         pass

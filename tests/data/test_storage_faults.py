@@ -1,4 +1,4 @@
-"""Storage that fails for a moment while data is prepared or read changes nothing."""
+"""Transient storage errors while data is prepared or read do not change the data."""
 
 import errno
 import shutil
@@ -30,17 +30,17 @@ def text(tmp_path_factory):
 
 
 def prepared(text, cache):
-    """Everything that a training reads of a corpus."""
+    """Returns all data that training reads of a corpus."""
     corpus = load_corpus(str(text), cache)
     tokenizer = train_tokenizer(corpus, 300, cache)
-    found = prepare_tokens(corpus, tokenizer, cache)
-    tokens = [np.asarray(split.tokens).tolist() for split in (found.train, found.validation)]
+    splits = prepare_tokens(corpus, tokenizer, cache)
+    tokens = [np.asarray(split.tokens).tolist() for split in (splits.train, splits.validation)]
     return corpus.content_hash, tokenizer.content_hash, tokens
 
 
 @pytest.fixture(scope="module")
-def whole(text, tmp_path_factory):
-    """(a prepared cache, what it gives)."""
+def reference(text, tmp_path_factory):
+    """(prepared cache, its data)."""
     cache = tmp_path_factory.mktemp("cache")
     return cache, prepared(text, cache)
 
@@ -52,25 +52,27 @@ def whole(text, tmp_path_factory):
     number=st.sampled_from(sorted(storage.PASSING)),
     new=st.booleans(),
 )
-def test_what_passes_is_waited_for(text, whole, tmp_path_factory, first, times, number, new):
+def test_transient_errors_are_retried(text, reference, tmp_path_factory, first, times, number, new):
     cache = tmp_path_factory.mktemp("cache")
     if not new:
-        cache = shutil.copytree(whole[0], cache / "copy")
+        cache = shutil.copytree(reference[0], cache / "copy")
     with failing(cache, first, times, number) as failed:
-        assert prepared(text, cache) == whole[1]
-    made = [path for path in cache.rglob("*") if path.name.endswith((".partial", ".new"))]
-    assert not made, failed
+        assert prepared(text, cache) == reference[1]
+    partial = [path for path in cache.rglob("*") if path.name.endswith((".partial", ".new"))]
+    assert not partial, failed
 
 
 @settings(max_examples=10)
 @given(first=st.integers(0, 40), times=st.integers(1, 5))
-def test_a_source_that_passes_is_waited_for(text, whole, tmp_path_factory, first, times):
+def test_transient_errors_of_the_source_are_retried(
+    text, reference, tmp_path_factory, first, times
+):
     with failing(text, first, times, errno.ESTALE):
-        assert prepared(text, tmp_path_factory.mktemp("cache")) == whole[1]
+        assert prepared(text, tmp_path_factory.mktemp("cache")) == reference[1]
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_what_stays_is_told_in_words(text, tmp_path, number):
+def test_permanent_errors_raise_user_error(text, tmp_path, number):
     with failing(tmp_path / "cache", 0, 10**6, number) as failed, pytest.raises(UserError):
         prepared(text, tmp_path / "cache")
     assert failed

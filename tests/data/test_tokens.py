@@ -24,30 +24,30 @@ def flat(documents, tokenizer):
 
 @pytest.mark.parametrize("batch_characters", [1, 1000, 2**30])
 @pytest.mark.parametrize("piece_characters", [10, 2**18])
-def test_splits_are_their_documents_each_with_an_end(
+def test_splits_are_their_documents_with_end_of_text_tokens(
     prose, tokenizer, tmp_path, monkeypatch, batch_characters, piece_characters
 ):
     monkeypatch.setattr(tokens_module, "_BATCH_CHARACTERS", batch_characters)
     monkeypatch.setattr(tokenizer_module, "_PIECE_CHARACTERS", piece_characters)
-    made = prepare_tokens(prose, tokenizer, tmp_path)
+    prepared = prepare_tokens(prose, tokenizer, tmp_path)
     for split in ("train", "validation"):
-        documents, stored = getattr(prose, split), getattr(made, split)
+        documents, stored = getattr(prose, split), getattr(prepared, split)
         np.testing.assert_array_equal(stored.tokens, flat(documents, tokenizer))
         assert stored.documents == len(documents)
         assert stored.text_bytes == sum(len(d.text.encode()) for d in documents)
         assert tokenizer.token_bytes[stored.tokens[:]].sum() == stored.text_bytes
 
 
-def test_tokens_are_read_by_the_slice(prose, tokenizer, tmp_path, monkeypatch):
+def test_tokens_are_read_slice_by_slice(prose, tokenizer, tmp_path, monkeypatch):
     tokens = prepare_tokens(prose, tokenizer, tmp_path).train.tokens
     assert tokens.dtype == np.uint16
     read, sizes = os.pread, []
-    monkeypatch.setattr(os, "pread", lambda *of: sizes.append(of[1]) or read(*of))
+    monkeypatch.setattr(os, "pread", lambda *args: sizes.append(args[1]) or read(*args))
     batch = TrainBatches(tokens, batch_size=3, sequence_length=5)[7]
     assert batch["tokens"].shape == (3, 6) and sizes == [12] * 3
 
 
-def test_wide_vocabularies_get_wide_integers(prose, tmp_path, tokenizer):
+def test_large_vocabularies_use_uint32(prose, tmp_path, tokenizer):
     wide = type(tokenizer)(tokenizer.tokens, tokenizer.merges, vocab_size=70_000)
     stored = prepare_tokens(prose, wide, tmp_path).train.tokens
     assert stored.dtype == np.uint32
@@ -55,13 +55,13 @@ def test_wide_vocabularies_get_wide_integers(prose, tmp_path, tokenizer):
     assert prepare_tokens(prose, gpt2_tokenizer(), tmp_path).train.tokens.dtype == np.uint16
 
 
-def refuse(*_):
+def fail(*_):
     raise AssertionError("tokenised twice")
 
 
-def test_a_second_opening_tokenises_nothing(prose, tokenizer, tmp_path, monkeypatch):
+def test_prepared_tokens_are_reused(prose, tokenizer, tmp_path, monkeypatch):
     first = prepare_tokens(prose, tokenizer, tmp_path)
-    monkeypatch.setattr(tokens_module, "_make", refuse)
+    monkeypatch.setattr(tokens_module, "_write", fail)
     second = prepare_tokens(prose, tokenizer, tmp_path)
     np.testing.assert_array_equal(first.train.tokens, second.train.tokens)
     with pytest.raises(AssertionError, match="tokenised twice"):
@@ -87,7 +87,7 @@ def flip(path):
         ("train.json", lambda path: path.write_text(path.read_text().replace("abab", "abac"))),
     ],
 )
-def test_damaged_files_are_made_again(prose, tokenizer, tmp_path, name, damage):
+def test_damaged_files_are_rewritten(prose, tokenizer, tmp_path, name, damage):
     prepare_tokens(prose, tokenizer, tmp_path)
     (path,) = (tmp_path / "tokens").rglob(name)
     damage(path)
@@ -95,7 +95,7 @@ def test_damaged_files_are_made_again(prose, tokenizer, tmp_path, name, damage):
     np.testing.assert_array_equal(again.train.tokens, flat(prose.train, tokenizer))
 
 
-def test_a_failure_half_way_leaves_nothing(prose, tokenizer, tmp_path, monkeypatch):
+def test_a_failed_write_leaves_no_files(prose, tokenizer, tmp_path, monkeypatch):
     class Failing:
         def __iter__(self):
             yield prose.train[0]

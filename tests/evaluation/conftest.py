@@ -1,5 +1,6 @@
-"""Small trained-like models in memory, and run folders that hold them."""
+"""Small models in memory and in run folders, and modules that import lm-eval."""
 
+import importlib
 import json
 import pathlib
 import random
@@ -30,7 +31,7 @@ CONTEXT = 32
 
 @pytest.fixture(scope="session")
 def prose():
-    """A corpus in memory of 30 + 6 documents whose words recur."""
+    """An in-memory corpus of 30 + 6 documents with a small vocabulary."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(4, 8))) for _ in range(60)]
     words += ["dünn", "λογος", "the", "of", "f(x)", "é 疎"]
@@ -44,13 +45,25 @@ def prose():
 
 
 @pytest.fixture(scope="session")
+def harness():
+    """The module; imported on first use because lm-eval takes seconds to import."""
+    return importlib.import_module("sparse_dataflow.evaluation.harness")
+
+
+@pytest.fixture(scope="session")
+def lm_eval_tasks():
+    """The module; imported on first use because lm-eval takes seconds to import."""
+    return importlib.import_module("sparse_dataflow.evaluation.tasks.lm_eval_tasks")
+
+
+@pytest.fixture(scope="session")
 def tokenizer(prose, tmp_path_factory):
     return train_tokenizer(prose, 400, tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="session")
 def models(tokenizer):
-    """{"dense", "sparse"} -> config of one size."""
+    """{variant: config}, all of one size."""
     dense = ModelConfig(2, 32, 4, 64, tokenizer.vocab_size, CONTEXT)
     spec = LinearSpec("block_sparse", "monarch", density=0.5, block=8)
     return {"dense": dense, "sparse": dense.with_linears(spec)}
@@ -58,7 +71,7 @@ def models(tokenizer):
 
 @pytest.fixture(scope="session")
 def trained(models, tokenizer):
-    """trained(variant) -> a model that is sure of what it says, though it learned nothing."""
+    """trained(variant) -> a model with random weights large enough for confident predictions."""
 
     def make(variant):
         model = models[variant]
@@ -67,15 +80,15 @@ def trained(models, tokenizer):
         params = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32), shapes)
         tables = gpt.layout_tables(gpt.layouts(model))
         training = TrainingConfig(steps=1, batch=4, sequence=CONTEXT)
-        place = pathlib.Path("nowhere")
-        return Trained(place, variant, model, params, tables, tokenizer, 1, training, {}, {})
+        folder = pathlib.Path("missing")
+        return Trained(folder, variant, model, params, tables, tokenizer, 1, training, {}, {})
 
     return make
 
 
 @pytest.fixture
 def run_folder(models, tokenizer, tmp_path):
-    """A run folder with checkpoints of steps 1, 2 and 3 of both variants; the second is best."""
+    """A run folder with checkpoints of steps 1, 2 (the best) and 3 of both variants."""
     folder, evolution = tmp_path / "run", EvolutionConfig()
     training = TrainingConfig(steps=3, batch=4, sequence=CONTEXT)
     config = {"corpus": {"name": "prose", "hash": "ab" * 32}, "tokenizer": tokenizer.content_hash}
@@ -89,8 +102,8 @@ def run_folder(models, tokenizer, tmp_path):
     }
     states = {}
     for name, model in models.items():
-        known = identity(model, training, evolution, tokenizer.content_hash)
-        with Checkpoints(folder / name / "checkpoints", config=known) as checkpoints:
+        config_identity = identity(model, training, evolution, tokenizer.content_hash)
+        with Checkpoints(folder / name / "checkpoints", config=config_identity) as checkpoints:
             for step, metric in ((1, 3.0), (2, 1.0), (3, 2.0)):
                 state = initial_state(model, training)
                 params = jax.tree.map(lambda a, step=step: a + step, state.params)

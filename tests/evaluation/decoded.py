@@ -1,4 +1,4 @@
-"""Models and a tokenizer that the tests of decoding share."""
+"""Models and a tokenizer for the tests of decoding."""
 
 import dataclasses
 
@@ -21,4 +21,4 @@ CONFIGS = {
 }
 
 BYTES = Tokenizer(tuple(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())), (), 300)
-"""One token a byte, so that every character of several bytes is split."""
+"""One token per byte, so that multi-byte characters are split."""

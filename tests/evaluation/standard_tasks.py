@@ -1,4 +1,4 @@
-"""Made-up rows in the schema of lm-eval's tasks, in the place of their data on the network."""
+"""Fake data in the schemas of lm-eval's tasks, which download their data."""
 
 import datasets
 
@@ -51,6 +51,6 @@ ROWS = {
 
 
 def load_dataset(path, name=None, **kwargs) -> datasets.DatasetDict:
-    """As `datasets.load_dataset`, of `ROWS`; the same in every split."""
+    """Replaces `datasets.load_dataset`: returns the same `ROWS` in every split."""
     rows = datasets.Dataset.from_dict(ROWS[path, name])
     return datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), rows))

@@ -1,4 +1,4 @@
-"""Continuations are what the model itself says next, token by token."""
+"""Generated tokens are the most likely or sampled next tokens of the model."""
 
 import dataclasses
 import types
@@ -10,19 +10,18 @@ from decoded import BYTES, CONFIGS, DENSE, SPARSE
 
 from sparse_dataflow.evaluation import generate as generate_module
 from sparse_dataflow.evaluation import kv_cache
-from sparse_dataflow.evaluation.generate import bucket, generate, new_tokens
+from sparse_dataflow.evaluation.generate import bucket, generate, generate_tokens
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole
 
 
-def decided(config, seed=0):
-    """Parameters, and tables, of a model that is sure of its next token, so that rounding settles
-    nothing, and says another one after other tokens."""
+def confident_model(config, seed=0):
+    """Returns (params, tables) whose next token is certain and depends on the previous tokens."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
-        if path[-1].key == "bias":  # The last norm's would name one token everywhere.
+        if path[-1].key == "bias":  # A bias of the last norm favours the same token everywhere.
             return np.zeros(leaf.shape, np.float32)
         return rng.normal(size=leaf.shape).astype(np.float32)
 
@@ -36,110 +35,112 @@ def draw_prompts(lengths, vocab_size=40, seed=1):
     return [rng.integers(0, vocab_size, n).tolist() for n in lengths]
 
 
-def continued(config, prompts, count, context=16):
-    params, tables = decided(config)
+def greedy_tokens(config, prompts, count, context=16):
+    params, tables = confident_model(config)
     weights = kv_cache.prepare(config, params, tables)
-    return list(zip(*new_tokens(config, weights, prompts, count, context)))
+    return list(zip(*generate_tokens(config, weights, prompts, count, context)))
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_every_token_is_the_most_likely_one(config):
-    params, tables = decided(config)
+def test_greedy_tokens_are_the_most_likely_tokens(config):
+    params, tables = confident_model(config)
     prompts = draw_prompts((1, 4, 6))
-    new = continued(config, prompts, 8)
+    new = greedy_tokens(config, prompts, 8)
     logits = jax.jit(lambda params, tokens: whole.logits(config, params, tables, tokens))
     for prompt, added in zip(prompts, new):
-        # No logit sees a later token (tests/models/test_gpt.py), so one pass tells every step's.
+        # The model is causal (tests/models/test_gpt.py), so one pass gives the logits of all steps.
         text = np.pad([*prompt, *added], (0, 16 - len(prompt) - 8))[None]
         best = np.argmax(logits(params, text)[0], axis=-1)[len(prompt) - 1 :][: len(added)]
         np.testing.assert_array_equal(added, best)
-    assert len(np.unique(new)) > 2  # One token said again and again would prove little.
+    assert len(np.unique(new)) > 2  # guards against a constant output
 
 
-def test_a_prompt_is_continued_by_itself_whatever_its_neighbours():
+def test_a_continuation_does_not_depend_on_other_prompts_of_the_batch():
     prompts = draw_prompts((5, 2, 7))
-    together = continued(DENSE, prompts, 4)
-    assert [continued(DENSE, [prompt], 4)[0] for prompt in prompts] == together
+    batch = greedy_tokens(DENSE, prompts, 4)
+    assert [greedy_tokens(DENSE, [prompt], 4)[0] for prompt in prompts] == batch
 
 
-def test_a_full_context_ends_a_row_and_not_the_others():
-    new = continued(DENSE, draw_prompts((3, 6)), 9, context=8)
+def test_a_full_context_ends_only_its_row():
+    new = greedy_tokens(DENSE, draw_prompts((3, 6)), 9, context=8)
     assert [row.index(None) if None in row else len(row) for row in new] == [5, 2]
 
 
 @pytest.mark.slow
-def test_prompts_of_all_lengths_run_in_a_few_programs():
+def test_prompts_of_all_lengths_compile_few_programs():
     config = dataclasses.replace(DENSE, max_len=128)
-    before = kv_cache.read_prompts._cache_size(), generate_module._read_token._cache_size()
+    before = kv_cache.prefill._cache_size(), generate_module._decode_token._cache_size()
     for length in range(1, 60, 4):
-        continued(config, draw_prompts((length,)), 3, context=64)
-    after = kv_cache.read_prompts._cache_size(), generate_module._read_token._cache_size()
+        greedy_tokens(config, draw_prompts((length,)), 3, context=64)
+    after = kv_cache.prefill._cache_size(), generate_module._decode_token._cache_size()
     assert after[0] - before[0] <= 5 and after[1] - before[1] <= 3
     assert [bucket(n) for n in (1, 16, 17, 100)] == [16, 16, 32, 128]
 
 
 @pytest.fixture(scope="module")
 def trained():
-    """What `generate` reads of a trained model, over a vocabulary of single bytes."""
+    """The attributes of `Trained` that `generate` reads, with one token per byte."""
     config = dataclasses.replace(SPARSE, vocab_size=BYTES.vocab_size, max_len=32)
-    params, tables = decided(config)
+    params, tables = confident_model(config)
     return types.SimpleNamespace(
         model=config, params=params, tables=tables, tokenizer=BYTES, context=32
     )
 
 
-def test_a_continuation_is_text_and_its_tokens(trained):
+def test_streamed_text_is_the_decoded_tokens(trained):
     prompts = [BYTES.encode("ab").tolist(), [], BYTES.encode("hello").tolist()]
-    told = {0: "", 1: "", 2: ""}
+    streamed = {0: "", 1: "", 2: ""}
 
-    def tell(number, text):
-        told[number] += text
+    def on_token(index, text):
+        streamed[index] += text
 
-    found = generate(trained, prompts, max_new_tokens=12, on_token=tell)
-    for number, continuation in enumerate(found):
+    continuations = generate(trained, prompts, max_new_tokens=12, on_token=on_token)
+    for index, continuation in enumerate(continuations):
         raw = b"".join(map(BYTES.bytes_of, continuation.tokens))
-        assert continuation.text == raw.decode("utf-8", "replace") == told[number]
+        assert continuation.text == raw.decode("utf-8", "replace") == streamed[index]
         assert continuation.stopped_by in ("length", "end")
-    # Nothing before a document is its end.
-    alone = generate(trained, [[BYTES.eot_id]], max_new_tokens=12)
-    assert alone[0] == found[1]
 
 
-def test_a_stop_string_ends_it(trained):
+def test_an_empty_prompt_is_an_end_of_text(trained):
+    empty, end_of_text = generate(trained, [[], [BYTES.eot_id]], max_new_tokens=12)
+    assert empty == end_of_text
+
+
+def test_a_stop_string_ends_the_continuation(trained):
     prompt = BYTES.encode("ab").tolist()
-    (free,) = generate(trained, [prompt], max_new_tokens=12)
-    stop = free.text[3:5]
+    (unstopped,) = generate(trained, [prompt], max_new_tokens=12)
+    stop = unstopped.text[3:5]
     (stopped,) = generate(trained, [prompt], max_new_tokens=12, stop=[stop])
     assert stopped.stopped_by == "stop"
-    assert stopped.text == free.text[: free.text.index(stop)]
-    assert len(stopped.tokens) < len(free.tokens)
+    assert stopped.text == unstopped.text[: unstopped.text.index(stop)]
+    assert len(stopped.tokens) < len(unstopped.tokens)
 
 
-def test_draws_are_those_of_the_seed(trained):
-    def drawn(seed):
-        found = generate(
+def test_sampled_tokens_depend_on_the_seed_and_the_row(trained):
+    def sampled(seed):
+        continuations = generate(
             trained, [[5], [5]], max_new_tokens=12, temperature=50.0, top_k=200, seed=seed
         )
-        return [continuation.tokens for continuation in found]
+        return [continuation.tokens for continuation in continuations]
 
-    assert drawn(3) == drawn(3) != drawn(4)
-    assert drawn(3)[0] != drawn(3)[1]
+    assert sampled(3) == sampled(3) != sampled(4)
+    assert sampled(3)[0] != sampled(3)[1]
 
 
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
-        ([[1], [2] * 32], {}, "Prompt 2 has 32 tokens, and the model sees 32 at once.* 1 to 31"),
-        ([[300]], {}, "tokens from 300 to 300; legal: 0 to 299"),
+        ([[1], [2] * 32], {}, "Prompt 2 has 32 tokens .* context of 32; legal: 1 to 31"),
+        ([[300]], {}, "token ids from 300 to 300; legal: 0 to 299"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens 0 .* legal: 1 or more"),
         ([[1]], {"stop": ["a", ""]}, "stop string is empty"),
         ([[1]], {"top_p": 2.0}, "top_p 2.0"),
     ],
 )
-def test_bad_input_is_named(trained, prompts, options, message):
+def test_invalid_input_raises(trained, prompts, options, message):
     with pytest.raises(UserError, match=message):
         generate(trained, prompts, **{"max_new_tokens": 4} | options)
 
 
-def test_no_prompts_are_no_work(trained):
+def test_no_prompts_give_no_continuations(trained):
     assert generate(trained, [], max_new_tokens=4) == []

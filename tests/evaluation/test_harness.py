@@ -1,5 +1,6 @@
-"""What lm-eval is told about a model is what the model says."""
+"""lm-eval gets the log-likelihoods and texts of the model."""
 
+import importlib.util
 import types
 
 import jax
@@ -8,26 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("lm_eval", reason="the extra eval is not installed")
-
-from lm_eval.api.model import TemplateLM
-
-from sparse_dataflow.evaluation import harness, scoring
+from sparse_dataflow.evaluation import scoring
 from sparse_dataflow.evaluation.generate import generate
-from sparse_dataflow.evaluation.harness import HarnessLM
 from sparse_dataflow.evaluation.scoring import Counts
-from sparse_dataflow.evaluation.tasks import lm_eval_tasks
 from sparse_dataflow.evaluation.tasks.items import Item
 from sparse_dataflow.parallel import whole
 
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="the extra eval is not installed"
+)
 
-def asked(*args):
+
+def make_request(*args):
     return types.SimpleNamespace(args=args)
 
 
-def remembering(into):
+def recording(log):
     def scorer(requests):
-        into.extend(requests)
+        log.extend(requests)
         return [(-float(sum(after)), False) for _, after in requests], Counts(len(requests))
 
     return scorer
@@ -36,29 +35,29 @@ def remembering(into):
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.text(max_size=20), st.text("ab \n", min_size=1, max_size=9)),
                 min_size=1, max_size=4))  # fmt: skip
-def test_text_becomes_the_tokens_that_lm_eval_would_make(tokenizer, pairs):
+def test_text_is_tokenised_as_in_lm_eval(harness, tokenizer, pairs):
     pairs = [(a, b) for a, b in pairs if a.strip()] + [("", b) for _, b in pairs if b.strip()]
-    mine, theirs = [], []
-    requests = [asked(*pair) for pair in pairs]
-    HarnessLM(tokenizer, 32, remembering(mine)).loglikelihood(requests)
-    lm = HarnessLM(tokenizer, 32, remembering(theirs))
-    TemplateLM.loglikelihood(lm, requests, disable_tqdm=True)
-    assert mine == theirs and len(mine) == len(pairs)
+    tokenised, expected = [], []
+    requests = [make_request(*pair) for pair in pairs]
+    harness.HarnessLM(tokenizer, 32, recording(tokenised)).loglikelihood(requests)
+    lm = harness.HarnessLM(tokenizer, 32, recording(expected))
+    harness.TemplateLM.loglikelihood(lm, requests, disable_tqdm=True)
+    assert tokenised == expected and len(tokenised) == len(pairs)
 
 
-def test_rolling_predicts_every_token_once(trained):
+def test_rolling_predicts_every_token_once(harness, trained):
     model = trained("sparse")
     lm, encode = harness.harness_lm(model), model.tokenizer.encode
     logits_of = jax.jit(
         lambda tokens: whole.logits(model.model, model.params, model.tables, tokens)
     )
     texts = ["the abcd of " * n for n in (12, 40)]
-    found = lm.loglikelihood_rolling([asked(text) for text in texts])
-    for text, value in zip(texts, found):
+    values = lm.loglikelihood_rolling([make_request(text) for text in texts])
+    for text, value in zip(texts, values):
         ids, total = [model.tokenizer.eot_id, *encode(text)], 0.0
         assert len(ids) > 33
         for start in range(0, len(ids) - 1, 32):
-            # Windows of a whole context; the last reaches back to be as long.
+            # All windows have the full context length; the last one starts earlier to reach it.
             first = min(start, len(ids) - 33)
             tokens = np.array(ids[first : first + 33], np.int32)
             logs = np.asarray(jax.nn.log_softmax(logits_of(tokens[None, :-1])[0]))
@@ -67,53 +66,52 @@ def test_rolling_predicts_every_token_once(trained):
         np.testing.assert_allclose(value, total, rtol=2e-5)
 
 
-def test_another_forward_is_used_as_given(trained):
-    """As an executor or a mesh of another kind would come in."""
+def test_a_custom_forward_is_used(harness, trained):
     model, calls = trained("dense"), []
-    inner = scoring.forward_of(model)
+    inner = scoring.single_device_forward(model)
 
-    def forward(tokens, places):
+    def forward(tokens, positions):
         calls.append(tokens.shape)
         halves = np.split(tokens, 2)
-        found = [inner(half, own[None]) for half, own in zip(halves, places)]
-        return tuple(np.concatenate(parts) for parts in zip(*found))
+        outputs = [inner(half, local[None]) for half, local in zip(halves, positions)]
+        return tuple(np.concatenate(shards) for shards in zip(*outputs))
 
-    limits = scoring.Limits(32, 64, parts=2)
-    requests = [asked("the abcd", " of the"), asked("", "the")]
-    mine = harness.harness_lm(model, forward, limits).loglikelihood(requests)
-    theirs = harness.harness_lm(model).loglikelihood(requests)
+    limits = scoring.Limits(32, 64, shards=2)
+    requests = [make_request("the abcd", " of the"), make_request("", "the")]
+    scores = harness.harness_lm(model, forward, limits).loglikelihood(requests)
+    expected = harness.harness_lm(model).loglikelihood(requests)
     assert calls and all(rows % 2 == 0 for rows, _ in calls)
-    np.testing.assert_allclose([s for s, _ in mine], [s for s, _ in theirs], rtol=1e-5)
+    np.testing.assert_allclose([s for s, _ in scores], [s for s, _ in expected], rtol=1e-5)
 
 
-def test_generation_is_asked_by_equal_arguments(tokenizer):
+def test_generation_is_batched_by_equal_arguments(harness, tokenizer):
     calls = []
 
-    def writer(prompts, new_tokens, arguments):
-        assert new_tokens == 16  # Half of the context, of the 256 that lm-eval would allow.
+    def generator(prompts, new_tokens, arguments):
+        assert new_tokens == 16  # half of the context, although lm-eval allows 256
         calls.append((prompts, arguments))
         return [f"{arguments['until']}{len(prompt)}" for prompt in prompts]
 
-    lm = HarnessLM(tokenizer, 32, remembering([]), writer)
+    lm = harness.HarnessLM(tokenizer, 32, recording([]), generator)
     requests = [
-        asked("the", {"until": "a"}),
-        asked("of", {"until": "b"}),
-        asked("", {"until": "a"}),
+        make_request("the", {"until": "a"}),
+        make_request("of", {"until": "b"}),
+        make_request("", {"until": "a"}),
     ]
-    written = lm.generate_until(requests)
+    texts = lm.generate_until(requests)
     assert len(calls) == 2
-    assert written == [f"a{len(tokenizer.encode('the'))}", f"b{len(tokenizer.encode('of'))}", "a1"]
-    assert lm.generate_until([asked("the of " * 20, {"until": "c"})]) == ["c16"]
+    assert texts == [f"a{len(tokenizer.encode('the'))}", f"b{len(tokenizer.encode('of'))}", "a1"]
+    assert lm.generate_until([make_request("the of " * 20, {"until": "c"})]) == ["c16"]
     assert (lm.counts.requests, lm.counts.truncated) == (4, 1)
 
 
-def test_what_is_written_is_what_generate_writes(trained):
+def test_generated_texts_are_those_of_generate(harness, trained):
     model = trained("sparse")
     prompts = ["the abcd of", "of the"]
     arguments = {"until": [""], "max_gen_toks": 5}
-    found = harness.harness_lm(model).generate_until([asked(p, arguments) for p in prompts])
+    texts = harness.harness_lm(model).generate_until([make_request(p, arguments) for p in prompts])
     ids = [model.tokenizer.encode(prompt).tolist() for prompt in prompts]
-    assert found == [c.text for c in generate(model, ids, max_new_tokens=5)]
+    assert texts == [c.text for c in generate(model, ids, max_new_tokens=5)]
 
 
 ITEMS = [
@@ -122,11 +120,11 @@ ITEMS = [
 ]
 
 
-class Knowing:
-    """Scores the right answer highest for the first `known` items."""
+class PartlyCorrect:
+    """Scores the correct answer highest for the first `correct` items."""
 
-    def __init__(self, tokenizer, known):
-        self.tokenizer, self.known, self.prompts = tokenizer, known, []
+    def __init__(self, tokenizer, correct):
+        self.tokenizer, self.correct, self.prompts = tokenizer, correct, []
 
     def __call__(self, requests):
         scores = []
@@ -134,21 +132,21 @@ class Knowing:
             prompt = self.tokenizer.decode(before)
             self.prompts.append(prompt)
             number = int(prompt.rsplit("question ")[-1].split(":")[0])
-            right = self.tokenizer.decode(after) == f" answer {number % 3}"
-            scores.append((float(right == (number < self.known)), False))
+            is_answer = self.tokenizer.decode(after) == f" answer {number % 3}"
+            scores.append((float(is_answer == (number < self.correct)), False))
         return scores, Counts(len(scores))
 
 
-@pytest.mark.parametrize("known", [0, 5, 12])
+@pytest.mark.parametrize("correct", [0, 5, 12])
 @pytest.mark.parametrize("shots", [0, 3])
-def test_accuracy_item_by_item(tokenizer, known, shots):
-    scorer = Knowing(tokenizer, known)
-    task = lm_eval_tasks.of_items("mine", ITEMS)
-    score = harness.evaluate(HarnessLM(tokenizer, 200, scorer), {"mine": task}, shots)["mine"]
+def test_accuracy_per_item(harness, lm_eval_tasks, tokenizer, correct, shots):
+    scorer = PartlyCorrect(tokenizer, correct)
+    task = lm_eval_tasks.make_task("custom", ITEMS)
+    lm = harness.HarnessLM(tokenizer, 200, scorer)
+    score = harness.evaluate(lm, {"custom": task}, shots)["custom"]
     assert (score.metric, score.items) == ("acc", 12)
     assert score.value == score.values.mean()
-    # One of two wrong answers is likeliest where the right one is not: never the right one.
-    np.testing.assert_array_equal(score.values, np.arange(12) < known)
+    np.testing.assert_array_equal(score.values, np.arange(12) < correct)
     for prompt in scorer.prompts:
         *examples, question = prompt.split("\n\n")
         assert len(examples) == shots and question not in {e.split(":")[0] for e in examples}
@@ -157,14 +155,15 @@ def test_accuracy_item_by_item(tokenizer, known, shots):
             assert example == f"question {number}: answer {number % 3}"
 
 
-def test_open_answers_are_right_where_greedy(tokenizer):
+def test_open_answers_are_correct_where_greedy(harness, lm_eval_tasks, tokenizer):
     items = [Item("a", (" the",), 0, "x"), Item("b", (" of",), 0, "y")]
 
     def scorer(requests):
         return [(-1.0, tokenizer.decode(b) == " of") for _, b in requests], Counts(len(requests))
 
-    task = lm_eval_tasks.of_items("open", items)
-    score = harness.evaluate(HarnessLM(tokenizer, 32, scorer), {"open": task}, 0)["open"]
+    task = lm_eval_tasks.make_task("open", items)
+    lm = harness.HarnessLM(tokenizer, 32, scorer)
+    score = harness.evaluate(lm, {"open": task}, 0)["open"]
     assert score.metric == "acc" and score.values.tolist() == [0.0, 1.0]
-    limited = harness.evaluate(HarnessLM(tokenizer, 32, scorer), {"open": task}, 0, limit=1)
+    limited = harness.evaluate(lm, {"open": task}, 0, limit=1)
     assert limited["open"].items == 1

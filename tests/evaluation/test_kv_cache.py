@@ -1,4 +1,4 @@
-"""A prompt at once and then token by token gives the logits of the whole text."""
+"""Prefill and decoding give the logits of one pass over the complete text."""
 
 import dataclasses
 
@@ -18,11 +18,11 @@ from sparse_dataflow.planning import cost
 ROWS, WIDTH, CACHE = 3, 8, 16
 
 
-read_token = jax.jit(kv_cache.read_token, static_argnames="config")
+decode_token = jax.jit(kv_cache.decode_token, static_argnames="config")
 
 
-def drawn(config, seed=0):
-    """Arbitrary parameters, none of them zero, and tables."""
+def random_model(config, seed=0):
+    """Returns (params, tables) with nonzero parameters."""
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     params = jax.tree.map(lambda s: rng.normal(size=s.shape, scale=0.3).astype("f4"), shapes)
@@ -30,8 +30,8 @@ def drawn(config, seed=0):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_incremental_logits_are_those_of_the_whole_text(config):
-    params, tables = drawn(config)
+def test_incremental_logits_equal_those_of_the_complete_text(config):
+    params, tables = random_model(config)
     weights = kv_cache.prepare(config, params, tables)
     whole_logits = jax.jit(lambda params, tokens: whole.logits(config, params, tables, tokens))
 
@@ -45,36 +45,34 @@ def test_incremental_logits_are_those_of_the_whole_text(config):
         text = rng.integers(0, config.vocab_size, (ROWS, CACHE), np.int32)
         expected = np.asarray(whole_logits(params, text))
         positions = np.asarray(lengths, np.int32)
-        # What pads a prompt is any token; here the text itself would be cheating.
+        # Pads with a constant: the text itself would hide a read of the padding.
         prompts = np.where(np.arange(WIDTH) < positions[:, None], text[:, :WIDTH], 7)
-        found, caches = kv_cache.read_prompts(
-            config, weights, prompts, positions, cache_tokens=CACHE
-        )
+        logits, caches = kv_cache.prefill(config, weights, prompts, positions, cache_tokens=CACHE)
         rows = np.arange(ROWS)
         for _ in range(CACHE - WIDTH):
-            np.testing.assert_allclose(found, expected[rows, positions - 1], rtol=2e-4, atol=2e-4)
+            np.testing.assert_allclose(logits, expected[rows, positions - 1], rtol=2e-4, atol=2e-4)
             tokens = text[rows, positions]
-            found, caches = read_token(config, weights, caches, tokens, positions)
+            logits, caches = decode_token(config, weights, caches, tokens, positions)
             positions = positions + 1
-        np.testing.assert_allclose(found, expected[rows, positions - 1], rtol=2e-4, atol=2e-4)
+        np.testing.assert_allclose(logits, expected[rows, positions - 1], rtol=2e-4, atol=2e-4)
 
     check()
 
 
-def test_a_wrong_position_is_seen():
-    """The test above can fail: the same token one place later has other logits."""
-    params, tables = drawn(DENSE)
+def test_logits_depend_on_the_position():
+    """Guards the test above against being vacuous."""
+    params, tables = random_model(DENSE)
     weights = kv_cache.prepare(DENSE, params, tables)
     prompts, lengths = np.full((1, 4), 3, np.int32), np.array([4], np.int32)
-    _, caches = kv_cache.read_prompts(DENSE, weights, prompts, lengths, cache_tokens=8)
-    right = read_token(DENSE, weights, caches, np.array([5]), np.array([4]))[0]
-    wrong = read_token(DENSE, weights, caches, np.array([5]), np.array([5]))[0]
+    _, caches = kv_cache.prefill(DENSE, weights, prompts, lengths, cache_tokens=8)
+    right = decode_token(DENSE, weights, caches, np.array([5]), np.array([4]))[0]
+    wrong = decode_token(DENSE, weights, caches, np.array([5]), np.array([5]))[0]
     assert np.abs(np.asarray(right) - wrong).max() > 1e-2
 
 
 def test_weights_are_cast_once():
     config = dataclasses.replace(SPARSE, compute_dtype="bfloat16")
-    weights = kv_cache.prepare(config, *drawn(config))
+    weights = kv_cache.prepare(config, *random_model(config))
     floats = [a for a in jax.tree.leaves(weights) if not np.issubdtype(a.dtype, np.integer)]
     assert {str(leaf.dtype) for leaf in floats} == {"bfloat16"}
     assert len(weights.layers) == config.num_layers
@@ -82,18 +80,18 @@ def test_weights_are_cast_once():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_the_bytes_that_a_token_reads_are_those_of_the_weights(config, dtype):
+def test_decoding_bytes_are_those_of_the_weights_and_caches(config, dtype):
     config = dataclasses.replace(config, compute_dtype=dtype)
     weights = kv_cache.random_weights(config, seed=0)
-    # Of positions one row is read, and of norms and gates too little to count.
+    # The cost model neglects positions, norms and gates.
     leaves = [weights.embed["tokens"]]
     for params, _ in weights.layers:
         leaves += [
             leaf
             for name, module in params.items()
             if "norm" not in name
-            for part, leaf in module.items()
-            if part != "gate"
+            for leaf_name, leaf in module.items()
+            if leaf_name != "gate"
         ]
     read = sum(leaf.nbytes for leaf in leaves)
     assert cost.decoding_bytes(config, batch=1, cached=0) == read

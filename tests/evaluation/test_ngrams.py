@@ -1,4 +1,4 @@
-"""Baselines are the probabilities that their formulas say."""
+"""The n-gram baselines follow their formulas."""
 
 import itertools
 
@@ -12,7 +12,7 @@ V = 7
 
 
 def table(tokens, strength):
-    """p(b | a), [V, V], by counting one by one."""
+    """Returns (p(b), p(b | a) [V, V]) by direct counting."""
     unigram = (np.bincount(tokens, minlength=V) + 1) / (len(tokens) + V)
     pairs = np.zeros((V, V))
     for a, b in itertools.pairwise(tokens):
@@ -23,7 +23,7 @@ def table(tokens, strength):
 
 @settings(max_examples=30)
 @given(st.integers(0, 10**6))
-def test_scores_are_the_formulas(seed):
+def test_scores_follow_the_formulas(seed):
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, V - 1, rng.integers(12, 300))
     model = Ngrams(tokens, V)
@@ -35,14 +35,14 @@ def test_scores_are_the_formulas(seed):
     for (before, after), (single, _), (double, greedy) in zip(
         requests, model.score_unigram(requests)[0], model.score_bigram(requests)[0]
     ):
-        line = [before[-1], *after]
-        p = bigram[line[:-1], line[1:]]
+        sequence = [before[-1], *after]
+        p = bigram[sequence[:-1], sequence[1:]]
         np.testing.assert_allclose(single, np.log(unigram[after]).sum())
         np.testing.assert_allclose(double, np.log(p).sum())
-        assert greedy == bool((p >= bigram[line[:-1]].max(axis=1) * (1 - 1e-9)).all())
+        assert greedy == bool((p >= bigram[sequence[:-1]].max(axis=1) * (1 - 1e-9)).all())
 
 
-def test_text_that_repeats_itself_is_predicted():
+def test_the_bigram_predicts_periodic_text():
     model = Ngrams(np.tile([0, 1, 2, 3], 50), V)
-    (known, greedy), (wrong, not_greedy) = model.score_bigram([([0], [1, 2]), ([0], [2])])[0]
-    assert greedy and not not_greedy and known > np.log(0.8) > wrong
+    (right, greedy), (wrong, not_greedy) = model.score_bigram([([0], [1, 2]), ([0], [2])])[0]
+    assert greedy and not not_greedy and right > np.log(0.8) > wrong

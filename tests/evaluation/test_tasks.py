@@ -1,4 +1,4 @@
-"""Items of the own tasks are right by the document that they are from, and always the same."""
+"""Items of the built-in tasks are correct and reproducible."""
 
 import itertools
 import json
@@ -8,8 +8,8 @@ import pytest
 
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
-from sparse_dataflow.evaluation.tasks import own
-from sparse_dataflow.evaluation.tasks.items import Item, gather, read_items
+from sparse_dataflow.evaluation.tasks import builtin
+from sparse_dataflow.evaluation.tasks.items import Item, read_items, sample_items
 from sparse_dataflow.evaluation.tasks.text import WordFrequencies
 from sparse_dataflow.files.errors import UserError
 
@@ -17,122 +17,121 @@ TEXT_TASKS = ("last_word", "continuation", "cloze")
 
 
 def source(name, functions=12):
-    """A Python file whose functions differ in docstring, body and calls."""
-    parts = ["import os\n\n"]
+    """Returns a Python file whose functions differ in docstring, body and calls."""
+    blocks = ["import os\n\n"]
     for i in range(functions):
-        parts.append(
+        blocks.append(
             f'def work_{i}(value):\n    """Does the thing number {i}.\n\n    At length.\n    """\n'
             f"    total_{i} = value + {i}\n    helper_{i}(total_{i}, value)\n"
             f"    os.call_{i}(total_{i})\n    return total_{i} * {i} + value\n\n"
         )
-    return Document(name, "\n".join(parts))
+    return Document(name, "\n".join(blocks))
 
 
 @pytest.fixture(scope="module")
 def python():
     train = [source(f"t{i}.py", 8 + i) for i in range(4)]
-    return Corpus(own.PYTHON, train, [source("v0.py"), source("v1.py", 9)], "cd" * 32)
+    return Corpus(builtin.PYTHON_CORPUS, train, [source("v0.py"), source("v1.py", 9)], "cd" * 32)
 
 
-@pytest.fixture(params=own.OWN)
-def made(request, prose, python, tokenizer):
-    """(name, corpus, items, examples, tokens of an item) of each task."""
+@pytest.fixture(params=builtin.BUILTIN_TASKS)
+def task(request, prose, python, tokenizer):
+    """(name, corpus, items, examples, maximum tokens of an item) of each built-in task."""
     corpus = prose if request.param in TEXT_TASKS else python
-    items, examples = own.make(request.param, corpus, tokenizer, 240, 30, seed=3)
-    return request.param, corpus, items, examples, own.item_tokens(request.param, 240)
+    items, examples = builtin.make_items(request.param, corpus, tokenizer, 240, 30, seed=3)
+    return request.param, corpus, items, examples, builtin.item_tokens(request.param, 240)
 
 
-def squeezed(text):
-    """Without spaces, which a dedented body has lost."""
+def without_spaces(text):
     return "".join(text.split())
 
 
-def test_the_right_answer_stands_in_the_document_and_the_others_do_not(made):
-    name, corpus, items, examples, _ = made
+def test_only_the_correct_choice_continues_the_context_in_the_document(task):
+    name, corpus, items, examples, _ = task
     assert len(items) == 30 if name in TEXT_TASKS else len(items) >= 18
     for item, documents in itertools.chain(
         ((i, corpus.validation) for i in items), ((e, corpus.train) for e in examples)
     ):
         (document,) = (d for d in documents if d.id == item.document)
-        text = squeezed(document.text)
-        whole = [squeezed(item.context + choice) for choice in item.choices]
+        text = without_spaces(document.text)
+        passages = [without_spaces(item.context + choice) for choice in item.choices]
         if name == "docstring_body":
-            # What follows the first paragraph of the docstring is left out.
+            # The context is only the first paragraph of the docstring.
             number = item.context.split()[-1].strip('."')
-            assert f"total_{number}=value" in whole[item.answer]
-            assert all(squeezed(choice) in text for choice in item.choices)
+            assert f"total_{number}=value" in passages[item.answer]
+            assert all(without_spaces(choice) in text for choice in item.choices)
         else:
-            assert whole[item.answer] in text
+            assert passages[item.answer] in text
         if name in ("cloze", "continuation", "call_name"):
-            wrong = [w for i, w in enumerate(whole) if i != item.answer]
-            # A short context may go on in more ways than one, so most and not all.
+            wrong = [w for i, w in enumerate(passages) if i != item.answer]
+            # A short context can occur more than once.
             assert sum(w in text for w in wrong) <= 1
         assert len(set(item.choices)) == len(item.choices) == (1 if name == "last_word" else 4)
 
 
-def test_items_fit_their_tokens(made, tokenizer):
-    name, _, items, examples, tokens = made
+def test_items_fit_their_token_limit(task, tokenizer):
+    name, _, items, examples, tokens = task
     for item in (*items, *examples):
         for choice in item.choices:
             length = len(tokenizer.encode(item.context + choice))
-            # A choice is a word or a cut of tokens that may be cut otherwise behind the context.
+            # Context and choice can tokenise differently when joined.
             assert length <= tokens * 1.5 + 12, (name, length, tokens)
 
 
-def test_the_same_seed_gives_the_same_items(made, tokenizer):
-    name, corpus, items, examples, _ = made
-    again = own.make(name, corpus, tokenizer, 240, 30, seed=3)
+def test_the_same_seed_gives_the_same_items(task, tokenizer):
+    name, corpus, items, examples, _ = task
+    again = builtin.make_items(name, corpus, tokenizer, 240, 30, seed=3)
     assert again == (items, examples)
-    assert own.make(name, corpus, tokenizer, 240, 30, seed=4)[0] != items
+    assert builtin.make_items(name, corpus, tokenizer, 240, 30, seed=4)[0] != items
     assert {i.document for i in items}.isdisjoint(e.document for e in examples)
     assert {i.document for i in items} == {d.id for d in corpus.validation}
 
 
-def test_answers_stand_at_every_place(made):
-    name, _, items, _, _ = made
-    places = {item.answer for item in items}
-    assert places == ({0} if name == "last_word" else {0, 1, 2, 3})
+def test_answer_indices_cover_all_choices(task):
+    name, _, items, _, _ = task
+    answers = {item.answer for item in items}
+    assert answers == ({0} if name == "last_word" else {0, 1, 2, 3})
 
 
-def test_last_words_were_seen(prose, tokenizer):
-    for item in own.make("last_word", prose, tokenizer, 240, 30, 0)[0]:
+def test_last_words_occur_in_the_context(prose, tokenizer):
+    for item in builtin.make_items("last_word", prose, tokenizer, 240, 30, 0)[0]:
         assert item.choices[0].strip() in item.context
 
 
-def test_choices_of_continuations_are_as_long(prose, tokenizer):
-    for item in own.make("continuation", prose, tokenizer, 240, 30, 0)[0]:
+def test_choices_of_continuations_have_equal_length(prose, tokenizer):
+    for item in builtin.make_items("continuation", prose, tokenizer, 240, 30, 0)[0]:
         lengths = [len(tokenizer.encode(choice)) for choice in item.choices]
         assert max(lengths) - min(lengths) <= 1
         assert len({choice[0] for choice in item.choices}) == 1
 
 
-def test_distractors_are_as_frequent():
+def test_similar_words_have_similar_frequency_and_the_same_case():
     words = [f"word{i}" for i in range(200)]
     text = " ".join(itertools.chain.from_iterable([w] * (i + 1) for i, w in enumerate(words)))
     frequencies = WordFrequencies([Document("d", text + " Word7 NEVER")])
     for i in (40, 100, 160):
-        ranks = [int(w.removeprefix("word")) for w in frequencies.alike(f"word{i}")]
+        ranks = [int(w.removeprefix("word")) for w in frequencies.similar(f"word{i}")]
         assert len(ranks) > 10 and max(abs(r - i) for r in ranks) <= 13 and i not in ranks
-    assert frequencies.alike("Word7") == []  # The only word with a capital first letter.
+    assert frequencies.similar("Word7") == []
 
 
-def test_documents_take_turns():
+def test_documents_contribute_equal_numbers_of_items():
     def build(document, rng):
         yield from (Item(f"{document.id} {i}", ("x",), 0, document.id) for i in range(100))
 
     documents = [Document(f"d{i}", "text") for i in range(10)]
-    found = gather(documents, build, 25, seed=0)
-    counts = np.unique([item.document for item in found], return_counts=True)[1]
-    assert len(found) == 25 and len(counts) == 10 and counts.max() - counts.min() <= 1
-    assert len(gather(documents[:1], build, 500, seed=0)) == 100
+    items = sample_items(documents, build, 25, seed=0)
+    counts = np.unique([item.document for item in items], return_counts=True)[1]
+    assert len(items) == 25 and len(counts) == 10 and counts.max() - counts.min() <= 1
+    assert len(sample_items(documents[:1], build, 500, seed=0)) == 100
 
 
-GOOD = {"context": "a b", "choices": [" c", " d"], "answer": 1}
+VALID = {"context": "a b", "choices": [" c", " d"], "answer": 1}
 
 
-def test_a_file_of_ones_own(tmp_path):
-    path = tmp_path / "mine.jsonl"
-    path.write_text(f"{json.dumps(GOOD)}\n\n{json.dumps(GOOD | {'document': 'x'})}\n")
+def test_items_are_read_from_json_lines(tmp_path):
+    path = tmp_path / "task.jsonl"
+    path.write_text(f"{json.dumps(VALID)}\n\n{json.dumps(VALID | {'document': 'x'})}\n")
     assert read_items(path) == [
         Item("a b", (" c", " d"), 1, "1"),
         Item("a b", (" c", " d"), 1, "x"),
@@ -145,23 +144,23 @@ def test_a_file_of_ones_own(tmp_path):
         ("{", ["line 2", "not JSON"]),
         ("[]", ["line 2", "not a JSON object"]),
         (json.dumps({"context": "a"}), ["line 2", "lacks choices and answer", "list of texts"]),
-        (json.dumps(GOOD | {"context": 1}), ["line 2", "context must be a text"]),
-        (json.dumps(GOOD | {"choices": []}), ["choices must be a list of texts"]),
-        (json.dumps(GOOD | {"answer": 2}), ["answer must be the index"]),
-        (json.dumps(GOOD | {"answer": "1"}), ["answer must be the index"]),
+        (json.dumps(VALID | {"context": 1}), ["line 2", "context must be a text"]),
+        (json.dumps(VALID | {"choices": []}), ["choices must be a list of texts"]),
+        (json.dumps(VALID | {"answer": 2}), ["answer must be the index"]),
+        (json.dumps(VALID | {"answer": "1"}), ["answer must be the index"]),
     ],
 )
-def test_a_file_that_is_wrong_is_named(tmp_path, line, words):
-    path = tmp_path / "mine.jsonl"
-    path.write_text(f"{json.dumps(GOOD)}\n{line}\n")
-    with pytest.raises(UserError) as refused:
+def test_an_invalid_line_raises_with_file_and_line(tmp_path, line, words):
+    path = tmp_path / "task.jsonl"
+    path.write_text(f"{json.dumps(VALID)}\n{line}\n")
+    with pytest.raises(UserError) as error:
         read_items(path)
-    assert all(word in str(refused.value) for word in ["mine.jsonl", *words]), refused.value
+    assert all(word in str(error.value) for word in ["task.jsonl", *words]), error.value
 
 
-def test_a_file_that_is_none(tmp_path):
+def test_a_missing_or_empty_file_raises(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
-        read_items(tmp_path / "none.jsonl")
+        read_items(tmp_path / "missing.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="holds no item"):
+    with pytest.raises(UserError, match="is empty"):
         read_items(tmp_path / "empty.jsonl")

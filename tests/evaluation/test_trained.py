@@ -1,4 +1,4 @@
-"""A model comes back from its run folder as it was saved, or what is wrong is said in words."""
+"""Models load from run folders as they were saved, or the error names the cause."""
 
 import json
 
@@ -12,7 +12,9 @@ from sparse_dataflow.files.errors import UserError
 
 @pytest.mark.parametrize("variant", ["sparse", "dense"])
 @pytest.mark.parametrize(("name", "step"), [("newest", 3), ("best", 2), ("1", 1)])
-def test_the_model_is_the_saved_one(run_folder, models, tokenizer, variant, name, step):
+def test_the_loaded_model_equals_the_saved_model(
+    run_folder, models, tokenizer, variant, name, step
+):
     before = sorted(run_folder.path.rglob("*"))
     trained = load(run_folder.path, variant, name)
     assert sorted(run_folder.path.rglob("*")) == before
@@ -21,11 +23,11 @@ def test_the_model_is_the_saved_one(run_folder, models, tokenizer, variant, name
     state = run_folder.states[variant, step]
     jax.tree.map(np.testing.assert_array_equal, trained.params, state.params)
     jax.tree.map(np.testing.assert_array_equal, trained.tables, state.tables)
-    # Concrete tables are what programs are specialised to.
+    # Programs are specialised to concrete tables.
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(trained.tables))
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(run_folder):
+def test_a_damaged_checkpoint_falls_back_to_the_previous_one(run_folder):
     path = next((run_folder.path / "sparse/checkpoints/3/state").rglob("d/*"))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -35,13 +37,13 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run_folder):
         load(run_folder.path, "sparse", "3")
 
 
-def complaint(run_folder, variant="sparse", checkpoint="newest"):
-    with pytest.raises(UserError) as refused:
+def load_error(run_folder, variant="sparse", checkpoint="newest"):
+    with pytest.raises(UserError) as error:
         load(run_folder.path, variant, checkpoint)
-    return str(refused.value)
+    return str(error.value)
 
 
-def test_no_such_run(tmp_path):
+def test_a_missing_run_raises(tmp_path):
     with pytest.raises(UserError, match=r"not a run folder: it has no config\.json"):
         load(tmp_path, "sparse")
 
@@ -53,27 +55,27 @@ def test_an_exported_model_is_named(tmp_path, kind):
         load(tmp_path, "sparse")
 
 
-def test_no_such_variant_or_checkpoint(run_folder):
-    assert "it has: dense, sparse" in complaint(run_folder, "spares")
-    assert "legal: newest, best" in complaint(run_folder, checkpoint="last")
-    assert "it has: 1, 2, 3" in complaint(run_folder, checkpoint="7")
-    (run_folder.path / "sparse/checkpoints").rename(run_folder.path / "elsewhere")
-    assert "no checkpoint of sparse yet" in complaint(run_folder)
+def test_a_missing_variant_or_checkpoint_raises_with_the_legal_names(run_folder):
+    assert "legal: dense, sparse" in load_error(run_folder, "spares")
+    assert "legal: newest, best" in load_error(run_folder, checkpoint="last")
+    assert "it has: 1, 2, 3" in load_error(run_folder, checkpoint="7")
+    (run_folder.path / "sparse/checkpoints").rename(run_folder.path / "moved")
+    assert "no checkpoint of sparse yet" in load_error(run_folder)
 
 
-def test_tokenizers_that_do_not_fit(run_folder):
+def test_a_wrong_damaged_or_missing_tokenizer_raises(run_folder):
     path = run_folder.path / "tokenizer.json"
     fields = json.loads(path.read_text())
     fields["merges"].reverse()
     path.write_text(json.dumps(fields))
-    assert "not the tokenizer that the run was trained with" in complaint(run_folder)
+    assert "not the tokenizer that the run was trained with" in load_error(run_folder)
     path.write_text("{")
-    assert "cannot be read" in complaint(run_folder)
+    assert "cannot be read" in load_error(run_folder)
     path.unlink()
-    assert "has no tokenizer.json" in complaint(run_folder)
+    assert "has no tokenizer.json" in load_error(run_folder)
 
 
 @pytest.mark.parametrize("change", ["{", "[]", '{"variants": {}}', '{"variants": {"sparse": 1}}'])
-def test_damaged_configs(run_folder, change):
+def test_a_damaged_config_raises(run_folder, change):
     (run_folder.path / "config.json").write_text(change)
-    assert "config.json is damaged" in complaint(run_folder)
+    assert "config.json is damaged" in load_error(run_folder)

@@ -1,5 +1,6 @@
 """One command evaluates a run: the numbers agree with the run's own, or what is wrong is named."""
 
+import importlib.util
 import json
 import sys
 
@@ -7,11 +8,13 @@ import pytest
 from absl import flags as absl_flags
 from main_job import rows
 
-pytest.importorskip("lm_eval", reason="the extra eval is not installed")
-
 from experiments import evaluate, evaluation_report, flags
 from sparse_dataflow.data import cache
 from sparse_dataflow.reporting.report_data import ReportData
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="the extra eval is not installed"
+)
 
 GOOD = {"context": "the", "choices": [" of", " and"], "answer": 1}
 
@@ -124,7 +127,7 @@ def test_without_a_network_the_own_tasks_are_named(evaluated, copy, no_loading, 
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     error = refusal(evaluated, f"--run={copy}", "--tasks=cloze,hellaswag")
-    assert "data of the task hellaswag cannot be reached from here (Couldn't reach" in error
+    assert "data of the task hellaswag cannot be downloaded (Couldn't reach" in error
     assert "last_word, continuation, cloze need no network" in error
     assert not (copy / "evaluation.json").exists()
 

@@ -70,4 +70,4 @@ def test_a_line_that_is_too_long_is_named_and_the_next_is_continued(converse):
         ["word " * 20, "of", EOFError()], lambda prompt, tell: tell(" it")
     )
     assert status == 0 and prompts == ["of"] and out == "of it\n\n"
-    assert err.startswith("error: Prompt 1 has") and "the model sees 16 at once" in err
+    assert err.startswith("error: Prompt 1 has") and "in the context of 16" in err

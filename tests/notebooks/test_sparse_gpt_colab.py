@@ -43,7 +43,7 @@ def test_it_runs_top_to_bottom(tmp_path):
     client.execute(env=os.environ | variables)
     outputs = [output for cell in cells(notebook) for output in cell.outputs]
     text = "".join(output.get("text", "") for output in outputs)
-    for words in ("balanced: True", "forward and backward: dense", "bits a byte after 4 steps"):
+    for words in ("balanced: True", "forward and backward: dense", "bits per byte: sparse"):
         assert words in text
     # The layouts, and the curve.
     drawn = [o for o in outputs if "image/png" in o.get("data", {})]

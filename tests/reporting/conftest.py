@@ -1,4 +1,4 @@
-"""Lets the tests of the report import what they share (report_sample, printed)."""
+"""Makes report_sample and printed importable."""
 
 import pathlib
 import sys

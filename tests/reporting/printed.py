@@ -1,4 +1,4 @@
-"""Printed quantities read back, to compare what a reader sees with the data."""
+"""Parser of printed quantities, to compare the page with the data."""
 
 import re
 
@@ -10,7 +10,7 @@ SCALES = {
 
 
 def parse(text: str) -> float:
-    """The value of a printed quantity."""
+    """Returns the value of a printed quantity."""
     text = text.replace("FLOP", "").replace("−", "-").replace(",", "")
-    parts = re.findall(r"(-?[\d.]+)\s*([A-Za-zµ%]*)", text)
-    return sum(float(number) * SCALES[unit] for number, unit in parts)
+    terms = re.findall(r"(-?[\d.]+)\s*([A-Za-zµ%]*)", text)
+    return sum(float(number) * SCALES[unit] for number, unit in terms)

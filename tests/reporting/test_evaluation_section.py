@@ -1,4 +1,4 @@
-"""The report shows an evaluation as it is, and calls nothing better that may be chance."""
+"""The evaluation section of the report."""
 
 import json
 
@@ -46,12 +46,12 @@ def evaluation(*rows, models=("sparse", "dense")):
         ({"lower_is_better": True, "difference": -0.5, "low": -0.7, "high": -0.1}, True),
     ],
 )
-def test_better_only_where_the_interval_leaves_out_zero(changes, better):
-    (shown,) = evaluation_table(evaluation(row(**changes)))
-    assert shown["better"] is better
+def test_better_or_worse_only_where_the_interval_excludes_zero(changes, better):
+    (table_row,) = evaluation_table(evaluation(row(**changes)))
+    assert table_row["better"] is better
 
 
-def test_the_section_says_every_number(tmp_path):
+def test_the_section_has_all_numbers(tmp_path):
     data = report_sample.bare(evaluation=evaluation(row(), row(shots=0, p=1e-9)))
     assert ReportData.from_json(json.loads(json.dumps(data.to_json()))) == data
     write_report(data, tmp_path / "report.html")
@@ -68,14 +68,15 @@ def test_the_section_says_every_number(tmp_path):
     ):
         assert text in page
     assert "By a stated test." in page and 'href="#evaluation"' in page
+    assert "sparse − dense" in page
 
 
 def test_one_model_has_no_difference(tmp_path):
-    alone = row(values={"sparse": 0.5}, errors={"sparse": 0.1}, difference=None, low=None,
-                high=None, p=None)  # fmt: skip
-    data = report_sample.bare(evaluation=evaluation(alone, models=("sparse",)))
+    single = row(values={"sparse": 0.5}, errors={"sparse": 0.1}, difference=None, low=None,
+                 high=None, p=None)  # fmt: skip
+    data = report_sample.bare(evaluation=evaluation(single, models=("sparse",)))
     write_report(data, tmp_path / "report.html")
-    assert "sparse less" not in (tmp_path / "report.html").read_text()
+    assert "sparse −" not in (tmp_path / "report.html").read_text()
 
 
 def test_without_an_evaluation_there_is_no_section(tmp_path):

@@ -13,14 +13,14 @@ HISTORIES = {name: report_sample.variant(name).history for name in ("dense", "sp
 
 
 def paths(picture: str, colour: str) -> list[np.ndarray]:
-    """Corner points [n, 2] of every sub-path filled with a colour."""
-    found = []
+    """Returns the corners [n, 2] of every sub-path filled with a colour."""
+    corners = []
     for element in ElementTree.fromstring(picture).iter("path"):
         if f"fill: var(--{colour})" in element.get("style", ""):
-            for part in element.get("d").split("M")[1:]:
-                numbers = [float(n) for n in re.findall(r"-?[\d.]+", part)]
-                found.append(np.array(numbers).reshape(-1, 2))
-    return found
+            for sub_path in element.get("d").split("M")[1:]:
+                numbers = [float(n) for n in re.findall(r"-?[\d.]+", sub_path)]
+                corners.append(np.array(numbers).reshape(-1, 2))
+    return corners
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=200))
@@ -30,7 +30,7 @@ def test_smoothing_stays_within_the_data(values):
     assert smooth.min() >= min(values) - 1e-9 and smooth.max() <= max(values) + 1e-9
 
 
-def test_smoothing_neither_lags_nor_adds_noise():
+def test_smoothing_does_not_lag_and_reduces_noise():
     line = np.linspace(5, 2, 200)
     np.testing.assert_allclose(figures.smooth(line)[:190], line[:190], atol=1e-9)
     noise = np.random.default_rng(0).standard_normal(200)
@@ -45,19 +45,19 @@ def test_series_keeps_finite_points_in_order():
 
 
 @pytest.mark.parametrize("x", ["tokens", "seconds"])
-def test_curves_mark_every_evaluation_in_its_variants_colour(x):
+def test_curves_have_a_marker_per_evaluation_in_the_variants_colour(x):
     picture, clipped = figures.loss_curves(HISTORIES, x, "key")
     assert clipped
     for name, rows in HISTORIES.items():
         marks = [e for e in ElementTree.fromstring(picture).iter("use")
                  if f"fill: var(--{name})" in e.get("style", "")]  # fmt: skip
         evaluations = sum(row["kind"] == "eval" for row in rows)
-        # One more stands in the legend.
+        # The legend has one more.
         assert len(marks) == evaluations + 1
     assert "bits per byte" in picture
 
 
-def test_bits_per_byte_are_drawn_only_where_they_follow_from_the_loss():
+def test_the_bits_axis_needs_a_constant_ratio_to_the_loss():
     assert figures.bits_per_nat(HISTORIES) == pytest.approx(report_sample.BITS_PER_NAT)
     other = [{**row, "bits_per_byte": 1.0} for row in HISTORIES["dense"] if row["kind"] == "eval"]
     histories = {"dense": other, "sparse": HISTORIES["sparse"]}
@@ -66,7 +66,7 @@ def test_bits_per_byte_are_drawn_only_where_they_follow_from_the_loss():
 
 
 @pytest.mark.parametrize("rows", [[], [{"kind": "train", "step": 1}]])
-def test_no_points_no_figure(rows):
+def test_without_points_there_is_no_figure(rows):
     assert figures.loss_curves({"sparse": rows}, "tokens", "key") is None
 
 
@@ -78,15 +78,15 @@ def test_no_points_no_figure(rows):
         min_size=1,
     )
 )
-def test_bars_are_as_long_as_their_values(parts):
-    totals = dict.fromkeys(parts, "all")
-    picture = figures.stacked_bars(parts, "abcde", totals, "key", "Bars")
-    largest = max(sum(values.values()) for values in parts.values())
+def test_bar_lengths_are_proportional_to_the_values(bars):
+    totals = dict.fromkeys(bars, "all")
+    picture = figures.stacked_bars(bars, "abcde", totals, "key", "Bars")
+    largest = max(sum(values.values()) for values in bars.values())
     for i, name in enumerate("abcde"):
-        drawn = [np.ptp(p[:, 0]) for p in paths(picture, f"part{i}")]
-        values = [values.get(name, 0.0) for values in parts.values()]
+        lengths = [np.ptp(p[:, 0]) for p in paths(picture, f"category{i}")]
+        values = [values.get(name, 0.0) for values in bars.values()]
         expected = [0.8 * figures.WIDTH * value / largest for value in values]
-        assert drawn == pytest.approx(expected, abs=1.1)
+        assert lengths == pytest.approx(expected, abs=1.1)
 
 
 @settings(max_examples=25)
@@ -94,7 +94,7 @@ def test_bars_are_as_long_as_their_values(parts):
     rows=st.integers(1, 9), columns=st.integers(1, 9), cell=st.sampled_from([2.0, 5.0]),
     data=st.data(),
 )  # fmt: skip
-def test_a_picture_fills_the_stored_blocks_and_no_other(rows, columns, cell, data):
+def test_a_block_picture_fills_exactly_the_stored_blocks(rows, columns, cell, data):
     block = st.tuples(st.integers(0, rows - 1), st.integers(0, columns - 1))
     mask = data.draw(st.sets(block))
     picture = figures.block_picture(rows, columns, sorted(mask), cell, "key", "A layout")
@@ -108,7 +108,7 @@ def test_a_picture_fills_the_stored_blocks_and_no_other(rows, columns, cell, dat
     assert f"{len(mask)} of {rows * columns} blocks are stored" in picture
 
 
-def test_figures_take_their_colours_from_the_page():
+def test_figures_use_only_css_variables_for_colours():
     picture = figures.loss_curves(HISTORIES, "tokens", "key")[0]
     picture += figures.stacked_bars({"dense": {"a": 1.0}}, ["a"], {"dense": "$1$"}, "k", "Bars")
     picture += figures.block_picture(2, 2, [[0, 0]], 5, "k2", "<Layout>")

@@ -13,18 +13,18 @@ def unit(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "row", [quantities.count, quantities.flops, quantities.size, quantities.seconds]
+    "formatter", [quantities.count, quantities.flops, quantities.size, quantities.seconds]
 )
 @given(values=st.lists(st.floats(1e-3, 1e17), min_size=1, max_size=3))
-def test_a_row_prints_its_values_in_one_unit_to_three_digits(row, values):
-    texts = row(values)
+def test_a_row_prints_its_values_in_one_unit_to_three_digits(formatter, values):
+    texts = formatter(values)
     assert [parse(t) for t in texts] == pytest.approx(values, rel=5.01e-3)
     assert len(set(map(unit, texts))) == 1
-    assert not any(" " in t for t in texts), "a unit may not be parted from its number"
+    assert not any(" " in t for t in texts), "a line break can separate number and unit"
 
 
 @given(st.floats(1e-3, 1e23))
-def test_the_largest_value_of_a_row_has_few_digits_before_the_point(value):
+def test_a_value_has_at_most_three_digits_before_the_point(value):
     (text,) = quantities.count([value])
     assert len(re.match(r"[\d,]+", text)[0].replace(",", "")) <= 3
 
@@ -36,15 +36,15 @@ def test_durations_print_the_time(value):
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), float("-inf")])
-def test_what_was_not_measured_prints_as_a_dash(value):
-    rows = (quantities.count, quantities.size, quantities.seconds, quantities.percent,
+def test_missing_values_print_as_a_dash(value):
+    formatters = (quantities.count, quantities.size, quantities.seconds, quantities.percent,
             quantities.durations, quantities.fixed(3))  # fmt: skip
-    for row in rows:
-        assert row([value]) == [quantities.MISSING]
-        assert row([value, 1.0])[0] == quantities.MISSING
+    for formatter in formatters:
+        assert formatter([value]) == [quantities.MISSING]
+        assert formatter([value, 1.0])[0] == quantities.MISSING
 
 
-def test_known_texts():
+def test_examples():
     assert quantities.count([7]) == ["7"]
     assert quantities.count([999_600]) == ["1.00\u00a0M"]
     assert quantities.size([2**30 * 1.5, 2**28]) == ["1.50\u00a0GiB", "0.250\u00a0GiB"]
@@ -55,14 +55,14 @@ def test_known_texts():
 
 
 @given(st.text(st.characters(codec=None)))
-def test_visible_text_can_be_encoded_and_hides_nothing(text):
-    shown = quantities.visible(text)
-    shown.encode("utf-8")
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)
-    assert quantities.visible(shown) == shown
-    assert shown == text or not text.isascii() or not text.isprintable()
+def test_visible_text_is_encodable_without_invisible_characters(text):
+    visible = quantities.visible(text)
+    visible.encode("utf-8")
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", visible)
+    assert quantities.visible(visible) == visible
+    assert visible == text or not text.isascii() or not text.isprintable()
 
 
-def test_lone_surrogates_become_the_replacement_character():
+def test_surrogates_and_control_characters_are_replaced():
     assert quantities.visible("a\ud800b\ufffe") == "a\ufffdb\ufffd"
     assert quantities.visible("\x00\x1b[31m\r\n\t") == "␀␛[31m␍\n\t"

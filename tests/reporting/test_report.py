@@ -21,19 +21,23 @@ VOID = {"meta", "br", "hr", "img", "input", "link", "base", "wbr", "source", "ar
 
 
 class Page(html.parser.HTMLParser):
-    """A parsed page; refuses elements that do not nest.
+    """A parsed page; asserts that its elements nest.
 
     Attributes:
       elements: (tag, attributes) of each element.
-      text: what is said outside figures, said: outside of `pre` too; drawn: said in figures.
-      pre: content of each `pre`, to the letter.
-      rows: measure -> its cells in the headline table; small: measure -> what stands under them.
+      text: texts outside figures.
+      outside_pre: texts outside `pre` elements.
+      figure_text: texts in figures.
+      pre: exact content of each `pre` element.
+      rows: measure -> its cells in the headline table.
+      small: measure -> small print of its cells.
     """
 
     def __init__(self, text: str):
         super().__init__()
-        self.open, self.elements, self.text, self.drawn, self.pre = [], [], [], [], []
-        self.rows, self.small, self.row, self.said = {}, {}, None, []
+        self.open, self.elements, self.pre = [], [], []
+        self.text, self.outside_pre, self.figure_text = [], [], []
+        self.rows, self.small, self.row = {}, {}, None
         self.feed(text)
         self.close()
         assert self.open == []
@@ -56,16 +60,16 @@ class Page(html.parser.HTMLParser):
         self.elements.append((tag, attributes))
 
     def handle_endtag(self, tag):
-        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+        assert self.open and self.open.pop() == tag, f"</{tag}> has no start tag"
 
     def handle_data(self, data):
         inside = self.open[-1] if self.open else None
         if "svg" in self.open:
-            self.drawn.append(data)
+            self.figure_text.append(data)
         elif inside != "style":
             self.text.append(data)
         if inside not in ("style", "pre"):
-            self.said.append(data)
+            self.outside_pre.append(data)
         if inside == "pre":
             self.pre[-1] += data
         if self.row and inside == "td":
@@ -86,7 +90,7 @@ def rendered(tmp_path_factory, data: ReportData) -> str:
 
 
 def unmeasured(name: str):
-    """A variant whose run broke down: nothing that it says is a number."""
+    """Returns a variant of a diverged run, without finite measurements."""
     rows = [{**row, "loss": math.nan} for row in report_sample.variant(name).history]
     fields = {"loss": math.nan, "bits_per_byte": None, "tokens_per_second": math.inf, "mfu": None}
     sections = {"qkv": math.nan, "mlp": 0.1}
@@ -132,7 +136,7 @@ def test_the_page_is_self_contained(sample):
     assert text.startswith("<!doctype html>") and "default-src 'none'" in text
 
 
-def test_every_reference_within_the_page_finds_its_one_target(sample):
+def test_every_reference_in_the_page_has_a_unique_target(sample):
     _, text = sample
     parsed = Page(text)
     ids = parsed.values("id")
@@ -140,23 +144,25 @@ def test_every_reference_within_the_page_finds_its_one_target(sample):
     targets = parsed.values("href")
     assert targets and all(target.startswith("#") for target in targets)
     named = [name for value in parsed.values("aria-labelledby") for name in value.split()]
-    drawn = re.findall(r"url\(#([^)]*)\)", text)
-    assert {target[1:] for target in targets} | set(named) | set(drawn) <= set(ids)
+    clip_paths = re.findall(r"url\(#([^)]*)\)", text)
+    assert {target[1:] for target in targets} | set(named) | set(clip_paths) <= set(ids)
     assert all(dict(a).get("aria-labelledby") for t, a in parsed.elements if t == "svg")
 
 
-def test_no_number_is_missing_by_accident(sample):
+def test_the_page_prints_no_raw_missing_values(sample):
     _, text = sample
     parsed = Page(text)
-    assert not re.search(r"\b(nan|inf|null|undefined|None)\b", " ".join(parsed.said + parsed.drawn))
+    assert not re.search(
+        r"\b(nan|inf|null|undefined|None)\b", " ".join(parsed.outside_pre + parsed.figure_text)
+    )
 
 
-def test_every_part_of_the_run_is_on_the_page(sample):
+def test_the_page_shows_all_data(sample):
     data, text = sample
     parsed = Page(text)
     words = "".join(parsed.text)
-    for said in (data.title, data.date, data.machine, data.corpus, data.tokenizer, *data.notes):
-        assert said in words
+    for value in (data.title, data.date, data.machine, data.corpus, data.tokenizer, *data.notes):
+        assert value in words
     assert "\n" + data.command in parsed.pre
     assert all(f"{name}=={version}" in words for name, version in data.versions.items())
     pictures = {(layout.projection, str(layout.mask)) for layout in data.layouts}
@@ -168,7 +174,7 @@ def test_every_part_of_the_run_is_on_the_page(sample):
 
 
 @pytest.mark.parametrize(("name", "other"), [("dense", "sparse"), ("sparse", "dense")])
-def test_one_variant_alone_is_compared_with_nothing(tmp_path_factory, name, other):
+def test_a_single_variant_has_no_comparison(tmp_path_factory, name, other):
     parsed = Page(rendered(tmp_path_factory, report_sample.report(name, layouts=[])))
     assert parsed.rows and all(len(cells) == 1 for cells in parsed.rows.values())
     assert f"of-{name}" in parsed.values("class") and f"of-{other}" not in parsed.values("class")
@@ -186,12 +192,12 @@ MEASURED = {
 }
 QUALITY = ("loss", "bits_per_byte")
 HIGHER_IS_BETTER = ("tokens_per_second", "mfu")
-SAYS_LOWER = ("lower", "fewer", "less", "shorter", "slower")
+LOWER_WORDS = ("lower", "fewer", "less", "shorter", "slower")
 
 
 @settings(max_examples=30)
 @given(dense=st.fixed_dictionaries(MEASURED), sparse=st.fixed_dictionaries(MEASURED))
-def test_the_numbers_in_the_table_are_those_of_the_data(tmp_path_factory, dense, sparse):
+def test_the_table_has_the_numbers_of_the_data(tmp_path_factory, dense, sparse):
     new = {"dense": dense, "sparse": sparse}
     variants = [dataclasses.replace(v, **new[v.name]) for v in bare().variants]
     parsed = Page(rendered(tmp_path_factory, bare(variants=variants, continuations=[])))
@@ -212,8 +218,8 @@ def test_the_numbers_in_the_table_are_those_of_the_data(tmp_path_factory, dense,
             check_verdict(field, *pair, cells[2], parsed.small[field])
 
 
-def check_verdict(field: str, dense: float, sparse: float, verdict: str, under: str):
-    """The verdict has the size, the direction and the judgement of the two values."""
+def check_verdict(field: str, dense: float, sparse: float, verdict: str, note: str):
+    """Asserts that the verdict has the size, direction and judgement of the two values."""
     number, word = verdict.split()
     if field in QUALITY:
         share = abs(sparse - dense) / dense
@@ -221,45 +227,45 @@ def check_verdict(field: str, dense: float, sparse: float, verdict: str, under: 
     else:
         times = max(dense, sparse) / min(dense, sparse)
         assert parse(number.removesuffix("×")) == pytest.approx(times, rel=5.1e-3)
-    assert (word in SAYS_LOWER) == (sparse < dense)
-    assert ("worse" in under) == ((sparse < dense) == (field in HIGHER_IS_BETTER))
+    assert (word in LOWER_WORDS) == (sparse < dense)
+    assert ("worse" in note) == ((sparse < dense) == (field in HIGHER_IS_BETTER))
 
 
-def test_the_speed_ratio_stands_beside_its_ceiling(tmp_path_factory):
+def test_the_speed_up_is_shown_with_its_ceiling(tmp_path_factory):
     variants = [dataclasses.replace(v, tokens_per_second=250.0 if v.name == "sparse" else 100.0)
                 for v in bare().variants]  # fmt: skip
     parsed = Page(rendered(tmp_path_factory, bare(variants=variants, flop_ceiling=4.0)))
     assert parsed.rows["tokens_per_second"][2] == "2.50× faster"
-    assert parsed.small["tokens_per_second"] == "FLOP ceiling 4.00×, 62% of it reached"
+    assert parsed.small["tokens_per_second"] == "62% of the FLOP ceiling 4.00×"
     parsed = Page(rendered(tmp_path_factory, bare(flop_ceiling=None)))
     assert "eiling" not in "".join(parsed.text)
 
 
 @pytest.mark.parametrize(
-    ("dense", "sparse", "said"),
+    ("dense", "sparse", "text"),
     [
-        ((1.345, 60), (1.234, 61), "sparse model is ahead, at 1.234 bits per byte"),
-        ((1.234, 60), (1.345, 60), "dense twin is ahead, at 1.234 bits per byte"),
-        ((1.2341, 60), (1.2342, 60), "level at 1.234 bits per byte"),
-        ((1.345, 60), (1.234, 30), "sparse model is at 1.234 bits per byte of held-out text after"),
-        ((None, 60), (1.234, 60), "is ahead, at 2.598 nats per token"),
+        ((1.345, 60), (1.234, 61), "sparse model is better: 1.234 bits per byte"),
+        ((1.234, 60), (1.345, 60), "dense twin is better: 1.234 bits per byte"),
+        ((1.2341, 60), (1.2342, 60), "both reach 1.234 bits per byte"),
+        ((1.345, 60), (1.234, 30), "model reaches 1.234 bits per byte of held-out text after"),
+        ((None, 60), (1.234, 60), "is better: 2.598 nats per token"),
     ],
 )
-def test_the_headline_says_how_it_came_out(dense, sparse, said):
+def test_the_headline_states_the_result(dense, sparse, text):
     new = {"dense": dense, "sparse": sparse}
     variants = [
         dataclasses.replace(v, bits_per_byte=new[v.name][0], train_seconds=new[v.name][1])
         for v in sorted(bare().variants, key=lambda v: v.name)
     ]
     sentence = page.headline(variants)
-    assert said in sentence
-    clocks_agree = abs(dense[1] - sparse[1]) <= 1
-    assert ("equal wall-clock" in sentence) == clocks_agree
+    assert text in sentence
+    equal_times = abs(dense[1] - sparse[1]) <= 1
+    assert ("equal wall-clock" in sentence) == equal_times
 
 
-def test_the_headline_claims_nothing_without_an_evaluation():
+def test_the_headline_without_an_evaluation():
     variants = [dataclasses.replace(v, loss=None, bits_per_byte=math.nan) for v in bare().variants]
-    assert page.headline(variants).startswith("No held-out evaluation")
+    assert page.headline(variants).startswith("This run has no held-out evaluation")
 
 
 MARKUP = (
@@ -281,41 +287,41 @@ ANY_TEXT = st.lists(
 
 @settings(max_examples=40)
 @given(prompt=ANY_TEXT, truth=ANY_TEXT, dense=ANY_TEXT, sparse=ANY_TEXT, title=ANY_TEXT)
-def test_any_text_is_shown_as_it_is(tmp_path_factory, prompt, truth, dense, sparse, title):
-    written = Continuation(prompt, truth, {"sparse": sparse, "dense": dense})
-    data = bare(continuations=[written], title=title, command=title, notes=[title])
+def test_any_text_is_escaped(tmp_path_factory, prompt, truth, dense, sparse, title):
+    continuation = Continuation(prompt, truth, {"sparse": sparse, "dense": dense})
+    data = bare(continuations=[continuation], title=title, command=title, notes=[title])
     parsed = Page(rendered(tmp_path_factory, data))
-    # A parser drops the newline that begins a pre; ours keeps it.
+    # Browsers drop the first newline of a pre element; this parser keeps it.
     expected = ["\n" + quantities.visible(t) for t in (prompt, dense, sparse, truth, title)]
     assert parsed.pre[:5] == expected
     assert not {"script", "b"} & set(parsed.tags)
 
 
-def test_layers_that_share_a_layout_share_its_picture():
+def test_layers_with_the_same_layout_share_a_picture():
     layouts = [report_sample.layout("qkv", 4, 12, layer, 2) for layer in (0, 1, 2, 5)]
     layouts += [report_sample.layout("qkv", 4, 12, layer, 3) for layer in (3,)]
-    pictures, left_out = page.layout_pictures(layouts)
-    assert [p["where"] for p in pictures] == ["layers 0–2, 5", "layer 3"]
-    assert left_out == 0
+    pictures, omitted = page.layout_pictures(layouts)
+    assert [p["layers"] for p in pictures] == ["layers 0–2, 5", "layer 3"]
+    assert omitted == 0
     assert (pictures[0]["fan_in"], pictures[0]["fan_out"]) == ("2", "6")
 
 
-def test_an_unbalanced_layout_says_so(tmp_path_factory):
+def test_an_unbalanced_layout_is_labelled(tmp_path_factory):
     layout = LayoutData("qkv", None, 2, 3, 64, [[0, 0], [1, 0], [0, 1]], 2, 2, False)
     words = "".join(Page(rendered(tmp_path_factory, bare(layouts=[layout]))).text)
     assert "not balanced" in words and "fan-in 0 to 2, fan-out 1 to 2" in words
 
 
 @given(st.dictionaries(st.text(max_size=5), st.floats(0, 10) | st.just(math.nan), max_size=20))
-def test_folding_small_parts_keeps_their_sum(values):
-    kept = set(list(values)[:8])
-    folded = page.fold(values, kept)
-    assert set(folded) <= kept | {"other"}
+def test_folding_small_categories_keeps_their_sum(values):
+    categories = set(list(values)[:8])
+    folded = page.fold(values, categories)
+    assert set(folded) <= categories | {"other"}
     finite = [v for v in values.values() if math.isfinite(v)]
     assert math.fsum(folded.values()) == pytest.approx(math.fsum(finite))
 
 
-def test_a_full_disk_leaves_the_old_report(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_old_report(tmp_path, monkeypatch):
     path = tmp_path / "report.html"
     path.write_text("old")
 
@@ -328,7 +334,7 @@ def test_a_full_disk_leaves_the_old_report(tmp_path, monkeypatch):
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["report.html"]
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_an_unwritable_path_is_named_in_the_error(tmp_path):
     path = tmp_path / "missing" / "report.html"
     with pytest.raises(UserError, match=re.escape(str(path))):
         write_report(bare(), path)

@@ -16,13 +16,13 @@ def test_report_json_round_trips(data):
     assert ReportData.from_json(json.loads(text)) == data
 
 
-def test_numpy_values_and_non_finite_numbers_become_json():
+def test_numpy_values_and_non_finite_numbers_convert_to_json():
     variant = report_sample.variant("dense", loss=np.float32(2.5), mfu=math.inf, history=[])
     layout = LayoutData("qkv", 0, 2, 2, 64, np.array([[0, 1]]), np.int64(1), 1, True)
-    written = bare(variants=[variant], layouts=[layout]).to_json()
-    json.dumps(written, allow_nan=False)
-    assert written["variants"][0]["loss"] == 2.5 and written["variants"][0]["mfu"] is None
-    assert written["layouts"][0]["mask"] == [[0, 1]]
+    result = bare(variants=[variant], layouts=[layout]).to_json()
+    json.dumps(result, allow_nan=False)
+    assert result["variants"][0]["loss"] == 2.5 and result["variants"][0]["mfu"] is None
+    assert result["layouts"][0]["mask"] == [[0, 1]]
 
 
 def without(data: dict, key: str) -> dict:
@@ -30,23 +30,23 @@ def without(data: dict, key: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda d: without(d, "command"), "command"),
         (lambda d: {**d, "colour": 1}, "colour"),
         (lambda d: {**d, "variants": []}, "dense, sparse"),
-        (lambda d: {**d, "variants": d["variants"][:1] * 2}, "once"),
+        (lambda d: {**d, "variants": d["variants"][:1] * 2}, "different variants"),
         (lambda d: {**d, "variants": [{**d["variants"][0], "name": "third"}]}, "third"),
         (lambda d: {**d, "variants": [without(d["variants"][0], "loss")]}, "loss"),
         (lambda d: {**d, "variants": ["dense"]}, "JSON object"),
         (lambda d: [d], "JSON object"),
     ],
 )
-def test_a_report_of_another_shape_is_refused_in_words(change, said):
-    with pytest.raises(UserError, match=said):
+def test_invalid_report_data_raises(change, message):
+    with pytest.raises(UserError, match=message):
         ReportData.from_json(change(bare().to_json()))
 
 
-def test_a_block_outside_its_grid_is_refused():
+def test_a_block_outside_the_grid_raises():
     with pytest.raises(UserError, match="outside its grid of 2 × 2"):
         LayoutData("qkv", 0, 2, 2, 64, [[0, 2]], 1, 1, True)

@@ -7,14 +7,14 @@ import pytest
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.reporting.schedule_figure import (
     ACTIONS,
-    LONGEST,
+    MAX_TICKS,
     schedule_page,
     schedule_picture,
 )
 
 
 def cells(picture, colour):
-    """Left edges [n] of the cells in a colour, without the legend's."""
+    """Returns the left edges [n] of the cells in a colour, without the legend."""
     lefts = []
     for element in ElementTree.fromstring(picture).iter("path"):
         if f"fill: var(--{colour})" in element.get("style", ""):
@@ -27,8 +27,8 @@ def cells(picture, colour):
 def test_every_action_is_a_cell_at_its_tick(recompute):
     schedule = schedules.make("interleaved", 2, 4, 2, recompute)
     picture = schedule_picture(schedule, "key")
-    for part, action in enumerate(ACTIONS):
-        lefts = cells(picture, f"part{part}")
+    for category, action in enumerate(ACTIONS):
+        lefts = cells(picture, f"category{category}")
         ticks = np.nonzero(schedule.action == action)[1]
         assert len(lefts) == len(ticks)
         if len(ticks):
@@ -40,18 +40,18 @@ def test_every_action_is_a_cell_at_its_tick(recompute):
     assert "2 stages of 2 chunks each, 4 micro-batches" in picture
 
 
-def test_a_long_schedule_stays_a_small_picture():
+def test_the_picture_of_a_long_schedule_is_truncated():
     schedule = schedules.make("1f1b", 2, 400)
     picture = schedule_picture(schedule, "key")
-    assert schedule.ticks > LONGEST
-    widest = float(ElementTree.fromstring(picture).get("width"))
-    assert widest < 1200 and f"{schedule.ticks} ticks" in picture
+    assert schedule.ticks > MAX_TICKS
+    width = float(ElementTree.fromstring(picture).get("width"))
+    assert width < 1200 and f"{schedule.ticks} ticks" in picture
 
 
-def test_a_page_has_all_pictures_and_needs_no_network():
-    made = [schedules.make(name, 2, 4) for name in schedules.SCHEDULES]
-    page = schedule_page(made)
-    for schedule in made:
+def test_the_page_has_all_pictures_and_needs_no_network():
+    samples = [schedules.make(name, 2, 4) for name in schedules.SCHEDULES]
+    page = schedule_page(samples)
+    for schedule in samples:
         assert f"{schedule.name}: 2 stages, 4 micro-batches" in page
-    assert page.count("<svg") == len(made) and "--part0: #332288" in page
+    assert page.count("<svg") == len(samples) and "--category0: #332288" in page
     assert not re.search(r"(src|href)=.?http|url\(http|<script", page)

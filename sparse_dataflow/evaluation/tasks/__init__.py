@@ -1,1 +1,1 @@
-"""The project's own tasks: questions cut from held-out documents."""
+"""Built-in evaluation tasks from held-out documents."""

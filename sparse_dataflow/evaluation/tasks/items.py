@@ -1,4 +1,4 @@
-"""Questions as data, how they are gathered from documents, and a user's own file of them."""
+"""Task items, sampled from documents or read from a file."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +11,8 @@ from sparse_dataflow.data.splits import document_hash
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 
-_DOCUMENTS_CONSIDERED = 10_000
-_LONGEST_TEXT = 2**18  # characters of a document that are read
+_MAX_DOCUMENTS = 10_000
+_MAX_CHARACTERS = 2**18  # per document
 _FIELDS = {"context": "a text", "choices": "a list of texts", "answer": "the index of one of them"}
 
 
@@ -21,10 +21,10 @@ class Item:
     """One question.
 
     Attributes:
-      context: what comes before the answer.
-      choices: texts of which one is right; a single one is an answer to be written by itself.
-      answer: index of the right one.
-      document: where it is from; items of one document are not independent.
+      context: text before the answer.
+      choices: answer choices; a single choice is scored by greedy decoding.
+      answer: index of the correct choice.
+      document: id of the document; items of one document are not independent.
     """
 
     context: str
@@ -34,51 +34,53 @@ class Item:
 
 
 Builder = Callable[[Document, np.random.Generator], Iterator[Item]]
-"""(document, random numbers) -> its items, in random order."""
+"""(document, random generator) -> items of the document in random order."""
 
 
-def gather(documents: Sequence[Document], build: Builder, count: int, seed: int) -> list[Item]:
-    """Up to `count` different items, the same for the same seed, from as many documents as can be.
+def sample_items(
+    documents: Sequence[Document], build: Builder, count: int, seed: int
+) -> list[Item]:
+    """Returns up to `count` distinct items from as many documents as possible.
 
-    Documents give one item each in turn, so that a long one does not outweigh the others.
+    Takes one item of each document in turn, so that long documents do not dominate. The same seed
+    returns the same items.
 
     Args:
-      documents: to ask about; the first ten thousand are considered.
-      build: makes a document's items.
-      count: items wanted; fewer come where the documents have no more.
-      seed: with a document's name, draws what is asked about it.
+      documents: source documents; only the first ten thousand are used.
+      build: yields the items of a document.
+      count: number of items; fewer are returned where the documents have no more.
+      seed: random seed, combined with the document id for each document.
     """
-    order = np.random.default_rng(seed).permutation(min(len(documents), _DOCUMENTS_CONSIDERED))
-    found: dict[tuple[str, tuple[str, ...]], Item] = {}
-    going: list[Iterator[Item]] = []
-    waiting = iter(order.tolist())
-    while len(found) < count:
-        # No more documents are opened than there are items wanted.
-        for index in waiting:
+    order = np.random.default_rng(seed).permutation(min(len(documents), _MAX_DOCUMENTS))
+    items: dict[tuple[str, tuple[str, ...]], Item] = {}
+    open_documents: list[Iterator[Item]] = []
+    remaining = iter(order.tolist())
+    while len(items) < count:
+        # Opens no more documents than missing items.
+        for index in remaining:
             document = documents[index]
             rng = np.random.default_rng([seed, document_hash(document.id)])
-            text = Document(document.id, document.text[:_LONGEST_TEXT])
-            going.append(build(text, rng))
-            if len(going) + len(found) >= count:
+            text = Document(document.id, document.text[:_MAX_CHARACTERS])
+            open_documents.append(build(text, rng))
+            if len(open_documents) + len(items) >= count:
                 break
-        if not going:
+        if not open_documents:
             break
-        still = []
-        for items in going:
-            item = next(items, None)
-            if item is not None and len(found) < count:
-                found.setdefault((item.context, item.choices), item)
-                still.append(items)
-        going = still
-    return list(found.values())
+        not_exhausted = []
+        for document_items in open_documents:
+            item = next(document_items, None)
+            if item is not None and len(items) < count:
+                items.setdefault((item.context, item.choices), item)
+                not_exhausted.append(document_items)
+        open_documents = not_exhausted
+    return list(items.values())
 
 
 def read_items(path: Path) -> list[Item]:
-    """A user's own task: JSON lines with "context", "choices" and "answer", maybe "document".
+    """Reads a task from JSON lines with "context", "choices", "answer" and optional "document".
 
     Raises:
-      UserError: the file cannot be read, is empty, or a line lacks a field or has a wrong one; the
-        line and the field are named.
+      UserError: the file cannot be read or is empty, or a line has a missing or invalid field.
     """
     try:
         lines = json_files.content(Path(path).expanduser()).decode("utf-8-sig").split("\n")
@@ -90,31 +92,31 @@ def read_items(path: Path) -> list[Item]:
         if line.strip()
     ]
     if not items:
-        raise UserError(f"The task file {path} holds no item.")
+        raise UserError(f"The task file {path} is empty.")
     return items
 
 
-def _item(where, line, number) -> Item:
+def _item(location, line, number) -> Item:
     try:
         fields = json_files.parse(line)
     except ValueError as error:
-        raise UserError(f"{where}, is not JSON: {getattr(error, 'msg', error)}.") from None
+        raise UserError(f"{location}, is not JSON: {getattr(error, 'msg', error)}.") from None
     if not isinstance(fields, dict):
-        raise UserError(f"{where}, is not a JSON object with {', '.join(_FIELDS)}.")
+        raise UserError(f"{location}, is not a JSON object with {', '.join(_FIELDS)}.")
     missing = [name for name in _FIELDS if name not in fields]
     if missing:
         raise UserError(
-            f"{where}, lacks {' and '.join(missing)}; each line needs "
-            f"{', '.join(f'{name} ({what})' for name, what in _FIELDS.items())}."
+            f"{location}, lacks {' and '.join(missing)}; each line needs "
+            f"{', '.join(f'{name} ({kind})' for name, kind in _FIELDS.items())}."
         )
     context, choices, answer = (fields[name] for name in _FIELDS)
     texts = isinstance(choices, list) and choices and all(isinstance(c, str) and c for c in choices)
-    wrong = {
-        "context": not isinstance(context, str),
-        "choices": not texts,
-        "answer": type(answer) is not int or not texts or not 0 <= answer < len(choices),
+    valid = {
+        "context": isinstance(context, str),
+        "choices": texts,
+        "answer": texts and type(answer) is int and 0 <= answer < len(choices),
     }
-    for name, is_wrong in wrong.items():
-        if is_wrong:
-            raise UserError(f"{where}: {name} must be {_FIELDS[name]}.")
+    for name, is_valid in valid.items():
+        if not is_valid:
+            raise UserError(f"{location}: {name} must be {_FIELDS[name]}.")
     return Item(context, tuple(choices), answer, str(fields.get("document", number)))

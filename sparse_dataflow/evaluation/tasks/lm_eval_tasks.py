@@ -1,5 +1,6 @@
-"""Items as lm-eval tasks, and lm-eval's own tasks by name. Needs the extra `eval`."""
+"""Tasks from items, and tasks of lm-eval by name. Requires the extra `eval`."""
 
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,19 +16,20 @@ STANDARD = (
     *("lambada_openai", "hellaswag", "winogrande", "piqa", "arc_easy", "arc_challenge", "boolq"),
     *("openbookqa", "wikitext"),
 )
-"""lm-eval's tasks that papers on small models report; every other name that it knows is legal."""
+"""Tasks of lm-eval that papers on small models report; all other lm-eval tasks are legal too."""
 
 
-def of_items(name: str, items: Sequence[Item], examples: Sequence[Item] = ()) -> ConfigurableTask:
-    """An lm-eval task of these items.
+def make_task(name: str, items: Sequence[Item], examples: Sequence[Item] = ()) -> ConfigurableTask:
+    """Returns an lm-eval task with these items.
 
-    An item with several choices is right where the right one is likeliest ("acc", and "acc_norm"
-    per character); one with a single choice where greedy decoding writes it ("acc").
+    With several choices, an item counts as correct if the correct choice is the most likely one
+    ("acc", and "acc_norm" per character); with a single choice, if greedy decoding generates it
+    ("acc").
 
     Args:
-      name: of the task.
-      items: the questions, at least one; all with one choice or all with more.
-      examples: shown before a question where there are to be some; the other items where empty.
+      name: name of the task.
+      items: at least one question; all with one choice or all with several.
+      examples: items for few-shot prompts; the other questions where empty.
     """
     open_ended = len(items[0].choices) == 1
     rows = {"test": _rows(items), **({"examples": _rows(examples)} if examples else {})}
@@ -62,34 +64,40 @@ def _rows(items):
     )
 
 
-def by_name(name: str, manager: TaskManager, own: Sequence[str]) -> dict[str, Any]:
-    """lm-eval's own task of this name, or the tasks of its group, with their data.
+def load_tasks(name: str, manager: TaskManager, builtin: Sequence[str]) -> dict[str, Any]:
+    """Loads a task of lm-eval, or the tasks of a group, with their data.
+
+    Args:
+      name: name of the task or group in lm-eval.
+      manager: task index of lm-eval.
+      builtin: names of the built-in tasks, for error messages.
+
+    Returns:
+      {task name: lm-eval task}.
 
     Raises:
-      UserError: lm-eval has no such task, or its data cannot be reached from here; names the own
-        tasks, which need nothing.
+      UserError: lm-eval has no such task, or its data cannot be downloaded.
     """
     if name not in manager.all_tasks:
-        import difflib
-
-        near = difflib.get_close_matches(name, [*own, *STANDARD, *manager.all_tasks], n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        names = [*builtin, *STANDARD, *manager.all_tasks]
+        matches = difflib.get_close_matches(name, names, n=1)
+        hint = f" Did you mean {matches[0]}?" if matches else ""
         raise UserError(
-            f"There is no task {name!r}.{hint} Legal: {', '.join(own)}, the tasks of lm-eval such "
-            f"as {', '.join(STANDARD)}, or a file of JSON lines."
+            f"There is no task {name!r}.{hint} Legal: {', '.join(builtin)}, the tasks of lm-eval "
+            f"such as {', '.join(STANDARD)}, or a file of JSON lines."
         )
     try:
         with quiet():
             return _leaves(get_task_dict([name], manager))
-    except Exception as error:  # Whatever a hub, a network or a disk may raise.
+    except Exception as error:  # A hub, a network or a disk can raise anything.
         raise UserError(
-            f"The data of the task {name} cannot be reached from here ({first_line(error)}). The "
-            f"tasks {', '.join(own)} need no network."
+            f"The data of the task {name} cannot be downloaded ({first_line(error)}). The tasks "
+            f"{', '.join(builtin)} need no network."
         ) from error
 
 
 def _leaves(tree) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    tasks: dict[str, Any] = {}
     for name, task in tree.items():
-        found |= _leaves(task) if isinstance(task, dict) else {str(name): task}
-    return found
+        tasks |= _leaves(task) if isinstance(task, dict) else {str(name): task}
+    return tasks

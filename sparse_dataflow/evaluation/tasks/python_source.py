@@ -1,4 +1,4 @@
-"""Tasks that Python source gives: the body that belongs to a docstring, the name of a call."""
+"""Tasks on Python source: the body of a docstring, the name of a called function."""
 
 import ast
 import textwrap
@@ -19,13 +19,15 @@ from sparse_dataflow.evaluation.tasks.items import Builder, Item
 
 
 def docstring_body(tokenizer: Tokenizer, tokens: int) -> Builder:
-    """Items that ask which function body belongs to a docstring's first paragraph; the other
-    choices are bodies of the same file, cut to as many tokens."""
+    """Builds items that ask for the function body of a docstring's first paragraph.
+
+    The other choices are bodies of the same file, truncated to the same number of tokens.
+    """
     length = tokens // 2
 
     def build(document: Document, rng: np.random.Generator) -> Iterator[Item]:
         bodies = []
-        for function in ast.walk(_parsed(document.text)):
+        for function in ast.walk(_parse(document.text)):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             summary = ast.get_docstring(function)
@@ -45,14 +47,17 @@ def docstring_body(tokenizer: Tokenizer, tokens: int) -> Builder:
 
 
 def call_name(tokenizer: Tokenizer, tokens: int) -> Builder:
-    """Items that ask for the name of a function or method that is called at some place; the other
-    choices are names that the same file calls in the same way."""
+    """Builds items that ask for the name of a called function or method.
+
+    The other choices are names called in the same file, of the same kind (function or attribute).
+    """
 
     def build(document: Document, rng: np.random.Generator) -> Iterator[Item]:
-        called = [
-            node.func for node in ast.walk(_parsed(document.text)) if isinstance(node, ast.Call)
+        calls = [
+            node.func
+            for node in ast.walk(_parse(document.text))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute)
         ]
-        calls = [f for f in called if isinstance(f, ast.Name | ast.Attribute)]
         lines = document.text.split("\n")
         starts = np.cumsum([0, *(len(line) + 1 for line in lines)])
         for function in shuffled(calls, rng):
@@ -77,17 +82,17 @@ def _name(function):
     return function.id if isinstance(function, ast.Name) else function.attr
 
 
-def _parsed(text) -> ast.AST:
-    """An empty module where the text is no Python."""
+def _parse(text) -> ast.AST:
+    """Returns an empty module where the text is not valid Python."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the source's own escapes
+            warnings.simplefilter("ignore")  # invalid escape sequences in the source
             return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ast.Module([], [])
 
 
 def _body(text, function):
-    """Source of a function's body without its docstring, moved to the left."""
+    """Returns the dedented source of a function's body without its docstring."""
     lines = text.split("\n")[function.body[0].end_lineno : function.body[-1].end_lineno]
     return textwrap.dedent("\n".join(lines))

@@ -1,0 +1,84 @@
+"""Built-in tasks: items from held-out documents, few-shot examples from training documents."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.evaluation.tasks import python_source, text
+from sparse_dataflow.evaluation.tasks.items import Builder, Item, sample_items
+
+EXAMPLES = 64
+"""Number of few-shot example items of a task."""
+
+PYTHON_CORPUS = "python_stdlib"
+"""The corpus of the tasks on Python source."""
+
+_FREQUENCY_DOCUMENTS = 5_000  # training documents for word frequencies
+
+
+@dataclasses.dataclass(frozen=True)
+class BuiltinTask:
+    """Definition of a built-in task.
+
+    Attributes:
+      build: (corpus, tokenizer, tokens) -> builder.
+      items_per_context: items that fit the context, so that a prompt can have examples.
+      max_tokens: maximum tokens of an item.
+      python: whether the task needs Python source.
+    """
+
+    build: Callable[[Corpus, Tokenizer, int], Builder]
+    items_per_context: int = 6
+    max_tokens: int = 128
+    python: bool = False
+
+
+def _cloze(corpus, tokenizer, tokens):
+    documents = (corpus.train[i] for i in range(len(corpus.train)))
+    frequencies = text.WordFrequencies(islice(documents, _FREQUENCY_DOCUMENTS))
+    return text.cloze(tokenizer, tokens, frequencies)
+
+
+BUILTIN_TASKS: dict[str, BuiltinTask] = {
+    "last_word": BuiltinTask(lambda corpus, *args: text.last_word(*args)),
+    "continuation": BuiltinTask(lambda corpus, *args: text.continuation(*args)),
+    "cloze": BuiltinTask(_cloze),
+    "docstring_body": BuiltinTask(
+        lambda corpus, *args: python_source.docstring_body(*args), 3, 256, python=True
+    ),
+    "call_name": BuiltinTask(lambda corpus, *args: python_source.call_name(*args), python=True),
+}
+
+
+def task_names(corpus_name: str) -> tuple[str, ...]:
+    """Returns the names of the built-in tasks that a corpus supports."""
+    is_python = corpus_name == PYTHON_CORPUS
+    return tuple(name for name, task in BUILTIN_TASKS.items() if is_python or not task.python)
+
+
+def item_tokens(name: str, context: int) -> int:
+    """Returns the maximum tokens of one item of the task for a context length."""
+    task = BUILTIN_TASKS[name]
+    return min(max(context // task.items_per_context, 16), task.max_tokens)
+
+
+def make_items(
+    name: str, corpus: Corpus, tokenizer: Tokenizer, context: int, count: int, seed: int
+) -> tuple[Sequence[Item], Sequence[Item]]:
+    """Returns up to `count` items of held-out documents, and examples of training documents.
+
+    The same arguments return the same items.
+
+    Args:
+      name: name of the task.
+      corpus: corpus of the run.
+      tokenizer: tokenizer that measures the items.
+      context: context length in tokens.
+      count: number of items.
+      seed: random seed.
+    """
+    build = BUILTIN_TASKS[name].build(corpus, tokenizer, item_tokens(name, context))
+    items = sample_items(corpus.validation, build, count, seed)
+    return items, sample_items(corpus.train, build, EXAMPLES, seed)
