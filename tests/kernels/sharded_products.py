@@ -1,6 +1,6 @@
-"""Prints as JSON how the sharded op on eight virtual devices compares with the op on one.
+"""Compares the sharded op on eight virtual devices with the op on one; prints JSON.
 
-Run by test_sharded.py, as a process decides at its start how many CPU devices it has.
+test_sharded.py runs this in a subprocess, because a process fixes its CPU devices at its start.
 """
 
 import contextlib
@@ -26,22 +26,22 @@ TOKENS, SHARDS = (6, 5), 4
 
 @contextlib.contextmanager
 def tpu():
-    """The kernels run interpreted, chosen as if the devices of the mesh were TPUs."""
+    """Dispatch as on TPUs, and interpret the kernels."""
     interpreted = pltpu.force_tpu_interpret_mode(pltpu.InterpretParams())
     with mock.patch.object(dispatch, "platform", lambda: "tpu"), interpreted:
         yield
 
 
 def compare(implementation, side, kind):
-    """Errors of y, dx, dvalues relative to the largest; the collectives; programs compiled."""
+    """Return the largest relative error of y, dx and dvalues, the collectives, and the programs."""
     mesh = jax.make_mesh((2, SHARDS), ("data", "model"), axis_types=(kind, kind))
     block = 32
     columns = side == "columns"
     cut = sharded.cut_columns if columns else sharded.cut_rows
     product = sharded.column_parallel if columns else sharded.row_parallel
     split, whole = P("data", None, "model"), P("data", None, None)
-    held = P("model", None, None)
-    specs = (whole if columns else split, held, split if columns else whole)
+    weight_spec = P("model", None, None)
+    specs = (whole if columns else split, weight_spec, split if columns else whole)
     on_mesh = lambda spec: NamedSharding(mesh, spec)  # noqa: E731
 
     def gradients(x, values, dy, tables):
@@ -54,7 +54,7 @@ def compare(implementation, side, kind):
         )
         return y, *pullback(dy)
 
-    def one_device(x, values, dy, tables):
+    def unsharded(x, values, dy, tables):
         y, pullback = jax.vjp(
             lambda x, v: api.block_sparse_matmul(x, v, tables, "reference"), x, values
         )
@@ -73,11 +73,13 @@ def compare(implementation, side, kind):
             jax.device_put(array, on_mesh(spec))
             for array, spec in zip((x, values[pieces.order], dy), specs)
         ]
-        tables = jax.tree.map(lambda table: jax.device_put(table, on_mesh(held)), pieces.tables)
+        tables = jax.tree.map(
+            lambda table: jax.device_put(table, on_mesh(weight_spec)), pieces.tables
+        )
         with interpreter(implementation):
             actual = program(*placed, tables)
             jax.block_until_ready(actual)
-        right = list(one_device(*map(jnp.asarray, (x, values, dy)), layout.tables()))
+        right = list(unsharded(*map(jnp.asarray, (x, values, dy)), layout.tables()))
         right[2] = right[2][pieces.order]
         for mine, other in zip(actual, right):
             errors.append(float(np.abs(mine - other).max() / np.abs(other).max()))
@@ -96,7 +98,7 @@ def report(program, operands, errors):
 
 
 def compare_mlp(implementation, kind):
-    """The same of the sparse MLP, its hidden layer cut over the tensor axis."""
+    """Compare the sparse MLP, its hidden layer sharded over the tensor axis, as `compare` does."""
     mesh = jax.make_mesh((2, SHARDS), ("data", "model"), axis_types=(kind, kind))
     first = make_layout("random", 128, 512, 32, 0.5, 0)
     second = make_layout("random", 512, 128, 32, 0.5, 1)
@@ -115,7 +117,7 @@ def compare_mlp(implementation, kind):
         y, pullback = jax.vjp(run, *operands)
         return y, *pullback(dy)
 
-    def one_device(*operands):
+    def unsharded(*operands):
         *operands, dy = operands
         tables = first.tables(), second.tables()
         run = lambda *o: sparse_mlp(*o, *tables, implementation="products")  # noqa: E731
@@ -130,7 +132,7 @@ def compare_mlp(implementation, kind):
     tables = jax.device_put(tuple(c.tables for c in cuts), NamedSharding(mesh, P("model")))
     outputs = [NamedSharding(mesh, spec) for spec in (specs[0], *specs[:4])]
     program = jax.jit(gradients, out_shardings=tuple(outputs))
-    right = one_device(*operands)
+    right = unsharded(*operands)
     with interpreter(implementation):
         actual = jax.block_until_ready(program(*placed, tables))
         errors = [
@@ -150,7 +152,7 @@ if __name__ == "__main__":
     assert jax.device_count() == 8
     kind = getattr(AxisType, kind)
     if side == "mlp":
-        found = compare_mlp(implementation, kind)
+        result = compare_mlp(implementation, kind)
     else:
-        found = compare(implementation, side, kind)
-    print(json.dumps(found))
+        result = compare(implementation, side, kind)
+    print(json.dumps(result))

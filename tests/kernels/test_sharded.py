@@ -1,4 +1,4 @@
-"""The block-sparse matmul over a mesh: the same as on one device, and no weight travels."""
+"""The block-sparse matmul over a mesh: the same as on one device, without communicating weights."""
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,12 @@ from sparse_dataflow.sparsity.patterns import make_layout
     ],
 )
 def test_eight_devices_agree_with_one(implementation, side, kind):
-    found = on_eight_devices("kernels/sharded_products.py", implementation, side, kind)
-    assert found["error"] < 5e-6
+    result = on_eight_devices("kernels/sharded_products.py", implementation, side, kind)
+    assert result["error"] < 5e-6
     # One sum of partial results over the tensor axis, one of dW over the data axis.
     sums = {"all-gather": 0, "all-to-all": 0, "collective-permute": 0, "all-reduce": 2}
-    assert found["collectives"] == sums
-    assert found["programs"] == 1  # For two layouts.
+    assert result["collectives"] == sums
+    assert result["programs"] == 1  # For two layouts.
 
 
 @pytest.mark.slow
@@ -47,46 +47,48 @@ def test_eight_devices_agree_with_one(implementation, side, kind):
     ],
 )
 def test_a_sharded_mlp_agrees_with_one_device(implementation, kind):
-    found = on_eight_devices("kernels/sharded_products.py", implementation, "mlp", kind)
-    assert found["error"] < 5e-6
-    moved = {name: count for name, count in found["collectives"].items() if name != "all-reduce"}
+    result = on_eight_devices("kernels/sharded_products.py", implementation, "mlp", kind)
+    assert result["error"] < 5e-6
+    moved = {name: count for name, count in result["collectives"].items() if name != "all-reduce"}
     assert not any(moved.values())
 
 
 @st.composite
 def cuts(draw):
-    """(layout, shards, by columns); some layouts with equal counts on one side only."""
-    shards, own, others = (draw(st.integers(1, 4)) for _ in range(3))
+    """Draw (layout, shards, by columns); the layout is balanced on the sharded side at least."""
+    shards, local_blocks, others = (draw(st.integers(1, 4)) for _ in range(3))
     by_columns = draw(st.booleans())
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     fan = draw(st.integers(1, others))
-    mask = np.zeros((others, shards * own), bool)
-    for column in range(shards * own):
+    mask = np.zeros((others, shards * local_blocks), bool)
+    for column in range(shards * local_blocks):
         mask[rng.permutation(others)[:fan], column] = True
     return BlockLayout.from_mask(mask if by_columns else mask.T, 2), shards, by_columns
 
 
 @given(cuts())
-def test_shards_together_are_the_layout(drawn):
-    layout, shards, by_columns = drawn
+def test_shards_together_are_the_layout(example):
+    layout, shards, by_columns = example
     cut = (sharded.cut_columns if by_columns else sharded.cut_rows)(layout, shards)
     masks = [shard.mask for shard in cut.shards]
     whole = np.concatenate(masks, axis=1 if by_columns else 0)
     np.testing.assert_array_equal(whole, layout.mask)
     values = np.random.default_rng(0).normal(size=(layout.nnz, 2, 2))
-    parts = np.split(values[cut.order], shards)
-    dense = [shard.to_dense(part) for shard, part in zip(cut.shards, parts)]
+    values_by_shard = np.split(values[cut.order], shards)
+    dense = [
+        shard.to_dense(shard_values) for shard, shard_values in zip(cut.shards, values_by_shard)
+    ]
     np.testing.assert_array_equal(
         np.concatenate(dense, axis=1 if by_columns else 0), layout.to_dense(values)
     )
     assert by_columns <= np.array_equal(cut.order, np.arange(layout.nnz))
     for number, shard in enumerate(cut.shards):
-        own = jax.tree.map(lambda table, number=number: table[number], cut.tables)
-        assert BlockLayout.from_tables(own, 2) == shard
+        tables = jax.tree.map(lambda table, number=number: table[number], cut.tables)
+        assert BlockLayout.from_tables(tables, 2) == shard
         assert shard.nnz == layout.nnz // shards
 
 
-def test_a_layout_that_cannot_be_cut_is_refused_in_words():
+def test_a_layout_that_cannot_be_split_is_refused():
     layout = make_layout("cyclic", 48, 96, 8, 0.5)
     with pytest.raises(UserError, match=r"12 output blocks.*5 shards; legal: 1, 2, 3, 4, 6, 12"):
         sharded.cut_columns(layout, 5)
@@ -107,7 +109,7 @@ def test_operands_that_do_not_fit_the_mesh_are_refused():
     x, values = jnp.ones((4, 32)), jnp.ones((layout.nnz, 8, 8))
     with pytest.raises(UserError, match=r"tables have shape \(2, 4, 2\); legal: \[1, lines, fan\]"):
         sharded.column_parallel(x, values, tables, mesh, "model")
-    with pytest.raises(UserError, match=r"axis 'tensor'.*legal: different ones of data, model"):
+    with pytest.raises(UserError, match=r"axis 'tensor'.*legal: distinct names of data, model"):
         sharded.row_parallel(x, values, tables, mesh, "tensor")
     with pytest.raises(UserError, match=r"axis 'data'.*do not fit"):
         sharded.row_parallel(x, values, tables, mesh, "data", data_axes=("data",))
@@ -125,7 +127,7 @@ def two_tpus(kind):
     return AbstractMesh((2,), ("model",), axis_types=(kind,), abstract_device=device)
 
 
-def test_arrays_that_may_be_sharded_take_no_kernel_but_inside_shard_map():
+def test_arrays_that_may_be_sharded_use_kernels_only_inside_shard_map():
     layout = make_layout("cyclic", 256, 512, 64, 0.5)
     x, values = jnp.ones((16, 256)), jnp.ones((layout.nnz, 64, 64))
     whole = lambda x, v: api.block_sparse_matmul(x, v, layout.tables())  # noqa: E731
@@ -133,7 +135,7 @@ def test_arrays_that_may_be_sharded_take_no_kernel_but_inside_shard_map():
         assert kernels(whole, x, values) == 1
     auto = two_tpus(AxisType.Auto)
     with jax.sharding.use_abstract_mesh(auto):
-        assert "inside shard_map" in dispatch.partitioned()
+        assert "outside shard_map" in dispatch.sharding_refusal()
         assert kernels(whole, x, values) == 0
         tables = sharded.cut_columns(layout, 2).tables
         parallel = lambda x, v: sharded.column_parallel(x, v, tables, auto, "model")  # noqa: E731

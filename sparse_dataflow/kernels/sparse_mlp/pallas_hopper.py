@@ -1,9 +1,8 @@
-"""The sparse MLP on a Hopper GPU: six block-sparse products, everything around them in epilogues.
+"""The sparse MLP on a Hopper GPU: six block-sparse products with fused epilogues.
 
-Forward, bias and GELU end the product that makes the hidden layer, which writes its pre-activation
-beside its value.  Backward, the GELU's derivative ends the product that makes the hidden layer's
-gradient.  Of the hidden layer only the pre-activation outlives the forward pass; the backward pass
-makes the value again from it, elementwise.
+Forward, the first product's epilogue applies bias and GELU, and writes the hidden layer and its
+pre-activation.  Backward, the epilogue of dhidden applies the GELU's derivative.  Only the
+pre-activation is saved for the backward pass, which recomputes the hidden layer elementwise.
 """
 
 import jax
@@ -23,7 +22,7 @@ def sparse_mlp(
     tables_in: LayoutTables,
     tables_out: LayoutTables,
 ) -> jax.Array:
-    """gelu(x W_in + bias_in) W_out, differentiable in its first four arguments.
+    """Compute gelu(x W_in + bias_in) W_out; differentiable in the first four arguments.
 
     Args:
       x: bfloat16 or float32 [tokens, in_features].
@@ -37,7 +36,7 @@ def sparse_mlp(
       [tokens, out_features] in x's dtype; sums, bias and activation in float32.
 
     Raises:
-      UserError: if there is a `refusal`.
+      UserError: if `refusal` gives a reason.
     """
     if reason := refusal(x, values_in, values_out, tables_in, tables_out):
         raise UserError(f"sparse_mlp on Hopper GPUs: {reason}")
@@ -51,7 +50,7 @@ def refusal(
     tables_in: LayoutTables,
     tables_out: LayoutTables,
 ) -> str:
-    """Why these operands cannot run on the GPU compiled for, in words; empty where they can."""
+    """Return why the target GPU cannot run these operands; empty if it can."""
     return products.refusal(x, values_in, tables_in) or products.refusal(x, values_out, tables_out)
 
 
