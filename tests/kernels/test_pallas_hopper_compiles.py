@@ -3,14 +3,11 @@
 import described_h200
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from simulated_hopper import targeted_gpu
 
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper, sharded
+from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper
 from sparse_dataflow.kernels.sparse_mlp import pallas_hopper as hopper_mlp
-from sparse_dataflow.kernels.sparse_mlp.sharded import parallel_sparse_mlp
 from sparse_dataflow.sparsity.patterns import make_layout
 
 pytest.importorskip(
@@ -211,46 +208,6 @@ def test_the_mlp_is_six_kernels_and_saves_at_most_three_activations(compiled):
     assert kernels(program) == 6 + sum(token_splits(layout) > 1 for layout in layouts)
     assert_registers_suffice(report)
     assert temporary_bytes(program) <= 3 * TOKENS * layouts[0].out_features * 2 + 2**20
-
-
-def test_an_mlp_over_four_gpus_communicates_no_weights():
-    """mlp_in sharded by column, mlp_out by row, tokens over the other axis."""
-    mesh = Mesh(np.array(described_h200.devices(4)).reshape(2, 2), ("data", "model"))
-    layouts = [make_layout("monarch", *PROJECTIONS[name], 128, DENSITY) for name in ("in", "mlp")]
-    cuts = sharded.cut_columns(layouts[0], 2), sharded.cut_rows(layouts[1], 2)
-    over = {"mesh": mesh, "axis": "model", "data_axes": ("data",)}
-
-    def gradients(x, values_in, bias, values_out, dy, *tables):
-        y, pullback = jax.vjp(
-            lambda *o: parallel_sparse_mlp(*o, *tables, **over), x, values_in, bias, values_out
-        )
-        return y, *pullback(dy)
-
-    tokens, weight_sharding = (
-        NamedSharding(mesh, PartitionSpec(axis)) for axis in ("data", "model")
-    )
-    (x, values_in, _), (_, values_out, dy) = map(operands, layouts)
-    bias = jax.ShapeDtypeStruct((layouts[0].out_features,), jnp.float32)
-    arguments = [x, values_in, bias, values_out, dy, *(cut.tables for cut in cuts)]
-    shardings = (
-        tokens,
-        weight_sharding,
-        weight_sharding,
-        weight_sharding,
-        tokens,
-        weight_sharding,
-        weight_sharding,
-    )
-    program = (
-        jax.jit(gradients, in_shardings=shardings, out_shardings=(tokens, *shardings[:4]))
-        .trace(*arguments)
-        .lower(lowering_platforms=("cuda",))
-        .compile()
-    )
-    text = program.as_text()
-    assert kernels(program) >= 6
-    assert "all-reduce" in text
-    assert not any(moved in text for moved in ("all-gather", "all-to-all", "collective-permute"))
 
 
 def test_concrete_tables_compile(compiled):

@@ -4,20 +4,14 @@ Compilation fails if a kernel does not fit VMEM or scalar memory, or cannot be l
 tests compile the remaining shapes.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from described_tpus import TOPOLOGIES, compiled, described, nightly
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from simulated import targeted_tpu
 
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu, sharded
-from sparse_dataflow.kernels.gelu.api import gelu
+from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu as mlp
-from sparse_dataflow.kernels.sparse_mlp.sharded import parallel_sparse_mlp
 from sparse_dataflow.sparsity.patterns import make_layout
 
 pytest.importorskip(
@@ -195,47 +189,3 @@ def test_the_sparse_mlp_compiles(device, block, dtype, tokens, density):
         hidden = 2 * tokens * first.out_features * x.dtype.itemsize
         copies = padded_copies(first) + padded_copies(second) + 2 * MIB
         assert tokens % 16 or temporary_bytes(program) <= hidden + copies
-
-
-@pytest.mark.parametrize("name", ["v5p", *map(nightly, ("v4", "v5e", "v6e"))])
-@pytest.mark.parametrize("whole", [True, False], ids=["fused", "products"])
-def test_an_mlp_over_four_chips_communicates_no_weights(name, whole):
-    """mlp_in sharded by column, mlp_out by row, tokens over the other axis."""
-    mesh = Mesh(np.array(described(name)[:4]).reshape(2, 2), ("data", "model"))
-    layouts = [make_layout("pixelfly", *PROJECTIONS[p], 128, 1 / 8) for p in ("in", "mlp")]
-    cuts = sharded.cut_columns(layouts[0], 2), sharded.cut_rows(layouts[1], 2)
-    over = {"mesh": mesh, "axis": "model", "data_axes": ("data",)}
-
-    def products(x, values_in, bias, values_out, tables_in, tables_out):
-        hidden = sharded.column_parallel(x, values_in, tables_in, **over) + bias.astype(x.dtype)
-        return sharded.row_parallel(gelu(hidden), values_out, tables_out, **over)
-
-    def gradients(x, values_in, bias, values_out, dy, *tables):
-        run = functools.partial(parallel_sparse_mlp, **over) if whole else products
-        y, pullback = jax.vjp(lambda *o: run(*o, *tables), x, values_in, bias, values_out)
-        return y, *pullback(dy)
-
-    tokens, weight_sharding = (
-        NamedSharding(mesh, PartitionSpec(axis)) for axis in ("data", "model")
-    )
-    (x, first, _, bias), (_, second, dy, _) = map(operands, layouts)
-    arguments = [x, first, bias, second, dy, *(cut.tables for cut in cuts)]
-    shardings = (
-        tokens,
-        weight_sharding,
-        weight_sharding,
-        weight_sharding,
-        tokens,
-        weight_sharding,
-        weight_sharding,
-    )
-    program = (
-        jax.jit(gradients, in_shardings=shardings, out_shardings=(tokens, *shardings[:4]))
-        .trace(*arguments)
-        .lower(lowering_platforms=("tpu",))
-        .compile()
-    )
-    text = program.as_text()
-    assert kernels_in(program) == (4 if whole else 6)
-    assert "all-reduce" in text
-    assert not any(moved in text for moved in ("all-gather", "all-to-all", "collective-permute"))

@@ -28,7 +28,7 @@ def causal_attention(
       interpret: whether to interpret the kernels on a CPU.
     """
     _, tokens, heads, width = query.shape
-    # The kernel does not scale.
+    # The kernel does not scale; scaling rounds unless sqrt(width) is a power of two.
     query = (query.astype(jnp.float32) / math.sqrt(width)).astype(query.dtype)
     by_head = [array.swapaxes(1, 2) for array in (query, key, value)]
     return jax.vmap(_kernel(tokens, heads, interpret))(*by_head).swapaxes(1, 2)

@@ -12,7 +12,8 @@ from jax import lax
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 FEW_ROWS = 32
-"""Most rows of x for which this form is the fastest on a CPU."""
+"""Most rows of x for which this form is the fastest on a CPU (measured for 2048 x 8192, blocks of
+64, density 1/8)."""
 
 
 def product(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
