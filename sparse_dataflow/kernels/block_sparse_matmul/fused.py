@@ -14,14 +14,11 @@ class Options:
     """Static options of the op; implementations add their own.
 
     Attributes:
-      gelu: whether a GELU follows the product.
-      keep_preactivation: whether the GELU's input is saved for the backward pass; else another
-        product recomputes it.
+      gelu: whether a GELU follows the product; its input is then saved for the backward pass.
       tuning: tile sizes of the three products.
     """
 
     gelu: bool
-    keep_preactivation: bool
     tuning: Any
 
 
@@ -41,19 +38,13 @@ def differentiable(product: Callable, gradients: Callable) -> Callable:
         return product(options, x, values, bias, residual, tables, keep=False)[0]
 
     def forward(options, x, values, bias, residual, tables):
-        keep = options.gelu and options.keep_preactivation
-        y, *extra_outputs = product(options, x, values, bias, residual, tables, keep=keep)
+        results = product(options, x, values, bias, residual, tables, keep=options.gelu)
+        y, preactivation = results if options.gelu else (*results, None)
         # The residual's gradient is dy, so only its presence is saved.
-        return y, (x, values, bias, residual is not None, extra_outputs, tables)
+        return y, (x, values, bias, residual is not None, preactivation, tables)
 
     def backward(options, saved, dy):
-        x, values, bias, has_residual, extra_outputs, tables = saved
-        preactivation = None
-        if options.gelu:
-            linear = dataclasses.replace(options, gelu=False)
-            (preactivation,) = extra_outputs or product(
-                linear, x, values, bias, None, tables, keep=False
-            )
+        x, values, bias, has_residual, preactivation, tables = saved
         dx, dvalues, dz, dbias = gradients(options, x, values, preactivation, dy, tables)
         if bias is None:
             dbias = None

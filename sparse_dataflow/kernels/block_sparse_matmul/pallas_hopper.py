@@ -76,7 +76,6 @@ def block_sparse_matmul(
     bias: jax.Array | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
-    keep_preactivation: bool = True,
     tuning: TuningConfig | None = None,
 ) -> jax.Array:
     """Compute activation(x W + bias) + residual; differentiable in x, values, bias, residual.
@@ -93,8 +92,6 @@ def block_sparse_matmul(
       activation: None or "gelu" (tanh form, `kernels.gelu`).  bfloat16 uses the hardware's tanh,
         exact to about 11 bits; float32 uses XLA's.
       residual: [tokens, out_features] in x's dtype.
-      keep_preactivation: whether the activation's input is saved for the backward pass; else
-        another product recomputes it.
       tuning: tile sizes; None for `default_tuning`.
 
     Returns:
@@ -113,7 +110,7 @@ def block_sparse_matmul(
         empty = jnp.zeros(result.shape, result.dtype)
         return empty if residual is None else empty + residual
     tuning = tuning or default_tuning(x, values, tables, residual=residual is not None)
-    options = _Options(activation is not None, keep_preactivation, tuning, result.shape[1])
+    options = _Options(activation is not None, tuning, result.shape[1])
     lines = jax.tree.map(jnp.asarray, build_line_tables(tables, len(values), tuning))
     return _matmul(options, x, values, bias, residual, lines)
 
@@ -148,7 +145,7 @@ def value_and_preactivation(
         empty = jnp.zeros(result.shape, result.dtype)
         return empty, empty
     tuning = tuning or default_tuning(x, values, tables)
-    options = _Options(True, True, tuning, result.shape[1])
+    options = _Options(True, tuning, result.shape[1])
     lines = build_line_tables(tables, len(values), options.tuning)
     return tuple(_product(options, x, values, bias, None, lines, keep=True))
 

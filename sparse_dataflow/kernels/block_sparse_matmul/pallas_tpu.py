@@ -67,7 +67,6 @@ def block_sparse_matmul(
     bias: jax.Array | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
-    keep_preactivation: bool = True,
     tuning: TuningConfig | None = None,
     interpret=False,
 ) -> jax.Array:
@@ -80,8 +79,6 @@ def block_sparse_matmul(
       bias: [out_features], any float dtype.
       activation: None or "gelu" (tanh form, `kernels.gelu`).
       residual: [tokens, out_features] in x's dtype.
-      keep_preactivation: whether the activation's input is saved for the backward pass; else
-        another product recomputes it.
       tuning: tile sizes; None for `default_tuning`.
       interpret: as in `pl.pallas_call`; `pltpu.InterpretParams()` runs on a CPU.
 
@@ -104,7 +101,7 @@ def block_sparse_matmul(
         return empty if residual is None else empty + residual
     lines = build_tile_tables(tables, values.shape[1])
     tuning = tuning or require_tuning(x, values, lines, activation is not None)
-    options = Options(activation is not None, keep_preactivation, tuning, out_features, interpret)
+    options = Options(activation is not None, tuning, out_features, interpret)
     return fused_product(options, x, values, bias, residual, lines)
 
 

@@ -230,8 +230,8 @@ _mlp.defvjp(_forward, _backward)
 def _pair(options, x, values_in, bias_in, values_out, lines_in, lines_out):
     """Compute the MLP as two products, the first with bias and GELU in its epilogue."""
     tuning, interpret = options.tuning, options.interpret
-    first = products.Options(True, True, tuning.product_in, len(bias_in), interpret)
-    second = products.Options(False, False, tuning.product_out, options.out_features, interpret)
+    first = products.Options(True, tuning.product_in, len(bias_in), interpret)
+    second = products.Options(False, tuning.product_out, options.out_features, interpret)
     hidden = products.fused_product(first, x, values_in, bias_in, None, lines_in)
     return products.fused_product(second, hidden, values_out, None, None, lines_out)
 
