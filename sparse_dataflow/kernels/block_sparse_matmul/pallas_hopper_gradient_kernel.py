@@ -225,7 +225,7 @@ def _kernel(plan, arrays, scratch):
 def _over_pairs(plan, arrays, act):
     """Call `act(split, units of the pair, first step)` on each nonempty pair; return all steps."""
 
-    def place_of(number):
+    def locate_unit(number):
         """Return (column, first position, tile of a block) of a unit.
 
         Merged columns are shorter than their tables, so units alternate between columns: stored
@@ -240,27 +240,28 @@ def _over_pairs(plan, arrays, act):
         column, row_unit = lax.div(unit, units), lax.rem(unit, units)
         return lax.min(column, plan.columns - 1), row_unit * plan.tiles.width, tile
 
-    def loads_of(item):
+    def load_entries(item):
         """Load the table entries of a pair's blocks."""
         first = (plan.first_pair + lax.div(item, plan.splits)) * CONSUMERS
-        loads = []
+        entries = []
         for unit in range(CONSUMERS):
-            column, position, _ = place_of(first + unit)
+            column, position, _ = locate_unit(first + unit)
             for place in range(plan.tiles.width):
                 at = column * plan.fan + lax.min(position + place, plan.fan - 1)
-                slot_positions = [at * plan.tiles.lines + line for line in range(plan.tiles.lines)]
-                loads.append((arrays.index[at], [arrays.slot[place] for place in slot_positions]))
-        return loads
+                first_slot = at * plan.tiles.lines
+                slots = [arrays.slot[first_slot + line] for line in range(plan.tiles.lines)]
+                entries.append((arrays.index[at], slots))
+        return entries
 
-    def pair_of(item, loads):
+    def build_pair(item, entries):
         first = (plan.first_pair + lax.div(item, plan.splits)) * CONSUMERS
         offset = lax.rem(item, plan.splits) * plan.blocks - plan.first_block
         pair = []
         for number in range(CONSUMERS):
-            column, position, tile = place_of(first + number)
+            column, position, tile = locate_unit(first + number)
             # If the number of units is odd, the last pair's second unit is empty.
             inside = first + number < plan.units
-            rows, slots = zip(*loads[number * plan.tiles.width :][: plan.tiles.width])
+            rows, slots = zip(*entries[number * plan.tiles.width :][: plan.tiles.width])
             slot = [
                 lax.select(inside & (position + place < plan.fan), slot, -1)
                 for place, merged_slots in enumerate(slots)
@@ -278,14 +279,14 @@ def _over_pairs(plan, arrays, act):
     @plgpu.nd_loop(
         (plan.pairs * plan.splits,),
         collective_axes="program",
-        init_carry=(jnp.int32(0), loads_of(lax.axis_index("program"))),
+        init_carry=(jnp.int32(0), load_entries(lax.axis_index("program"))),
     )
     def final_carry(info, carry):
         (item,) = info.index
-        step, loads = carry
+        step, entries = carry
         # Prefetch, which overlaps with the products of this pair.
-        following = loads_of(item + lax.axis_size("program"))
-        pair = pair_of(item, loads)
+        following = load_entries(item + lax.axis_size("program"))
+        pair = build_pair(item, entries)
         any_stored = (pair[0].slot[0] >= 0) | (pair[1].slot[0] >= 0)
 
         @pl.when(any_stored)

@@ -200,19 +200,19 @@ def _over_tiles(plan, arrays, act):
         _, column = plan.place(lax.min(number, plan.total - 1))
         return lax.div(column, plan.tiles_per_block)
 
-    def last_of(number):
+    def last_slot(number):
         return arrays.slot[(line_of(number) + 1) * plan.fan * plan.tiles.lines - 1]
 
     @plgpu.nd_loop(
         (plan.total,),
         collective_axes="cluster",
-        init_carry=(jnp.int32(0), last_of(lax.axis_index("cluster"))),
+        init_carry=(jnp.int32(0), last_slot(lax.axis_index("cluster"))),
     )
     def final_carry(info, carry):
         (number,) = info.index
         step, last = carry
         # Prefetch, which overlaps with the products of this tile.
-        following = last_of(number + lax.axis_size("cluster"))
+        following = last_slot(number + lax.axis_size("cluster"))
         count = count_stored(arrays.slot, plan.fan, plan.tiles.lines, line_of(number), last)
         rows, column = plan.place(number)
         act(rows, column, count, step)
@@ -232,14 +232,14 @@ def _produce(plan, arrays, scratch, row_tile, column, count, first):
     line = lax.div(column, plan.tiles_per_block) * plan.fan
     side = pl.ds(lax.rem(column, plan.tiles_per_block) * plan.line_columns, plan.line_columns)
 
-    def loaded(position):
+    def load_entry(position):
         """Load a position's table entries."""
         slots = [arrays.slot[position * tiles.lines + member] for member in range(tiles.lines)]
         return arrays.index[position], slots
 
-    def entry(position, at):
+    def copy_position(position, at):
         index, slots = at
-        at = loaded(line + lax.min(position + 1, plan.fan - 1))
+        at = load_entry(line + lax.min(position + 1, plan.fan - 1))
         for k in range(plan.steps):
             step = first + position * plan.steps + k
             stage = lax.rem(step, tiles.stages)
@@ -263,7 +263,7 @@ def _produce(plan, arrays, scratch, row_tile, column, count, first):
                 )
         return at
 
-    lax.fori_loop(0, count, entry, loaded(line))
+    lax.fori_loop(0, count, copy_position, load_entry(line))
 
 
 def _consume(plan, arrays, scratch, consumer, row_tile, column, count, first):

@@ -17,11 +17,8 @@ class Results:
 
     def __init__(self, plan, arrays, scratch, consumer, unit):
         self.plan, self.arrays, self.unit = plan, arrays, unit
-        self.slices, self.arrived, self.consumer = (
-            scratch.results.at[consumer],
-            scratch.arrived,
-            consumer,
-        )
+        self.consumer, self.arrived = consumer, scratch.arrived
+        self.slices = scratch.results.at[consumer]
         self.slots, _, self.width = self.slices.shape
         # A unit with several blocks may skip copies, so pending copies cannot be counted.
         single_block = plan.tiles.width == plan.tiles.lines == 1

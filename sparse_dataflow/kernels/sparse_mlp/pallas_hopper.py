@@ -61,19 +61,19 @@ def _mlp(x, values_in, bias_in, values_out, tables_in, tables_out):
 
 
 def _forward(x, values_in, bias_in, values_out, tables_in, tables_out):
-    hidden, before = products.value_and_preactivation(x, values_in, tables_in, bias=bias_in)
+    hidden, preactivation = products.value_and_preactivation(x, values_in, tables_in, bias=bias_in)
     y = products.block_sparse_matmul(hidden, values_out, tables_out)
-    return y, (x, values_in, bias_in, values_out, tables_in, tables_out, before)
+    return y, (x, values_in, bias_in, values_out, tables_in, tables_out, preactivation)
 
 
 def _backward(saved, dy):
-    x, values_in, bias_in, values_out, tables_in, tables_out, before = saved
-    hidden = value_and_derivative(before.astype(jnp.float32))[0].astype(dy.dtype)
+    x, values_in, bias_in, values_out, tables_in, tables_out, preactivation = saved
+    hidden = value_and_derivative(preactivation.astype(jnp.float32))[0].astype(dy.dtype)
     dvalues_out = products.weight_gradient(hidden, dy, tables_out, values=values_out)
-    dbefore = products.input_gradient(dy, values_out, tables_out, preactivation=before)
-    dvalues_in = products.weight_gradient(x, dbefore, tables_in, values=values_in)
-    dx = products.input_gradient(dbefore, values_in, tables_in)
-    dbias = jnp.sum(dbefore, axis=0, dtype=jnp.float32).astype(bias_in.dtype)
+    dz = products.input_gradient(dy, values_out, tables_out, preactivation=preactivation)
+    dvalues_in = products.weight_gradient(x, dz, tables_in, values=values_in)
+    dx = products.input_gradient(dz, values_in, tables_in)
+    dbias = jnp.sum(dz, axis=0, dtype=jnp.float32).astype(bias_in.dtype)
     return dx, dvalues_in, dbias, dvalues_out, None, None
 
 

@@ -306,9 +306,9 @@ def _backward_kernel(*all_refs, tiles, streams, tokens):
 
 def _pop(refs, number):
     """Pop the first `number` refs."""
-    stream_refs = refs[:number]
+    first = refs[:number]
     del refs[:number]
-    return stream_refs
+    return first
 
 
 def _stream(shape, passes, tables, hbm, refs):
