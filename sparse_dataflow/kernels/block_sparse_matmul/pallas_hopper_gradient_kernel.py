@@ -249,8 +249,9 @@ def _over_pairs(plan, arrays, act):
             for place in range(plan.tiles.width):
                 at = column * plan.fan + lax.min(position + place, plan.fan - 1)
                 first_slot = at * plan.tiles.lines
+                index = arrays.index[at]
                 slots = [arrays.slot[first_slot + line] for line in range(plan.tiles.lines)]
-                entries.append((arrays.index[at], slots))
+                entries.append((index, slots))
         return entries
 
     def build_pair(item, entries):
