@@ -14,8 +14,9 @@ from collections.abc import Iterator
 ROOT = pathlib.Path(__file__).parent.parent
 PLACES = ("sparse_dataflow", "experiments", "launch", "tests")
 VAGUE = frozenset(
-    "found made kept told asked own owns part parts one ones known wanted begun laid gone here there "
-    "things thing what whose taken given held said says heard come came goes went begin".split()
+    "found made kept told asked own owns part parts one ones known wanted begun laid gone here "
+    "there things thing what whose taken given held said says heard come came goes went "
+    "begin".split()
 )
 
 
