@@ -6,10 +6,10 @@ from pathlib import Path
 
 from experiments import layout_verify, planner_flags
 from experiments.recipes import RECIPES
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import schedules
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import chips
+from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning import (
-    chips,
     cost,
     layout_memory,
     sampling,

@@ -5,7 +5,7 @@ import math
 import numbers
 from collections.abc import Mapping
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 PROJECTIONS = ("qkv", "attn_out", "mlp_in", "mlp_out")
 DTYPES = ("float32", "bfloat16")
@@ -39,7 +39,7 @@ class LinearSpec:
       hadamard: neighbouring input features that a Walsh-Hadamard transform mixes before a
         block-sparse product (`kernels.hadamard`), a power of 2 that divides them; 0 for none.
       turned_dense: whether a dense weight was block-sparse before, and learns faster for it; see
-        `training.optimizer`.
+        `optim.optimizers`.
     """
 
     kind: str = "dense"

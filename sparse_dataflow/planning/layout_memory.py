@@ -3,8 +3,8 @@
 The categories are those of `memory.training_bytes`, which this equals for one chip.  What "fsdp"
 deals out follows the ZeRO stage (arXiv 1910.02054, section 5): moments from 1, gradients from 2,
 weights from 3; of what its count does not divide, nothing.  Counts of a pipeline's buffers are
-those of `execution/pipeline.py`, whatever the schedule; `experiments.compile_plan` shows them
-beside the compiler's, and tests hold them to its figures.
+those of `parallel/pipeline/pipeline.py`, whatever the schedule; `experiments.compile_plan` shows
+them beside the compiler's, and tests hold them to its figures.
 """
 
 import dataclasses
@@ -106,7 +106,7 @@ def _widest(config, stored_density):
 
 def _kept(config, layout, stage, stored_density):
     """Which part of the weights, or of what follows them, a chip keeps where ZeRO deals them out
-    from `stage` on: all of a projection that "fsdp" does not divide (execution/sharding.py)."""
+    from `stage` on: all of a projection that "fsdp" does not divide (parallel/sharding.py)."""
     if layout.zero < stage:
         return 1.0
     fsdp, tensor = np.asarray(layout.fsdp), np.asarray(layout.tensor)

@@ -9,11 +9,11 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.models.groups import widest
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
 from sparse_dataflow.planning.cost import stored_fractions
-from sparse_dataflow.planning.hardware import GIB
 
 MASTER_BYTES = 4
 ADAM_MOMENTS = 2
@@ -129,7 +129,7 @@ def training_bytes(
       accumulation: micro-batches a step; above 1 a second copy of the gradients accumulates them.
       logits_chunk: tokens whose logits exist at once in the chunked cross-entropy.
       fused_attention: attention whose score matrix never reaches memory (flash attention).
-      state_dtype: see `training.optimizer.TrainingConfig`.
+      state_dtype: see `optim.optimizers.TrainingConfig`.
 
     Raises:
       UserError: batch, sequence, accumulation or logits_chunk below 1, or an illegal

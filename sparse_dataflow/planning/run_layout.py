@@ -1,6 +1,6 @@
 """How a model is laid out on chips and in time: the choices that the planner prices and searches.
 
-The axes are those of `execution/mesh.py`, from the outermost: "data" copies the model, "stage" cuts
+The axes are those of `parallel/mesh.py`, from the outermost: "data" copies the model, "stage" cuts
 it by layers, "fsdp" deals out what the ZeRO stage says, "tensor" cuts every layer.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.sizes import DTYPES
 
 Counts = int | np.ndarray
@@ -20,7 +20,8 @@ BUBBLES = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zero_bubble": 1 / 3}
 
 gpipe, 1f1b and interleaved: arXiv 2104.04473, section 2.2.  zero_bubble defers the gradients of
 weights into the bubble of 1f1b and leaves F + B - W of it, a third where the three are equally long
-(ZB-H1, arXiv 2401.10241, table 2).  Tests compare all with the tables of `execution/schedules.py`.
+(ZB-H1, arXiv 2401.10241, table 2).  Tests compare all with the tables of
+`parallel/pipeline/schedules.py`.
 """
 
 RECOMPUTED = {
@@ -59,7 +60,7 @@ class RunLayout:
       gradient_bytes: of one gradient in a collective.
       island: chips joined by fast links; None for the chip's own.
       state_dtype: of the moments, and of the gradients of a micro-batch; see
-        `training.optimizer.TrainingConfig`.
+        `optim.optimizers.TrainingConfig`.
     """
 
     data: Counts = 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow.errors import UserError, first_line
+from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.planning import search
 from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.planning.search import Request, Space

@@ -10,8 +10,8 @@ import math
 import tempfile
 from pathlib import Path
 
-from sparse_dataflow import json_files, storage
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planning.sampling import priced
 from sparse_dataflow.planning.search import Request, Space
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.groups import groups
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.sparsity.balance import balanced_top
@@ -235,7 +235,7 @@ def _sparse_to_dense(model, config):
     """SPDF (arXiv 2303.10464): the sparse model, then the dense one; some projections earlier.
 
     What begins at zero has fewer steps to be learned in, and learns faster (see `TURNED_DENSE_RATE`
-    of `training.optimizer`).  A low-rank term and a Hadamard transform become part of their weight.
+    of `optim.optimizers`).  A low-rank term and a Hadamard transform become part of their weight.
     """
     to_dense = lambda spec: LinearSpec(turned_dense=True)  # noqa: E731
     dense = _with_sparse_specs(model, to_dense)

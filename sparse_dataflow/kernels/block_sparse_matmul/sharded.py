@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, widened
 
 

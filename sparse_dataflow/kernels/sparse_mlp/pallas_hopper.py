@@ -8,7 +8,7 @@ pre-activation is saved for the backward pass, which recomputes the hidden layer
 import jax
 import jax.numpy as jnp
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper as products
 from sparse_dataflow.kernels.gelu.api import value_and_derivative
 from sparse_dataflow.sparsity.layout import LayoutTables

@@ -1,0 +1,95 @@
+"""Chips by name and from a user's file, and the links of those that are known."""
+
+import pytest
+
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import chips
+from sparse_dataflow.hardware.chips import CHIPS
+from sparse_dataflow.planning.efficiency import EFFICIENCIES
+
+OWN = """
+name = "mine"
+bfloat16_tflops = 100
+memory_gb = 48
+bandwidth_gb_s = 900.5
+host_gb_s = 32
+family = "hopper"
+[network]
+island = 4
+fast_gb_s = 50
+slow_gb_s = 12.5
+"""
+
+
+@pytest.mark.parametrize("name", sorted(CHIPS))
+def test_fast_links_are_faster_and_every_family_has_constants(name):
+    chip = CHIPS[name]
+    assert chip.network.fast > chip.network.slow > 1e9
+    assert chip.bandwidth > chip.network.fast > chip.host_bandwidth / 2
+    assert chip.network.fast_latency < chip.network.slow_latency
+    assert chip.family in EFFICIENCIES
+    assert (chip.network.axes > 1) == name.startswith("tpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "name"), [("mi250x", "mi250x-gcd"), ("h100", "h100"), ("a100-8", "a100-80gb")]
+)
+def test_a_clear_start_of_a_name_is_enough(given, name):
+    assert chips.named(given) is CHIPS[name]
+
+
+@pytest.mark.parametrize("given", ["", "a100", "tpu", "gtx"])
+def test_other_names_are_refused_with_the_legal_ones(given):
+    with pytest.raises(UserError, match=r"tpu-v5p.*TOML"):
+        chips.named(given)
+
+
+def test_a_chip_of_ones_own(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN)
+    chip = chips.named(str(path))
+    assert (chip.name, chip.family) == ("mine", "hopper")
+    assert chip.peak("bfloat16") == 100e12 and chip.peak("float32") == 50e12
+    assert chip.memory_bytes == 48e9 and chip.bandwidth == 900.5e9 and chip.host_bandwidth == 32e9
+    assert (chip.network.island, chip.network.fast, chip.network.slow) == (4, 50e9, 12.5e9)
+
+
+def test_a_chip_without_links_and_family_is_one_chip(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN.split("host_gb_s")[0])
+    chip = chips.read(path)
+    assert chip.network is None and chip.host_bandwidth is None and chip.family == ""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("memory_gb = 48", "", "lacks memory_gb"),
+        ("memory_gb = 48", "memory_gb = -1", "memory_gb = -1 must be a number above 0"),
+        ("memory_gb = 48", "memory_gb = true", "memory_gb = True must be"),
+        ("memory_gb = 48", "memory_gb = inf", "memory_gb = inf must be"),
+        ("memory_gb = 48", "memory = 48", "memory is unknown; legal: name"),
+        ('"mine"', "7", "name = 7 must be text"),
+        ('"hopper"', '"volta"', "family 'volta' is unknown; legal: ampere"),
+        ("island = 4", "island = 4.5", "island = 4.5 must be a whole number above 0"),
+        ("slow_gb_s = 12.5", "", "lacks slow_gb_s"),
+        ("name =", "name", "is no TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_words(tmp_path, old, new, words):
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN.replace(old, new))
+    with pytest.raises(UserError, match=words):
+        chips.read(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        chips.named(str(tmp_path / "none.toml"))
+
+
+def test_a_network_must_be_a_table(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN.split("host_gb_s")[0] + "network = 3")
+    with pytest.raises(UserError, match="network must be a table"):
+        chips.read(path)
