@@ -136,7 +136,7 @@ def tune_mlp(
         seconds_of = functools.partial(_seconds, program, key, timer)
         tiles, *_ = tuned.descend(space, seconds_of)
         seconds, heuristic = seconds_of([tiles, None])
-        if seconds < (1 - tuned.LEAST_GAIN) * heuristic:
+        if seconds < (1 - tuned.MIN_GAIN) * heuristic:
             yield Found(key, tiles, seconds, heuristic)
 
 
@@ -188,7 +188,7 @@ def run(settings: dict, layouts: dict, rounds: int, folder: str) -> Path:
 
 
 def _path(op, folder):
-    path = tuned.path_of(op, tuned.device_kind())
+    path = tuned.file_path(op, tuned.device_kind())
     return Path(folder) / op / path.name if folder else path
 
 

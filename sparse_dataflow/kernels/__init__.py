@@ -1,1 +1,1 @@
-"""A folder per op: `api.py` chooses, `reference.py` defines, one file per backend computes."""
+"""One folder per op: `api.py` dispatches, `reference.py` defines, one file implements a backend."""

@@ -1,4 +1,4 @@
-"""What an op may ask before it chooses an implementation, and how it says what it chose."""
+"""Platform queries that ops use to choose an implementation, and the log line of the choice."""
 
 import functools
 
@@ -6,36 +6,36 @@ import jax
 from absl import logging
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
-"""An operand of which only shape and dtype are read."""
+"""An operand whose shape and dtype alone are read."""
 
 
 def platform() -> str:
-    """The platform compiled for: that of the abstract mesh's device, else of the default one.
+    """Return the target platform: "cpu", "tpu" or "gpu" (any vendor).
 
-    "cpu", "tpu" or, whoever made it, "gpu".
+    The abstract mesh's device decides where there is one, else the default backend.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     name = jax.default_backend() if device is None else device.platform
     return "gpu" if name in ("cuda", "rocm") else name
 
 
-def partitioned() -> str:
-    """Why the compiler might have to split an op, which it cannot do inside a Mosaic kernel.
+def sharding_refusal() -> str:
+    """Return why a Mosaic kernel cannot run here; empty if it can.
 
-    Empty where it need not: on one device, or inside `shard_map`.
+    XLA cannot partition a Mosaic kernel. One device or `shard_map` avoids the need.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    whole = jax.device_count() == 1
+    unsharded = jax.device_count() == 1
     if not mesh.empty:
         manual = jax.sharding.AxisType.Manual
-        whole = all(
+        unsharded = all(
             size == 1 or kind == manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types)
         )
-    return "" if whole else "arrays may be sharded, and this is not inside shard_map."
+    return "" if unsharded else "arrays may be sharded outside shard_map."
 
 
 @functools.cache
 def log_choice(op: str, name: str, platform: str, reason: str = "") -> None:
-    """Says once which implementation runs, and why none faster does."""
-    because = reason and f", as {reason}"
+    """Log once which implementation runs, and why the faster one was refused."""
+    because = reason and f", because {reason}"
     logging.info("%s: implementation %s on %s%s", op, name, platform, because)

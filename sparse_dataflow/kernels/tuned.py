@@ -1,7 +1,7 @@
-"""Tile sizes that were measured: a JSON file a device kind beside each op, read before heuristics.
+"""Measured tile sizes: one JSON file per op and device kind; they override the heuristics.
 
-`python -m experiments.kernel_bench --tune` writes them.  A file that is damaged, or that asks for
-what a chip cannot hold, is told in one logged line and not used; nothing in it is run.
+`python -m experiments.kernel_bench --tune` writes the files. A damaged file, or tiles that the chip
+cannot run, are ignored with one logged warning.
 """
 
 import dataclasses
@@ -21,33 +21,32 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.kernels.dispatch import Shaped
 
-MOST_BYTES = 4 << 20
-"""Of a file that is read."""
+MAX_FILE_BYTES = 4 << 20
+"""Largest file that is read."""
 
-MOST_SIZE = 1 << 30
-"""Of a number in it."""
-
+MAX_INTEGER = 1 << 30
+"""Largest legal integer in a file."""
 
 PRODUCTS = ("forward", "input_gradient", "weight_gradient")
 """y = xW, dx = dy Wᵀ and dW."""
 
-LEAST_GAIN = 0.03
-"""Fraction of the time that a move must save; less is noise."""
+MIN_GAIN = 0.03
+"""Least fraction of the time that a search step must save; less is noise."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What a measurement is of; only the same case is served by it.
+    """The key of a measurement: tiles apply only to an equal case.
 
     Attributes:
-      implementation: of the op.
-      product: one of PRODUCTS, or another op's pass.
+      implementation: name of the op's implementation.
+      product: one of PRODUCTS, or a pass of another op.
       tokens: rows of x.
       in_features: width of x.
       out_features: width of y.
       stored: number of stored blocks.
       block: side of a block.
-      dtype: of x and the stored blocks.
+      dtype: dtype of x and of the stored blocks.
     """
 
     implementation: str
@@ -61,13 +60,13 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
-class Space:
-    """Tile sizes that may be tried.
+class SearchSpace:
+    """Tile sizes that an autotuner may try.
 
     Attributes:
-      start: the heuristic's.
-      choices: field of the tile sizes -> its values.
-      legal: whether a chip holds them.
+      start: tile sizes of the heuristic.
+      choices: candidate values of each field of the tile sizes.
+      legal: whether the chip can run given tile sizes.
     """
 
     start: Any
@@ -75,78 +74,78 @@ class Space:
     legal: Callable[[Any], bool]
 
     def neighbours(self, tiles: Any) -> list:
-        """Legal tile sizes that differ from these in one field."""
+        """Return the legal tile sizes that differ from `tiles` in one field."""
         return [
-            other
+            neighbour
             for name, values in self.choices.items()
             for value in values
             if value != getattr(tiles, name)
-            and self.legal(other := dataclasses.replace(tiles, **{name: value}))
+            and self.legal(neighbour := dataclasses.replace(tiles, **{name: value}))
         ]
 
 
 def descend(
-    space: Space, seconds_of: Callable[[list], Sequence[float]], rounds: int = 3
+    space: SearchSpace, seconds_of: Callable[[list], Sequence[float]], rounds: int = 3
 ) -> tuple[Any, float, float]:
-    """Moves to the fastest neighbour until there is none, or so often.
+    """Search greedily: move to the fastest neighbour until none gains MIN_GAIN.
 
     Args:
-      space: what may be tried.
-      seconds_of: tile sizes -> seconds of each, measured beside one another; infinite where they do
-        not run.
-      rounds: of moves.
+      space: the tile sizes to try.
+      seconds_of: maps a list of tile sizes to the seconds of each, measured together; infinite
+        for tiles that do not run.
+      rounds: maximum number of moves.
 
     Returns:
-      The tile sizes, and in the round that chose them their seconds and the start's.
+      (fastest tile sizes, their seconds, seconds of `space.start`), timed in the last round.
     """
-    best, own, first = space.start, math.nan, math.nan
+    best, best_seconds, start_seconds = space.start, math.nan, math.nan
     for _ in range(rounds):
         tried = list(dict.fromkeys([space.start, best, *space.neighbours(best)]))
         seconds = dict(zip(tried, seconds_of(tried), strict=True))
         fastest = min(tried, key=seconds.__getitem__)
-        stays = seconds[fastest] > (1 - LEAST_GAIN) * seconds[best]
+        stays = seconds[fastest] > (1 - MIN_GAIN) * seconds[best]
         best = best if stays else fastest
-        own, first = seconds[best], seconds[space.start]
+        best_seconds, start_seconds = seconds[best], seconds[space.start]
         if stays:
             break
-    return best, own, first
+    return best, best_seconds, start_seconds
 
 
 def device_kind() -> str:
-    """The kind of the device compiled for: jax's name of it, or a CPU's model and cores."""
+    """Return the target's device kind: jax's name, or a CPU's model and cores."""
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     kind = device.device_kind
     return hardware.cpu_name() if kind == "cpu" else kind
 
 
-def path_of(op: str, kind: str) -> Path:
-    """The file of an op (a folder of this package) for a device kind."""
+def file_path(op: str, kind: str) -> Path:
+    """Return the file of tile sizes of an op (a folder of this package) on a device kind."""
     return Path(__file__).parent / op / "tuned" / f"{hardware.slug(kind)}.json"
 
 
-def by_case(
+def keyed_by_case(
     implementation: str,
     x: Shaped,
     values: Shaped,
     widths: tuple[int, int],
-    spaces: Mapping[str, Space],
-) -> dict[Case, Space]:
-    """The spaces of the products by what a measurement of each is of.
+    spaces: Mapping[str, SearchSpace],
+) -> dict[Case, SearchSpace]:
+    """Return the search spaces of the products, keyed by `Case`.
 
     Args:
-      implementation: of the op.
-      x: [tokens, in_features]; only shapes and dtypes are read.
-      values: [nnz, block, block].
-      widths: in_features and out_features.
-      spaces: product -> space.
+      implementation: name of the op's implementation.
+      x: [tokens, in_features]; only shape and dtype are read.
+      values: [nnz, block, block]; only shape is read.
+      widths: (in_features, out_features).
+      spaces: search space of each product.
     """
     stored, block = values.shape[:2]
     shape = (len(x), *widths, stored, block, str(x.dtype))
     return {Case(implementation, product, *shape): space for product, space in spaces.items()}
 
 
-def fastest(op: str, spaces: Mapping[Case, Space]) -> dict[str, Any]:
-    """The measured tile sizes of each product where there are any, else its space's start."""
+def choose_tiles(op: str, spaces: Mapping[Case, SearchSpace]) -> dict[str, Any]:
+    """Return the tile sizes of each product: measured ones, else the heuristic's."""
     return {
         case.product: lookup(op, case, type(space.start), space.legal) or space.start
         for case, space in spaces.items()
@@ -154,24 +153,24 @@ def fastest(op: str, spaces: Mapping[Case, Space]) -> dict[str, Any]:
 
 
 def lookup(op: str, case: Case, kind: type, legal: Callable[[Any], bool]) -> Any:
-    """Measured tile sizes of a case on the device compiled for; None where there are none.
+    """Return the measured tile sizes of a case on the target device; None if there are none.
 
     Args:
-      op: the op's folder.
+      op: name of the op's folder.
       case: the product.
       kind: dataclass of the tile sizes.
-      legal: whether the chip holds them.
+      legal: whether the chip can run given tile sizes.
     """
-    path = path_of(op, device_kind())
+    path = file_path(op, device_kind())
     entries = _entries(path)
     if case not in entries:
         return None
     try:
-        tiles = parsed(kind, entries[case], str(case))
+        tiles = parse(kind, entries[case], str(case))
         if not legal(tiles):
-            raise UserError(f"{case} has {tiles}, which this chip cannot run.")
+            raise UserError(f"This chip cannot run {tiles} of {case}.")
     except UserError as error:
-        _ignored(path.name, str(error))
+        _warn_ignored(path.name, str(error))
         return None
     return tiles
 
@@ -183,27 +182,27 @@ def _entries(path):
     try:
         return read(path)
     except UserError as error:
-        _ignored(path.name, str(error))
+        _warn_ignored(path.name, str(error))
         return {}
 
 
 @functools.cache
-def _ignored(name, reason):
-    logging.warning("Tuned tile sizes in %s are not used: %s", name, reason)
+def _warn_ignored(name, reason):
+    logging.warning("Ignored tuned tile sizes in %s: %s", name, reason)
 
 
 def read(path: Path) -> dict[Case, Any]:
-    """What is measured in a file: tile sizes as JSON has them, not yet `parsed`.
+    """Read a file of tile sizes as {case: JSON of the tile sizes}; `parse` converts the latter.
 
     Raises:
-      UserError: if it is no such file.
+      UserError: if the file is too large, is not JSON, or has other fields.
     """
-    if path.stat().st_size > MOST_BYTES:
-        raise UserError(f"{path.name} is larger than {MOST_BYTES} bytes.")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise UserError(f"{path.name} has more than {MAX_FILE_BYTES} bytes.")
     try:
-        content = json_files.load(path, MOST_BYTES)
+        content = json_files.load(path, MAX_FILE_BYTES)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path.name} is no JSON: {error}.") from None
+        raise UserError(f"{path.name} is not valid JSON: {error}.") from None
     listed = content.get("entries") if isinstance(content, dict) else None
     if not isinstance(listed, list):
         raise UserError(f'{path.name} has no list of "entries".')
@@ -211,49 +210,50 @@ def read(path: Path) -> dict[Case, Any]:
     for number, entry in enumerate(listed):
         where = f"{path.name}, entry {number}"
         if not isinstance(entry, dict) or "tiles" not in entry:
-            raise UserError(f'{where} is no object with "tiles".')
+            raise UserError(f'{where} must be an object with "tiles".')
         names = {field.name for field in dataclasses.fields(Case)}
-        entries[parsed(Case, {k: v for k, v in entry.items() if k in names}, where)] = entry[
-            "tiles"
-        ]
+        entries[parse(Case, {k: v for k, v in entry.items() if k in names}, where)] = entry["tiles"]
     return entries
 
 
-def parsed(kind: Any, data: Any, where: str) -> Any:
-    """JSON as a `kind`: a dataclass, a tuple of one kind, a whole number, a name or a switch.
+def parse(kind: Any, data: Any, where: str) -> Any:
+    """Convert JSON to a `kind`: a dataclass, a tuple of one type, an int, a str or a bool.
 
     Raises:
-      UserError: if names or types differ, or a number is below 0 or above MOST_SIZE.
+      UserError: if field names or types differ, or an int is outside [0, MAX_INTEGER].
     """
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         if not isinstance(data, dict) or data.keys() != hints.keys():
-            raise UserError(f"{where}: a {kind.__name__} has {', '.join(hints)}.")
+            raise UserError(f"{where}: {kind.__name__} needs the fields {', '.join(hints)}.")
         return kind(
-            **{name: parsed(hint, data[name], f"{where}, {name}") for name, hint in hints.items()}
+            **{name: parse(hint, data[name], f"{where}, {name}") for name, hint in hints.items()}
         )
     if typing.get_origin(kind) is tuple and isinstance(data, list):
-        return tuple(parsed(typing.get_args(kind)[0], part, where) for part in data)
-    if type(data) is not kind or (kind is int and not 0 <= data <= MOST_SIZE):
-        legal = f"a whole number from 0 to {MOST_SIZE}" if kind is int else kind.__name__
+        return tuple(parse(typing.get_args(kind)[0], item, where) for item in data)
+    if type(data) is not kind or (kind is int and not 0 <= data <= MAX_INTEGER):
+        legal = f"an integer from 0 to {MAX_INTEGER}" if kind is int else kind.__name__
         raise UserError(f"{where} is {str(data)[:40]}; legal: {legal}.")
     return data
 
 
-def write(path: Path, found: Iterable[tuple[Case, Any, dict]], source: dict) -> None:
-    """Adds measurements to a file, in the place of earlier ones of the same cases.
+def write(path: Path, measurements: Iterable[tuple[Case, Any, dict]], source: dict) -> None:
+    """Add measurements to a file; they replace earlier ones of equal cases.
 
     Args:
       path: the file.
-      found: (case, tile sizes, what else is known of the measurement).
+      measurements: (case, tile sizes, further fields of the entry).
       source: command, date, machine and versions.
+
+    Raises:
+      UserError: if the file exists and cannot be read.
     """
     entries = {}
     if path.exists():
-        read(path)  # Refuses to write over what it cannot read.
+        read(path)  # Never overwrite a file of another format.
         for entry in json_files.load(path)["entries"]:
             entries[_identity(entry)] = entry
-    for case, tiles, measured in found:
+    for case, tiles, measured in measurements:
         entry = {**dataclasses.asdict(case), "tiles": dataclasses.asdict(tiles), **measured}
         entries[_identity(entry)] = entry
     content = {**source, "entries": list(entries.values())}

@@ -63,7 +63,7 @@ def test_tuning_keeps_the_fastest_tiles_that_it_measured(job, tmp_path):
     assert {case.product for case in entries} == set(tuned.PRODUCTS)
     for case, tiles in entries.items():
         assert (case.implementation, case.tokens, case.stored) == ("xla", 64, 8)
-        assert 1 <= tuned.parsed(tuning_xla.TokenTiles, tiles, "").tokens <= 64
+        assert 1 <= tuned.parse(tuning_xla.TokenTiles, tiles, "").tokens <= 64
     for entry in json.loads(path.read_text())["entries"]:
         assert 0 < entry["ms"] <= entry["heuristic_ms"]
 

@@ -1,4 +1,4 @@
-"""An H200 that is only described, and programs compiled for it."""
+"""Ahead-of-time compilation for an H200, without one."""
 
 import described_tpus
 
@@ -6,10 +6,10 @@ from sparse_dataflow.aot import topologies
 
 
 def devices(number=1):
-    """So many in one machine."""
+    """Return the abstract devices of one machine with `number` H200s."""
     return topologies.devices(topologies.parse(f"h200:{number}"))
 
 
 def compiled(function, arguments, donated=()):
-    """`function` compiled for it, given arguments with shapes and dtypes."""
+    """Compile `function` for an H200, given arguments with shapes and dtypes."""
     return described_tpus.compiled(function, arguments, devices()[0], donated)

@@ -1,4 +1,4 @@
-"""TPUs that are only described, and programs compiled for them."""
+"""Ahead-of-time compilation for TPUs, without one."""
 
 import functools
 
@@ -18,12 +18,12 @@ def nightly(*values):
 
 @functools.cache
 def described(name):
-    """The devices of a slice that is only described."""
+    """Return the abstract devices of a TPU slice."""
     return topologies.tpu_devices(TOPOLOGIES[name])
 
 
 def compiled(function, arguments, device, donated=()):
-    """`function` compiled for the device, given arguments with shapes and dtypes."""
+    """Compile `function` for the device, given arguments with shapes and dtypes."""
     sharding = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
     structs = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments

@@ -1,4 +1,4 @@
-"""gelu(x W + bias) + residual and its gradients: drawn, exact, and of a kernel."""
+"""gelu(x W + bias) + residual and its gradients: random operands, exact results, kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from sparse_dataflow.kernels.gelu.api import value_and_derivative
 
 
 def draw(layout, tokens, dtype, seed=0):
-    """(x, values, dy, bias, residual), standard normal."""
+    """Return (x, values, dy, bias, residual), standard normal."""
     rng = np.random.default_rng(seed)
     wide = (tokens, layout.out_features)
     shapes = ((tokens, layout.in_features), (layout.nnz, layout.block, layout.block), wide)
@@ -17,7 +17,7 @@ def draw(layout, tokens, dtype, seed=0):
 
 
 def exact(layout, x, values, dy, bias, residual):
-    """(y, dx, dvalues, dbias) in float64."""
+    """Return (y, dx, dvalues, dbias) in float64."""
     x, values, dy, bias, residual = (
         np.asarray(array, np.float64) for array in (x, values, dy, bias, residual)
     )
@@ -28,13 +28,13 @@ def exact(layout, x, values, dy, bias, residual):
 
 
 def exact_gelu(x):
-    """(GELU, its derivative) in float64."""
+    """Return (GELU, its derivative) in float64."""
     with jax.enable_x64(True):
         return tuple(map(np.asarray, value_and_derivative(jnp.asarray(x, jnp.float64))))
 
 
 def fused(kernels, x, values, dy, bias, residual, tables, **options):
-    """(y, dx, dvalues, dbias, dresidual) of a kernel module's product."""
+    """Return (y, dx, dvalues, dbias, dresidual) of a kernel module's product."""
 
     def product(x, values, bias, residual):
         return kernels.block_sparse_matmul(
@@ -46,7 +46,7 @@ def fused(kernels, x, values, dy, bias, residual, tables, **options):
 
 
 def assert_all_close(actual, expected, dtype):
-    """Within `dtype`'s rounding of the largest."""
+    """Assert errors within `dtype`'s rounding of each array's largest element."""
     tolerance = 2e-5 if dtype == np.float32 else 2e-2
     for got, right in zip(actual, expected):
         assert got.shape == right.shape

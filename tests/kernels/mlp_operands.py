@@ -1,4 +1,4 @@
-"""Operands of the sparse MLP, and what it must give for them."""
+"""Random operands of the sparse MLP, and its exact results."""
 
 import math
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def draw_operands(layouts, tokens, dtype, seed=0):
-    """(x, values_in, bias_in, values_out) and a cotangent; activations near 1."""
+    """Return (x, values_in, bias_in, values_out) and a cotangent; activations near 1."""
     rng = np.random.default_rng(seed)
     first, second = layouts
     shapes = (
@@ -18,12 +18,12 @@ def draw_operands(layouts, tokens, dtype, seed=0):
         (*tokens, second.out_features),
     )
     scales = (1, first.in_features**-0.5, 1, second.in_features**-0.5, 1)
-    drawn = [(s * rng.normal(size=n)).astype(jnp.dtype(dtype)) for s, n in zip(scales, shapes)]
-    return drawn[:-1], drawn[-1]
+    arrays = [(s * rng.normal(size=n)).astype(jnp.dtype(dtype)) for s, n in zip(scales, shapes)]
+    return arrays[:-1], arrays[-1]
 
 
 def exact(operands, dy, layouts):
-    """The dense MLP and its gradients, in float64, written out."""
+    """Return the dense MLP's y and gradients, in float64."""
     x, values_in, bias, values_out = (np.asarray(a, np.float64) for a in operands)
     dy = np.asarray(dy, np.float64)
     flat, flat_dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])

@@ -1,4 +1,4 @@
-"""TPUs that are not there: a device to trace and compile for, and its interpreter."""
+"""Abstract TPUs to trace for, and the interpreter of their kernels."""
 
 import contextlib
 
@@ -9,14 +9,14 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 @contextlib.contextmanager
 def simulated_tpu(kind="TPU v5 lite", cores=1):
-    """What is traced here is for this TPU; its kernels are interpreted, memory starting as NaN."""
+    """Trace for this TPU and interpret its kernels, with memory initialised to NaN."""
     parameters = pltpu.InterpretParams(uninitialized_memory="nan")
     with targeted_tpu(kind, cores), pltpu.force_tpu_interpret_mode(parameters):
         yield
 
 
 def targeted_tpu(kind="TPU v5 lite", cores=1):
-    """What is traced here is for this TPU."""
+    """Trace for this TPU."""
     device = AbstractDevice(kind, cores, "tpu")
     auto = (AxisType.Auto,)
     mesh = AbstractMesh((1,), ("device",), axis_types=auto, abstract_device=device)

@@ -1,4 +1,4 @@
-"""A Hopper GPU that is not there: a device to trace and compile for, and its interpreter."""
+"""An abstract Hopper GPU to trace for, and the interpreter of its kernels."""
 
 import contextlib
 
@@ -12,7 +12,7 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper import NEEDED_JAX
 
 @contextlib.contextmanager
 def simulated_hopper(multiprocessors=2, detect_races=False):
-    """What is traced here is for this GPU; its kernels are interpreted, memory starting as NaN."""
+    """Trace for this GPU and interpret its kernels, with memory initialised to NaN."""
     if jax.__version_info__ < NEEDED_JAX:
         pytest.skip(
             f"the interpreter of Mosaic GPU kernels needs jax >= 0.11, not {jax.__version__}"
@@ -23,7 +23,7 @@ def simulated_hopper(multiprocessors=2, detect_races=False):
 
 
 def targeted_gpu(kind="NVIDIA H200", multiprocessors=132):
-    """What is traced here is for this GPU."""
+    """Trace for this GPU."""
     device = AbstractDevice(kind, multiprocessors, "cuda")
     auto = (AxisType.Auto,)
     mesh = AbstractMesh((1,), ("device",), axis_types=auto, abstract_device=device)

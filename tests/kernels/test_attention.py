@@ -75,8 +75,8 @@ def check_against_exact(name, shape, dtype, seed):
 def test_softmax_keeps_its_precision_over_many_equal_keys_in_bfloat16(name):
     """1,024 weights of 1/1024 sum to 1 in float32; summed in bfloat16 they stick at a quarter."""
     shape = (1, 1024, 1, 8)
-    zeros, ones = jnp.zeros(shape, jnp.bfloat16), jnp.ones(shape, jnp.bfloat16)
-    attended = np.asarray(SUITE[name](zeros, zeros, ones), np.float32)
+    zeros, values = jnp.zeros(shape, jnp.bfloat16), jnp.ones(shape, jnp.bfloat16)
+    attended = np.asarray(SUITE[name](zeros, zeros, values), np.float32)
     np.testing.assert_allclose(attended, 1, rtol=2**-7)
 
 
@@ -105,29 +105,31 @@ def test_no_gradient_from_the_past_to_the_future():
     for jacobian in jax.jit(jax.jacrev(per_query, argnums=(1, 2)))(*operands):
         reach = np.abs(jacobian).sum((1, 3, 4))  # [query position, key position]
         assert np.all(reach[np.triu_indices(6, 1)] == 0)
-        # The first query sees one key, so that its weight is 1 and moves with nothing.
+        # The first query sees one key, so its weight is constantly 1.
         assert np.all(reach[np.tril_indices(6)][1:] > 0)
 
 
 @pytest.fixture
 def log(monkeypatch):
-    """What the dispatch says, whatever the verbosity; it has said nothing yet."""
+    """The lines that dispatch logs, at any verbosity; its cache of logged lines is empty."""
     lines = []
-    monkeypatch.setattr(dispatch.logging, "info", lambda text, *parts: lines.append(text % parts))
+    monkeypatch.setattr(
+        dispatch.logging, "info", lambda text, *arguments: lines.append(text % arguments)
+    )
     dispatch.log_choice.cache_clear()
     return lines
 
 
 @pytest.mark.parametrize(
-    ("implementation", "said"),
+    ("implementation", "message"),
     [
-        ("flash", "'flash' cannot run: it is unknown; legal: reference, xla, cudnn, splash"),
+        ("flash", "'flash' cannot run: the name is unknown; legal: reference, xla, cudnn, splash"),
         ("cudnn", "runs on gpu, and this is cpu; legal here: reference, xla"),
         ("splash", "runs on tpu, and this is cpu; legal here: reference, xla"),
     ],
 )
-def test_a_named_implementation_that_cannot_run_is_refused_in_words(implementation, said):
-    with pytest.raises(UserError, match=said):
+def test_a_named_implementation_that_cannot_run_is_refused_in_words(implementation, message):
+    with pytest.raises(UserError, match=message):
         causal_attention(*draw((1, 4, 1, 8), "float32"), implementation)
 
 
@@ -140,28 +142,28 @@ def test_operands_of_unequal_shape_are_refused_in_words():
 
 
 @pytest.mark.parametrize(
-    ("platform", "shape", "dtype", "chosen", "said"),
+    ("platform", "shape", "dtype", "chosen", "message"),
     [
         ("tpu", (1, 256, 2, 64), "bfloat16", "splash", ""),
-        ("tpu", (1, 100, 2, 64), "bfloat16", "xla", "multiples of 128 tokens, not 100"),
-        ("tpu", (1, 256, 2, 512), "bfloat16", "xla", "head sizes up to 256, not 512"),
-        ("tpu", (1, 256, 2, 64), "float16", "xla", "take bfloat16 or float32, not float16"),
+        ("tpu", (1, 100, 2, 64), "bfloat16", "xla", "a multiple of 128 tokens, not 100"),
+        ("tpu", (1, 256, 2, 512), "bfloat16", "xla", "a head_dim of at most 256, not 512"),
+        ("tpu", (1, 256, 2, 64), "float16", "xla", "need bfloat16 or float32, not float16"),
         ("cpu", (1, 256, 2, 64), "bfloat16", "xla", ""),
     ],
 )
-def test_the_platforms_kernel_is_chosen_unless_it_refuses_which_is_said_once(
-    monkeypatch, log, platform, shape, dtype, chosen, said
+def test_the_platforms_kernel_is_chosen_unless_it_refuses_which_is_logged_once(
+    monkeypatch, log, platform, shape, dtype, chosen, message
 ):
     monkeypatch.setattr(dispatch, "platform", lambda: platform)
-    monkeypatch.setattr(dispatch, "partitioned", lambda: "")
+    monkeypatch.setattr(dispatch, "sharding_refusal", lambda: "")
     for _ in range(2):
         assert api._choose(jax.ShapeDtypeStruct(shape, dtype)) == chosen
     assert len(log) == 1 and f"implementation {chosen} on {platform}" in log[0]
-    assert said in log[0]
+    assert message in log[0]
 
 
 def test_cudnns_own_refusal_becomes_the_reason(monkeypatch, log):
-    """Without a GPU jax finds no cuDNN, or cuDNN refuses float32: either way XLA runs."""
+    """Without a GPU jax finds no cuDNN, or cuDNN refuses float32: XLA runs in both cases."""
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     assert api._choose(jax.ShapeDtypeStruct((1, 128, 2, 64), "float32")) == "xla"
     assert "cuDNN" in log[0] or "fp16" in log[0]

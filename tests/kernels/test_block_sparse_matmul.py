@@ -1,6 +1,6 @@
-"""One suite for every implementation of the block-sparse matmul.
+"""One suite for every implementation of the block-sparse matmul, the reference included.
 
-What is right is the dense product in numpy's float64; the reference passes the same suite.
+The expected results are dense products in numpy's float64.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from sparse_dataflow.sparsity.patterns import PATTERNS, make_layout
 
 
 class Implementation(NamedTuple):
-    """What the suite may ask of an implementation."""
+    """An implementation, and the cases that it supports."""
 
     name: str
     blocks: tuple[int, ...] = (1, 3, 8, 16)
@@ -42,7 +42,7 @@ SUITE = [
     Implementation("reference", stored_blocks_only=False),
     Implementation("xla"),
     Implementation("xla_static", runtime_tables=False),
-    # The interpreter compiles for seconds: few examples here, many layouts in test_pallas_tpu.py.
+    # The interpreter compiles slowly: few examples here, many layouts in test_pallas_tpu.py.
     Implementation(
         "pallas_tpu",
         (128, 64, 256, 32),
@@ -63,7 +63,7 @@ SUITE = [
 
 @pytest.fixture(autouse=True)
 def environment(request):
-    """Enters what the implementation needs to run here."""
+    """Enter the context that the implementation needs to run here."""
     callspec = getattr(request.node, "callspec", None)
     implementation = callspec and callspec.params.get("implementation")
     with implementation.environment() if implementation else contextlib.nullcontext():
@@ -86,7 +86,7 @@ def test_no_implementation_escapes_the_suite():
 
 @st.composite
 def layouts(draw, block):
-    """Balanced by every pattern, irregular, with empty lines, one block, all blocks."""
+    """Draw layouts: balanced by any pattern, irregular, with empty lines, one block, all blocks."""
     in_blocks, out_blocks = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     kind = draw(st.sampled_from(["balanced", "irregular", "empty lines", "one", "all"]))
     if kind == "balanced":
@@ -132,12 +132,12 @@ def cases(draw, implementation):
 
 
 def precision(dtype):
-    """Float64 where the dtype needs it; the process keeps its setting."""
+    """Enable float64 within this context if the dtype needs it."""
     return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
 
 
 def draw_operands(layout, tokens, dtype, seed=0):
-    """(x, values, cotangent of y), standard normal, rounded to dtype."""
+    """Return (x, values, cotangent of y), standard normal, rounded to dtype."""
     rng = np.random.default_rng(seed)
     shapes = operand_shapes(layout, tokens, dtype)
     return [rng.normal(size=operand.shape).astype(operand.dtype) for operand in shapes]
@@ -153,7 +153,7 @@ def operand_shapes(layout, tokens, dtype):
 
 
 def all_products(x, values, dy, tables, implementation):
-    """(y = xW, dx = dy Wᵀ, dW at the stored blocks)."""
+    """Return (y = xW, dx = dy Wᵀ, dW at the stored blocks)."""
     product = lambda x, values: block_sparse_matmul(x, values, tables, implementation)  # noqa: E731
     y, pullback = jax.vjp(product, x, values)
     return y, *pullback(dy)
@@ -166,7 +166,7 @@ def run(implementation, operands, tables, traced_tables=False):
 
 
 def exact_products(operands, layout):
-    """The three products of the dense weight, in float64."""
+    """Return the three products of the dense weight, in float64."""
     x, values, dy = (np.asarray(operand, np.float64) for operand in operands)
     dense = layout.to_dense(values)
     dweight = x.reshape(-1, layout.in_features).T @ dy.reshape(-1, layout.out_features)
@@ -174,8 +174,8 @@ def exact_products(operands, layout):
 
 
 def assert_close(actual, operands, layout):
-    """Each product within rounding of the exact one: the bound of a dot product of this length in
-    the accumulator's precision, and one rounding of the result."""
+    """Assert each product's error below the rounding bound: that of a dot product in the
+    accumulator's precision, plus one rounding of the result."""
     dtype = operands[0].dtype
     unit = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
     length = max(layout.in_features, layout.out_features, operands[0].size // layout.in_features)
@@ -203,8 +203,8 @@ def test_products_match_the_dense_product(implementation):
     check()
 
 
-# Differences of bfloat16, and of the sums of it that Hopper's float32 is, are mostly rounding:
-# test_pallas_hopper.py takes them of the exact function.
+# Finite differences in bfloat16, and in Hopper's float32 (sums of bfloat16), are mostly rounding:
+# test_pallas_hopper.py differentiates the exact function instead.
 @suite(keep=lambda i: "float32" in i.dtypes and i.name != "pallas_hopper")
 @pytest.mark.parametrize("balanced", [True, False])
 def test_gradients_match_finite_differences(implementation, balanced):
@@ -253,11 +253,11 @@ def test_a_program_with_runtime_tables_does_not_grow_with_the_layout(array_sizes
         products = lambda *a: all_products(*a, implementation.name)  # noqa: E731
         return len(array_sizes(products, *operands, layout.tables()))
 
-    assert length(64) == length(128)  # Past what a kernel takes at once.
+    assert length(64) == length(128)  # Both are longer than a kernel's tiles.
 
 
 def largest_of_a_gradient(array_sizes, implementation, tokens, traced_tables):
-    """(elements of the largest array in a forward and backward pass, of the dense weight)."""
+    """Return (size of the largest array in a forward and backward pass, size of the dense W)."""
     block = implementation.blocks[-1]
     layout = make_layout("butterfly", 32 * block, 64 * block, block, 1 / 16)
     operands = operand_shapes(layout, tokens, implementation.dtypes[0])
@@ -279,12 +279,12 @@ def largest_of_a_gradient(array_sizes, implementation, tokens, traced_tables):
         if i.stored_blocks_only and (i.runtime_tables or not traced)
     ],
 )
-def test_nothing_of_the_dense_size_is_made(array_sizes, implementation, traced_tables):
+def test_no_array_has_the_dense_size(array_sizes, implementation, traced_tables):
     largest, dense = largest_of_a_gradient(array_sizes, implementation, (2, 8), traced_tables)
     assert largest <= dense / 16
 
 
-def test_the_dense_size_is_seen_where_it_is_made(array_sizes):
+def test_the_reference_has_an_array_of_the_dense_size(array_sizes):
     largest, dense = largest_of_a_gradient(array_sizes, SUITE[0], (2, 8), False)
     assert largest >= dense
 
@@ -294,7 +294,7 @@ def test_the_gathered_copy_does_not_grow_with_tokens(array_sizes, implementation
     tokens = 1 << 14
     largest, _ = largest_of_a_gradient(array_sizes, implementation, (tokens,), True)
     block = implementation.blocks[-1]
-    assert largest == tokens * 64 * block  # The result itself; gathered whole, four times as much.
+    assert largest == tokens * 64 * block  # The result; a full gathered copy is four times larger.
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
@@ -341,7 +341,7 @@ LAYOUT = make_layout("cyclic", 32, 64, 8, 0.5)
 
 
 def refused(x_shape=(4, 32), values_shape=(LAYOUT.nnz, 8, 8), dtypes=("float32",) * 2, name=None):
-    """The refusal of operands of these shapes; nothing is computed."""
+    """Return the error message for operands of these shapes."""
     x, values = (
         jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip((x_shape, values_shape), dtypes)
     )

@@ -1,4 +1,4 @@
-"""Chunked cross-entropy: losses and gradients of the reference, and never all logits at once."""
+"""Chunked cross-entropy: the reference's losses and gradients, without the full logits."""
 
 import functools
 
@@ -16,7 +16,7 @@ CHUNK = 8
 
 @pytest.fixture(autouse=True, scope="module")
 def short_chunks():
-    """Chunks of 8 tokens, so that small cases cross their ends."""
+    """Use chunks of 8 tokens, so that small cases need several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "CHUNK", CHUNK)
         yield
@@ -38,7 +38,7 @@ def loss_and_gradients(function, x, embedding, targets, weights, scale=1.0):
 
 
 def exact(x, embedding, targets, weights, scale):
-    """(losses of tokens, (gradients in x and embedding) of scale * weighted sum), in float64."""
+    """Return (token losses, gradients of scale * weighted sum in x and embedding), in float64."""
     x, embedding = np.asarray(x, np.float64), np.asarray(embedding, np.float64)
     logits = x @ embedding.T
     odds = np.exp(logits - logits.max(1, keepdims=True))
@@ -71,7 +71,7 @@ def test_losses_and_gradients(module, tokens, d_model, vocab, dtype, seed, scale
             module.weighted_loss, x, embedding, targets, weights, scale
         )
     right, right_gradients = exact(x, embedding, targets, weights, scale)
-    # Logits of bfloat16 operands are made and summed in float32.
+    # Logits of bfloat16 operands are float32.
     wide = "float64" if dtype == "float64" else "float32"
     close = {"rtol": TOLERANCE[wide], "atol": TOLERANCE[wide]}
     assert losses.shape == (tokens,) and losses.dtype == wide
@@ -90,18 +90,18 @@ def test_losses_and_gradients(module, tokens, d_model, vocab, dtype, seed, scale
     tokens=st.sampled_from([1, 8, 23]),
     seed=st.integers(0, 99),
 )
-def test_rows_that_stand_for_no_token_change_nothing(vocab, more, tokens, seed):
+def test_padding_rows_change_nothing(vocab, more, tokens, seed):
     x, embedding, targets, weights = operands(tokens, 5, vocab, "float32", seed)
-    longer = np.concatenate([embedding, np.full((more, 5), 3, np.float32)])
+    padded = np.concatenate([embedding, np.full((more, 5), 3, np.float32)])
 
     @functools.partial(jax.jit, static_argnums=1)
-    def of(table, size):
+    def scores_and_gradients(table, size):
         loss = lambda *a: api.weighted_loss(*a, targets, weights, None, size)  # noqa: E731
         scores = api.token_scores(x, table, targets, None, size)
         return *scores, *jax.value_and_grad(loss, (0, 1))(x, table)
 
-    losses, likeliest, loss, (dx, dtable) = of(longer, vocab)
-    right = of(embedding, None)
+    losses, likeliest, loss, (dx, dtable) = scores_and_gradients(padded, vocab)
+    right = scores_and_gradients(embedding, None)
     np.testing.assert_allclose(losses, right[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(likeliest, right[1])
     np.testing.assert_allclose(loss, right[2], rtol=1e-5)

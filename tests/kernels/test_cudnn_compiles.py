@@ -1,7 +1,6 @@
-"""cuDNN attention passes the compiler for an H200, on a machine without one.
+"""cuDNN attention compiles ahead of time for an H200, without materializing the scores.
 
-XLA asks cuDNN for its plans only on the GPU itself: whether an engine serves a shape is not proven
-here, only that jax and XLA take it and hold no scores.
+XLA queries cuDNN's plans only on a GPU, so these tests cannot prove that cuDNN runs a shape.
 """
 
 import described_h200
@@ -24,7 +23,7 @@ def gradients(query, key, value, dy):
     return y, *pullback(dy)
 
 
-def test_cudnn_attention_compiles_and_holds_no_scores():
+def test_cudnn_attention_compiles_without_materializing_the_scores():
     shape = (1, 2048, 40, 128)  # GPT-13B's.
     program = described_h200.compiled(gradients, [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 4)
     text = program.as_text()
@@ -36,7 +35,7 @@ def test_cudnn_attention_compiles_and_holds_no_scores():
 @pytest.mark.parametrize(
     ("width", "dtype", "words"), [(300, "bfloat16", "head dim"), (128, "float32", "fp16")]
 )
-def test_what_cudnn_refuses_compiles_without_it(width, dtype, words):
+def test_operands_that_cudnn_refuses_compile_without_it(width, dtype, words):
     operand = jax.ShapeDtypeStruct((1, 256, 2, width), jnp.dtype(dtype))
     with targeted_gpu():
         assert words in cudnn.refusal(operand)

@@ -19,9 +19,9 @@ widths = st.sampled_from([1, 2, 4, 8, 16, 32, 128])
 def test_it_is_the_orthonormal_matrix_of_each_group_and_its_own_inverse(width, groups, seed):
     x = np.random.default_rng(seed).normal(size=(2, 3, groups * width)).astype("f4")
     matrix = np.kron(np.eye(groups), scipy.linalg.hadamard(width) / width**0.5)
-    found = hadamard(x, width)
-    np.testing.assert_allclose(found, x @ matrix, atol=1e-5)
-    np.testing.assert_allclose(hadamard(found, width), x, atol=1e-5)
+    transformed = hadamard(x, width)
+    np.testing.assert_allclose(transformed, x @ matrix, atol=1e-5)
+    np.testing.assert_allclose(hadamard(transformed, width), x, atol=1e-5)
 
 
 def test_its_gradient_is_the_transform():
@@ -33,10 +33,10 @@ def test_its_gradient_is_the_transform():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_dtype_stays(dtype):
     x = np.random.default_rng(1).normal(size=(5, 256))
-    found = hadamard(jnp.asarray(x, dtype), 256)
-    assert found.dtype == dtype
+    transformed = hadamard(jnp.asarray(x, dtype), 256)
+    assert transformed.dtype == dtype
     expected = x @ (scipy.linalg.hadamard(256) / 16)
-    np.testing.assert_allclose(np.asarray(found, "f4"), expected, atol=0.05)
+    np.testing.assert_allclose(np.asarray(transformed, "f4"), expected, atol=0.05)
 
 
 @given(st.integers(0, 20))

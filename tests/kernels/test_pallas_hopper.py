@@ -1,4 +1,4 @@
-"""What the Hopper kernels do beyond the shared suite: fusion, accumulation, tiles, races."""
+"""The Hopper kernels beyond the shared suite: fusion, accumulation, tiles, races."""
 
 import dataclasses
 import itertools
@@ -17,8 +17,11 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.block_sparse_matmul import api, pallas_hopper
 from sparse_dataflow.kernels.block_sparse_matmul import tuning_hopper as tuning
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_plan import stored_of
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import side_by_side, split
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_plan import count_stored
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import (
+    merge_lines,
+    split_float32,
+)
 from sparse_dataflow.sparsity.layout import BlockLayout, widened
 from sparse_dataflow.sparsity.patterns import make_layout
 
@@ -34,7 +37,7 @@ IRREGULAR = BlockLayout.from_mask(
 
 
 def small_tiles(block, cluster=1, splits=1, lines=1):
-    """Tiles so small that everything takes several."""
+    """Return tiles so small that every loop has several steps."""
     side = min(block, 128)
     product = tuning.ProductTiles(
         rows=64,
@@ -62,7 +65,7 @@ def small_tiles(block, cluster=1, splits=1, lines=1):
 
 @needs_mosaic
 def test_any_layout_runs_fused_in_one_program():
-    """Irregular layouts with empty lines, and tokens that are no multiple of a tile."""
+    """Irregular layouts with empty lines, and tokens that are not a multiple of a tile."""
     in_blocks, out_blocks, stored, block = 3, 5, 8, 64
     programs = []
 
@@ -89,29 +92,36 @@ def test_any_layout_runs_fused_in_one_program():
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("block", "cluster", "splits", "lines", "keep"),
+    ("block", "cluster", "splits", "lines"),
     [
-        (128, 2, 1, 1, True),
-        (64, 1, 2, 1, False),
-        (32, 2, 1, 4, False),
-        pytest.param(64, 2, 1, 2, True, marks=pytest.mark.nightly),
-        pytest.param(256, 1, 1, 1, True, marks=pytest.mark.nightly),
+        (128, 2, 1, 1),
+        (64, 1, 2, 1),
+        (32, 2, 1, 4),
+        pytest.param(64, 2, 1, 2, marks=pytest.mark.nightly),
+        pytest.param(256, 1, 1, 1, marks=pytest.mark.nightly),
     ],
 )
-def test_many_small_tiles_have_no_race(block, cluster, splits, lines, keep):
-    """Several tiles of everything, over clusters and shares of the tokens; the pre-activation
-    kept, or made again; every access to memory ordered by a barrier."""
+def test_many_small_tiles_have_no_race(block, cluster, splits, lines):
+    """Several tiles in every loop, clusters, token splits; barriers order every memory access.
+
+    Only the product without gradients adds the residual in the kernel.
+    """
     layout = BlockLayout.from_mask(IRREGULAR.mask, block)
     operands = draw(layout, 150, jnp.bfloat16)
     config = small_tiles(block, cluster, splits, lines)
     with simulated_hopper(detect_races=True):
-        run = jax.jit(
-            lambda *o: fused(
-                pallas_hopper, *o, layout.tables(), tuning=config, keep_preactivation=keep
+        options = {"activation": "gelu", "tuning": config}
+        x, values, _, bias, residual = operands
+        y = jax.jit(
+            lambda x, v, b, r: pallas_hopper.block_sparse_matmul(
+                x, v, layout.tables(), bias=b, residual=r, **options
             )
-        )
+        )(x, values, bias, residual)
+        run = jax.jit(lambda *o: fused(pallas_hopper, *o, layout.tables(), tuning=config))
         actual = run(*operands)
-    assert_all_close(actual, exact(layout, *operands), jnp.bfloat16)
+    right = exact(layout, *operands)
+    assert_all_close([y], right[:1], jnp.bfloat16)
+    assert_all_close(actual, right, jnp.bfloat16)
 
 
 @needs_mosaic
@@ -163,7 +173,7 @@ def test_the_derivative_of_the_activation_before_is_fused(block):
 @needs_mosaic
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2e-2), ("float32", 1e-4)])
 def test_gradients_follow_finite_differences(dtype, tolerance):
-    """Along a random direction, of the exact function: the kernel's own are rounding."""
+    """Along a random direction of the exact function; the kernel's differences are rounding."""
     layout = BlockLayout.from_mask(IRREGULAR.mask, 64)
     operands = draw(layout, 40, jnp.dtype(dtype))
     with simulated_hopper():
@@ -186,7 +196,7 @@ def test_gradients_follow_finite_differences(dtype, tolerance):
 @needs_mosaic
 @pytest.mark.parametrize("block", [64, pytest.param(128, marks=pytest.mark.nightly)])
 def test_float32_is_as_exact_as_float32(block):
-    """Numbers of many sizes; of three lines, the last has no neighbour."""
+    """Numbers of many magnitudes; the last of three lines has no neighbour to merge with."""
     layout = BlockLayout.from_mask(IRREGULAR.mask[:, :3], block)
     x, values, dy, *_ = draw(layout, 70, np.float32)
     x = x * np.logspace(-3, 3, x.shape[1], dtype=np.float32)
@@ -209,15 +219,15 @@ def test_float32_is_as_exact_as_float32(block):
     )
     for got, right, bound in zip(actual, exact_, bounds):
         assert got.dtype == jnp.float32
-        assert np.all(np.abs(got - right) <= 2**-20 * bound)  # A tf32 product is right to 2⁻¹¹.
+        assert np.all(np.abs(got - right) <= 2**-20 * bound)  # A tf32 product has errors of 2⁻¹¹.
 
 
-def test_parts_of_a_float32_sum_to_it():
+def test_components_of_a_float32_sum_to_it():
     x = np.concatenate([np.random.default_rng(0).normal(size=999) * 1e3, [0, -1, np.inf, 1e-30]])
     x = x.astype(np.float32)
-    parts = jax.jit(split)(x)
-    assert all(part.dtype == jnp.bfloat16 for part in parts)
-    total = sum(np.asarray(part, np.float64) for part in parts)
+    components = jax.jit(split_float32)(x)
+    assert all(component.dtype == jnp.bfloat16 for component in components)
+    total = sum(np.asarray(component, np.float64) for component in components)
     np.testing.assert_allclose(total, x, rtol=2**-24)
 
 
@@ -228,39 +238,41 @@ def test_parts_of_a_float32_sum_to_it():
     padding=st.integers(0, 3),
     traced=st.booleans(),
 )
-def test_lines_side_by_side_name_every_stored_block_once(mask, width, padding, traced):
+def test_merged_lines_have_every_stored_block_once(mask, width, padding, traced):
     mask[0, 0] = True
     layout = BlockLayout.from_mask(mask, 32)
     tables = layout.tables()
     tables = widened(
         tables, tables.in_index.shape[1] + padding, tables.out_index.shape[1] + padding
     )
-    build = jax.jit(side_by_side, static_argnums=(2, 3, 4)) if traced else side_by_side
+    build = jax.jit(merge_lines, static_argnums=(2, 3, 4)) if traced else merge_lines
     for index, slot, slots in (
         (tables.in_index, tables.in_slot, layout.slots),
         (tables.out_index, tables.out_slot, layout.slots.T),
     ):
         merged = build(index, slot, width, len(slots), layout.nnz)
-        others, own = (np.asarray(table) for table in merged)
-        assert own.shape == (-(-len(index) // width), others.shape[1], width)
-        # What is stored comes first; there each line has a block, or a place outside of values.
-        present = (own >= 0).any(2)
+        others, slots_by_position = (np.asarray(table) for table in merged)
+        assert slots_by_position.shape == (-(-len(index) // width), others.shape[1], width)
+        # Stored positions come first; there each line has a slot, inside or outside of values.
+        present = (slots_by_position >= 0).any(2)
         assert np.all(np.diff(present.astype(int), axis=1) <= 0)
-        np.testing.assert_array_equal(present, (own >= 0).all(2))
-        found = np.full((len(slots), len(own) * width), -1)
-        for line, position, member in np.argwhere((own >= 0) & (own < layout.nnz)):
+        np.testing.assert_array_equal(present, (slots_by_position >= 0).all(2))
+        restored = np.full((len(slots), len(slots_by_position) * width), -1)
+        for line, position, member in np.argwhere(
+            (slots_by_position >= 0) & (slots_by_position < layout.nnz)
+        ):
             place = others[line, position], line * width + member
-            assert found[place] == -1
-            found[place] = own[line, position, member]
-        np.testing.assert_array_equal(found[:, : slots.shape[1]], slots)
-        assert np.all(found[:, slots.shape[1] :] == -1)
+            assert restored[place] == -1
+            restored[place] = slots_by_position[line, position, member]
+        np.testing.assert_array_equal(restored[:, : slots.shape[1]], slots)
+        assert np.all(restored[:, slots.shape[1] :] == -1)
         if not traced and width > 1:
             assert others.shape[1] == present.sum(1).max()
 
 
-def test_lines_lie_side_by_side_where_that_is_faster():
-    """Monarch's adjacent output blocks read the same blocks, but not its input blocks where the
-    weight does not widen; random ones hardly any."""
+def test_lines_are_merged_if_that_is_faster():
+    """Monarch's adjacent output blocks share their inputs, but its input blocks share no outputs in
+    a square weight; random blocks share hardly any."""
     chosen = {}
     for pattern in ("monarch", "random"):
         layout = make_layout(pattern, 5120, 5120, 64, 1 / 8)
@@ -280,7 +292,7 @@ def test_the_stored_blocks_of_a_line_are_counted(counts, padding):
     fan = max(1, max(counts) + padding)
     slot = np.where(np.arange(fan) < np.array(counts)[:, None], 7, -1)
     for line, count in enumerate(counts):
-        assert stored_of(jnp.asarray(slot.reshape(-1)), fan, 1, line, slot[line, -1]) == count
+        assert count_stored(jnp.asarray(slot.reshape(-1)), fan, 1, line, slot[line, -1]) == count
 
 
 PROJECTIONS = [(5120, 15360), (5120, 5120), (5120, 20480), (20480, 5120)]
@@ -305,7 +317,7 @@ def test_default_tiles_of_13b_fit_shared_memory(tokens, dtype):
 
 
 def kernels_chosen(layout, name=None, dtype=jnp.bfloat16):
-    """How many Pallas kernels a forward and backward pass through the API has."""
+    """Return the number of Pallas kernels in a forward and backward pass through the API."""
     x, values, dy, *_ = draw(layout, 8, dtype)
 
     def gradients(x, values, dy):
@@ -331,16 +343,18 @@ def test_the_kernels_are_chosen_where_they_run():
     assert kernels_chosen(layout) == 0
 
 
-def test_another_gpu_runs_xla_and_says_so_once(monkeypatch):
+def test_another_gpu_runs_xla_and_logs_it_once(monkeypatch):
     lines = []
-    monkeypatch.setattr(dispatch.logging, "info", lambda text, *parts: lines.append(text % parts))
+    monkeypatch.setattr(
+        dispatch.logging, "info", lambda text, *components: lines.append(text % components)
+    )
     dispatch.log_choice.cache_clear()
     layout = make_layout("cyclic", 256, 256, 64, 0.5)
     with targeted_gpu("NVIDIA A100-SXM4-80GB", 108):
         for _ in range(2):
             kernels_chosen(layout)
     (line,) = lines
-    assert line.startswith("block_sparse_matmul: implementation xla on gpu, as this is ")
+    assert line.startswith("block_sparse_matmul: implementation xla on gpu, because this is ")
 
 
 def refused(layout, dtype=jnp.bfloat16, kind="NVIDIA H200", **options):
@@ -351,7 +365,7 @@ def refused(layout, dtype=jnp.bfloat16, kind="NVIDIA H200", **options):
 
 
 @needs_mosaic
-def test_what_cannot_run_is_refused_in_words():
+def test_illegal_operands_are_refused():
     legal = make_layout("cyclic", 256, 256, 64, 0.5)
     assert "legal: 32, 64, 128, 256" in refused(make_layout("cyclic", 64, 64, 16, 0.5))
     assert "legal: bfloat16, float32" in refused(legal, np.float16)
@@ -366,7 +380,7 @@ def test_what_cannot_run_is_refused_in_words():
 @pytest.mark.skipif(
     jax.__version_info__ >= pallas_hopper.NEEDED_JAX, reason="this jax has all that is needed"
 )
-def test_an_old_jax_is_refused_in_words():
+def test_an_old_jax_is_refused():
     layout = make_layout("cyclic", 256, 256, 64, 0.5)
     assert "legal: 0.11 or newer" in refused(layout)
     with targeted_gpu():
@@ -374,10 +388,10 @@ def test_an_old_jax_is_refused_in_words():
 
 
 @needs_mosaic
-def test_a_float32_accumulator_is_asked_for():
+def test_the_accumulator_must_be_float32():
     layout = make_layout("cyclic", 256, 256, 64, 0.5)
     x, values, dy, *_ = draw(layout, 8, jnp.bfloat16)
     with pytest.raises(UserError, match="legal: float32"), targeted_gpu():
         pallas_hopper.weight_gradient(x, dy, layout.tables(), accumulator=jnp.asarray(values))
-    with pytest.raises(UserError, match="needs an accumulator, or the values' shape"):
+    with pytest.raises(UserError, match="needs an accumulator or the values' shape"):
         pallas_hopper.weight_gradient(x, dy, layout.tables())

@@ -1,4 +1,4 @@
-"""What the TPU kernels do beyond the shared suite: fusion, accumulation, tiles, tile tables."""
+"""The TPU kernels beyond the shared suite: fusion, accumulation, tiles, tile tables."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ TOKENS = 37
 
 @pytest.mark.parametrize(("block", "dtype"), [(128, "float32"), (64, "bfloat16"), (32, "float32")])
 def test_any_layout_runs_fused_in_one_program(block, dtype):
-    """Irregular layouts with empty lines, widths and tokens that are no multiple of a tile."""
+    """Irregular layouts with empty lines, widths and tokens that are not a multiple of a tile."""
     in_blocks, out_blocks, stored = 3, 5, 8
     programs = []
 
@@ -57,19 +57,15 @@ SMALL_TILES = tuning.TuningConfig(
 )
 
 
-@pytest.mark.parametrize(("keep", "fuse"), [(True, True), (False, True), (True, False)])
-def test_many_small_tiles_agree_with_few(keep, fuse):
-    """Several tiles of everything, over two cores; the pre-activation kept or made again; the
-    GELU's derivative in dW's kernel or before it."""
+@pytest.mark.parametrize("fuse", [True, False])
+def test_many_small_tiles_agree_with_few(fuse):
+    """Several tiles in every loop, over two cores; the GELU's derivative inside or before dW."""
     tiles = dataclasses.replace(SMALL_TILES, fuse_derivative=fuse)
     layout = BlockLayout.from_mask(np.random.default_rng(1).random((4, 3)) < 0.7, 128)
     operands = draw(layout, 200, np.float32)
     tables = layout.tables()
     with simulated_tpu("TPU v5", 2):
-        run = jax.jit(
-            lambda *o: fused(pallas_tpu, *o, tables, tuning=tiles, keep_preactivation=keep)
-        )
-        actual = run(*operands)
+        actual = jax.jit(lambda *o: fused(pallas_tpu, *o, tables, tuning=tiles))(*operands)
     assert_all_close(actual, exact(layout, *operands), np.float32)
 
 
@@ -93,7 +89,7 @@ def test_weight_gradients_add_into_a_float32_accumulator(shape, block, dtype):
     ratio=st.sampled_from([1, 2, 4]),
     traced=st.booleans(),
 )
-def test_tile_tables_name_every_stored_block_once(mask, ratio, traced):
+def test_tile_tables_have_every_stored_block_once(mask, ratio, traced):
     mask[0, 0] = True
     layout = BlockLayout.from_mask(mask, 32)
     build = jax.jit(tile_tables, static_argnums=(2, 3)) if traced else tile_tables
@@ -104,15 +100,15 @@ def test_tile_tables_name_every_stored_block_once(mask, ratio, traced):
     ]
     for index, slot, slots in sides:
         count, tile, stored = map(np.asarray, build(index, slot, len(slots), ratio))
-        found = np.full([-(-side // ratio) * ratio for side in slots.shape], -1)
-        for line, entry, other, own in np.argwhere(stored >= 0):
+        restored = np.full([-(-side // ratio) * ratio for side in slots.shape], -1)
+        for line, entry, other, line_block in np.argwhere(stored >= 0):
             assert entry < count[line]
-            place = tile[line, entry] * ratio + other, line * ratio + own
-            assert found[place] == -1
-            found[place] = stored[line, entry, other, own]
+            place = tile[line, entry] * ratio + other, line * ratio + line_block
+            assert restored[place] == -1
+            restored[place] = stored[line, entry, other, line_block]
         inside = tuple(map(slice, slots.shape))
-        np.testing.assert_array_equal(found[inside], slots)
-        assert (found >= 0).sum() == layout.nnz
+        np.testing.assert_array_equal(restored[inside], slots)
+        assert (restored >= 0).sum() == layout.nnz
         if not traced:
             assert tile.shape[1] == count.max()
 
@@ -127,9 +123,9 @@ PROJECTIONS = [(5120, 15360), (5120, 5120), (5120, 20480), (20480, 5120)]
 def test_default_tiles_of_13b_fit_every_chip(chip, density, activated):
     for shape in PROJECTIONS:
         for block in (64, 128):
-            # Blocks of 128 have no balanced layout at 1/16 on 40 of them; 3/40 is the next.
-            own = 3 / 40 if (block, density) == (128, 1 / 16) else density
-            layout = make_layout("pixelfly", *shape, block, own)
+            # 40 blocks of 128 have no balanced layout at 1/16; the next density is 3/40.
+            legal_density = 3 / 40 if (block, density) == (128, 1 / 16) else density
+            layout = make_layout("pixelfly", *shape, block, legal_density)
             x = jax.ShapeDtypeStruct((2048, shape[0]), jnp.bfloat16)
             values = jax.ShapeDtypeStruct((layout.nnz, block, block), jnp.bfloat16)
             tables = layout.tables()
@@ -139,7 +135,7 @@ def test_default_tiles_of_13b_fit_every_chip(chip, density, activated):
                 assert config.vmem_bytes == tuning.device().vmem_capacity_bytes
             assert config.cores == chip[1]
             for product in (config.forward, config.input_gradient):
-                assert product.tokens >= 256  # Every weight read serves so many tokens.
+                assert product.tokens >= 256  # Tokens per weight read.
                 assert product.buffers == 2 or chip[0] == "TPU v4"
 
 
@@ -156,7 +152,7 @@ def test_all_cores_get_equally_many_token_tiles(tokens):
 
 
 def kernels_chosen(layout, name=None, chip=CHIPS[2]):
-    """How many Pallas kernels a forward and backward pass through the API has."""
+    """Return the number of Pallas kernels in a forward and backward pass through the API."""
     x, values, dy, *_ = draw(layout, 8, np.float32)
 
     def gradients(x, values, dy):
@@ -184,7 +180,7 @@ def refused(layout, dtype="float32", **options):
     return str(refusal.value)
 
 
-def test_what_cannot_run_is_refused_in_words():
+def test_illegal_operands_are_refused():
     legal = make_layout("cyclic", 256, 256, 64, 0.5)
     assert "legal: 32, 64, 128, 256" in refused(make_layout("cyclic", 64, 64, 16, 0.5))
     assert "legal: one of bfloat16, float32" in refused(legal, "float16")
@@ -214,7 +210,7 @@ def test_ranks_and_widths_are_checked():
             call()
 
 
-def test_what_no_vmem_holds_is_refused():
+def test_a_product_that_exceeds_vmem_is_refused():
     layout = make_layout("cyclic", 128 * 4096, 128, 128, 1.0)
     x = jax.ShapeDtypeStruct((8, layout.in_features), jnp.float32)
     values = jax.ShapeDtypeStruct((layout.nnz, 128, 128), jnp.float32)
@@ -222,13 +218,8 @@ def test_what_no_vmem_holds_is_refused():
         assert "fits VMEM" in pallas_tpu.refusal(x, values, layout.tables())
 
 
-def test_a_float32_accumulator_is_asked_for():
+def test_the_accumulator_must_be_float32():
     layout = make_layout("cyclic", 256, 256, 64, 0.5)
     x, values, dy, *_ = draw(layout, 8, jnp.bfloat16)
     with pytest.raises(UserError, match="legal: float32"), targeted_tpu():
         pallas_tpu.weight_gradient(x, dy, layout.tables(), accumulator=jnp.asarray(values))
-
-
-def test_tuning_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SMALL_TILES.cores = 1

@@ -14,11 +14,11 @@ from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
 from sparse_dataflow.sparsity.layout import BlockLayout
 from sparse_dataflow.sparsity.patterns import PATTERNS, make_layout
 
-TOKENS = 7  # Divides no width below, so that an array's size tells what it is.
+TOKENS = 7  # Divides no width below, so that an array's size identifies it.
 
 
 def mlp_layouts(pattern, ring=8, degree=2, wide=4, block=4, phases=(2, 3)):
-    """Layouts of mlp_in and mlp_out, `ring` blocks wide outside and `wide` times that inside."""
+    """Return layouts of mlp_in and mlp_out: `ring` blocks outside, `wide` times as many inside."""
     outside, inside = ring * block, ring * wide * block
     return (
         make_layout(pattern, outside, inside, block, degree / ring, phases[0]),
@@ -27,8 +27,8 @@ def mlp_layouts(pattern, ring=8, degree=2, wide=4, block=4, phases=(2, 3)):
 
 
 @st.composite
-def drawn_layouts(draw):
-    """Of any pattern, most often monarch's; of differing densities; irregular."""
+def mlp_layout_pairs(draw):
+    """Draw layouts of any pattern (most often monarch), of two densities, or irregular."""
     block = draw(st.sampled_from([1, 3, 8]))
     kind = draw(st.sampled_from(["monarch", "any", "two densities", "irregular"]))
     if kind == "irregular":
@@ -54,7 +54,7 @@ def precision(dtype):
 
 
 def run(operands, dy, layouts, traced_tables=False):
-    """(y, gradients in the four operands)."""
+    """Return (y, gradients in the four operands)."""
     tables = [layout.tables() for layout in layouts]
 
     def both(operands, dy, tables):
@@ -69,7 +69,7 @@ def run(operands, dy, layouts, traced_tables=False):
 @pytest.mark.slow
 @settings(max_examples=16)
 @given(
-    drawn_layouts(),
+    mlp_layout_pairs(),
     st.sampled_from([(), (1,), (7,), (2, 5)]),
     st.sampled_from(["float64", "float32", "bfloat16"]),
     st.booleans(),
@@ -82,7 +82,7 @@ def test_values_and_gradients(layouts, tokens, dtype, traced_tables):
 
 
 def sizes_of(array_sizes, layouts, gradient=True):
-    """Elements of every array in the program for TOKENS tokens, tables known."""
+    """Return the sizes of all arrays in the program for TOKENS tokens and concrete tables."""
     operands, dy = draw_operands(layouts, (TOKENS,), "float32")
     tables = [layout.tables() for layout in layouts]
 
@@ -94,15 +94,15 @@ def sizes_of(array_sizes, layouts, gradient=True):
 
 
 @pytest.mark.parametrize("pattern", ["monarch", "butterfly", "random"])
-def test_known_and_traced_tables_agree(pattern):
+def test_concrete_and_traced_tables_agree(pattern):
     layouts = mlp_layouts(pattern)
     operands, dy = draw_operands(layouts, (3, 5), "float32")
-    known, traced = (run(operands, dy, layouts, traced) for traced in (False, True))
-    for mine, other in zip(known, traced, strict=True):
+    concrete, traced = (run(operands, dy, layouts, traced) for traced in (False, True))
+    for mine, other in zip(concrete, traced, strict=True):
         np.testing.assert_allclose(mine, other, atol=2e-5)
 
 
-def test_nothing_of_the_dense_size_is_made(array_sizes):
+def test_no_array_has_the_dense_size(array_sizes):
     layouts = mlp_layouts("monarch", degree=1)
     dense = layouts[0].in_features * layouts[0].out_features
     assert max(sizes_of(array_sizes, layouts)) < dense

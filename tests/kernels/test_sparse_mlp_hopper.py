@@ -1,4 +1,4 @@
-"""The sparse MLP of Hopper kernels, interpreted, against float64."""
+"""The sparse MLP's Hopper kernels, interpreted, against float64."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def draw(layout_in, layout_out, tokens):
-    """(x, values_in, bias_in, values_out, dy), standard normal."""
+    """Return (x, values_in, bias_in, values_out, dy), standard normal."""
     rng = np.random.default_rng(0)
     x, dy = (
         rng.normal(size=(tokens, features)).astype(jnp.bfloat16)
@@ -37,7 +37,7 @@ def draw(layout_in, layout_out, tokens):
 
 
 def exact(layout_in, layout_out, x, values_in, bias_in, values_out, dy):
-    """(y, dx, dvalues_in, dbias_in, dvalues_out) in float64."""
+    """Return (y, dx, dvalues_in, dbias_in, dvalues_out) in float64."""
     x, values_in, bias_in, values_out, dy = (
         np.asarray(array, np.float64) for array in (x, values_in, bias_in, values_out, dy)
     )
@@ -67,10 +67,10 @@ def value_and_gradients(x, values_in, bias_in, values_out, dy, tables_in, tables
 
 @pytest.mark.parametrize(("block", "tokens"), [(64, 70), (128, 0)])
 def test_the_mlp_and_its_gradients(block, tokens):
-    """Irregular layouts, with a hidden block that nothing makes and one that nothing reads."""
-    made = np.array([[1, 0, 1, 1], [0, 0, 1, 0]], bool)
-    read = np.array([[1, 0], [1, 1], [0, 0], [0, 1]], bool)
-    layouts = BlockLayout.from_mask(made, block), BlockLayout.from_mask(read, block)
+    """Irregular layouts, with a hidden block without inputs and one without outputs."""
+    mask_in = np.array([[1, 0, 1, 1], [0, 0, 1, 0]], bool)
+    mask_out = np.array([[1, 0], [1, 1], [0, 0], [0, 1]], bool)
+    layouts = BlockLayout.from_mask(mask_in, block), BlockLayout.from_mask(mask_out, block)
     operands = draw(*layouts, tokens)
     with simulated_hopper():
         tables = [layout.tables() for layout in layouts]
@@ -81,7 +81,7 @@ def test_the_mlp_and_its_gradients(block, tokens):
         assert np.all(error <= 2e-2 * (np.abs(right).max(initial=0) + 1)), error.max()
 
 
-def test_six_kernels_and_one_kept_activation():
+def test_six_kernels_and_one_saved_activation():
     layouts = make_layout("cyclic", 256, 512, 64, 0.5), make_layout("cyclic", 512, 256, 64, 0.5)
     operands = draw(*layouts, 8)
     tables = [layout.tables() for layout in layouts]
@@ -91,11 +91,11 @@ def test_six_kernels_and_one_kept_activation():
             lambda *o: jax.vjp(lambda *a: pallas_hopper.sparse_mlp(*a, *tables), *o), *operands[:4]
         )
     assert str(program).count("mpmd_map[") == 6
-    kept = [array.shape for array in jax.tree.leaves(pullback)]
-    assert kept.count((8, 512)) == 1
+    saved_shapes = [array.shape for array in jax.tree.leaves(pullback)]
+    assert saved_shapes.count((8, 512)) == 1
 
 
-def test_what_cannot_run_is_refused_in_words():
+def test_an_illegal_block_is_refused():
     layouts = make_layout("cyclic", 64, 128, 16, 0.5), make_layout("cyclic", 128, 64, 16, 0.5)
     tables = [layout.tables() for layout in layouts]
     with pytest.raises(UserError, match="legal: 32, 64, 128, 256"), targeted_gpu():

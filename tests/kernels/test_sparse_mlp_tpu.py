@@ -16,7 +16,7 @@ from sparse_dataflow.sparsity.patterns import make_layout
 
 
 def irregular(block, seed=0):
-    """Layouts of 3 blocks to 5 to 4, with empty lines on either side."""
+    """Return layouts of 3 to 5 to 4 blocks, with empty lines on both sides."""
     rng = np.random.default_rng(seed)
     masks = [rng.random(shape) < 0.5 for shape in ((3, 5), (5, 4))]
     masks[0][:, 1] = masks[1][2] = False
@@ -25,7 +25,7 @@ def irregular(block, seed=0):
 
 
 def gradients(operands, dy, tables, tiles=None):
-    """(y, gradients in the four operands) of the kernels."""
+    """Return (y, gradients in the four operands) of the kernels."""
     y, pull = jax.vjp(lambda *o: pallas_tpu.sparse_mlp(*o, *tables, tuning=tiles), *operands)
     return y, *pull(dy)
 
@@ -57,17 +57,17 @@ def test_irregular_layouts_and_ragged_widths(block, dtype):
 
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_many_tiles_over_two_cores(buffers):
-    """Token tiles, result groups and weight chunks, several of each."""
+    """Several token tiles, steps of result columns, and weight chunks."""
     layouts = irregular(128, seed=1)
     operands, dy = draw_operands(layouts, (50,), "float32")
     with simulated_tpu("TPU v5", 2):
         tables = tables_of(layouts)
         tiles = default_tuning(operands, tables)
-        one = tuning.StreamTiles(entries=1, ahead=3)
+        stream = tuning.StreamTiles(entries=1, ahead=3)
         tiles = dataclasses.replace(
             tiles,
-            forward=small(tiles.forward, buffers=buffers, streams=(one,) * 2),
-            backward=small(tiles.backward, buffers=buffers, streams=(one,) * 3),
+            forward=small(tiles.forward, buffers=buffers, streams=(stream,) * 2),
+            backward=small(tiles.backward, buffers=buffers, streams=(stream,) * 3),
         )
         actual = jax.jit(lambda o, dy: gradients(o, dy, tables, tiles))(operands, dy)
     assert_close(actual, exact(operands, dy, layouts), "float32")
@@ -75,7 +75,7 @@ def test_many_tiles_over_two_cores(buffers):
 
 @pytest.mark.slow
 def test_a_backward_pass_of_single_products():
-    """What a chip with little VMEM does after a fused forward pass."""
+    """A chip with little VMEM runs these after a fused forward pass."""
     layouts = irregular(128, seed=2)
     operands, dy = draw_operands(layouts, (20,), "float32")
     with simulated_tpu():
@@ -102,7 +102,7 @@ def test_a_changed_layout_runs_in_the_same_program():
 
 
 def structs(tokens, block, density, shape=(5120, 20480)):
-    """(x, values_in, bias, values_out) of GPT-13B's MLP, and its tables."""
+    """Return the shapes of (x, values_in, bias, values_out) of GPT-13B's MLP, and its tables."""
     layouts = [make_layout("pixelfly", *s, block, density) for s in (shape, shape[::-1])]
     shapes = ((tokens, shape[0]), *((layout.nnz, block, block) for layout in layouts))
     x, first, second = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
@@ -122,14 +122,14 @@ def test_13b_is_fused_both_ways_where_vmem_is_large(chip, block):
 
 
 def test_16_mib_of_vmem_fuse_13b_only_where_it_saves_traffic():
-    """v4 holds 256 tokens' hidden layer, 10 MiB: each weight is read twice as often as by a
-    product alone, which only a sparse enough MLP pays back."""
+    """VMEM of v4 fits 256 tokens of the hidden layer (10 MiB): each weight is read twice as often
+    as by a single product, which is faster only for a sparse enough MLP."""
     sparse, half = (chosen_at_13b(("TPU v4", 2), 128, density) for density in (1 / 8, 1 / 2))
     assert sparse.forward.tokens == 256 and sparse.backward is None
     assert half.forward is None and half.backward is None
 
 
-def test_the_hidden_layer_never_leaves_a_forward_pass(array_sizes):
+def test_the_forward_pass_never_writes_the_hidden_layer(array_sizes):
     operands, tables = structs(64, 128, 1 / 2, (256, 1024))
     hidden = 64 * 1024
     run = lambda *o: api.sparse_mlp(*o, *tables)  # noqa: E731
@@ -141,7 +141,7 @@ def test_the_hidden_layer_never_leaves_a_forward_pass(array_sizes):
         assert hidden in array_sizes(products, *operands)
 
 
-def test_no_tokens_are_no_work():
+def test_zero_tokens_have_zero_gradients():
     operands, tables = structs(0, 128, 1 / 2, (256, 512))
     operands = [jnp.ones(operand.shape, operand.dtype) for operand in operands]
     with simulated_tpu():
@@ -151,14 +151,14 @@ def test_no_tokens_are_no_work():
         np.testing.assert_array_equal(gradient, np.zeros_like(operand))
 
 
-def test_what_cannot_run_is_refused_in_words():
+def test_illegal_operands_are_refused():
     operands, tables = structs(8, 128, 1 / 2, (256, 512))
     operands = [jnp.ones(operand.shape, operand.dtype) for operand in operands]
     with pytest.raises(UserError, match=r"runs on tpu, and this is cpu\. Legal: products"):
         api.sparse_mlp(*operands, *tables, implementation="pallas_tpu")
     with pytest.raises(UserError, match="'fast' is unknown; legal: products, pallas_tpu"):
         api.sparse_mlp(*operands, *tables, implementation="fast")
-    with pytest.raises(UserError, match=r"bias_in has shape \(5,\); mlp_in makes \(512,\)"):
+    with pytest.raises(UserError, match=r"bias_in has shape \(5,\); legal: \(512,\)"):
         api.sparse_mlp(*operands[:2], jnp.ones(5), operands[3], *tables)
     with pytest.raises(UserError, match=r"x has shape \(0, 512\); the layout reads \[..., 256\]"):
         api.sparse_mlp(*operands, tables[0], tables[0])

@@ -1,4 +1,4 @@
-"""Splash attention passes the TPU compiler at GPT-13B's shape, on a machine without a TPU."""
+"""Splash attention compiles ahead of time for TPUs at GPT-13B's shape."""
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,14 @@ def gradients(query, key, value, dy):
         nightly(512, 8, 256, "bfloat16"),
     ],
 )
-def test_splash_attention_compiles_and_holds_no_scores(name, tokens, heads, width, dtype):
+def test_splash_attention_compiles_without_materializing_the_scores(
+    name, tokens, heads, width, dtype
+):
     shape = (1, tokens, heads, width)
     operands = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))] * 4
     program = compiled(gradients, operands, described(name)[0])
     assert program.as_text().count('custom_call_target="tpu_custom_call"') == 3
-    # Copies of operands by head, and sums of rows; the scores would be tokens / width times one.
+    # Transposed operands and row sums; the scores would be tokens / width times one array.
     array = tokens * heads * max(width, 128) * 4
     assert program.memory_analysis().temp_size_in_bytes <= 12 * array
 
@@ -45,7 +47,7 @@ def test_the_shape_is_gpt_13bs():
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1000, 128), (2048, 512)])
-def test_what_splash_refuses_compiles_without_it(tokens, width):
+def test_operands_that_splash_refuses_compile_without_it(tokens, width):
     operands = [jax.ShapeDtypeStruct((1, tokens, 2, width), jnp.bfloat16)] * 4
     program = compiled(gradients, operands, described("v5e")[0])
     assert "tpu_custom_call" not in program.as_text()

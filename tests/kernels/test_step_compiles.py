@@ -1,6 +1,6 @@
-"""GPT-13B's sparse training step passes the compilers for a TPU and an H200, without either.
+"""GPT-13B's sparse training step compiles ahead of time for a TPU and an H200.
 
-Layers are scanned: a deeper model is the same program.
+Layers are scanned, so a deeper model has the same program.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from sparse_dataflow.parallel.executor import ONE_DEVICE
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
-# Topology -> (module of its compiler, the command that installs it, how its text calls a kernel).
+# Topology -> (module of its compiler, command that installs it, kernel call in the program's text).
 CHIPS = {
     "h200:1": ("jax_cuda13_plugin", "make aot-gpu", 'custom_call_target="mosaic_gpu'),
     "v5p:1x1x1": ("libtpu", "make aot-tpu", 'custom_call_target="tpu_custom_call"'),
@@ -25,7 +25,7 @@ CHIPS = {
 
 
 def compiled(layers, topology):
-    """A training step of one sequence, all projections at 1/8 in blocks of 128."""
+    """Compile a training step of one sequence, all projections at 1/8 in blocks of 128."""
     model = dataclasses.replace(
         SIZES["13b"], num_layers=layers, remat="full", compute_dtype="bfloat16"
     ).with_linears(LinearSpec("block_sparse", "monarch", 1 / 8, 128))
@@ -46,7 +46,7 @@ def test_forty_layers_are_the_program_of_four_and_fit_one_chip(chip):
         text = step.program.as_text()
         lengths.append(text.count("\n"))
         kernels.append(text.count(kernel))
-    # Some way to add a bias or to copy may pay only for more layers.
+    # The compiler may add biases or copies differently for more layers.
     assert lengths[1] <= 1.1 * lengths[0]
     assert kernels[0] == kernels[1] >= 12
     assert step.bytes.total <= topology.chip.memory_bytes

@@ -1,4 +1,4 @@
-"""Measured tile sizes: found with a clock that is made up, read back, refused where damaged."""
+"""Measured tile sizes: the search with a fake timer, reading, writing, damaged files."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def shapes(layout, tokens, dtype=jnp.bfloat16):
-    """(x, values, tables) of a layout; the arrays by shape only."""
+    """Return (shape of x, shape of values, tables) of a layout."""
     x = jax.ShapeDtypeStruct((tokens, layout.in_features), dtype)
     values = jax.ShapeDtypeStruct((layout.nnz, layout.block, layout.block), dtype)
     return x, values, layout.tables()
@@ -46,24 +46,26 @@ SMALL = shapes(make_layout("cyclic", 512, 1024, 128, 0.5), 300)
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    """Where measurements are read from and written to; what is cached or was said is forgotten."""
-    monkeypatch.setattr(tuned, "path_of", lambda op, kind: tmp_path / "chip.json")
-    for cache in (tuned._entries, tuned._ignored):
+    """A temporary folder of the measurements; caches of files and warnings start empty."""
+    monkeypatch.setattr(tuned, "file_path", lambda op, kind: tmp_path / "chip.json")
+    for cache in (tuned._entries, tuned._warn_ignored):
         cache.cache_clear()
     yield tmp_path
-    for cache in (tuned._entries, tuned._ignored):
+    for cache in (tuned._entries, tuned._warn_ignored):
         cache.cache_clear()
 
 
 @pytest.fixture
-def said(monkeypatch):
-    """The warnings, whatever the verbosity."""
+def warnings(monkeypatch):
+    """The logged warnings, at any verbosity."""
     lines = []
-    monkeypatch.setattr(tuned.logging, "warning", lambda text, *parts: lines.append(text % parts))
+    monkeypatch.setattr(
+        tuned.logging, "warning", lambda text, *arguments: lines.append(text % arguments)
+    )
     return lines
 
 
-def chosen(backend, operands=SMALL):
+def default_tiles(backend, operands=SMALL):
     kernels, environment = BACKENDS[backend]
     with environment():
         return kernels.default_tuning(*operands)
@@ -78,31 +80,31 @@ def spaces(backend, operands=SMALL):
 @settings(max_examples=20)
 @given(goal=st.tuples(st.integers(0, 4), st.integers(0, 4)), seed=st.integers(0, 9))
 def test_descent_finds_the_fastest_legal_tiles(goal, seed):
-    """Time grows with the distance from a goal; of two sizes, one is illegal past the other."""
-    space = tuned.Space(
+    """Time grows with the distance from a goal; one size bounds the other."""
+    space = tuned.SearchSpace(
         tuning.StreamTiles(1, 1),
         {"entries": tuple(range(1, 6)), "ahead": tuple(range(1, 6))},
         lambda tiles: tiles.entries <= tiles.ahead + 2,
     )
-    asked = []
+    evaluated = []
 
     def seconds_of(tried):
-        asked.extend(tried)
+        evaluated.extend(tried)
         return [
             1 + abs(tiles.entries - 1 - goal[0]) + abs(tiles.ahead - 1 - goal[1]) for tiles in tried
         ]
 
-    best, found, start = tuned.descend(space, seconds_of, rounds=8)
-    assert all(map(space.legal, asked))
+    best, results, start = tuned.descend(space, seconds_of, rounds=8)
+    assert all(map(space.legal, evaluated))
     everywhere = [
         tuning.StreamTiles(entries, ahead) for entries in range(1, 6) for ahead in range(1, 6)
     ]
-    assert found == min(seconds_of(list(filter(space.legal, everywhere))))
-    assert seconds_of([best, space.start]) == [found, start]
+    assert results == min(seconds_of(list(filter(space.legal, everywhere))))
+    assert seconds_of([best, space.start]) == [results, start]
 
 
-def test_what_does_not_run_or_gains_nothing_is_not_chosen():
-    space = tuned.Space(tuning.StreamTiles(2, 2), {"entries": (1, 3), "ahead": (1, 3)}, bool)
+def test_tiles_that_fail_or_gain_nothing_are_not_chosen():
+    space = tuned.SearchSpace(tuning.StreamTiles(2, 2), {"entries": (1, 3), "ahead": (1, 3)}, bool)
 
     def seconds_of(tried):
         return [{1: float("inf"), 2: 1.0, 3: 0.99}[tiles.entries] for tiles in tried]
@@ -131,7 +133,7 @@ def fits(backend, tiles, case):
             return tuning_hopper.gradient_bytes(tiles, case.block) <= tuning_hopper.SHARED_BYTES
         return tuning_hopper.product_bytes(tiles, False) <= tuning_hopper.SHARED_BYTES
     if backend == "pallas_tpu" and isinstance(tiles, tuning.ProductTiles):
-        kept = (
+        resident_bytes = (
             tiles.buffers
             * tiles.tokens
             * 2
@@ -140,25 +142,25 @@ def fits(backend, tiles, case):
                 "input_gradient": case.out_features,
             }[case.product]
         )
-        return kept <= 128 << 20 and tiles.tokens % tiles.rows == 0
+        return resident_bytes <= 128 << 20 and tiles.tokens % tiles.rows == 0
     return tiles.tokens > 0
 
 
 @every_backend
 def test_a_measured_case_changes_the_choice_and_no_other_does(folder, backend):
-    before = chosen(backend)
+    before = default_tiles(backend)
     (case, space), *_ = spaces(backend).items()
     other = space.neighbours(space.start)[0]
     tuned.write(folder / "chip.json", [(case, other, {"ms": 1.0})], {"machine": "made up"})
-    assert getattr(chosen(backend), case.product) == other
-    assert chosen(backend) == dataclasses.replace(before, **{case.product: other})
+    assert getattr(default_tiles(backend), case.product) == other
+    assert default_tiles(backend) == dataclasses.replace(before, **{case.product: other})
     more = shapes(make_layout("cyclic", 512, 1024, 128, 0.25), 300)
-    assert chosen(backend, more) == chosen(backend, more)
-    assert getattr(chosen(backend, more), case.product) != other or other == space.start
+    assert default_tiles(backend, more) == default_tiles(backend, more)
+    assert getattr(default_tiles(backend, more), case.product) != other or other == space.start
 
 
 def mlp_operands(block=128, tokens=2048):
-    """Of GPT-13B's MLP on a TPU, by shape."""
+    """Return the shapes and tables of GPT-13B's MLP."""
     first, second = (
         make_layout("monarch", *shape, block, 1 / 8) for shape in (PROJECTIONS[2], PROJECTIONS[3])
     )
@@ -168,12 +170,12 @@ def mlp_operands(block=128, tokens=2048):
 
 
 @pytest.mark.parametrize("chip", [("TPU v4", 2), ("TPU v5 lite", 1), ("TPU v6 lite", 1)], ids=str)
-def test_every_fused_mlp_that_may_be_tried_fits_vmem(chip):
+def test_every_candidate_of_a_fused_mlp_fits_vmem(chip):
     with targeted_tpu(*chip):
         capacity = tuning.device().vmem_capacity_bytes
-        found = mlp_tpu.spaces(*mlp_operands())
-    assert {case.product for case in found} >= {"forward"}
-    for case, space in found.items():
+        results = mlp_tpu.spaces(*mlp_operands())
+    assert {case.product for case in results} >= {"forward"}
+    for case, space in results.items():
         for tiles in [space.start, *space.neighbours(space.start)]:
             hidden = tiles.tokens * 20480 * 2
             assert space.legal(tiles) and hidden < capacity, case
@@ -201,11 +203,11 @@ def test_measured_tiles_compute_the_same(folder):
         lambda x, v: jnp.sum(xla.block_sparse_matmul(x, v, tables) ** 2), argnums=(0, 1)
     )
     before = gradients(x, values)
-    found = [
+    results = [
         (case, tuning_xla.TokenTiles(64), {})
         for case in tuning_xla.spaces(x, values, layout.tables())
     ]
-    tuned.write(folder / "chip.json", found, {})
+    tuned.write(folder / "chip.json", results, {})
     assert tuning_xla.default_tuning(x, values, tables).weight_gradient.tokens == 64
     for got, right in zip(jax.tree.leaves(gradients(x, values)), jax.tree.leaves(before)):
         np.testing.assert_allclose(got, right, rtol=2e-4, atol=2e-2)
@@ -222,62 +224,60 @@ def test_later_measurements_replace_earlier_ones_of_the_same_case(folder):
 
 ENTRY = {
     **dataclasses.asdict(next(iter(spaces("pallas_hopper")))),
-    "tiles": dataclasses.asdict(chosen("pallas_hopper").forward),
+    "tiles": dataclasses.asdict(default_tiles("pallas_hopper").forward),
 }
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        ("{", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
         ("[]", 'has no list of "entries"'),
         ('{"entries": {}}', 'has no list of "entries"'),
-        ('{"entries": [3]}', 'entry 0 is no object with "tiles"'),
-        ('{"entries": [{"tiles": {}}]}', "a Case has implementation, product, tokens"),
-        (json.dumps({"entries": [{**ENTRY, "tokens": -1}]}), "whole number from 0 to"),
-        (json.dumps({"entries": [{**ENTRY, "block": True}]}), "whole number from 0 to"),
+        ('{"entries": [3]}', 'entry 0 must be an object with "tiles"'),
+        ('{"entries": [{"tiles": {}}]}', "Case needs the fields implementation, product, tokens"),
+        (json.dumps({"entries": [{**ENTRY, "tokens": -1}]}), "integer from 0 to"),
+        (json.dumps({"entries": [{**ENTRY, "block": True}]}), "integer from 0 to"),
         (json.dumps({"entries": [{**ENTRY, "dtype": 3}]}), "dtype is 3; legal: str"),
-        ('{"entries": []}' + " " * tuned.MOST_BYTES, "is larger than"),
+        ('{"entries": []}' + " " * tuned.MAX_FILE_BYTES, "has more than"),
     ],
     ids=lambda text: text[:20],
 )
-def test_a_damaged_file_is_refused_in_words_and_the_heuristic_used(folder, said, text, words):
-    before = chosen("pallas_hopper")
+def test_a_damaged_file_falls_back_to_the_heuristic_with_one_warning(folder, warnings, text, words):
+    before = default_tiles("pallas_hopper")
     tuned._entries.cache_clear()
     path = folder / "chip.json"
     path.write_text(text)
     with pytest.raises(UserError, match=words):
         tuned.read(path)
     for _ in range(2):
-        assert chosen("pallas_hopper") == before
-    assert len(said) == 1 and words in said[0]
+        assert default_tiles("pallas_hopper") == before
+    assert len(warnings) == 1 and words in warnings[0]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rows": 100}, "which this chip cannot run"),
-        ({"stages": 4000}, "which this chip cannot run"),
-        ({"stages": 2**31}, "legal: a whole number"),
-        ({"stages": "5; rm"}, "legal: a whole number"),
-        ({"speed": 1}, "a ProductTiles has rows, columns"),
+        ({"rows": 100}, "This chip cannot run"),
+        ({"stages": 4000}, "This chip cannot run"),
+        ({"stages": 2**31}, "legal: an integer"),
+        ({"stages": "5; rm"}, "legal: an integer"),
+        ({"speed": 1}, "ProductTiles needs the fields rows, columns"),
     ],
     ids=str,
 )
-def test_tiles_that_a_chip_does_not_hold_are_not_used_which_is_said_once(
-    folder, said, change, words
-):
-    before = chosen("pallas_hopper")
+def test_illegal_tiles_fall_back_to_the_heuristic_with_one_warning(folder, warnings, change, words):
+    before = default_tiles("pallas_hopper")
     tuned._entries.cache_clear()
     entry = {**ENTRY, "tiles": {**ENTRY["tiles"], **change}}
     (folder / "chip.json").write_text(json.dumps({"entries": [entry]}))
     for _ in range(2):
-        assert chosen("pallas_hopper") == before
-    assert len(said) == 1 and words in said[0]
+        assert default_tiles("pallas_hopper") == before
+    assert len(warnings) == 1 and words in warnings[0]
 
 
-def test_the_shipped_files_are_whole():
+def test_the_shipped_files_are_readable():
     for op in ("block_sparse_matmul", "sparse_mlp"):
-        for path in tuned.path_of(op, "").parent.glob("*.json"):
+        for path in tuned.file_path(op, "").parent.glob("*.json"):
             assert tuned.read(path)

@@ -1,4 +1,4 @@
-"""Causal self-attention: one function, one implementation chosen per platform."""
+"""Causal self-attention: one function that dispatches to one implementation per platform."""
 
 import importlib
 
@@ -14,14 +14,14 @@ IMPLEMENTATIONS = ("reference", "xla", "cudnn", "splash")
 def causal_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None = None
 ) -> jax.Array:
-    """softmax(q kᵀ / sqrt(head_dim)) v with a causal mask; differentiable.
+    """Compute softmax(q kᵀ / sqrt(head_dim)) v with a causal mask; differentiable.
 
     Args:
       query: float [batch, tokens, heads, head_dim].
       key: like query.
       value: like query.
-      implementation: one of IMPLEMENTATIONS, or None to choose: cuDNN on a GPU, splash attention
-        on a TPU, XLA elsewhere and where those refuse, which is logged once.
+      implementation: one of IMPLEMENTATIONS, or None to choose: cuDNN on a GPU, splash attention on
+        a TPU, else XLA.  XLA is also the fallback; a refusal is logged once.
 
     Returns:
       [batch, tokens, heads, head_dim] in query's dtype; the softmax runs in float32.
@@ -56,19 +56,20 @@ def _choose(query):
 
 
 def _refusal(name, query):
-    """Why a named implementation cannot run here; empty where it can."""
+    """Return why a named implementation cannot run here; empty if it can."""
     if name not in IMPLEMENTATIONS:
-        return f"it is unknown; legal: {', '.join(IMPLEMENTATIONS)}."
-    home = {"cudnn": "gpu", "splash": "tpu"}.get(name, dispatch.platform())
-    if home != dispatch.platform():
-        return f"it runs on {home}, and this is {dispatch.platform()}; legal here: reference, xla."
+        return f"the name is unknown; legal: {', '.join(IMPLEMENTATIONS)}."
+    platform = dispatch.platform()
+    required = {"cudnn": "gpu", "splash": "tpu"}.get(name, platform)
+    if required != platform:
+        return f"it runs on {required}, and this is {platform}; legal here: reference, xla."
     if name == "cudnn":
         return cudnn.refusal(query)
     if name == "splash":
-        return _splash().refusal(query) or dispatch.partitioned()
+        return _splash().refusal(query) or dispatch.sharding_refusal()
     return ""
 
 
 def _splash():
-    """Imported where it runs, with the compiler for TPUs."""
+    """Import lazily: the module imports the TPU compiler."""
     return importlib.import_module(f"{__package__}.splash")

@@ -1,4 +1,4 @@
-"""Causal attention through the splash kernels that ship with jax, on TPUs."""
+"""Causal attention on TPUs, through jax's splash attention kernels."""
 
 import math
 from typing import Any
@@ -10,39 +10,39 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 LANES = 128
 DTYPES = ("bfloat16", "float32")
 MAX_HEAD_DIM = 256
-"""The widest that was compiled for every TPU from v4 to v6e; more may not fit into VMEM."""
+"""The widest head that compiles for every TPU from v4 to v6e; wider ones may exceed VMEM."""
 
 TILES = (512, 256, 128)
-"""Tokens of a tile of queries or keys, the largest that divides the sequence being taken."""
+"""Tile sizes of queries and keys, in tokens; the largest that divides the sequence is used."""
 
 
 def causal_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-    """As `api.causal_attention`; the scores are never held, tiles above the diagonal skipped.
+    """Compute `api.causal_attention` without the scores; tiles above the diagonal are skipped.
 
     Args:
       query: bfloat16 or float32 [batch, tokens, heads, head_dim], see `refusal`.
       key: like query.
       value: like query.
-      interpret: run the kernels' program on a CPU.
+      interpret: whether to interpret the kernels on a CPU.
     """
     _, tokens, heads, width = query.shape
-    # The kernel scales nothing; the product is rounded where a power of two is not.
+    # The kernel does not scale; scaling rounds unless sqrt(width) is a power of two.
     query = (query.astype(jnp.float32) / math.sqrt(width)).astype(query.dtype)
     by_head = [array.swapaxes(1, 2) for array in (query, key, value)]
     return jax.vmap(_kernel(tokens, heads, interpret))(*by_head).swapaxes(1, 2)
 
 
 def refusal(query: jax.Array) -> str:
-    """Why the kernels do not take operands like `query`; empty where they do."""
+    """Return why the kernels cannot run operands like `query`; empty if they can."""
     _, tokens, _, width = query.shape
     if query.dtype not in DTYPES:
-        return f"the splash kernels take {' or '.join(DTYPES)}, not {query.dtype}."
+        return f"the splash kernels need {' or '.join(DTYPES)}, not {query.dtype}."
     if tokens % LANES:
-        return f"the splash kernels take multiples of {LANES} tokens, not {tokens}."
+        return f"the splash kernels need a multiple of {LANES} tokens, not {tokens}."
     if width > MAX_HEAD_DIM:
-        return f"the splash kernels take head sizes up to {MAX_HEAD_DIM}, not {width}."
+        return f"the splash kernels need a head_dim of at most {MAX_HEAD_DIM}, not {width}."
     return ""
 
 
@@ -51,7 +51,7 @@ def _kernel(tokens, heads, interpret):
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     sizes: dict[str, Any] = {f"block_{name}": tile for name in names}
     mask = splash_attention.CausalMask((tokens, tokens))
-    # Tables of the mask must be concrete, whatever is being traced around them.
+    # The mask's tables must be concrete, even inside a trace.
     with jax.ensure_compile_time_eval():
         return splash_attention.make_splash_mha_single_device(
             splash_attention.MultiHeadMask([mask] * heads),

@@ -1,4 +1,4 @@
-"""The gradient of activation(x W + bias) + residual, whichever kernels make the three products."""
+"""The gradient of activation(x W + bias) + residual, for any kernels of the three products."""
 
 import dataclasses
 import functools
@@ -11,29 +11,26 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is fixed when the op is traced; kernels add what they need.
+    """Static options of the op; implementations add their own.
 
     Attributes:
-      gelu: whether a GELU follows the product.
-      keep_preactivation: whether its input is kept for the backward pass, or made again by another
-        product.
+      gelu: whether a GELU follows the product; its input is then saved for the backward pass.
       tuning: tile sizes of the three products.
     """
 
     gelu: bool
-    keep_preactivation: bool
     tuning: Any
 
 
 def differentiable(product: Callable, gradients: Callable) -> Callable:
-    """The op as a function of (options, x, values, bias, residual, tables).
+    """Return the differentiable op (options, x, values, bias, residual, tables) -> y.
 
     Args:
       product: (options, x, values, bias, residual, tables, keep=...) -> [y], or with `keep`
         [y, pre-activation].
-      gradients: (options, x, values, preactivation, dy, tables) -> (dx, dvalues, gradient dz of
-        what the product made, sum of dz over tokens or None where XLA is to make it); without an
-        activation the pre-activation is None and dz is dy.
+      gradients: (options, x, values, preactivation, dy, tables) -> (dx, dvalues, dz, dbias), where
+        dz is the gradient of the pre-activation and dbias its sum over tokens, or None to let XLA
+        compute the sum.  Without an activation `preactivation` is None and dz is dy.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -41,18 +38,14 @@ def differentiable(product: Callable, gradients: Callable) -> Callable:
         return product(options, x, values, bias, residual, tables, keep=False)[0]
 
     def forward(options, x, values, bias, residual, tables):
-        keep = options.gelu and options.keep_preactivation
-        y, *kept = product(options, x, values, bias, residual, tables, keep=keep)
-        # The residual's gradient is dy; of the array itself only the presence is known again.
-        return y, (x, values, bias, residual is not None, kept, tables)
+        results = product(options, x, values, bias, residual, tables, keep=options.gelu)
+        y, preactivation = results if options.gelu else (*results, None)
+        # The residual's gradient is dy, so only its presence is saved.
+        return y, (x, values, bias, residual is not None, preactivation, tables)
 
     def backward(options, saved, dy):
-        x, values, bias, has_residual, kept, tables = saved
-        before = None
-        if options.gelu:
-            linear = dataclasses.replace(options, gelu=False)
-            (before,) = kept or product(linear, x, values, bias, None, tables, keep=False)
-        dx, dvalues, dz, dbias = gradients(options, x, values, before, dy, tables)
+        x, values, bias, has_residual, preactivation, tables = saved
+        dx, dvalues, dz, dbias = gradients(options, x, values, preactivation, dy, tables)
         if bias is None:
             dbias = None
         else:

@@ -1,24 +1,22 @@
-"""The block-sparse matmul in Mosaic GPU kernels for Hopper (H100, H200), all three products.
+"""The block-sparse matmul in Mosaic GPU kernels for Hopper (H100, H200): all three products.
 
-Tables are data in device memory, so a changed layout runs in the same program, and only stored
-blocks are ever read or written.  Blocks of 128 and 256 fill the tensor cores.  Smaller ones cost
-more.  Adjacent lines lie side by side until a tile is 128 wide (`pallas_hopper_tables`): those that
-read the same blocks, as monarch's do, then read what a block of 128 reads.  Where supports differ
-the missing blocks are multiplied as zeros; lines that share nothing cost up to twice (block 64) or
-four times (block 32) the stored work, about what they would cost apart, when each stored block
-reads its own tokens' features: with known tables the cheaper is chosen, traced ones always lie side
-by side.  dW of block 32 multiplies 64 rows and keeps 32.  Nothing is padded in memory: TMA fills
-what lies outside an array with zeros and writes none of it, so any number of tokens works.
+Tables are data in device memory: changing the layout does not recompile.  Only stored blocks are
+read or written.  Blocks of 128 and 256 fill the tensor cores.  For smaller blocks, adjacent lines
+are merged until a tile is 128 wide (`pallas_hopper_tables`).  Merged lines with equal supports, as
+in monarch, read as much as a block of 128.  If supports differ, missing blocks are multiplied as
+zeros: up to twice (block 64) or four times (block 32) the stored work.  Concrete tables are merged
+only if that is cheaper, traced tables always.  dW of block 32 computes 64 rows and drops 32.
+Nothing is padded in memory, because TMA reads zeros outside an array and writes nothing there.  So
+any number of tokens works.
 
-float32 is multiplied as the six largest products of three bfloat16 parts a factor, which together
-are as exact as float32, at a sixth of bfloat16's rate; wgmma alone would round it to tf32.  The
-parts take one and a half times the memory of x and values, in dW three times; bias, activation and
-residual are XLA's.
+float32 is computed as six products of three bfloat16 components per factor, as exact as float32, at
+a sixth of bfloat16's rate; wgmma alone would round to tf32.  The components take 1.5 times the
+memory of x and values, three times in dW.  XLA computes the epilogue: bias, activation, residual.
 
-Traced tables of blocks below 128 are put side by side on the device, which is about ten short
-kernels of XLA for each side of a weight; of known ones it is done while tracing.
+Traced tables of blocks below 128 are merged on the device, in about ten short XLA kernels for each
+side of a weight.  Concrete tables are merged at trace time.
 
-With `plgpu.force_gpu_interpret_mode()` around the trace, the kernels run on a CPU.
+Inside `plgpu.force_gpu_interpret_mode()` the kernels run on a CPU.
 """
 
 import dataclasses
@@ -34,27 +32,34 @@ from sparse_dataflow.kernels.block_sparse_matmul import fused
 from sparse_dataflow.kernels.block_sparse_matmul import tuning_hopper as sizes
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_gradient import line_gradient
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_products import line_product
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_shapes import lines_of, spaces_of
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import TERMS, split, terms_of
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_shapes import (
+    build_line_tables,
+    search_spaces,
+)
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import (
+    TERMS,
+    expand_terms,
+    split_float32,
+)
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import TuningConfig
 from sparse_dataflow.kernels.dispatch import Shaped
-from sparse_dataflow.kernels.gelu.api import through_gelu, value_and_derivative
-from sparse_dataflow.kernels.tuned import Case, Space
+from sparse_dataflow.kernels.gelu.api import gelu_backward, value_and_derivative
+from sparse_dataflow.kernels.tuned import Case, SearchSpace
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 BLOCKS = (32, 64, 128, 256)
-"""Legal blocks."""
+"""Legal block sides."""
 
 DTYPES = ("bfloat16", "float32")
 """Legal dtypes of x and values."""
 
 NEEDED_JAX = (0, 11)
-"""The first jax whose Mosaic GPU has what the kernels use, and an interpreter for it."""
+"""First jax version whose Mosaic GPU supports these kernels and interprets them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options(fused.Options):
-    """What is fixed when the op is traced.
+    """Static options of the op.
 
     Attributes:
       out_features: width of y.
@@ -71,45 +76,42 @@ def block_sparse_matmul(
     bias: jax.Array | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
-    keep_preactivation: bool = True,
     tuning: TuningConfig | None = None,
 ) -> jax.Array:
-    """activation(x W + bias) + residual, differentiable in x, values, bias and residual.
+    """Compute activation(x W + bias) + residual; differentiable in x, values, bias, residual.
 
-    One kernel forward.  Backward, dy times the activation's derivative is one elementwise pass of
-    XLA, as both gradients read each of it many times; `input_gradient` fuses the derivative of
-    the activation *before* this product instead, where it costs nothing.
+    The forward pass is one kernel.  In the backward pass XLA multiplies dy by the activation's
+    derivative, because both gradients read the result many times.  `input_gradient` can fuse the
+    derivative of the activation *before* this product.
 
     Args:
       x: bfloat16 or float32 [tokens, in_features].
       values: [nnz, block, block] in x's dtype, as `BlockLayout` orders them.
       tables: `BlockLayout.tables()`, concrete or traced.
       bias: [out_features], any float dtype.
-      activation: None or "gelu" (tanh form, `kernels.gelu`; its tanh is the hardware's, right to
-        about 11 bits, three more than bfloat16 holds; of float32 XLA's).
+      activation: None or "gelu" (tanh form, `kernels.gelu`).  bfloat16 uses the hardware's tanh,
+        exact to about 11 bits; float32 uses XLA's.
       residual: [tokens, out_features] in x's dtype.
-      keep_preactivation: whether the backward pass finds the activation's input, or makes it
-        again by another product; without an activation nothing is kept.
       tuning: tile sizes; None for `default_tuning`.
 
     Returns:
       [tokens, out_features] in x's dtype; sums, bias, activation and residual in float32.
 
     Raises:
-      UserError: if there is a `refusal`, or the activation is unknown.
+      UserError: if `refusal` gives a reason, shapes disagree, or the activation is unknown.
     """
     _refuse("block_sparse_matmul", refusal(x, values, tables))
     if activation not in (None, "gelu"):
         raise UserError(f"activation {activation!r} is unknown; legal: gelu, or None.")
     result = jax.ShapeDtypeStruct((len(x), len(tables.in_index) * values.shape[1]), x.dtype)
     _check_bias(bias, result)
-    _check_alike("The residual", residual, result)
+    _check_like("The residual", residual, result)
     if len(x) == 0:
         empty = jnp.zeros(result.shape, result.dtype)
         return empty if residual is None else empty + residual
     tuning = tuning or default_tuning(x, values, tables, residual=residual is not None)
-    options = _Options(activation is not None, keep_preactivation, tuning, result.shape[1])
-    lines = jax.tree.map(jnp.asarray, lines_of(tables, len(values), tuning))
+    options = _Options(activation is not None, tuning, result.shape[1])
+    lines = jax.tree.map(jnp.asarray, build_line_tables(tables, len(values), tuning))
     return _matmul(options, x, values, bias, residual, lines)
 
 
@@ -121,7 +123,7 @@ def value_and_preactivation(
     bias: jax.Array | None = None,
     tuning: TuningConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(gelu(z), z) of z = x W + bias in one kernel, for whoever writes the backward pass.
+    """Compute (gelu(z), z) with z = x W + bias in one kernel; not differentiable.
 
     Args:
       x: bfloat16 or float32 [tokens, in_features].
@@ -130,8 +132,11 @@ def value_and_preactivation(
       bias: [out_features], any float dtype.
       tuning: tile sizes; None for `default_tuning`.
 
+    Returns:
+      Two arrays [tokens, out_features] in x's dtype.
+
     Raises:
-      UserError: if there is a `refusal`.
+      UserError: if `refusal` gives a reason, or shapes disagree.
     """
     _refuse("value_and_preactivation", refusal(x, values, tables))
     result = jax.ShapeDtypeStruct((len(x), len(tables.in_index) * values.shape[1]), x.dtype)
@@ -140,8 +145,8 @@ def value_and_preactivation(
         empty = jnp.zeros(result.shape, result.dtype)
         return empty, empty
     tuning = tuning or default_tuning(x, values, tables)
-    options = _Options(True, True, tuning, result.shape[1])
-    lines = lines_of(tables, len(values), options.tuning)
+    options = _Options(True, tuning, result.shape[1])
+    lines = build_line_tables(tables, len(values), options.tuning)
     return tuple(_product(options, x, values, bias, None, lines, keep=True))
 
 
@@ -153,30 +158,29 @@ def input_gradient(
     preactivation: jax.Array | None = None,
     tuning: TuningConfig | None = None,
 ) -> jax.Array:
-    """dy Wᵀ, times the GELU's derivative where the product's input was a GELU's value.
+    """Compute dx = dy Wᵀ, or dx times a GELU's derivative if x = gelu(preactivation).
 
     Args:
       dy: [tokens, out_features] in x's dtype.
       values: [nnz, block, block] in x's dtype.
       tables: `BlockLayout.tables()`.
-      preactivation: [tokens, in_features] in dy's dtype, the input of the GELU whose value this
-        product multiplied; the result is then the gradient of that input.
+      preactivation: [tokens, in_features] in dy's dtype; if passed, the result is its gradient.
       tuning: tile sizes; None for `default_tuning`.
 
     Returns:
       [tokens, in_features] in dy's dtype.
 
     Raises:
-      UserError: if there is a `refusal`.
+      UserError: if `refusal` gives a reason, or shapes disagree.
     """
     features = len(tables.out_index) * values.shape[1]
     x = jax.ShapeDtypeStruct((len(dy), features), dy.dtype)
     _refuse("input_gradient", refusal(x, values, tables))
-    _check_alike("The pre-activation", preactivation, x)
+    _check_like("The pre-activation", preactivation, x)
     if len(dy) == 0:
         return jnp.zeros(x.shape, x.dtype)
     tuning = tuning or default_tuning(x, values, tables, derivative=preactivation is not None)
-    lines = lines_of(tables, len(values), tuning)
+    lines = build_line_tables(tables, len(values), tuning)
     return _input_gradient(tuning, dy, values, lines, preactivation, features)
 
 
@@ -189,40 +193,40 @@ def weight_gradient(
     values: jax.ShapeDtypeStruct | None = None,
     tuning: TuningConfig | None = None,
 ) -> jax.Array:
-    """xᵀ dy at the stored blocks, or accumulator + that, added as the sums are written.
+    """Compute xᵀ dy at the stored blocks, added to the accumulator in the kernel if there is one.
 
     Args:
       x: bfloat16 or float32 [tokens, in_features].
       dy: [tokens, out_features] in x's dtype.
       tables: `BlockLayout.tables()`.
       accumulator: float32 [nnz, block, block], the sum over earlier micro-batches.
-      values: shape and dtype of the gradient where there is no accumulator.
+      values: shape and dtype of the gradient; needed only without an accumulator.
       tuning: tile sizes; None for `default_tuning`.
 
     Returns:
-      Float32 with an accumulator, else in the values' dtype.
+      [nnz, block, block]; float32 with an accumulator, else in the values' dtype.
 
     Raises:
-      UserError: if there is a `refusal`, the accumulator is not float32, or neither it nor the
-        values are given.
+      UserError: if `refusal` gives a reason, the accumulator is not float32, or both accumulator
+        and values are None.
     """
     if accumulator is not None:
         values = jax.ShapeDtypeStruct(accumulator.shape, x.dtype)
     if values is None:
-        raise UserError("weight_gradient needs an accumulator, or the values' shape and dtype.")
+        raise UserError("weight_gradient needs an accumulator or the values' shape and dtype.")
     _refuse("weight_gradient", refusal(x, values, tables))
     if accumulator is not None and accumulator.dtype != jnp.float32:
         raise UserError(f"The accumulator is {accumulator.dtype}; legal: float32.")
     if len(x) == 0:
         return jnp.zeros(values.shape, values.dtype) if accumulator is None else accumulator
     tuning = tuning or default_tuning(x, values, tables, accumulate=accumulator is not None)
-    lines = lines_of(tables, len(values), tuning)
+    lines = build_line_tables(tables, len(values), tuning)
     return _weight_gradient(tuning, x, dy, values, lines, accumulator)
 
 
 def refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:
-    """Why these operands cannot run on the GPU compiled for, in words; empty where they can."""
-    del tables  # Any layout runs: its tables lie in device memory.
+    """Return why the target GPU cannot run these operands; empty if it can."""
+    del tables  # Every layout is supported.
     if jax.__version_info__ < NEEDED_JAX:
         return f"this is jax {jax.__version__}; legal: {'.'.join(map(str, NEEDED_JAX))} or newer."
     if reason := _not_hopper():
@@ -244,26 +248,26 @@ def default_tuning(
     derivative: bool = False,
     accumulate: bool = False,
 ) -> TuningConfig:
-    """Tile sizes for these shapes on the GPU compiled for.
+    """Return the tile sizes for these shapes on the target GPU.
 
     Args:
-      x: [tokens, in_features]; only shapes are read.
+      x: [tokens, in_features]; only shapes and dtypes are read.
       values: [nnz, block, block].
       tables: layout tables, concrete or traced.
-      residual: whether the forward product reads one.
-      derivative: whether the input's gradient is multiplied by an activation's derivative.
-      accumulate: whether the values' gradient is added to an accumulator.
+      residual: whether the forward product adds a residual.
+      derivative: whether dx is multiplied by an activation's derivative.
+      accumulate: whether dW is added to an accumulator.
     """
-    made = spaces_of(
+    spaces_by_case = search_spaces(
         x, values, tables, residual=residual, derivative=derivative, accumulate=accumulate
     )
-    tiles = tuned.fastest("block_sparse_matmul", made)
+    tiles = tuned.choose_tiles("block_sparse_matmul", spaces_by_case)
     return TuningConfig(**tiles, multiprocessors=sizes.multiprocessors())
 
 
-def spaces(x: Shaped, values: Shaped, tables: LayoutTables) -> dict[Case, Space]:
-    """What an autotuner may try for each product; arguments as in `default_tuning`."""
-    return spaces_of(x, values, tables)
+def spaces(x: Shaped, values: Shaped, tables: LayoutTables) -> dict[Case, SearchSpace]:
+    """Return the search space of each product; arguments as in `default_tuning`."""
+    return search_spaces(x, values, tables)
 
 
 def _refuse(name, reason):
@@ -276,7 +280,7 @@ def _check_bias(bias, result):
         raise UserError(f"The bias has shape {bias.shape}; legal: {result.shape[1:]}.")
 
 
-def _check_alike(name, array, result):
+def _check_like(name, array, result):
     if array is not None and (array.shape, array.dtype) != (result.shape, result.dtype):
         raise UserError(
             f"{name} is {array.dtype} {array.shape}; legal: {result.dtype} {result.shape}."
@@ -286,7 +290,7 @@ def _check_alike(name, array, result):
 def _not_hopper():
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
-        # A description has a name only.
+        # An abstract device has no compute capability.
         hopper = any(name in device.device_kind for name in ("H100", "H200", "H800", "H20"))
         kind = device.device_kind
     else:
@@ -296,11 +300,11 @@ def _not_hopper():
     return "" if hopper else f"this is {kind}; legal: GPUs of compute capability 9.0."
 
 
-def _gradients(options, x, values, before, dy, lines):
+def _gradients(options, x, values, preactivation, dy, lines):
     dz = dy
-    if before is not None:
-        # The barrier keeps XLA from making it once more, in float32, for the bias.
-        dz = lax.optimization_barrier(through_gelu(dy, before))
+    if preactivation is not None:
+        # The barrier keeps XLA from recomputing dz in float32 for the bias.
+        dz = lax.optimization_barrier(gelu_backward(dy, preactivation))
     dvalues = _weight_gradient(options.tuning, x, dz, values, lines, None)
     dx = _input_gradient(options.tuning, dz, values, lines, None, x.shape[1])
     return dx, dvalues, dz, None
@@ -317,15 +321,21 @@ def _product(options, x, values, bias, residual, lines, keep):
     )
     if x.dtype == jnp.float32:
         (y,) = run(*_terms(x, values, lines.forward), dtype=jnp.float32)
-        before = y if bias is None else y + bias
-        value = value_and_derivative(before)[0] if options.gelu else before
-        return [value if residual is None else value + residual, *([before] if keep else [])]
-    # With both, XLA adds the residual: a kernel keeps or reads one array beside its result.
-    inside, after = (None, residual) if keep else (residual, None)
-    y, *kept = run(
-        x, values, lines.forward, bias=bias, gelu=options.gelu, residual=inside, keep=keep
+        preactivation = y if bias is None else y + bias
+        value = value_and_derivative(preactivation)[0] if options.gelu else preactivation
+        return [value if residual is None else value + residual, *([preactivation] if keep else [])]
+    # A kernel returns the pre-activation or adds a residual; for both, XLA adds the residual.
+    fused_residual, xla_residual = (None, residual) if keep else (residual, None)
+    y, *extra_outputs = run(
+        x,
+        values,
+        lines.forward,
+        bias=bias,
+        gelu=options.gelu,
+        residual=fused_residual,
+        with_preactivation=keep,
     )
-    return [y if after is None else y + after, *kept]
+    return [y if xla_residual is None else y + xla_residual, *extra_outputs]
 
 
 def _input_gradient(tuning, dy, values, lines, preactivation, features):
@@ -338,17 +348,17 @@ def _input_gradient(tuning, dy, values, lines, preactivation, features):
     )
     if dy.dtype == jnp.float32:
         (dx,) = run(*_terms(dy, values, lines.input_gradient), dtype=jnp.float32)
-        return dx if preactivation is None else through_gelu(dx, preactivation)
+        return dx if preactivation is None else gelu_backward(dx, preactivation)
     return run(dy, values, lines.input_gradient, preactivation=preactivation)[0]
 
 
 def _weight_gradient(tuning, x, dy, values, lines, accumulator):
     if x.dtype == jnp.float32:
-        # Terms are summed like tokens.
+        # Concatenated terms are summed like tokens.
         first, second = zip(*TERMS)
         x, dy = (
-            jnp.concatenate([split(array)[part] for part in parts])
-            for array, parts in ((x, first), (dy, second))
+            jnp.concatenate([split_float32(array)[component] for component in components])
+            for array, components in ((x, first), (dy, second))
         )
     return line_gradient(
         x,
@@ -362,10 +372,10 @@ def _weight_gradient(tuning, x, dy, values, lines, accumulator):
 
 
 def _terms(x, values, lines):
-    """Operands of a product of bfloat16 numbers that is one of float32."""
+    """Return bfloat16 operands whose product is the float32 product."""
     others = x.shape[1] // values.shape[1]
-    lines = terms_of(lines, others, len(values))
-    return jnp.concatenate(split(x), axis=1), jnp.concatenate(split(values)), lines
+    lines = expand_terms(lines, others, len(values))
+    return jnp.concatenate(split_float32(x), axis=1), jnp.concatenate(split_float32(values)), lines
 
 
 _matmul = fused.differentiable(_product, _gradients)

@@ -1,20 +1,19 @@
-"""dW at the stored blocks on a Hopper GPU: a producer follows the table, two consumers multiply.
+"""dW at the stored blocks on a Hopper GPU: a producer gathers by the table, two consumers multiply.
 
-A unit is what one consumer sums: `width` stored blocks of one block column (two of 64), or a
-tile of 128 x 128 of a larger block.  wgmma makes 64 rows at least, so a block of 32 is multiplied
-together with its neighbour, whose half is dropped: half the rate.  Adjacent columns that lie side
-by side (`pallas_hopper_tables`) are one column, whose sums are as wide.  Units are numbered column
-by column, so that the two of a program mostly share a column: then dy is copied once for both.  A
-column that stores fewer blocks than the longest leaves units empty; a pair of them is skipped.  One
-persistent program a multiprocessor takes pairs of units, one after another; for each it passes over
-all tokens through a ring of stages.
+A unit is the work of one consumer: `width` stored blocks of one block column (two of 64), or a
+128 x 128 tile of a larger block.  wgmma computes at least 64 rows, so a block of 32 is multiplied
+with its neighbour, whose half is dropped: half the rate.  Merged columns (`pallas_hopper_tables`)
+count as one column with wider sums.  Units are numbered by column, so that the two units of a pair
+mostly share a column, and dy is copied once for both.  A column with fewer blocks than the longest
+has empty units; a pair of empty units is skipped.  One persistent program per multiprocessor
+processes pairs in turn; each pair passes over all tokens through a ring of stages.
 
-What bounds the rate is the L2 cache: at block 128 a pair reads 2 * 3 * 128 bytes a token for
-2 * 128² multiply-adds, 48 bytes a cycle and multiprocessor at the full rate of the tensor cores;
-at block 64, 80, or 48 where two columns lie side by side.
+The L2 cache bounds the rate.  At block 128 a pair reads 2 * 3 * 128 bytes per token for 2 * 128²
+multiply-adds: 48 bytes per cycle and multiprocessor at the full rate of the tensor cores.  At block
+64 it is 80 bytes, or 48 for two merged columns.
 
-Pairs rarely fill a whole number of waves.  Where the last wave repays it, a second kernel sums its
-pairs in shares of the tokens, in float32, one share a program; XLA adds the shares.
+Pairs rarely fill a whole number of waves.  If it saves time, a second kernel splits the tokens of
+the last wave's pairs: it writes one float32 partial sum per split, and XLA adds them.
 """
 
 import jax
@@ -39,48 +38,50 @@ def line_gradient(
     accumulator: jax.Array | None = None,
     multiprocessors: int,
 ) -> jax.Array:
-    """xᵀ dy at the stored blocks, or accumulator + that.
+    """Compute xᵀ dy at the stored blocks, added to the accumulator if there is one.
 
     Args:
       x: bfloat16 [tokens, in_features].
       dy: bfloat16 [tokens, out_features].
-      tables: the weight's columns, as many side by side as the tiles have.
+      tables: the weight's columns, `tiles.lines` merged in each.
       tiles: the tile sizes.
-      result: [nnz, block, block], bfloat16 or float32.
-      accumulator: float32 of the result's shape.
-      multiprocessors: of the device.
+      result: shape and dtype, [nnz, block, block] in bfloat16 or float32.
+      accumulator: float32 [nnz, block, block].
+      multiprocessors: number of multiprocessors of the device.
 
     Returns:
-      The result; float32 with an accumulator.
+      [nnz, block, block]; float32 with an accumulator, else in the result's dtype.
     """
     stored, block = result.shape[:2]
     stages = pl.cdiv(len(x), tiles.depth)
     columns, fan = tables.index.shape
-    plan = GradientPlan(tiles, block, columns, fan, stored, steps=stages, first=0, pairs=0)
+    plan = GradientPlan(tiles, block, columns, fan, stored, steps=stages, first_pair=0, pairs=0)
     pairs = pl.cdiv(plan.units, CONSUMERS)
     last = pairs % multiprocessors if tiles.splits > 1 else 0
-    # A block of several units is summed by one kernel.
-    whole = (pairs - last) * CONSUMERS // plan.parts**2 * plan.parts**2 // CONSUMERS
+    # One kernel must sum all units of a block.
+    whole = (
+        (pairs - last) * CONSUMERS // plan.tiles_per_side**2 * plan.tiles_per_side**2 // CONSUMERS
+    )
     operands = (x, dy, tables)
     if whole:
         plan = plan._replace(pairs=whole)
         dtype = result.dtype if accumulator is None else accumulator.dtype
-        made = jax.ShapeDtypeStruct(result.shape, dtype)
-        total = unit_sums(*operands, plan, made, accumulator, multiprocessors=multiprocessors)
+        sums_shape = jax.ShapeDtypeStruct(result.shape, dtype)
+        total = unit_sums(*operands, plan, sums_shape, accumulator, multiprocessors=multiprocessors)
     else:
         total = jnp.zeros(result.shape, result.dtype) if accumulator is None else accumulator
     if whole == pairs:
         return total
     plan = plan._replace(
-        first=whole,
+        first_pair=whole,
         pairs=pairs - whole,
-        shares=tiles.splits,
+        splits=tiles.splits,
         steps=pl.cdiv(stages, tiles.splits),
-        apart=True,
+        partial=True,
     )
-    shape = jax.ShapeDtypeStruct((plan.shares * plan.blocks, block, block), jnp.float32)
+    shape = jax.ShapeDtypeStruct((plan.splits * plan.blocks, block, block), jnp.float32)
     sums = unit_sums(*operands, plan, shape, multiprocessors=multiprocessors)
-    sums = sums.reshape(plan.shares, plan.blocks, block, block).sum(0)
+    sums = sums.reshape(plan.splits, plan.blocks, block, block).sum(0)
     slots = _slots(jnp.asarray(tables.slot)[..., 0], plan)
     if accumulator is not None:
         sums = sums + accumulator[jnp.maximum(slots, 0)]
@@ -88,7 +89,7 @@ def line_gradient(
 
 
 def _slots(slot, plan):
-    """The slots of the plan's blocks, -1 where a column lacks one."""
+    """Return the slots of the plan's blocks, -1 for padding."""
     padding = -slot.shape[1] % plan.tiles.width
     slots = jnp.pad(slot, ((0, 0), (0, padding)), constant_values=-1).reshape(-1)
     return slots[plan.first_block : plan.first_block + plan.blocks]

@@ -1,4 +1,4 @@
-"""The kernel of dW on a Hopper GPU: a producer follows the table, two consumers multiply."""
+"""The kernel of dW on a Hopper GPU: a producer gathers by the table, two consumers multiply."""
 
 import functools
 from typing import Any, NamedTuple
@@ -20,19 +20,19 @@ from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import (
 
 
 class GradientPlan(NamedTuple):
-    """What is fixed when the kernel is traced.
+    """The static shape of the kernel.
 
     Attributes:
       tiles: the tile sizes.
       block: side of a block.
-      columns: block columns, several side by side counted once.
+      columns: block columns; merged columns count once.
       stored: number of stored blocks.
       fan: positions of a column.
-      steps: stages of a share of the tokens.
-      first: the first pair of units that is summed.
-      pairs: how many are.
-      shares: shares of the tokens, summed apart.
-      apart: whether the sums are written one after another, and not to their blocks' slots.
+      steps: pipeline stages of one split of the tokens.
+      first_pair: the first pair of units to sum.
+      pairs: number of pairs to sum.
+      splits: splits of the tokens, summed separately.
+      partial: whether to write partial sums consecutively instead of to their blocks' slots.
     """
 
     tiles: GradientTiles
@@ -41,21 +41,21 @@ class GradientPlan(NamedTuple):
     fan: int
     stored: int
     steps: int
-    first: int
+    first_pair: int
     pairs: int
-    shares: int = 1
-    apart: bool = False
+    splits: int = 1
+    partial: bool = False
 
     @property
-    def parts(self):
-        """Tiles along the side of a block."""
+    def tiles_per_side(self):
+        """Tiles along a block's side."""
         return self.block // self.side
 
     @property
-    def groups(self):
-        """Units of a column, of whole blocks; whole pairs where columns lie side by side."""
-        groups = pl.cdiv(self.fan, self.tiles.width)
-        return groups if self.tiles.lines == 1 else groups + groups % CONSUMERS
+    def units_per_column(self):
+        """Units of a column, in whole blocks; an even number for merged columns."""
+        units = pl.cdiv(self.fan, self.tiles.width)
+        return units if self.tiles.lines == 1 else units + units % CONSUMERS
 
     @property
     def width(self):
@@ -65,39 +65,41 @@ class GradientPlan(NamedTuple):
     @property
     def units(self):
         """Units of all columns."""
-        return self.columns * self.groups * self.parts**2
+        return self.columns * self.units_per_column * self.tiles_per_side**2
 
     @property
     def first_block(self):
-        """Blocks, with those that columns lack, before the first pair."""
-        return self.first * CONSUMERS // self.parts**2 * self.tiles.width
+        """Blocks before the first pair, including padding."""
+        return self.first_pair * CONSUMERS // self.tiles_per_side**2 * self.tiles.width
 
     @property
     def blocks(self):
-        """Blocks, with those that columns lack, from the first pair to the last."""
-        last = min(self.units, (self.first + self.pairs) * CONSUMERS)
-        return pl.cdiv(last, self.parts**2) * self.tiles.width - self.first_block
+        """Blocks from the first pair to the last, including padding."""
+        last = min(self.units, (self.first_pair + self.pairs) * CONSUMERS)
+        return pl.cdiv(last, self.tiles_per_side**2) * self.tiles.width - self.first_block
 
     @property
     def side(self):
-        """Side of what is copied of a block."""
+        """Side of a tile of a block."""
         return min(self.block, self.tiles.side)
 
     @property
     def rows(self):
-        """Rows of a block's sum."""
+        """Rows of a tile's sum."""
         return max(self.side, SLICE_ROWS)
 
     @property
     def height(self):
-        """Rows of a block in a slice of results."""
+        """Rows of a tile in a slice of results."""
         return min(self.side, SLICE_ROWS)
 
-    def row_of(self, index, part):
-        """(first column of x, first row among the sums) of a tile of a block row."""
-        row = index * self.block + part * self.side
-        above = pl.multiple_of(lax.rem(row, self.rows), self.side) if self.side < self.rows else 0
-        return row - above, above
+    def x_tile(self, index, tile_row):
+        """Return (first column of x, first row among the sums) of a tile of a block row."""
+        column = index * self.block + tile_row * self.side
+        if self.side == self.rows:
+            return column, 0
+        offset = pl.multiple_of(lax.rem(column, self.rows), self.side)
+        return column - offset, offset
 
 
 def unit_sums(
@@ -110,23 +112,23 @@ def unit_sums(
     *,
     multiprocessors: int,
 ) -> jax.Array:
-    """xᵀ dy at the blocks of the plan's pairs of units.
+    """Compute xᵀ dy at the blocks of the plan's pairs of units.
 
     Args:
       x: bfloat16 [tokens, in_features].
       dy: bfloat16 [tokens, out_features].
-      tables: the columns, as many side by side as the tiles have.
-      plan: which pairs.
-      result: [nnz, block, block] by slot, or [shares * blocks, block, block] with `apart`; of
-        blocks that are not summed here, undefined.
+      tables: the columns, merged as `plan.tiles.lines` requires.
+      plan: the pairs to sum.
+      result: shape and dtype: [nnz, block, block] by slot, or [splits * blocks, block, block] with
+        `plan.partial`.  Blocks outside the plan's pairs are undefined.
       accumulator: float32 of the result's shape, added to the sums.
-      multiprocessors: of the device.
+      multiprocessors: number of multiprocessors of the device.
     """
 
     def body(index, slot, x, dy, *more):
         refs = list(more)
-        before = None if accumulator is None else refs.pop(0)
-        arrays = _Arrays(index, slot, x, dy, before, refs.pop(0))
+        accumulator_ref = None if accumulator is None else refs.pop(0)
+        arrays = _Arrays(index, slot, x, dy, accumulator_ref, refs.pop(0))
         _kernel(plan, arrays, _Scratch(*refs))
 
     kernel = plgpu.kernel(
@@ -139,14 +141,14 @@ def unit_sums(
         thread_name="group",
         kernel_name="block_sparse_weight_gradient",
         compiler_params=plgpu.CompilerParams(
-            # Slices of results are written over what was read in them only where there is one.
+            # Barriers are needed only where a result overwrites the slice of an accumulator.
             unsafe_no_auto_barriers=accumulator is None,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
     )
-    before = [] if accumulator is None else [accumulator]
+    optional = [] if accumulator is None else [accumulator]
     index, slot = (jnp.asarray(table).reshape(-1) for table in tables)
-    return kernel(index, slot, x, dy, *before)
+    return kernel(index, slot, x, dy, *optional)
 
 
 class _Arrays(NamedTuple):
@@ -156,12 +158,12 @@ class _Arrays(NamedTuple):
     slot: Any
     x: Any
     dy: Any
-    before: Any
+    accumulator: Any
     out: Any
 
 
 class _Scratch(NamedTuple):
-    """Shared memory: the ring, its barriers, and slices of results on their way out."""
+    """Shared memory: the ring of stages, its barriers, and slices of outgoing results."""
 
     x: Any
     dy: Any
@@ -175,12 +177,12 @@ def _scratch(plan, dtype, result_dtype):
     tiles = plan.tiles
     stages = {"num_barriers": tiles.stages}
     width = min(plan.side, tiles.slice_bytes // result_dtype.itemsize)
-    # A unit's slices go round the places in shared memory whole times.
+    # The slots must divide a unit's slices, so that every unit starts at the first slot.
     slices = tiles.width * (plan.rows // SLICE_ROWS) * (plan.width // width)
     slots = max(slots for slots in range(1, tiles.slices + 1) if slices % slots == 0)
     rows = (tiles.stages, CONSUMERS, tiles.width, tiles.depth, plan.rows)
     return _Scratch(
-        x=swizzled(rows, dtype, plan.side),  # wgmma wants both operands swizzled alike.
+        x=swizzled(rows, dtype, plan.side),  # wgmma needs equally swizzled operands.
         dy=swizzled((tiles.stages, CONSUMERS, tiles.depth, plan.width), dtype, plan.side),
         full=plgpu.Barrier(num_arrivals=CONSUMERS * (tiles.width + 1), **stages),
         empty=plgpu.Barrier(num_arrivals=CONSUMERS, **stages),
@@ -190,20 +192,28 @@ def _scratch(plan, dtype, result_dtype):
 
 
 class _Unit(NamedTuple):
-    """One consumer's share: block rows, where their blocks go (each row's side by side), and which
-    tile of them."""
+    """The work of one consumer.
+
+    Attributes:
+      column: the (merged) block column.
+      block_rows: block row of each block.
+      slot: slot of each block, -1 if it is not stored; merged lines are consecutive.
+      target: index in the result of each slot.
+      tile_row: row of the tile inside its block.
+      tile_column: column of the tile inside its block.
+    """
 
     column: Any
     block_rows: list
     slot: list
     target: list
-    row_part: Any
-    column_part: Any
+    tile_row: Any
+    tile_column: Any
 
 
 def _kernel(plan, arrays, scratch):
-    def consume(group):
-        act = functools.partial(_consume, plan, arrays, scratch, group)
+    def consume(consumer):
+        act = functools.partial(_consume, plan, arrays, scratch, consumer)
         _over_pairs(plan, arrays, act)
 
     def produce():
@@ -213,94 +223,97 @@ def _kernel(plan, arrays, scratch):
 
 
 def _over_pairs(plan, arrays, act):
-    """`act(share of the tokens, units of the pair, first step)` on each pair that is not empty;
-    the steps of all."""
+    """Call `act(split, units of the pair, first step)` on each nonempty pair; return all steps."""
 
-    def place_of(number):
-        """(column, first position, tile of a block) of a unit.
+    def locate_unit(number):
+        """Return (column, first position, tile of a block) of a unit.
 
-        Side by side, columns are short of the tables' width, and all take turns: what is stored
-        comes first, in equal shares.
+        Merged columns are shorter than their tables, so units alternate between columns: stored
+        positions come first and are spread evenly.
         """
         if plan.tiles.lines > 1:
             pair, unit = lax.div(number, CONSUMERS), lax.rem(number, CONSUMERS)
             turn, column = lax.div(pair, plan.columns), lax.rem(pair, plan.columns)
             return column, (turn * CONSUMERS + unit) * plan.tiles.width, jnp.int32(0)
-        unit, part = lax.div(number, plan.parts**2), lax.rem(number, plan.parts**2)
-        column, group = lax.div(unit, plan.groups), lax.rem(unit, plan.groups)
-        return lax.min(column, plan.columns - 1), group * plan.tiles.width, part
+        tiles, units = plan.tiles_per_side**2, plan.units_per_column
+        unit, tile = lax.div(number, tiles), lax.rem(number, tiles)
+        column, row_unit = lax.div(unit, units), lax.rem(unit, units)
+        return lax.min(column, plan.columns - 1), row_unit * plan.tiles.width, tile
 
-    def loads_of(item):
-        """What the table says of a pair's blocks, on its way."""
-        first = (plan.first + lax.div(item, plan.shares)) * CONSUMERS
-        loads = []
+    def load_entries(item):
+        """Load the table entries of a pair's blocks."""
+        first = (plan.first_pair + lax.div(item, plan.splits)) * CONSUMERS
+        entries = []
         for unit in range(CONSUMERS):
-            column, position, _ = place_of(first + unit)
+            column, position, _ = locate_unit(first + unit)
             for place in range(plan.tiles.width):
                 at = column * plan.fan + lax.min(position + place, plan.fan - 1)
-                own = [at * plan.tiles.lines + line for line in range(plan.tiles.lines)]
-                loads.append((arrays.index[at], [arrays.slot[place] for place in own]))
-        return loads
+                first_slot = at * plan.tiles.lines
+                index = arrays.index[at]
+                slots = [arrays.slot[first_slot + line] for line in range(plan.tiles.lines)]
+                entries.append((index, slots))
+        return entries
 
-    def pair_of(item, loads):
-        first = (plan.first + lax.div(item, plan.shares)) * CONSUMERS
-        before = lax.rem(item, plan.shares) * plan.blocks - plan.first_block
+    def build_pair(item, entries):
+        first = (plan.first_pair + lax.div(item, plan.splits)) * CONSUMERS
+        offset = lax.rem(item, plan.splits) * plan.blocks - plan.first_block
         pair = []
         for number in range(CONSUMERS):
-            column, position, part = place_of(first + number)
-            # An odd number leaves the last pair one unit; the other is empty.
+            column, position, tile = locate_unit(first + number)
+            # If the number of units is odd, the last pair's second unit is empty.
             inside = first + number < plan.units
-            rows, slots = zip(*loads[number * plan.tiles.width :][: plan.tiles.width])
+            rows, slots = zip(*entries[number * plan.tiles.width :][: plan.tiles.width])
             slot = [
                 lax.select(inside & (position + place < plan.fan), slot, -1)
-                for place, side_by_side in enumerate(slots)
-                for slot in side_by_side
+                for place, merged_slots in enumerate(slots)
+                for slot in merged_slots
             ]
             target = slot
-            if plan.apart:
-                block = lax.div(first + number, plan.parts**2) * plan.tiles.width
-                target = [before + block + place for place in range(plan.tiles.width)]
-            row_part, column_part = lax.rem(part, plan.parts), lax.div(part, plan.parts)
-            pair.append(_Unit(column, list(rows), slot, target, row_part, column_part))
+            if plan.partial:
+                block = lax.div(first + number, plan.tiles_per_side**2) * plan.tiles.width
+                target = [offset + block + place for place in range(plan.tiles.width)]
+            tile_row = lax.rem(tile, plan.tiles_per_side)
+            tile_column = lax.div(tile, plan.tiles_per_side)
+            pair.append(_Unit(column, list(rows), slot, target, tile_row, tile_column))
         return pair
 
     @plgpu.nd_loop(
-        (plan.pairs * plan.shares,),
+        (plan.pairs * plan.splits,),
         collective_axes="program",
-        init_carry=(jnp.int32(0), loads_of(lax.axis_index("program"))),
+        init_carry=(jnp.int32(0), load_entries(lax.axis_index("program"))),
     )
-    def end(info, carry):
+    def final_carry(info, carry):
         (item,) = info.index
-        step, loads = carry
-        # On its way while this pair is multiplied.
-        following = loads_of(item + lax.axis_size("program"))
-        pair = pair_of(item, loads)
-        some = (pair[0].slot[0] >= 0) | (pair[1].slot[0] >= 0)
+        step, entries = carry
+        # Prefetch, which overlaps with the products of this pair.
+        following = load_entries(item + lax.axis_size("program"))
+        pair = build_pair(item, entries)
+        any_stored = (pair[0].slot[0] >= 0) | (pair[1].slot[0] >= 0)
 
-        @pl.when(some)
+        @pl.when(any_stored)
         def _():
-            act(lax.rem(item, plan.shares), pair, step)
+            act(lax.rem(item, plan.splits), pair, step)
 
-        return step + lax.select(some, plan.steps, 0), following
+        return step + lax.select(any_stored, plan.steps, 0), following
 
-    return end[0]
+    return final_carry[0]
 
 
 def _shared(pair):
-    """Whether both units multiply the same columns of dy."""
+    """Return whether both units read the same columns of dy."""
     first, second = pair
-    return (first.column == second.column) & (first.column_part == second.column_part)
+    return (first.column == second.column) & (first.tile_column == second.tile_column)
 
 
-def _produce(plan, arrays, scratch, share, pair, first):
+def _produce(plan, arrays, scratch, split, pair, first):
     tiles, side = plan.tiles, plan.side
     shared = _shared(pair)
 
     @pl.loop(0, plan.steps)
-    def _(part):
-        step = first + part
+    def _(k):
+        step = first + k
         stage = lax.rem(step, tiles.stages)
-        tokens = pl.ds((share * plan.steps + part) * tiles.depth, tiles.depth)
+        tokens = pl.ds((split * plan.steps + k) * tiles.depth, tiles.depth)
 
         @pl.when(step >= tiles.stages)
         def _():
@@ -309,7 +322,7 @@ def _produce(plan, arrays, scratch, share, pair, first):
         def copy_dy(place):
             unit = pair[place]
             first_column = unit.column * plan.tiles.lines * plan.block
-            columns = pl.ds(first_column + unit.column_part * side, plan.width)
+            columns = pl.ds(first_column + unit.tile_column * side, plan.width)
             plgpu.copy_gmem_to_smem(
                 arrays.dy.at[tokens, columns], scratch.dy.at[stage, place], scratch.full.at[stage]
             )
@@ -326,7 +339,7 @@ def _produce(plan, arrays, scratch, share, pair, first):
 
         for place, unit in enumerate(pair):
             for number, index in enumerate(unit.block_rows):
-                row, _ = plan.row_of(index, unit.row_part)
+                row, _ = plan.x_tile(index, unit.tile_row)
                 plgpu.copy_gmem_to_smem(
                     arrays.x.at[tokens, pl.ds(row, plan.rows)],
                     scratch.x.at[stage, place, number],
@@ -334,18 +347,18 @@ def _produce(plan, arrays, scratch, share, pair, first):
                 )
 
 
-def _consume(plan, arrays, scratch, group, share, pair, first):
-    del share
+def _consume(plan, arrays, scratch, consumer, split, pair, first):
+    del split
     tiles = plan.tiles
-    unit = jax.tree.map(lambda a, b: lax.select(group == 0, a, b), *pair)
-    which = lax.select(_shared(pair), 0, group)
+    unit = jax.tree.map(lambda a, b: lax.select(consumer == 0, a, b), *pair)
+    which = lax.select(_shared(pair), 0, consumer)
 
     def stage_of(step):
         return lax.rem(first + step, tiles.stages)
 
-    results = Results(plan, arrays, scratch, group, unit)
+    results = Results(plan, arrays, scratch, consumer, unit)
     present = unit.slot[0] >= 0
-    pl.when(present)(results.begin)
+    pl.when(present)(results.prefetch)
 
     @functools.partial(
         pl.run_scoped,
@@ -357,11 +370,11 @@ def _consume(plan, arrays, scratch, group, share, pair, first):
             stage = stage_of(step)
             plgpu.barrier_wait(scratch.full.at[stage])
             for number, sum_ref in enumerate(sum_refs):
-                x = scratch.x.at[stage, group, number]
+                x = scratch.x.at[stage, consumer, number]
                 plgpu.wgmma(sum_ref, x.transpose((1, 0)), scratch.dy.at[stage, which])
             plgpu.wgmma_wait(tiles.width)
 
-            # Those of the step before have read their stage.
+            # The previous step's wgmma has read its stage.
             @pl.when(step > 0)
             def _():
                 plgpu.barrier_arrive(scratch.empty.at[stage_of(step - 1)])

@@ -1,4 +1,4 @@
-"""Shared memory and warp groups of a Hopper GPU: one group fills a ring of stages, two empty it."""
+"""Warp groups and shared memory on a Hopper GPU: one producer fills a ring for two consumers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,19 +12,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import CONSUMERS
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
-"""Registers a thread; 2 x 128 x 232 + 128 x 40 of the 65,536 of a multiprocessor."""
+"""Registers per thread: 2 x 128 x 232 + 128 x 40 of a multiprocessor's 65,536."""
 
 
 def run_groups(
     consume: Callable[[jax.Array], Any], produce: Callable[[], jax.Array], empty: Any, stages: int
 ) -> None:
-    """Two warp groups multiply, a third copies for them; each with the registers that it needs.
+    """Run two consumer warp groups and one producer warp group, each with its registers.
 
     Args:
-      consume: of a consumer's number; returns when its last result is on its way.
-      produce: returns how many stages it has filled.
-      empty: the barriers on which consumers release stages.
-      stages: of the ring.
+      consume: called with the consumer's index; returns once its last write has started.
+      produce: fills stages, and returns how many it filled.
+      empty: barriers on which consumers release stages.
+      stages: stages of the ring.
     """
     group = lax.axis_index("group")
 
@@ -37,8 +37,8 @@ def run_groups(
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         total = produce()
 
-        # A cluster's last arrivals must find this program still there, and no barrier may be left
-        # with a phase that nobody saw.
+        # The program must outlive the cluster's last arrivals, and every barrier phase must be
+        # waited for.
         @pl.loop(lax.max(0, total - stages), total)
         def _(step):
             plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
@@ -47,7 +47,7 @@ def run_groups(
 
 
 def transforms(columns: int, dtype) -> tuple:
-    """The layout that TMA writes and wgmma reads: tiles of 8 rows, swizzled over their bytes."""
+    """Return the transforms that TMA and wgmma share: tiles of 8 rows, swizzled."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * itemsize * 8)
     return (
@@ -57,5 +57,5 @@ def transforms(columns: int, dtype) -> tuple:
 
 
 def swizzled(shape: tuple[int, ...], dtype, columns: int | None = None) -> Any:
-    """A scratch array of shared memory in the layout of rows of `columns`, or of its own."""
+    """Return a shared-memory scratch array, swizzled for rows of `columns` (default: last axis)."""
     return plgpu.SMEM(shape, dtype, transforms=transforms(columns or shape[-1], dtype))

@@ -1,4 +1,4 @@
-"""The order in which the Hopper kernels take the tiles of a product, and how much each reads."""
+"""The order of a product's tiles in the Hopper kernels, and the stored blocks of each."""
 
 from typing import Any, NamedTuple
 
@@ -11,18 +11,18 @@ from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import SLICE_ROWS
 
 
 class ProductPlan(NamedTuple):
-    """What is fixed when a product is traced.
+    """The static shape of a product.
 
     Attributes:
       tiles: the tile sizes.
       block: side of a block.
       fan: positions of a line.
-      columns: tiles of the result's width.
-      row_tiles: tiles of tokens, each for a cluster.
+      columns: tiles along the result's width.
+      row_tiles: tiles along the tokens, one per cluster.
       transposed: whether the blocks are used transposed.
-      gelu: whether the sum passes a GELU.
-      derivative: whether a GELU's derivative multiplies the sum.
-      itemsize: bytes of a result.
+      gelu: whether a GELU is applied to the sum.
+      derivative: whether the sum is multiplied by a GELU's derivative.
+      itemsize: bytes of a result element.
     """
 
     tiles: ProductTiles
@@ -37,32 +37,34 @@ class ProductPlan(NamedTuple):
 
     @property
     def total(self):
-        """Tiles of the result."""
+        """Number of tiles of the result."""
         return self.columns * self.row_tiles
 
     @property
-    def parts(self):
-        """Tile columns of a block, or one of several lines side by side."""
+    def tiles_per_block(self):
+        """Tile columns of a block; 1 for merged lines."""
         return max(1, self.block // self.tiles.columns)
 
     @property
-    def share(self):
-        """Columns of a tile that are one line's."""
+    def line_columns(self):
+        """Columns of one line in a tile."""
         return self.tiles.columns // self.tiles.lines
 
     @property
-    def pieces(self):
-        """Sums of a tile: of each line, or transposed, where blocks lie as wgmma wants, of all."""
+    def num_sums(self):
+        """Sums of a tile: one per line, or one for all lines if the blocks are transposed."""
         return 1 if self.transposed else self.tiles.lines
 
     @property
-    def piece(self):
+    def sum_columns(self):
         """Columns of a sum."""
-        return self.tiles.columns // self.pieces
+        return self.tiles.columns // self.num_sums
 
-    def of_line(self, block, line):
-        """What of a stage's blocks is a line's."""
-        return block.at[pl.ds(line * self.share, self.share)] if self.transposed else block.at[line]
+    def line_block(self, block, line):
+        """Return a line's ref inside a stage's blocks."""
+        if self.transposed:
+            return block.at[pl.ds(line * self.line_columns, self.line_columns)]
+        return block.at[line]
 
     @property
     def slice_columns(self):
@@ -76,7 +78,7 @@ class ProductPlan(NamedTuple):
 
     @property
     def slices(self):
-        """Places (row, column) of the slices in which a consumer's results are written."""
+        """First (row, column) of each slice of a consumer's results."""
         return [
             (row, column)
             for row in range(0, self.tiles.rows, SLICE_ROWS)
@@ -84,27 +86,27 @@ class ProductPlan(NamedTuple):
         ]
 
     def place(self, number):
-        """(row tile, column) of a tile: columns in turn, each for a whole group of row tiles."""
-        of_group = self.tiles.group * self.columns
-        first = lax.div(number, of_group) * self.tiles.group
-        width = lax.min(self.tiles.group, self.row_tiles - first)
-        rest = lax.rem(number, of_group)
-        return first + lax.rem(rest, width), lax.div(rest, width)
+        """Return (row tile, column) of a tile: column by column within `tiles.group` row tiles."""
+        band_tiles = self.tiles.group * self.columns
+        first_row = lax.div(number, band_tiles) * self.tiles.group
+        height = lax.min(self.tiles.group, self.row_tiles - first_row)
+        offset = lax.rem(number, band_tiles)
+        return first_row + lax.rem(offset, height), lax.div(offset, height)
 
 
-def stored_of(slot: Any, fan: int, width: int, line: jax.Array, last: jax.Array) -> jax.Array:
-    """Stored positions of a line; looked for only where its last one is padding.
+def count_stored(slot: Any, fan: int, width: int, line: jax.Array, last: jax.Array) -> jax.Array:
+    """Count the stored positions of a line; binary search only if the last one is padding.
 
     Args:
       slot: int32 [lines * fan * width] in device memory.
       fan: positions of a line.
       width: slots of a position.
-      line: which line.
-      last: a slot of its last position.
+      line: index of the line.
+      last: a slot of the line's last position.
     """
 
     def halve(_, bounds):
-        # Position `low` is stored or before the first, position `high` is padding.
+        # Invariant: position `low` is stored (or -1), position `high` is padding.
         low, high = bounds
         middle = lax.div(low + high, 2)
         stored = slot[(line * fan + middle) * width] >= 0

@@ -1,4 +1,4 @@
-"""How a consumer of the Hopper kernel of dW writes its sums: through shared memory, by TMA."""
+"""Writes of dW's sums on a Hopper GPU, through shared memory by TMA."""
 
 from jax import lax
 from jax.experimental import pallas as pl
@@ -8,20 +8,21 @@ from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import SLICE_ROWS
 
 
 class Results:
-    """A unit's sums on their way to its slots, a slice at a time, added to what is there.
+    """Writer of a unit's sums to their slots, slice by slice, with an optional accumulator.
 
     Attributes:
       places: (block of the unit, first row, first column) of each slice.
       slots: slices in shared memory at once.
     """
 
-    def __init__(self, plan, arrays, scratch, group, unit):
+    def __init__(self, plan, arrays, scratch, consumer, unit):
         self.plan, self.arrays, self.unit = plan, arrays, unit
-        self.slices, self.arrived, self.group = scratch.results.at[group], scratch.arrived, group
+        self.consumer, self.arrived = consumer, scratch.arrived
+        self.slices = scratch.results.at[consumer]
         self.slots, _, self.width = self.slices.shape
-        # Where a unit may lack a block, a slice may have no copy under way that could be counted.
-        whole = plan.tiles.width == plan.tiles.lines == 1
-        self.pending = self.slots - 1 if whole else 0
+        # A unit with several blocks may skip copies, so pending copies cannot be counted.
+        single_block = plan.tiles.width == plan.tiles.lines == 1
+        self.pending = self.slots - 1 if single_block else 0
         self.places = [
             (block, row, column)
             for block in range(plan.tiles.width)
@@ -29,50 +30,50 @@ class Results:
             for column in range(0, plan.width, self.width)
         ]
 
-    def begin(self):
-        """Starts to read as much of the accumulator as shared memory holds."""
-        if self.arrays.before is not None:
+    def prefetch(self):
+        """Start to load the accumulator's first slices, as many as shared memory holds."""
+        if self.arrays.accumulator is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for number in range(self.slots):
                 self._load(number)
 
     def write(self, totals):
-        """Writes float32 [rows, side] of each of the unit's blocks."""
+        """Write the float32 sums [rows, width] of each of the unit's blocks."""
         for number, (block, row, column) in enumerate(self.places):
             value = totals[block][row : row + SLICE_ROWS, column : column + self.width]
             at = number % self.slots
-            if self.arrays.before is None:
+            if self.arrays.accumulator is None:
                 plgpu.wait_smem_to_gmem(self.pending, wait_read_only=True)
             else:
-                plgpu.barrier_wait(self.arrived.at[self.group, at])
+                plgpu.barrier_wait(self.arrived.at[self.consumer, at])
                 value += self.slices[at]
             self.slices[at] = value.astype(self.slices.dtype)
             plgpu.commit_smem()
             self._store(number)
             following = number + self.slots - 1
-            if self.arrays.before is not None and 0 < number and following < len(self.places):
-                # The place of the slice before this one is free once that has been read.
+            if self.arrays.accumulator is not None and 0 < number and following < len(self.places):
+                # The previous slice's memory is free once its copy has been read.
                 plgpu.wait_smem_to_gmem(min(self.pending, 1), wait_read_only=True)
                 self._load(following)
 
     def _slice(self, number):
-        """(which of the unit's slots, shared memory, rows and columns of the block)."""
+        """Return (index of the unit's slot, shared memory, rows and columns of the block)."""
         plan, unit = self.plan, self.unit
         block, row, column = self.places[number]
-        _, above = plan.row_of(unit.block_rows[block], unit.row_part)
+        _, offset = plan.x_tile(unit.block_rows[block], unit.tile_row)
         line, column = divmod(column, plan.side)
-        rows = pl.ds(unit.row_part * plan.side + row, plan.height)
-        columns = pl.ds(unit.column_part * plan.side + column, self.width)
-        smem = self.slices.at[number % self.slots, pl.ds(above, plan.height)]
+        rows = pl.ds(unit.tile_row * plan.side + row, plan.height)
+        columns = pl.ds(unit.tile_column * plan.side + column, self.width)
+        smem = self.slices.at[number % self.slots, pl.ds(offset, plan.height)]
         return block * plan.tiles.lines + line, smem, (rows, columns)
 
     def _load(self, number):
-        last = self.arrays.before.shape[0] - 1
+        last = self.arrays.accumulator.shape[0] - 1
         which, smem, place = self._slice(number)
         plgpu.copy_gmem_to_smem(
-            self.arrays.before.at[lax.clamp(0, self.unit.target[which], last), *place],
+            self.arrays.accumulator.at[lax.clamp(0, self.unit.target[which], last), *place],
             smem,
-            self.arrived.at[self.group, number % self.slots],
+            self.arrived.at[self.consumer, number % self.slots],
         )
 
     def _store(self, number):

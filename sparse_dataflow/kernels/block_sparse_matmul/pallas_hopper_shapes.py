@@ -1,4 +1,4 @@
-"""From operands of the block-sparse matmul to lines of blocks and tile sizes on a Hopper GPU."""
+"""Line tables and tile sizes of the block-sparse matmul on a Hopper GPU, from its operands."""
 
 import functools
 from typing import Any, NamedTuple
@@ -10,21 +10,21 @@ from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper_tables
 from sparse_dataflow.kernels.block_sparse_matmul import tuning_hopper as sizes
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import (
     LineTables,
-    side_by_side,
+    merge_lines,
 )
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import TuningConfig
 from sparse_dataflow.kernels.dispatch import Shaped
-from sparse_dataflow.kernels.tuned import Case, Space
+from sparse_dataflow.kernels.tuned import Case, SearchSpace
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 
-class Lines(NamedTuple):
-    """Tables of one weight, as each product's tiles want them side by side.
+class WeightTables(NamedTuple):
+    """Tables of one weight, merged for each product's tiles.
 
     Attributes:
-      forward: by output column.
-      input_gradient: by input row.
-      weight_gradient: by output column.
+      forward: lines are output columns.
+      input_gradient: lines are input rows.
+      weight_gradient: lines are output columns.
     """
 
     forward: LineTables
@@ -32,33 +32,28 @@ class Lines(NamedTuple):
     weight_gradient: LineTables
 
 
-def lines_of(tables: LayoutTables, stored: int, tuning: TuningConfig) -> Lines:
-    """The tables of each product; numpy ones of numpy tables."""
-    sides = _sides(tables, stored)
-    return Lines(
-        sides["forward"](tuning.forward.lines),
-        sides["input_gradient"](tuning.input_gradient.lines),
-        sides["weight_gradient"](tuning.weight_gradient.lines),
+def build_line_tables(tables: LayoutTables, stored: int, tuning: TuningConfig) -> WeightTables:
+    """Return the tables of each product; numpy tables stay numpy."""
+    mergers = _mergers(tables, stored)
+    return WeightTables(
+        mergers["forward"](tuning.forward.lines),
+        mergers["input_gradient"](tuning.input_gradient.lines),
+        mergers["weight_gradient"](tuning.weight_gradient.lines),
     )
 
 
-def _sides(tables, stored):
-    """product -> function of the lines side by side."""
-    by_column = tables.in_index, tables.in_slot, len(tables.out_index)
-    by_row = tables.out_index, tables.out_slot, len(tables.in_index)
+def _mergers(tables, stored):
+    """Return product -> (number of lines to merge -> tables)."""
 
-    def merged(index, slot, others):
-        return lambda width: side_by_side(index, slot, width, others, stored)
+    def merger(index, slot, others):
+        return lambda width: merge_lines(index, slot, width, others, stored)
 
-    columns = merged(*by_column)
-    return {
-        "forward": columns,
-        "input_gradient": merged(*by_row),
-        "weight_gradient": columns,
-    }
+    columns = merger(tables.in_index, tables.in_slot, len(tables.out_index))
+    rows = merger(tables.out_index, tables.out_slot, len(tables.in_index))
+    return {"forward": columns, "input_gradient": rows, "weight_gradient": columns}
 
 
-def spaces_of(
+def search_spaces(
     x: Shaped,
     values: Shaped,
     tables: LayoutTables,
@@ -66,48 +61,52 @@ def spaces_of(
     residual: bool = False,
     derivative: bool = False,
     accumulate: bool = False,
-) -> dict[Case, Space]:
-    """What an autotuner may try for each product; arguments as in `default_tuning`."""
+) -> dict[Case, SearchSpace]:
+    """Return the search space of each product; arguments as in `pallas_hopper.default_tuning`."""
     stored, block = values.shape[:2]
     blocks = len(tables.out_index), len(tables.in_index)
     widths = blocks[0] * block, blocks[1] * block
     programs = sizes.multiprocessors()
     wide = x.dtype == np.float32
-    parts, terms = (pallas_hopper_tables.PARTS, len(pallas_hopper_tables.TERMS)) if wide else (1, 1)
-    chosen = {
-        product: sizes.lines_of(_fans(merged, block), block)
-        for product, merged in _sides(tables, stored).items()
+    components, terms = (
+        (pallas_hopper_tables.COMPONENTS, len(pallas_hopper_tables.TERMS)) if wide else (1, 1)
+    )
+    merged_lines = {
+        product: sizes.choose_merged_lines(_fans(merger, block), block)
+        for product, merger in _mergers(tables, stored).items()
     }
 
     def product_space(product, features, columns, elementwise):
         bytes_of = functools.partial(
-            # Of float32 XLA does what follows the product.
+            # XLA computes the epilogue of float32 products.
             sizes.product_bytes,
             elementwise=elementwise and not wide,
             itemsize=x.dtype.itemsize,
         )
         start = sizes.product_tiles(
-            len(x), parts * features, columns, block, chosen[product], programs, bytes_of
+            len(x), components * features, columns, block, merged_lines[product], programs, bytes_of
         )
         return sizes.product_space(start, bytes_of)
 
     tokens = terms * len(x)
     gradient = sizes.gradient_tiles(
-        tokens, stored, block, chosen["weight_gradient"], accumulate, programs
+        tokens, stored, block, merged_lines["weight_gradient"], accumulate, programs
     )
-    made = {
+    spaces = {
         "forward": product_space("forward", widths[0], blocks[1], residual),
         "input_gradient": product_space("input_gradient", widths[1], blocks[0], derivative),
         "weight_gradient": sizes.gradient_space(gradient, tokens, block),
     }
-    return tuned.by_case("pallas_hopper", x, values, widths, made)
+    return tuned.keyed_by_case("pallas_hopper", x, values, widths, spaces)
 
 
-def _fans(merged: Any, block: int) -> dict[int, int]:
-    """Lines in one -> positions of the longest; of traced tables only the most lines, which cost a
-    fifth where supports differ and save two fifths where they are alike."""
+def _fans(merger: Any, block: int) -> dict[int, int]:
+    """Return number of merged lines -> positions of the longest line.
+
+    The supports of traced tables are unknown, so these always merge as many lines as fit a tile.
+    """
     widths = [width for width in (1, 2, 4) if width == 1 or width * block <= 128]
-    fans = {width: merged(width).index for width in widths[-1:]}
-    if all(isinstance(index, np.ndarray) for index in fans.values()):
-        fans = {width: merged(width).index for width in widths}
-    return {width: index.shape[1] for width, index in fans.items()}
+    widest = merger(widths[-1]).index
+    if not isinstance(widest, np.ndarray):
+        return {widths[-1]: widest.shape[1]}
+    return {width: merger(width).index.shape[1] for width in widths}

@@ -1,9 +1,9 @@
-"""Tables of the Hopper kernels: adjacent lines side by side in one tile, float32 as bfloat16 sums.
+"""Tables of the Hopper kernels: merged lines, and float32 products as sums of bfloat16 products.
 
-A block of 64 alone reads its tokens' features for 64 columns of the result.  Two adjacent lines
-that read the same block of features share them, and the tile becomes as wide as one of a block of
-128.  Where only one of the lines stores a block, the other's half is zeros: TMA fills what lies
-outside of `values`, so nothing is stored for it, but it is multiplied.
+Merging puts adjacent lines into one tile, which then reads a block of features once for all of
+them.  Two merged lines of block 64 make a tile as wide as a block of 128.  If only one of the lines
+stores a block, the other's half is multiplied as zeros: TMA fills reads outside `values` with
+zeros, so no zeros are stored.
 """
 
 from typing import Any, NamedTuple
@@ -13,38 +13,39 @@ import jax.numpy as jnp
 import numpy as np
 
 TERMS = ((0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (2, 0))
-"""Which parts of the two factors are multiplied, of three bfloat16 numbers that sum to a float32:
-what is left out is below 2⁻²⁵ of the product, a rounding of float32 (arXiv 1904.06376)."""
+"""Pairs of bfloat16 components of the two factors that are multiplied.  The omitted pairs are below
+2⁻²⁵ of the product, a rounding of float32 (arXiv 1904.06376)."""
 
-PARTS = 3
+COMPONENTS = 3
+"""bfloat16 numbers that sum to a float32."""
 
 
 class LineTables(NamedTuple):
-    """Lines side by side, int32.
+    """Tables of merged lines, int32.
 
     Attributes:
       index: [lines, fan], the block of features that a position reads.
-      slot: [lines, fan, width], place in `values` of each line's block; -1 after the last
-        position, and the number of stored blocks, which lies outside, where only others store one.
+      slot: [lines, fan, width], place in `values` of each merged line's block.  Padding positions
+        have -1.  Stored positions have nnz, outside `values`, for lines without this block.
     """
 
     index: Any
     slot: Any
 
 
-def side_by_side(index: Any, slot: Any, width: int, others: int, stored: int) -> LineTables:
-    """Tables of so many adjacent lines in one.
+def merge_lines(index: Any, slot: Any, width: int, others: int, stored: int) -> LineTables:
+    """Merge every `width` adjacent lines.
 
     Args:
-      index: int32 [lines, fan], as `LayoutTables.in_index` or `out_index`.
-      slot: int32 [lines, fan].
-      width: lines in one.
-      others: blocks that `index` counts.
+      index: int32 [lines, fan], `LayoutTables.in_index` or `out_index`.
+      slot: int32 [lines, fan], `LayoutTables.in_slot` or `out_slot`.
+      width: number of lines to merge.
+      others: number of blocks of the side that `index` points into.
       stored: number of stored blocks.
 
     Returns:
-      [ceil(lines / width), fan'] tables: numpy ones as narrow as the longest line needs, traced
-      ones as wide as any could.
+      Tables [ceil(lines / width), merged fan]: numpy tables as wide as the longest line, traced
+      tables as wide as any layout of this fan needs.
     """
     concrete = isinstance(index, np.ndarray) and isinstance(slot, np.ndarray)
     xp: Any = np if concrete else jnp
@@ -53,51 +54,53 @@ def side_by_side(index: Any, slot: Any, width: int, others: int, stored: int) ->
         return LineTables(index, slot[..., None])
     extra = ((0, -len(slot) % width), (0, 0))
     index = xp.pad(index, extra).reshape(-1, width * slot.shape[1])
-    member = xp.repeat(xp.arange(width), slot.shape[1])
+    line_of_entry = xp.repeat(xp.arange(width), slot.shape[1])
     slot = xp.pad(slot, extra, constant_values=-1).reshape(index.shape)
-    # Comparisons instead of a sort: short lines, and XLA fuses them into few kernels.
-    alike = (index[:, :, None] == index[:, None, :]) & (slot[:, None, :] >= 0)
+    # Comparisons instead of a sort: lines are short, and XLA fuses comparisons into few kernels.
+    same_block = (index[:, :, None] == index[:, None, :]) & (slot[:, None, :] >= 0)
     earlier = xp.arange(index.shape[1])[:, None] > xp.arange(index.shape[1])
-    first = (slot >= 0) & ~(alike & earlier).any(2)
+    first = (slot >= 0) & ~(same_block & earlier).any(2)
     rank = xp.where(first, xp.cumsum(first, axis=1) - 1, -1)
-    place = xp.where(alike, rank[:, None, :], -1).max(2)
+    place = xp.where(same_block, rank[:, None, :], -1).max(2)
     fan = int(max(1, first.sum(1).max())) if concrete else min(index.shape[1], others)
-    here = (place[:, :, None] == xp.arange(fan)) & (slot >= 0)[:, :, None]
-    merged = xp.where(here, index[:, :, None], 0).max(1)
+    matches = (place[:, :, None] == xp.arange(fan)) & (slot >= 0)[:, :, None]
+    merged = xp.where(matches, index[:, :, None], 0).max(1)
     slots = [
-        xp.where(here & (member == line)[:, None], slot[:, :, None], -1).max(1)
+        xp.where(matches & (line_of_entry == line)[:, None], slot[:, :, None], -1).max(1)
         for line in range(width)
     ]
     slots = xp.stack(slots, axis=-1)
-    some = (slots >= 0).any(-1, keepdims=True)
-    slots = xp.where(some & (slots < 0), stored, slots)
+    any_stored = (slots >= 0).any(-1, keepdims=True)
+    slots = xp.where(any_stored & (slots < 0), stored, slots)
     return LineTables(xp.asarray(merged, np.int32), xp.asarray(slots, np.int32))
 
 
-def split(array: jax.Array) -> list[jax.Array]:
-    """Three bfloat16 arrays that sum to a float32 one, up to 2⁻²⁵ of each number."""
-    parts = []
-    for _ in range(PARTS):
-        # Not a conversion there and back, which XLA is free to leave out.
+def split_float32(array: jax.Array) -> list[jax.Array]:
+    """Split float32 into three bfloat16 arrays whose sum is within 2⁻²⁵ of each number."""
+    components = []
+    for _ in range(COMPONENTS):
+        # XLA may remove a conversion to bfloat16 and back, but not reduce_precision.
         high = jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)
-        parts.append(high.astype(jnp.bfloat16))
+        components.append(high.astype(jnp.bfloat16))
         array = jnp.where(jnp.isfinite(high), array - high, 0)
-    return parts
+    return components
 
 
-def terms_of(tables: LineTables, others: int, stored: int) -> LineTables:
-    """Tables that multiply the TERMS of each stored block.
+def expand_terms(tables: LineTables, others: int, stored: int) -> LineTables:
+    """Expand tables so that every stored block multiplies its TERMS.
 
     Args:
-      tables: of lines side by side.
-      others: blocks of features; those of the operand's parts follow one another.
-      stored: number of stored blocks; their parts follow one another too.
+      tables: tables of merged lines.
+      others: blocks of features of one component; the operand concatenates its components.
+      stored: stored blocks of one component; `values` concatenates its components.
     """
-    of_x, of_values = np.array(TERMS, np.int32).T
-    index = tables.index[:, :, None] + of_x * others
+    x_component, value_component = np.array(TERMS, np.int32).T
+    index = tables.index[:, :, None] + x_component * others
     slot = tables.slot[:, :, None, :]
-    outside = jnp.where(slot < 0, slot, PARTS * stored)
-    slot = jnp.where((slot >= 0) & (slot < stored), slot + of_values[:, None] * stored, outside)
+    outside = jnp.where(slot < 0, slot, COMPONENTS * stored)
+    slot = jnp.where(
+        (slot >= 0) & (slot < stored), slot + value_component[:, None] * stored, outside
+    )
     lines, fan = tables.index.shape
     shape = lines, fan * len(TERMS)
     return LineTables(index.reshape(shape), slot.reshape(*shape, -1))

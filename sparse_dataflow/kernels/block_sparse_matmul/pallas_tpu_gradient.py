@@ -1,12 +1,11 @@
-"""dW at the stored blocks on a TPU, and with it the derivative of the activation.
+"""dW at the stored blocks on a TPU, with an optional fused GELU derivative.
 
-Grid: (groups of lines, token tiles), tokens innermost.  A group's weight tiles are summed in VMEM
-in float32 while all tokens pass; then each stored block is written straight to its slot, or added
-to what an accumulator holds there, while later lines are still multiplied.  The operand that a
-line gathers from (x, or dy where it is the narrower) is kept whole for a tile of tokens,
-transposed once, and read from HBM once a group; the other operand is read once.  With a GELU, dy
-times its derivative at the pre-activation is made here, in the one pass that reads dy once, and
-is a second result, which dx then reads instead of dy and the pre-activation.
+Grid: (line sets, token tiles), tokens innermost.  A line set's weight tiles are summed in VMEM in
+float32 over all tokens.  Each stored block is then written to its slot, or added to an accumulator,
+which overlaps with the products of later lines.  The gathered operand (x, or dy if it is narrower)
+is transposed once per token tile and read from HBM once per line set; the other operand is read
+once.  With a GELU, the kernel also computes dz = dy times the derivative at the pre-activation, and
+returns it as a second result, from which dx is computed.
 """
 
 import functools
@@ -18,13 +17,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_tables
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import precision, ref_if
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import pop_if, precision
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import GradientTiles
 from sparse_dataflow.kernels.gelu.api import value_and_derivative
 
 
 def line_gradient(
-    whole: jax.Array,
+    gathered: jax.Array,
     lined: jax.Array,
     tables: pallas_tpu_tables.TileTables,
     tiles: GradientTiles,
@@ -36,45 +35,49 @@ def line_gradient(
     vmem_bytes: int,
     interpret=False,
 ) -> tuple[jax.Array, ...]:
-    """Products of the columns of two operands, summed over tokens, at stored blocks.
+    """Compute gatheredᵀ lined (its transpose with `transposed`) at stored blocks.
 
     Args:
-      whole: [tokens, features], whose tiles the entries of a line index: x, or dy with
+      gathered: [tokens, features], the operand that a line's entries index: x, or dy with
         `transposed`.
       lined: [tokens, lines * tile]: dy, or x with `transposed`.
-      tables: the lines, by tile of `lined`.
+      tables: tile tables by tile of `lined`.
       tiles: the tile sizes.
       result: shape and dtype of dW, [nnz, block, block].
       transposed: whether the lines are the weight's rows.
-      preactivation: [tokens, lines * tile] where a GELU came after the product.
-      accumulator: float32 of dW's shape that dW is added to; its buffer becomes the result's.
+      preactivation: [tokens, lines * tile], the input of a GELU that follows the product.
+      accumulator: float32 [nnz, block, block] that dW is added to; its buffer is reused.
       vmem_bytes: VMEM limit of the kernel.
       interpret: as in `pl.pallas_call`.
 
     Returns:
-      (dW,), and with `preactivation` (dW, dy of the product in dy's dtype, dbias float32
-      [1, lines * tile]).
+      (dW,), or with `preactivation` (dW, dz in dy's dtype, dbias float32 [1, lines * tile]).
     """
     ratio = tables.slot.shape[2]
     block = result.shape[1]
     tile = ratio * block
-    tokens = len(whole)
+    tokens = len(gathered)
     tables = pallas_tpu_tables.padded(tables, tiles.lines, tiles.entries)
     entries, blocks = tables.index.shape[1], tiles.entries * ratio**2
     width = tiles.lines * tile
-    wide = pl.BlockSpec((tiles.tokens, width), lambda group, i, *_: (i, group))
-    kept = pl.BlockSpec((tiles.tokens, whole.shape[1]), lambda group, i, *_: (i, 0))
+    wide = pl.BlockSpec((tiles.tokens, width), lambda line_set, i, *_: (i, line_set))
+    gathered_spec = pl.BlockSpec((tiles.tokens, gathered.shape[1]), lambda line_set, i, *_: (i, 0))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    operands = [(whole, kept), (lined, wide), (preactivation, wide), (accumulator, anywhere)]
+    operands = [
+        (gathered, gathered_spec),
+        (lined, wide),
+        (preactivation, wide),
+        (accumulator, anywhere),
+    ]
     operands = [(array, spec) for array, spec in operands if array is not None]
     results = [(result, anywhere)]
     activated = preactivation is not None
     if activated:
-        flat = pl.BlockSpec((1, width), lambda group, i, *_: (0, group))
+        flat = pl.BlockSpec((1, width), lambda line_set, i, *_: (0, line_set))
         results.append((jax.ShapeDtypeStruct(lined.shape, lined.dtype), wide))
         results.append((jax.ShapeDtypeStruct((1, lined.shape[1]), jnp.float32), flat))
     scratch = [
-        pltpu.VMEM((whole.shape[1], tiles.tokens), whole.dtype),
+        pltpu.VMEM((gathered.shape[1], tiles.tokens), gathered.dtype),
         pltpu.VMEM((tiles.lines, entries, tile, tile), jnp.float32),
         pltpu.VMEM((2, blocks, block, block), result.dtype),
         pltpu.SemaphoreType.DMA((2,)),
@@ -84,7 +87,7 @@ def line_gradient(
     if accumulator is not None:
         scratch.append(pltpu.VMEM((2, blocks, block, block), jnp.float32))
         scratch.append(pltpu.SemaphoreType.DMA((2,)))
-    groups = len(tables.count) // tiles.lines
+    line_sets = len(tables.count) // tiles.lines
     kernel = functools.partial(
         _kernel,
         tiles=tiles,
@@ -92,13 +95,13 @@ def line_gradient(
         ratio=ratio,
         transposed=transposed,
         activated=activated,
-        adds=accumulator is not None,
+        accumulates=accumulator is not None,
     )
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tables),
-            grid=(groups, pl.cdiv(tokens, tiles.tokens)),
+            grid=(line_sets, pl.cdiv(tokens, tiles.tokens)),
             in_specs=[spec for _, spec in operands],
             out_specs=[spec for _, spec in results],
             scratch_shapes=scratch,
@@ -110,8 +113,8 @@ def line_gradient(
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * tokens * result.size,
-            bytes_accessed=(groups * whole.size + lined.size * (1 + 2 * activated))
-            * whole.dtype.itemsize
+            bytes_accessed=(line_sets * gathered.size + lined.size * (1 + 2 * activated))
+            * gathered.dtype.itemsize
             + result.size * result.dtype.itemsize,
             transcendentals=lined.size * activated,
         ),
@@ -124,22 +127,22 @@ def _kernel(
     count_ref,
     index_ref,
     slot_ref,
-    whole_ref,
+    gathered_ref,
     lined_ref,
-    *more,
+    *optional_refs,
     tiles,
     tokens,
     ratio,
     transposed,
     activated,
-    adds,
+    accumulates,
 ):
-    refs = list(more)
-    preactivation_ref, accumulator_hbm = ref_if(activated, refs), ref_if(adds, refs)
+    refs = list(optional_refs)
+    preactivation_ref, accumulator_hbm = pop_if(activated, refs), pop_if(accumulates, refs)
     result_hbm = refs.pop(0)
-    derived_ref, bias_ref = ref_if(activated, refs), ref_if(activated, refs)
-    turned_ref, sums_ref, outgoing, sent, *refs = refs
-    group, i = pl.program_id(0), pl.program_id(1)
+    dz_ref, bias_ref = pop_if(activated, refs), pop_if(activated, refs)
+    transposed_ref, sums_ref, outgoing, sent, *refs = refs
+    line_set, i = pl.program_id(0), pl.program_id(1)
     last = i == pl.num_programs(1) - 1
     entries = sums_ref.shape[1]
     blocks = outgoing.shape[1]
@@ -147,44 +150,44 @@ def _kernel(
     block = outgoing.shape[2]
     ragged = tokens % tiles.tokens
 
-    def own_rows(array):
-        """Zeros where the last token tile reaches past the last token, and reads anything."""
+    def zero_ragged_rows(array):
+        """Zero the rows past the last token, whose contents are undefined."""
         if not ragged:
             return array
         row = lax.broadcasted_iota(jnp.int32, array.shape, 0) + i * tiles.tokens
         return jnp.where(row < tokens, array, 0)
 
-    @pl.loop(0, turned_ref.shape[0] // tile)
-    def _(part):
-        features = pl.ds(pl.multiple_of(part * tile, tile), tile)
-        turned_ref[features, :] = own_rows(whole_ref[:, features]).T
+    @pl.loop(0, transposed_ref.shape[0] // tile)
+    def _(tile_number):
+        features = pl.ds(pl.multiple_of(tile_number * tile, tile), tile)
+        transposed_ref[features, :] = zero_ragged_rows(gathered_ref[:, features]).T
 
-    masked_ref = ref_if(ragged and not activated, refs)
-    factor_ref = derived_ref if activated else masked_ref if ragged else lined_ref
+    masked_ref = pop_if(ragged and not activated, refs)
+    factor_ref = dz_ref if activated else masked_ref if ragged else lined_ref
 
     def prepare(columns):
-        """The other factor's columns, with the activation's derivative and without foreign rows."""
+        """Write the lined factor's columns, with the activation's derivative and zeroed rows."""
         if activated:
             slope = value_and_derivative(preactivation_ref[:, columns].astype(jnp.float32))[1]
-            derived = own_rows(lined_ref[:, columns].astype(jnp.float32) * slope)
-            derived_ref[:, columns] = derived.astype(derived_ref.dtype)
-            bias = jnp.sum(derived, axis=0, keepdims=True)
+            dz = zero_ragged_rows(lined_ref[:, columns].astype(jnp.float32) * slope)
+            dz_ref[:, columns] = dz.astype(dz_ref.dtype)
+            bias = jnp.sum(dz, axis=0, keepdims=True)
             bias_ref[:, columns] = jnp.where(i == 0, bias, bias_ref[:, columns] + bias)
         elif ragged:
-            masked_ref[:, columns] = own_rows(lined_ref[:, columns])
+            masked_ref[:, columns] = zero_ragged_rows(lined_ref[:, columns])
 
-    incoming, received = ref_if(adds, refs), ref_if(adds, refs)
+    incoming, received = pop_if(accumulates, refs), pop_if(accumulates, refs)
 
     @pl.when(i == 0)
     def _():
         sums_ref[...] = jnp.zeros_like(sums_ref)
 
     chunks = entries // tiles.entries
-    parts = tiles.lines * chunks
+    total_chunks = tiles.lines * chunks
 
-    def blocks_of(number, act):
-        """`act(p, slot)` on each stored block p of chunk `number` of the group."""
-        first = (group * parts + number) * blocks
+    def for_stored_blocks(number, act):
+        """Call `act(p, slot)` on each stored block p of chunk `number` of the line set."""
+        first = (line_set * total_chunks + number) * blocks
 
         @pl.loop(0, blocks)
         def _(p):
@@ -194,76 +197,77 @@ def _kernel(
             def _():
                 act(p, slot)
 
-    def sends(number, act):
-        half = lax.rem(number, 2)
+    def outgoing_copies(number, act):
+        buffer = lax.rem(number, 2)
         copy = lambda p, slot: pltpu.make_async_copy(  # noqa: E731
-            outgoing.at[half, p], result_hbm.at[slot], sent.at[half]
+            outgoing.at[buffer, p], result_hbm.at[slot], sent.at[buffer]
         )
-        blocks_of(number, lambda p, slot: act(copy(p, slot)))
+        for_stored_blocks(number, lambda p, slot: act(copy(p, slot)))
 
-    def receives(number, act):
-        half = lax.rem(number, 2)
+    def incoming_copies(number, act):
+        buffer = lax.rem(number, 2)
         copy = lambda p, slot: pltpu.make_async_copy(  # noqa: E731
-            accumulator_hbm.at[slot], incoming.at[half, p], received.at[half]
+            accumulator_hbm.at[slot], incoming.at[buffer, p], received.at[buffer]
         )
-        blocks_of(number, lambda p, slot: act(copy(p, slot)))
+        for_stored_blocks(number, lambda p, slot: act(copy(p, slot)))
 
     start, wait = (lambda copy: copy.start()), (lambda copy: copy.wait())
 
-    def round_off(c, chunk):
-        """The sums of a chunk of line c to their slots."""
+    def write_chunk(c, chunk):
+        """Write the sums of a chunk of line c to their slots."""
         number = c * chunks + chunk
-        half = lax.rem(number, 2)
+        buffer = lax.rem(number, 2)
 
         @pl.when(number >= 2)
         def _():
-            sends(number - 2, wait)
+            outgoing_copies(number - 2, wait)
 
-        if adds:
+        if accumulates:
 
-            @pl.when(number + 1 < parts)
-            def ahead():
-                receives(number + 1, start)
+            @pl.when(number + 1 < total_chunks)
+            def receive_next():
+                incoming_copies(number + 1, start)
 
-            receives(number, wait)
+            incoming_copies(number, wait)
 
         @pl.loop(0, tiles.entries)
         def _(k):
-            for other in range(ratio):
-                for own in range(ratio):
-                    p = (k * ratio + other) * ratio + own
-                    rows, columns = pl.ds(other * block, block), pl.ds(own * block, block)
-                    part = sums_ref[c, chunk * tiles.entries + k, rows, columns]
-                    part = part.T if transposed else part
-                    if adds:
-                        part = part + incoming[half, p]
-                    outgoing[half, p] = part.astype(outgoing.dtype)
+            for gathered_block in range(ratio):
+                for line_block in range(ratio):
+                    p = (k * ratio + gathered_block) * ratio + line_block
+                    rows = pl.ds(gathered_block * block, block)
+                    columns = pl.ds(line_block * block, block)
+                    total = sums_ref[c, chunk * tiles.entries + k, rows, columns]
+                    total = total.T if transposed else total
+                    if accumulates:
+                        total = total + incoming[buffer, p]
+                    outgoing[buffer, p] = total.astype(outgoing.dtype)
 
-        sends(number, start)
+        outgoing_copies(number, start)
 
-    if adds:
+    if accumulates:
 
         @pl.when(last)
-        def first_of_all():
-            receives(0, start)
+        def receive_first():
+            incoming_copies(0, start)
 
     @pl.loop(0, tiles.lines)
     def _(c):
-        line = group * tiles.lines + c
+        line = line_set * tiles.lines + c
         columns = pl.ds(pl.multiple_of(c * tile, tile), tile)
         prepare(columns)
 
         @pl.loop(0, pl.cdiv(count_ref[line], tiles.entries))
         def _(chunk):
             first = chunk * tiles.entries
-            gathered = [
-                turned_ref[
+            gathered_tiles = [
+                transposed_ref[
                     pl.ds(pl.multiple_of(index_ref[line * entries + first + k] * tile, tile), tile)
                 ]
                 for k in range(tiles.entries)
             ]
             products = jnp.dot(
-                jnp.concatenate(gathered, axis=0),
+                jnp.concatenate(gathered_tiles, axis=0),
                 factor_ref[:, columns],
                 precision=precision(factor_ref.dtype),
                 preferred_element_type=jnp.float32,
@@ -274,9 +278,9 @@ def _kernel(
         def _():
             @pl.loop(0, chunks)
             def _(chunk):
-                round_off(c, chunk)
+                write_chunk(c, chunk)
 
     @pl.when(last)
     def _():
-        for number in range(max(0, parts - 2), parts):
-            sends(number, wait)
+        for number in range(max(0, total_chunks - 2), total_chunks):
+            outgoing_copies(number, wait)

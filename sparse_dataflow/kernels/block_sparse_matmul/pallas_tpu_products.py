@@ -1,10 +1,9 @@
-"""y = xW and dx = dy Wᵀ on a TPU: whole rows of a tile of tokens in VMEM, weights streaming by.
+"""y = xW and dx = dy Wᵀ on a TPU: a token tile's whole rows in VMEM, weights streamed from HBM.
 
-Grid: (cores, token tiles, groups of result columns), columns innermost.  The operand's rows stay
-in VMEM while every result column reads the tiles it needs from them, so x is read from HBM once
-and each stored block once a token tile (its arithmetic intensity is the token tile).  The next
-token tile, where VMEM holds two, and the next blocks are on their way meanwhile.  The pipeline of
-Pallas writes the results.
+Grid: (cores, token tiles, steps of result columns), columns innermost.  A token tile's rows stay in
+VMEM while every result column gathers from them.  So x is read from HBM once, and each stored block
+once per token tile.  Copies of the next blocks, and of the next token tile if VMEM holds two,
+overlap with compute.  Pallas pipelines the results.
 """
 
 import functools
@@ -18,7 +17,7 @@ from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_tables
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import (
     Rows,
     Stream,
-    ref_if,
+    pop_if,
     stream_shape,
 )
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import ProductTiles
@@ -35,23 +34,23 @@ def line_product(
     bias: jax.Array | None = None,
     gelu: bool = False,
     residual: jax.Array | None = None,
-    keep: bool = False,
+    with_preactivation: bool = False,
     vmem_bytes: int,
     cores: int,
     interpret=False,
 ) -> tuple[jax.Array, ...]:
-    """x times the stored blocks of each line.
+    """Multiply x by the stored blocks of each line.
 
     Args:
       x: [tokens, features], both multiples of the smallest tile (`pallas_tpu` pads).
       values: [nnz, block, block].
-      tables: the lines, by result column.
+      tables: tile tables by result column.
       tiles: the tile sizes.
-      transposed: whether the blocks are used transposed, as dx does.
+      transposed: whether to transpose the blocks, as dx needs.
       bias: float32 [1, lines * tile], added to the product.
-      gelu: whether the sum passes a GELU.
+      gelu: whether to apply a GELU after the bias.
       residual: [tokens, lines * tile], added last.
-      keep: whether what enters the GELU is a second result.
+      with_preactivation: whether to return the GELU's input too.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores to spread the token tiles over.
       interpret: as in `pl.pallas_call`.
@@ -64,9 +63,10 @@ def line_product(
     tile = stream.tile
     token_tiles = pl.cdiv(len(x), tiles.tokens)
     cores = cores if token_tiles % cores == 0 else 1
-    own = token_tiles // cores
+    tiles_per_core = token_tiles // cores
     wide = pl.BlockSpec(
-        (tiles.tokens, tiles.lines * tile), lambda core, i, step, *_: (core * own + i, step)
+        (tiles.tokens, tiles.lines * tile),
+        lambda core, i, step, *_: (core * tiles_per_core + i, step),
     )
     flat = pl.BlockSpec((1, tiles.lines * tile), lambda core, i, step, *_: (0, step))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
@@ -80,29 +80,30 @@ def line_product(
         has_bias=bias is not None,
         gelu=gelu,
         has_residual=residual is not None,
-        keep=keep,
+        with_preactivation=with_preactivation,
     )
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tables),
-            grid=(cores, own, stream.lines // tiles.lines),
+            grid=(cores, tiles_per_core, stream.lines // tiles.lines),
             in_specs=[spec for _, spec in operands],
-            out_specs=[wide] * (1 + keep),
+            out_specs=[wide] * (1 + with_preactivation),
             scratch_shapes=[
                 pltpu.VMEM((tiles.tokens, tile), jnp.float32),
                 *Rows.scratch(x, tiles.tokens, tiles.buffers),
                 *stream.scratch(values.dtype),
             ],
         ),
-        out_shape=[result] * (1 + keep),
+        out_shape=[result] * (1 + with_preactivation),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=vmem_bytes,
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * len(x) * values.size,
-            bytes_accessed=(x.size + (1 + keep) * len(x) * lines * tile) * x.dtype.itemsize
+            bytes_accessed=(x.size + (1 + with_preactivation) * len(x) * lines * tile)
+            * x.dtype.itemsize
             + token_tiles * values.size * values.dtype.itemsize,
             transcendentals=len(x) * lines * tile * gelu,
         ),
@@ -117,32 +118,34 @@ def _kernel(
     slot_ref,
     x_hbm,
     values_hbm,
-    *more,
+    *optional_refs,
     tiles,
     shape,
     has_bias,
     gelu,
     has_residual,
-    keep,
+    with_preactivation,
 ):
-    refs = list(more)
-    bias_ref, residual_ref = ref_if(has_bias, refs), ref_if(has_residual, refs)
+    refs = list(optional_refs)
+    bias_ref, residual_ref = pop_if(has_bias, refs), pop_if(has_residual, refs)
     y_ref = refs.pop(0)
-    kept_ref = ref_if(keep, refs)
+    preactivation_ref = pop_if(with_preactivation, refs)
     sum_ref, x_buffers, x_arrived, *stream_refs = refs
     core, i, step = (pl.program_id(axis) for axis in range(3))
-    own = pl.num_programs(1)
+    tiles_per_core = pl.num_programs(1)
     x = Rows(x_hbm, x_buffers, x_arrived)
-    weights = Stream(shape, own, count_ref, index_ref, slot_ref, values_hbm, *stream_refs)
+    weights = Stream(
+        shape, tiles_per_core, count_ref, index_ref, slot_ref, values_hbm, *stream_refs
+    )
 
     @pl.when((i == 0) & (step == 0))
     def _():
-        x.begin(core * own)
-        weights.begin()
+        x.start(core * tiles_per_core)
+        weights.start()
 
     @pl.when(step == 0)
     def _():
-        x.turn(core * own, i, own)
+        x.wait(core * tiles_per_core, i, tiles_per_core)
 
     @pl.loop(0, tiles.lines)
     def _(c):
@@ -151,8 +154,8 @@ def _kernel(
         def finish(rows, total):
             if has_bias:
                 total = total + bias_ref[:, columns]
-            if keep:
-                kept_ref[rows, columns] = total.astype(kept_ref.dtype)
+            if with_preactivation:
+                preactivation_ref[rows, columns] = total.astype(preactivation_ref.dtype)
             if gelu:
                 total = value_and_derivative(total)[0]
             if has_residual:

@@ -1,9 +1,8 @@
-"""Weight tiles streaming from HBM through a ring of buffers, and the dots that use them.
+"""Weight tiles streamed from HBM through a ring of buffers, and the dots that use them.
 
-A line's tiles come in chunks of a few entries.  While one chunk is multiplied the next ones are on
-their way, straight from their slots, over the ends of lines and token tiles; so VMEM holds a few
-chunks of weights however many blocks a line stores, and no padding, transposed or dense copy of
-the weights exists anywhere.
+A line's tiles are copied in chunks of a few entries, directly from their slots in `values`.  Copies
+of later chunks overlap with compute, also across lines and token tiles.  So VMEM holds a few chunks
+however many blocks a line stores, and the weights are never padded, transposed or densified.
 """
 
 from collections.abc import Callable
@@ -19,26 +18,26 @@ from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_tables
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import StreamTiles
 
 
-def ref_if(given: bool, refs: list) -> Any:
-    """The next of a kernel's refs, which is removed; None where it was not given."""
-    return refs.pop(0) if given else None
+def pop_if(present: bool, refs: list) -> Any:
+    """Pop the next of a kernel's refs if it is present, else return None."""
+    return refs.pop(0) if present else None
 
 
 def precision(dtype):
-    """Float32 products in full precision; the matrix unit would round to bfloat16."""
+    """Return full precision for float32, which the matrix unit would round to bfloat16."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 class StreamShape(NamedTuple):
-    """What of one weight's stream is known when a kernel is traced.
+    """The static shape of one weight's stream.
 
     Attributes:
       lines: lines of the weight's tables.
       chunks: chunks of a line.
       entries: weight tiles of a chunk.
-      ratio: blocks along a tile.
+      ratio: blocks along a tile's side.
       block: side of a stored block.
-      ahead: chunks that VMEM holds at once.
+      ahead: chunks in VMEM at once.
       transposed: whether the blocks are used transposed.
     """
 
@@ -56,7 +55,7 @@ class StreamShape(NamedTuple):
         return self.ratio * self.block
 
     def scratch(self, dtype) -> list:
-        """Scratch memory of the stream: `Stream`'s last three fields (two where ratio is 1)."""
+        """Return the scratch shapes of `Stream`'s last three fields (two if ratio is 1)."""
         shapes = [
             pltpu.VMEM((self.ahead, self.entries * self.ratio**2, self.block, self.block), dtype),
             pltpu.SemaphoreType.DMA((self.ahead,)),
@@ -73,7 +72,7 @@ def stream_shape(
     lines: int,
     transposed: bool,
 ) -> tuple[StreamShape, pallas_tpu_tables.TileTables]:
-    """The stream of a weight, and its tables with multiples of `lines` lines and of a chunk."""
+    """Return a weight's stream shape, and its tables padded to whole chunks and `lines` lines."""
     tables = pallas_tpu_tables.padded(tables, lines, tiles.entries)
     count, entries, ratio, _ = tables.slot.shape
     chunks = entries // tiles.entries
@@ -86,15 +85,15 @@ class Stream(NamedTuple):
     """A weight's stream inside a kernel.
 
     Attributes:
-      shape: the static part.
-      passes: how often this core reads the whole weight: its token tiles.
+      shape: the static shape.
+      passes: token tiles of this core; each reads the whole weight.
       count_ref: `TileTables.count`, flat, in SMEM.
-      index_ref: `TileTables.index`.
-      slot_ref: `TileTables.slot`.
+      index_ref: `TileTables.index`, flat, in SMEM.
+      slot_ref: `TileTables.slot`, flat, in SMEM.
       values_hbm: [nnz, block, block].
-      buffers_ref: the ring.
-      arrived: its semaphores.
-      tiles_ref: tiles put together from blocks smaller than a tile.
+      buffers_ref: the ring of chunks.
+      arrived: semaphores of the ring.
+      tiles_ref: tiles assembled from blocks smaller than a tile.
     """
 
     shape: StreamShape
@@ -107,23 +106,23 @@ class Stream(NamedTuple):
     arrived: Any
     tiles_ref: Any = None
 
-    def begin(self):
-        """Starts the first copies; once, before the first line."""
+    def start(self):
+        """Start the first copies; call once, before the first line."""
         for number in range(self.shape.ahead - 1):
             self._start(number)
 
     def line(
-        self, turn: Any, line: Any, x_ref: Any, rows: int, sum_ref: Any, finish: Callable
+        self, pass_number: Any, line: Any, x_ref: Any, rows: int, sum_ref: Any, finish: Callable
     ) -> None:
-        """x times one line of the weight.
+        """Multiply x by one line of the weight.
 
         Args:
-          turn: the pass, from 0; passes and their lines come in order, none left out.
+          pass_number: the pass, from 0; call every line of every pass, in order.
           line: the line.
           x_ref: [tokens, features] in VMEM.
           rows: tokens of one dot.
           sum_ref: float32 [tokens, tile] scratch.
-          finish: called with (rows, their float32 sums [rows, tile]).
+          finish: called with (slice of tokens, their float32 sums [rows, tile]).
         """
         shape = self.shape
         used = jnp.maximum(1, pl.cdiv(self.count_ref[line], shape.entries))
@@ -135,7 +134,7 @@ class Stream(NamedTuple):
 
         @pl.loop(0, shape.chunks)
         def _(chunk):
-            number = (turn * shape.lines + line) * shape.chunks + chunk
+            number = (pass_number * shape.lines + line) * shape.chunks + chunk
             self._start(number + shape.ahead - 1)
             self._copies(number, lambda copy: copy.wait())
 
@@ -143,31 +142,31 @@ class Stream(NamedTuple):
             def _():
                 weight = self._weight(number)
 
-                def multiply(part):
-                    total = self._dot(x_ref, part, weight, number)
+                def multiply(token_rows):
+                    total = self._dot(x_ref, token_rows, weight, number)
                     if shape.chunks == 1:
-                        finish(part, total)
+                        finish(token_rows, total)
                         return
-                    total = total + jnp.where(chunk == 0, 0.0, sum_ref[part, :])
+                    total = total + jnp.where(chunk == 0, 0.0, sum_ref[token_rows, :])
 
                     @pl.when(chunk + 1 < used)
                     def _():
-                        sum_ref[part, :] = total
+                        sum_ref[token_rows, :] = total
 
                     @pl.when(chunk + 1 == used)
                     def _():
-                        finish(part, total)
+                        finish(token_rows, total)
 
                 over_rows(multiply)
 
-    def _place(self, number):
-        """The first entry of a chunk."""
+    def _first_entry(self, number):
+        """Return the first table entry of a chunk."""
         return lax.rem(number, self.shape.lines * self.shape.chunks) * self.shape.entries
 
     def _copies(self, number, act):
-        """`act` on the copy of each block that a chunk stores."""
+        """Call `act` on the copy of each stored block of a chunk."""
         blocks = self.shape.entries * self.shape.ratio**2
-        first = self._place(number) * self.shape.ratio**2
+        first = self._first_entry(number) * self.shape.ratio**2
         buffer = lax.rem(number, self.shape.ahead)
 
         @pl.loop(0, blocks)
@@ -191,7 +190,7 @@ class Stream(NamedTuple):
 
     def _dot(self, x_ref, rows, weight, number):
         tile = self.shape.tile
-        first = self._place(number)
+        first = self._first_entry(number)
         gathered = [
             x_ref[rows, pl.ds(pl.multiple_of(self.index_ref[first + k] * tile, tile), tile)]
             for k in range(self.shape.entries)
@@ -206,40 +205,44 @@ class Stream(NamedTuple):
         )
 
     def _weight(self, number):
-        """The chunk's tiles along the contraction; zero where no block is stored."""
+        """Return a chunk's tiles, concatenated along the contraction; zeros where not stored."""
         if self.shape.ratio == 1:
-            parts = [self._block(number, k) for k in range(self.shape.entries)]
+            tiles = [self._block(number, k) for k in range(self.shape.entries)]
         else:
-            parts = self._assembled(number)
-        return jnp.concatenate(parts, axis=1 if self.shape.transposed else 0)
+            tiles = self._assembled(number)
+        return jnp.concatenate(tiles, axis=1 if self.shape.transposed else 0)
 
     def _block(self, number, p):
-        slot = self.slot_ref[self._place(number) * self.shape.ratio**2 + p]
+        slot = self.slot_ref[self._first_entry(number) * self.shape.ratio**2 + p]
         stored = self.buffers_ref[lax.rem(number, self.shape.ahead), p]
         return jnp.where(slot >= 0, stored, 0)
 
     def _assembled(self, number):
         ratio, block = self.shape.ratio, self.shape.block
-        side = [pl.ds(part * block, block) for part in range(ratio)]
+        side = [pl.ds(number * block, block) for number in range(ratio)]
 
         @pl.loop(0, self.shape.entries)
         def _(k):
-            for other in range(ratio):
-                for own in range(ratio):
-                    place = (own, other) if self.shape.transposed else (other, own)
-                    part = self._block(number, (k * ratio + other) * ratio + own)
-                    self.tiles_ref[k, side[place[0]], side[place[1]]] = part
+            for gathered_block in range(ratio):
+                for line_block in range(ratio):
+                    place = (
+                        (line_block, gathered_block)
+                        if self.shape.transposed
+                        else (gathered_block, line_block)
+                    )
+                    stored = self._block(number, (k * ratio + gathered_block) * ratio + line_block)
+                    self.tiles_ref[k, side[place[0]], side[place[1]]] = stored
 
         return [self.tiles_ref[k] for k in range(self.shape.entries)]
 
 
 class Rows(NamedTuple):
-    """Whole rows of an operand for a tile of tokens, copied from HBM in one or two buffers.
+    """Whole operand rows of a token tile, copied from HBM into one or two buffers.
 
     Attributes:
       hbm: [tokens, features], tokens a multiple of a register's rows.
       buffers_ref: [1 or 2, tile tokens, features].
-      arrived: a semaphore of each buffer.
+      arrived: one semaphore per buffer.
     """
 
     hbm: Any
@@ -248,37 +251,37 @@ class Rows(NamedTuple):
 
     @staticmethod
     def scratch(array, tokens: int, buffers: int) -> list:
-        """Scratch memory: the last two fields."""
+        """Return the scratch shapes of the last two fields."""
         return [
             pltpu.VMEM((buffers, tokens, array.shape[1]), array.dtype),
             pltpu.SemaphoreType.DMA((buffers,)),
         ]
 
-    def begin(self, first):
-        """Starts the copy of this core's first tile, where there is a second buffer."""
+    def start(self, first):
+        """Start the copy of this core's first tile, if there are two buffers."""
         if self.buffers_ref.shape[0] == 2:
             self._copy(first, 0, lambda copy: copy.start())
 
-    def turn(self, first, i, turns):
-        """Waits for tile `first + i`; the next of this core's `turns` is on its way meanwhile."""
+    def wait(self, first, i, count):
+        """Wait for tile `first + i` of this core's `count` tiles, and start the next copy."""
         if self.buffers_ref.shape[0] == 1:
             self._copy(first + i, 0, lambda copy: copy.start())
             self._copy(first + i, 0, lambda copy: copy.wait())
             return
         self._copy(first + i, lax.rem(i, 2), lambda copy: copy.wait())
 
-        @pl.when(i + 1 < turns)
+        @pl.when(i + 1 < count)
         def _():
             self._copy(first + i + 1, lax.rem(i + 1, 2), lambda copy: copy.start())
 
     def at(self, i):
-        """The tile of this core's turn i."""
+        """Return the ref of this core's i-th tile."""
         return self.buffers_ref.at[lax.rem(i, self.buffers_ref.shape[0])]
 
     def _copy(self, number, buffer, act):
-        """`act` on the copy of token tile `number`; the last one may be shorter."""
+        """Call `act` on the copy of token tile `number`; the last tile may be shorter."""
         tile = self.buffers_ref.shape[1]
-        whole, rest = divmod(self.hbm.shape[0], tile)
+        whole_tiles, remainder = divmod(self.hbm.shape[0], tile)
 
         def copy(rows):
             return pltpu.make_async_copy(
@@ -287,14 +290,14 @@ class Rows(NamedTuple):
                 self.arrived.at[buffer],
             )
 
-        if whole:
+        if whole_tiles:
 
-            @pl.when(number < whole)
-            def of_a_whole_tile():
+            @pl.when(number < whole_tiles)
+            def copy_whole_tile():
                 act(copy(tile))
 
-        if rest:
+        if remainder:
 
-            @pl.when(number == whole)
-            def of_the_rest():
-                act(copy(rest))
+            @pl.when(number == whole_tiles)
+            def copy_remainder():
+                act(copy(remainder))

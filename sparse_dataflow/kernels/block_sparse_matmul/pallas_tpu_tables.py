@@ -1,8 +1,8 @@
-"""Layout tables in tiles that a TPU's matrix unit takes.
+"""Layout tables as tiles of a TPU's matrix unit.
 
-Blocks below 128 do not fill a register's lanes, so `128 / block` of them a side make one tile.  A
-tile costs its full product however few of its blocks are stored: up to (128 / block)² times the
-stored work where blocks lie apart, nothing extra where supports come in runs of 128 features.
+Blocks below 128 do not fill a register's lanes, so a tile has `128 / block` blocks a side.  A tile
+costs its full product however few of its blocks are stored: up to (128 / block)² times the stored
+work for scattered blocks, no extra work if supports come in runs of 128 features.
 """
 
 from typing import Any, NamedTuple
@@ -16,10 +16,10 @@ class TileTables(NamedTuple):
     """The weight tiles of each line (a tile column for y = xW, a tile row for dx), int32.
 
     Attributes:
-      count: [lines], how many tiles the line has; further entries are padding.
-      index: [lines, entries], the tile of the other side that an entry reads.
-      slot: [lines, entries, ratio, ratio], place in `values` of the block at (other side, line's
-        side) of a tile; -1 where none is stored.
+      count: [lines], number of tiles of the line; further entries are padding.
+      index: [lines, entries], the tile of the gathered side that an entry reads.
+      slot: [lines, entries, ratio, ratio], place in `values` of the block at (gathered side, line
+        side) of a tile; -1 if it is not stored.
     """
 
     count: Any
@@ -28,16 +28,17 @@ class TileTables(NamedTuple):
 
 
 def tile_tables(index: Any, slot: Any, others: int, ratio: int) -> TileTables:
-    """Tables of tiles of `ratio` x `ratio` blocks.
+    """Return tables of tiles of `ratio` x `ratio` blocks.
 
     Args:
       index: int [lines, fan], `in_index` or `out_index` of LayoutTables.
       slot: int [lines, fan], `in_slot` or `out_slot`.
-      others: blocks of the side that `index` counts.
-      ratio: blocks along a tile.
+      others: number of blocks of the gathered side, which `index` points into.
+      ratio: blocks along a tile's side.
 
-    Numpy tables give numpy tables as wide as the longest line; traced ones are as wide as any
-    layout of this fan could need.
+    Returns:
+      Numpy tables for numpy arguments, as wide as the longest line; else traced tables, as wide as
+      any layout of this fan needs.
     """
     concrete = isinstance(index, np.ndarray) and isinstance(slot, np.ndarray)
     xp: Any = np if concrete else jnp
@@ -50,14 +51,14 @@ def tile_tables(index: Any, slot: Any, others: int, ratio: int) -> TileTables:
     slot = xp.pad(slot, ((0, extra), (0, 0)), constant_values=-1)
     index = xp.pad(index, ((0, extra), (0, 0)))
     tiles = -(-others // ratio)
-    grid = (_placed if concrete else _compared)(index, slot, tiles * ratio)
+    grid = (_scatter_concrete if concrete else _scatter_traced)(index, slot, tiles * ratio)
     grid = grid.reshape(-1, ratio, tiles, ratio).transpose(0, 2, 3, 1)
     used = (grid >= 0).any((2, 3))
     count = used.sum(axis=1)
     if concrete:
         order = np.argsort(~used, axis=1, kind="stable")[:, : max(1, count.max())]
         return _int32(np, count, order, np.take_along_axis(grid, order[..., None, None], axis=1))
-    # Comparisons for what would be a sort and a scatter: a TPU is slow at both, its compiler too.
+    # Comparisons instead of a sort and a scatter, which TPUs run and compile slowly.
     entries = min(ratio * slot.shape[1], tiles)
     rank = jnp.where(used, jnp.cumsum(used, axis=1) - 1, entries)
     chosen = rank[:, None] == jnp.arange(entries)[:, None]
@@ -67,7 +68,7 @@ def tile_tables(index: Any, slot: Any, others: int, ratio: int) -> TileTables:
 
 
 def padded(tables: TileTables, lines: int, entries: int) -> TileTables:
-    """Tables with multiples of so many lines and entries; what is added stores nothing."""
+    """Pad tables to multiples of `lines` and `entries` with empty lines and entries."""
     extra = (-len(tables.count) % lines, -tables.index.shape[1] % entries)
     pad = lambda a, value, *widths: jnp.pad(a, [(0, w) for w in widths], constant_values=value)  # noqa: E731
     return TileTables(
@@ -78,22 +79,22 @@ def padded(tables: TileTables, lines: int, entries: int) -> TileTables:
 
 
 def smem_bytes(tables: TileTables) -> int:
-    """Scalar memory that the tables take."""
+    """Return the bytes of scalar memory that the tables take."""
     return sum(4 * table.size for table in jax.tree.leaves(tables))
 
 
-def _placed(index, slot, others):
-    """The slot of every pair of a line and one of `others`; -1 where nothing is stored."""
+def _scatter_concrete(index, slot, others):
+    """Scatter slots to a grid [lines, others]; -1 where no block is stored."""
     grid = np.full((len(slot), others), -1, np.int32)
     line, position = np.nonzero(slot >= 0)
     grid[line, index[line, position]] = slot[line, position]
     return grid
 
 
-def _compared(index, slot, others):
-    """As `_placed`, of traced tables."""
-    here = index[:, None] == jnp.arange(others)[:, None]
-    return jnp.where(here, slot[:, None], -1).max(axis=2)
+def _scatter_traced(index, slot, others):
+    """The same as `_scatter_concrete` for traced tables."""
+    matches = index[:, None] == jnp.arange(others)[:, None]
+    return jnp.where(matches, slot[:, None], -1).max(axis=2)
 
 
 def _int32(xp, *tables):

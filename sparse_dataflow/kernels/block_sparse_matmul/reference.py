@@ -1,4 +1,4 @@
-"""What the block-sparse matmul means: a dense product with the stored blocks written out."""
+"""The definition of the block-sparse matmul: a product with the dense weight."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from sparse_dataflow.sparsity.layout import LayoutTables
 
 
 def to_dense(values: jax.Array, tables: LayoutTables) -> jax.Array:
-    """The dense weight [in_features, out_features] of values [nnz, block, block]."""
+    """Return the dense weight [in_features, out_features] of values [nnz, block, block]."""
     in_blocks, out_blocks = tables.out_index.shape[0], tables.in_index.shape[0]
     block = values.shape[-1]
     slots = jnp.asarray(tables.in_slot)
@@ -19,10 +19,7 @@ def to_dense(values: jax.Array, tables: LayoutTables) -> jax.Array:
 
 
 def block_sparse_matmul(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
-    """`x @ W` for x [tokens, in_features]; float32 accumulation, result in x's dtype."""
-    product = jnp.matmul(x, to_dense(values, tables), preferred_element_type=_accumulator(x.dtype))
+    """Compute `x @ W` for x [tokens, in_features]; float32 accumulation, result in x's dtype."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    product = jnp.matmul(x, to_dense(values, tables), preferred_element_type=wide)
     return product.astype(x.dtype)
-
-
-def _accumulator(dtype):
-    return jnp.promote_types(dtype, jnp.float32)

@@ -1,9 +1,9 @@
-"""The block-sparse matmul through plain XLA, with runtime tables.
+"""The block-sparse matmul in plain XLA, with runtime tables.
 
-Gathers the input blocks of every output block and multiplies in one batched dot, a tile of tokens
-at a time.  Compile time does not depend on the number of blocks, and a changed layout runs in the
-same program.  Autodiff of a gather is a scatter, hence the explicit gradient.  Few rows of x take a
-form of their own (`xla_few_rows`).
+One batched dot multiplies the gathered input blocks of every output block, a token tile at a time.
+Compile time does not depend on the number of blocks, and changing the layout does not recompile.
+The gradient is explicit, because autodiff of a gather is a scatter.  Few rows of x use
+`xla_few_rows`.
 """
 
 import functools
@@ -20,9 +20,9 @@ from sparse_dataflow.sparsity.layout import LayoutTables
 def block_sparse_matmul(
     x: jax.Array, values: jax.Array, tables: LayoutTables, *, tuning: TuningConfig | None = None
 ) -> jax.Array:
-    """`x @ W` for x [tokens, in_features], values [nnz, block, block]; result in x's dtype.
+    """Compute `x @ W` for x [tokens, in_features], values [nnz, block, block], in x's dtype.
 
-    Tables are arrays; tile sizes are `default_tuning`'s where none are given.
+    Tables must be jax arrays. Tile sizes default to `default_tuning`.
     """
     return _matmul(tuning or default_tuning(x, values, tables), x, values, tables)
 
@@ -31,7 +31,7 @@ def block_sparse_matmul(
 def _matmul(tuning, x, values, tables):
     if len(x) <= xla_few_rows.FEW_ROWS:
         return xla_few_rows.product(x, values, tables)
-    weight = _lines(values, tables.in_slot)
+    weight = _values_by_line(values, tables.in_slot)
     weight = weight.reshape(len(weight), -1, weight.shape[-1])
     return _product(x, tables.in_index, weight, tuning.forward.tokens)
 
@@ -43,17 +43,17 @@ def _forward(tuning, x, values, tables):
 def _backward(tuning, saved, dy):
     x, values, tables = saved
     block = values.shape[-1]
-    weight = _lines(values, tables.out_slot).swapaxes(2, 3)
+    weight = _values_by_line(values, tables.out_slot).swapaxes(2, 3)
     weight = weight.reshape(len(weight), -1, block)
     dx = _product(dy, tables.out_index, weight, tuning.input_gradient.tokens)
 
     def tile(dy, x):
-        # A left side that contracts over its major axis is slow on a CPU: dy is transposed.
+        # Transpose dy: contracting a left side's major axis is slow on a CPU.
         dy_blocks = _blocks(dy, block).transpose(1, 2, 0)
-        return _wide_dot(dy_blocks, _gather(x, tables.in_index, block), (2, 0), (0, 1))
+        return _batched_dot(dy_blocks, _gather(x, tables.in_index, block), (2, 0), (0, 1))
 
     dw = _over_tiles(tile, tuning.weight_gradient.tokens, dy, x, summed=True)
-    # [out_blocks, block (out), fan_in * block (in)], turned and brought into the order of values.
+    # From [out_blocks, block (out), fan_in * block (in)] to the order of values.
     dw = dw.reshape(len(dw), block, -1, block).transpose(0, 2, 3, 1).reshape(-1, block, block)
     slots = tables.in_slot.reshape(-1)
     if len(dw) == len(values):
@@ -66,19 +66,19 @@ def _backward(tuning, saved, dy):
 _matmul.defvjp(_forward, _backward)
 
 
-def _lines(values, slots):
-    """Values by table line, [lines, positions, block, block]; padding (slot -1) reads zeros."""
+def _values_by_line(values, slots):
+    """Gather values by table line: [lines, positions, block, block]; slot -1 reads zeros."""
     if slots.size != len(values):
         values = jnp.concatenate([values, jnp.zeros_like(values[:1])])
     return values[slots]
 
 
 def _product(x, index, weight, tile_tokens):
-    """Lines' inputs times weight [lines, positions * block, block], as [tokens, lines * block]."""
+    """Multiply gathered x by weight [lines, positions * block, block]: [tokens, lines * block]."""
     block = weight.shape[-1]
 
     def tile(x):
-        y = _wide_dot(_gather(x, index, block), weight, (2, 1), (1, 0))
+        y = _batched_dot(_gather(x, index, block), weight, (2, 1), (1, 0))
         return y.astype(x.dtype).swapaxes(0, 1).reshape(len(x), len(weight) * block)
 
     return _over_tiles(tile, tile_tokens, x)
@@ -90,14 +90,14 @@ def _blocks(x, block):
 
 
 def _gather(x, index, block):
-    """[tokens, features] -> [tokens, lines, positions * block], the blocks that each line reads."""
+    """Gather each line's input blocks: [tokens, features] -> [tokens, lines, positions * block]."""
     lines, positions = index.shape
     gathered = _blocks(x, block)[:, index.reshape(-1)]
     return gathered.reshape(len(x), lines, positions * block)
 
 
-def _wide_dot(a, b, a_axes, b_axes):
-    """Contracts the first axis named for each side, with the second as batch axis."""
+def _batched_dot(a, b, a_axes, b_axes):
+    """Batched dot in float32 or wider; each side's axes are (contracted, batch)."""
     (a_sum, a_batch), (b_sum, b_batch) = a_axes, b_axes
     return lax.dot_general(
         a,
@@ -108,23 +108,23 @@ def _wide_dot(a, b, a_axes, b_axes):
 
 
 def _over_tiles(function, tile, *arrays, summed=False):
-    """`function` over tiles of tokens; results are concatenated, or summed over tiles.
+    """Map `function` over token tiles; concatenate the results, or sum them.
 
-    The last, shorter tile runs by itself, so any number of tokens works.
+    A shorter last tile runs separately, so any number of tokens works.
     """
     tokens = len(arrays[0])
     whole = tokens // tile
-    parts = []
+    results = []
     if whole > 1:
         tiles = [a[: whole * tile].reshape(whole, tile, -1) for a in arrays]
-        parts.append(_whole_tiles(function, tiles, summed))
+        results.append(_whole_tiles(function, tiles, summed))
     elif whole:
-        parts.append(function(*(a[:tile] for a in arrays)))
+        results.append(function(*(a[:tile] for a in arrays)))
     if tokens % tile or not whole:
-        parts.append(function(*(a[whole * tile :] for a in arrays)))
+        results.append(function(*(a[whole * tile :] for a in arrays)))
     if summed:
-        return sum(parts)
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        return sum(results)
+    return results[0] if len(results) == 1 else jnp.concatenate(results)
 
 
 def _whole_tiles(function, tiles, summed):

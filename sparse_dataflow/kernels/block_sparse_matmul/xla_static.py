@@ -1,8 +1,8 @@
-"""The block-sparse matmul through plain XLA, specialised to a layout known at trace time.
+"""The block-sparse matmul in plain XLA, specialised to a layout known at trace time.
 
-Output block columns with equal support become one dense dot over static slices of x; dx does the
-same on input block rows.  The fastest form on a CPU when supports repeat, as the rectangles of a
-ring pattern make them; compile time grows with the number of groups.
+Output blocks with equal support form a group: one dense dot over static slices of x.  dx does the
+same for input blocks.  This is the fastest form on a CPU when supports repeat.  Compile time grows
+with the number of groups.
 """
 
 import functools
@@ -17,7 +17,7 @@ from sparse_dataflow.sparsity.layout import BlockLayout
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def block_sparse_matmul(x: jax.Array, values: jax.Array, layout: BlockLayout) -> jax.Array:
-    """`x @ W` for x [tokens, in_features], values [nnz, block, block]; result in x's dtype."""
+    """Compute `x @ W` for x [tokens, in_features], values [nnz, block, block], in x's dtype."""
     pieces = []
     for rows, cols in column_groups(layout):
         if len(rows) == 0:
@@ -57,13 +57,13 @@ block_sparse_matmul.defvjp(_forward, _backward)
 
 @functools.lru_cache(maxsize=4096)
 def column_groups(layout: BlockLayout) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """[(input blocks, output blocks that read exactly these)]: one dot each."""
+    """Return [(input blocks, output blocks that read exactly these)]: one dot each."""
     return _groups(layout.mask.T)
 
 
 @functools.lru_cache(maxsize=4096)
 def row_groups(layout: BlockLayout) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """[(output blocks, input blocks that feed exactly these)]: one dot each."""
+    """Return [(output blocks, input blocks that feed exactly these)]: one dot each."""
     return _groups(layout.mask)
 
 
@@ -75,7 +75,7 @@ def _groups(lines):
 
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """Contracts one axis of each matrix, accumulating in float32 or wider."""
+    """Contract one axis of each matrix, accumulating in float32 or wider."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
     return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=wide)
 
@@ -83,7 +83,7 @@ def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
 def _group_weight(
     values: jax.Array, layout: BlockLayout, rows: tuple[int, ...], cols: tuple[int, ...]
 ) -> jax.Array:
-    """Dense [len(rows) * block, len(cols) * block] of a group whose blocks are all stored."""
+    """Return a group's dense weight [len(rows) * block, len(cols) * block]."""
     stored = values[layout.slots[np.ix_(rows, cols)]]
     return stored.swapaxes(1, 2).reshape(len(rows) * layout.block, len(cols) * layout.block)
 
@@ -91,7 +91,7 @@ def _group_weight(
 def _stored_gradient(
     groups: list[tuple[tuple[int, ...], tuple[int, ...], jax.Array]], layout: BlockLayout
 ) -> jax.Array:
-    """Gradient [nnz, block, block] from (rows, cols, dense gradient) of groups that tile it."""
+    """Return the gradient [nnz, block, block] from each group's (rows, cols, dense gradient)."""
     stored, slots = [], []
     for rows, cols, dw in groups:
         grid = dw.reshape(len(rows), layout.block, len(cols), layout.block)
@@ -101,13 +101,13 @@ def _stored_gradient(
 
 
 def _take(x: jax.Array, blocks: tuple[int, ...], block: int) -> jax.Array:
-    """The columns of x [rows, features] that belong to these blocks, by contiguous slices."""
+    """Gather these blocks' columns of x [rows, features], by contiguous slices."""
     slices = [lax.slice_in_dim(x, a * block, b * block, axis=1) for a, b in _runs(blocks)]
     return slices[0] if len(slices) == 1 else jnp.concatenate(slices, axis=1)
 
 
 def _assemble(pieces: list[tuple[tuple[int, ...], jax.Array]], block: int) -> jax.Array:
-    """Concatenates (block numbers, their columns) in the order of the block numbers."""
+    """Concatenate pieces (block numbers, their columns) in the order of the block numbers."""
     runs = []
     for blocks, columns in pieces:
         offset = 0
@@ -119,6 +119,6 @@ def _assemble(pieces: list[tuple[tuple[int, ...], jax.Array]], block: int) -> ja
 
 
 def _runs(blocks):
-    """Maximal runs [start, stop) of consecutive block numbers."""
+    """Return the maximal runs [start, stop) of consecutive block numbers."""
     breaks = np.flatnonzero(np.diff(blocks) != 1) + 1
     return [(run[0], run[-1] + 1) for run in np.split(np.asarray(blocks), breaks)]

@@ -1,8 +1,8 @@
-"""Cross-entropy of a tied output layer, a chunk of tokens at a time: the logits never exist whole.
+"""Cross-entropy of a tied output layer, one chunk of tokens at a time, without the full logits.
 
-The loss is linear in its cotangent, so the forward pass of a gradient already computes dx and dE
-chunk by chunk while the logits are at hand; nothing is recomputed in the backward pass (the idea
-of arXiv 2411.09009 and of Liger's fused linear cross-entropy, arXiv 2410.10989).
+The gradient is linear in the loss's cotangent.  So the forward pass computes dx and dE from each
+chunk's logits, and the backward pass only scales them (arXiv 2411.09009; Liger's fused linear
+cross-entropy, arXiv 2410.10989).
 """
 
 import functools
@@ -15,10 +15,10 @@ from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.cross_entropy import vocabulary
 
 CHUNK = 512
-"""Tokens whose logits are held at once."""
+"""Tokens of a chunk, whose logits are in memory at once."""
 
 UNROLL_CHUNKS = 4
-"""Most chunks that a program for a CPU writes out."""
+"""Most chunks that are unrolled on a CPU."""
 
 
 def token_scores(
@@ -28,28 +28,30 @@ def token_scores(
     axis: str | None = None,
     size: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Negative log-likelihood of each target, in nats, and whether no token is likelier.
+    """Return each target's negative log-likelihood in nats, and whether it is a likeliest token.
 
     Args:
       x: float [tokens, d_model], normalised hidden states.
       embedding: float [vocab, d_model], the tied output layer.
       targets: int32 [tokens].
-      axis: of `shard_map`, where each of its members holds some rows of the embedding.
-      size: of the vocabulary, where the embedding has more rows.
+      axis: `shard_map` axis over which the embedding's rows are sharded, or None.
+      size: vocabulary size, if the embedding has padding rows after it.
 
     Returns:
-      float32 [tokens] and bool [tokens].
+      (float32 [tokens], bool [tokens]).
     """
 
     def chunk(x, targets):
-        logits = vocabulary.known(_logits(x, embedding), size, axis)
-        rows = vocabulary.own_rows(targets, len(embedding), axis)
+        logits = vocabulary.mask_padding(_logits(x, embedding), size, axis)
+        rows = vocabulary.local_rows(targets, len(embedding), axis)
         target = vocabulary.at(logits, rows, axis)
         largest = vocabulary.largest(logits, axis)
         return vocabulary.logsumexp(logits, axis) - target, target >= largest
 
-    _, found = _over_chunks(lambda carry, part: (carry, chunk(*part)), (), (x, targets))
-    return found
+    _, results = _over_chunks(
+        lambda carry, chunk_arrays: (carry, chunk(*chunk_arrays)), (), (x, targets)
+    )
+    return results
 
 
 def token_losses(
@@ -59,7 +61,7 @@ def token_losses(
     axis: str | None = None,
     size: int | None = None,
 ) -> jax.Array:
-    """The losses of `token_scores` alone, float32 [tokens]."""
+    """Return only the losses of `token_scores`: float32 [tokens]."""
     return token_scores(x, embedding, targets, axis, size)[0]
 
 
@@ -72,10 +74,10 @@ def weighted_loss(
     axis: str | None = None,
     size: int | None = None,
 ) -> jax.Array:
-    """Sum over tokens of weights * token_losses, float32 scalar; weights are float32 [tokens].
+    """Return the sum over tokens of weights * token_losses, a float32 scalar.
 
-    Differentiable in x and embedding.  Over an axis every member has an equal share of the sum,
-    and its dx is that of its own rows: the members' shares, and their dx, sum up.
+    `weights` is float32 [tokens].  Differentiable in x and embedding.  Over an axis, every device
+    returns an equal share of the sum, and dx of its own rows: sum both over the devices.
     """
     losses = token_losses(x, embedding, targets, axis, size)
     return _share(jnp.sum(losses * weights), axis)
@@ -86,12 +88,12 @@ def _share(total, axis):
 
 
 def _forward(x, embedding, targets, weights, axis, size):
-    def chunk(total, part):
+    def chunk(total, chunk_arrays):
         loss, dembedding = total
-        xc, tc, wc = part
-        logits = vocabulary.known(_logits(xc, embedding), size, axis)
+        xc, tc, wc = chunk_arrays
+        logits = vocabulary.mask_padding(_logits(xc, embedding), size, axis)
         lse = vocabulary.logsumexp(logits, axis)
-        rows = vocabulary.own_rows(tc, len(embedding), axis)
+        rows = vocabulary.local_rows(tc, len(embedding), axis)
         loss += jnp.sum((lse - vocabulary.at(logits, rows, axis)) * wc)
         hit = jnp.arange(len(embedding)) == rows[:, None]
         dlogits = ((jnp.exp(logits - lse[:, None]) - hit) * wc[:, None]).astype(x.dtype)
@@ -131,22 +133,22 @@ def _logits(x, embedding):
 
 
 def _over_chunks(step, carry, arrays):
-    """(carry, results of all tokens) of `step(carry, chunk's arrays)`, one chunk after the other.
+    """Scan `step(carry, chunk's arrays)` over chunks; return (carry, results of all tokens).
 
-    Scanned but for a few chunks on a CPU: chunks written out may be computed side by side, and a
-    GPU's compiler then holds a gradient of the whole embedding for each.
+    Only a CPU unrolls (few) chunks: unrolled chunks may run concurrently, and a GPU's compiler then
+    allocates one gradient of the whole embedding per chunk.
     """
-    whole = len(arrays[0]) // CHUNK
-    few = UNROLL_CHUNKS if dispatch.platform() == "cpu" else 1
-    parts, start = [], 0
-    if whole > few:
-        start = whole * CHUNK
-        stacked = tuple(a[:start].reshape(whole, CHUNK, *a.shape[1:]) for a in arrays)
-        carry, found = lax.scan(step, carry, stacked)
-        parts.append(jax.tree.map(lambda a: a.reshape(start, *a.shape[2:]), found))
+    chunks = len(arrays[0]) // CHUNK
+    max_unrolled = UNROLL_CHUNKS if dispatch.platform() == "cpu" else 1
+    results_by_chunk, start = [], 0
+    if chunks > max_unrolled:
+        start = chunks * CHUNK
+        stacked = tuple(a[:start].reshape(chunks, CHUNK, *a.shape[1:]) for a in arrays)
+        carry, results = lax.scan(step, carry, stacked)
+        results_by_chunk.append(jax.tree.map(lambda a: a.reshape(start, *a.shape[2:]), results))
     while start < len(arrays[0]):
         end = min(start + CHUNK, len(arrays[0]))
-        carry, found = step(carry, tuple(a[start:end] for a in arrays))
-        parts.append(found)
+        carry, results = step(carry, tuple(a[start:end] for a in arrays))
+        results_by_chunk.append(results)
         start = end
-    return carry, jax.tree.map(lambda *found: jnp.concatenate(found), *parts)
+    return carry, jax.tree.map(lambda *results: jnp.concatenate(results), *results_by_chunk)

@@ -1,11 +1,11 @@
-"""Cross-entropy with the full logits written out."""
+"""The definition of the cross-entropy, with the full logits."""
 
 import jax
 import jax.numpy as jnp
 
 
 def token_losses(x: jax.Array, embedding: jax.Array, targets: jax.Array) -> jax.Array:
-    """-log softmax(x Eᵀ)[target] for each token; see `api.token_losses`."""
+    """Return -log softmax(x Eᵀ)[target] of each token; see `api.token_losses`."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     logits = jnp.matmul(x, embedding.T, preferred_element_type=wide)
     log_probability = jax.nn.log_softmax(logits)
@@ -15,5 +15,5 @@ def token_losses(x: jax.Array, embedding: jax.Array, targets: jax.Array) -> jax.
 def weighted_loss(
     x: jax.Array, embedding: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """Sum of weights * token_losses."""
+    """Return the sum of weights * token_losses."""
     return jnp.sum(token_losses(x, embedding, targets) * weights)

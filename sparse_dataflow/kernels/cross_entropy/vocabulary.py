@@ -1,7 +1,7 @@
-"""A vocabulary cut over an axis of `shard_map`: each member holds equally many rows in order.
+"""A vocabulary sharded over a `shard_map` axis: every device has equally many consecutive rows.
 
-With `axis` None, one program holds all rows.  Rows from the vocabulary's end on are there to make
-the parts equal, and stand for no token.
+With `axis` None, one device has all rows.  Rows past the vocabulary's size are padding, which makes
+the shards equal.
 """
 
 import jax
@@ -10,43 +10,43 @@ from jax import lax
 
 
 def lookup(table: jax.Array, tokens: jax.Array, axis: str) -> jax.Array:
-    """Rows of the table where this member holds them, else zeros; the members' sum is the lookup.
+    """Look up tokens in the local rows; tokens of other devices give zeros, so sum over `axis`.
 
     Args:
-      table: float [vocab / members, d_model].
-      tokens: int32, any shape; over the whole vocabulary.
-      axis: of the members.
+      table: float [vocab / devices, d_model].
+      tokens: int32 of any shape, indices into the whole vocabulary.
+      axis: the sharded axis.
 
     Returns:
       [*tokens.shape, d_model].
     """
-    rows = own_rows(tokens, len(table), axis)
-    held = (rows >= 0) & (rows < len(table))
-    return jnp.where(held[..., None], table[jnp.clip(rows, 0, len(table) - 1)], 0)
+    rows = local_rows(tokens, len(table), axis)
+    is_local = (rows >= 0) & (rows < len(table))
+    return jnp.where(is_local[..., None], table[jnp.clip(rows, 0, len(table) - 1)], 0)
 
 
-def own_rows(tokens: jax.Array, held: int, axis: str | None) -> jax.Array:
-    """Where tokens are among the `held` rows of this member; outside of them, not here."""
-    return tokens if axis is None else tokens - lax.axis_index(axis) * held
+def local_rows(tokens: jax.Array, local_vocab: int, axis: str | None) -> jax.Array:
+    """Return the tokens' rows on this device; outside [0, local_vocab) on another device."""
+    return tokens if axis is None else tokens - lax.axis_index(axis) * local_vocab
 
 
-def known(logits: jax.Array, size: int | None, axis: str | None) -> jax.Array:
-    """Logits with -inf in the rows that stand for no token: float [tokens, vocab / members].
+def mask_padding(logits: jax.Array, size: int | None, axis: str | None) -> jax.Array:
+    """Set the logits of padding rows to -inf: float [tokens, vocab / devices].
 
     Args:
-      logits: of this member's rows.
-      size: of the vocabulary; None where every row stands for a token.
-      axis: of the members.
+      logits: float [tokens, vocab / devices], of the local rows.
+      size: vocabulary size; None if there are no padding rows.
+      axis: the sharded axis, or None.
     """
-    held = logits.shape[1]
-    if size is None or held * (1 if axis is None else lax.axis_size(axis)) <= size:
+    local_vocab = logits.shape[1]
+    if size is None or local_vocab * (1 if axis is None else lax.axis_size(axis)) <= size:
         return logits
-    first = 0 if axis is None else lax.axis_index(axis) * held
-    return jnp.where(first + jnp.arange(held) < size, logits, -jnp.inf)
+    first = 0 if axis is None else lax.axis_index(axis) * local_vocab
+    return jnp.where(first + jnp.arange(local_vocab) < size, logits, -jnp.inf)
 
 
 def logsumexp(logits: jax.Array, axis: str | None) -> jax.Array:
-    """Over the whole vocabulary: float [tokens, vocab / members] -> [tokens]."""
+    """Reduce over the whole vocabulary: float [tokens, vocab / devices] -> [tokens]."""
     if axis is None:
         return jax.nn.logsumexp(logits, axis=1)
     top = lax.stop_gradient(largest(logits, axis))
@@ -54,13 +54,13 @@ def logsumexp(logits: jax.Array, axis: str | None) -> jax.Array:
 
 
 def largest(logits: jax.Array, axis: str | None) -> jax.Array:
-    """Over the whole vocabulary: float [tokens, vocab / members] -> [tokens]."""
-    own = jnp.max(logits, axis=1)
-    return own if axis is None else lax.pmax(own, axis)
+    """Return the maximum over the whole vocabulary: [tokens, vocab / devices] -> [tokens]."""
+    local_max = jnp.max(logits, axis=1)
+    return local_max if axis is None else lax.pmax(local_max, axis)
 
 
 def at(logits: jax.Array, rows: jax.Array, axis: str | None) -> jax.Array:
-    """The logit of each token's row, which one member holds: -> float [tokens]."""
+    """Return the logit at each token's local row, which one device has: float [tokens]."""
     if axis is None:
         return jnp.take_along_axis(logits, rows[:, None], axis=1)[:, 0]
     hit = jnp.arange(logits.shape[1]) == rows[:, None]

@@ -1,1 +1,1 @@
-"""GELU with a gradient that keeps only its input."""
+"""GELU whose gradient saves only the input."""

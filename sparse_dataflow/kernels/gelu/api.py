@@ -1,6 +1,6 @@
-"""GELU, tanh form (arXiv 1606.08415, section 2), whose gradient keeps only its input.
+"""GELU, tanh form (arXiv 1606.08415, section 2), whose gradient saves only the input.
 
-Autodiff would keep the tanh beside it: one more pass over the widest activation of a block.
+Autodiff would also save the tanh: one more pass over the widest activation of a block.
 """
 
 import jax
@@ -11,12 +11,12 @@ _SCALE, _CUBIC = 0.7978845608028654, 0.044715  # sqrt(2 / pi), and the paper's c
 
 @jax.custom_vjp
 def gelu(x: jax.Array) -> jax.Array:
-    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³))), elementwise, in x's dtype."""
+    """Compute 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³))), elementwise, in x's dtype."""
     return value_and_derivative(x)[0]
 
 
 def value_and_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(gelu(x), its derivative at x), elementwise, in x's dtype."""
+    """Return (gelu(x), the derivative at x), elementwise, in x's dtype."""
     square = x * x
     tanh = jnp.tanh(_SCALE * x * (1 + _CUBIC * square))
     half = 0.5 * (1 + tanh)
@@ -24,9 +24,9 @@ def value_and_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x * half, slope
 
 
-def through_gelu(dy: jax.Array, before: jax.Array) -> jax.Array:
-    """dy times the derivative at `before`, elementwise, in float32 and rounded to dy's dtype."""
-    slope = value_and_derivative(before.astype(jnp.float32))[1]
+def gelu_backward(dy: jax.Array, preactivation: jax.Array) -> jax.Array:
+    """Multiply dy by the derivative at `preactivation`, in float32, rounded to dy's dtype."""
+    slope = value_and_derivative(preactivation.astype(jnp.float32))[1]
     return (dy.astype(jnp.float32) * slope).astype(dy.dtype)
 
 

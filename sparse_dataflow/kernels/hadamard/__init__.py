@@ -2,7 +2,9 @@
 
 
 def factors(width: int) -> tuple[int, int]:
-    """The sides of the two Kronecker factors that a transform of `width`, a power of 2, is applied
-    as; both close to its root.  Loads no jax."""
-    stages = width.bit_length() - 1
-    return 1 << stages // 2, 1 << stages - stages // 2
+    """Return the sides of the two Kronecker factors of a transform of `width`, a power of 2.
+
+    Both are close to the square root of `width`.  Does not import jax.
+    """
+    exponent = width.bit_length() - 1
+    return 1 << exponent // 2, 1 << exponent - exponent // 2

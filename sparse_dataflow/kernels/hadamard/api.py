@@ -1,8 +1,8 @@
-"""The Walsh-Hadamard transform of groups of features: what a wide block-sparse weight may read.
+"""The Walsh-Hadamard transform of consecutive features, as input of a block-sparse weight.
 
-A weight of large blocks at a low density reads few groups of neighbouring features.  Transformed,
-every feature holds something of all features of its group, so a stored block reads `width` of them
-in place of its own side.  The transform has no parameters.
+A block-sparse weight with large blocks and a low density reads few sets of consecutive features.
+After the transform, every feature mixes `width` features, so a stored block depends on `width`
+features instead of on its own side.  The transform has no parameters.
 """
 
 import jax
@@ -13,12 +13,12 @@ from sparse_dataflow.kernels.hadamard import factors
 
 
 def hadamard(x: jax.Array, width: int) -> jax.Array:
-    """[..., features] -> the same shape and dtype, every `width` neighbours mixed.
+    """Transform every `width` consecutive features: [..., features], same shape and dtype.
 
-    The matrix is Sylvester's, orthonormal and symmetric, and so its own inverse and transpose.
+    The matrix is Sylvester's, orthonormal and symmetric: it is its own inverse and transpose.
 
     Args:
-      x: floating; its features are a multiple of `width`.
+      x: float [..., features], features a multiple of `width`.
       width: a power of 2.
     """
     outer, inner = factors(width)

@@ -1,4 +1,4 @@
-"""Two block-sparse products around a GELU as one op, so that a kernel may keep the hidden layer."""
+"""Two block-sparse products around a GELU as one op, so that a kernel may fuse them."""
 
 import importlib
 
@@ -11,7 +11,7 @@ from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 _KERNELS = {"pallas_tpu": "tpu", "pallas_hopper": "gpu"}
-"""Mosaic kernels, each a module of this name: the platform that they run on."""
+"""Module of each Mosaic implementation -> the platform that it runs on."""
 
 IMPLEMENTATIONS = ("products", *_KERNELS)
 
@@ -25,7 +25,7 @@ def sparse_mlp(
     tables_out: LayoutTables,
     implementation: str | None = None,
 ) -> jax.Array:
-    """gelu(x W_in + bias_in) W_out, differentiable in its first four arguments.
+    """Compute gelu(x W_in + bias_in) W_out; differentiable in the first four arguments.
 
     Args:
       x: float [..., in_features].
@@ -34,9 +34,9 @@ def sparse_mlp(
       values_out: stored blocks of W_out.
       tables_in: layout of W_in; see `block_sparse_matmul`.
       tables_out: layout of W_out.
-      implementation: one of IMPLEMENTATIONS, or None to choose by platform and layouts:
-        "products" are two block-sparse matmuls; "pallas_tpu" keeps the hidden layer in VMEM where
-        that pays; "pallas_hopper" puts the GELU and its derivative into the products' epilogues.
+      implementation: one of IMPLEMENTATIONS, or None to choose by platform and layouts.
+        "products" runs two block-sparse matmuls; "pallas_tpu" keeps the hidden layer in VMEM where
+        that is faster; "pallas_hopper" fuses the GELU and its derivative into the products.
 
     Returns:
       [..., out_features] in x's dtype.
@@ -59,7 +59,7 @@ def sparse_mlp(
         hidden = matmul.block_sparse_matmul(x, values_in, tables_in) + bias_in
         return matmul.block_sparse_matmul(gelu(hidden.astype(x.dtype)), values_out, tables_out)
     operands = (flat, values_in, bias_in, values_out)
-    y = _kernels(implementation).sparse_mlp(*operands, tables_in, tables_out)
+    y = _import_kernels(implementation).sparse_mlp(*operands, tables_in, tables_out)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -68,13 +68,13 @@ def _check(x, values_in, bias_in, values_out, tables_in, tables_out):
     features = len(tables_in.in_index) * values_in.shape[-1]
     matmul.check_operands(jax.ShapeDtypeStruct((0, features), x.dtype), values_out, tables_out)
     if bias_in.shape != (features,):
-        raise UserError(f"bias_in has shape {bias_in.shape}; mlp_in makes ({features},).")
+        raise UserError(f"bias_in has shape {bias_in.shape}; legal: ({features},).")
 
 
 def _choose(flat, *stored):
-    """The implementation of the platform compiled for, or products where it refuses."""
+    """Return the target platform's implementation, or "products" if it refuses."""
     platform = dispatch.platform()
-    best = next((name for name, home in _KERNELS.items() if home == platform), "products")
+    best = next((name for name, required in _KERNELS.items() if required == platform), "products")
     reason = _refusal(best, flat, *stored)
     name = "products" if reason else best
     dispatch.log_choice("sparse_mlp", name, platform, reason)
@@ -82,14 +82,14 @@ def _choose(flat, *stored):
 
 
 def _refusal(name, flat, *stored):
-    """Why an implementation cannot run here; empty where it can."""
+    """Return why an implementation cannot run here; empty if it can."""
     if name == "products":
         return ""
-    home = _KERNELS[name]
-    if dispatch.platform() != home:
-        return f"it runs on {home}, and this is {dispatch.platform()}."
-    return _kernels(name).refusal(flat, *stored) or dispatch.partitioned()
+    required = _KERNELS[name]
+    if dispatch.platform() != required:
+        return f"it runs on {required}, and this is {dispatch.platform()}."
+    return _import_kernels(name).refusal(flat, *stored) or dispatch.sharding_refusal()
 
 
-def _kernels(name):
+def _import_kernels(name):
     return importlib.import_module(f"{__package__}.{name}")

@@ -1,9 +1,8 @@
-"""The sparse MLP on a Hopper GPU: six block-sparse products, everything around them in epilogues.
+"""The sparse MLP on a Hopper GPU: six block-sparse products with fused epilogues.
 
-Forward, bias and GELU end the product that makes the hidden layer, which writes its pre-activation
-beside its value.  Backward, the GELU's derivative ends the product that makes the hidden layer's
-gradient.  Of the hidden layer only the pre-activation outlives the forward pass; the backward pass
-makes the value again from it, elementwise.
+Forward, the first product's epilogue applies bias and GELU, and writes the hidden layer and its
+pre-activation.  Backward, the epilogue of dhidden applies the GELU's derivative.  Only the
+pre-activation is saved for the backward pass, which recomputes the hidden layer elementwise.
 """
 
 import jax
@@ -23,7 +22,7 @@ def sparse_mlp(
     tables_in: LayoutTables,
     tables_out: LayoutTables,
 ) -> jax.Array:
-    """gelu(x W_in + bias_in) W_out, differentiable in its first four arguments.
+    """Compute gelu(x W_in + bias_in) W_out; differentiable in the first four arguments.
 
     Args:
       x: bfloat16 or float32 [tokens, in_features].
@@ -37,7 +36,7 @@ def sparse_mlp(
       [tokens, out_features] in x's dtype; sums, bias and activation in float32.
 
     Raises:
-      UserError: if there is a `refusal`.
+      UserError: if `refusal` gives a reason.
     """
     if reason := refusal(x, values_in, values_out, tables_in, tables_out):
         raise UserError(f"sparse_mlp on Hopper GPUs: {reason}")
@@ -51,7 +50,7 @@ def refusal(
     tables_in: LayoutTables,
     tables_out: LayoutTables,
 ) -> str:
-    """Why these operands cannot run on the GPU compiled for, in words; empty where they can."""
+    """Return why the target GPU cannot run these operands; empty if it can."""
     return products.refusal(x, values_in, tables_in) or products.refusal(x, values_out, tables_out)
 
 
@@ -62,19 +61,19 @@ def _mlp(x, values_in, bias_in, values_out, tables_in, tables_out):
 
 
 def _forward(x, values_in, bias_in, values_out, tables_in, tables_out):
-    hidden, before = products.value_and_preactivation(x, values_in, tables_in, bias=bias_in)
+    hidden, preactivation = products.value_and_preactivation(x, values_in, tables_in, bias=bias_in)
     y = products.block_sparse_matmul(hidden, values_out, tables_out)
-    return y, (x, values_in, bias_in, values_out, tables_in, tables_out, before)
+    return y, (x, values_in, bias_in, values_out, tables_in, tables_out, preactivation)
 
 
 def _backward(saved, dy):
-    x, values_in, bias_in, values_out, tables_in, tables_out, before = saved
-    hidden = value_and_derivative(before.astype(jnp.float32))[0].astype(dy.dtype)
+    x, values_in, bias_in, values_out, tables_in, tables_out, preactivation = saved
+    hidden = value_and_derivative(preactivation.astype(jnp.float32))[0].astype(dy.dtype)
     dvalues_out = products.weight_gradient(hidden, dy, tables_out, values=values_out)
-    dbefore = products.input_gradient(dy, values_out, tables_out, preactivation=before)
-    dvalues_in = products.weight_gradient(x, dbefore, tables_in, values=values_in)
-    dx = products.input_gradient(dbefore, values_in, tables_in)
-    dbias = jnp.sum(dbefore, axis=0, dtype=jnp.float32).astype(bias_in.dtype)
+    dz = products.input_gradient(dy, values_out, tables_out, preactivation=preactivation)
+    dvalues_in = products.weight_gradient(x, dz, tables_in, values=values_in)
+    dx = products.input_gradient(dz, values_in, tables_in)
+    dbias = jnp.sum(dz, axis=0, dtype=jnp.float32).astype(bias_in.dtype)
     return dx, dvalues_in, dbias, dvalues_out, None, None
 
 

@@ -1,6 +1,6 @@
-"""The sparse MLP on a TPU: the fused kernels where they pay, else two block-sparse products.
+"""The sparse MLP on a TPU: fused kernels where they save HBM traffic, else two products.
 
-Nothing of the hidden layer outlives the forward pass; the backward pass makes it again from x.
+The fused forward pass saves no hidden activations; the backward pass recomputes them from x.
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ from sparse_dataflow.kernels import tuned
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu as products
 from sparse_dataflow.kernels.block_sparse_matmul import tuning as sizes
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import (
-    lines_of,
-    needed_tuning,
-    operand_of,
+    build_tile_tables,
     pad_to,
-    tile_of,
+    product_operand,
+    require_tuning,
+    tile_side,
 )
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import smem_bytes
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_kernels as kernels
@@ -29,13 +29,13 @@ from sparse_dataflow.kernels.sparse_mlp.tuning import (
     fused_tuning,
 )
 from sparse_dataflow.kernels.sparse_mlp.tuning import spaces as mlp_spaces
-from sparse_dataflow.kernels.tuned import Case, Space
+from sparse_dataflow.kernels.tuned import Case, SearchSpace
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What is fixed when the op is traced."""
+    """Static options of the op."""
 
     tuning: MlpTuning
     out_features: int
@@ -53,7 +53,7 @@ def sparse_mlp(
     tuning: MlpTuning | None = None,
     interpret=False,
 ) -> jax.Array:
-    """gelu(x W_in + bias_in) W_out, differentiable in its first four arguments.
+    """Compute gelu(x W_in + bias_in) W_out; differentiable in the first four arguments.
 
     Args:
       x: bfloat16 or float32 [tokens, in_features].
@@ -69,7 +69,7 @@ def sparse_mlp(
       [tokens, out_features] in x's dtype; sums, bias and activation in float32.
 
     Raises:
-      UserError: if there is a `refusal`.
+      UserError: if `refusal` gives a reason.
     """
     if reason := refusal(x, values_in, values_out, tables_in, tables_out):
         raise UserError(f"sparse_mlp on TPU: {reason}")
@@ -78,8 +78,11 @@ def sparse_mlp(
         return jnp.zeros((0, out_features), x.dtype)
     tuning = tuning or default_tuning(x, values_in, values_out, tables_in, tables_out)
     options = _Options(tuning, out_features, interpret)
-    lines = lines_of(tables_in, values_in.shape[1]), lines_of(tables_out, values_out.shape[1])
-    # Two products keep the pre-activation by themselves.
+    lines = (
+        build_tile_tables(tables_in, values_in.shape[1]),
+        build_tile_tables(tables_out, values_out.shape[1]),
+    )
+    # Two products save the pre-activation themselves.
     run = _pair if tuning.forward is None else _mlp
     return run(options, x, values_in, bias_in, values_out, *lines)
 
@@ -91,7 +94,7 @@ def refusal(
     tables_in: LayoutTables,
     tables_out: LayoutTables,
 ) -> str:
-    """Why these operands cannot run on the TPU compiled for, in words; empty where they can."""
+    """Return why the target TPU cannot run these operands; empty if it can."""
     return products.refusal(x, values_in, tables_in, activated=True) or products.refusal(
         x, values_out, tables_out
     )
@@ -104,19 +107,22 @@ def default_tuning(
     tables_in: LayoutTables,
     tables_out: LayoutTables,
 ) -> MlpTuning:
-    """Tile sizes on the TPU compiled for; what of the MLP is fused there.
+    """Return the tile sizes on the target TPU, and which passes are fused.
 
-    A fused pass that was measured is fused, with the sizes that were the fastest.
+    A fused pass with measured tile sizes is always fused.
+
+    Raises:
+      UserError: if no tile of a single product fits VMEM.
     """
     operands = x, values_in, values_out, tables_in, tables_out
-    lines_in = lines_of(tables_in, values_in.shape[1])
-    lines_out = lines_of(tables_out, values_out.shape[1])
+    lines_in = build_tile_tables(tables_in, values_in.shape[1])
+    lines_out = build_tile_tables(tables_out, values_out.shape[1])
     unfused = MlpTuning(
         forward=None,
         backward=None,
-        product_in=needed_tuning(x, values_in, lines_in, True),
-        product_out=needed_tuning(x, values_out, lines_out, False),
-        gradient_in=needed_tuning(x, values_in, lines_in, False).weight_gradient,
+        product_in=require_tuning(x, values_in, lines_in, True),
+        product_out=require_tuning(x, values_out, lines_out, False),
+        gradient_in=require_tuning(x, values_in, lines_in, False).weight_gradient,
     )
     shape = _shape(*operands)
     if shape is None:
@@ -135,8 +141,8 @@ def spaces(
     values_out: jax.Array,
     tables_in: LayoutTables,
     tables_out: LayoutTables,
-) -> dict[Case, Space]:
-    """What an autotuner may try of each fused pass; none where the MLP cannot be fused."""
+) -> dict[Case, SearchSpace]:
+    """Return the search space of each fused pass; empty if the MLP cannot be fused."""
     operands = x, values_in, values_out, tables_in, tables_out
     shape = _shape(*operands)
     if shape is None:
@@ -145,30 +151,30 @@ def spaces(
         (len(values_in) + len(values_out), *values_in.shape[1:]), values_in.dtype
     )
     widths = shape.by_hidden.features, shape.by_result.features
-    made = mlp_spaces(shape, sizes.budget(), sizes.device().num_cores)
-    return tuned.by_case("pallas_tpu", x, stored, widths, made)
+    spaces_by_pass = mlp_spaces(shape, sizes.budget(), sizes.device().num_cores)
+    return tuned.keyed_by_case("pallas_tpu", x, stored, widths, spaces_by_pass)
 
 
 def _shape(x, values_in, values_out, tables_in, tables_out):
-    """The MLP's; None where its kernels cannot be fused."""
-    lines_in = lines_of(tables_in, values_in.shape[1])
-    lines_out = lines_of(tables_out, values_out.shape[1])
-    most = sizes.device().smem_capacity_bytes * 7 // 8
-    alike = tile_of(values_in) == tile_of(values_out)
-    if not alike or sum(map(smem_bytes, (*lines_in, *lines_out))) > most:
+    """Return the MLP's shape; None if its kernels cannot be fused."""
+    lines_in = build_tile_tables(tables_in, values_in.shape[1])
+    lines_out = build_tile_tables(tables_out, values_out.shape[1])
+    limit = sizes.device().smem_capacity_bytes * 7 // 8
+    same_tile = tile_side(values_in) == tile_side(values_out)
+    if not same_tile or sum(map(smem_bytes, (*lines_in, *lines_out))) > limit:
         return None
     return MlpShape(
-        by_hidden=operand_of(x, values_in, lines_in, False),
-        by_result=operand_of(x, values_out, lines_out, False),
-        by_hidden_row=operand_of(x, values_out, lines_out, True),
-        by_input_row=operand_of(x, values_in, lines_in, True),
+        by_hidden=product_operand(x, values_in, lines_in, False),
+        by_result=product_operand(x, values_out, lines_out, False),
+        by_hidden_row=product_operand(x, values_out, lines_out, True),
+        by_input_row=product_operand(x, values_in, lines_in, True),
         bytes_in=_stored_bytes(values_in),
         bytes_out=_stored_bytes(values_out),
     )
 
 
 def _stored_bytes(values):
-    return values.shape[0] * values.shape[1] * tile_of(values) * values.dtype.itemsize
+    return values.shape[0] * values.shape[1] * tile_side(values) * values.dtype.itemsize
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -196,9 +202,9 @@ def _backward(options, operands, dy):
     if tuning.backward is None:
         pair = functools.partial(_pair, options, lines_in=lines_in, lines_out=lines_out)
         return *jax.vjp(pair, *operands[:4])[1](dy), None, None
-    # Padding rows of dy are zero, so that those of the hidden layer add nothing below.
+    # Padding rows of dy are zero, so the hidden layer's padding rows add nothing to dW.
     wide_x = pad_to(x, _rows(lines_in, values_in))
-    wide_dy = pad_to(dy, len(lines_out[0].count) * tile_of(values_out))
+    wide_dy = pad_to(dy, len(lines_out[0].count) * tile_side(values_out))
     dx, hidden, derived, dbias = kernels.backward(
         wide_x,
         wide_dy,
@@ -210,7 +216,7 @@ def _backward(options, operands, dy):
         tuning.backward,
         **_limits(options),
     )
-    gradient = functools.partial(products.gradient_of_lines, interpret=options.interpret)
+    gradient = functools.partial(products.stored_weight_gradient, interpret=options.interpret)
     tiles_in = dataclasses.replace(tuning.product_in, weight_gradient=tuning.gradient_in)
     (dvalues_in,) = gradient(tiles_in, wide_x, derived, values_in, lines_in)
     (dvalues_out,) = gradient(tuning.product_out, hidden, wide_dy, values_out, lines_out)
@@ -222,21 +228,21 @@ _mlp.defvjp(_forward, _backward)
 
 
 def _pair(options, x, values_in, bias_in, values_out, lines_in, lines_out):
-    """The MLP as two products, the first with bias and GELU in its epilogue."""
+    """Compute the MLP as two products, the first with bias and GELU in its epilogue."""
     tuning, interpret = options.tuning, options.interpret
-    first = products.Options(True, True, tuning.product_in, len(bias_in), interpret)
-    second = products.Options(False, False, tuning.product_out, options.out_features, interpret)
-    hidden = products.product_of_lines(first, x, values_in, bias_in, None, lines_in)
-    return products.product_of_lines(second, hidden, values_out, None, None, lines_out)
+    first = products.Options(True, tuning.product_in, len(bias_in), interpret)
+    second = products.Options(False, tuning.product_out, options.out_features, interpret)
+    hidden = products.fused_product(first, x, values_in, bias_in, None, lines_in)
+    return products.fused_product(second, hidden, values_out, None, None, lines_out)
 
 
 def _rows(lines, values):
-    """Features of a weight's input side, padded to tiles."""
-    return len(lines[1].count) * tile_of(values)
+    """Return the input features of a weight, padded to whole tiles."""
+    return len(lines[1].count) * tile_side(values)
 
 
 def _bias(bias, lines, values):
-    return pad_to(bias.astype(jnp.float32)[None], len(lines[0].count) * tile_of(values), rows=1)
+    return pad_to(bias.astype(jnp.float32)[None], len(lines[0].count) * tile_side(values), rows=1)
 
 
 def _limits(options):

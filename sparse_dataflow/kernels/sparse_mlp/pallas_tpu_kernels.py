@@ -1,8 +1,8 @@
-"""The sparse MLP's fused TPU kernels: hidden activations of a tile of tokens stay in VMEM.
+"""The sparse MLP's fused TPU kernels: a token tile's hidden activations stay in VMEM.
 
-Grid: (cores, token tiles, groups of result columns), columns innermost.  Before its first result
-column a token tile passes `mlp_in`, bias and GELU, a tile column at a time, into VMEM; the result
-columns then read it there.  Both weights stream by once a token tile.
+Grid: (cores, token tiles, steps of result columns), columns innermost.  Before its first result
+column, a token tile's hidden activations (`mlp_in`, bias, GELU) are computed into VMEM, from which
+the result columns read them.  Both weights are streamed once per token tile.
 """
 
 import functools
@@ -34,7 +34,7 @@ def forward(
     cores: int,
     interpret=False,
 ) -> jax.Array:
-    """gelu(x W_in + bias_in) W_out.
+    """Compute gelu(x W_in + bias_in) W_out.
 
     Args:
       x: [tokens, in features], multiples of a register's rows and of the tile.
@@ -55,16 +55,17 @@ def forward(
     first, lines_in = stream_shape(values_in, lines_in, tiles.streams[0], 1, False)
     second, lines_out = stream_shape(values_out, lines_out, tiles.streams[1], tiles.lines, False)
     tile = first.tile
-    cores, own = _split(len(x), tiles.tokens, cores)
+    cores, tiles_per_core = _split(len(x), tiles.tokens, cores)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         functools.partial(_forward_kernel, tiles=tiles, first=first, second=second),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2 * _STREAM_TABLES,
-            grid=(cores, own, second.lines // tiles.lines),
+            grid=(cores, tiles_per_core, second.lines // tiles.lines),
             in_specs=[anywhere] * 3 + [pl.BlockSpec((first.lines, tile), lambda *_: (0, 0))],
             out_specs=pl.BlockSpec(
-                (tiles.tokens, tiles.lines * tile), lambda core, i, step, *_: (core * own + i, step)
+                (tiles.tokens, tiles.lines * tile),
+                lambda core, i, step, *_: (core * tiles_per_core + i, step),
             ),
             scratch_shapes=[
                 pltpu.VMEM((tiles.tokens, tile), jnp.float32),
@@ -79,7 +80,7 @@ def forward(
         cost_estimate=pl.CostEstimate(
             flops=2 * len(x) * (values_in.size + values_out.size),
             bytes_accessed=(len(x) * (x.shape[1] + columns * tile)) * x.dtype.itemsize
-            + cores * own * (values_in.size + values_out.size) * x.dtype.itemsize,
+            + cores * tiles_per_core * (values_in.size + values_out.size) * x.dtype.itemsize,
             transcendentals=len(x) * bias_in.shape[1],
         ),
         interpret=interpret,
@@ -87,25 +88,25 @@ def forward(
     )(*_flat(lines_in), *_flat(lines_out), x, values_in, values_out, bias_in.reshape(-1, tile))
 
 
-def _forward_kernel(*given, tiles, first, second):
-    refs = list(given)
-    tables = [_take(refs, _STREAM_TABLES) for _ in range(2)]
-    x_hbm, in_hbm, out_hbm, bias_ref, y_ref, sum_ref, hidden_ref = _take(refs, 7)
+def _forward_kernel(*all_refs, tiles, first, second):
+    refs = list(all_refs)
+    tables = [_pop(refs, _STREAM_TABLES) for _ in range(2)]
+    x_hbm, in_hbm, out_hbm, bias_ref, y_ref, sum_ref, hidden_ref = _pop(refs, 7)
     core, i, step = (pl.program_id(axis) for axis in range(3))
-    own = pl.num_programs(1)
-    x = Rows(x_hbm, *_take(refs, 2))
-    weights_in = _stream(first, own, tables[0], in_hbm, refs)
-    weights_out = _stream(second, own, tables[1], out_hbm, refs)
+    tiles_per_core = pl.num_programs(1)
+    x = Rows(x_hbm, *_pop(refs, 2))
+    weights_in = _stream(first, tiles_per_core, tables[0], in_hbm, refs)
+    weights_out = _stream(second, tiles_per_core, tables[1], out_hbm, refs)
 
     @pl.when((i == 0) & (step == 0))
     def _():
-        x.begin(core * own)
-        weights_in.begin()
-        weights_out.begin()
+        x.start(core * tiles_per_core)
+        weights_in.start()
+        weights_out.start()
 
     @pl.when(step == 0)
     def _():
-        x.turn(core * own, i, own)
+        x.wait(core * tiles_per_core, i, tiles_per_core)
 
         @pl.loop(0, first.lines)
         def _(line):
@@ -139,9 +140,9 @@ def backward(
     cores: int,
     interpret=False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(dx, hidden, gradient of the pre-activation, dbias), the hidden layer made again.
+    """Compute (dx, hidden, dz, dbias), where dz is the gradient of the pre-activation.
 
-    Hidden activations and their gradient are written once, for the two dW to read.
+    The hidden layer is recomputed from x.  It and dz are written once, for the two dW kernels.
 
     Args:
       x: as in `forward`.
@@ -160,56 +161,66 @@ def backward(
       dx [tokens, input rows * tile] and two [tokens, hidden] in x's dtype; float32 [1, hidden].
     """
     hidden_lines, input_lines = (len(lines.count) for lines in lines_in)
-    again, by_column = stream_shape(values_in, lines_in[0], tiles.streams[0], tiles.lines, False)
-    down, by_hidden = stream_shape(values_out, lines_out, tiles.streams[1], tiles.lines, True)
-    last, by_row = stream_shape(values_in, lines_in[1], tiles.streams[2], tiles.lines, True)
-    tile, width = again.tile, tiles.lines * again.tile
-    steps = again.lines // tiles.lines
-    cores, own = _split(len(x), tiles.tokens, cores)
+    hidden_stream, by_column = stream_shape(
+        values_in, lines_in[0], tiles.streams[0], tiles.lines, False
+    )
+    dhidden_stream, by_hidden = stream_shape(
+        values_out, lines_out, tiles.streams[1], tiles.lines, True
+    )
+    dx_stream, by_row = stream_shape(values_in, lines_in[1], tiles.streams[2], tiles.lines, True)
+    tile, width = hidden_stream.tile, tiles.lines * hidden_stream.tile
+    steps = hidden_stream.lines // tiles.lines
+    cores, tiles_per_core = _split(len(x), tiles.tokens, cores)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     wide = (tiles.tokens, width)
     hidden = pl.BlockSpec(
-        wide, lambda core, i, step, *_: (core * own + i, jnp.minimum(step, steps - 1))
+        wide, lambda core, i, step, *_: (core * tiles_per_core + i, jnp.minimum(step, steps - 1))
     )
     results = pl.BlockSpec(
-        wide, lambda core, i, step, *_: (core * own + i, jnp.maximum(step - steps, 0))
+        wide, lambda core, i, step, *_: (core * tiles_per_core + i, jnp.maximum(step - steps, 0))
     )
     bias = pl.BlockSpec((1, width), lambda core, i, step, *_: (0, jnp.minimum(step, steps - 1)))
     dbias = pl.BlockSpec(
-        (1, 1, width), lambda core, i, step, *_: (core * own + i, 0, jnp.minimum(step, steps - 1))
+        (1, 1, width),
+        lambda core, i, step, *_: (core * tiles_per_core + i, 0, jnp.minimum(step, steps - 1)),
     )
     hidden_shape = jax.ShapeDtypeStruct((len(x), hidden_lines * tile), x.dtype)
     stored = 2 * values_in.size + values_out.size
-    dx, h, dpre, dbias_tiles = pl.pallas_call(
+    dx, h, dz, dbias_tiles = pl.pallas_call(
         functools.partial(
-            _backward_kernel, tiles=tiles, streams=(again, down, last), tokens=len(x)
+            _backward_kernel,
+            tiles=tiles,
+            streams=(hidden_stream, dhidden_stream, dx_stream),
+            tokens=len(x),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3 * _STREAM_TABLES,
-            grid=(cores, own, steps + last.lines // tiles.lines),
+            grid=(cores, tiles_per_core, steps + dx_stream.lines // tiles.lines),
             in_specs=[anywhere] * 4 + [bias],
             out_specs=[results, hidden, hidden, dbias],
             scratch_shapes=[
                 pltpu.VMEM((tiles.tokens, tile), jnp.float32),
                 pltpu.VMEM((tiles.tokens, tile), jnp.float32),
-                pltpu.VMEM((tiles.tokens, again.lines * tile), x.dtype),
+                pltpu.VMEM((tiles.tokens, hidden_stream.lines * tile), x.dtype),
                 *Rows.scratch(x, tiles.tokens, tiles.buffers),
                 *Rows.scratch(dy, tiles.tokens, tiles.buffers),
-                *again.scratch(values_in.dtype),
-                *down.scratch(values_out.dtype),
-                *last.scratch(values_in.dtype),
+                *hidden_stream.scratch(values_in.dtype),
+                *dhidden_stream.scratch(values_out.dtype),
+                *dx_stream.scratch(values_in.dtype),
             ],
         ),
         out_shape=[
             jax.ShapeDtypeStruct((len(x), input_lines * tile), x.dtype),
             hidden_shape,
             hidden_shape,
-            jax.ShapeDtypeStruct((cores * own, 1, hidden_lines * tile), jnp.float32),
+            jax.ShapeDtypeStruct((cores * tiles_per_core, 1, hidden_lines * tile), jnp.float32),
         ],
         compiler_params=_parameters(vmem_bytes),
         cost_estimate=pl.CostEstimate(
             flops=2 * len(x) * stored,
-            bytes_accessed=(2 * x.size + dy.size + 2 * hidden_shape.size + cores * own * stored)
+            bytes_accessed=(
+                2 * x.size + dy.size + 2 * hidden_shape.size + cores * tiles_per_core * stored
+            )
             * x.dtype.itemsize,
             transcendentals=hidden_shape.size,
         ),
@@ -225,21 +236,21 @@ def backward(
         values_out,
         bias_in,
     )
-    return dx, h, dpre, jnp.sum(dbias_tiles, axis=0)
+    return dx, h, dz, jnp.sum(dbias_tiles, axis=0)
 
 
-def _backward_kernel(*given, tiles, streams, tokens):
-    refs = list(given)
-    tables = [_take(refs, _STREAM_TABLES) for _ in streams]
-    x_hbm, dy_hbm, in_hbm, out_hbm, bias_ref = _take(refs, 5)
-    dx_ref, hidden_ref, dpre_ref, dbias_ref = _take(refs, 4)
-    sum_ref, pre_ref, kept_ref = _take(refs, 3)
+def _backward_kernel(*all_refs, tiles, streams, tokens):
+    refs = list(all_refs)
+    tables = [_pop(refs, _STREAM_TABLES) for _ in streams]
+    x_hbm, dy_hbm, in_hbm, out_hbm, bias_ref = _pop(refs, 5)
+    dx_ref, hidden_ref, dz_ref, dbias_ref = _pop(refs, 4)
+    sum_ref, z_scratch, dz_scratch = _pop(refs, 3)
     core, i, step = (pl.program_id(axis) for axis in range(3))
-    own = pl.num_programs(1)
-    number = core * own + i
-    x, dy = (Rows(hbm, *_take(refs, 2)) for hbm in (x_hbm, dy_hbm))
-    again, down, last = (
-        _stream(shape, own, table, hbm, refs)
+    tiles_per_core = pl.num_programs(1)
+    number = core * tiles_per_core + i
+    x, dy = (Rows(hbm, *_pop(refs, 2)) for hbm in (x_hbm, dy_hbm))
+    hidden_stream, dhidden_stream, dx_stream = (
+        _stream(shape, tiles_per_core, table, hbm, refs)
         for shape, table, hbm in zip(streams, tables, (in_hbm, out_hbm, in_hbm))
     )
     tile = streams[0].tile
@@ -247,15 +258,15 @@ def _backward_kernel(*given, tiles, streams, tokens):
 
     @pl.when((i == 0) & (step == 0))
     def _():
-        for stream in (again, down, last):
-            stream.begin()
+        for stream in (hidden_stream, dhidden_stream, dx_stream):
+            stream.start()
         for operand in (x, dy):
-            operand.begin(number)
+            operand.start(number)
 
     @pl.when(step == 0)
     def _():
         for operand in (x, dy):
-            operand.turn(core * own, i, own)
+            operand.wait(core * tiles_per_core, i, tiles_per_core)
 
     @pl.when(step < steps)
     def _():
@@ -264,23 +275,23 @@ def _backward_kernel(*given, tiles, streams, tokens):
             columns, line = _columns(c, tile), step * tiles.lines + c
 
             def preactivate(rows, total):
-                pre_ref[rows, :] = total + bias_ref[:, columns]
+                z_scratch[rows, :] = total + bias_ref[:, columns]
 
             def derive(rows, total):
-                hidden, slope = value_and_derivative(pre_ref[rows, :])
-                derived = total * slope
+                hidden, slope = value_and_derivative(z_scratch[rows, :])
+                dz_rows = total * slope
                 hidden_ref[rows, columns] = hidden.astype(hidden_ref.dtype)
-                rounded = derived.astype(kept_ref.dtype)
-                dpre_ref[rows, columns] = rounded
-                kept_ref[rows, _columns(line, tile)] = rounded
-                row = lax.broadcasted_iota(jnp.int32, derived.shape, 0) + rows.start
-                owned = jnp.where(row + number * tiles.tokens < tokens, derived, 0)
-                bias = jnp.sum(owned, axis=0, keepdims=True)
+                rounded = dz_rows.astype(dz_scratch.dtype)
+                dz_ref[rows, columns] = rounded
+                dz_scratch[rows, _columns(line, tile)] = rounded
+                row = lax.broadcasted_iota(jnp.int32, dz_rows.shape, 0) + rows.start
+                valid = jnp.where(row + number * tiles.tokens < tokens, dz_rows, 0)
+                bias = jnp.sum(valid, axis=0, keepdims=True)
                 before = jnp.where(rows.start == 0, 0, dbias_ref[0, :, columns])
                 dbias_ref[0, :, columns] = before + bias
 
-            again.line(i, line, x.at(i), tiles.rows, sum_ref, preactivate)
-            down.line(i, line, dy.at(i), tiles.rows, sum_ref, derive)
+            hidden_stream.line(i, line, x.at(i), tiles.rows, sum_ref, preactivate)
+            dhidden_stream.line(i, line, dy.at(i), tiles.rows, sum_ref, derive)
 
     @pl.when(step >= steps)
     def _():
@@ -290,20 +301,20 @@ def _backward_kernel(*given, tiles, streams, tokens):
                 dx_ref[rows, _columns(c, tile)] = total.astype(dx_ref.dtype)
 
             line = (step - steps) * tiles.lines + c
-            last.line(i, line, kept_ref, tiles.rows, sum_ref, finish)
+            dx_stream.line(i, line, dz_scratch, tiles.rows, sum_ref, finish)
 
 
-def _take(refs, number):
-    """The first of `refs`, which are removed."""
-    taken = refs[:number]
+def _pop(refs, number):
+    """Pop the first `number` refs."""
+    first = refs[:number]
     del refs[:number]
-    return taken
+    return first
 
 
 def _stream(shape, passes, tables, hbm, refs):
     count, index, slot = tables
-    taken = _take(refs, 3 if shape.ratio > 1 else 2)
-    return Stream(shape, passes, count, index, slot, hbm, *taken)
+    stream_refs = _pop(refs, 3 if shape.ratio > 1 else 2)
+    return Stream(shape, passes, count, index, slot, hbm, *stream_refs)
 
 
 def _columns(line, tile):
@@ -311,7 +322,7 @@ def _columns(line, tile):
 
 
 def _split(tokens, tile, cores):
-    """(cores used, token tiles of each)."""
+    """Return (cores used, token tiles of each core)."""
     token_tiles = pl.cdiv(tokens, tile)
     cores = cores if token_tiles % cores == 0 else 1
     return cores, token_tiles // cores

@@ -1,4 +1,4 @@
-"""Tile sizes of the sparse MLP's TPU kernels, and whether fusing pays on a chip."""
+"""Tile sizes of the sparse MLP's TPU kernels, and whether fusing saves HBM traffic."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from sparse_dataflow.kernels.block_sparse_matmul.tuning import (
     StreamTiles,
     TuningConfig,
 )
-from sparse_dataflow.kernels.tuned import Space
+from sparse_dataflow.kernels.tuned import SearchSpace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +18,12 @@ class MlpTiles:
     """Tiles of one fused kernel.
 
     Attributes:
-      tokens: tokens whose hidden activations lie in VMEM at once; each weight is read once for so
-        many tokens.
-      buffers: 2 where the next token tile is copied meanwhile, else 1.
+      tokens: tokens of a tile, whose hidden activations are in VMEM; each weight is read once per
+        token tile.
+      buffers: 2 to copy the next token tile during compute, else 1.
       rows: tokens of one dot.
       lines: tile columns of a result in one grid step.
-      streams: the weights' streams in the order of their use.
+      streams: tiles of the weights' streams, in order of use.
     """
 
     tokens: int
@@ -41,8 +41,8 @@ class MlpTuning:
       forward: tiles of the fused forward pass; None for two products.
       backward: tiles of the fused backward pass; None for single products.
       product_in: tiles of W_in's three products.
-      product_out: tiles of W_out's.
-      gradient_in: tiles of dW_in where the pre-activation's gradient is known.
+      product_out: tiles of W_out's three products.
+      gradient_in: tiles of dW_in from the pre-activation's gradient.
     """
 
     forward: MlpTiles | None
@@ -54,15 +54,15 @@ class MlpTuning:
 
 @dataclasses.dataclass(frozen=True)
 class MlpShape:
-    """What the tile sizes depend on.
+    """The shapes of the MLP's products, which determine its tile sizes.
 
     Attributes:
-      by_hidden: W_in as y = xW reads it: x kept, a line for each hidden tile.
-      by_result: W_out as y = hW reads it: h kept, a line for each result tile.
-      by_hidden_row: W_out as dh = dy Wᵀ reads it.
-      by_input_row: W_in as dx = dpre Wᵀ reads it.
+      by_hidden: hidden = x W_in: gathers x, one line per hidden tile.
+      by_result: y = hidden W_out: gathers hidden, one line per result tile.
+      by_hidden_row: dhidden = dy W_outᵀ.
+      by_input_row: dx = dz W_inᵀ.
       bytes_in: HBM bytes of W_in's stored blocks, rows padded to a register's lanes.
-      bytes_out: those of W_out.
+      bytes_out: HBM bytes of W_out's stored blocks, rows padded likewise.
     """
 
     by_hidden: Operand
@@ -89,15 +89,15 @@ class MlpShape:
 
 
 def fused_tuning(unfused: MlpTuning, shape: MlpShape, vmem_bytes: int) -> MlpTuning:
-    """Fused passes where VMEM holds them and they read and write less of HBM than single products.
+    """Fuse the passes that fit VMEM and move fewer HBM bytes than single products.
 
-    A token tile that keeps all hidden activations is smaller than one of a product alone, so the
-    weights are read more often: where VMEM is small that can cost more than fusing saves.
+    A token tile with all hidden activations is smaller than a single product's tile, so the weights
+    are read more often.  If VMEM is small, that costs more than fusing saves.
 
     Args:
       unfused: tiles of the single products.
-      shape: the MLP's.
-      vmem_bytes: what may be used.
+      shape: shape of the MLP.
+      vmem_bytes: VMEM budget.
     """
     first, second = unfused.product_in, unfused.product_out
     forward = forward_tiles(shape, vmem_bytes, first.cores)
@@ -111,8 +111,8 @@ def fused_tuning(unfused: MlpTuning, shape: MlpShape, vmem_bytes: int) -> MlpTun
     return dataclasses.replace(unfused, forward=forward, backward=backward)
 
 
-def spaces(shape: MlpShape, vmem_bytes: int, cores: int) -> dict[str, Space]:
-    """What an autotuner may try of each fused pass that fits VMEM at all."""
+def spaces(shape: MlpShape, vmem_bytes: int, cores: int) -> dict[str, SearchSpace]:
+    """Return the search space of each fused pass that fits VMEM."""
     by_pass = {
         "forward": (forward_tiles, forward_bytes, (shape.by_hidden, shape.by_result)),
         "backward": (
@@ -121,24 +121,26 @@ def spaces(shape: MlpShape, vmem_bytes: int, cores: int) -> dict[str, Space]:
             (shape.by_hidden, shape.by_hidden_row, shape.by_input_row),
         ),
     }
-    made = {}
-    for name, (first, bytes_of, operands) in by_pass.items():
-        if start := first(shape, vmem_bytes, cores):
-            made[name] = _space(start, shape, operands, bytes_of, vmem_bytes)
-    return made
+    spaces_by_pass = {}
+    for name, (default_tiles, bytes_of, operands) in by_pass.items():
+        if start := default_tiles(shape, vmem_bytes, cores):
+            spaces_by_pass[name] = _space(start, shape, operands, bytes_of, vmem_bytes)
+    return spaces_by_pass
 
 
 def _space(start, shape, operands, bytes_of, vmem_bytes):
     itemsize = shape.by_hidden.itemsize
 
     def legal(tiles):
-        streamed = len(tiles.streams) == len(operands) and all(
+        streaming = len(tiles.streams) == len(operands) and all(
             stream.entries > 0 and stream.ahead > 1 for stream in tiles.streams
         )
-        whole = tiles.rows > 0 and tiles.tokens % tiles.rows == 0
-        in_order = tiles.tokens % products.sublanes(itemsize) == 0 < tiles.tokens
-        some = tiles.lines > 0 and tiles.buffers in (1, 2)
-        return streamed and whole and in_order and some and bytes_of(shape, tiles) <= vmem_bytes
+        divides = tiles.rows > 0 and tiles.tokens % tiles.rows == 0
+        aligned = tiles.tokens % products.sublanes(itemsize) == 0 < tiles.tokens
+        positive = tiles.lines > 0 and tiles.buffers in (1, 2)
+        return (
+            streaming and divides and aligned and positive and bytes_of(shape, tiles) <= vmem_bytes
+        )
 
     choices = {
         "tokens": tuple(products.token_tiles(shape.tokens, itemsize, 1024)),
@@ -147,22 +149,22 @@ def _space(start, shape, operands, bytes_of, vmem_bytes):
         "lines": (1, 2, 4, 8),
         "streams": tuple(dict.fromkeys(zip(*map(products.streams, operands)))),
     }
-    return Space(start, choices, legal)
+    return SearchSpace(start, choices, legal)
 
 
 def forward_tiles(shape: MlpShape, vmem_bytes: int, cores: int) -> MlpTiles | None:
-    """The largest token tile that fits; None where none does."""
+    """Return the forward tiles of the largest token tile that fits VMEM; None if none fits."""
     return _largest(shape, (shape.by_hidden, shape.by_result), forward_bytes, vmem_bytes, cores)
 
 
 def backward_tiles(shape: MlpShape, vmem_bytes: int, cores: int) -> MlpTiles | None:
-    """The largest token tile that fits; None where none does."""
+    """Return the backward tiles of the largest token tile that fits VMEM; None if none fits."""
     operands = (shape.by_hidden, shape.by_hidden_row, shape.by_input_row)
     return _largest(shape, operands, backward_bytes, vmem_bytes, cores)
 
 
 def forward_bytes(shape: MlpShape, tiles: MlpTiles) -> int:
-    """VMEM bytes of the forward kernel: x, all hidden activations, the bias, some results."""
+    """Return the forward kernel's VMEM bytes: x, hidden, bias, results, streams and dots."""
     x, hidden, _ = shape.row_bytes
     rows = tiles.tokens * (tiles.buffers * x + hidden)
     results = 2 * tiles.tokens * tiles.lines * shape.by_hidden.tile * shape.by_hidden.itemsize
@@ -171,18 +173,18 @@ def forward_bytes(shape: MlpShape, tiles: MlpTiles) -> int:
 
 
 def backward_bytes(shape: MlpShape, tiles: MlpTiles) -> int:
-    """VMEM bytes of the backward kernel: x, dy, the pre-activation's gradient, some results."""
+    """Return the backward kernel's VMEM bytes: x, dy, dz, results, streams and dots."""
     x, hidden, dy = shape.row_bytes
     rows = tiles.tokens * (tiles.buffers * (x + dy) + hidden)
     tile, itemsize = shape.by_hidden.tile, shape.by_hidden.itemsize
     results = 2 * 3 * tiles.tokens * tiles.lines * tile * itemsize
-    before = tiles.tokens * tile * 4
+    preactivation = tiles.tokens * tile * 4
     operands = (shape.by_hidden, shape.by_hidden_row, shape.by_input_row)
-    return rows + results + before + _dots(tiles, *operands)
+    return rows + results + preactivation + _dots(tiles, *operands)
 
 
 def _dots(tiles, *operands):
-    """The streams, and the dots of one at a time."""
+    """Return the VMEM bytes of all streams, and of the dots of one product at a time."""
     each = list(zip(operands, tiles.streams, strict=True))
     return sum(products.stream_bytes(operand, stream) for operand, stream in each) + max(
         products.dot_bytes(operand, stream, tiles.tokens, tiles.rows) for operand, stream in each
@@ -202,38 +204,39 @@ def _largest(shape, operands, need, vmem_bytes, cores):
 
 
 def forward_traffic(shape: MlpShape, tiles: MlpTiles) -> int:
-    """HBM bytes of the fused forward pass: x and y once, both weights once a token tile."""
+    """Return the fused forward pass's HBM bytes: x and y once, weights once per token tile."""
     x, _, y = shape.row_bytes
     return shape.tokens * (x + y) + _times(shape, tiles) * (shape.bytes_in + shape.bytes_out)
 
 
 def pair_traffic(shape: MlpShape, first: ProductTiles, second: ProductTiles) -> int:
-    """HBM bytes of two products: the hidden layer written and read, its pre-activation written."""
+    """Return two products' HBM bytes: hidden written and read, the pre-activation written."""
     x, hidden, y = shape.row_bytes
     weights = _times(shape, first) * shape.bytes_in + _times(shape, second) * shape.bytes_out
     return shape.tokens * (x + 3 * hidden + y) + weights
 
 
 def backward_traffic(shape: MlpShape, tiles: MlpTiles) -> int:
-    """HBM bytes of the fused backward pass but for dW's kernels, which both forms have."""
+    """Return the fused backward pass's HBM bytes, without dW's kernels, which both forms run."""
     x, hidden, y = shape.row_bytes
     weights = _times(shape, tiles) * (2 * shape.bytes_in + shape.bytes_out)
     return shape.tokens * (2 * x + 2 * hidden + y) + weights
 
 
 def recomputing_traffic(
-    shape: MlpShape, again: ProductTiles, down: ProductTiles, last: ProductTiles
+    shape: MlpShape, recompute: ProductTiles, dhidden: ProductTiles, dx: ProductTiles
 ) -> int:
-    """HBM bytes of the same in single products: pre-activation and hidden made again, dh, dx.
+    """Return the HBM bytes of `backward_traffic`'s work as single products.
 
-    Beyond what `backward_traffic` counts the pre-activation and dh are written and read.
+    These recompute the pre-activation and hidden, then compute dhidden and dx.  Unlike the fused
+    pass, they write and read the pre-activation and dhidden.
     """
     x, hidden, y = shape.row_bytes
-    weights = (_times(shape, again) + _times(shape, last)) * shape.bytes_in
-    weights += _times(shape, down) * shape.bytes_out
+    weights = (_times(shape, recompute) + _times(shape, dx)) * shape.bytes_in
+    weights += _times(shape, dhidden) * shape.bytes_out
     return shape.tokens * (2 * x + 7 * hidden + y) + weights
 
 
 def _times(shape, tiles):
-    """How often the weights are read."""
+    """Return how often the weights are read."""
     return -(-shape.tokens // tiles.tokens)
