@@ -37,7 +37,7 @@ demo: $(READY) ## train a sparse GPT and its dense twin here; ARGS="--help" list
 	@$(BIN)/python -m experiments.gpt13b_sparse $(ARGS)
 
 test: $(READY) ## run the tests; TESTS="tests/sparsity -k layout" runs some
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(TESTS)
 
 quick: $(READY) ## run the tests that are not marked slow
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow and not nightly' $(TESTS)

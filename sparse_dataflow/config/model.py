@@ -169,7 +169,7 @@ class ModelConfig:
             spec, (fan_in, fan_out) = self.linear(name), self.projection_shape(name)
             if spec.hadamard and fan_in % spec.hadamard:
                 raise UserError(
-                    f"--hadamard={spec.hadamard} does not divide the {fan_in} features that {name} "
+                    f"sparsity.hadamard={spec.hadamard} does not divide the {fan_in} features that {name} "
                     f"reads; legal: powers of 2 up to {fan_in & -fan_in}."
                 )
             layers = sum(self.density_by_depth) or self.num_layers

@@ -170,10 +170,10 @@ def test_some_projections_become_dense_first():
     [
         *(
             (MODEL, {"method": "sparse_to_dense", "first": first}, "legal: some of .*, but not all")
-            for first in (("mlp",), PROJECTIONS)
+            for first in (PROJECTIONS,)
         ),
-        (MODEL, {"method": "grow"}, "'grow' is unknown; legal: gradual"),
-        (MODEL, {"method": "rigl", "every": 0}, "legal: 1 or more"),
+        (MODEL, {"method": "grow"}, "evolution.method=grow is unknown. Legal: static"),
+        (MODEL, {"method": "rigl", "every": 0}, "it must be 1 or more"),
         (MODEL, {"method": "rigl", "at": 1.0}, r"\[0, 1\)"),
         (MODEL, {"method": "rigl", "share": 1.0}, r"\(0, 1\)"),
         (MODEL.with_linears(LinearSpec()), {"method": "set"}, "needs a block-sparse projection"),

@@ -98,15 +98,15 @@ def test_shapes_of_projections():
         ({"num_heads": 0}, "num_heads 0"),
         ({"num_layers": 0}, "num_layers 0"),
         ({"vocab_size": -1}, "vocab_size -1"),
-        ({"norm": "batch"}, "norm 'batch' is unknown; legal: layernorm, rmsnorm"),
-        ({"positions": "alibi"}, "positions 'alibi' is unknown; legal: learned, rotary"),
-        ({"remat": "some"}, "remat 'some' is unknown; legal: none, dots, full"),
-        ({"compute_dtype": "int8"}, "compute_dtype 'int8' is unknown; legal: float32, bfloat16"),
-        ({"parametrization": "mup"}, "parametrization 'mup' is unknown; legal: standard, supar"),
+        ({"norm": "batch"}, "norm=batch is unknown. Legal: layernorm, rmsnorm"),
+        ({"positions": "alibi"}, "positions=alibi is unknown. Legal: learned, rotary"),
+        ({"remat": "some"}, "remat=some is unknown. Legal: none, dots, full"),
+        ({"compute_dtype": "int8"}, "compute_dtype=int8 is unknown. Legal: float32, bfloat16"),
+        ({"parametrization": "mup"}, "parametrization=mup is unknown. Legal: standard, supar"),
         ({"linears": {"qvk": LinearSpec()}}, "projection 'qvk' is unknown; legal: qkv, attn_out"),
         (
             {"linears": {"mlp_in": LinearSpec("block_sparse", hadamard=64)}},
-            "--set sparsity.hadamard=64 does not divide the 32 features that mlp_in reads; .* up "
+            "sparsity.hadamard=64 does not divide the 32 features that mlp_in reads; .* up "
             "to 32",
         ),
         ({"positions": "rotary", "num_heads": 32}, "rotary positions need an even head width"),

@@ -1,0 +1,22 @@
+"""Names say what they mean; `python tests/names.py PLACE --list` shows those that do not."""
+
+import names
+import pytest
+
+LARGEST_SHARE = 0.01
+
+
+@pytest.mark.parametrize("place", ["sparse_dataflow", "experiments", "launch", "tests"])
+def test_few_names_are_vague(place):
+    total, matches = names.survey(place)
+    assert len(matches) <= LARGEST_SHARE * total, matches[:20]
+
+
+@pytest.mark.parametrize("name", ["found", "_kept", "step_told", "PARTS", "what_is", "OneDevice"])
+def test_a_vague_word_is_noticed_in_any_spelling(name):
+    assert names.vague(name)
+
+
+@pytest.mark.parametrize("name", ["partition", "held_out", "apart", "test_what_is_told", "keep"])
+def test_other_words_pass(name):
+    assert not names.vague(name)
