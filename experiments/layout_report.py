@@ -1,4 +1,4 @@
-"""Runs a layout search and tells what it found."""
+"""Runs a layout search and prints its result."""
 
 import csv
 import dataclasses
@@ -6,14 +6,11 @@ from pathlib import Path
 
 from experiments import layout_verify, planner_flags
 from experiments.recipes import RECIPES
-from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import schedules
 from sparse_dataflow.planning import (
     chips,
     cost,
     layout_memory,
-    sampling,
-    sampling_deephyper,
     search,
     sensitivity,
     step_time,
@@ -22,16 +19,12 @@ from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.planning.run_layout import RunLayout
 from sparse_dataflow.reporting import planner_figures
 
-TRIALS_KEPT = 1000
-SAMPLERS = {
-    "optuna": (sampling.sample, "trials.journal"),
-    "deephyper": (sampling_deephyper.sample, "trials.deephyper.jsonl"),
-}
-"""Engine -> (what samples, the file that keeps its trials)."""
+ROWS = 1000
+"""Largest number of layouts in trials.csv."""
 
 
 def run(asked) -> None:
-    """Searches, prints and keeps.
+    """Prices every layout, prints the fastest, and writes the tables and figures to asked.out.
 
     Args:
       asked: the flags of `layout_search`.
@@ -47,37 +40,23 @@ def run(asked) -> None:
         chips.named(asked.hardware),
         asked.chips,
     )
-    choices = search.space(request)
     folder = Path(asked.out)
     folder.mkdir(parents=True, exist_ok=True)
-    sampled = asked.engine in SAMPLERS
-    sampled = sampled or (asked.engine == "auto" and choices.size > planner_flags.LARGEST_GRID)
-    if sampled:
-        sample, journal = SAMPLERS.get(asked.engine, SAMPLERS["optuna"])
-        found = sample(request, choices, asked.trials, folder / journal)
-        if not found:
-            raise UserError(
-                f"None of {asked.trials} sampled layouts is legal; legal: more --trials, or "
-                "--engine=exhaustive, which names what blocks the request."
-            )
-        print(f"{len(found):,} legal layouts of {asked.trials:,} sampled from {choices.size:,}")
-    else:
-        priced = search.price(request, choices)
-        search.refuse(priced)
-        flat = priced.throughput.reshape(-1)
-        found = [(c, flat[i]) for i, c in priced.ranked(TRIALS_KEPT)]
-        print(f"{int(priced.legal.sum()):,} legal layouts of {choices.size:,}, all priced")
+    priced = search.price(request, search.space(request))
+    search.refuse(priced)
+    speeds = priced.throughput.reshape(-1)
+    found = [(choice, speeds[index]) for index, choice in priced.ranked(ROWS)]
+    print(f"{int(priced.legal.sum()):,} legal layouts of {priced.space.size:,}, all priced")
     leading = [search.single(request.layout(choice)) for choice, _ in found[:10]]
     said = layout_verify.verified(asked.scale, request, leading, asked.verify)
     _print_best(request, found[:10], said)
-    _keep_trials(folder / "trials.csv", request, found)
+    _write_rows(folder / "trials.csv", request, found)
     for choice, _ in found[: asked.explain]:
         print(f"\n{search.single(request.layout(choice))}")
         print(search.explain(request, choice).explain())
         print(f"\nmemory of the fullest chip\n{_memory(request, choice)}")
     best = found[0][0]
-    if not sampled:
-        _sensitivity(priced, folder)
+    _sensitivity(priced, folder)
     _roofline(asked, request, best, folder)
     print(f"\nTo run it:\n  {command(asked, request, best)}")
 
@@ -138,7 +117,7 @@ def row(request, choice, speed) -> dict:
     }
 
 
-def _keep_trials(path, request, found):
+def _write_rows(path, request, found):
     rows = [row(request, choice, speed) for choice, speed in found]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))

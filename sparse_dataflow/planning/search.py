@@ -1,4 +1,4 @@
-"""Which layout trains a model fastest on given chips: every legal one priced, or sampled.
+"""Which layout trains a model fastest on given chips: prices all of them.
 
 A `Space` is the product of the choices' levels.  What cannot run is not left out but marked with
 what blocks it, so that an impossible request can be answered with the nearest possible one.

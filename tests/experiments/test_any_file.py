@@ -31,7 +31,7 @@ from sparse_dataflow.evaluation.tasks import items
 from sparse_dataflow.interchange import huggingface, sparse_form
 from sparse_dataflow.kernels import tuned
 from sparse_dataflow.models.sizes import SIZES, LinearSpec
-from sparse_dataflow.planning import chips, sampling, sampling_deephyper, search
+from sparse_dataflow.planning import chips
 from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training import goodput, manifest
 from sparse_dataflow.training.checkpoint import Checkpoints
@@ -63,7 +63,6 @@ CONFIG = {
     },
 }
 HUGGING_FACE = ROOT / "tests" / "interchange"
-SEARCHED = search.Space({"tensor": (1, 2, 4), "zero": (0, 1)})
 EVALUATION = {
     "models": ["sparse"], "method": "m", "notes": [], "command": "python",
     "rows": [],
@@ -141,24 +140,6 @@ def counted(path):
     return goodput.account(goodput.read(path), 1.0)
 
 
-def journal_of_deephyper(path):
-    return sampling_deephyper._kept(path, "asked", SEARCHED)
-
-
-def journal_of_optuna(path):
-    """As far as trials are read: none is left to make."""
-    pytest.importorskip("optuna")
-    return sampling.sample("asked", SEARCHED, 0, path)
-
-
-def optuna_lines():
-    common = {"worker_id": "w"}
-    made = {"op_code": 0, "study_name": "layouts", "directions": [2]}
-    asked = {"op_code": 2, "study_id": 0, "user_attr": {"request": "asked"}}
-    lines = (common | made, common | asked)
-    return b"".join(text(line) + b"\n" for line in lines)
-
-
 def tuning():
     kinds = {int: 8, str: "x", bool: False}
     hints = typing.get_type_hints(tuned.Case)
@@ -178,9 +159,6 @@ EXTRA = {
 }
 REPORT = {"title": "t", "command": "c", "variants": [{"name": "sparse"}], "layouts": []}
 QUESTION = {"context": "c", "choices": ["a", "b"], "answer": 1}
-TRIALS = (
-    b'"asked"\n[{"tensor": 1, "zero": 0}, 12.5, ""]\n[{"tensor": 2, "zero": 1}, 3.0, "memory"]\n'
-)
 EXPORT = {"format": sparse_form.FORMAT, "model": MODEL.to_json()}
 READERS = {
     "config.json, resumed": ("config.json", text(CONFIG), config_of),
@@ -193,8 +171,6 @@ READERS = {
     "report.json": ("report.json", text(REPORT), reported),
     "hardware TOML": ("chip.toml", CHIP, chips.read),
     "tuning JSON": ("tuned.json", tuning(), tuned.read),
-    "trials of DeepHyper": ("trials.jsonl", TRIALS, journal_of_deephyper),
-    "trials of Optuna": ("trials.journal", optuna_lines(), journal_of_optuna),
     "study CSV": ("runs.csv", RUNS, read_runs),
     "study result.json": ("result.json", text({"loss": 1.0}), kept),
     "study settings.json": ("settings.json", text({"scale": "pico"}), settings_of),

@@ -153,25 +153,3 @@ def test_decisions_keep_the_best_and_best_by_level_names_it():
     effects = sensitivity.shapley_effects(values, list(levels))
     assert sum(effects.values()) == pytest.approx(1)
     assert all(-1e-9 < effect < 1 for effect in effects.values())
-
-
-def test_sampling_finds_a_good_legal_layout_and_goes_on(tmp_path):
-    pytest.importorskip("optuna")
-    from sparse_dataflow.planning import sampling
-
-    request = GRID.request
-    levels = {**GRID.space.levels, "chunks": (1,), "schedule": ("gpipe", "1f1b"), "data": (1,)}
-    choices = Space(levels)
-    journal = tmp_path / "trials.journal"
-    first = sampling.sample(request, choices, 30, journal)
-    again = sampling.sample(request, choices, 30, journal)
-    assert first == again
-    more = sampling.sample(request, choices, 60, journal)
-    assert len(more) >= len(first) and more[0][1] >= first[0][1]
-    for choice, speed in more:
-        layout = search.single(request.layout(choice))
-        assert layout.chips == request.chips and layout.batch == request.batch
-        assert speed <= GRID.throughput.max() * (1 + 1e-9)
-    assert more[0][1] > 0.5 * GRID.throughput.max()
-    with pytest.raises(UserError, match="another request"):
-        sampling.sample(dataclasses.replace(request, batch=128), choices, 30, journal)
