@@ -117,7 +117,9 @@ def _check_evolution(values):
                 f"--{name} is for --evolution=sparse_to_dense, not for {method}; leave it out."
             )
     if method == "low_rank_tail" and "rank" in values and not values.rank:
-        raise UserError("--evolution=low_rank_tail adds a term of --rank; legal: 1 or more.")
+        raise UserError(
+            "--evolution=low_rank_tail adds a low-rank term of width --rank; legal: 1 or more."
+        )
 
 
 _OF_THE_WEIGHTS = (

@@ -98,12 +98,12 @@ def _pipelines(values, stages):
 def arrays(executor: Executor, variant: Variant) -> list[dict]:
     """`Executor.arrays` of each model that the variant trains in turn."""
     training, found = variant.training, []
-    for stage in variant.stages:
-        state = abstract_state(stage.model, training)
-        tables = gpt.layout_tables(gpt.layouts(stage.model))
+    for phase in variant.phase_specs:
+        state = abstract_state(phase.model, training)
+        tables = gpt.layout_tables(gpt.layouts(phase.model))
         tokens = jax.ShapeDtypeStruct((training.batch, training.sequence + 1), "int32")
         batch = {"tokens": tokens}
-        found.append(executor.arrays(state, tables, stage.runtime_layouts, batch))
+        found.append(executor.arrays(state, tables, phase.runtime_layouts, batch))
     return found
 
 
@@ -112,8 +112,8 @@ def printed(executor: Executor, variants: list[Variant]) -> str:
     parts = []
     for variant in variants:
         for number, found in enumerate(arrays(executor, variant)):
-            stage = f", model {number + 1}" if len(variant.stages) > 1 else ""
-            title = f"{variant.name}{stage}: {executor.devices} chips, {executor.describe()}"
+            phase = f", model {number + 1}" if len(variant.phase_specs) > 1 else ""
+            title = f"{variant.name}{phase}: {executor.devices} chips, {executor.describe()}"
             parts.append(describe.table(describe.rows(found), title))
     return "\n\n".join(parts)
 
@@ -125,8 +125,8 @@ def check(executor: Executor, values, variants: list[Variant], memory_bytes: int
       UserError: naming what does not fit.
     """
     for variant in variants:
-        for stage in variant.stages:
-            executor.check(stage.model, variant.training)
+        for phase in variant.phase_specs:
+            executor.check(phase.model, variant.training)
     if memory_bytes is None or executor == ONE_DEVICE or values.executor == "relay":
         return
     need = sum(max(map(describe.bytes_a_chip, arrays(executor, v))) for v in variants)

@@ -120,7 +120,7 @@ def _run(experiment, values, groups, sparse, clock):
             say(f"{v.name:>6}: compiling")
             with clock.during("compile"):
                 programs[v.name] = compile_programs(
-                    v.stages, v.training, data, v.evolution, known, executor
+                    v.phase_specs, v.training, data, v.evolution, known, executor
                 )
         if not saved:
             with clock.during("compile"):

@@ -21,7 +21,7 @@ def needed_bytes(variants: list[Variant]) -> int:
     flash = jax.default_backend() != "cpu"
     plans = [
         max(
-            (memory.of_training(stage.model, v.training, flash) for stage in v.stages),
+            (memory.of_training(phase.model, v.training, flash) for phase in v.phase_specs),
             key=lambda plan: plan.total,
         )
         for v in variants

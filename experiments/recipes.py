@@ -9,7 +9,7 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import SIZES, LinearSpec, ModelConfig
 from sparse_dataflow.planning import memory
 from sparse_dataflow.sparsity.allocation import allocate
-from sparse_dataflow.sparsity.evolution import EvolutionConfig, Stage, stages
+from sparse_dataflow.sparsity.evolution import EvolutionConfig, PhaseSpec, phase_specs
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.phases import Phase, phases
 
@@ -39,9 +39,9 @@ class Variant:
         }
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def phase_specs(self) -> tuple[PhaseSpec, ...]:
         """The models that are trained in turn; UserError where the method fits no such model."""
-        return stages(self.model, self.evolution)
+        return phase_specs(self.model, self.evolution)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -170,7 +170,7 @@ def variants(values, names: list[str], tokens: int | None = None) -> list[Varian
         for name, model in models.items()
     ]
     for variant in found:
-        stages(variant.model, variant.evolution)
+        phase_specs(variant.model, variant.evolution)
     return found
 
 

@@ -54,7 +54,7 @@ def write(
     timed = max(trainer.seconds for trainer in trainers) >= TIMED_FROM
     variants = [_variant(folder, trainer, chip, timed) for trainer in trainers]
     sparse = [p.model for t in trainers for p in t.phases if p.model.sparse_projections]
-    # A model that got sparser in stages is judged by its last.
+    # A model that got sparser in phases is judged by its last phase.
     model = (sparse or [trainers[0].model])[-1]
     sequence = trainers[0].training.sequence
     dense_flops = cost.flops_per_token(dataclasses.replace(model, linears=()), sequence)

@@ -29,9 +29,9 @@ def projection_layout(config: ModelConfig, projection: str, layer: int) -> Block
       UserError: if the spec has no balanced layout; the legal values are named.
     """
     spec = layer_linear(config, projection, layer)
-    phase = config.seed + layer * len(PROJECTIONS) + PROJECTIONS.index(projection)
+    offset = config.seed + layer * len(PROJECTIONS) + PROJECTIONS.index(projection)
     in_features, out_features = config.projection_shape(projection)
-    return make_layout(spec.pattern, in_features, out_features, spec.block, spec.density, phase)
+    return make_layout(spec.pattern, in_features, out_features, spec.block, spec.density, offset)
 
 
 @functools.partial(

@@ -21,7 +21,7 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation.trained import Trained
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
+from sparse_dataflow.sparsity.evolution import EvolutionConfig, phase_specs
 from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
 from sparse_dataflow.training.programs import (
     TrainingData,
@@ -92,7 +92,7 @@ def train(
     data = TrainingData(
         batches, held_out, held_out_bytes, held_out, held_out_bytes, tokenizer.content_hash
     )
-    [programs] = compile_programs(stages(model, EvolutionConfig()), training, data)
+    [programs] = compile_programs(phase_specs(model, EvolutionConfig()), training, data)
     state = initial_state(model, training)
     tables, rate = programs.tables(state.tables), learning_rate_schedule(training)
     seconds, quality = 0.0, None

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning import cost
-from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, exchanged_share, stages
+from sparse_dataflow.sparsity.evolution import (
+    METHODS,
+    EvolutionConfig,
+    exchanged_share,
+    phase_specs,
+)
 from sparse_dataflow.training.optimizer import TrainingConfig
 
 
@@ -38,11 +43,11 @@ def phases(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> tuple[
     Raises:
       UserError: the method can do nothing with this model.
     """
-    found = stages(model, evolution)
-    starts = [round(stage.start * steps) for stage in found]
+    found = phase_specs(model, evolution)
+    starts = [round(spec.start * steps) for spec in found]
     return tuple(
-        Phase(start, stop, stage.model, stage.runtime_layouts)
-        for stage, start, stop in zip(found, starts, [*starts[1:], steps])
+        Phase(start, stop, spec.model, spec.runtime_layouts)
+        for spec, start, stop in zip(found, starts, [*starts[1:], steps])
     )
 
 

@@ -25,7 +25,7 @@ from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.groups import groups, layer_linear, parts, together
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
-from sparse_dataflow.sparsity.evolution import Update, largest_blocks, sources_of
+from sparse_dataflow.sparsity.evolution import Update, block_sources, largest_blocks
 from sparse_dataflow.sparsity.layout import BlockLayout
 from sparse_dataflow.training.optimizer import adam, map_moments
 from sparse_dataflow.training.step import TrainState
@@ -62,7 +62,7 @@ def update_layouts(
                 gradients = None if gradient_norms is None else gradient_norms[name][layer]
                 rng = np.random.default_rng([*seed, PROJECTIONS.index(name), layer])
                 new.append(update(old[layer], by_slot, gradients, share, rng))
-            sources = np.stack([sources_of(old[i], new[i]) for i in place.layers])
+            sources = np.stack([block_sources(old[i], new[i]) for i in place.layers])
             state = _moved(state, place, "values", "values", lambda a, s=sources: _carry(a, s))
         layouts[name] = new
     return state._replace(tables=gpt.layout_tables(layouts))
@@ -187,7 +187,7 @@ def carried(values: jax.Array, sources: jax.Array) -> jax.Array:
 
     Args:
       values: float [layers, nnz, block, block] at the old layouts.
-      sources: int32 [layers, new nnz] of `sources_of`.
+      sources: int32 [layers, new nnz] of `block_sources`.
 
     Returns:
       float [layers, new nnz, block, block]: the same bits where a block stays, 0 where it is new.
@@ -263,7 +263,7 @@ def _pruned(state, place, old: list[BlockLayout] | None, spec):
     if old is None:
         move = functools.partial(_collected, *_positions(new), block=spec.block)
         return _moved(state, place, "kernel", "values", move), new
-    sources = np.stack([sources_of(before, after) for before, after in zip(old, new)])
+    sources = np.stack([block_sources(before, after) for before, after in zip(old, new)])
     return _moved(state, place, "values", "values", lambda a: carried(a, sources)), new
 
 

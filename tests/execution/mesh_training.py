@@ -27,7 +27,7 @@ from sparse_dataflow.execution.stages import divide
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.groups import parts
 from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
-from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
+from sparse_dataflow.sparsity.evolution import EvolutionConfig, phase_specs
 from sparse_dataflow.training.checkpoint import Checkpoints
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.optimizer import TrainingConfig, map_moments
@@ -209,7 +209,7 @@ def evolve(name, texts):
         batches = TrainBatches(text, BATCH, SEQUENCE, rows=rows)
         data = TrainingData(batches, held_out, 1, held_out, 1, "none")
         programs = compile_programs(
-            stages(model, evolution), training, data, evolution, executor=executor
+            phase_specs(model, evolution), training, data, evolution, executor=executor
         )
         with tempfile.TemporaryDirectory() as folder:
             trainer = Trainer(

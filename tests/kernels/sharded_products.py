@@ -62,10 +62,10 @@ def compare(implementation, side, kind):
 
     program = jax.jit(gradients, out_shardings=(on_mesh(specs[2]), *map(on_mesh, specs[:2])))
     errors = []
-    for phase in range(2):
-        layout = make_layout("random", 8 * block, 16 * block, block, 0.5, phase)
+    for offset in range(2):
+        layout = make_layout("random", 8 * block, 16 * block, block, 0.5, offset)
         pieces = cut(layout, SHARDS, fan=4 if columns else 2)
-        rng = np.random.default_rng(phase)
+        rng = np.random.default_rng(offset)
         x = rng.normal(size=(*TOKENS, layout.in_features)).astype(np.float32)
         values = rng.normal(size=(layout.nnz, block, block)).astype(np.float32)
         dy = rng.normal(size=(*TOKENS, layout.out_features)).astype(np.float32)

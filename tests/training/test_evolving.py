@@ -12,7 +12,7 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.planning import cost
-from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
+from sparse_dataflow.sparsity.evolution import EvolutionConfig, phase_specs
 from sparse_dataflow.training import plateau
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics
@@ -51,7 +51,7 @@ MODELS = {name: BY_DEPTH if "by_depth" in name else MODEL for name in EVOLUTIONS
 @functools.cache
 def programs_of(method):
     evolution = EVOLUTIONS[method]
-    return compile_programs(stages(MODELS[method], evolution), TRAINING, DATA, evolution)
+    return compile_programs(phase_specs(MODELS[method], evolution), TRAINING, DATA, evolution)
 
 
 def trainer(folder, method, evolution=None, **options):

@@ -15,7 +15,7 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import whole
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import SUPAR_HEAD, SUPAR_WIDTH, LinearSpec, ModelConfig
-from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
+from sparse_dataflow.sparsity.evolution import EvolutionConfig, phase_specs
 from sparse_dataflow.training.optimizer import (
     TURNED_DENSE_RATE,
     TrainingConfig,
@@ -140,10 +140,10 @@ def test_what_turns_dense_learns_faster_than_what_was_dense(sparse_rate, model, 
     model = model.with_linears(MODEL.linear("mlp_out"), ["mlp_in"])
     of_blocks = rates_of_weights(model, training)
     of_dense = rates_of_weights(dataclasses.replace(model, linears=()), training)
-    _, *later = stages(model, EvolutionConfig("sparse_to_dense", first=first))
-    for stage in later:
-        for name, rate in rates_of_weights(stage.model, training).items():
-            if name in stage.model.sparse_projections:
+    _, *later = phase_specs(model, EvolutionConfig("sparse_to_dense", first=first))
+    for phase in later:
+        for name, rate in rates_of_weights(phase.model, training).items():
+            if name in phase.model.sparse_projections:
                 assert rate == of_blocks[name] != of_dense[name]
             elif name in model.sparse_projections:
                 assert rate == TURNED_DENSE_RATE * of_dense[name] != of_dense[name]

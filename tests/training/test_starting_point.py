@@ -12,7 +12,7 @@ from sparse_dataflow.errors import UserError
 from sparse_dataflow.execution import whole
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
-from sparse_dataflow.sparsity.evolution import EvolutionConfig, stages
+from sparse_dataflow.sparsity.evolution import EvolutionConfig, phase_specs
 from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.starting_point import StartingPoint, begun_state
 
@@ -78,10 +78,10 @@ def test_the_largest_blocks_are_kept_and_balanced():
 
 
 def test_given_layouts_are_data_of_the_programs():
-    (stage,) = stages(SPARSE, EvolutionConfig(given_layouts=True))
-    assert stage.runtime_layouts
-    (stage,) = stages(DENSE, EvolutionConfig(given_layouts=True))
-    assert not stage.runtime_layouts
+    (phase,) = phase_specs(SPARSE, EvolutionConfig(given_layouts=True))
+    assert phase.runtime_layouts
+    (phase,) = phase_specs(DENSE, EvolutionConfig(given_layouts=True))
+    assert not phase.runtime_layouts
 
 
 @pytest.mark.parametrize(

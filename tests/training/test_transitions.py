@@ -12,7 +12,7 @@ import scipy.linalg
 from sparse_dataflow.execution import whole
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
-from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, stages
+from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, phase_specs
 from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
 from sparse_dataflow.training.step import TrainState, initial_state
 from sparse_dataflow.training.transitions import change_model, update_layouts
@@ -116,7 +116,7 @@ def test_random_choices_follow_from_key_and_step():
 
 @pytest.mark.parametrize("model", [MODEL, RANKED], ids=["plain", "ranked"])
 def test_dense_is_the_same_function_with_the_same_moments(model):
-    dense = stages(model, EvolutionConfig("sparse_to_dense"))[1].model
+    dense = phase_specs(model, EvolutionConfig("sparse_to_dense"))[1].model
     before = trained_state(model)
     logits, kept = logits_of(model, before), to_numpy(before)
     after = change_model(before, model, dense)
@@ -139,7 +139,7 @@ def test_dense_is_the_same_function_with_the_same_moments(model):
 
 
 def test_what_a_transform_feeds_becomes_a_dense_weight_of_the_same_function():
-    dense = stages(MIXED, EvolutionConfig("sparse_to_dense"))[1].model
+    dense = phase_specs(MIXED, EvolutionConfig("sparse_to_dense"))[1].model
     before = trained_state(MIXED)
     logits, kept = logits_of(MIXED, before), to_numpy(before)
     after = change_model(before, MIXED, dense)
@@ -183,7 +183,7 @@ def test_a_low_rank_term_joins_without_changing_the_function():
 
 
 def test_pruning_keeps_the_largest_blocks_of_all_stages():
-    found = stages(MODEL, EvolutionConfig("gradual"))
+    found = phase_specs(MODEL, EvolutionConfig("gradual"))
     state = trained_state(found[0].model)
     original = to_numpy(state)
     energy, stored = [], None

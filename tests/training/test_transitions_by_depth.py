@@ -12,7 +12,7 @@ from test_transitions import assert_shaped_like, logits_of, trained_state, trees
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.groups import groups, layer_linear
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
-from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, stages
+from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, phase_specs
 from sparse_dataflow.training.optimizer import map_moments
 from sparse_dataflow.training.transitions import change_model, update_layouts
 
@@ -38,7 +38,7 @@ NORMS = {name: RNG.random((3, *own[0].mask.shape)) for name, own in gpt.layouts(
 
 
 def staged(model, evolution):
-    return [stage.model for stage in stages(model, evolution)]
+    return [phase.model for phase in phase_specs(model, evolution)]
 
 
 def updated(method):
@@ -102,17 +102,17 @@ def test_the_function_stays(name):
 
 def test_pruning_keeps_the_largest_blocks_of_every_layer():
     plain = dataclasses.replace(SPARSE, rank=0, hadamard=0)
-    found = stages(BY_DEPTH.with_linears(plain), EvolutionConfig("gradual"))
-    assert [len(groups(stage.model)) for stage in found] == [1, 2, 2]
+    found = phase_specs(BY_DEPTH.with_linears(plain), EvolutionConfig("gradual"))
+    assert [len(groups(phase.model)) for phase in found] == [1, 2, 2]
     state = trained_state(found[0].model)
     original = [np.array(tree["blocks"]["mlp_in"]["kernel"]) for tree in trees(state)]
     before = None
-    for last, stage in itertools.pairwise(found):
-        state = change_model(state, last.model, stage.model)
-        assert_shaped_like(state, stage.model)
-        layouts = gpt.layouts_of(stage.model, state.tables)["mlp_in"]
+    for last, phase in itertools.pairwise(found):
+        state = change_model(state, last.model, phase.model)
+        assert_shaped_like(state, phase.model)
+        layouts = gpt.layouts_of(phase.model, state.tables)["mlp_in"]
         for i, layout in enumerate(layouts):
-            assert layout.density == layer_linear(stage.model, "mlp_in", i).density
+            assert layout.density == layer_linear(phase.model, "mlp_in", i).density
             assert layout.balanced and (before is None or before[i].mask[layout.mask].all())
         before = layouts
         for kernels, tree in zip(original, trees(state)):
