@@ -259,7 +259,7 @@ def sparse_config(values, dense: ModelConfig) -> ModelConfig:
       UserError: block or density has no balanced layout; names the legal values.
     """
     model = allocate(dataclasses.replace(dense, linears=linears(values)), values.density_budget)
-    gpt.refuse_layouts(model)
+    gpt.check_layouts(model)
     return model
 
 

@@ -198,7 +198,9 @@ def _about_sections(executor, timed):
 def _layouts(trainers, model):
     """The trained layouts; those it had while sparse, where a model ended dense."""
     trained = [t for t in trainers if t.model == model]
-    found = gpt.layouts_of(model, trained[0].state.tables) if trained else gpt.layouts(model)
+    found = gpt.layouts(model)
+    if trained:
+        found = gpt.layouts_from_tables(model, trained[0].state.tables)
     drawn = []
     for projection, layers in found.items():
         for number, layout in enumerate(layers):

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import groups, of_layer, parts
+from sparse_dataflow.models.groups import group_index, layer_groups, split_groups
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.optimizer import TrainingConfig, adam, make_optimizer
 from sparse_dataflow.training.step import TrainState
@@ -41,7 +41,7 @@ def view(tree: dict, section: Section) -> Any:
 
 def one_layer(stacked: Any, layer: int) -> Any:
     """One layer's view of blocks, or of layout tables, that are stacked by groups of layers."""
-    for part in parts(stacked):
+    for part in split_groups(stacked):
         leaves = jax.tree.leaves(part)
         if not leaves or layer < len(leaves[0]):
             return jax.tree.map(lambda stack, i=layer: stack[i, ...], part)
@@ -51,7 +51,7 @@ def one_layer(stacked: Any, layer: int) -> Any:
 
 def depth_of(params: dict) -> int:
     """The number of layers."""
-    return sum(len(jax.tree.leaves(part)[0]) for part in parts(params["blocks"]))
+    return sum(len(jax.tree.leaves(part)[0]) for part in split_groups(params["blocks"]))
 
 
 def with_adam(moments: Any, count: int, mu: dict, nu: dict) -> Any:
@@ -107,7 +107,7 @@ def fresh_state(
     for section in (EMBED, HEAD):
         _fill(params[section], _drawing(model, section)(keys[section]))
     for number in range(model.num_layers):
-        own = groups(model)[of_layer(model, number)].model
+        own = layer_groups(model)[group_index(model, number)].model
         drawn = dict(_drawing(own, "block")(keys["blocks"][number]))
         if starting_blocks is not None and number >= starting_blocks:
             drawn |= {name: jax.tree.map(np.zeros_like, drawn[name]) for name in RESIDUAL}

@@ -35,7 +35,7 @@ from sparse_dataflow.execution.host_state import (
 )
 from sparse_dataflow.execution.relay_programs import device_dtype
 from sparse_dataflow.execution.timeline import Timeline
-from sparse_dataflow.models.groups import groups, of_layer
+from sparse_dataflow.models.groups import group_index, layer_groups
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.optimizer import (
     TrainingConfig,
@@ -230,7 +230,7 @@ class ServerStep:
         decayed = jax.tree.leaves(decay_mask(masters))
         model = server.model
         if isinstance(section, int):
-            model = groups(model)[of_layer(model, section)].model
+            model = layer_groups(model)[group_index(model, section)].model
         multipliers = jax.tree.leaves(learning_rate_multipliers(model, server.training, masters))
         before = zip(*(jax.tree.leaves(view(tree, section)) for tree in self._before))
         after = list(zip(*(jax.tree.leaves(view(tree, section)) for tree in self._after)))

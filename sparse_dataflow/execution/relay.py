@@ -24,7 +24,7 @@ from sparse_dataflow.execution.depth_schedule import DepthSchedule
 from sparse_dataflow.execution.host_state import EMBED, HEAD, Section, one_layer, section_name
 from sparse_dataflow.execution.parameter_server import CLIPPINGS, ParameterServer, ServerStep
 from sparse_dataflow.execution.timeline import Timeline
-from sparse_dataflow.models.groups import of_layer
+from sparse_dataflow.models.groups import group_index
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning.relay import PINNED_SETTING
 from sparse_dataflow.training.optimizer import TrainingConfig
@@ -221,7 +221,7 @@ class Relay:
 
     def _of(self, programs, section):
         """Of each group's programs those of a section."""
-        return programs[of_layer(self.model, section) if isinstance(section, int) else 0]
+        return programs[group_index(self.model, section) if isinstance(section, int) else 0]
 
     def eval_step(self, params: dict, tables: dict, tokens, weights) -> np.ndarray:
         """Float32 [] sum of weighted losses in nats, over int32 [B, T + 1] tokens; all blocks take

@@ -21,7 +21,7 @@ from jax.stages import Compiled
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import groups
+from sparse_dataflow.models.groups import layer_groups
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.optimizer import TrainingConfig
 
@@ -205,7 +205,9 @@ def compiled(
       mesh: as in `lowered`.
       evaluation: whether those of an evaluation.
     """
-    first, *others = (dataclasses.replace(group.model, num_layers=1) for group in groups(model))
+    first, *others = (
+        dataclasses.replace(group.model, num_layers=1) for group in layer_groups(model)
+    )
     whole = _compiled(first, shape, mesh, evaluation)
     return whole, *(_compiled(own, shape, mesh, evaluation, whole) for own in others)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from sparse_dataflow.models.groups import groups, widest
+from sparse_dataflow.models.groups import layer_groups, with_densest_layers
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.cost import stored_fractions
@@ -100,7 +100,7 @@ def embedding(config: ModelConfig) -> int:
 
 def _widest(config, stored_density):
     """Stored weights of the projection that has most, of one layer."""
-    fractions = stored_fractions(widest(config), stored_density)
+    fractions = stored_fractions(with_densest_layers(config), stored_density)
     return max(fractions[n] * np.prod(config.projection_shape(n)) for n in PROJECTIONS)
 
 
@@ -112,7 +112,7 @@ def _kept(config, layout, stage, stored_density):
     fsdp, tensor = np.asarray(layout.fsdp), np.asarray(layout.tensor)
     total = embedding(config)
     kept = np.where(config.d_model % fsdp == 0, embedding(config) / fsdp, embedding(config))
-    for group, name in itertools.product(groups(config), PROJECTIONS):
+    for group, name in itertools.product(layer_groups(config), PROJECTIONS):
         spec, (inside, outside) = config.linear(name), config.projection_shape(name)
         stored = inside * outside * stored_fractions(group.model, stored_density)[name]
         if spec.kind == "block_sparse":

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models.groups import widest
+from sparse_dataflow.models.groups import with_densest_layers
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
 from sparse_dataflow.planning.cost import stored_fractions
 from sparse_dataflow.planning.hardware import GIB
@@ -56,7 +56,7 @@ def parameter_count(config: ModelConfig, stored_density: Mapping[str, float] | N
 
 def one_layer(config: ModelConfig) -> ModelConfig:
     """The model with one layer, of those that store most."""
-    return dataclasses.replace(widest(config), num_layers=1)
+    return dataclasses.replace(with_densest_layers(config), num_layers=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models.groups import groups
+from sparse_dataflow.models.groups import layer_groups
 from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.planning.hardware import GIB, Chip
@@ -140,7 +140,7 @@ def plan(
         )
     compute = DTYPE_BYTES[model.compute_dtype]
     # Of layers that store unequally much, the largest have their place on the device.
-    largest = max(groups(model), key=lambda group: memory.parameter_count(group.model)).model
+    largest = max(layer_groups(model), key=lambda group: memory.parameter_count(group.model)).model
     one, two = (dataclasses.replace(largest, num_layers=n) for n in (1, 2))
     block = memory.parameter_count(two) - memory.parameter_count(one)
     rest = memory.parameter_count(one) - block

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models.groups import widest
+from sparse_dataflow.models.groups import with_densest_layers
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.planning import collectives
 from sparse_dataflow.planning.chips import Chip, Network
@@ -204,7 +204,7 @@ def step_time(
 
 def stage_parameters(config: ModelConfig, layout: RunLayout, stored_density=None):
     """Parameters of one chip of the fullest stage where nothing is dealt out over "fsdp"."""
-    alike = widest(config)
+    alike = with_densest_layers(config)
     one, two = (
         parameter_count(dataclasses.replace(alike, num_layers=n), stored_density) for n in (1, 2)
     )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models.groups import groups, mean_multiplier
+from sparse_dataflow.models.groups import layer_groups, mean_multiplier
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.sparsity.patterns import legal_densities, make_layout
 
@@ -195,7 +195,7 @@ def allocation_table(
         counts.
     """
     total = sum(flops(model)[name] for name in PROJECTIONS)
-    found = groups(model)
+    found = layer_groups(model)
     lines = [f"{'projection':<11}{'grid':>11}{'density':>9}{'blocks a layer':>16}{'FLOPs':>8}"]
     before = [""]
     for group in found:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import numpy as np
 
 from sparse_dataflow.errors import UserError
-from sparse_dataflow.models.groups import groups
+from sparse_dataflow.models.groups import layer_groups
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.sparsity.balance import balanced_top
 from sparse_dataflow.sparsity.layout import BlockLayout
@@ -237,7 +237,7 @@ def _refill(layout, remaining, scores):
 def _refuse_unchangeable(model, method):
     if not model.sparse_projections:
         raise UserError(f"--evolution={method} needs a block-sparse projection.")
-    for group in groups(model):
+    for group in layer_groups(model):
         for name in model.sparse_projections:
             if group.model.linear(name).density == 1:
                 raise UserError(
@@ -291,7 +291,7 @@ def _gradual(model, config):
     """
     lowest = min(
         group.model.linear(name).density
-        for group in groups(model)
+        for group in layer_groups(model)
         for name in model.sparse_projections
     )
     halvings = math.ceil(math.log2(1 / lowest) - 1e-9)

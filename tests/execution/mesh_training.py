@@ -25,7 +25,7 @@ from sparse_dataflow.execution.pipelined import Pipelined
 from sparse_dataflow.execution.sharded import Sharded
 from sparse_dataflow.execution.stages import divide
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import parts
+from sparse_dataflow.models.groups import split_groups
 from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, phase_specs
 from sparse_dataflow.training.checkpoint import Checkpoints
@@ -127,7 +127,7 @@ def without_key_bias(params):
         bias = bias.reshape(len(bias), DENSE.num_heads, 3, -1)
         return {**blocks, "qkv": {**blocks["qkv"], "bias": bias[:, :, [0, 2]]}}
 
-    return {**params, "blocks": [without(blocks) for blocks in parts(params["blocks"])]}
+    return {**params, "blocks": [without(blocks) for blocks in split_groups(params["blocks"])]}
 
 
 def error(mine, right):

@@ -184,7 +184,7 @@ def test_some_projections_become_dense_first():
         (MODEL, {"method": "rigl", "at": 1.0}, r"\[0, 1\)"),
         (MODEL, {"method": "rigl", "share": 1.0}, r"\(0, 1\)"),
         (MODEL.with_linears(LinearSpec()), {"method": "set"}, "needs a block-sparse projection"),
-        (MODEL, {"method": "low_rank_tail"}, "--rank of 1 or more"),
+        (MODEL, {"method": "low_rank_tail"}, "--rank; legal: 1 or more"),
         (
             dataclasses.replace(MODEL, density_by_depth=(1.0, 1 / SPARSE.density)),
             {"method": "rigl"},

@@ -132,7 +132,7 @@ def test_a_plateau_makes_it_dense_early_whenever_it_was_stopped(tmp_path, stop, 
 @pytest.mark.parametrize("method", ["set", "rigl", "rigl_by_depth"])
 def test_layouts_change_and_stay_balanced(tmp_path, method):
     t, model = train(trainer(tmp_path, method)), MODELS[method]
-    first, last = gpt.layouts(model), gpt.layouts_of(model, t.state.tables)
+    first, last = gpt.layouts(model), gpt.layouts_from_tables(model, t.state.tables)
     for name in model.sparse_projections:
         assert all(layout.balanced for layout in last[name])
         assert [one.nnz for one in last[name]] == [one.nnz for one in first[name]]

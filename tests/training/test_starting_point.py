@@ -68,7 +68,7 @@ def test_the_largest_blocks_are_kept_and_balanced():
                 grid[layer, a, :, b] *= 10
                 grid[layer, a, :, b + 4] *= 10
     state = begun_state(start, SPARSE, TRAINING)
-    layouts = gpt.layouts_of(SPARSE, state.tables)
+    layouts = gpt.layouts_from_tables(SPARSE, state.tables)
     for layer, layout in enumerate(layouts["mlp_in"]):
         assert layout.balanced and layout.density == 0.5
         for a in range(4):

@@ -10,7 +10,7 @@ import pytest
 from test_transitions import assert_shaped_like, logits_of, trained_state, trees
 
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import groups, layer_linear
+from sparse_dataflow.models.groups import layer_groups, layer_linear
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, phase_specs
 from sparse_dataflow.training.optimizer import map_moments
@@ -75,7 +75,7 @@ def of_layers(states, model):
 def test_every_layer_becomes_what_it_does_among_layers_alike(name):
     before, after, change = transition(name, BY_DEPTH)
     begun, expected = [], []
-    for group in groups(BY_DEPTH):
+    for group in layer_groups(BY_DEPTH):
         own, _, move = transition(name, group.model)
         begun += [trained_state(own)] * len(group.layers)
         expected += [move(trained_state(own))] * len(group.layers)
@@ -103,14 +103,14 @@ def test_the_function_stays(name):
 def test_pruning_keeps_the_largest_blocks_of_every_layer():
     plain = dataclasses.replace(SPARSE, rank=0, hadamard=0)
     found = phase_specs(BY_DEPTH.with_linears(plain), EvolutionConfig("gradual"))
-    assert [len(groups(phase.model)) for phase in found] == [1, 2, 2]
+    assert [len(layer_groups(phase.model)) for phase in found] == [1, 2, 2]
     state = trained_state(found[0].model)
     original = [np.array(tree["blocks"]["mlp_in"]["kernel"]) for tree in trees(state)]
     before = None
     for last, phase in itertools.pairwise(found):
         state = change_model(state, last.model, phase.model)
         assert_shaped_like(state, phase.model)
-        layouts = gpt.layouts_of(phase.model, state.tables)["mlp_in"]
+        layouts = gpt.layouts_from_tables(phase.model, state.tables)["mlp_in"]
         for i, layout in enumerate(layouts):
             assert layout.density == layer_linear(phase.model, "mlp_in", i).density
             assert layout.balanced and (before is None or before[i].mask[layout.mask].all())
