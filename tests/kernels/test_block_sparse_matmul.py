@@ -372,7 +372,7 @@ def test_values_of_another_layout_are_refused(nnz):
     ("changes", "message"),
     [
         ({"in_index": LAYOUT.tables().in_index + 0.5}, "in_index is float64"),
-        ({"in_index": LAYOUT.tables().in_index + 4}, "in_index reaches from .* legal: 0 to 3"),
+        ({"in_index": LAYOUT.tables().in_index + 4}, "in_index ranges from .* legal: 0 to 3"),
         ({"in_slot": LAYOUT.tables().in_slot[::-1]}, "sorted by output"),
         ({"out_slot": LAYOUT.tables().out_slot[0]}, r"legal: int32 \[lines, fan\]"),
     ],

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from sparse_dataflow.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
-from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, widened
+from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, pad_tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _stacked(parts, fan, by_column):
         fan_out = fan
     elif fan is not None:
         fan_in = fan
-    each = [widened(tables, fan_in, fan_out) for tables in each]
+    each = [pad_tables(tables, fan_in, fan_out) for tables in each]
     return LayoutTables(*map(np.stack, zip(*each)))
 
 
