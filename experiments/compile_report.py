@@ -24,7 +24,7 @@ from sparse_dataflow.planning import (
 )
 from sparse_dataflow.planning.chips import GIB
 from sparse_dataflow.planning.memory import USABLE
-from sparse_dataflow.planning.run_layout import RunLayout
+from sparse_dataflow.planning.run_layout import ParallelPlan
 from sparse_dataflow.training.optimizer import TrainingConfig
 
 FITS, TOO_LARGE = "fits", "does not fit"
@@ -46,7 +46,7 @@ class Plan:
     config: ModelConfig
     sequence: int
     topology: topologies.Topology
-    layout: RunLayout
+    layout: ParallelPlan
 
     @property
     def flags(self) -> str:
@@ -79,7 +79,7 @@ def run(asked) -> int:
       UserError: no such topology, mesh or batch, or no compiler here.
     """
     plan = asked_plan(asked)
-    if reason := topologies.refusal(plan.topology):
+    if reason := topologies.missing_compiler(plan.topology):
         raise UserError(f"--topology={asked.topology}: {reason}")
     found = verdict(plan)
     print(told(plan, found))
@@ -124,7 +124,7 @@ def verdict(plan: Plan) -> dict:
         "bytes": dataclasses.asdict(step.bytes),
         "memory_analysis": step.allocated,
         "flops": step.flops,
-        "kernels_without_flops": list(step.silent),
+        "kernels_without_flops": list(step.uncounted),
         "collectives": [
             dataclasses.asdict(c) | {"moved": round(c.moved)} for c in step.collectives
         ],
@@ -158,7 +158,7 @@ def asked_plan(asked) -> Plan:
                 f"data:{sizes['data']} x fsdp:{sizes['fsdp']}; legal: multiples of {rows}."
             )
         schedule, chunks = schedules.parse(asked.schedule)
-        layout = RunLayout(
+        layout = ParallelPlan(
             data=sizes["data"],
             stage=sizes["stage"],
             fsdp=sizes["fsdp"],
@@ -177,12 +177,12 @@ def asked_plan(asked) -> Plan:
     return Plan(asked.scale, config, sequence, topology, layout)
 
 
-def _fastest(asked, config, sequence, topology) -> RunLayout:
+def _fastest(asked, config, sequence, topology) -> ParallelPlan:
     batch = asked.batch or max(RECIPES[asked.scale].batch, topology.size)
     request = search.Request(
         config, sequence, batch, topology.chip, topology.size, asked.state_dtype
     )
-    found = nearest.fitting(request, None)
+    found = nearest.fitting_plans(request, None)
     if not found:
         search.refuse(search.price(request, search.space(request)))
     return found[0]
@@ -204,7 +204,7 @@ def _nearest(plan: Plan, tries: int) -> tuple[Plan, dict] | None:
     request = search.Request(
         plan.config, plan.sequence, batch, topology.chip, topology.size, layout.state_dtype
     )
-    candidates = nearest.fitting(request, layout)
+    candidates = nearest.fitting_plans(request, layout)
     if not candidates:
         try:
             search.refuse(search.price(request, search.space(request)))
@@ -248,7 +248,7 @@ def told(plan: Plan, found: dict) -> str:
 
 def predicted(plan: Plan) -> dict[str, float]:
     """The planner's bytes a chip in the compiler's categories."""
-    found = layout_memory.layout_bytes(plan.config, plan.sequence, plan.layout).categories
+    found = layout_memory.plan_bytes(plan.config, plan.sequence, plan.layout).categories
     return {
         "parameters": found["parameters"],
         "moments": found["moments"],

@@ -16,7 +16,7 @@ from sparse_dataflow.planning import (
     step_time,
 )
 from sparse_dataflow.planning.memory import USABLE
-from sparse_dataflow.planning.run_layout import RunLayout
+from sparse_dataflow.planning.run_layout import ParallelPlan
 from sparse_dataflow.reporting import planner_figures
 
 ROWS = 1000
@@ -47,12 +47,12 @@ def run(asked) -> None:
     speeds = priced.throughput.reshape(-1)
     found = [(choice, speeds[index]) for index, choice in priced.ranked(ROWS)]
     print(f"{int(priced.legal.sum()):,} legal layouts of {priced.space.size:,}, all priced")
-    leading = [search.single(request.layout(choice)) for choice, _ in found[:10]]
+    leading = [search.scalar_plan(request.plan(choice)) for choice, _ in found[:10]]
     said = layout_verify.verified(asked.scale, request, leading, asked.verify)
     _print_best(request, found[:10], said)
     _write_rows(folder / "trials.csv", request, found)
     for choice, _ in found[: asked.explain]:
-        print(f"\n{search.single(request.layout(choice))}")
+        print(f"\n{search.scalar_plan(request.plan(choice))}")
         print(search.explain(request, choice).explain())
         print(f"\nmemory of the fullest chip\n{_memory(request, choice)}")
     best = found[0][0]
@@ -63,7 +63,7 @@ def run(asked) -> None:
 
 def command(asked, request: search.Request, choice) -> str:
     """The command that trains with this layout."""
-    layout = search.single(request.layout(choice))
+    layout = search.scalar_plan(request.plan(choice))
     name = "gpt13b_dense" if asked.density == 1 else "gpt13b_sparse"
     flags = [f"--scale={asked.scale}", f"--sequence={request.sequence}"]
     if asked.density < 1:
@@ -102,10 +102,10 @@ def _print_best(request, found, verified):
 
 def row(request, choice, speed) -> dict:
     """One layout as a row of a table: speed, MFU, memory, counts, what limits it."""
-    layout: RunLayout = search.single(request.layout(choice))
+    layout: ParallelPlan = search.scalar_plan(request.plan(choice))
     flops = cost.flops_per_token(request.config, request.sequence).total
     dtype = request.config.compute_dtype
-    held = layout_memory.layout_bytes(request.config, request.sequence, layout).total
+    held = layout_memory.plan_bytes(request.config, request.sequence, layout).total
     return {
         "tokens_per_second_per_chip": float(speed),
         "mfu": cost.mfu(flops, float(speed), request.chip, dtype),
@@ -126,8 +126,8 @@ def _write_rows(path, request, found):
 
 
 def _memory(request, choice):
-    layout = search.single(request.layout(choice))
-    plan = layout_memory.layout_bytes(request.config, request.sequence, layout)
+    layout = search.scalar_plan(request.plan(choice))
+    plan = layout_memory.plan_bytes(request.config, request.sequence, layout)
     usable = USABLE * request.chip.memory_bytes / chips.GIB
     return f"{plan.table()}\n{'to use':<14}{usable:>12.3f} GiB"
 
@@ -149,7 +149,7 @@ def _sensitivity(priced, folder):
 
 def _roofline(asked, request, choice, folder):
     models = {}
-    layout = search.single(request.layout(choice))
+    layout = search.scalar_plan(request.plan(choice))
     sparse = asked.density if asked.density < 1 else 1 / 8
     for density in (1.0, sparse):
         for fused in (True, False):

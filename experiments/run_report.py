@@ -96,7 +96,7 @@ def _variant(folder, trainer, chip, timed):
     step_seconds = float(np.dot(of_phase, [p.steps for p in trainer.phases]) / training.steps)
     flops = trainer.flops / trainer.tokens
     plan = max(
-        (memory.of_training(phase.model, training) for phase in trainer.phases),
+        (memory.training_config_bytes(phase.model, training) for phase in trainer.phases),
         key=lambda plan: plan.total,
     )
     spans = trainer.timeline

@@ -53,9 +53,9 @@ def test_a_sparse_search_prints_the_sparse_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--hardware=gtx1080",), "no chip that is known; legal: a100-40gb"),
-        (("--scale=175b", "--chips=8"), "closest that does is --chips="),
-        (("--scale=1.3b", "--chips=40", "--batch=7"), "closest that one does is --batch=5"),
+        (("--hardware=gtx1080",), "matches no chip; legal: a100-40gb"),
+        (("--scale=175b", "--chips=8"), "closest legal request is --chips="),
+        (("--scale=1.3b", "--chips=40", "--batch=7"), "closest legal batch is --batch=5"),
         (("--density=0.5", "--block=100"), "--block=100 does not divide"),
         (("--chips=0",), "--chips=0 is not legal"),
     ],
