@@ -57,7 +57,7 @@ def test_a_plan_that_is_too_large_does_not_fit():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "_v" in name])
-def test_a_shipped_result_equals_a_new_compilation(name):
+def test_a_shipped_plan_compiles_to_the_shipped_result(name):
     shipped = result(name)
     verdict = compile_report.verdict(plan_of(shipped["plan"]))
     assert verdict["verdict"] == FITS
