@@ -184,7 +184,7 @@ def _fastest(asked, config, sequence, topology) -> ParallelPlan:
     )
     found = nearest.fitting_plans(request, None)
     if not found:
-        search.refuse(search.price(request, search.space(request)))
+        search.check_legal(search.price(request, search.space(request)))
     return found[0]
 
 
@@ -207,7 +207,7 @@ def _nearest(plan: Plan, tries: int) -> tuple[Plan, dict] | None:
     candidates = nearest.fitting_plans(request, layout)
     if not candidates:
         try:
-            search.refuse(search.price(request, search.space(request)))
+            search.check_legal(search.price(request, search.space(request)))
         except UserError as error:
             print(f"\n{error}")
         return None

@@ -43,7 +43,7 @@ def run(asked) -> None:
     folder = Path(asked.out)
     folder.mkdir(parents=True, exist_ok=True)
     priced = search.price(request, search.space(request))
-    search.refuse(priced)
+    search.check_legal(priced)
     speeds = priced.throughput.reshape(-1)
     found = [(choice, speeds[index]) for index, choice in priced.ranked(ROWS)]
     print(f"{int(priced.legal.sum()):,} legal layouts of {priced.space.size:,}, all priced")

@@ -150,27 +150,27 @@ def pipeline_bytes(config: ModelConfig, plan: ParallelPlan):
     compute = memory.DTYPE_BYTES[config.compute_dtype]
     tensor = np.asarray(plan.tensor)
     gathered = config.d_model * compute
-    cut = gathered / tensor if plan.sequence_parallel else gathered
+    residual = gathered / tensor if plan.sequence_parallel else gathered
     norm = config.d_model * memory.MASTER_BYTES * (1 / tensor if plan.sequence_parallel else 1.0)
     head, hidden = gathered / tensor, config.d_ff * compute / tensor
-    whole = 2 * gathered + 2 * hidden + 5 * head + NORM_COPIES[config.remat] * norm
-    handed = 2 * gathered + hidden + 3 * head + 4 * cut + 2 * norm
-    saved, again = cut, 0.0 * cut
+    block_buffers = 2 * gathered + 2 * hidden + 5 * head + NORM_COPIES[config.remat] * norm
+    passed_on = 2 * gathered + hidden + 3 * head + 4 * residual + 2 * norm
+    saved, recomputed = residual, 0.0 * residual
     if config.remat == "full":
-        again = whole
+        recomputed = block_buffers
     elif config.remat == "dots":
-        saved = 2 * cut + 3 * head + hidden
-        handed = handed + cut + 4 * norm
+        saved = 2 * residual + 3 * head + hidden
+        passed_on = passed_on + residual + 4 * norm
     else:
-        saved = whole + 2 * cut
+        saved = block_buffers + 2 * residual
     layers = np.ceil(config.num_layers / np.asarray(plan.stage))
     deferred = np.where(
         plan.schedule == "zero_bubble", np.minimum(plan.stage, plan.accumulation), 1
     )
     waiting = np.asarray(plan.accumulation) if plan.schedule == "gpipe" else 1
     buffers = layers * in_flight(plan) * saved
-    buffers = buffers + layers / plan.chunks * deferred * (again + handed)
-    return buffers + (3 + waiting) * cut
+    buffers = buffers + layers / plan.chunks * deferred * (recomputed + passed_on)
+    return buffers + (3 + waiting) * residual
 
 
 def in_flight(plan: ParallelPlan):

@@ -247,7 +247,7 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
     }
 
 
-def refuse(priced: Priced) -> None:
+def check_legal(priced: Priced) -> None:
     """Raises an error if no plan of a request is legal.
 
     Raises:

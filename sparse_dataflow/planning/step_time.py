@@ -173,11 +173,11 @@ def step_time(
     block = {name: 3 * sections[name].seconds for name in PROJECTIONS}
     factor = 1 + (ATTENTION_BACKWARD if plan.fused_attention else 2)
     block["attention"] = factor * sections["attention"].seconds
-    again = RECOMPUTED[plan.remat]
-    block["recompute"] = sum((sections[name].seconds for name in again), 0.0)
+    recomputed = RECOMPUTED[plan.remat]
+    block["recompute"] = sum((sections[name].seconds for name in recomputed), 0.0)
     # Norms and GELU are recomputed with the products that read them.
     passes = sections["norms"].seconds + sections["gelu"].seconds
-    block["element-wise"] = (4 if "mlp_in" in again else 3) * passes
+    block["element-wise"] = (4 if "mlp_in" in recomputed else 3) * passes
     block["tensor"] = _tensor_seconds(config, sequence, plan, network, efficiency)
     block["passes"] = 3 * efficiency.pass_seconds
     layers = np.ceil(config.num_layers / np.asarray(plan.stage))
@@ -283,8 +283,8 @@ def _attention(config, sequence, tokens, tensor, plan, peak, memory, efficiency,
 
 def _tensor_seconds(config, sequence, plan, network, efficiency):
     """Returns the collective seconds of one block and micro-batch, forward and backward."""
-    again = RECOMPUTED[plan.remat]
-    reductions = 4 + ("attn_out" in again) + ("mlp_out" in again)
+    recomputed = RECOMPUTED[plan.remat]
+    reductions = 4 + ("attn_out" in recomputed) + ("mlp_out" in recomputed)
     size = np.asarray(plan.micro_batch) * sequence * config.d_model
     size = size * DTYPE_BYTES[config.compute_dtype]
     island = plan.island or network.island

@@ -23,9 +23,6 @@ H200 = Path(__file__).parent / "h200.txtpb"
 NODE = 8
 """H200s per node (DGX H200 datasheet)."""
 
-HOST = 4
-"""TPU chips per host, as 2x2 (Google Cloud TPU documentation, "TPU v5e", "TPU v5p")."""
-
 _TPUS = {"v5e": ("tpu-v5e", 2, 16), "v5p": ("tpu-v5p", 3, 24), "v6e": ("tpu-v6e", 2, 16)}
 # Largest slices (Google Cloud TPU documentation): v5e and v6e 16x16, v5p 16x16x24.
 _LEGAL = {

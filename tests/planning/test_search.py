@@ -87,29 +87,29 @@ def test_an_illegal_batch_is_answered_with_the_closest_legal_one():
     with pytest.raises(
         UserError, match=r"divides a batch of 7 .* closest legal batch is --batch=6\."
     ):
-        search.refuse(priced(batch=7, count=48))
-    search.refuse(priced(batch=6, count=48))
+        search.check_legal(priced(batch=7, count=48))
+    search.check_legal(priced(batch=6, count=48))
 
 
 def test_too_few_chips_are_answered_with_a_legal_number():
     with pytest.raises(UserError, match=r"smallest needs .* GiB on each of 64") as refused:
-        search.refuse(priced(LARGE, 512, "tpu-v5e", 64))
+        search.check_legal(priced(LARGE, 512, "tpu-v5e", 64))
     words = str(refused.value)
     more = int(words.split("--chips=")[1].split()[0])
     batch = int(words.split("--batch=")[1].rstrip("."))
     assert more > 64
-    search.refuse(priced(LARGE, batch, "tpu-v5e", more))
+    search.check_legal(priced(LARGE, batch, "tpu-v5e", more))
     assert not priced(LARGE, batch, "tpu-v5e", more // 2).legal.any()
 
 
 def test_a_chip_that_is_too_small_is_answered_with_the_relay():
     config = dataclasses.replace(SIZES["13b"], compute_dtype="bfloat16")
     with pytest.raises(UserError, match="--executor=relay --accumulation="):
-        search.refuse(priced(config, 8, "h100", 1))
+        search.check_legal(priced(config, 8, "h100", 1))
 
 
 def test_a_legal_request_is_not_refused():
-    search.refuse(GRID)
+    search.check_legal(GRID)
 
 
 def test_shapley_effects_of_a_sum_are_shares_of_its_variance():
