@@ -130,9 +130,7 @@ def _solve(scores, candidates, row_need, col_need):
         options={"dual_feasibility_tolerance": 1e-10, "primal_feasibility_tolerance": 1e-10},
     )
     if solution.status != 0:
-        raise RuntimeError(
-            f"The linear program was not solved: {solution.message}"
-        )
+        raise RuntimeError(f"The linear program was not solved: {solution.message}")
     chosen = np.zeros(candidates.shape, bool)
     chosen[rows, cols] = solution.x > 0.5
     prices = -solution.eqlin.marginals

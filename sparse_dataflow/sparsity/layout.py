@@ -108,9 +108,7 @@ class BlockLayout:
         if slot.size != layout.nnz or not np.array_equal(np.sort(slot), np.arange(slot.size)):
             raise UserError(f"out_slot must have each slot from 0 to {layout.nnz - 1} once.")
         if np.any(layout.slots[rows, cols] != slot):
-            raise UserError(
-                "out_index and out_slot describe other blocks than the in tables."
-            )
+            raise UserError("out_index and out_slot describe other blocks than the in tables.")
         return layout
 
     @property
