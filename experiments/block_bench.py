@@ -16,7 +16,7 @@ GROUPS = step_bench.GROUPS
 
 def main(values):
     """Runs the benchmark; see the module docstring."""
-    from sparse_dataflow.execution.host_memory import keep_freed_memory
+    from sparse_dataflow.hardware.host_memory import keep_freed_memory
 
     keep_freed_memory()
     import numpy as np

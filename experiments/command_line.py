@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from absl import flags as absl_flags
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 WIDTH = 100
 _HELP = ("help", "helpshort", "helpfull", "h", "?")

@@ -6,26 +6,19 @@ import importlib.metadata
 
 from experiments import measurement, planner_flags
 from experiments.recipes import RECIPES
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import mesh as meshes
-from sparse_dataflow.execution import schedules
-from sparse_dataflow.execution.executor import ONE_DEVICE
-from sparse_dataflow.execution.pipelined import executor_over
+from sparse_dataflow.aot import compile, hlo, topologies
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import detect as hardware
+from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.planning import (
-    compile,
-    cost,
-    hardware,
-    hlo,
-    layout_memory,
-    nearest,
-    search,
-    topologies,
-)
-from sparse_dataflow.planning.chips import GIB
+from sparse_dataflow.optim.optimizers import TrainingConfig
+from sparse_dataflow.parallel import mesh as meshes
+from sparse_dataflow.parallel.executor import ONE_DEVICE
+from sparse_dataflow.parallel.pipeline import schedules
+from sparse_dataflow.parallel.pipeline.pipelined import executor_over
+from sparse_dataflow.planning import cost, layout_memory, nearest, search
 from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.planning.run_layout import ParallelPlan
-from sparse_dataflow.training.optimizer import TrainingConfig
 
 FITS, TOO_LARGE = "fits", "does not fit"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import study
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
 from sparse_dataflow.training.coordinates import (
     ACTIVATIONS,

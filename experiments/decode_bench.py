@@ -48,8 +48,9 @@ def main(values):
     import numpy as np
 
     from experiments import measurement, recipes
+    from sparse_dataflow.hardware import detect as hardware
     from sparse_dataflow.models.sizes import SIZES
-    from sparse_dataflow.planning import cost, hardware
+    from sparse_dataflow.planning import cost
 
     scale = "1.3b" if values.scale == "auto" else values.scale
     chip = hardware.detect(["float32"])

@@ -9,17 +9,18 @@ from jax.sharding import AbstractMesh
 
 from experiments import contradictions, execution_flags, flags
 from experiments.recipes import Variant
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import cluster, describe, distributed, watch
-from sparse_dataflow.execution import mesh as meshes
-from sparse_dataflow.execution.clock import Clock
-from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
-from sparse_dataflow.execution.pipelined import executor_over
+from sparse_dataflow.distributed import cluster, join, watch
+from sparse_dataflow.distributed.clock import Clock
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.redaction import redacted
+from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import SIZES
+from sparse_dataflow.parallel import describe
+from sparse_dataflow.parallel import mesh as meshes
+from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.pipeline.pipelined import executor_over
 from sparse_dataflow.planning import memory
-from sparse_dataflow.planning.hardware import GIB
-from sparse_dataflow.redaction import redacted
 from sparse_dataflow.training.step import abstract_state
 
 
@@ -46,7 +47,7 @@ def joined(experiment: str, values, groups, clock: Clock) -> Iterator[None]:
     }
     facts = {"experiment": experiment, "jax": jax.__version__}
     facts |= {f"--{name}": value for name, value in told.items()}
-    with distributed.joined(me, facts, values.join_timeout, values.heartbeat) as group:
+    with join.joined(me, facts, values.join_timeout, values.heartbeat) as group:
         watching = watch.Watch(clock, values.heartbeat, group)
         try:
             yield

@@ -18,7 +18,7 @@ import importlib.util
 
 from experiments import flags
 from experiments.command_line import AT_LEAST_TWO, AT_LEAST_ZERO, Flag, Group
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 EVALUATION = Group(
     "Evaluation",

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparse_dataflow import json_files, storage
-from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation.significance import METHOD
+from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.reporting.report import write_report
 from sparse_dataflow.reporting.report_data import EvaluationData, EvaluationRow, ReportData
 

@@ -19,7 +19,6 @@ from sparse_dataflow.data import cache
 from sparse_dataflow.data.batches import EvalBatches, bits_per_byte
 from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.tokens import prepare_tokens
-from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation import harness, scoring
 from sparse_dataflow.evaluation.harness import HarnessLM
 from sparse_dataflow.evaluation.ngrams import Ngrams
@@ -28,10 +27,11 @@ from sparse_dataflow.evaluation.significance import estimate, paired
 from sparse_dataflow.evaluation.tasks import lm_eval_tasks, own
 from sparse_dataflow.evaluation.tasks.items import Item, read_items
 from sparse_dataflow.evaluation.trained import Trained, load, read_config
-from sparse_dataflow.execution import mesh as meshes
-from sparse_dataflow.execution.host_memory import keep_freed_memory
-from sparse_dataflow.execution.sharded import Sharded
-from sparse_dataflow.planning import hardware
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import detect as hardware
+from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.parallel import mesh as meshes
+from sparse_dataflow.parallel.sharded import Sharded
 from sparse_dataflow.training.metrics import say
 
 BASELINES = ("unigram", "bigram")

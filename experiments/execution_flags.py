@@ -1,7 +1,7 @@
 """Flags of the relay, and the executor that they describe."""
 
 from experiments.command_line import Flag, Group
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 ONLY_RELAY = ("stash", "clipping", "server_dir", "depth_schedule")
 RELAY = Group(
@@ -53,7 +53,7 @@ def check(values) -> None:
     """
     if "executor" not in values or "stash" not in values:
         return
-    from sparse_dataflow.execution.depth_schedule import DepthSchedule
+    from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule
 
     named = [name for name in ONLY_RELAY if name in values and values[name].present]
     if values.executor != "relay" and named:
@@ -79,10 +79,10 @@ def relay(values):
     """
     import jax
 
-    from sparse_dataflow.execution import mesh as meshes
-    from sparse_dataflow.execution.depth_schedule import DepthSchedule
-    from sparse_dataflow.execution.relay import RelayConfig
-    from sparse_dataflow.execution.relay_executor import RelayExecutor
+    from sparse_dataflow.parallel import mesh as meshes
+    from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule
+    from sparse_dataflow.parallel.relay.executor import RelayExecutor
+    from sparse_dataflow.parallel.relay.relay import RelayConfig
 
     text = f"data:{jax.device_count()}" if values.mesh == "auto" else values.mesh
     sizes = meshes.parse(text, jax.device_count())

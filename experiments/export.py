@@ -9,7 +9,7 @@ sparse form holds the stored blocks and the layout tables; the card says how the
 
 from experiments import flags, run_models
 from experiments.command_line import Flag, Group
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 EXPORT = Group(
     "Export",

@@ -9,7 +9,7 @@ of the input; Ctrl-C stops the text being written, Ctrl-D, or Ctrl-C at the prom
 
 from experiments import flags, run_models
 from experiments.command_line import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, Flag, Group
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 WRITING = Group(
     "Writing",

@@ -30,21 +30,22 @@ from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
-from sparse_dataflow.errors import TEMPORARY
-from sparse_dataflow.execution import processes
-from sparse_dataflow.execution.clock import Clock
-from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
-from sparse_dataflow.execution.host_memory import keep_freed_memory
-from sparse_dataflow.execution.relay_executor import RelayExecutor
-from sparse_dataflow.planning import cost, hardware, memory
-from sparse_dataflow.redaction import redacted_json
+from sparse_dataflow.distributed import processes
+from sparse_dataflow.distributed.clock import Clock
+from sparse_dataflow.files.errors import TEMPORARY
+from sparse_dataflow.files.redaction import redacted_json
+from sparse_dataflow.hardware import detect as hardware
+from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.optim.train_state import TrainState
+from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.relay.executor import RelayExecutor
+from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.sparsity.allocation import allocation_table
 from sparse_dataflow.training import goodput, starting_point
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
-from sparse_dataflow.training.step import TrainState
 from sparse_dataflow.training.turns import advance_side_by_side
 
 EVALUATION_WINDOWS = 64

@@ -12,9 +12,9 @@ from pathlib import Path
 from experiments import measurement
 from experiments.planner_flags import DENSITIES
 from experiments.planner_flags import model as planned_model
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.planning import chips
-from sparse_dataflow.planning.chips import Chip
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import chips
+from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR
 from sparse_dataflow.planning.run_layout import ParallelPlan
 from sparse_dataflow.planning.step_time import step_time, with_passes

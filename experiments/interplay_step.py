@@ -13,13 +13,14 @@ import types
 from experiments import prediction
 from experiments.planner_flags import DENSITIES
 from experiments.planner_flags import model as planned_model
-from sparse_dataflow.execution import distributed, mesh
-from sparse_dataflow.execution.cluster import Membership
-from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
-from sparse_dataflow.execution.host_memory import keep_freed_memory
-from sparse_dataflow.execution.pipelined import executor_over
-from sparse_dataflow.planning import hardware
-from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.distributed import join
+from sparse_dataflow.distributed.cluster import Membership
+from sparse_dataflow.hardware import detect as hardware
+from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.optim.optimizers import TrainingConfig
+from sparse_dataflow.parallel import mesh
+from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.pipeline.pipelined import executor_over
 
 SCHEDULE = "1f1b"
 MEET_SECONDS, HEARTBEAT_SECONDS = 120.0, 60.0
@@ -38,7 +39,7 @@ def main(asked) -> dict:
         os.sched_setaffinity(0, asked.cores)
     keep_freed_memory()
     me = Membership(asked.coordinator, asked.stages, asked.process)
-    with distributed.joined(me, {}, MEET_SECONDS, HEARTBEAT_SECONDS):
+    with join.joined(me, {}, MEET_SECONDS, HEARTBEAT_SECONDS):
         return _measured(asked)
 
 

@@ -91,13 +91,13 @@ GROUPS = (
 
 def main(values):
     """Runs the benchmark; see the module docstring."""
-    from sparse_dataflow.execution.host_memory import keep_freed_memory
+    from sparse_dataflow.hardware.host_memory import keep_freed_memory
 
     keep_freed_memory()
     import jax
 
     from experiments import measurement
-    from sparse_dataflow.planning import hardware
+    from sparse_dataflow.hardware import detect as hardware
 
     platform = jax.default_backend()
     settings = _settings(values, CPU if platform == "cpu" else ACCELERATOR)
@@ -137,7 +137,7 @@ def main(values):
 
 def _settings(values, default):
     """Flags as lists of numbers and names, "auto" replaced."""
-    from sparse_dataflow.errors import UserError
+    from sparse_dataflow.files.errors import UserError
 
     chosen = {name: values[name].value for name in default}
     if "auto" in chosen["patterns"] and len(chosen["patterns"]) > 1:
@@ -154,7 +154,7 @@ def _settings(values, default):
 
 
 def _numbers(name, text, kind, example):
-    from sparse_dataflow.errors import UserError
+    from sparse_dataflow.files.errors import UserError
 
     try:
         numbers = [kind(part) for part in text.split(",")]
@@ -166,7 +166,7 @@ def _numbers(name, text, kind, example):
 
 
 def _shapes(text):
-    from sparse_dataflow.errors import UserError
+    from sparse_dataflow.files.errors import UserError
     from sparse_dataflow.models.sizes import PROJECTIONS, SIZES
 
     if text in SIZES:
@@ -201,7 +201,7 @@ def _layouts(settings):
 def _measure(shape, tokens, layouts, settings, rounds):
     """Rows of one shape: the dense product is timed anew, in turn, beside every layout."""
     from experiments import kernel_peers, kernel_programs, measurement
-    from sparse_dataflow.errors import UserError, first_line
+    from sparse_dataflow.files.errors import UserError, first_line
 
     operands = kernel_programs.Operands.draw(shape[0], shape[1], tokens, settings["dtype"])
     for product in settings["products"]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments import kernel_programs, measurement
 from experiments.kernel_programs import Case, Operands
-from sparse_dataflow.errors import UserError, first_line
+from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.kernels import tuned
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper, pallas_tpu, tuning_xla, xla
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu as mlp_tpu

@@ -6,15 +6,9 @@ from pathlib import Path
 
 from experiments import layout_verify, planner_flags
 from experiments.recipes import RECIPES
-from sparse_dataflow.execution import schedules
-from sparse_dataflow.planning import (
-    chips,
-    cost,
-    layout_memory,
-    search,
-    sensitivity,
-    step_time,
-)
+from sparse_dataflow.hardware import chips
+from sparse_dataflow.parallel.pipeline import schedules
+from sparse_dataflow.planning import cost, layout_memory, search, sensitivity, step_time
 from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.planning.run_layout import ParallelPlan
 from sparse_dataflow.reporting import planner_figures

@@ -5,9 +5,10 @@ import time
 
 from experiments import compile_report
 from experiments.compile_report import FITS, Plan
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.planning import search, topologies
-from sparse_dataflow.planning.chips import GIB
+from sparse_dataflow.aot import topologies
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.chips import GIB
+from sparse_dataflow.planning import search
 from sparse_dataflow.planning.run_layout import ParallelPlan
 
 

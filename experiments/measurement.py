@@ -15,8 +15,8 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from sparse_dataflow.execution.warm_up import warm_up
-from sparse_dataflow.planning import hardware
+from sparse_dataflow.distributed.warm_up import warm_up
+from sparse_dataflow.hardware import detect as hardware
 
 K = TypeVar("K")
 

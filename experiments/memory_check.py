@@ -7,10 +7,10 @@ import jax
 
 from experiments import recipes
 from experiments.recipes import Variant
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.planning import memory
-from sparse_dataflow.planning.hardware import GIB
 
 
 def needed_bytes(variants: list[Variant]) -> int:

@@ -60,7 +60,7 @@ def main(values):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", values.stages)
     from experiments import measurement
-    from sparse_dataflow.execution import schedules
+    from sparse_dataflow.parallel.pipeline import schedules
     from sparse_dataflow.reporting.schedule_figure import schedule_page
 
     rows = []
@@ -120,8 +120,8 @@ def sleeping_step(schedule):
     from jax.sharding import Mesh
     from jax.sharding import PartitionSpec as P
 
-    from sparse_dataflow.execution import pipeline
-    from sparse_dataflow.execution.stages import divide
+    from sparse_dataflow.parallel.pipeline import pipeline
+    from sparse_dataflow.parallel.pipeline.stages import divide
 
     slept, length = [], 0.0
 

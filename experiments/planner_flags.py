@@ -4,9 +4,9 @@ import dataclasses
 import types
 
 from experiments.command_line import A_FRACTION, AT_LEAST_ONE, Flag
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import chips
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
-from sparse_dataflow.planning import chips
 
 DENSITIES = (1.0, 1 / 2, 1 / 4, 1 / 8)
 """Of the interplay's models."""

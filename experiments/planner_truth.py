@@ -98,7 +98,8 @@ def _print_scalings(constants):
 
 def _print_sparse(constants):
     from experiments import planner_flags
-    from sparse_dataflow.planning import chips, fitting
+    from sparse_dataflow.hardware import chips
+    from sparse_dataflow.planning import fitting
 
     chip = chips.named("a100-80gb")
     dense = planner_flags.model("13b")

@@ -45,12 +45,12 @@ GROUPS = (CHECK,)
 
 def main(values):
     """Measures, predicts, prints and keeps; see the module docstring."""
-    from sparse_dataflow.execution.host_memory import keep_freed_memory
+    from sparse_dataflow.hardware.host_memory import keep_freed_memory
 
     keep_freed_memory()
     from experiments import measurement, prediction
-    from sparse_dataflow.errors import UserError
-    from sparse_dataflow.planning import hardware
+    from sparse_dataflow.files.errors import UserError
+    from sparse_dataflow.hardware import detect as hardware
 
     scales = [name.strip() for name in values.scales.split(",")]
     for scale in scales:

@@ -7,15 +7,15 @@ import numpy as np
 from experiments import measurement
 from experiments.planner_flags import model as planned_model
 from experiments.step_bench import compiled_step
-from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
+from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig
+from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
 from sparse_dataflow.planning import memory
-from sparse_dataflow.planning.chips import Chip
 from sparse_dataflow.planning.efficiency import PRIOR
 from sparse_dataflow.planning.run_layout import ParallelPlan
 from sparse_dataflow.planning.step_time import OPTIMIZER_BYTES, step_time
-from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.sections import section_seconds
 from sparse_dataflow.training.step import initial_state
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments import gpt_run, measurement, memory_check, step_plan, study
 from experiments.recipes import Variant
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.reporting.panels import save_strips
 from sparse_dataflow.sparsity.evolution import EvolutionConfig

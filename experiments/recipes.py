@@ -4,13 +4,13 @@ import dataclasses
 import math
 
 from experiments.contradictions import GPT2_VOCABULARY
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import SIZES, LinearSpec, ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.planning import memory
 from sparse_dataflow.sparsity.allocation import allocate
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, PhaseSpec, phase_specs
-from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.phases import Phase, phases
 
 LAPTOP_SCALES = ("pico", "3m", "nano", "micro", "mini")
@@ -102,7 +102,7 @@ RECIPES = {
 # 128, 1e-3 (x 16) is 0.06 lower and the standard recipe 0.08; `random` was not compared there.
 SUPAR_LEARNING_RATE = 5e-4
 """Peak of every model under SuPar, whatever its width and density.  With the multipliers of
-`training.optimizer` a dense model's matrices then learn at 0.13 / d_model."""
+`optim.optimizers` a dense model's matrices then learn at 0.13 / d_model."""
 
 SUPAR_VECTOR_RATE = 16.0
 """How many times that, under SuPar, what is no matrix learns at; see `TrainingConfig`."""

@@ -38,11 +38,13 @@ def main(values):
     import dataclasses
 
     from experiments import measurement, relay_measure
-    from sparse_dataflow.errors import UserError
-    from sparse_dataflow.execution.relay import RelayConfig
+    from sparse_dataflow.files.errors import UserError
+    from sparse_dataflow.hardware import chips
+    from sparse_dataflow.hardware import detect as hardware
     from sparse_dataflow.models.sizes import SIZES, LinearSpec, ModelConfig
-    from sparse_dataflow.planning import chips, hardware, memory, relay
-    from sparse_dataflow.training.optimizer import TrainingConfig
+    from sparse_dataflow.optim.optimizers import TrainingConfig
+    from sparse_dataflow.parallel.relay.relay import RelayConfig
+    from sparse_dataflow.planning import memory, relay
 
     if values.chip not in hardware.CHIPS:
         raise UserError(f"--chip={values.chip} is unknown; legal: {', '.join(hardware.CHIPS)}.")

@@ -31,8 +31,8 @@ def main(values):
     import dataclasses
 
     from experiments import measurement, relay_flags, relay_measure
-    from sparse_dataflow.errors import UserError
-    from sparse_dataflow.execution.relay import RelayConfig
+    from sparse_dataflow.files.errors import UserError
+    from sparse_dataflow.parallel.relay.relay import RelayConfig
 
     try:
         depths = sorted({int(part) for part in values.depths.split(",")})

@@ -36,8 +36,8 @@ def described(values):
     import jax
 
     from experiments import recipes
-    from sparse_dataflow.execution.host_memory import keep_freed_memory
-    from sparse_dataflow.planning import hardware
+    from sparse_dataflow.hardware import detect as hardware
+    from sparse_dataflow.hardware.host_memory import keep_freed_memory
 
     keep_freed_memory()
     asked = {f.name: values[f.name].value for g in COMMON for f in g.flags}

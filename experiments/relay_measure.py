@@ -6,13 +6,13 @@ import jax
 import numpy as np
 
 from experiments import measurement, relay_plan
-from sparse_dataflow.execution import timeline
-from sparse_dataflow.execution.host_state import fresh_state
-from sparse_dataflow.execution.relay import Relay, RelayConfig
+from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig
+from sparse_dataflow.parallel.relay import timeline
+from sparse_dataflow.parallel.relay.host_state import fresh_state
+from sparse_dataflow.parallel.relay.relay import Relay, RelayConfig
 from sparse_dataflow.planning import cost, memory, relay
-from sparse_dataflow.planning.hardware import Chip
-from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.step import initial_state, make_train_step
 
 NOT_MEASURED = "does not fit"

@@ -7,11 +7,12 @@ import jax
 import psutil
 
 from experiments.recipes import Variant
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import processes, timeline
-from sparse_dataflow.execution.relay_executor import RelayExecutor
+from sparse_dataflow.distributed import processes
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.detect import CHIPS, GIB, Chip
+from sparse_dataflow.parallel.relay import timeline
+from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import memory, relay
-from sparse_dataflow.planning.hardware import CHIPS, GIB, Chip
 from sparse_dataflow.training.metrics import say
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.recipes import Variant
-from sparse_dataflow import json_files, storage
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.distributed import processes
 from sparse_dataflow.evaluation.trained import CONFIG, TOKENIZER
-from sparse_dataflow.execution import processes
-from sparse_dataflow.links import refuse_leaving
-from sparse_dataflow.training.json_difference import differences
+from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_difference import differences
+from sparse_dataflow.files.links import refuse_leaving
 
 _PROBE = ".writable"
 _DIFFERENCES_SHOWN = 3

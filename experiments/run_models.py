@@ -1,7 +1,7 @@
 """One trained model of a run, as an experiment's flags name it."""
 
 from experiments.command_line import Flag, Group
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 MODEL = Group(
     "Model",

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from experiments import evaluation_report
-from sparse_dataflow import storage
 from sparse_dataflow.data.prompts import heldout_prompts
-from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.generate import new_tokens
-from sparse_dataflow.execution import timeline
-from sparse_dataflow.execution.executor import ONE_DEVICE
+from sparse_dataflow.files import storage
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
+from sparse_dataflow.parallel.executor import ONE_DEVICE
+from sparse_dataflow.parallel.relay import timeline
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.reporting.report import write_report
 from sparse_dataflow.reporting.report_data import (

@@ -11,8 +11,8 @@ import numpy as np
 
 from experiments import gpt_run, measurement, study
 from experiments.coordinates import numbers
-from sparse_dataflow import json_files
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.planning import cost
 from sparse_dataflow.reporting.panels import Curve, Panel, save_panels

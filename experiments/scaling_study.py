@@ -51,8 +51,8 @@ def main(values):
     import csv
     from pathlib import Path
 
-    from sparse_dataflow.errors import UserError
-    from sparse_dataflow.planning import chips
+    from sparse_dataflow.files.errors import UserError
+    from sparse_dataflow.hardware import chips
     from sparse_dataflow.reporting import planner_figures
 
     hardware = [chips.named(name.strip()) for name in values.hardware.split(",")]

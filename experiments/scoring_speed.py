@@ -10,12 +10,12 @@ import numpy as np
 
 from experiments import measurement, study
 from experiments.evaluation_runs import shots_of
-from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation import harness
 from sparse_dataflow.evaluation.harness import HarnessLM
 from sparse_dataflow.evaluation.scoring import Counts, Limits, limits_of
 from sparse_dataflow.evaluation.tasks import lm_eval_tasks, own
 from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.training.step import initial_state, make_eval_step
 
 

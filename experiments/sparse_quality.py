@@ -10,7 +10,7 @@ learning-rate schedule, never a curve cut short:
 
 Each arm learns at its scale's recipe: rates for dense weights, for stored blocks by their density,
 and for embeddings, biases and norms, the same in every arm.  A weight that turns dense learns
-faster than one that always was (`training.optimizer.TURNED_DENSE_RATE`).
+faster than one that always was (`optim.optimizers.TURNED_DENSE_RATE`).
 
     python -m experiments.sparse_quality --scale=pico --block=8 --steps=1000      two cores: hours
     python -m experiments.sparse_quality --scale=125m --steps=20000 --corpus=...  a GPU

@@ -52,8 +52,8 @@ def asked_models(values):
     import jax
 
     from experiments import recipes
+    from sparse_dataflow.hardware import detect as hardware
     from sparse_dataflow.models.sizes import SIZES
-    from sparse_dataflow.planning import hardware
 
     asked = {flag.name: values[flag.name].value for group in GROUPS for flag in group.flags}
     settings = types.SimpleNamespace(**asked, twin="yes", steps=1)
@@ -67,7 +67,7 @@ def asked_models(values):
 
 def main(values):
     """Runs the benchmark; see the module docstring."""
-    from sparse_dataflow.execution.host_memory import keep_freed_memory
+    from sparse_dataflow.hardware.host_memory import keep_freed_memory
 
     keep_freed_memory()
     import functools
@@ -184,7 +184,7 @@ def compiled_step(model, training, tokens, executor=None):
     import numpy as np
 
     from experiments import measurement
-    from sparse_dataflow.execution.executor import ONE_DEVICE
+    from sparse_dataflow.parallel.executor import ONE_DEVICE
     from sparse_dataflow.training.step import initial_state, jitted_train_step
 
     executor = executor or ONE_DEVICE

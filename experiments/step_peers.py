@@ -21,10 +21,9 @@ import numpy as np
 
 from experiments import measurement
 from experiments.kernel_peers import Pending
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution.host_state import fresh_state, view
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.training.optimizer import (
+from sparse_dataflow.optim.optimizers import (
     B1,
     B2,
     EPS,
@@ -32,12 +31,13 @@ from sparse_dataflow.training.optimizer import (
     decay_mask,
     learning_rate_multipliers,
 )
+from sparse_dataflow.parallel.relay.host_state import fresh_state, view
 
 NAME = "torch_compile"
 
 
 class Report(NamedTuple):
-    """What a step tells, as `training.step.StepReport`: the loss, for `float`."""
+    """What a step tells, as `optim.train_state.StepReport`: the loss, for `float`."""
 
     loss: Pending
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from experiments.recipes import Variant
-from sparse_dataflow.execution.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import update_steps
 from sparse_dataflow.training.programs import (

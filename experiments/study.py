@@ -12,13 +12,13 @@ import jax
 
 from experiments import gpt_run, recipes
 from experiments.recipes import Variant
-from sparse_dataflow import json_files, storage
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution.host_memory import keep_freed_memory
-from sparse_dataflow.planning import hardware
+from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import detect as hardware
+from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import refuse_unfit

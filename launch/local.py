@@ -213,7 +213,7 @@ def _sooner(deadline, seconds):
 def commands(
     words: Sequence[str], processes: int, gpus: int, environment: Mapping[str, str], port: int
 ) -> list[tuple[list[str], dict[str, str]]]:
-    """What each process runs and its variables: those by which `execution/cluster.py` knows it.
+    """What each process runs and its variables: those by which `distributed/cluster.py` knows it.
 
     Args:
       words: of the command line.

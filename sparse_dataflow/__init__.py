@@ -18,17 +18,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparse_dataflow.errors import UserError
     from sparse_dataflow.evaluation.generate import generate
     from sparse_dataflow.evaluation.trained import load
+    from sparse_dataflow.files.errors import UserError
     from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
     from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+    from sparse_dataflow.optim.optimizers import TrainingConfig
     from sparse_dataflow.planning.cost import flops_per_token
     from sparse_dataflow.planning.memory import parameter_count
     from sparse_dataflow.sparsity.layout import BlockLayout
     from sparse_dataflow.sparsity.patterns import legal_densities, make_layout
     from sparse_dataflow.training.in_memory import train
-    from sparse_dataflow.training.optimizer import TrainingConfig
 
 __all__ = [
     "BlockLayout",
@@ -50,8 +50,8 @@ _HOMES = {
     "BlockLayout": "sparsity.layout",
     "LinearSpec": "models.sizes",
     "ModelConfig": "models.sizes",
-    "TrainingConfig": "training.optimizer",
-    "UserError": "errors",
+    "TrainingConfig": "optim.optimizers",
+    "UserError": "files.errors",
     "block_sparse_matmul": "kernels.block_sparse_matmul.api",
     "flops_per_token": "planning.cost",
     "generate": "evaluation.generate",

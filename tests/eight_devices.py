@@ -11,8 +11,8 @@ from forks import Forks
 
 ROOT = pathlib.Path(__file__).parents[1]
 IMPORTED = (
-    "sparse_dataflow.data.batches", "sparse_dataflow.execution.pipelined",
-    "sparse_dataflow.training.checkpoint", "sparse_dataflow.training.loop",
+    "sparse_dataflow.data.batches", "sparse_dataflow.parallel.pipeline.pipelined",
+    "sparse_dataflow.checkpoint.checkpoint", "sparse_dataflow.training.loop",
 )  # fmt: skip
 """What most of the scripts import."""
 

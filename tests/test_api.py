@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import sparse_dataflow as sd
-from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig
 
 
 def test_importing_it_imports_nothing_else():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparse_dataflow.data.stored import Flat
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 Batch = dict[str, np.ndarray]
 

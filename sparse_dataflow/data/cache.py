@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from sparse_dataflow import storage
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files import storage
+from sparse_dataflow.files.errors import UserError
 
 FOLDER = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sparse_dataflow"
 """Where prepared corpora, tokenizers and tokens are kept, where nobody says otherwise."""

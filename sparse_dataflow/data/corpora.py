@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow import storage
 from sparse_dataflow.data.cache import exclusive, replacing
 from sparse_dataflow.data.documents import (
     TEXT_SUFFIXES,
@@ -33,7 +32,8 @@ from sparse_dataflow.data.documents import (
     Source,
 )
 from sparse_dataflow.data.splits import is_held_out
-from sparse_dataflow.errors import UserError, first_line
+from sparse_dataflow.files import storage
+from sparse_dataflow.files.errors import UserError, first_line
 
 DEFAULT_CORPUS = "python_stdlib"
 LEGAL_CORPORA = (

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sparse_dataflow import json_files
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".jsonl")
 

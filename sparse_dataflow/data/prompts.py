@@ -8,7 +8,7 @@ import numpy as np
 
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 _DOCUMENTS_CONSIDERED = 10_000
 _ROUNDS = 20

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sparse_dataflow.data.documents import Document
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 HELD_OUT_ONE_IN = 20
 TRAIN_SHARE_OF_SINGLE_DOCUMENT = 0.95

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow import storage
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files import storage
+from sparse_dataflow.files.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow import json_files, storage
 from sparse_dataflow.data.cache import exclusive
 from sparse_dataflow.data.corpora import Corpus
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files.errors import UserError
 
 KINDS = ("bpe", "gpt2")
 SMALLEST_VOCAB = 257  # all bytes and the end-of-text token

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow import json_files, storage
 from sparse_dataflow.data.cache import exclusive, replacing
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.stored import StoredArray
 from sparse_dataflow.data.tokenizer import Tokenizer, pieces_of
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files.errors import UserError
 
 _FORMAT = 1
 _BATCH_CHARACTERS = 2**21

@@ -7,9 +7,9 @@ import numpy as np
 
 from sparse_dataflow.evaluation.scoring import Forward
 from sparse_dataflow.evaluation.trained import Trained
-from sparse_dataflow.execution import mesh as meshes
-from sparse_dataflow.execution.sharded import Sharded
-from sparse_dataflow.training.step import TrainState
+from sparse_dataflow.optim.train_state import TrainState
+from sparse_dataflow.parallel import mesh as meshes
+from sparse_dataflow.parallel.sharded import Sharded
 
 
 def forward_over(trained: Trained, executor: Sharded) -> Forward:

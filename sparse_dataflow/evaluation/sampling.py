@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 
 @dataclass(frozen=True)

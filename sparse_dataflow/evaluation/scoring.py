@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation.trained import Trained
-from sparse_dataflow.execution import whole
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.parallel import whole
 
 Request = tuple[Sequence[int], Sequence[int]]
 Score = tuple[float, bool]

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_dataflow import json_files
+from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.links import refuse_leaving
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.links import refuse_leaving
 from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig
-from sparse_dataflow.training.checkpoint import Checkpoints
-from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.phases import phase_before, phases
 from sparse_dataflow.training.saved_state import Kept, identity, saved_state
 

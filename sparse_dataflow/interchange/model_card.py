@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparse_dataflow import json_files
 from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.files import json_files
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.training.metrics import read_metrics
 

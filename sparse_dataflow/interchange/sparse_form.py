@@ -19,12 +19,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_dataflow import json_files
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.checkpoint.named_arrays import flatten
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import tensors
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.training.named_arrays import flatten
 
 FORMAT = "sparse_dataflow-1"
 CONFIG = "config.json"

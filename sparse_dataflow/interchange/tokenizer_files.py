@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
-from sparse_dataflow import json_files
 from sparse_dataflow.data.tokenizer import GPT2_VOCAB_SIZE, Tokenizer, gpt2_tokenizer
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"

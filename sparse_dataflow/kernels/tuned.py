@@ -16,10 +16,10 @@ from typing import Any
 import jax
 from absl import logging
 
-from sparse_dataflow import json_files
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.kernels.dispatch import Shaped
-from sparse_dataflow.planning import hardware
 
 MOST_BYTES = 4 << 20
 """Of a file that is read."""

@@ -5,7 +5,7 @@ import math
 import numbers
 from collections.abc import Mapping
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 PROJECTIONS = ("qkv", "attn_out", "mlp_in", "mlp_out")
 DTYPES = ("float32", "bfloat16")
@@ -45,7 +45,7 @@ class LinearSpec:
       hadamard: width of the Walsh-Hadamard transform of consecutive input features before a
         block-sparse product (`kernels.hadamard`): a power of 2 that divides them; 0 for none.
       turned_dense: whether a dense weight was block-sparse before, which raises its learning rate;
-        see `training.optimizer`.
+        see `optim.optimizers`.
     """
 
     kind: str = "dense"

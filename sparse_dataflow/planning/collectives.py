@@ -8,7 +8,7 @@ All functions broadcast over numpy arrays.
 
 import numpy as np
 
-from sparse_dataflow.planning.chips import Network
+from sparse_dataflow.hardware.chips import Network
 from sparse_dataflow.planning.efficiency import Efficiency
 
 

@@ -3,7 +3,7 @@
 For one chip it equals `memory.training_bytes`.  "fsdp" shards what the ZeRO stage says (arXiv
 1910.02054, section 5): moments from stage 1, gradients from 2, weights from 3.  Arrays that the
 axis does not divide stay replicated.  The buffers of a pipeline are those of
-`execution/pipeline.py` for every schedule; `experiments.compile_plan` compares them with the
+`parallel/pipeline/pipeline.py` for every schedule; `experiments.compile_plan` compares them with the
 compiler's.
 """
 
@@ -111,7 +111,7 @@ def _shard_share(config, plan, stage, stored_density):
     """Returns the share of the weights, or of state of their shape, on one chip under "fsdp".
 
     It is 1 below ZeRO stage `stage`.  Projections that "fsdp" does not divide are replicated
-    (execution/sharding.py).
+    (parallel/sharding.py).
     """
     if plan.zero < stage:
         return 1.0

@@ -9,11 +9,11 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.models.groups import with_densest_layers
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
 from sparse_dataflow.planning.cost import stored_fractions
-from sparse_dataflow.planning.hardware import GIB
 
 MASTER_BYTES = 4
 ADAM_MOMENTS = 2
@@ -130,7 +130,7 @@ def training_bytes(
       accumulation: micro-batches per step; above 1, a float32 sum of gradients is added.
       logits_chunk: tokens per chunk of the chunked cross-entropy.
       fused_attention: whether attention scores stay on chip (flash attention).
-      state_dtype: see `training.optimizer.TrainingConfig`.
+      state_dtype: see `optim.optimizers.TrainingConfig`.
 
     Raises:
       UserError: batch, sequence, accumulation or logits_chunk is below 1, or `stored_density` is

@@ -1,6 +1,6 @@
 """Parallel plans: how a model is sharded over chips and scheduled in time.
 
-The mesh axes are those of `execution/mesh.py`, outermost first.  "data" replicates the model,
+The mesh axes are those of `parallel/mesh.py`, outermost first.  "data" replicates the model,
 "stage" splits it by layers, "fsdp" shards the state that the ZeRO stage names, and "tensor" shards
 every layer.
 """
@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.sizes import DTYPES
 
 Counts = int | np.ndarray
@@ -64,7 +64,7 @@ class ParallelPlan:
       gradient_bytes: bytes of one gradient element in a collective.
       island: number of chips joined by fast links; None for that of the chip.
       state_dtype: dtype of moments, and of the gradients of a micro-batch; see
-        `training.optimizer.TrainingConfig`.
+        `optim.optimizers.TrainingConfig`.
     """
 
     data: Counts = 1

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.planning.chips import GIB, Chip
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency
 from sparse_dataflow.planning.layout_memory import plan_bytes
 from sparse_dataflow.planning.memory import USABLE
@@ -74,7 +74,7 @@ class Request:
             fsdp=fsdp,
             accumulation=np.maximum(self.batch // rows, 1),
             **{name: choice[name] for name in NAMES},
-            sequence_parallel=True,  # as in execution/sharded.py
+            sequence_parallel=True,  # as in parallel/sharded.py
             executor="pipeline" if np.any(stage > 1) else "whole",
             state_dtype=self.state_dtype,
         )

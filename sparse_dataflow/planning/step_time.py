@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.chips import Chip, Network
 from sparse_dataflow.models.groups import with_densest_layers
 from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.planning import collectives
-from sparse_dataflow.planning.chips import Chip, Network
 from sparse_dataflow.planning.cost import stored_fractions
 from sparse_dataflow.planning.efficiency import Efficiency
 from sparse_dataflow.planning.memory import DTYPE_BYTES, parameter_count

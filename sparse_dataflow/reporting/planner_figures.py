@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-from sparse_dataflow.planning.chips import Chip
+from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planning.step_time import Section
 from sparse_dataflow.reporting.svg import Style
 

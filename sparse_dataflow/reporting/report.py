@@ -5,8 +5,8 @@ import pathlib
 
 import jinja2
 
-from sparse_dataflow import storage
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files import storage
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.reporting.quantities import visible
 from sparse_dataflow.reporting.report_data import ReportData
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 VARIANTS = ("dense", "sparse")
 

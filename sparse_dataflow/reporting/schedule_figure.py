@@ -9,7 +9,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.patches import Rectangle
 
-from sparse_dataflow.execution.schedules import (
+from sparse_dataflow.parallel.pipeline.schedules import (
     BACKWARD,
     FORWARD,
     RECOMPUTE,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 TOLERANCE = 1e-9
 """Tolerance of the total score, relative to the largest score."""

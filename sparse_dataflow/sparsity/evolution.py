@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.groups import layer_groups
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.sparsity.balance import balanced_top
@@ -250,7 +250,7 @@ def _sparse_to_dense(model, config):
     """SPDF (arXiv 2303.10464): trains the sparse model, then the dense one.
 
     Blocks that start at zero have fewer steps to learn in, so they get a higher learning rate
-    (`TURNED_DENSE_RATE` of `training.optimizer`).  Low-rank terms and Hadamard transforms are
+    (`TURNED_DENSE_RATE` of `optim.optimizers`).  Low-rank terms and Hadamard transforms are
     merged into the dense weight.
     """
     to_dense = lambda spec: LinearSpec(turned_dense=True)  # noqa: E731

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 
 class LayoutTables(NamedTuple):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.sparsity.layout import BlockLayout
 
 Pattern = Callable[[int, int, int, int], np.ndarray]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import optimize
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 CONSTANTS = ("a_s", "b_s", "c_s", "b_n", "a_d", "b_d", "c")
 COLUMNS = ("parameters", "sparsity", "tokens", "loss")

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparse_dataflow import json_files, storage
-from sparse_dataflow.execution import processes
-from sparse_dataflow.execution.clock import Clock
+from sparse_dataflow.distributed import processes
+from sparse_dataflow.distributed.clock import Clock
+from sparse_dataflow.files import json_files, storage
 
 NAME = "goodput.jsonl"
 CATEGORIES = (

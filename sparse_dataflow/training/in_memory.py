@@ -17,12 +17,12 @@ from sparse_dataflow.data.batches import EvalBatches, TrainBatches, bits_per_byt
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import train_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
-from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig, learning_rate_schedule
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, phase_specs
-from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
 from sparse_dataflow.training.programs import (
     TrainingData,
     any_loss,

@@ -12,10 +12,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from sparse_dataflow import json_files, storage
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import processes
-from sparse_dataflow.redaction import redacted
+from sparse_dataflow.distributed import processes
+from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.redaction import redacted
 
 _NUMBERS = {
     "train": ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second"),

@@ -3,8 +3,10 @@
 import dataclasses
 from collections.abc import Sequence
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig
+from sparse_dataflow.parallel.block_gradients import probed_rows
 from sparse_dataflow.planning import cost
 from sparse_dataflow.sparsity.evolution import (
     METHODS,
@@ -12,7 +14,6 @@ from sparse_dataflow.sparsity.evolution import (
     exchanged_share,
     phase_specs,
 )
-from sparse_dataflow.training.optimizer import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +61,6 @@ def update_steps(evolution: EvolutionConfig, steps: int) -> list[int]:
     """The steps (from 0) before which a layout is updated."""
     due = range(0, steps, evolution.every)
     return [step for step in due if exchanged_share(evolution, step, steps) > 0]
-
-
-def probed_rows(training: TrainingConfig) -> int:
-    """Sequences whose dense gradient is measured: a quarter of a micro-batch, at least one."""
-    return max(1, training.batch // training.micro_batches // 4)
 
 
 def run_flops(model: ModelConfig, evolution: EvolutionConfig, training: TrainingConfig) -> float:

@@ -10,14 +10,14 @@ import jax
 import numpy as np
 
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
-from sparse_dataflow.execution.executor import ONE_DEVICE, Executor, OwnPrograms
 from sparse_dataflow.models import gpt
+from sparse_dataflow.optim.optimizers import TrainingConfig
+from sparse_dataflow.optim.train_state import group_norms
+from sparse_dataflow.parallel.block_gradients import probed_rows
+from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor, OwnPrograms
 from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, PhaseSpec
-from sparse_dataflow.training.optimizer import TrainingConfig
-from sparse_dataflow.training.phases import probed_rows
 from sparse_dataflow.training.step import (
     abstract_state,
-    group_norms,
     initial_state,
     jitted_train_step,
     make_eval_step,

@@ -3,41 +3,16 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from sparse_dataflow.execution.executor import ONE_DEVICE, Executor, OwnPrograms
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
-
-
-class TrainState(NamedTuple):
-    """All that a checkpoint holds in arrays.
-
-    Attributes:
-      step: int32 [], optimizer steps done; also the data position.
-      params: float32 masters; see `gpt`.
-      moments: the optimizer's state.
-      tables: layout tables (int32) of the sparse projections.
-      key: random key for everything drawn while training.
-    """
-
-    step: Any
-    params: Any
-    moments: Any
-    tables: Any
-    key: Any
-
-
-class StepReport(NamedTuple):
-    """What a step tells: float32 [] loss in nats per token, and {group: gradient norm}."""
-
-    loss: Any
-    gradient_norms: Any
+from sparse_dataflow.optim.optimizers import TrainingConfig, make_optimizer
+from sparse_dataflow.optim.train_state import StepReport, TrainState, group_norms
+from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor, OwnPrograms
 
 
 def initial_state(
@@ -168,13 +143,3 @@ def make_eval_step(
         return executor.loss(model, params, tables if fixed is None else fixed, tokens, weights)
 
     return eval_step
-
-
-def group_norms(tree: dict) -> dict[str, jax.Array]:
-    """Euclidean norm by parameter group: "embed", "head" and "blocks.<module>"."""
-    squares: dict[str, jax.Array] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        names = [key.key for key in path if hasattr(key, "key")]
-        group = ".".join(names[:2]) if names[0] == "blocks" else names[0]
-        squares[group] = squares.get(group, 0.0) + jnp.sum(jnp.square(leaf))
-    return {group: jnp.sqrt(total) for group, total in squares.items()}

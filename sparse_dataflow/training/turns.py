@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from sparse_dataflow.execution import processes
+from sparse_dataflow.distributed import processes
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import say
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches, bits_per_byte
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 
 @st.composite

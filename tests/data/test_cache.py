@@ -3,7 +3,7 @@ import errno
 import pytest
 
 from sparse_dataflow.data.cache import exclusive, replacing
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.prompts import heldout_prompts
 from sparse_dataflow.data.tokenizer import train_tokenizer
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 
 @pytest.fixture

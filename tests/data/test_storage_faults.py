@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from storage_faults import failing
 
-from sparse_dataflow import storage
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import train_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files import storage
+from sparse_dataflow.files.errors import UserError
 
 
 @pytest.fixture(autouse=True)

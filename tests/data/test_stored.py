@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow import storage
 from sparse_dataflow.data.stored import StoredArray
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files import storage
+from sparse_dataflow.files.errors import UserError
 
 PASSING = st.sampled_from(sorted(storage.PASSING))
 

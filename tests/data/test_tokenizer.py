@@ -17,7 +17,7 @@ from sparse_dataflow.data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 unicode = st.text(st.characters(codec="utf-8"))
 TRICKY = [

@@ -8,7 +8,7 @@ from sparse_dataflow.data import tokens as tokens_module
 from sparse_dataflow.data.batches import TrainBatches
 from sparse_dataflow.data.tokenizer import gpt2_tokenizer, train_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ import sys
 import jax
 import numpy as np
 
-from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation.over_mesh import forward_over
 from sparse_dataflow.evaluation.scoring import forward_of, limits_of, score
 from sparse_dataflow.evaluation.trained import load
-from sparse_dataflow.execution import mesh as meshes
-from sparse_dataflow.execution.sharded import Sharded
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.parallel import mesh as meshes
+from sparse_dataflow.parallel.sharded import Sharded
 
 if __name__ == "__main__":
     run, *texts = sys.argv[1:]

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from decoded import BYTES, CONFIGS, DENSE, SPARSE
 
-from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation import generate as generate_module
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.generate import bucket, generate, new_tokens
-from sparse_dataflow.execution import whole
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
+from sparse_dataflow.parallel import whole
 
 
 def decided(config, seed=0):

@@ -18,7 +18,7 @@ from sparse_dataflow.evaluation.harness import HarnessLM
 from sparse_dataflow.evaluation.scoring import Counts
 from sparse_dataflow.evaluation.tasks import lm_eval_tasks
 from sparse_dataflow.evaluation.tasks.items import Item
-from sparse_dataflow.execution import whole
+from sparse_dataflow.parallel import whole
 
 
 def asked(*args):

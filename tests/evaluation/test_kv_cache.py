@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.evaluation import kv_cache
-from sparse_dataflow.execution import whole
 from sparse_dataflow.models import gpt
+from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import cost
 
 ROWS, WIDTH, CACHE = 3, 8, 16

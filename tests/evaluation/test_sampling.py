@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation.sampling import Sampling, next_tokens
+from sparse_dataflow.files.errors import UserError
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.05, 0.3, 0.2], np.float32))
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation import scoring
 from sparse_dataflow.evaluation.scoring import Limits, bucket_lengths, score
-from sparse_dataflow.execution import whole
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.parallel import whole
 
 
 def draw_requests(vocab, sizes, seed=0):

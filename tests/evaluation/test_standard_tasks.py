@@ -10,9 +10,9 @@ import datasets
 from lm_eval.tasks import TaskManager
 from standard_tasks import load_dataset
 
-from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation import harness
 from sparse_dataflow.evaluation.tasks import lm_eval_tasks
+from sparse_dataflow.files.errors import UserError
 
 METRICS = {"wikitext": "word_perplexity", "nq_open": "exact_match"}
 

@@ -8,10 +8,10 @@ import pytest
 
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
-from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation.tasks import own
 from sparse_dataflow.evaluation.tasks.items import Item, gather, read_items
 from sparse_dataflow.evaluation.tasks.text import WordFrequencies
+from sparse_dataflow.files.errors import UserError
 
 TEXT_TASKS = ("last_word", "continuation", "cloze")
 

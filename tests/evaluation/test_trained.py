@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation.trained import load
+from sparse_dataflow.files.errors import UserError
 
 
 @pytest.mark.parametrize("variant", ["sparse", "dense"])

@@ -22,21 +22,22 @@ from hypothesis import strategies as st
 
 from experiments import contradictions, evaluation_report, flags, run_folder, study
 from experiments.scaling_law_runs import read_runs
+from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.data import tokens
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, gpt2_tokenizer
-from sparse_dataflow.errors import UserError
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.tasks import items
+from sparse_dataflow.files import manifest
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import chips
 from sparse_dataflow.interchange import huggingface, sparse_form
 from sparse_dataflow.kernels import tuned
 from sparse_dataflow.models.sizes import SIZES, LinearSpec
-from sparse_dataflow.planning import chips
+from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.sparsity.evolution import EvolutionConfig
-from sparse_dataflow.training import goodput, manifest
-from sparse_dataflow.training.checkpoint import Checkpoints
+from sparse_dataflow.training import goodput
 from sparse_dataflow.training.metrics import MetricsWriter, read_metrics
-from sparse_dataflow.training.optimizer import TrainingConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 MOST_MEMORY = 300 * 2**20

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from experiments import command_line
 from experiments.command_line import Flag, Group
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 NAMES = ("butterfly", "cyclic", "Banded")
 GROUPS = (

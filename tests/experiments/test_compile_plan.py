@@ -23,7 +23,9 @@ from experiments import (
     layout_verify,
     planner_flags,
 )
-from sparse_dataflow.planning import chips, compile, nearest, search, topologies
+from sparse_dataflow.aot import compile, topologies
+from sparse_dataflow.hardware import chips
+from sparse_dataflow.planning import nearest, search
 
 GOLDEN = Path(__file__).with_name("golden") / "compile_plan.txt"
 

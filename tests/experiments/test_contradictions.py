@@ -4,7 +4,7 @@ import pytest
 from absl import flags as absl_flags
 
 from experiments import command_line, contradictions, flags
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 
 def parse(*arguments, groups=flags.GROUPS):

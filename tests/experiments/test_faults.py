@@ -26,7 +26,7 @@ PLAN = ("--checkpoint_every=4", "--eval_every=8", "--notwin")
 CHANGING = ("--evolution=rigl", "--evolve_every=4", "--evolve_at=0.9", "--skip_spikes=1")
 STEP = "sparse_dataflow.training.loop.stepped"
 UPDATE = "sparse_dataflow.training.loop.evolved"
-READ = "sparse_dataflow.training.named_arrays.read"
+READ = "sparse_dataflow.checkpoint.named_arrays.read"
 SAVE_8 = r"checkpoints/8\.saving"
 LOST = "it ended without a word"
 FIFTY = "50 kills in a row at random moments of one training"
@@ -255,7 +255,7 @@ def test_full_disk(pair, whole):
 def test_full_disk_on_a_worker_alone(pair, whole):
     """The first process, which has room, does not wait for arrays that are never written."""
     record = Record("disk full on a worker alone")
-    writing = "sparse_dataflow.training.named_arrays.start_writing"
+    writing = "sparse_dataflow.checkpoint.named_arrays.start_writing"
     statuses, seconds, texts = pair.end(pair.start(at_1={"calls": [(writing, 2, "full")]}))
     assert statuses == [2, 2], texts
     assert "could not be written" in texts[0] and "(File too large)" in texts[1]

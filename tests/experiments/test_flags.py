@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import command_line, flags
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import sizes
 
 GOLDEN = pathlib.Path(__file__).with_name("help.txt")

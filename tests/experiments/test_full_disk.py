@@ -6,7 +6,7 @@ import pytest
 from main_job import assert_same_results, checkpoint_steps, complaint
 
 from experiments import run_folder
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from absl import flags as absl_flags
 
 from experiments import command_line, devices, flags, gpt13b_dense, recipes
-from sparse_dataflow.planning.hardware import GIB
+from sparse_dataflow.hardware.detect import GIB
 
 GOLDEN = Path(__file__).with_name("golden")
 # File -> (is it sparse, its flags, arguments, backend, device memory).

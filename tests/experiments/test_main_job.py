@@ -9,11 +9,11 @@ from main_job import assert_same_results, checkpoint_steps, rows
 
 from experiments import run_report
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.execution.executor import ONE_DEVICE
 from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig
+from sparse_dataflow.parallel.executor import ONE_DEVICE
 from sparse_dataflow.planning import memory
 from sparse_dataflow.reporting.report_data import ReportData
-from sparse_dataflow.training.optimizer import TrainingConfig
 
 TRAIN_KEYS = {
     "kind", "step", "tokens", "seconds", "loss", "learning_rate", "gradient_norm",

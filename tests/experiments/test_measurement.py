@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from experiments import measurement
-from sparse_dataflow.execution import warm_up
+from sparse_dataflow.distributed import warm_up
 
 positive = hnp.arrays(float, 7, elements=st.floats(1e-3, 1e3))
 

@@ -5,9 +5,9 @@ import pytest
 from absl import flags as absl_flags
 
 from experiments import command_line, flags, memory_check, recipes, step_bench
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.planning import memory
-from sparse_dataflow.planning.hardware import GIB
 
 
 def described(*arguments, backend="gpu", gib=None):

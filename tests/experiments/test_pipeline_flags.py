@@ -4,11 +4,11 @@ import pytest
 from absl import flags as absl_flags
 
 from experiments import command_line, devices, flags
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution.pipelined import Pipelined
-from sparse_dataflow.execution.sharded import Sharded
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.sizes import SIZES
-from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig
+from sparse_dataflow.parallel.pipeline.pipelined import Pipelined
+from sparse_dataflow.parallel.sharded import Sharded
 
 
 def executor(*arguments):

@@ -9,13 +9,13 @@ import types
 import pytest
 
 from experiments import interplay_report, interplay_step, prediction
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES
+from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.planning import memory
-from sparse_dataflow.planning.chips import Chip
 from sparse_dataflow.planning.efficiency import PRIOR
 from sparse_dataflow.planning.step_time import step_time
-from sparse_dataflow.training.optimizer import TrainingConfig
 
 CHIP = Chip("cpu", {"float32": 2e11}, 2**34, 2e10)
 SECONDS = {"qkv": 0.03, "attention": 0.02, "attn_out": 0.01, "mlp_in": 0.04, "mlp_out": 0.05}
@@ -89,7 +89,7 @@ def test_interplay_of_measured_steps_wins_back_what_fusion_gives(
     monkeypatch.setattr(prediction, "measured_seconds", lambda *_: next(seconds))
     monkeypatch.setattr(interplay_step, "executor_over", lambda *_: None)
     monkeypatch.setattr(interplay_step.mesh, "make", lambda _: None)
-    monkeypatch.setattr(interplay_step.distributed, "joined", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(interplay_step.join, "joined", lambda *_: contextlib.nullcontext())
 
     def child(asking, fused, cores, stages):
         own = {"stages": stages, "process": 0, "coordinator": "", "cores": []}

@@ -8,9 +8,9 @@ from main_job import PICO, PLAN, assert_same_results, rows
 from ports import free_port
 
 from experiments import gpt_run
-from sparse_dataflow.errors import TEMPORARY
-from sparse_dataflow.execution import server_files
+from sparse_dataflow.files.errors import TEMPORARY
 from sparse_dataflow.models.sizes import SIZES, LinearSpec
+from sparse_dataflow.parallel.relay import server_files
 from sparse_dataflow.planning import memory
 
 SHORT = ("--twin=no", "--executor=relay")

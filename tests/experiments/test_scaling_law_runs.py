@@ -9,7 +9,7 @@ import pytest
 from main_job import complaint
 
 from experiments import scaling_law_runs
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import SIZES, LinearSpec
 from sparse_dataflow.sparsity.scaling_law import ScalingLaw

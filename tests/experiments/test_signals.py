@@ -6,7 +6,7 @@ import shlex
 import pytest
 from main_job import assert_same_results, checkpoint_steps, rows
 
-from sparse_dataflow.training import manifest
+from sparse_dataflow.files import manifest
 
 FIRST_SAVE = r"sparse/checkpoints/3\.saving"
 

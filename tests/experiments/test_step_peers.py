@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from experiments import measurement, step_bench, step_peers
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.planning import cost, memory
-from sparse_dataflow.training.optimizer import TrainingConfig
 
 with_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="the extra peers is not installed"

@@ -14,10 +14,10 @@ from make_fixture import BYTES, FOLDER, OPT_FOLDER, OPT_SPECIALS
 from models import DENSE, DEPTH, LOW_RANK, SPARSE, SUPAR, change_tensors, drawn, export
 from safetensors.numpy import load_file
 
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import whole
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import architectures, huggingface, sparse_form
 from sparse_dataflow.interchange.dense_form import dense_form
+from sparse_dataflow.parallel import whole
 
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
 

@@ -2,7 +2,7 @@
 
 import described_tpus
 
-from sparse_dataflow.planning import topologies
+from sparse_dataflow.aot import topologies
 
 
 def devices(number=1):

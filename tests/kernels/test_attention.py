@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.attention import api, reference, splash
 from sparse_dataflow.kernels.attention.api import causal_attention

@@ -18,7 +18,7 @@ from jax.test_util import check_grads
 from simulated import simulated_tpu
 from simulated_hopper import simulated_hopper
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import api
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables

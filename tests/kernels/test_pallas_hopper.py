@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from simulated_hopper import simulated_hopper, targeted_gpu
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.block_sparse_matmul import api, pallas_hopper
 from sparse_dataflow.kernels.block_sparse_matmul import tuning_hopper as tuning

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from simulated import simulated_tpu, targeted_tpu
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import api, pallas_tpu, tuning
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import tile_tables
 from sparse_dataflow.sparsity.layout import BlockLayout, pad_tables

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from simulated_hopper import simulated_hopper, targeted_gpu
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper import NEEDED_JAX
 from sparse_dataflow.kernels.gelu.api import value_and_derivative
 from sparse_dataflow.kernels.sparse_mlp import pallas_hopper

@@ -9,7 +9,7 @@ import pytest
 from mlp_operands import assert_close, draw_operands, exact
 from simulated import simulated_tpu, targeted_tpu
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.sparse_mlp import api, pallas_tpu, tuning
 from sparse_dataflow.sparsity.layout import BlockLayout
 from sparse_dataflow.sparsity.patterns import make_layout

@@ -8,11 +8,11 @@ import importlib.util
 
 import pytest
 
-from sparse_dataflow.execution.executor import ONE_DEVICE
+from sparse_dataflow.aot import topologies
+from sparse_dataflow.aot.compile import compile_step
 from sparse_dataflow.models.sizes import SIZES, LinearSpec
-from sparse_dataflow.planning import topologies
-from sparse_dataflow.planning.compile import compile_step
-from sparse_dataflow.training.optimizer import TrainingConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig
+from sparse_dataflow.parallel.executor import ONE_DEVICE
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 

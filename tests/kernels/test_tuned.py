@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from simulated import targeted_tpu
 from simulated_hopper import targeted_gpu
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels import tuned
 from sparse_dataflow.kernels.block_sparse_matmul import (
     pallas_hopper,

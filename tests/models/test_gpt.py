@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import whole
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig
+from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning.memory import parameter_count
-from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.step import initial_state, make_train_step
 
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12)

@@ -9,7 +9,7 @@ import pytest
 import scipy.linalg
 from flax import nnx
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.linear import Linear, projection_layout
 from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.sparsity.patterns import make_layout

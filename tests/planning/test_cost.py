@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.detect import CHIPS, Chip
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
 from sparse_dataflow.planning import cost
-from sparse_dataflow.planning.hardware import CHIPS, Chip
 
 MLP = ("mlp_in", "mlp_out")
 

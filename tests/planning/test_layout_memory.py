@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.execution import schedules
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec
+from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.layout_memory import in_flight, plan_bytes
 from sparse_dataflow.planning.run_layout import ParallelPlan

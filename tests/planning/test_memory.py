@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import whole
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
+from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import memory
 
 EIGHTH = dict.fromkeys(PROJECTIONS, LinearSpec("block_sparse", density=1 / 8))

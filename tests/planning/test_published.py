@@ -128,7 +128,7 @@ def test_scaling_efficiencies_and_batches():
 
 def test_sparse_13b_gains_by_fusion_as_published():
     from experiments import planner_flags
-    from sparse_dataflow.planning.chips import CHIPS
+    from sparse_dataflow.hardware.chips import CHIPS
 
     dense, sparse = planner_flags.model("13b"), planner_flags.model("13b", 1 / 8)
     ratio = {}

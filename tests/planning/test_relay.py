@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution.host_state import abstract_state
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.detect import CHIPS, GIB
 from sparse_dataflow.models.sizes import SIZES, LinearSpec
+from sparse_dataflow.optim.optimizers import TrainingConfig
+from sparse_dataflow.parallel.relay.host_state import abstract_state
 from sparse_dataflow.planning import relay
-from sparse_dataflow.planning.hardware import CHIPS, GIB
-from sparse_dataflow.training.optimizer import TrainingConfig
 
 PICO = SIZES["pico"]
 EIGHTH = LinearSpec("block_sparse", "monarch", density=0.125, block=128)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.errors import UserError
-from sparse_dataflow.execution import schedules
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.chips import CHIPS, Chip, Network
 from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
+from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning import collectives, cost, memory
-from sparse_dataflow.planning.chips import CHIPS, Chip, Network
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency
 from sparse_dataflow.planning.run_layout import BUBBLES, RECOMPUTED, ParallelPlan
 from sparse_dataflow.planning.step_time import GROUPS, stage_parameters, step_time

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from printed import parse
 from report_sample import bare
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.reporting import page, quantities
 from sparse_dataflow.reporting.report import write_report
 from sparse_dataflow.reporting.report_data import Continuation, LayoutData, ReportData

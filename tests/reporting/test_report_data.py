@@ -6,7 +6,7 @@ import pytest
 import report_sample
 from report_sample import bare
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.reporting.report_data import LayoutData, ReportData
 
 

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from sparse_dataflow.execution import schedules
+from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.reporting.schedule_figure import (
     ACTIONS,
     LONGEST,

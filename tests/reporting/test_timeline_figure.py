@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.execution.timeline import KINDS, Span, hidden_share, seconds
+from sparse_dataflow.parallel.relay.timeline import KINDS, Span, hidden_share, seconds
 from sparse_dataflow.reporting.timeline_figure import LANES, timeline
 
 spans = st.lists(

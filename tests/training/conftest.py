@@ -1,4 +1,4 @@
-"""Lets the tests of training import what they share (checkpoint_states)."""
+"""Lets the tests of training import one another (test_transitions)."""
 
 import pathlib
 import sys

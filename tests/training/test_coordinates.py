@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.training.coordinates import (
     ACTIVATIONS,
     activation_changes,
     slopes,
     widened,
 )
-from sparse_dataflow.training.optimizer import TrainingConfig
 
 MODEL = ModelConfig(1, 64, 2, 256, vocab_size=64, max_len=16)
 TRAINING = TrainingConfig(steps=3, batch=8, sequence=16, learning_rate=2e-3)
@@ -51,7 +51,9 @@ def test_supar_is_flat_over_width_and_density():
         for width in (64, 256):
             for density in (1.0, 0.25):
                 model = widened(dataclasses.replace(MODEL, parametrization=parametrization), width)
-                model = model.with_linears(LinearSpec("block_sparse", "random", density, width // 4))
+                model = model.with_linears(
+                    LinearSpec("block_sparse", "random", density, width // 4)
+                )
                 for name, changes in activation_changes(model, TRAINING, batches).items():
                     sizes[name][width, density] = changes[-1]
         found[parametrization] = {name: slopes(of_name) for name, of_name in sizes.items()}

@@ -8,22 +8,17 @@ import numpy as np
 import pytest
 
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig, learning_rate_schedule
+from sparse_dataflow.parallel.block_gradients import probed_rows
 from sparse_dataflow.planning import cost
 from sparse_dataflow.sparsity.evolution import EvolutionConfig, phase_specs
 from sparse_dataflow.training import plateau
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics
-from sparse_dataflow.training.optimizer import TrainingConfig, learning_rate_schedule
-from sparse_dataflow.training.phases import (
-    phases,
-    probed_rows,
-    refuse_unfit,
-    run_flops,
-    update_steps,
-)
+from sparse_dataflow.training.phases import phases, refuse_unfit, run_flops, update_steps
 from sparse_dataflow.training.programs import TrainingData, compile_programs
 from sparse_dataflow.training.turns import advance_side_by_side
 

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.execution.clock import Clock
+from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.training import goodput
 
 PHASES = ("start", "compile", "step", "evolution", "data", "checkpoint", "evaluation")

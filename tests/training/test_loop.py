@@ -3,13 +3,13 @@ import numpy as np
 import pytest
 
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig
+from sparse_dataflow.optim.train_state import StepReport
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics
-from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.programs import Compiled, TrainingData
-from sparse_dataflow.training.step import StepReport
 from sparse_dataflow.training.turns import advance_side_by_side
 
 MODEL = ModelConfig(1, 8, 1, 32, 300, 4)

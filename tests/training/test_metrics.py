@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from storage_faults import failing as failing_operations
 from tensorboardX.proto import event_pb2
 
-from sparse_dataflow import storage
+from sparse_dataflow.files import storage
 from sparse_dataflow.training.metrics import MetricsWriter, read_metrics
 
 
@@ -98,7 +98,7 @@ def test_a_full_disk_is_told_at_once_and_keeps_the_rows_before(tmp_path):
     told = in_new_process(
         """
         import pathlib, resource, sys
-        from sparse_dataflow.errors import UserError
+        from sparse_dataflow.files.errors import UserError
         from sparse_dataflow.training.metrics import MetricsWriter, read_metrics
         row = {"kind": "train", "step": 1} | {f"number_{i}": 1.0 for i in range(40)}
         resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, resource.RLIM_INFINITY))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from sparse_dataflow.models.sizes import SIZES, LinearSpec
+from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.training import sections
-from sparse_dataflow.training.optimizer import TrainingConfig
 from sparse_dataflow.training.step import initial_state
 
 IN_ORDER = [

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from sparse_dataflow.execution import whole
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig, make_optimizer
+from sparse_dataflow.optim.train_state import TrainState
+from sparse_dataflow.parallel import whole
 from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, phase_specs
-from sparse_dataflow.training.optimizer import TrainingConfig, make_optimizer
-from sparse_dataflow.training.step import TrainState, initial_state
+from sparse_dataflow.training.step import initial_state
 from sparse_dataflow.training.transitions import change_model, update_layouts
 
 SPARSE = LinearSpec("block_sparse", "cyclic", density=0.25, block=8)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow import json_files
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.splits import document_hash
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError
 
 _DOCUMENTS_CONSIDERED = 10_000
 _LONGEST_TEXT = 2**18  # characters of a document that are read

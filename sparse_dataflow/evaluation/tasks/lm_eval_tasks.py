@@ -7,9 +7,9 @@ import datasets
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager, get_task_dict
 
-from sparse_dataflow.errors import UserError, first_line
 from sparse_dataflow.evaluation.harness import quiet
 from sparse_dataflow.evaluation.tasks.items import Item
+from sparse_dataflow.files.errors import UserError, first_line
 
 STANDARD = (
     *("lambada_openai", "hellaswag", "winogrande", "piqa", "arc_easy", "arc_challenge", "boolq"),

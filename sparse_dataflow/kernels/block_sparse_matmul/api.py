@@ -7,7 +7,7 @@ import math
 import jax
 import numpy as np
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.block_sparse_matmul import reference, xla, xla_few_rows, xla_static
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, check_shapes

@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels import tuned
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu as products
 from sparse_dataflow.kernels.block_sparse_matmul import tuning as sizes

@@ -9,7 +9,7 @@ import functools
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from sparse_dataflow.errors import UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.sharded import Cut, check_mesh
 from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
 from sparse_dataflow.sparsity.layout import LayoutTables

@@ -1,0 +1,1 @@
+"""Steps compiled for chips that need not be there, and what their text says."""

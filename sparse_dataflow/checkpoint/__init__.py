@@ -1,0 +1,1 @@
+"""Arrays in verified folders, written so that a kill loses no older one."""

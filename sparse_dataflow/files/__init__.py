@@ -1,0 +1,1 @@
+"""Errors in words, and files: storage that fails for a moment, JSON, links, manifests."""

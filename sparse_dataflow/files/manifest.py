@@ -1,0 +1,180 @@
+"""A manifest names every file of a folder with its size and SHA-256, by which damage is found.
+
+It guards against disks, crashes and stray edits. It is no signature: whoever can write the folder
+can write a manifest that fits.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sparse_dataflow.files import json_files
+
+NAME = "manifest.json"
+# Far above any real manifest (about 150 bytes a file), and small enough to read without thought.
+MAX_BYTES = 64 * 2**20
+_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO}
+
+
+class Damaged(Exception):
+    """A folder is not what its manifest says; the text says what is wrong, in words."""
+
+
+def write(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Hashes every file under `folder`, writes the manifest into it and flushes all of it to disk.
+
+    The manifest is complete or absent, whenever the process ends: it is written under another name
+    and renamed.
+
+    Args:
+      folder: holds ordinary files and folders only; nothing may be writing to it.
+      facts: JSON-able; returned by `read` and `verify`.
+
+    Raises:
+      OSError: the disk refuses.
+      ValueError: the manifest would be larger than `MAX_BYTES`.
+    """
+    body = {"facts": dict(facts), "files": {}}
+    for name, path in _files(folder).items():
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            size = file.tell()
+            os.fsync(file.fileno())
+        body["files"][name] = {"size": size, "sha256": digest}
+    text = json.dumps(body | {"sha256": _digest(body)}, indent=1, allow_nan=False).encode()
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"the manifest of {folder} would hold {len(text)} of {MAX_BYTES} bytes")
+    unfinished = folder / f".{NAME}"
+    with unfinished.open("wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, folder / NAME)
+    for parent, _, _ in os.walk(folder):
+        flush_folder(Path(parent))
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The facts in the manifest of `folder`; the files themselves are not looked at.
+
+    Raises:
+      Damaged: the manifest is missing, or is not one that `write` made.
+      OSError: it may not be read, which says nothing about damage.
+    """
+    return _parse(folder)["facts"]
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """The facts in the manifest of `folder`, after every file was read and found unchanged.
+
+    Only files found by walking the folder are opened, so a name in a manifest leads nowhere else.
+    Unnamed files are damage too, except hidden ones, which file browsers leave behind.
+
+    Raises:
+      Damaged: a file is missing, added, truncated or changed, or is a link.
+      OSError: a file may not be read, which says nothing about damage.
+    """
+    body = _parse(folder)
+    named = body["files"]
+    with _loss_is_damage():
+        found = _files(folder)
+        for name in sorted(named.keys() - found.keys()):
+            raise Damaged(f"its file {name} is missing")
+        for name in sorted(found.keys() - named.keys()):
+            if not Path(name).name.startswith("."):
+                raise Damaged(f"its file {name} is not in its manifest")
+        for name, entry in named.items():
+            size = found[name].stat().st_size
+            if size != entry["size"]:
+                raise Damaged(f"its file {name} has {size} bytes instead of {entry['size']}")
+            with found[name].open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                    raise Damaged(f"its file {name} has changed since it was written")
+    return body["facts"]
+
+
+def load_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
+    """The JSON in a file of at most `max_bytes`.
+
+    Raises:
+      Damaged: the file is missing, too large, or no JSON.
+      OSError: it may not be read.
+    """
+    try:
+        with _loss_is_damage():
+            return json_files.load(path, max_bytes)
+    except json.JSONDecodeError as error:
+        raise Damaged(f"its {path.name} is not JSON") from error
+    except ValueError as error:
+        raise Damaged(f"its {path.name} is not JSON: {error}") from error
+
+
+def flush_folder(folder: Path) -> None:
+    """Makes the names in `folder` outlast a power cut (POSIX fsync of a directory)."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _parse(folder: Path) -> dict[str, Any]:
+    with _loss_is_damage():
+        if NAME not in os.listdir(folder):
+            raise Damaged("it has no manifest, so it was never finished")
+        if not stat.S_ISREG((folder / NAME).lstat().st_mode):
+            raise Damaged("its manifest is not an ordinary file")
+    content = load_json(folder / NAME)
+    try:
+        body = {key: content[key] for key in ("facts", "files")}
+        whole = content["sha256"] == _digest(body) and isinstance(body["facts"], dict)
+        for entry in body["files"].values():
+            whole &= type(entry["size"]) is int and type(entry["sha256"]) is str
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
+        whole = False
+    if not whole:
+        raise Damaged("its manifest has changed since it was written")
+    return body
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Every file under `folder` but its manifest, by its name from there with "/"."""
+
+    def refuse(error: OSError):
+        raise error
+
+    found = {}
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        for name in folders:
+            if (Path(parent) / name).is_symlink():
+                raise Damaged(f"its folder {name} is a link")
+        for name in names:
+            path = Path(parent) / name
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise Damaged(f"its {name} is not an ordinary file")
+            found[path.relative_to(folder).as_posix()] = path
+    found.pop(NAME, None)
+    return dict(sorted(found.items()))
+
+
+@contextlib.contextmanager
+def _loss_is_damage() -> Iterator[None]:
+    """Tells a file that is lost or unreadable from one that this user may not read."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DAMAGE:
+            raise
+        name = Path(error.filename or "a file").name
+        raise Damaged(f"{name}: {os.strerror(error.errno)}") from error

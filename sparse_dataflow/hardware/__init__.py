@@ -1,0 +1,1 @@
+"""Chips with their rates, and what this process runs on."""

@@ -1,0 +1,230 @@
+"""Chips: peak rates, memory, bandwidth and links, with sources.
+
+Rates are the vendors' dense figures (without structured sparsity) of the SXM / OAM boards.  "float32" is the rate of float32 products at JAX's default matmul precision
+(https://docs.jax.dev/en/latest/201/precision.html): TF32 tensor cores on NVIDIA, one bfloat16 pass
+on TPU, float32 matrix cores on AMD.
+
+| chip | rates, memory, bandwidth | links of one chip, bytes/s in one direction |
+| --- | --- | --- |
+| a100-40gb, a100-80gb | NVIDIA A100 datasheet (2021): 312 bf16, 156 TF32; 40 GB 1,555 GB/s, 80 GB SXM 2,039 GB/s | NVLink 3, 600 GB/s both ways, 8 in a node; one 200 Gb/s InfiniBand HDR a GPU (DGX A100 datasheet); PCIe 4 x16 to the host |
+| h100 | NVIDIA H100 datasheet, SXM: 1,979 bf16 and 989 TF32 with sparsity, halved; 3.35 TB/s | NVLink 4, 900 GB/s both ways, 8 in a node; one 400 Gb/s NDR a GPU (DGX H100 datasheet); PCIe 5 x16 |
+| h200 | NVIDIA H200 datasheet, SXM: rates of the H100; 4.8 TB/s, 141 GB, of which its driver offers programs 139 GiB | as the H100 |
+| b200 | NVIDIA HGX/DGX B200 datasheets, one GPU of eight: 2.25 PFLOP/s bf16, 1.1 TF32, 180 GB, 8 TB/s | NVLink 5, 1,800 GB/s both ways, 8 in a node; 400 Gb/s a GPU (DGX B200 datasheet); PCIe 5 x16 |
+| mi250x-gcd | AMD Instinct MI250X datasheet, one of its two GCDs (a GCD is a device to JAX): 383/2 bf16, 95.7/2 float32 matrix, 64 GB, 3.2768/2 TB/s; 191.5 as in arXiv 2312.12705 | OLCF Frontier user guide: 200 GB/s between the GCDs of a board, 50 to 100 between boards of a node (100 taken), 8 GCDs a node; 4 Slingshot-11 NICs of 25 GB/s a node; 36 GB/s to the host |
+| tpu-v4 | Google Cloud TPU documentation, page "TPU v4": 275, 32 GiB, 1,200 GB/s a chip | arXiv 2304.01433: 3D torus, 6 links of 50 GB/s; data-centre network 200 Gb/s a host of 4 (recalled) |
+| tpu-v5e | page "TPU v5e": 197, 16 GB, 819 GB/s | same page: 2D torus, 400 GB/s both ways, 256 a pod; 2 x 100 Gb/s a host of 8 |
+| tpu-v5p | page "TPU v5p": 459, 95 GB, 2,765 GB/s | same page: 3D torus, 1,200 GB/s both ways, 6,144 in one job; 50 Gb/s a chip |
+| tpu-v6e | page "TPU v6e": 918, 32 GB, 1,638 GB/s | same page: 2D torus, 800 GB/s both ways, 256 a pod; 100 Gb/s a chip (recalled) |
+
+Latencies of a hop are orders of magnitude, not data-sheet figures: 5 us over NVLink and xGMI, 1 us
+over ICI, 15 us between nodes.
+
+Importing this module loads no jax.
+"""  # noqa: E501
+
+import dataclasses
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError
+
+TERA = 1e12
+GIGA = 1e9
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """Links of a chip: fast within an island, slow between islands.
+
+    Attributes:
+      island: number of chips joined by fast links (a node, a TPU pod).
+      fast: bytes/s that a chip sends within its island: in total for a switch, along one axis in
+        both directions for a torus.
+      slow: bytes/s that a chip sends to other islands: its share of the node's adapters.
+      axes: axes of the torus; 1 for a switch.
+      pair: bytes/s between two chips of a board if above `fast`, else 0.
+      fast_latency: seconds per hop within an island.
+      slow_latency: seconds per hop between islands.
+    """
+
+    island: int
+    fast: float
+    slow: float
+    axes: int = 1
+    pair: float = 0.0
+    fast_latency: float = 5e-6
+    slow_latency: float = 15e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One accelerator as JAX sees it (one device), or the host's CPU.
+
+    Attributes:
+      name: short name; key of CHIPS for a known chip.
+      peak_flops: operand dtype -> FLOP/s of dense products; None for an unknown chip.  A missing
+        dtype has no known rate.
+      memory_bytes: bytes of device memory; None if unknown.
+      bandwidth: memory bandwidth in bytes/s; None if unknown.
+      network: links to other chips; None if unknown.
+      host_bandwidth: bytes/s between device and host memory, in one direction; None if unknown.
+      family: key of its constants in `efficiency.EFFICIENCIES`; "" for none.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float] | None = None
+    memory_bytes: int | None = None
+    bandwidth: float | None = None
+    network: Network | None = None
+    host_bandwidth: float | None = None
+    family: str = ""
+
+    def peak(self, dtype: str) -> float | None:
+        """Returns FLOP/s for operands of `dtype`, or None if unknown."""
+        return None if self.peak_flops is None else self.peak_flops.get(dtype)
+
+    def rates(self, dtype: str) -> tuple[float, float]:
+        """Returns (FLOP/s for operands of `dtype`, memory bandwidth in bytes/s).
+
+        Raises:
+          UserError: one of them is unknown.
+        """
+        peak = self.peak(dtype)
+        if peak is None or self.bandwidth is None:
+            raise UserError(f"{self.name} has no known {dtype} rate or no known memory bandwidth.")
+        return peak, self.bandwidth
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of device memory; infinite if unknown."""
+        return math.inf if self.memory_bytes is None else self.memory_bytes
+
+
+def _chip(name, family, bfloat16, float32, memory, gigabytes_per_second, host, network):
+    peaks = {"bfloat16": bfloat16 * TERA, "float16": bfloat16 * TERA, "float32": float32 * TERA}
+    if name.startswith("tpu"):
+        del peaks["float16"]  # the MXU has no float16 mode
+    return Chip(name, peaks, int(memory), gigabytes_per_second * GIGA, network, host * GIGA, family)
+
+
+def _switch(fast, slow, pair=0.0):
+    return Network(8, fast * GIGA, slow * GIGA, pair=pair * GIGA)
+
+
+def _torus(island, axis, slow, axes):
+    return Network(island, axis * GIGA, slow * GIGA, axes, fast_latency=1e-6)
+
+
+CHIPS: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        _chip("a100-40gb", "ampere", 312, 156, 40 * GIB, 1555, 32, _switch(300, 25)),
+        _chip("a100-80gb", "ampere", 312, 156, 80 * GIB, 2039, 32, _switch(300, 25)),
+        _chip("h100", "hopper", 989.4, 494.7, 80 * GIB, 3350, 64, _switch(450, 50)),
+        _chip("h200", "hopper", 989.4, 494.7, 139 * GIB, 4800, 64, _switch(450, 50)),
+        _chip("b200", "blackwell", 2250, 1100, 180 * GIGA, 8000, 64, _switch(900, 50)),
+        _chip(
+            "mi250x-gcd", "cdna2", 191.5, 47.85, 64 * GIB, 1638.4, 36, _switch(100, 12.5, pair=200)
+        ),
+        _chip("tpu-v4", "tpu-v4", 275, 275, 32 * GIB, 1200, 16, _torus(4096, 100, 6.25, 3)),
+        _chip("tpu-v5e", "tpu-v5e", 197, 197, 16 * GIGA, 819, 16, _torus(256, 100, 3.125, 2)),
+        _chip("tpu-v5p", "tpu-v5p", 459, 459, 95 * GIGA, 2765, 16, _torus(6144, 200, 6.25, 3)),
+        _chip("tpu-v6e", "tpu-v6e", 918, 918, 32 * GIGA, 1638, 32, _torus(256, 200, 12.5, 2)),
+    )
+}
+
+_MOST_BYTES = 2**20
+_REQUIRED = ("name", "bfloat16_tflops", "memory_gb", "bandwidth_gb_s")
+_OPTIONAL = ("float32_tflops", "host_gb_s", "family")
+_NETWORK = ("island", "fast_gb_s", "slow_gb_s", "axes")
+
+
+def named(name: str) -> Chip:
+    """Returns the chip of a name in CHIPS, of a unique prefix ("mi250x"), or of a TOML file.
+
+    Raises:
+      UserError: no chip or several chips match; lists the legal names.
+    """
+    if name in CHIPS:
+        return CHIPS[name]
+    if name.endswith(".toml"):
+        return read(Path(name))
+    matches = [chip for key, chip in CHIPS.items() if name and key.startswith(name)]
+    if len(matches) != 1:
+        raise UserError(
+            f"--hardware={name} matches {'several chips' if matches else 'no chip'}; legal: "
+            f"{', '.join(CHIPS)}, or a TOML file that describes a chip."
+        )
+    return matches[0]
+
+
+def read(path: Path) -> Chip:
+    """Reads a chip from a TOML file.
+
+    Keys: name, bfloat16_tflops, memory_gb, bandwidth_gb_s; optional float32_tflops (default: half
+      of
+    bfloat16_tflops), host_gb_s, family (whose fitted constants apply), and a table [network] with
+    island, fast_gb_s, slow_gb_s and optional axes.  1 GB is 1e9 bytes; rates are per chip.
+
+    Raises:
+      UserError: the file does not exist or is not TOML, or a key is missing, unknown or not legal.
+    """
+    try:
+        fields = tomllib.loads(json_files.content(path, _MOST_BYTES).decode())
+    except OSError:
+        raise UserError(f"--hardware={path} does not exist.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--hardware={path} is not TOML: {error}.") from None
+    links = fields.pop("network", None)
+    _check(path, fields, _REQUIRED, _OPTIONAL)
+    if links is not None:
+        if not isinstance(links, dict):
+            raise UserError(f"{path}: network is not a table; legal: [network].")
+        _check(path, links, _NETWORK[:3], _NETWORK[3:])
+    family = fields.get("family", "")
+    families = sorted({chip.family for chip in CHIPS.values()})
+    if family and family not in families:
+        raise UserError(f"{path}: family {family!r} is unknown; legal: {', '.join(families)}.")
+    rate = fields["bfloat16_tflops"] * TERA
+    peaks = {"bfloat16": rate, "float32": fields.get("float32_tflops", rate / 2 / TERA) * TERA}
+    network = links and Network(
+        int(links["island"]),
+        links["fast_gb_s"] * GIGA,
+        links["slow_gb_s"] * GIGA,
+        int(links.get("axes", 1)),
+    )
+    return Chip(
+        fields["name"],
+        peaks,
+        int(fields["memory_gb"] * GIGA),
+        fields["bandwidth_gb_s"] * GIGA,
+        network,
+        fields["host_gb_s"] * GIGA if "host_gb_s" in fields else None,
+        family,
+    )
+
+
+def _check(path, fields, required, optional):
+    legal = (*required, *optional)
+    for key in fields:
+        if key not in legal:
+            raise UserError(f"{path}: {key} is unknown; legal: {', '.join(legal)}.")
+    missing = [key for key in required if key not in fields]
+    if missing:
+        raise UserError(f"{path} has no {', '.join(missing)}; required: {', '.join(required)}.")
+    for key, value in fields.items():
+        text = key in ("name", "family")
+        whole = key in ("island", "axes")
+        good = isinstance(value, str) if text else _positive(value, whole)
+        if not good:
+            kind = "text" if text else f"a {'whole ' if whole else ''}number above 0"
+            raise UserError(f"{path}: {key} = {value!r} is not legal; legal: {kind}.")
+
+
+def _positive(value, whole):
+    kinds = int if whole else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -1,0 +1,197 @@
+"""Hardware of this process: chip of the JAX backend, host memory, measured rates of the CPU.
+
+Data sheets are in `chips.py`.  Importing this module loads no jax.
+"""
+
+import dataclasses
+import functools
+import os
+import platform
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from sparse_dataflow.hardware.chips import CHIPS, GIB, Chip
+
+__all__ = [
+    "CHIPS",
+    "GIB",
+    "Chip",
+    "cgroup_limit",
+    "chip_of",
+    "detect",
+    "host_memory_bytes",
+    "measure_cpu",
+    "measure_cpu_bandwidth",
+]
+
+# Full match of jax's `device_kind`: boards with other clocks (PCIe, NVL, GH200) and slices of a
+# chip (MIG) have other rates, and no peak is better than a wrong peak.
+_DEVICE_KINDS = (
+    (r"NVIDIA A100-(SXM4|PCIE)-40GB", "a100-40gb"),
+    (r"NVIDIA A100-SXM4-80GB", "a100-80gb"),
+    (r"NVIDIA H100 80GB HBM3", "h100"),
+    (r"NVIDIA H200", "h200"),
+    (r"NVIDIA B200", "b200"),
+    (r"AMD Instinct MI250X.*", "mi250x-gcd"),
+    (r"TPU v4", "tpu-v4"),
+    (r"TPU v5( lite|e)", "tpu-v5e"),
+    (r"TPU v5p?", "tpu-v5p"),
+    (r"TPU v6( lite|e)", "tpu-v6e"),
+)
+
+
+def chip_of(device_kind: str) -> Chip:
+    """Returns the chip of a JAX `device_kind`; an unknown chip has no rates or memory."""
+    for pattern, name in _DEVICE_KINDS:
+        if re.fullmatch(pattern, device_kind.strip(), re.IGNORECASE):
+            return CHIPS[name]
+    return Chip(device_kind)
+
+
+def detect(dtypes: Iterable[str] = ("float32",)) -> Chip:
+    """Returns the chip of the default JAX backend, with the memory available to this process.
+
+    Args:
+      dtypes: operand dtypes whose peak is measured on a CPU (under 2 s each, once per process).
+
+    Returns:
+      On an accelerator the chip of its device kind, with the memory limit of the runtime if known.
+      On a CPU the measured rates and the host memory.
+    """
+    import jax
+
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return Chip(
+            name=cpu_name(),
+            peak_flops={dtype: measure_cpu(dtype) for dtype in dtypes},
+            memory_bytes=host_memory_bytes(),
+            bandwidth=measure_cpu_bandwidth(),
+        )
+    chip = chip_of(device.device_kind)
+    stats = device.memory_stats() or {}
+    return dataclasses.replace(chip, memory_bytes=stats.get("bytes_limit", chip.memory_bytes))
+
+
+def cpu_name() -> str:
+    """Returns the CPU model and the number of cores available to this process."""
+    cores = _cpu_count()
+    return f"{_cpu_model()}, {cores} core{'s' * (cores > 1)}"
+
+
+def slug(name: str) -> str:
+    """Returns a name in lower case for a file name: letters, digits, "-" and "_"."""
+    return re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")
+
+
+@functools.cache
+def measure_cpu(dtype: str = "float32") -> float:
+    """Measures FLOP/s of a large dense product on the CPU: the best of several runs, cached.
+
+    The side is 2048, or 1024 on a slow machine.  Takes under 2 s.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    cpu = jax.local_devices(backend="cpu")[0]
+    product = jax.jit(jnp.dot)
+
+    def best_seconds(side: int, budget: float) -> float:
+        x = jax.device_put(jnp.ones((side, side), dtype), cpu)
+        return _best_seconds(lambda: product(x, x), budget)
+
+    small, large = 1024, 2048
+    rate = 2 * small**3 / best_seconds(small, 0.1)
+    if 2 * large**3 / rate < 0.25:
+        rate = max(rate, 2 * large**3 / best_seconds(large, 0.6))
+    return rate
+
+
+@functools.cache
+def measure_cpu_bandwidth() -> float:
+    """Measures the bytes/s that the CPU reads and writes in an in-place pass over 128 MiB.
+
+    The best of several runs, cached.  Takes under 1 s.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    cpu = jax.local_devices(backend="cpu")[0]
+    # Donation reuses the buffer, so that page faults are not measured.
+    increment = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = jax.device_put(jnp.zeros(32 * 2**20, jnp.float32), cpu)
+    moved = 2 * x.nbytes
+
+    def run():
+        nonlocal x
+        x = increment(x)
+        return x
+
+    return moved / _best_seconds(run, 0.3)
+
+
+def _best_seconds(run, budget: float) -> float:
+    """Returns the shortest run within `budget` seconds, at least one, after a warm-up run."""
+    run().block_until_ready()
+    times: list[float] = []
+    while not times or sum(times) < budget:
+        start = time.perf_counter()
+        run().block_until_ready()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def host_memory_bytes() -> int:
+    """Returns the bytes of host memory for this process: physical, or a lower cgroup limit."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = cgroup_limit()
+    return physical if limit is None else min(physical, limit)
+
+
+def cgroup_limit(
+    membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Returns the lowest memory limit of this process's cgroups in bytes, or None.
+
+    Reads `memory.max` (version 2) and `memory.limit_in_bytes` (version 1) of the process's cgroup
+    and of all its ancestors.
+
+    Args:
+      membership: file with lines `id:controllers:path`, the cgroups of the process.
+      mount: mount point of the cgroup file systems.
+    """
+    limits = []
+    for line in _read(membership).splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            root, name = mount, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = mount / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path may be the host's while only the root is mounted, so missing files
+        # are skipped.
+        folder = root / group.lstrip("/")
+        folders = [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
+        texts = (_read(path / name).strip() for path in folders)
+        limits += [int(text) for text in texts if text.isdigit()]
+    return min(limits, default=None)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _cpu_model() -> str:
+    match = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+def _cpu_count() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -1,0 +1,105 @@
+"""States to save, and what the tests of checkpoints do with them."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import sparse_dataflow
+from sparse_dataflow.checkpoint.checkpoint import Checkpoints
+
+ROOT = Path(sparse_dataflow.__file__).parents[1]
+CONFIG = {"model": {"d_model": 64, "heads": (2, 4)}, "optimizer": {"learning_rate": 1e-3}}
+
+
+def small_state(step: int) -> dict:
+    """Every bit follows from the step."""
+    draw = np.random.default_rng(step)
+    return {
+        "w": jnp.asarray(draw.normal(size=(32, 8)), jnp.float32),
+        "half": jnp.asarray(draw.normal(size=40), jnp.bfloat16),
+        "table": jnp.asarray(draw.integers(-(2**31), 2**31, 30), jnp.int32),
+        "key": jax.random.key_data(jax.random.key(step)),
+        "step": jnp.int32(step),
+    }
+
+
+def full_state() -> dict:
+    params = {
+        "block": [{"kernel": jax.random.normal(jax.random.key(1), (3, 16, 8))}, None],
+        "odd": jnp.array([jnp.nan, -0.0, jnp.inf, 1e-40], jnp.float32),
+        "half": jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.bfloat16),
+        "none_stored": jnp.zeros((0, 4)),
+    }
+    optimizer = optax.adamw(1e-3)
+    moments = optimizer.init(params)
+    _, moments = optimizer.update(jax.tree.map(jnp.ones_like, params), moments, params)
+    return {
+        "params": params,
+        "optimizer": moments,
+        "table": jnp.array([[2**31 - 1, -(2**31)], [0, 7]], jnp.int32),
+        "mask": jnp.array([True, False]),
+        "key_data": jax.random.key_data(jax.random.key(5)),
+        "keys": jax.random.split(jax.random.key(6), 3),
+        "rbg": jax.random.key(7, impl="rbg"),
+        "step": jnp.int32(11),
+        "host": np.arange(3, dtype=np.int64),
+    }
+
+
+def abstract(state):
+    return jax.tree.map(
+        lambda leaf: (
+            leaf if isinstance(leaf, np.ndarray) else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        ),
+        state,
+    )
+
+
+def assert_same_bits(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert isinstance(one, jax.Array) == isinstance(other, jax.Array)
+        if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def saved(folder, steps, **options):
+    checkpoints = Checkpoints(folder, config=CONFIG, **options)
+    for step in steps:
+        assert checkpoints.save(step, small_state(step), {"position": step})
+    checkpoints.wait()
+    return checkpoints
+
+
+def restored_step(folder, **options) -> int:
+    """Restores the newest in a fresh object and checks every bit of it."""
+    found = Checkpoints(folder, config=CONFIG, **options).restore(abstract(small_state(0)))
+    state, extra = found
+    step = int(state["step"])
+    assert extra["position"] == step
+    assert_same_bits(state, small_state(step))
+    return step
+
+
+def in_new_process(code: str, *arguments, **environment) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        env=os.environ
+        | {"PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}", "JAX_PLATFORMS": "cpu"}
+        | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout

@@ -1,0 +1,176 @@
+"""Who is named when a process is silent or a step does not end, and what all do about it."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ports import free_port
+
+from sparse_dataflow.distributed import watch
+from sparse_dataflow.distributed.clock import Clock
+from sparse_dataflow.distributed.watch import Doing, Watch
+
+STEPPING = Doing("a", "step", "step 7 of sparse", still=100.0, usual=2.0)
+
+
+def replaced(**changes):
+    return dataclasses.replace(STEPPING, **changes)
+
+
+def test_the_one_that_others_wait_for_is_named_with_host_and_phase():
+    doing = {0: STEPPING, 1: replaced(host="b", phase="data"), 2: STEPPING}
+    told = watch.words(doing, 30.0)
+    assert "process 1 on b is in step 7 of sparse, phase data" in told
+    assert "process 0" not in told and "process 2" not in told
+
+
+def test_where_all_wait_in_a_step_all_are_named():
+    assert watch.stalled({0: STEPPING, 1: STEPPING}, 30.0) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replaced(still=1.0),  # it moves
+        replaced(phase="compile"),
+        replaced(phase="start"),
+        replaced(usual=0.0),  # before its first step
+        replaced(usual=11.0),  # its steps take as long
+    ],
+)
+def test_no_stall_where_one_has_a_reason(other):
+    assert watch.words({0: STEPPING, 1: other}, 30.0) == ""
+
+
+def test_silence_is_told_before_it_is_taken_for_an_end():
+    quiet = replaced(host="b", phase="checkpoint", silent=31.0)
+    doing = {0: replaced(still=0.0), 1: quiet}
+    assert watch.words(doing, 30.0) == (
+        "process 1 on b has not been heard of for 31 s, last in step 7 of sparse, phase checkpoint"
+    )
+    assert watch.lost(doing, 30.0) == []
+    assert watch.lost({**doing, 1: replaced(silent=301.0)}, 30.0) == [1]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([field.name for field in dataclasses.fields(Doing)]) | st.text(max_size=3),
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.none()),
+    )
+)
+def test_whatever_a_process_tells_it_can_be_judged(told):
+    told = json.loads(json.dumps(told))
+    doing = Doing.heard(told, 5.0)
+    assert doing.silent == 5.0
+    assert isinstance(watch.words({0: STEPPING, 1: doing}, 1.0), str)
+
+
+def test_a_process_alone_names_its_own_stall_and_its_end():
+    clock, told, news = Clock(), [], threading.Condition()
+
+    def say(text):
+        with news:
+            told.append(text)
+            news.notify()
+
+    clock.stepped(0.001)
+    watching = Watch(clock, 1.0, say=say)
+    with clock.during("data"), news:
+        assert news.wait_for(lambda: any("phase data" in text for text in told), 600)
+    go_on = threading.Event()
+
+    def move():
+        while not go_on.wait(0.01):
+            with clock.during("step"):
+                pass
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    with news:
+        assert news.wait_for(lambda: "going on after the stall" in told, 600)
+    go_on.set()
+    thread.join()
+    watching.stop()
+
+
+MEMBER = """
+import sys, threading, time
+from sparse_dataflow.distributed import rendezvous, watch
+from sparse_dataflow.distributed.clock import Clock
+from sparse_dataflow.distributed.watch import Watch
+
+number, port, heartbeat = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+watch.LOST_AFTER = float(sys.argv[4])
+group = rendezvous.meet(f"127.0.0.1:{port}", 3, number, {}, 600.0)
+clock = Clock()
+clock.step = "step 5 of sparse"
+with clock.during("data"):
+    Watch(clock, heartbeat, group, say=lambda words: print(words, flush=True))
+    print("watching", flush=True)
+    while True:
+        clock.progress += 1
+        time.sleep(0.01)
+"""
+
+
+class Members:
+    """Three processes that watch each other, by number."""
+
+    def __init__(self, heartbeat, lost_after):
+        port = str(free_port())
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", MEMBER, str(n), port, str(heartbeat), str(lost_after)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for n in range(3)
+        ]
+        for number in range(3):
+            self.until(number, "watching")
+
+    def until(self, number, words):
+        """The line in which a process says it."""
+        for line in self.processes[number].stdout:
+            if words in line:
+                return line
+        raise AssertionError(f"process {number} ended without saying {words!r}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_stopped_process_is_named_in_every_log_and_may_go_on(stopped):
+    others = [n for n in range(3) if n != stopped]
+    with Members(heartbeat=2.0, lost_after=10_000) as members:
+        members.processes[stopped].send_signal(signal.SIGSTOP)
+        for number in others:
+            line = members.until(number, f"process {stopped} on ")
+            assert "has not been heard of" in line and "in step 5 of sparse, phase data" in line
+        members.processes[stopped].send_signal(signal.SIGCONT)
+        for number in others:
+            members.until(number, "going on after the stall")
+        assert all(process.poll() is None for process in members.processes)
+
+
+def test_a_process_that_stays_silent_ends_all_with_the_status_to_start_again():
+    with Members(heartbeat=0.3, lost_after=10) as members:
+        members.processes[1].send_signal(signal.SIGSTOP)
+        for number in (0, 2):
+            members.until(number, "error: process")
+            assert members.processes[number].wait(600) == 75
+        members.processes[1].send_signal(signal.SIGCONT)
+        assert members.processes[1].wait(600) == 75

@@ -1,0 +1,240 @@
+"""Prints as JSON how a training over eight virtual devices compares with one on a single device.
+
+Run by test_sharded.py and test_pipeline.py, as a process decides at its start how many devices it
+has.  Arguments: what to do; the name of the model ("dense+bfloat16" with moments and gradients in
+that), or of the evolution; then meshes, each as
+"data:2,tensor:4/ZERO/MICRO_BATCHES"; a pipeline goes on with "/SCHEDULE/CHUNKS", and with "/2+3"
+where its parts have so many layers.
+"""
+
+import dataclasses
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_dataflow.checkpoint.checkpoint import Checkpoints
+from sparse_dataflow.data.batches import EvalBatches, TrainBatches
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.groups import split_groups
+from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig, map_moments
+from sparse_dataflow.optim.train_state import StepReport
+from sparse_dataflow.parallel import mesh as meshes
+from sparse_dataflow.parallel.executor import ONE_DEVICE
+from sparse_dataflow.parallel.pipeline.pipelined import Pipelined
+from sparse_dataflow.parallel.pipeline.stages import divide
+from sparse_dataflow.parallel.sharded import Sharded
+from sparse_dataflow.sparsity.evolution import EvolutionConfig, phase_specs
+from sparse_dataflow.training.loop import Trainer
+from sparse_dataflow.training.programs import TrainingData, compile_programs
+from sparse_dataflow.training.step import (
+    abstract_state,
+    initial_state,
+    make_eval_step,
+    make_train_step,
+)
+
+STEPS, BATCH, SEQUENCE = 3, 16, 8
+DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=48, max_len=8)
+
+
+def sparse(pattern, rank=0, hadamard=0, **changes):
+    spec = LinearSpec("block_sparse", pattern, 0.5, 8, rank, hadamard)
+    return dataclasses.replace(DENSE, linears=dict.fromkeys(PROJECTIONS, spec), **changes)
+
+
+MODELS = {
+    "dense": DENSE,
+    "dense_odd": dataclasses.replace(DENSE, vocab_size=45, norm="rmsnorm", remat="full"),
+    "sparse": sparse("monarch"),
+    "sparse_rank": sparse("random", rank=4, hadamard=8, positions="rotary", remat="dots"),
+    "sparse_depth": sparse("monarch", num_layers=3, density_by_depth=(2.0, 2.0, 1.0)),
+    "dense_deep": dataclasses.replace(DENSE, num_layers=8),
+    "sparse_deep": sparse("monarch", num_layers=5),
+    "sparse_deep_full": sparse("random", rank=4, hadamard=4, num_layers=5, remat="full"),
+}
+
+
+def executor(text, model):
+    axes, zero, micro, *pipeline = text.split("/")
+    mesh, zero = meshes.make(meshes.parse(axes, 8)), int(zero)
+    if not pipeline:
+        return Sharded(mesh, zero), int(micro)
+    schedule, chunks, *parts = pipeline
+    layers = tuple(int(n) for n in "".join(parts).split("+") if n)
+    division = divide(model.num_layers, mesh.shape["stage"], int(chunks), layers)
+    return Pipelined(mesh, zero, division=division, schedule=schedule), int(micro)
+
+
+def train(model, executor, micro_batches, dtype="float32"):
+    """(losses, gradient norms, moments of the first step, params and moments of the last, loss of
+    an evaluation, text of the program), all canonical."""
+    training = TrainingConfig(
+        STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3, state_dtype=dtype
+    )
+    state = initial_state(model, training, executor)
+    tables = gpt.layout_tables(gpt.layouts(model))
+    given = executor.tables(tables, changing=False)
+    fixed = None if given else tables
+    told, laid_out = executor.replicated(), executor.shardings(state._replace(tables=()))
+    if laid_out is not None:
+        laid_out = laid_out._replace(tables=None), StepReport(told, told)
+    step = make_train_step(model, training, fixed, executor)
+    step = jax.jit(step, donate_argnums=0, out_shardings=laid_out)
+    evaluate = jax.jit(make_eval_step(model, fixed, executor), out_shardings=told)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, model.vocab_size, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
+    batches = [executor.put({"tokens": t}, BATCH)["tokens"] for t in tokens]
+    weights = rng.uniform(size=(BATCH, SEQUENCE)).astype(np.float32)
+    state = state._replace(tables=given)
+    program = step.lower(state, batches[0], np.float32(1e-3)).compile()
+    reports, first = [], None
+    for batch in batches:
+        state, report = program(state, batch, np.float32(1e-3))
+        reports.append(jax.tree.map(float, report))
+        if first is None:
+            first = canonical(executor, state, tables, model)["moments"]
+    held_out = executor.put({"tokens": tokens[0], "weights": weights}, BATCH)
+    loss = evaluate(state.params, state.tables, held_out["tokens"], held_out["weights"])
+    return {
+        "losses": [report.loss for report in reports],
+        "norms": [report.gradient_norms for report in reports],
+        "first moments": first,
+        **canonical(executor, state, tables, model),
+        "eval": float(loss),
+        "text": program.as_text(),
+    }
+
+
+def canonical(executor, state, tables, model):
+    state = jax.device_get(executor.canonical(state._replace(tables=tables), model))
+    moments: list = []
+    map_moments(lambda tree: moments.append(tree) or tree, state.moments)
+    return {"params": without_key_bias(state.params), "moments": moments}
+
+
+def without_key_bias(params):
+    """A softmax does not see a key's bias: its gradient is rounding, which Adam makes a step of."""
+
+    def without(blocks):
+        bias = blocks["qkv"]["bias"]
+        bias = bias.reshape(len(bias), DENSE.num_heads, 3, -1)
+        return {**blocks, "qkv": {**blocks["qkv"], "bias": bias[:, :, [0, 2]]}}
+
+    return {**params, "blocks": [without(blocks) for blocks in split_groups(params["blocks"])]}
+
+
+def error(mine, right):
+    """The largest difference in any leaf, relative to the leaf's largest value."""
+    pairs = zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True)
+    return max(float(np.abs(a - b).max() / (np.abs(b).max() + 1e-9)) for a, b in pairs)
+
+
+def gathered(text):
+    """Shapes of all that is gathered, permuted or exchanged, "BxTxD", in the compiled text."""
+    kinds = "all-gather|all-to-all|collective-permute|ragged-all-to-all"
+    found = re.findall(rf"= (\S+?)\[([\d,]*)\]\S* (?:{kinds})(?:-start)?\(", text)
+    return sorted({shape.replace(",", "x") for _, shape in found})
+
+
+def compare(name, texts):
+    name, _, dtype = name.partition("+")
+    model, found, right = MODELS[name], {}, {}
+    dtype = dtype or "float32"
+    for text in texts:
+        sharded, micro = executor(text, model)
+        if micro not in right:
+            right[micro] = train(model, ONE_DEVICE, micro, dtype)
+        mine = train(model, sharded, micro, dtype)
+        found[text] = {key: error(mine[key], right[micro][key]) for key in mine if key != "text"}
+        found[text]["gathered"] = gathered(mine["text"])
+    return found
+
+
+def move(name, texts):
+    """States saved on each mesh and restored on the next, to the bit: {text: whether}."""
+    model, found = MODELS[name], {}
+    training = TrainingConfig(STEPS, BATCH, SEQUENCE)
+    tables = gpt.layout_tables(gpt.layouts(model))
+    right = initial_state(model, training)
+    key = jax.random.key_data(right.key)
+    noise = lambda tree: jax.tree.map(lambda a: a + jnp.arange(a.size).reshape(a.shape), tree)  # noqa: E731
+    right = jax.device_get(right._replace(moments=map_moments(noise, right.moments), key=key))
+    state, before = ONE_DEVICE.place(right), ONE_DEVICE
+    state = state._replace(key=jax.random.wrap_key_data(key))
+    for text in (*texts, None):
+        after = ONE_DEVICE if text is None else executor(text, model)[0]
+        with tempfile.TemporaryDirectory() as folder:
+            with Checkpoints(Path(folder), config={}) as checkpoints:
+                checkpoints.save(1, before.canonical(state, model), {})
+            wanted = abstract_state(model, training, after)._replace(tables=tables)
+            restored, _ = Checkpoints(Path(folder), config={}).restore(wanted)
+        state, before = after.place(restored), after
+        mine = after.canonical(state, model)
+        mine = jax.device_get(mine._replace(key=jax.random.key_data(mine.key)))
+        same = jax.tree.map(
+            lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), mine, right
+        )
+        found[str(text)] = all(jax.tree.leaves(same))
+        found[f"{text} devices"] = len(jax.tree.leaves(state.params)[0].devices())
+    return found
+
+
+def evolve(name, texts):
+    """A whole training whose layouts or model change, by the loop: errors as in `compare`.
+
+    Its name is that of the method, with "+depth" where layers store unequally much.
+    """
+    method, _, by_depth = name.partition("+")
+    dense = method in ("gradual", "sparse_to_dense")
+    model = sparse("random", rank=4 if method == "low_rank_tail" else 0)
+    if dense:
+        spec = LinearSpec("block_sparse", "random", 0.25, 8)
+        model = dataclasses.replace(DENSE, linears=dict.fromkeys(PROJECTIONS, spec))
+    if by_depth:
+        model = dataclasses.replace(model, density_by_depth=(2.0, 1.0) if dense else (1.0, 0.5))
+    training = TrainingConfig(6, BATCH, SEQUENCE, learning_rate=1e-3)
+    evolution = EvolutionConfig(method, every=2)
+    text = np.random.default_rng(0).integers(0, 48, 3000).astype(np.uint16)
+
+    def run(executor):
+        rows = executor.rows(BATCH)
+        held_out = EvalBatches(text[:400], BATCH, SEQUENCE, 16, rows)
+        batches = TrainBatches(text, BATCH, SEQUENCE, rows=rows)
+        data = TrainingData(batches, held_out, 1, held_out, 1, "none")
+        programs = compile_programs(
+            phase_specs(model, evolution), training, data, evolution, executor=executor
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = Trainer(
+                "sparse", Path(folder), model, training, data, programs,
+                evolution=evolution, executor=executor, eval_every=3, checkpoint_every=3,
+            )  # fmt: skip
+            while not trainer.finished:
+                trainer.advance()
+            trainer.close()
+            rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
+        losses = [row["loss"] for row in rows if "loss" in row]
+        state = jax.device_get(executor.canonical(trainer.state, trainer.model))
+        return losses, without_key_bias(state.params), state.tables
+
+    right, found = run(ONE_DEVICE), {}
+    for text_of_mesh in texts:
+        mine = run(executor(text_of_mesh, model)[0])
+        found[text_of_mesh] = {
+            "losses": error(mine[0], right[0]),
+            "params": error(mine[1], right[1]),
+            "layouts": error(mine[2], right[2]) if right[2] else 0.0,
+        }
+    return found
+
+
+if __name__ == "__main__":
+    what, name, *texts = sys.argv[1:]
+    print(json.dumps({"compare": compare, "move": move, "evolve": evolve}[what](name, texts)))

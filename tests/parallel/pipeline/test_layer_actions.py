@@ -1,0 +1,106 @@
+"""A layer cut in four programs: together they are the layer and its gradient, and no more work."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import DENSE, MODEL, SPARSE, arbitrary_params, assert_same, tables_of
+
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.sizes import PROJECTIONS
+from sparse_dataflow.parallel import whole
+from sparse_dataflow.parallel.pipeline.layer_actions import layer_actions
+
+NIGHTLY = pytest.mark.nightly
+
+
+def one_layer(model):
+    """(params, tables, x, dy) of the second layer."""
+    params, tables = arbitrary_params(model)["blocks"], tables_of(model)
+    rng = np.random.default_rng(0)
+    x, dy = rng.normal(size=(2, 4, 10, model.d_model)).astype(np.float32)
+    return *jax.tree.map(lambda leaf: leaf[1], (params, tables)), x, dy
+
+
+def run(model, recompute):
+    """(y, dx, dparams), what is kept, and FLOPs of each program."""
+    params, tables, x, dy = one_layer(model)
+    layer = whole.rematerialised(model, functools.partial(gpt.block, model))
+    actions = layer_actions(layer, params, tables, x, recompute)
+    flops = []
+
+    def call(program, *operands):
+        compiled = jax.jit(program).lower(*operands).compile()
+        flops.append(compiled.cost_analysis().get("flops", 0))
+        return compiled(*operands)
+
+    y, saved = call(actions.forward, params, tables, x)
+    recomputed = call(actions.recompute, params, tables, saved)
+    dx, pending = call(actions.backward, params, tables, saved, recomputed, dy)
+    dparams = call(actions.weights, params, tables, saved, recomputed, pending)
+    return {"y": y, "dx": dx, "dparams": dparams}, (saved, recomputed, pending), flops
+
+
+def whole_layer(model):
+    params, tables, x, dy = one_layer(model)
+
+    def both(params, x, dy):
+        y, pullback = jax.vjp(lambda p, x: gpt.block(model, p, tables, x), params, x)
+        dparams, dx = pullback(dy)
+        return {"y": y, "dx": dx, "dparams": dparams}
+
+    compiled = jax.jit(both).lower(params, x, dy).compile()
+    return compiled(params, x, dy), compiled.cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize(
+    ("remat", "recompute"),
+    [("none", False), ("dots", False), ("full", True), pytest.param("dots", True, marks=NIGHTLY)],
+)
+def test_the_four_together_are_the_layer_and_its_gradient(remat, recompute):
+    model = dataclasses.replace(MODEL, remat=remat)
+    found, (_, recomputed, _), _ = run(model, recompute)
+    assert recompute or not recomputed
+    assert_same(whole_layer(MODEL)[0], found, 2e-6)
+
+
+def test_nothing_is_computed_twice_and_the_thirds_are_alike():
+    _, _, (forward, again, backward, weights) = run(DENSE, recompute=False)
+    _, together = whole_layer(DENSE)
+    assert again == 0
+    assert forward + backward + weights == pytest.approx(together, rel=0.02)
+    assert max(forward, backward, weights) < 1.3 * min(forward, backward, weights)
+
+
+def test_full_remat_keeps_the_input_alone_and_recomputes_once():
+    model = dataclasses.replace(DENSE, remat="full")
+    _, (saved, _, _), (forward, again, backward, weights) = run(model, recompute=True)
+    assert [leaf.shape for leaf in saved] == [(4, 10, model.d_model)]
+    _, together = whole_layer(DENSE)
+    # Computing twice what one recomputation gives would add a third.
+    assert forward + again + backward + weights == pytest.approx(together + forward, rel=0.1)
+
+
+def test_weights_are_not_kept():
+    """What is kept is as large for wide weights that store as many blocks as for narrow ones."""
+    wide = dataclasses.replace(SPARSE, density=0.5)
+    kept = []
+    for spec in (SPARSE, wide):
+        model = dataclasses.replace(DENSE, linears=dict.fromkeys(PROJECTIONS, spec))
+        params, tables, x, dy = one_layer(model)
+        layer = whole.rematerialised(model, functools.partial(gpt.block, model))
+        # Traced tables, as layouts of one shape share a program.
+        operands = jax.tree.map(jnp.asarray, (params, tables))
+        actions = layer_actions(layer, *operands, x, recompute=False)
+
+        def everything(params, tables, x, dy, actions=actions):
+            _, saved = actions.forward(params, tables, x)
+            _, pending = actions.backward(params, tables, saved, (), dy)
+            return saved, pending
+
+        shapes = jax.eval_shape(everything, *operands, x, dy)
+        kept.append(sum(leaf.size for leaf in jax.tree.leaves(shapes)))
+    assert kept[0] == kept[1]

@@ -1,0 +1,172 @@
+"""Pipelines over eight virtual devices: training as on one device, in the memory of the table."""
+
+import numpy as np
+import pytest
+from eight_devices import on_eight_devices
+from hypothesis import given
+from hypothesis import strategies as st
+from mesh_trainings import (
+    assert_layouts_evolve_alike,
+    assert_like_one_device,
+    mesh_training,
+)
+
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.parallel.pipeline import pipeline, schedules, stages
+
+
+@pytest.mark.parametrize(
+    ("model", "texts"),
+    [
+        # Each schedule (the gradient of 1f1b is compared below), each way to cut a stage, layers
+        # that divide and layers that do not.
+        pytest.param(
+            "dense_deep",
+            ["stage:2,data:2,tensor:2/3/4/gpipe/1"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "sparse_deep",
+            ["stage:4,tensor:2/3/4/zero_bubble/1"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "sparse_deep_full",
+            ["stage:2,fsdp:2,tensor:2/2/2/interleaved/2/2+1+1+1"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "dense_deep",
+            [
+                "stage:4,fsdp:2/3/8/1f1b/1",
+                "stage:8/3/16/1f1b/1",
+                "stage:8/3/4/zero_bubble/1",
+                "stage:4,fsdp:2/1/8/interleaved/2",
+                "stage:1,data:8/0/2/gpipe/2/6+2",
+                "stage:2,tensor:4/3/16/1f1b/1/3+5",
+            ],
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "sparse_deep",
+            [
+                "stage:4,data:2/0/2/1f1b/1/1+1+2+1",
+                "stage:2,fsdp:4/1/4/interleaved/2",
+                "stage:2,data:2,fsdp:2/2/4/zero_bubble/1",
+                "stage:2,fsdp:2,tensor:2/3/4/gpipe/2",
+            ],
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "sparse_deep_full",
+            ["stage:4,data:2/3/4/1f1b/1", "stage:2,tensor:4/3/4/zero_bubble/1/4+1"],
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_stages_train_like_one_device(model, texts):
+    """Three optimizer steps and an evaluation."""
+    assert_like_one_device(mesh_training("compare", model, *texts))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["rigl", "set", "sparse_to_dense"])
+def test_layouts_evolve_over_stages_as_on_one_device(method):
+    text = "stage:2,data:2,tensor:2/3/1/zero_bubble/1"
+    assert_layouts_evolve_alike(mesh_training("evolve", method, text))
+
+
+@pytest.mark.slow
+def test_a_state_moves_between_pipelines_and_other_meshes_to_the_bit():
+    texts = [
+        "stage:4,tensor:2/3/4/1f1b/1",
+        "data:2,fsdp:4/3/1",
+        "stage:2,fsdp:4/3/4/interleaved/2",
+    ]
+    found = mesh_training("move", "sparse_deep", *texts)
+    assert all(found[text] for text in (*texts, "None"))
+
+
+@pytest.mark.slow
+def test_gradients_of_absent_blocks_are_those_of_one_device():
+    """So methods that grow blocks by gradient work over stages."""
+    (error,) = on_eight_devices(
+        "parallel/pipeline_runs.py", "norms", "stage:2,data:2,tensor:2/3/1/1f1b/1"
+    ).values()
+    assert error < 5e-6
+
+
+@pytest.mark.slow
+def test_memory_follows_the_schedule_and_not_the_micro_batches():
+    """Temporaries of compiled programs for 8, 16 and 32 micro-batches."""
+    texts = [f"stage:8/3/{m}/1f1b/1" for m in (8, 16, 32)]
+    texts += [f"stage:8/3/{m}/gpipe/1" for m in (8, 32)]
+    found = on_eight_devices("parallel/pipeline_runs.py", "memory", *texts)
+    *flat, few, many = (found[text] for text in texts)
+    assert np.ptp(flat) < 0.05 * flat[0]
+    assert many > 1.9 * few
+
+
+@pytest.mark.slow
+def test_a_tick_computes_nothing_but_its_action():
+    """Counts what blocks do: the compiler moves nothing out of loops that have no round."""
+    assert on_eight_devices("parallel/pipeline_runs.py", "calls", "4x4") == {"4x4": 3 * 4 * 4}
+
+
+@pytest.mark.slow
+def test_weights_are_gathered_once_a_step():
+    (found,) = on_eight_devices(
+        "parallel/pipeline_runs.py", "gathers", "stage:2,fsdp:4/3/4/1f1b/1"
+    ).values()
+    assert found["inside"] == 0 and found["outside"] > 0
+
+
+@st.composite
+def divisions(draw):
+    counts, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    layers = tuple(draw(st.integers(1, 4)) for _ in range(counts * chunks))
+    layers = draw(st.sampled_from([(), layers]))
+    total = sum(layers) or counts * chunks + draw(st.integers(0, 9))
+    return total, stages.divide(total, counts, chunks, layers)
+
+
+@given(divisions())
+def test_blocks_go_to_their_stages_and_back(drawn):
+    total, division = drawn
+    blocks = {"a": np.arange(total), "b": np.random.default_rng(0).normal(size=(total, 2))}
+    placed = stages.to_stages(division, blocks)
+    own = np.reshape(placed["a"], (division.stages, division.chunks, division.room))
+    in_order = [
+        own[stage, chunk, : division.held[stage, chunk]]
+        for chunk in range(division.chunks)
+        for stage in range(division.stages)
+    ]
+    np.testing.assert_array_equal(np.concatenate(in_order), np.arange(total))
+    back = stages.from_stages(division, placed)
+    for name, leaf in blocks.items():
+        np.testing.assert_array_equal(back[name], leaf)
+
+
+def test_an_even_division_leaves_no_place_empty_and_the_last_stage_has_the_head():
+    assert stages.divide(12, 2, 2).layers == (3, 3, 3, 3)
+    assert stages.divide(14, 4).layers == (4, 4, 3, 3)
+
+
+def test_divisions_that_cannot_be_are_refused_in_words():
+    with pytest.raises(UserError, match=r"5 layers.*stage:4 with 2 chunks.*legal stages: 1, 2\."):
+        stages.divide(5, 4, 2)
+    with pytest.raises(UserError, match="legal: 2 numbers of at least 1 whose sum is 5"):
+        stages.divide(5, 2, 1, (2, 2))
+
+
+def test_a_table_is_data():
+    """Schedules of equal shape and buffers have rows alike, so that one program runs them."""
+    division = stages.divide(4, 4)
+    for name in schedules.SCHEDULES:
+        plan = pipeline.make_plan(division, schedules.make(name, 4, 8))
+        rows = pipeline.rows(plan)
+        assert rows.shape == (4, plan.schedule.ticks, len(pipeline.Row._fields))
+        assert rows.dtype == np.int32
+        np.testing.assert_array_equal(rows[..., 0], plan.schedule.action)
+    with pytest.raises(ValueError, match="differ in stages"):
+        pipeline.make_plan(division, schedules.make("1f1b", 2, 8))

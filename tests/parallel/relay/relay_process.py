@@ -1,0 +1,54 @@
+"""The relay's losses over a mesh of all devices, printed; as one of several processes.
+
+python relay_process.py PROCESSES NUMBER PORT
+"""
+
+import json
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from sparse_dataflow.distributed import rendezvous
+from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig
+from sparse_dataflow.parallel.relay.host_state import fresh_state
+from sparse_dataflow.parallel.relay.relay import Relay
+
+MODEL = ModelConfig(
+    num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12
+).with_linears(LinearSpec("block_sparse", "butterfly", density=0.25, block=4))
+TRAINING = TrainingConfig(
+    steps=20, batch=8, sequence=11, micro_batches=2, learning_rate=5e-3, clip=0.7
+)
+
+
+def losses(mesh, ready=lambda: None):
+    """Of all steps at a constant learning rate; `ready` is called between compiling and
+    them."""
+    relay = Relay(MODEL, TRAINING, mesh=mesh)
+    ready()
+    state, found = fresh_state(MODEL, TRAINING), []
+    for step in range(TRAINING.steps):
+        tokens = np.random.default_rng(step).integers(0, MODEL.vocab_size, (8, 12), np.int32)
+        state, report = relay.train_step(state, tokens, 5e-3)
+        found.append(float(report.loss))
+    return found
+
+
+if __name__ == "__main__":
+    processes, number, port, other = map(int, sys.argv[1:])
+    jax.config.update("jax_disable_most_optimizations", True)
+    group = []
+
+    def meet():
+        """The first collective waits 30 seconds for the others: less than compiling may take."""
+        if processes > 1:
+            group.append(rendezvous.meet(f"localhost:{other}", processes, number, {}, 500))
+
+    if processes > 1:
+        jax.distributed.initialize(f"localhost:{port}", processes, number)
+    print(json.dumps(losses(Mesh(np.array(jax.devices()), ("data",)), meet)), flush=True)
+    for each in group:
+        each.leave()

@@ -1,0 +1,63 @@
+"""AdamW on the host is optax's, element by element."""
+
+import itertools
+
+import jax
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_dataflow.optim.optimizers import B1, B2, EPS
+from sparse_dataflow.parallel.relay import host_optimizer
+from sparse_dataflow.parallel.relay.host_optimizer import Leaf, Rates
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("size", [1, 1000, host_optimizer.PIECE + 3])
+def test_updates_are_those_of_optax(size, in_place):
+    rng = np.random.default_rng(size)
+    draw = lambda: rng.normal(size=size).astype(np.float32)  # noqa: E731
+    leaf = Leaf(draw(), np.zeros(size, np.float32), np.zeros(size, np.float32))
+    chain = optax.chain(optax.scale_by_adam(B1, B2, EPS), optax.add_decayed_weights(0.1))
+    theirs, moments = leaf.parameter.copy(), chain.init(leaf.parameter)
+    for count in range(1, 6):
+        gradient, rate = draw(), 1e-2 / count
+        updates, moments = chain.update(0.5 * gradient, moments, theirs)
+        theirs = theirs - rate * updates
+        after = leaf if in_place else Leaf(*(np.empty_like(a) for a in leaf))
+        copy = np.empty(size, ml_dtypes.bfloat16)
+        host_optimizer.update(leaf, gradient, Rates(count, 0.5, rate, 0.1), after, copy)
+        leaf = after
+        np.testing.assert_allclose(leaf.parameter, theirs, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(copy, leaf.parameter.astype(ml_dtypes.bfloat16))
+    np.testing.assert_allclose(leaf.nu, moments[0].nu, rtol=1e-5)
+
+
+@given(st.integers(1, 10**7), st.integers(1, 9))
+def test_pieces_cover_all_elements_once(size, parts):
+    found = list(host_optimizer.pieces(size, parts))
+    assert found[0].start == 0 and found[-1].stop == size
+    assert all(one.stop == other.start for one, other in itertools.pairwise(found))
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_rounding_to_bfloat16_is_numpys(bits):
+    value = np.array([bits], np.uint32).view(np.float32)
+    if not np.isfinite(value[0]):
+        return
+    out = np.empty(1, ml_dtypes.bfloat16)
+    host_optimizer.narrow(value, out)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(out, value.astype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(host_optimizer.widened(out), out.astype(np.float32))
+
+
+def test_square_sums_read_both_dtypes():
+    x = np.random.default_rng(0).normal(size=(300, 700)).astype(np.float32)
+    narrow = x.astype(jax.numpy.bfloat16)
+    for array in (x, narrow):
+        exact = np.sum(np.square(array.astype(np.float64)))
+        assert host_optimizer.square_sum(array) == pytest.approx(exact, rel=1e-5)

@@ -1,0 +1,389 @@
+"""The relay executor: the whole executor's losses from one block at a time."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig, learning_rate_schedule
+from sparse_dataflow.parallel import block_gradients, whole
+from sparse_dataflow.parallel.relay import host_optimizer, parameter_server, probe, programs
+from sparse_dataflow.parallel.relay import relay as relay_module
+from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule
+from sparse_dataflow.parallel.relay.host_state import abstract_state, fresh_state
+from sparse_dataflow.parallel.relay.relay import Relay, RelayConfig
+from sparse_dataflow.parallel.relay.server_files import MappedFiles
+from sparse_dataflow.parallel.relay.timeline import KINDS, hidden_share
+from sparse_dataflow.planning import relay as planning
+from sparse_dataflow.training.step import initial_state, make_eval_step, make_train_step
+
+STEPS = 20
+DENSE = ModelConfig(num_layers=3, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12)
+SPARSE = LinearSpec("block_sparse", "butterfly", density=0.25, block=4)
+MODELS = {
+    "dense": DENSE,
+    "sparse": DENSE.with_linears(SPARSE),
+    "mixed": dataclasses.replace(
+        DENSE,
+        norm="rmsnorm",
+        positions="rotary",
+        linears={"qkv": dataclasses.replace(SPARSE, hadamard=8), "mlp_in": LinearSpec(rank=2)},
+    ),
+}
+MODELS["by_depth"] = dataclasses.replace(MODELS["sparse"], density_by_depth=(2.0, 1.0, 1.0))
+
+
+def training(**changes):
+    settings = dict(steps=STEPS, batch=4, sequence=11, learning_rate=5e-3, clip=0.7)
+    return TrainingConfig(**settings | changes)
+
+
+def tokens_of(seed, rows=4):
+    return np.random.default_rng(seed).integers(0, DENSE.vocab_size, (rows, 12), np.int32)
+
+
+@functools.cache
+def whole_run(model, training, steps=STEPS):
+    """[(loss, gradient norms)] of the whole executor."""
+    state, rate = initial_state(model, training), learning_rate_schedule(training)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole, "UNROLL_CHANGING_LAYERS", 0)  # A loop compiles sooner.
+        step = (
+            jax.jit(make_train_step(model, training))
+            .lower(state, tokens_of(0), np.float32(0))
+            .compile()
+        )
+    found = []
+    for number in range(steps):
+        state, report = step(state, tokens_of(number), np.float32(rate(number)))
+        found.append((float(report.loss), jax.device_get(report.gradient_norms)))
+    return found
+
+
+def relay_run(relay, state, steps=STEPS):
+    rate, found = learning_rate_schedule(relay.training), []
+    for number in range(steps):
+        state, report = relay.train_step(state, tokens_of(number), rate(number))
+        found.append((float(report.loss), report.gradient_norms))
+    return state, found
+
+
+def assert_same_reports(mine, theirs, rtol):
+    for number, ((loss, norms), (other, others)) in enumerate(zip(mine, theirs, strict=True)):
+        np.testing.assert_allclose(loss, other, rtol=rtol, err_msg=f"step {number}")
+        assert norms.keys() == others.keys()
+        for group in norms:
+            np.testing.assert_allclose(norms[group], others[group], rtol=100 * rtol, err_msg=group)
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize(
+    "name", ["dense", *(pytest.param(name, marks=pytest.mark.slow) for name in list(MODELS)[1:])]
+)
+def test_losses_are_those_of_the_whole_executor(name, stash):
+    """Embeddings are tied in all; clipping is at work, and rates go by density."""
+    same = training(sparse_rate=2.0)
+    model, how = MODELS[name], dataclasses.replace(same, micro_batches=1 + (stash == "host"))
+    relay = Relay(model, how, RelayConfig(stash=stash))
+    _, found = relay_run(relay, fresh_state(model, how))
+    theirs = whole_run(model, same)
+    assert max(max(norms.values()) for _, norms in theirs) > how.clip
+    assert_same_reports(found, theirs, rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["mixed", "by_depth"])
+def test_drawn_as_the_whole_executor_draws(name):
+    model, how = MODELS[name], training()
+    mine, theirs = fresh_state(model, how), initial_state(model, how)
+    assert jax.tree.structure(mine) == jax.tree.structure(theirs)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), mine) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), theirs
+    )
+    for one, other in zip(jax.tree.leaves(mine.params), jax.tree.leaves(theirs.params)):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["sparse", "by_depth"])
+def test_evaluation_is_that_of_the_whole_executor(name):
+    model, how = MODELS[name], training()
+    relay = Relay(model, how, eval_shape=(2, 11))
+    state = fresh_state(model, how)
+    weights = np.random.default_rng(1).random((2, 11), np.float32)
+    mine = relay.eval_step(state.params, state.tables, tokens_of(5, rows=2), weights)
+    evaluate = jax.jit(make_eval_step(model))
+    theirs = evaluate(state.params, state.tables, tokens_of(5, rows=2), weights)
+    np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_bfloat16_keeps_float32_masters_and_its_copies_follow_them():
+    model, how = dataclasses.replace(DENSE, compute_dtype="bfloat16"), training()
+    relay = Relay(model, how)
+    state, found = relay_run(relay, fresh_state(model, how), steps=6)
+    theirs = whole_run(model, how, steps=6)
+    np.testing.assert_allclose([loss for loss, _ in found], [loss for loss, _ in theirs], rtol=0.01)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
+    # A server that knows nothing of the state makes its copies anew, to the same bits.
+    again = Relay(model, how)
+    copied, fresh = (r.server.copy(state.params, 1) for r in (relay, again))
+    for one, other in zip(jax.tree.leaves(copied), jax.tree.leaves(fresh), strict=True):
+        assert one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
+def test_page_locked_copies_change_nothing():
+    model, how = dataclasses.replace(MODELS["sparse"], compute_dtype="bfloat16"), training()
+    runs = [
+        relay_run(Relay(model, how, pinned=pinned), fresh_state(model, how), steps=3)[1]
+        for pinned in (False, True)
+    ]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.slow
+def test_eager_clipping_keeps_the_global_norm_below_the_limit():
+    """Each section may give its share; where none is above it, eager is exact."""
+    model = DENSE
+    loose = training(clip=1e3)
+    _, eager = relay_run(
+        Relay(model, loose, RelayConfig(clipping="eager")), fresh_state(model, loose)
+    )
+    assert_same_reports(eager, whole_run(model, loose), rtol=2e-6)
+    tight = training(clip=1e-2)
+    state = fresh_state(model, tight)
+    state, _ = Relay(model, tight, RelayConfig(clipping="eager")).train_step(
+        state, tokens_of(0), 0.0
+    )
+    # After one step the first moments are 0.1 of the clipped gradients.
+    mu = next(part.mu for part in state.moments if hasattr(part, "mu"))
+    norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(mu)))
+    assert 0.5 * tight.clip < 10 * norm <= tight.clip * 1.0001
+
+
+# Of blocks that are large beside what stands between them.
+WIDE = dataclasses.replace(DENSE, d_ff=1024)
+
+
+# Of one micro-batch.
+BOUNDARY = (1, 4, 11, WIDE.d_model)
+
+
+def device_bytes(shape=None):
+    """Of the arrays of this shape, or of all."""
+    return sum(
+        a.nbytes
+        for a in jax.live_arrays()
+        if a.sharding.memory_kind == "device" and shape in (None, a.shape)
+    )
+
+
+def most_device_bytes(layers, config, slow=None, shape=None):
+    """The most that is alive when a program starts, beyond what was before; with None, "fetch",
+    "return", "update" or "watch" of the host taking longer than the device computes."""
+    model, how = dataclasses.replace(WIDE, num_layers=layers), training(steps=2)
+    relay, state = Relay(model, how, config), fresh_state(model, how)
+    before, most = device_bytes(shape), 0
+
+    def observe(program):
+        nonlocal most
+        most = max(most, device_bytes(shape) - before)
+
+    def late(function):
+        def call(*arguments):
+            time.sleep(0.02)
+            return function(*arguments)
+
+        return call
+
+    relay.observe = observe
+    with pytest.MonkeyPatch.context() as patch:
+        owner, name = {
+            "fetch": (relay.server, "put"),
+            "return": (parameter_server.ServerStep, "_room"),
+            "update": (host_optimizer, "square_sum"),
+            "watch": (relay_module, "_watch"),
+            None: (relay, "_put"),
+        }[slow]
+        if slow:
+            patch.setattr(owner, name, late(getattr(owner, name)))
+        for number in range(2):
+            state, _ = relay.train_step(state, tokens_of(number), 1e-3)
+    return most
+
+
+@pytest.mark.parametrize("clipping", ["exact", "eager"])
+@pytest.mark.parametrize("slow", [None, "fetch", "return", "update", "watch"])
+def test_the_device_holds_what_is_planned_however_slow_the_host_is(slow, clipping):
+    most = most_device_bytes(8, RelayConfig("host", clipping), slow)
+    plan = planning.estimate(WIDE, 4, 11, stash="host").device
+    # What a program makes inside itself is alive only while it runs.
+    assert most <= sum(plan.values()) - plan["inside a block"]
+
+
+def test_a_stash_on_the_device_grows_with_the_depth():
+    # Boundaries alone: how many gradients are alive at once is a matter of timing.
+    boundary = 4 * math.prod(BOUNDARY)
+    for layers in (3, 23):
+        held = most_device_bytes(layers, RelayConfig("device"), shape=BOUNDARY) / boundary
+        assert layers <= held <= layers + 4
+    assert most_device_bytes(23, RelayConfig("host"), shape=BOUNDARY) <= 6 * boundary
+
+
+def test_one_set_of_programs_serves_any_depth():
+    """4 and 400 blocks: the same programs to the last character."""
+    texts = []
+    for layers in (4, 400):
+        model = dataclasses.replace(MODELS["sparse"], num_layers=layers)
+        shape = (2, 2, 11)
+        given = programs.arguments(model, programs.layer_tables(model), shape)
+        lowered = programs.lowered(programs.functions(model), given)
+        texts.append([program.as_text() for program in lowered])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("spec", ["drop:0.5", "grow:0.34"])
+def test_blocks_left_out_stay_and_the_others_learn(spec):
+    model, how = MODELS["sparse"], training(steps=6)
+    depth = DepthSchedule.parse(spec)
+    relay = Relay(model, how, RelayConfig(depth=depth))
+    relay.begin(how)
+    state = fresh_state(model, how, starting_blocks=depth.starting_blocks(3))
+    for number in range(6):
+        before = jax.tree.map(np.copy, state.params["blocks"])
+        state, report = relay.train_step(state, tokens_of(number), 1e-3)
+        active = depth.active(3, number, 6, how.seed)
+        for block in range(3):
+            changed = any(
+                np.any(one[block] != other[block])
+                for one, other in zip(
+                    jax.tree.leaves(before), jax.tree.leaves(state.params["blocks"])
+                )
+            )
+            assert changed == (block in active), (number, block)
+        assert np.isfinite(report.loss)
+
+
+def test_a_growing_network_starts_with_identities():
+    """Blocks that have not joined change nothing, so evaluation may run them all."""
+    model, how = DENSE, training()
+    state = fresh_state(model, how, starting_blocks=1)
+    shallow = dataclasses.replace(model, num_layers=1)
+    first = {**state.params, "blocks": jax.tree.map(lambda a: a[:1], state.params["blocks"])}
+    weights = np.ones((4, 11), np.float32)
+    deep = Relay(model, how, eval_shape=(4, 11)).eval_step(state.params, {}, tokens_of(0), weights)
+    alone = Relay(shallow, how, eval_shape=(4, 11)).eval_step(first, {}, tokens_of(0), weights)
+    assert deep == alone
+
+
+def test_the_timeline_tells_all_work_of_every_section():
+    model, how = DENSE, training()
+    relay = Relay(model, how)
+    relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3)
+    spans = relay.timeline.spans
+    for number in range(3):
+        kinds = [span.kind for span in spans if span.section == f"block {number}"]
+        assert [kinds.count(kind) for kind in KINDS[:3]] == [2, 2, 1] and "update" in kinds
+    assert all(span.start <= span.stop for span in spans)
+    assert 0 <= hidden_share(spans) <= 1
+
+
+def test_a_lost_device_ends_the_run_in_words():
+    model, how = DENSE, training()
+    relay = Relay(model, how)
+
+    def lost(*arguments):
+        raise jax.errors.JaxRuntimeError("INTERNAL: device lost")
+
+    relay.programs = (relay.programs[0]._replace(backward=lost),)
+    with pytest.raises(UserError, match=r"failed in step 1 \(INTERNAL: device lost\).*--resume"):
+        relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3)
+
+
+def test_a_device_lost_in_an_evaluation_ends_the_run_in_words():
+    model, how = DENSE, training()
+    relay, state = Relay(model, how, eval_shape=(4, 11)), fresh_state(model, how)
+
+    def lost(*arguments):
+        raise jax.errors.JaxRuntimeError("INTERNAL: device lost")
+
+    relay.eval_programs = (relay.eval_programs[0]._replace(forward=lost),)
+    weights = np.ones((4, 11), np.float32)
+    with pytest.raises(UserError, match=r"failed in an evaluation \(INTERNAL: device lost\)"):
+        relay.eval_step(state.params, {}, tokens_of(0), weights)
+
+
+def test_a_device_lost_in_mid_step_leaves_the_step_before_in_the_files(tmp_path):
+    """Eager updates have reached some sections by then, in the slot that no record names."""
+    model, how = DENSE, training()
+    shapes = abstract_state(model, how)
+    files = MappedFiles(tmp_path, shapes, {})
+    relay = Relay(model, how, RelayConfig(clipping="eager"), storage=files)
+    state = files.new_state(lambda *trees: fresh_state(model, how, trees))
+    state, _ = relay_run(relay, state, steps=2)
+    before = jax.tree.map(np.copy, (state.params, state.moments))
+    calls, backward = itertools.count(1), relay.programs[0].backward
+
+    def lost(*arguments):
+        if next(calls) == model.num_layers:
+            # A block above this one was updated by now.
+            deadline = time.monotonic() + 60
+            while not files.told and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise jax.errors.JaxRuntimeError("INTERNAL: device lost")
+        return backward(*arguments)
+
+    files.told, kept = [], files.updated
+    files.updated = lambda section, views: (kept(section, views), files.told.append(section))
+    relay.programs = (relay.programs[0]._replace(backward=lost),)
+    with pytest.raises(UserError, match=r"failed in step 3"):
+        relay.train_step(state, tokens_of(2), 1e-3)
+    assert files.told
+    files.close()
+    again = MappedFiles(tmp_path, shapes, {}).restore(state.key)
+    assert int(again.step) == 2
+    for one, other in zip(
+        jax.tree.leaves(before), jax.tree.leaves((again.params, again.moments)), strict=True
+    ):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_page_locked_memory_at_its_limit_names_the_setting():
+    model, how = dataclasses.replace(DENSE, compute_dtype="bfloat16"), training()
+    relay = Relay(model, how, pinned=True)
+
+    def full(copy):
+        # The words of XLA's allocator of page-locked memory.
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of host memory while trying to allocate 512 bytes with "
+            "allocator xla_gpu_host_bfc on device 0."
+        )
+
+    relay.server.published = full
+    with pytest.raises(UserError, match=rf"limit in step 1 .*Set {planning.PINNED_SETTING} to"):
+        relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3)
+
+
+@pytest.mark.parametrize("field", ["stash", "clipping"])
+def test_unknown_settings_are_refused_in_words(field):
+    with pytest.raises(UserError, match="legal are"):
+        RelayConfig(**{field: "nowhere"})
+
+
+@pytest.mark.parametrize("name", ["sparse", "by_depth"])
+def test_block_gradients_are_those_of_one_program(name):
+    model, how = MODELS[name], training()
+    state = fresh_state(model, how)
+    bring = functools.partial(Relay(model, how).bring, state.params)
+    tokens = tokens_of(3, rows=2)
+    mine = probe.block_gradient_norms(model, bring, state.tables, tokens)
+    program = jax.jit(functools.partial(block_gradients.block_gradient_norms, model))
+    theirs = program(state.params, state.tables, tokens)
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-4, atol=1e-7)

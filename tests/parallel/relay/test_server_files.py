@@ -1,0 +1,218 @@
+"""The server's files: a step is there whole, or it never was."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import server_process
+from forks import Forks
+from server_process import IDENTITY, MODEL, TRAINING, advance, first_state, key, open_files
+
+from sparse_dataflow.distributed import processes
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.parallel.relay import executor, host_state, server_files
+from sparse_dataflow.parallel.relay.parameter_server import InMemory
+from sparse_dataflow.parallel.relay.server_files import MappedFiles
+
+ROOT = Path(__file__).parents[3]
+IMPORTED = (
+    "sparse_dataflow.parallel.relay.server_files",
+    "sparse_dataflow.parallel.relay.parameter_server",
+)
+# The update's pieces in one step: one a leaf.
+PIECES = 3 * 16 + 4
+
+
+def in_memory(steps):
+    return advance(first_state(*host_state.zeros(MODEL, TRAINING)), InMemory(), steps)
+
+
+def assert_same_bits(mine, theirs):
+    assert int(mine.step) == int(theirs.step)
+    for one, other in zip(
+        jax.tree.leaves((mine.params, mine.moments, mine.tables)),
+        jax.tree.leaves((theirs.params, theirs.moments, theirs.tables)),
+        strict=True,
+    ):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.fixture
+def process(tmp_path_factory):
+    """process(folder, steps, where, count) -> (exit status, the step that it went on after)."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    forks = Forks(environment, tmp_path_factory.mktemp("forks"), IMPORTED)
+
+    def process(folder, steps, where="never", count=0):
+        run = forks.start(server_process.__file__, folder, steps, where, count)
+        assert run.wait() in (0, -signal.SIGKILL), run.stderr
+        return run.returncode, int(run.stdout)
+
+    yield process
+    forks.close()
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_goes_on_from_the_last_complete_step(process, tmp_path):
+    """In the first update, between two steps, before the record and before its rename."""
+    killed = -signal.SIGKILL
+    assert process(tmp_path, 8, "update", PIECES // 2) == (killed, 0)
+    assert process(tmp_path, 8, "update", 2 * PIECES + 3) == (killed, 0)
+    assert process(tmp_path, 8, r"\.server\.json", 1) == (killed, 2)
+    assert process(tmp_path, 8, r"/server\.json", 2) == (killed, 2)
+    assert process(tmp_path, 8, "slot", 2) == (killed, 3)
+    assert process(tmp_path, 8) == (0, 4)
+    assert_same_bits(open_files(tmp_path).restore(key()), in_memory(8))
+
+
+@pytest.mark.parametrize("clipping", ["exact", "eager"])
+def test_files_change_no_bit(tmp_path, clipping):
+    files = open_files(tmp_path)
+    mine = advance(files.new_state(first_state), files, 3, clipping)
+    state = first_state(*host_state.zeros(MODEL, TRAINING))
+    assert_same_bits(mine, advance(state, InMemory(), 3, clipping))
+
+
+def kept_until(folder, steps):
+    files = open_files(folder)
+    advance(files.new_state(first_state), files, steps)
+    slot = files._commits[0]["slot"]
+    files.close()
+    return slot
+
+
+def flip(path, offset):
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_damaged_step_is_rolled_back_to_the_one_before(tmp_path):
+    slot = kept_until(tmp_path, 3)
+    flip(tmp_path / f"slot{slot}", 5000)
+    files = open_files(tmp_path)
+    state = files.restore(key())
+    assert_same_bits(state, in_memory(2))
+    assert_same_bits(advance(state, files, 5), in_memory(5))
+
+
+def test_a_step_that_another_process_lacks_is_given_up(tmp_path, monkeypatch):
+    """Both steps that are kept are whole; processes go on from the newest that all of them have."""
+    kept_until(tmp_path, 3)
+    for least, step in ((3, 3), (2, 2), (1, None), (-1, None)):
+        files = open_files(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "least", lambda own, least=least: min(own, least))
+            state = executor._restored_together(files, key())
+        assert (None if state is None else int(state.step)) == step
+        if step == 2:
+            assert_same_bits(state, in_memory(2))
+            assert_same_bits(advance(state, files, 5), in_memory(5))
+            files.close()
+            kept_until(tmp_path, 3)
+        files.close()
+
+
+def test_where_no_step_is_whole_it_says_so(tmp_path):
+    kept_until(tmp_path, 3)
+    for slot in (0, 1):
+        flip(tmp_path / f"slot{slot}", 5000)
+    with pytest.raises(UserError, match=r"No complete step in .* is whole"):
+        open_files(tmp_path).restore(key())
+
+
+def test_a_damaged_record_is_found(tmp_path):
+    kept_until(tmp_path, 2)
+    flip(tmp_path / "server.json", 60)
+    with pytest.raises(UserError, match=r"server\.json is damaged"):
+        open_files(tmp_path)
+
+
+def test_another_training_is_refused(tmp_path):
+    kept_until(tmp_path, 1)
+    other = IDENTITY | {"model": IDENTITY["model"] | {"seed": 9}}
+    files = MappedFiles(tmp_path, host_state.abstract_state(MODEL, TRAINING), other)
+    with pytest.raises(UserError, match=r"another training: model\.seed is 0 there and 9 here"):
+        files.restore(key())
+
+
+def test_two_runs_cannot_share_a_folder(tmp_path):
+    files = open_files(tmp_path)
+    with pytest.raises(UserError, match="in use by another run"):
+        open_files(tmp_path)
+    files.close()
+    open_files(tmp_path).close()
+
+
+def test_a_disk_too_small_is_told_before_the_first_step(tmp_path, monkeypatch):
+    small = shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000)
+    monkeypatch.setattr(server_files.shutil, "disk_usage", lambda path: small)
+    with pytest.raises(UserError, match=r"needs .* GiB and its disk has .*larger disk"):
+        open_files(tmp_path)
+
+
+def test_a_disk_that_refuses_a_step_leaves_the_one_before(tmp_path, monkeypatch):
+    files = open_files(tmp_path)
+    state = advance(files.new_state(first_state), files, 2)
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server_files.os, "fsync", full)
+        with pytest.raises(UserError, match=r"Step 3 cannot be kept .*step 2 is whole"):
+            advance(state, files, 3)
+    files.close()
+    assert_same_bits(open_files(tmp_path).restore(key()), in_memory(2))
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot be kept in .*name another --server_dir"):
+        open_files(tmp_path / "file")
+
+
+def test_folders_are_refused_before_anything_is_kept_in_them(tmp_path, monkeypatch):
+    """What cannot be made or written, is in use, holds something else, or is too small for all."""
+    needs = {tmp_path / "server" / name: 600 * 2**20 for name in ("sparse", "dense")}
+    roomy = shutil._ntuple_diskusage(2**40, 0, 2**40)
+    monkeypatch.setattr(server_files.shutil, "disk_usage", lambda path: roomy)
+    server_files.refuse_unusable(tmp_path / "server", needs)
+    files = open_files(tmp_path / "server" / "sparse")
+    with pytest.raises(UserError, match=r"sparse is in use by another run"):
+        server_files.refuse_unusable(tmp_path / "server", needs)
+    files.close()
+    # Each has room, and both have not; what files occupy already is room.
+    taken = sum(path.stat().st_blocks * 512 for path in (tmp_path / "server/sparse").glob("slot*"))
+    small = shutil._ntuple_diskusage(2**40, 2**40, 2 * 600 * 2**20 - taken)
+    monkeypatch.setattr(server_files.shutil, "disk_usage", lambda path: small)
+    server_files.refuse_unusable(tmp_path / "server", needs)
+    small = small._replace(free=small.free - 1)
+    with pytest.raises(UserError, match=r"server needs 1\.17 GiB and its disk has 1\.17"):
+        server_files.refuse_unusable(tmp_path / "server", needs)
+    monkeypatch.setattr(server_files.shutil, "disk_usage", lambda path: roomy)
+    (tmp_path / "server/dense/letter.txt").touch()
+    with pytest.raises(UserError, match=r"holds letter\.txt, which is none of the server's"):
+        server_files.refuse_unusable(tmp_path / "server", needs)
+
+    def read_only(path, *arguments, **options):
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "open", read_only)
+    for folder in (tmp_path / "new", Path("/proc/none")):
+        with pytest.raises(UserError, match=r"cannot be kept in .*name another --server_dir"):
+            server_files.refuse_unusable(folder, {folder: 1})
+
+
+def test_a_slow_disk_is_told_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(server_files, "SLOW_SECONDS", 0.0)
+    files = open_files(tmp_path)
+    advance(files.new_state(first_state), files, 3)
+    told = [record for record in caplog.records if "to keep a step" in record.getMessage()]
+    assert len(told) == 1

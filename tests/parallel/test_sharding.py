@@ -1,0 +1,137 @@
+"""The rules: every parameter has a row, and what a row cuts is cut evenly."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, NamedSharding
+
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.optim.optimizers import TrainingConfig
+from sparse_dataflow.parallel import mesh as meshes
+from sparse_dataflow.parallel import sharding
+from sparse_dataflow.parallel.sharded import Sharded
+from sparse_dataflow.training.step import abstract_state
+
+DENSE = ModelConfig(num_layers=2, d_model=64, num_heads=4, d_ff=256, vocab_size=48, max_len=16)
+SPEC = LinearSpec("block_sparse", "random", 0.25, 8, rank=4)
+SPARSE = dataclasses.replace(DENSE, linears=dict.fromkeys(PROJECTIONS, SPEC))
+TRAINING = TrainingConfig(steps=2, batch=16, sequence=16)
+
+
+def abstract(text):
+    sizes = meshes.parse(text, None)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+@st.composite
+def drawn_meshes(draw):
+    sizes = {axis: draw(st.sampled_from((1, 2, 4))) for axis in ("data", "fsdp", "tensor")}
+    return abstract(",".join(f"{axis}:{size}" for axis, size in sizes.items()))
+
+
+@functools.cache
+def shapes(model):
+    return abstract_state(model, TRAINING)
+
+
+def laid_out(model, mesh, zero):
+    """(shapes, shardings) of a state, leaf by leaf, of its params and of its moments."""
+    shardings = Sharded(mesh, zero).shardings(shapes(model))
+    pair = lambda part: list(  # noqa: E731
+        zip(*map(jax.tree.leaves, (getattr(shapes(model), part), getattr(shardings, part))))
+    )
+    return pair("params"), pair("moments")
+
+
+def bytes_of(tree):
+    """On one device; raises where an axis does not divide."""
+    return sum(math.prod(s.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, s in tree)
+
+
+@settings(max_examples=30)
+@given(drawn_meshes(), st.integers(0, 3), st.sampled_from((DENSE, SPARSE)))
+def test_arrays_are_cut_evenly_and_zero_deals_out_what_it_says(mesh, zero, model):
+    params, moments = map(bytes_of, laid_out(model, mesh, zero))
+    whole_params, whole_moments = map(bytes_of, laid_out(model, mesh, 0))
+    dealt = mesh.shape["fsdp"] > 1
+    assert (moments < whole_moments) == (dealt and zero >= 1)
+    assert (params < whole_params) == (dealt and zero >= 3)
+
+
+def test_weights_are_cut_by_all_that_the_mesh_has():
+    """Only what is small stays whole."""
+    mesh = abstract("fsdp:4,tensor:4")
+    state = abstract_state(SPARSE, TRAINING, Sharded(mesh, 3))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        part = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        if math.prod(leaf.shape) > 8192:
+            ways = 4 if "positions" in sharding.dotted(path) else 16
+            assert part * ways == math.prod(leaf.shape), path
+
+
+@given(drawn_meshes())
+def test_fsdp_moves_to_a_dimension_that_it_divides(mesh):
+    spec = sharding.spec("blocks.qkv.values", (2, 4 * 3, 8, 8), mesh)
+    shape = NamedSharding(mesh, spec).shard_shape((2, 12, 8, 8))
+    assert math.prod(shape) * mesh.shape["fsdp"] * mesh.shape["tensor"] == 2 * 12 * 8 * 8
+    assert shape[0] == 2
+
+
+@given(st.integers(1, 60000), st.sampled_from([1, 2, 4, 8]))
+def test_a_vocabulary_is_filled_to_what_tensor_cuts_in_whole_tiles(rows, tensor):
+    mesh = abstract(f"tensor:{tensor}")
+    found = sharding.filled(rows, mesh)
+    assert found >= rows and found % tensor == 0
+    assert found - rows < 128 * tensor and (found == rows or found % (128 * tensor) == 0)
+    assert sharding.filled(found, mesh) == found
+
+
+def test_a_state_is_placed_with_a_vocabulary_that_tensor_cuts():
+    model = dataclasses.replace(DENSE, vocab_size=50257)
+    executor = Sharded(abstract("fsdp:2,tensor:4"))
+    placed = executor.arrays(shapes(model), {}, False, {})
+    for group in ("parameters", "gradients"):
+        table = placed[group]["embed"]["tokens"]
+        assert table.shape == (50688, 64)
+        assert table.sharding.shard_shape(table.shape) == (12672, 32)
+
+
+def test_a_vocabulary_that_is_not_filled_stays_whole():
+    mesh = abstract("tensor:4")
+    assert sharding.axes_of(sharding.spec("embed.tokens", (50257, 64), mesh)) == set()
+    assert sharding.axes_of(sharding.spec("embed.tokens", (50256, 64), mesh)) == {"tensor"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model", "training", "said"),
+    [
+        ("tensor:8", {}, {}, r"tensor:8 does not divide 4 heads; legal for this model: 1, 2, 4"),
+        ("tensor:4", {}, {"sequence": 6}, r"does not divide 6 tokens; legal for this model: 1, 2"),
+        ("data:3", {}, {}, r"batch of 16 .* to 3 devices \(data:3 x fsdp:1\); legal: .* of 3"),
+        ("fsdp:8", {}, {"micro_batches": 4}, "legal: a --batch that is a multiple of 32"),
+        (
+            "tensor:2",
+            {"d_ff": 8, "linears": {"mlp_in": LinearSpec("block_sparse", "dense", 1.0, 8)}},
+            {},
+            "does not divide the 1 output blocks of mlp_in",
+        ),
+        (
+            "tensor:4",
+            {"linears": {"attn_out": dataclasses.replace(SPEC, hadamard=32)}},
+            {},
+            "does not divide the 2 groups of --hadamard=32 of attn_out; .* 1, 2",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_divide_is_refused_in_words(mesh, model, training, said):
+    executor = Sharded(abstract(mesh))
+    with pytest.raises(UserError, match=said):
+        executor.check(
+            dataclasses.replace(DENSE, **model), dataclasses.replace(TRAINING, **training)
+        )

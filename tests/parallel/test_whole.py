@@ -1,0 +1,155 @@
+"""The whole executor: however it runs a model, the loss and the gradients are the same."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import DENSE, MODEL, arbitrary_params, assert_same, tables_of, tokens_of
+
+from sparse_dataflow.models import gpt
+from sparse_dataflow.parallel import whole
+
+
+def run(config=MODEL, micro_batches=1, traced_tables=False):
+    """(loss, gradients) of one fixed batch and one fixed set of parameters."""
+    static = tables_of(config)
+
+    @jax.jit
+    def step(params, tables, tokens):
+        tables = tables if traced_tables else static
+        return whole.loss_and_gradients(config, params, tables, tokens, micro_batches)
+
+    return step(arbitrary_params(config), static, tokens_of(config))
+
+
+@pytest.fixture(scope="module")
+def result():
+    """What every other way to run the model must give."""
+    return run()
+
+
+def test_gradients_are_those_of_the_plain_loss(result):
+    """Cross-entropy of the full logits, differentiated by jax alone."""
+    tables = tables_of(MODEL)
+
+    def plain(params, tokens):
+        logits = whole.logits(MODEL, params, tables, tokens[:, :-1])
+        target = tokens[:, 1:, None]
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), target, axis=-1))
+
+    plain_result = jax.jit(jax.value_and_grad(plain))(arbitrary_params(MODEL), tokens_of(MODEL))
+    assert_same(result, plain_result)
+
+
+def test_accumulation_is_one_batch(result):
+    assert_same(result, run(micro_batches=2))
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_changes_nothing(result, remat):
+    assert_same(result, run(dataclasses.replace(MODEL, remat=remat)))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("unrolled", [True, False])
+def test_traced_tables_change_nothing(result, remat, unrolled, monkeypatch):
+    monkeypatch.setattr(whole, "UNROLL_CHANGING_LAYERS", 2 if unrolled else 1)
+    assert_same(result, run(dataclasses.replace(MODEL, remat=remat), traced_tables=True))
+
+
+def loss_alone(jit=True):
+    tables, tokens = tables_of(MODEL), tokens_of(MODEL)
+    weights = np.full((4, 10), 1 / 40, np.float32)
+    loss = lambda params: whole.loss(MODEL, params, tables, tokens, weights)  # noqa: E731
+    loss = jax.jit(loss) if jit else loss
+    return loss(jax.tree.map(jnp.asarray, arbitrary_params(MODEL)))
+
+
+def test_scanning_concrete_tables_changes_nothing(result, monkeypatch):
+    monkeypatch.setattr(whole, "UNROLL_LAYERS", 1)
+    assert not whole.unrolls(MODEL, tables_of(MODEL))
+    np.testing.assert_allclose(loss_alone(), result[0], rtol=1e-5)
+
+
+def test_jit_changes_nothing(result):
+    np.testing.assert_allclose(loss_alone(jit=False), result[0], rtol=1e-5)
+
+
+def test_what_unrolls():
+    if jax.default_backend() != "cpu":
+        pytest.skip("only CPU programs unroll")
+    assert whole.unrolls(MODEL, tables_of(MODEL)) and whole.unrolls(DENSE, {})
+    deep = dataclasses.replace(MODEL, num_layers=whole.UNROLL_LAYERS + 1)
+    assert not whole.unrolls(deep, tables_of(deep))
+    for layers in (whole.UNROLL_CHANGING_LAYERS, whole.UNROLL_CHANGING_LAYERS + 1):
+        deep, traced = dataclasses.replace(MODEL, num_layers=layers), []
+        jax.eval_shape(lambda t, m=deep, to=traced: to.append(whole.unrolls(m, t)), tables_of(deep))
+        assert traced == [layers <= whole.UNROLL_CHANGING_LAYERS]
+
+
+def test_a_program_for_changing_layouts_does_not_grow_with_depth(array_sizes):
+    def length(layers):
+        config = dataclasses.replace(MODEL, num_layers=layers)
+        step = lambda p, t, x: whole.loss_and_gradients(config, p, t, x)  # noqa: E731
+        return len(
+            array_sizes(step, arbitrary_params(config), tables_of(config), tokens_of(config))
+        )
+
+    deepest = whole.UNROLL_CHANGING_LAYERS
+    assert length(deepest + 1) == length(deepest + 6)
+
+
+def test_layers_keep_their_own_weights_and_layouts():
+    """Running the layers by hand, in order, each with its own parameters and tables."""
+    params, tables, tokens = arbitrary_params(MODEL), tables_of(MODEL), tokens_of(MODEL)
+    assert len(set(gpt.layouts(MODEL)["attn_out"])) > 1
+
+    def by_hand(params, tokens):
+        x = gpt.embed(MODEL, params["embed"], tokens)
+        for i in range(MODEL.num_layers):
+            layer, layer_tables = jax.tree.map(lambda a, i=i: a[i], (params["blocks"], tables))
+            x = gpt.block(MODEL, layer, layer_tables, x)
+        return gpt.logits(MODEL, params, x)
+
+    logits = jax.jit(lambda p, t: whole.logits(MODEL, p, tables, t))(params, tokens)
+    np.testing.assert_allclose(jax.jit(by_hand)(params, tokens), logits, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_choose_the_tokens_that_count():
+    params, tables, tokens = arbitrary_params(MODEL), tables_of(MODEL), tokens_of(MODEL)
+    jitted = jax.jit(lambda p, t, w: whole.loss(MODEL, p, tables, t, w))
+    loss = lambda tokens, weights: jitted(params, tokens, weights)  # noqa: E731
+    each = []
+    for row in range(2):
+        weights = np.zeros((4, 10), np.float32)
+        weights[row, 3] = 1
+        each.append(loss(tokens, weights))
+        changed = tokens.copy()
+        changed[row, 5:] = 0  # Later tokens are neither seen nor counted.
+        np.testing.assert_allclose(loss(changed, weights), each[-1], rtol=1e-6)
+    weights = np.zeros((4, 10), np.float32)
+    weights[0, 3], weights[1, 3] = 2, 0.5
+    np.testing.assert_allclose(loss(tokens, weights), 2 * each[0] + 0.5 * each[1], rtol=1e-5)
+
+
+def test_an_untrained_model_knows_nothing():
+    """The mean loss at the start is about that of a uniform guess."""
+    tables, tokens = tables_of(MODEL), tokens_of(MODEL)
+    weights = np.full((4, 10), 1 / 40, np.float32)
+    loss = jax.jit(lambda key: whole.loss(MODEL, gpt.init(MODEL, key), tables, tokens, weights))(
+        jax.random.key(0)
+    )
+    assert float(loss) == pytest.approx(np.log(MODEL.vocab_size), rel=0.05)
+
+
+def test_bfloat16_compute_stays_near_float32_and_keeps_float32_masters(result):
+    loss, gradients = result
+    narrow_loss, narrow = run(dataclasses.replace(MODEL, compute_dtype="bfloat16"))
+    assert narrow_loss.dtype == np.float32
+    np.testing.assert_allclose(narrow_loss, loss, rtol=0.01)
+    for gradient, exact in zip(jax.tree.leaves(narrow), jax.tree.leaves(gradients)):
+        assert gradient.dtype == np.float32
+        difference = np.linalg.norm(gradient - exact)
+        assert difference < 0.1 * np.linalg.norm(exact)
