@@ -19,9 +19,10 @@ Needs the compiler of the chips: make aot-tpu, or make aot-gpu, installs it. Wit
 planner's search chooses the layout. Takes half a minute to two minutes of one core, and 2 GB.
 """
 
+from sparse_dataflow.config.model import DTYPES
+
 from experiments import flags, planner_flags
 from experiments.command_line import AT_LEAST_ONE, AT_LEAST_ZERO, Flag, Group
-from sparse_dataflow.models.sizes import DTYPES
 
 AUTOMATIC = 0
 

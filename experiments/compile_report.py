@@ -4,14 +4,15 @@ import contextlib
 import dataclasses
 import importlib.metadata
 
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
+
 from experiments import measurement, planner_flags
 from experiments.recipes import RECIPES
 from sparse_dataflow.aot import compile, hlo, topologies
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import GIB
-from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.executor import ONE_DEVICE
 from sparse_dataflow.parallel.pipeline import schedules

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from absl import flags as absl_flags
+from sparse_dataflow.config.model import PROJECTIONS
 
 from experiments import command_line, execution_flags
 from experiments.command_line import Group
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.sizes import PROJECTIONS
 
 GPT2_VOCABULARY = 50257  # 256 bytes, 50,000 merges and the end of a text
 

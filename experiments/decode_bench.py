@@ -46,10 +46,10 @@ def main(values):
 
     import jax
     import numpy as np
+    from sparse_dataflow.config.presets import SIZES
 
     from experiments import measurement, recipes
     from sparse_dataflow.hardware import detect as hardware
-    from sparse_dataflow.models.sizes import SIZES
     from sparse_dataflow.planning import cost
 
     scale = "1.3b" if values.scale == "auto" else values.scale

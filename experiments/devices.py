@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import jax
 from jax.sharding import AbstractMesh
+from sparse_dataflow.config.presets import SIZES
 
 from experiments import contradictions, execution_flags, flags
 from experiments.recipes import Variant
@@ -15,7 +16,6 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.redaction import redacted
 from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.parallel import describe
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor

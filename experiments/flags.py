@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from absl import flags as absl_flags
+from sparse_dataflow.config.model import DTYPES
 
 from experiments import command_line, contradictions
 from experiments.command_line import ABOVE_ZERO, AT_LEAST_ONE, AT_LEAST_ZERO, Flag, Group
@@ -19,7 +20,6 @@ from experiments.contradictions import given
 from experiments.device_flags import DEVICES
 from experiments.execution_flags import RELAY
 from experiments.model_flags import EVOLUTION, MODEL, SPARSITY
-from sparse_dataflow.models.sizes import DTYPES
 
 __all__ = [
     "DATA",

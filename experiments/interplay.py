@@ -16,9 +16,10 @@ Leaves OUT/interplay.md, OUT/interplay.csv, OUT/interplay.png and OUT/roofline.p
 was measured as JSON.
 """
 
+from sparse_dataflow.config.presets import SIZES
+
 from experiments import flags, planner_flags
 from experiments.command_line import AT_LEAST_ONE, Flag, Group
-from sparse_dataflow.models.sizes import SIZES
 
 INTERPLAY = Group(
     "Interplay",

@@ -10,6 +10,8 @@ import os
 import sys
 import types
 
+from sparse_dataflow.config.training import TrainingConfig
+
 from experiments import prediction
 from experiments.planner_flags import DENSITIES
 from experiments.planner_flags import model as planned_model
@@ -17,7 +19,6 @@ from sparse_dataflow.distributed import join
 from sparse_dataflow.distributed.cluster import Membership
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.parallel import mesh
 from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
 from sparse_dataflow.parallel.pipeline.pipelined import executor_over

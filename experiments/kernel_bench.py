@@ -166,8 +166,10 @@ def _numbers(name, text, kind, example):
 
 
 def _shapes(text):
+    from sparse_dataflow.config.model import PROJECTIONS
+    from sparse_dataflow.config.presets import SIZES
+
     from sparse_dataflow.files.errors import UserError
-    from sparse_dataflow.models.sizes import PROJECTIONS, SIZES
 
     if text in SIZES:
         return [SIZES[text].projection_shape(projection) for projection in PROJECTIONS]

@@ -4,12 +4,12 @@ import dataclasses
 import math
 
 import jax
+from sparse_dataflow.config.presets import SIZES
 
 from experiments import recipes
 from experiments.recipes import Variant
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import GIB
-from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.planning import memory
 
 

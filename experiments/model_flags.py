@@ -1,7 +1,9 @@
 """Flags of the model: its size, which blocks of its weights exist, and how they change."""
 
+from sparse_dataflow.config.model import DTYPES, PROJECTIONS
+from sparse_dataflow.config.presets import SIZES
+
 from experiments.command_line import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, Flag, Group
-from sparse_dataflow.models.sizes import DTYPES, PROJECTIONS, SIZES
 
 
 def _patterns() -> tuple[str, ...]:

@@ -3,10 +3,12 @@
 import dataclasses
 import types
 
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.presets import SIZES
+
 from experiments.command_line import A_FRACTION, AT_LEAST_ONE, Flag
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
-from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
 
 DENSITIES = (1.0, 1 / 2, 1 / 4, 1 / 8)
 """Of the interplay's models."""

@@ -10,9 +10,10 @@ the step itself, dense and sparse.
 Keeps the result as JSON.
 """
 
+from sparse_dataflow.config.presets import SIZES
+
 from experiments import flags
 from experiments.command_line import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, Flag, Group
-from sparse_dataflow.models.sizes import SIZES
 
 CHECK = Group(
     "Check",

@@ -3,14 +3,15 @@
 import dataclasses
 
 import numpy as np
+from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
+from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.training import TrainingConfig
 
 from experiments import measurement
 from experiments.planner_flags import model as planned_model
 from experiments.step_bench import compiled_step
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.efficiency import PRIOR

@@ -4,13 +4,13 @@ from collections.abc import Container
 from pathlib import Path
 
 import numpy as np
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.presets import SIZES
 
 from experiments import gpt_run, measurement, memory_check, step_plan, study
 from experiments.recipes import Variant
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.reporting.panels import save_strips
-from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import refuse_unfit, run_flops
 

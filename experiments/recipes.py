@@ -3,14 +3,17 @@
 import dataclasses
 import math
 
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.training import TrainingConfig
+
 from experiments.contradictions import GPT2_VOCABULARY
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import SIZES, LinearSpec, ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.planning import memory
 from sparse_dataflow.sparsity.allocation import allocate
-from sparse_dataflow.sparsity.evolution import EvolutionConfig, PhaseSpec, phase_specs
+from sparse_dataflow.sparsity.evolution import PhaseSpec, phase_specs
 from sparse_dataflow.training.phases import Phase, phases
 
 LAPTOP_SCALES = ("pico", "3m", "nano", "micro", "mini")

@@ -37,12 +37,14 @@ def main(values):
     """Plans, and runs where asked; see the module docstring."""
     import dataclasses
 
+    from sparse_dataflow.config.model import LinearSpec, ModelConfig
+    from sparse_dataflow.config.presets import SIZES
+    from sparse_dataflow.config.training import TrainingConfig
+
     from experiments import measurement, relay_measure
     from sparse_dataflow.files.errors import UserError
     from sparse_dataflow.hardware import chips
     from sparse_dataflow.hardware import detect as hardware
-    from sparse_dataflow.models.sizes import SIZES, LinearSpec, ModelConfig
-    from sparse_dataflow.optim.optimizers import TrainingConfig
     from sparse_dataflow.parallel.relay.relay import RelayConfig
     from sparse_dataflow.planning import memory, relay
 

@@ -4,11 +4,11 @@ import time
 
 import jax
 import numpy as np
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from experiments import measurement, relay_plan
 from sparse_dataflow.hardware.detect import Chip
-from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.parallel.relay import timeline
 from sparse_dataflow.parallel.relay.host_state import fresh_state
 from sparse_dataflow.parallel.relay.relay import Relay, RelayConfig

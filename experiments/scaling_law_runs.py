@@ -8,12 +8,12 @@ import json
 from pathlib import Path
 
 import numpy as np
+from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 
 from experiments import gpt_run, measurement, study
 from experiments.coordinates import numbers
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.planning import cost
 from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
 from sparse_dataflow.sparsity.scaling_law import (

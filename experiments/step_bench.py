@@ -50,10 +50,10 @@ def asked_models(values):
     import types
 
     import jax
+    from sparse_dataflow.config.presets import SIZES
 
     from experiments import recipes
     from sparse_dataflow.hardware import detect as hardware
-    from sparse_dataflow.models.sizes import SIZES
 
     asked = {flag.name: values[flag.name].value for group in GROUPS for flag in group.flags}
     settings = types.SimpleNamespace(**asked, twin="yes", steps=1)

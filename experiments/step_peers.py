@@ -18,19 +18,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from experiments import measurement
 from experiments.kernel_peers import Pending
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.optim.optimizers import (
-    B1,
-    B2,
-    EPS,
-    TrainingConfig,
-    decay_mask,
-    learning_rate_multipliers,
-)
+from sparse_dataflow.optim.optimizers import B1, B2, EPS, decay_mask, learning_rate_multipliers
 from sparse_dataflow.parallel.relay.host_state import fresh_state, view
 
 NAME = "torch_compile"

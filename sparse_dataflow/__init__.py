@@ -18,12 +18,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sparse_dataflow.config.model import LinearSpec, ModelConfig
+    from sparse_dataflow.config.training import TrainingConfig
     from sparse_dataflow.evaluation.generate import generate
     from sparse_dataflow.evaluation.trained import load
     from sparse_dataflow.files.errors import UserError
     from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
-    from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
-    from sparse_dataflow.optim.optimizers import TrainingConfig
     from sparse_dataflow.planning.cost import flops_per_token
     from sparse_dataflow.planning.memory import parameter_count
     from sparse_dataflow.sparsity.layout import BlockLayout

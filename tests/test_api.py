@@ -8,9 +8,9 @@ import sys
 
 import numpy as np
 import pytest
+from sparse_dataflow.config.training import TrainingConfig
 
 import sparse_dataflow as sd
-from sparse_dataflow.optim.optimizers import TrainingConfig
 
 
 def test_importing_it_imports_nothing_else():

@@ -8,12 +8,12 @@ import pathlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.links import refuse_leaving
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.parallel.relay.server_files import _refuse_another_folder
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.aot import hlo, topologies, traced
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.parallel import describe
 from sparse_dataflow.parallel.executor import Executor
 from sparse_dataflow.planning import memory

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.sampling import Sampling, next_tokens
 from sparse_dataflow.evaluation.stopping import Writer
 from sparse_dataflow.evaluation.trained import Trained
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.sizes import ModelConfig
 
 SMALLEST_BUCKET = 16
 """Tokens; shorter prompts cost about as much."""

@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.links import refuse_leaving
-from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
-from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training.phases import phase_before, phases
 from sparse_dataflow.training.saved_state import Kept, identity, saved_state
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.sizes import ModelConfig
 
 EPSILON = 1e-5
 _GELU = ("gelu_new", "gelu_pytorch_tanh")

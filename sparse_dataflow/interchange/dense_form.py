@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.config.model import PROJECTIONS, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import PROJECTIONS, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 
 
 def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelConfig, dict]:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import architectures, sparse_form, tensors, tokenizer_files
 from sparse_dataflow.interchange.dense_form import dense_form
-from sparse_dataflow.models.sizes import ModelConfig
 
 CONFIG = "config.json"
 CARD = "README.md"

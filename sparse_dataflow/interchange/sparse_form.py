@@ -20,11 +20,11 @@ import jax
 import numpy as np
 
 from sparse_dataflow.checkpoint.named_arrays import flatten
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import tensors
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import ModelConfig
 
 FORMAT = "sparse_dataflow-1"
 CONFIG = "config.json"

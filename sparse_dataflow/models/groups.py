@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 
 
 class LayerGroup(NamedTuple):

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sparse_dataflow.config.model import DTYPES, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.groups import group_index_of_path, layer_groups
-from sparse_dataflow.models.sizes import DTYPES, SUPAR_WIDTH, ModelConfig
 
 B1, B2, EPS = 0.9, 0.95, 1e-8
 """Adam's decay of the moments, as GPT-3 (arXiv 2005.14165, appendix B), and its epsilon.

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from sparse_dataflow.models.sizes import ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.optim.optimizers import adam
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.block_gradients import block_gradient_norms

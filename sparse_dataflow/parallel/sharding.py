@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.parallel.mesh import BATCH_AXES, AnyMesh, batch_parts
 from sparse_dataflow.parallel.whole import FETCHED
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from scipy import optimize
 
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.hardware.chips import Chip
-from sparse_dataflow.models.sizes import SIZES, ModelConfig
 from sparse_dataflow.planning import published
 from sparse_dataflow.planning.efficiency import PRIOR, Efficiency
 from sparse_dataflow.planning.published import Row, Scaling

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.models.groups import layer_groups, with_densest_layers
-from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.cost import stored_fractions
 from sparse_dataflow.planning.memory import MemoryEstimate

@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 import numpy as np
 
+from sparse_dataflow.config.model import DTYPES
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.sizes import DTYPES
 
 Counts = int | np.ndarray
 

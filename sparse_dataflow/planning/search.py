@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
-from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency
 from sparse_dataflow.planning.layout_memory import plan_bytes
 from sparse_dataflow.planning.memory import USABLE

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip, Network
 from sparse_dataflow.models.groups import with_densest_layers
-from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.planning import collectives
 from sparse_dataflow.planning.cost import stored_fractions
 from sparse_dataflow.planning.efficiency import Efficiency

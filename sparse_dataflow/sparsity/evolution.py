@@ -21,9 +21,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.groups import layer_groups
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.sparsity.balance import balanced_top
 from sparse_dataflow.sparsity.layout import BlockLayout
 

@@ -12,6 +12,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches, bits_per_byte
 from sparse_dataflow.data.corpora import load_corpus
@@ -20,9 +23,8 @@ from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.evaluation.trained import Trained
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig, learning_rate_schedule
-from sparse_dataflow.sparsity.evolution import EvolutionConfig, phase_specs
+from sparse_dataflow.optim.optimizers import learning_rate_schedule
+from sparse_dataflow.sparsity.evolution import phase_specs
 from sparse_dataflow.training.programs import (
     TrainingData,
     any_loss,

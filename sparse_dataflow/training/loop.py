@@ -9,17 +9,19 @@ from pathlib import Path
 import jax
 
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import bits_per_byte
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.optim.loss_spikes import Spikes, counts, refuse_hopeless
-from sparse_dataflow.optim.optimizers import TrainingConfig, learning_rate_schedule
+from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
-from sparse_dataflow.sparsity.evolution import EvolutionConfig, exchanged_share
+from sparse_dataflow.sparsity.evolution import exchanged_share
 from sparse_dataflow.training.metrics import MetricsWriter, Progress, say, seconds_at
 from sparse_dataflow.training.phases import phase_before, phases, phases_flops, refuse_unfit
 from sparse_dataflow.training.plateau import Plateau, next_begins

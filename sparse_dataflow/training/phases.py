@@ -3,17 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.parallel.block_gradients import probed_rows
 from sparse_dataflow.planning import cost
-from sparse_dataflow.sparsity.evolution import (
-    METHODS,
-    EvolutionConfig,
-    exchanged_share,
-    phase_specs,
-)
+from sparse_dataflow.sparsity.evolution import METHODS, exchanged_share, phase_specs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import numpy as np
 
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.models import gpt
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.optim.train_state import group_norms
 from sparse_dataflow.parallel.block_gradients import probed_rows
 from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor, OwnPrograms
-from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, PhaseSpec
+from sparse_dataflow.sparsity.evolution import METHODS, PhaseSpec
 from sparse_dataflow.training.step import (
     abstract_state,
     initial_state,

@@ -4,14 +4,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.optim.loss_spikes import Spikes
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
-from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training.phases import Phase, phase_before
 from sparse_dataflow.training.plateau import Plateau, with_starts
 from sparse_dataflow.training.step import abstract_state

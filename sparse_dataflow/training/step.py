@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig, make_optimizer
+from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import StepReport, TrainState, group_norms
 from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor, OwnPrograms
 

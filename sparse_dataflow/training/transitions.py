@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.distributed.processes import to_host
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.groups import join_groups, layer_groups, layer_linear, split_groups
-from sparse_dataflow.models.sizes import PROJECTIONS, ModelConfig
 from sparse_dataflow.optim.optimizers import adam, map_moments
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.sparsity.evolution import Update, block_sources, largest_blocks

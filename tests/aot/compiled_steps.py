@@ -8,10 +8,10 @@ import json
 import sys
 
 import jax
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.aot import compile, hlo
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.executor import ONE_DEVICE
 from sparse_dataflow.parallel.pipeline.pipelined import executor_over

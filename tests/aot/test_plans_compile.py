@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 from shipped_plans import SHIPPED, plan_of, result
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 
 from experiments import compile_report
 from experiments.compile_report import FITS, TOO_LARGE, Plan
 from sparse_dataflow.aot import hlo, topologies
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.planning.run_layout import ParallelPlan
 
 pytest.importorskip("libtpu", reason="compiling for a TPU needs make aot-tpu")

@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.data.corpora import Corpus
@@ -17,9 +20,6 @@ from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.tokenizer import train_tokenizer
 from sparse_dataflow.evaluation.trained import Trained
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
-from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training.saved_state import identity
 from sparse_dataflow.training.step import initial_state
 

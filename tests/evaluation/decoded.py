@@ -3,9 +3,9 @@
 import dataclasses
 
 import tokenizers
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
 SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))

@@ -19,6 +19,10 @@ import pytest
 from file_damage import damaged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import LinearSpec
+from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.training import TrainingConfig
 
 from experiments import contradictions, evaluation_report, flags, run_folder, study
 from experiments.scaling_law_runs import read_runs
@@ -33,9 +37,6 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.interchange import huggingface, sparse_form
 from sparse_dataflow.kernels import tuned
-from sparse_dataflow.models.sizes import SIZES, LinearSpec
-from sparse_dataflow.optim.optimizers import TrainingConfig
-from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training import goodput
 from sparse_dataflow.training.metrics import MetricsWriter, read_metrics
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 from main_job import PICO, checkpoint_steps, complaint, rows, write_corpus
+from sparse_dataflow.config.model import ModelConfig
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.sizes import ModelConfig
 
 
 @pytest.fixture

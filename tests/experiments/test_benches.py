@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from sparse_dataflow.config.presets import SIZES
 
 from sparse_dataflow.kernels import tuned
 from sparse_dataflow.kernels.block_sparse_matmul import tuning_xla
-from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.planning import cost, memory
 
 KERNEL = ("--blocks=16", "--densities=0.25", "--tokens=64", "--rounds=1")

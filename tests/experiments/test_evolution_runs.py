@@ -5,8 +5,8 @@ import signal
 
 import pytest
 from main_job import assert_same_results, checkpoint_steps, rows
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.planning import cost, memory
 
 METHODS = {

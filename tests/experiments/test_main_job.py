@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 from main_job import assert_same_results, checkpoint_steps, rows
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from experiments import run_report
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.parallel.executor import ONE_DEVICE
 from sparse_dataflow.planning import memory
 from sparse_dataflow.reporting.report_data import ReportData

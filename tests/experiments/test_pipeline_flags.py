@@ -2,11 +2,11 @@
 
 import pytest
 from absl import flags as absl_flags
+from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.training import TrainingConfig
 
 from experiments import command_line, devices, flags
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.sizes import SIZES
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.parallel.pipeline.pipelined import Pipelined
 from sparse_dataflow.parallel.sharded import Sharded
 

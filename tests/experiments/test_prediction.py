@@ -7,12 +7,13 @@ import json
 import types
 
 import pytest
+from sparse_dataflow.config.model import PROJECTIONS
+from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.training import TrainingConfig
 
 from experiments import interplay_report, interplay_step, prediction
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip
-from sparse_dataflow.models.sizes import PROJECTIONS, SIZES
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.efficiency import PRIOR
 from sparse_dataflow.planning.step_time import step_time

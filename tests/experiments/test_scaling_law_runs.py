@@ -7,11 +7,12 @@ import jax
 import numpy as np
 import pytest
 from main_job import complaint
+from sparse_dataflow.config.model import LinearSpec
+from sparse_dataflow.config.presets import SIZES
 
 from experiments import scaling_law_runs
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import SIZES, LinearSpec
 from sparse_dataflow.sparsity.scaling_law import ScalingLaw
 
 LAW = ScalingLaw(16.8, 0.722, 45.0, 0.245, 6.9e8, 0.203, 0.651)

@@ -5,14 +5,16 @@ import json
 
 import pytest
 from absl import flags as absl_flags
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import LinearSpec
+from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.training import TrainingConfig
 
 from experiments import command_line, flags, quality_runs, sparse_quality
 from experiments.recipes import Variant
 from sparse_dataflow.files.errors import TEMPORARY, UserError
-from sparse_dataflow.models.sizes import SIZES, LinearSpec
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.sparsity.allocation import allocate
-from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig
+from sparse_dataflow.sparsity.evolution import METHODS
 from sparse_dataflow.sparsity.patterns import PATTERNS
 from sparse_dataflow.training.phases import run_flops
 

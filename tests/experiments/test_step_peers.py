@@ -6,11 +6,11 @@ import importlib.util
 import jax
 import numpy as np
 import pytest
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from experiments import measurement, step_bench, step_peers
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.planning import cost, memory
 
 with_torch = pytest.mark.skipif(

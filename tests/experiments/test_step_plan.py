@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from experiments.recipes import Variant
 from experiments.step_plan import step_seconds
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
-from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training.programs import TrainingData
 
 SPARSE = LinearSpec("block_sparse", "random", density=0.25, block=4)

@@ -3,13 +3,13 @@
 import types
 
 import pytest
+from sparse_dataflow.config.presets import SIZES
 
 from experiments import coordinate_check, sparse_scaling_law
 from experiments.coordinates import numbers
 from experiments.recipes import sparse_config
 from experiments.study import _DEFAULTS, keep_settings
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.sizes import SIZES
 from sparse_dataflow.training.coordinates import widened
 
 

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 from make_fixture import BYTES
 from safetensors.numpy import load_file, save_file
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 
 DENSE = ModelConfig(
     num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=BYTES.vocab_size, max_len=16

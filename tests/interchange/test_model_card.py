@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from make_fixture import BYTES
 from models import SPARSE, drawn
+from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.evaluation.trained import Trained
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.model_card import model_card
-from sparse_dataflow.optim.optimizers import TrainingConfig
 
 CONFIG = {
     "experiment": "gpt13b_sparse",

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from described_tpus import TOPOLOGIES, compiled, described, nightly
+from sparse_dataflow.config.presets import SIZES
 
 from sparse_dataflow.kernels.attention.api import causal_attention
-from sparse_dataflow.models.sizes import SIZES
 
 pytest.importorskip(
     "libtpu", reason="compiling for a TPU needs libtpu: pip install 'sparse_dataflow[aot]'"

@@ -7,11 +7,12 @@ import dataclasses
 import importlib.util
 
 import pytest
+from sparse_dataflow.config.model import LinearSpec
+from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.aot import topologies
 from sparse_dataflow.aot.compile import compile_step
-from sparse_dataflow.models.sizes import SIZES, LinearSpec
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.parallel.executor import ONE_DEVICE
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning.memory import parameter_count
 from sparse_dataflow.training.step import initial_state, make_train_step

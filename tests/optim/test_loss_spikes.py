@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.optim.loss_spikes import LEAST, PATIENCE, ROLLBACKS, WINDOW, Spikes, counts
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.optim.train_state import StepReport
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics

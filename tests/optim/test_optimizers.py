@@ -10,13 +10,14 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import SUPAR_HEAD, SUPAR_WIDTH, LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import SUPAR_HEAD, SUPAR_WIDTH, LinearSpec, ModelConfig
 from sparse_dataflow.optim.optimizers import (
     TURNED_DENSE_RATE,
-    TrainingConfig,
     decay_mask,
     learning_rate_multipliers,
     learning_rate_schedule,
@@ -24,7 +25,7 @@ from sparse_dataflow.optim.optimizers import (
 )
 from sparse_dataflow.optim.train_state import group_norms
 from sparse_dataflow.parallel import whole
-from sparse_dataflow.sparsity.evolution import EvolutionConfig, phase_specs
+from sparse_dataflow.sparsity.evolution import phase_specs
 
 MODEL = ModelConfig(
     num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12

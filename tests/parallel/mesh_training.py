@@ -17,20 +17,22 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.groups import split_groups
-from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig, map_moments
+from sparse_dataflow.optim.optimizers import map_moments
 from sparse_dataflow.optim.train_state import StepReport
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.executor import ONE_DEVICE
 from sparse_dataflow.parallel.pipeline.pipelined import Pipelined
 from sparse_dataflow.parallel.pipeline.stages import divide
 from sparse_dataflow.parallel.sharded import Sharded
-from sparse_dataflow.sparsity.evolution import EvolutionConfig, phase_specs
+from sparse_dataflow.sparsity.evolution import phase_specs
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.programs import TrainingData, compile_programs
 from sparse_dataflow.training.step import (

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from mesh_training import BATCH, MODELS, SEQUENCE, error, executor
+from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.models import gpt
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.parallel.executor import ONE_DEVICE
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.training.step import initial_state

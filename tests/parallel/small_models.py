@@ -5,9 +5,9 @@ import functools
 
 import jax
 import numpy as np
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12)
 SPARSE = LinearSpec("block_sparse", "butterfly", density=0.25, block=4)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.block_gradients import block_gradient_norms
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel import sharding
 from sparse_dataflow.parallel.sharded import Sharded

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.presets import SIZES
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import CHIPS, Chip
-from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
 from sparse_dataflow.planning import cost
 
 MLP = ("mlp_in", "mlp_out")

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec
+from sparse_dataflow.config.presets import SIZES
 
-from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.layout_memory import in_flight, plan_bytes

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.presets import SIZES
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import memory
 

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparse_dataflow.config.model import LinearSpec
+from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import CHIPS, GIB
-from sparse_dataflow.models.sizes import SIZES, LinearSpec
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.parallel.relay.host_state import abstract_state
 from sparse_dataflow.planning import relay
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.presets import SIZES
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
-from sparse_dataflow.models.sizes import SIZES, LinearSpec, ModelConfig
 from sparse_dataflow.planning import search, sensitivity
 from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.planning.search import Request, Space

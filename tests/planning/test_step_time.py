@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.presets import SIZES
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS, Chip, Network
-from sparse_dataflow.models.sizes import PROJECTIONS, SIZES, LinearSpec, ModelConfig
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning import collectives, cost, memory
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency

@@ -6,15 +6,17 @@ import functools
 import jax
 import numpy as np
 import pytest
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig, learning_rate_schedule
+from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.parallel.block_gradients import probed_rows
 from sparse_dataflow.planning import cost
-from sparse_dataflow.sparsity.evolution import EvolutionConfig, phase_specs
+from sparse_dataflow.sparsity.evolution import phase_specs
 from sparse_dataflow.training import plateau
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics

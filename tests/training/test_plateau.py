@@ -5,8 +5,8 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sparse_dataflow.config.model import ModelConfig
 
-from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.training.phases import Phase
 from sparse_dataflow.training.plateau import GAIN, Plateau, next_begins, with_starts
 

@@ -6,14 +6,15 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.parallel import whole
-from sparse_dataflow.sparsity.evolution import EvolutionConfig, phase_specs
+from sparse_dataflow.sparsity.evolution import phase_specs
 from sparse_dataflow.training.starting_point import StartingPoint, begun_state
 
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)

@@ -11,23 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
-from sparse_dataflow.optim.optimizers import (
-    OPTIONAL,
-    TrainingConfig,
-    adam,
-    make_optimizer,
-    map_moments,
-)
+from sparse_dataflow.optim.optimizers import OPTIONAL, adam, make_optimizer, map_moments
 from sparse_dataflow.parallel import describe, whole
 from sparse_dataflow.parallel.executor import ONE_DEVICE
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import memory
-from sparse_dataflow.sparsity.evolution import EvolutionConfig
 from sparse_dataflow.training.saved_state import identity
 from sparse_dataflow.training.step import abstract_state, initial_state, make_train_step
 from sparse_dataflow.training.transitions import change_model

@@ -8,13 +8,15 @@ import jax
 import numpy as np
 import pytest
 import scipy.linalg
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.sizes import PROJECTIONS, LinearSpec, ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig, make_optimizer
+from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel import whole
-from sparse_dataflow.sparsity.evolution import METHODS, EvolutionConfig, phase_specs
+from sparse_dataflow.sparsity.evolution import METHODS, phase_specs
 from sparse_dataflow.training.step import initial_state
 from sparse_dataflow.training.transitions import change_model, update_layouts
 

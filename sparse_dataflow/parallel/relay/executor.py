@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed import processes
-from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.block_gradients import probed_rows
 from sparse_dataflow.parallel.relay import host_optimizer, host_state, server_files

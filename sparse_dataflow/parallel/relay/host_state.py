@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.groups import group_index, layer_groups, split_groups
-from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig, adam, make_optimizer
+from sparse_dataflow.optim.optimizers import adam, make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 
 EMBED, HEAD = "embed", "head"

@@ -19,11 +19,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.groups import layer_groups
-from sparse_dataflow.models.sizes import ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
 
 DATA_AXIS = "data"
 

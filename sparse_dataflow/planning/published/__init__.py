@@ -27,8 +27,8 @@ import dataclasses
 from importlib import resources
 from typing import Any
 
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.hardware.chips import CHIPS, TERA, Chip
-from sparse_dataflow.models.sizes import ModelConfig
 from sparse_dataflow.planning.run_layout import ParallelPlan
 
 SOURCES = (

@@ -9,10 +9,10 @@ import sys
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.distributed import rendezvous
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.parallel.relay.host_state import fresh_state
 from sparse_dataflow.parallel.relay.relay import Relay
 

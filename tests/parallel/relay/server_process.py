@@ -13,9 +13,9 @@ import sys
 
 import jax
 import numpy as np
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.relay import host_optimizer, host_state
 from sparse_dataflow.parallel.relay.parameter_server import ParameterServer, ServerStep

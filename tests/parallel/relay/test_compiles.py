@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 
 from sparse_dataflow.aot import topologies
 from sparse_dataflow.hardware.chips import GIGA
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
 from sparse_dataflow.parallel.relay import programs as relay_programs
 from sparse_dataflow.planning import relay
 

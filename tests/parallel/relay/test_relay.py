@@ -9,10 +9,11 @@ import time
 import jax
 import numpy as np
 import pytest
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.sizes import LinearSpec, ModelConfig
-from sparse_dataflow.optim.optimizers import TrainingConfig, learning_rate_schedule
+from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.parallel import block_gradients, whole
 from sparse_dataflow.parallel.relay import host_optimizer, parameter_server, probe, programs
 from sparse_dataflow.parallel.relay import relay as relay_module
