@@ -18,7 +18,7 @@ from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.parallel.pipeline.pipelined import executor_over
 from sparse_dataflow.planning import cost, layout_memory, nearest, search
 from sparse_dataflow.planning.memory import USABLE
-from sparse_dataflow.planning.run_layout import RunLayout
+from sparse_dataflow.planning.run_layout import ParallelPlan
 
 FITS, TOO_LARGE = "fits", "does not fit"
 
@@ -39,7 +39,7 @@ class Plan:
     config: ModelConfig
     sequence: int
     topology: topologies.Topology
-    layout: RunLayout
+    layout: ParallelPlan
 
     @property
     def flags(self) -> str:
@@ -72,7 +72,7 @@ def run(asked) -> int:
       UserError: no such topology, mesh or batch, or no compiler here.
     """
     plan = asked_plan(asked)
-    if reason := topologies.refusal(plan.topology):
+    if reason := topologies.missing_compiler(plan.topology):
         raise UserError(f"--topology={asked.topology}: {reason}")
     found = verdict(plan)
     print(told(plan, found))
@@ -117,7 +117,7 @@ def verdict(plan: Plan) -> dict:
         "bytes": dataclasses.asdict(step.bytes),
         "memory_analysis": step.allocated,
         "flops": step.flops,
-        "kernels_without_flops": list(step.silent),
+        "kernels_without_flops": list(step.uncounted),
         "collectives": [
             dataclasses.asdict(c) | {"moved": round(c.moved)} for c in step.collectives
         ],
@@ -151,7 +151,7 @@ def asked_plan(asked) -> Plan:
                 f"data:{sizes['data']} x fsdp:{sizes['fsdp']}; legal: multiples of {rows}."
             )
         schedule, chunks = schedules.parse(asked.schedule)
-        layout = RunLayout(
+        layout = ParallelPlan(
             data=sizes["data"],
             stage=sizes["stage"],
             fsdp=sizes["fsdp"],
@@ -170,14 +170,14 @@ def asked_plan(asked) -> Plan:
     return Plan(asked.scale, config, sequence, topology, layout)
 
 
-def _fastest(asked, config, sequence, topology) -> RunLayout:
+def _fastest(asked, config, sequence, topology) -> ParallelPlan:
     batch = asked.batch or max(RECIPES[asked.scale].batch, topology.size)
     request = search.Request(
         config, sequence, batch, topology.chip, topology.size, asked.state_dtype
     )
-    found = nearest.fitting(request, None)
+    found = nearest.fitting_plans(request, None)
     if not found:
-        search.refuse(search.price(request, search.space(request)))
+        search.check_legal(search.price(request, search.space(request)))
     return found[0]
 
 
@@ -197,10 +197,10 @@ def _nearest(plan: Plan, tries: int) -> tuple[Plan, dict] | None:
     request = search.Request(
         plan.config, plan.sequence, batch, topology.chip, topology.size, layout.state_dtype
     )
-    candidates = nearest.fitting(request, layout)
+    candidates = nearest.fitting_plans(request, layout)
     if not candidates:
         try:
-            search.refuse(search.price(request, search.space(request)))
+            search.check_legal(search.price(request, search.space(request)))
         except UserError as error:
             print(f"\n{error}")
         return None
@@ -241,7 +241,7 @@ def told(plan: Plan, found: dict) -> str:
 
 def predicted(plan: Plan) -> dict[str, float]:
     """The planner's bytes a chip in the compiler's categories."""
-    found = layout_memory.layout_bytes(plan.config, plan.sequence, plan.layout).categories
+    found = layout_memory.plan_bytes(plan.config, plan.sequence, plan.layout).categories
     return {
         "parameters": found["parameters"],
         "moments": found["moments"],

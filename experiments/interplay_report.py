@@ -17,7 +17,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR
-from sparse_dataflow.planning.run_layout import RunLayout
+from sparse_dataflow.planning.run_layout import ParallelPlan
 from sparse_dataflow.planning.step_time import step_time, with_passes
 from sparse_dataflow.reporting import planner_figures
 
@@ -152,7 +152,7 @@ def _predicted(asked, model, chip, sequence, batch, fused, rates):
     """{order: time of a step}: of one chip alone, and of all stages together."""
     efficiency = EFFICIENCIES.get(chip.family, PRIOR)
     # XLA keeps attention's scores on a CPU, fused or not: its measured rate stands for both.
-    layout = RunLayout(
+    layout = ParallelPlan(
         micro_batch=batch,
         accumulation=asked.micro_batches,
         fused=fused,

@@ -1,4 +1,4 @@
-"""Runs a layout search and tells what it found."""
+"""Runs a layout search and prints its result."""
 
 import csv
 import dataclasses
@@ -7,32 +7,19 @@ from pathlib import Path
 from experiments import layout_verify, planner_flags
 from experiments.recipes import RECIPES
 from sparse_dataflow.files import folders
-from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.parallel.pipeline import schedules
-from sparse_dataflow.planning import (
-    cost,
-    layout_memory,
-    sampling,
-    sampling_deephyper,
-    search,
-    sensitivity,
-    step_time,
-)
+from sparse_dataflow.planning import cost, layout_memory, search, sensitivity, step_time
 from sparse_dataflow.planning.memory import USABLE
-from sparse_dataflow.planning.run_layout import RunLayout
+from sparse_dataflow.planning.run_layout import ParallelPlan
 from sparse_dataflow.reporting import planner_figures
 
-TRIALS_KEPT = 1000
-SAMPLERS = {
-    "optuna": (sampling.sample, "trials.journal"),
-    "deephyper": (sampling_deephyper.sample, "trials.deephyper.jsonl"),
-}
-"""Engine -> (what samples, the file that keeps its trials)."""
+ROWS = 1000
+"""Largest number of layouts in trials.csv."""
 
 
 def run(asked) -> None:
-    """Searches, prints and keeps.
+    """Prices every layout, prints the fastest, and writes the tables and figures to asked.out.
 
     Args:
       asked: the flags of `layout_search`.
@@ -49,47 +36,33 @@ def run(asked) -> None:
         chips.named(asked.hardware),
         asked.chips,
     )
-    choices = search.space(request)
     with folders.claimed(Path(asked.out), "layout_search") as folder:
-        _search(asked, request, choices, folder)
+        _search(asked, request, folder)
 
 
-def _search(asked, request, choices, folder):
-    sampled = asked.engine in SAMPLERS
-    sampled = sampled or (asked.engine == "auto" and choices.size > planner_flags.LARGEST_GRID)
-    if sampled:
-        sample, journal = SAMPLERS.get(asked.engine, SAMPLERS["optuna"])
-        found = sample(request, choices, asked.trials, folder / journal)
-        if not found:
-            raise UserError(
-                f"None of {asked.trials} sampled layouts is legal; legal: more --trials, or "
-                "--engine=exhaustive, which names what blocks the request."
-            )
-        print(f"{len(found):,} legal layouts of {asked.trials:,} sampled from {choices.size:,}")
-    else:
-        priced = search.price(request, choices)
-        search.refuse(priced)
-        flat = priced.throughput.reshape(-1)
-        found = [(c, flat[i]) for i, c in priced.ranked(TRIALS_KEPT)]
-        print(f"{int(priced.legal.sum()):,} legal layouts of {choices.size:,}, all priced")
-    leading = [search.single(request.layout(choice)) for choice, _ in found[:10]]
+def _search(asked, request, folder):
+    priced = search.price(request, search.space(request))
+    search.check_legal(priced)
+    speeds = priced.throughput.reshape(-1)
+    found = [(choice, speeds[index]) for index, choice in priced.ranked(ROWS)]
+    print(f"{int(priced.legal.sum()):,} legal layouts of {priced.space.size:,}, all priced")
+    leading = [search.scalar_plan(request.plan(choice)) for choice, _ in found[:10]]
     said = layout_verify.verified(asked.scale, request, leading, asked.verify)
     _print_best(request, found[:10], said)
-    _keep_trials(folder / "trials.csv", request, found)
+    _write_rows(folder / "trials.csv", request, found)
     for choice, _ in found[: asked.explain]:
-        print(f"\n{search.single(request.layout(choice))}")
+        print(f"\n{search.scalar_plan(request.plan(choice))}")
         print(search.explain(request, choice).explain())
         print(f"\nmemory of the fullest chip\n{_memory(request, choice)}")
     best = found[0][0]
-    if not sampled:
-        _sensitivity(priced, folder)
+    _sensitivity(priced, folder)
     _roofline(asked, request, best, folder)
     print(f"\nTo run it:\n  {command(asked, request, best)}")
 
 
 def command(asked, request: search.Request, choice) -> str:
     """The command that trains with this layout."""
-    layout = search.single(request.layout(choice))
+    layout = search.scalar_plan(request.plan(choice))
     name = "gpt13b_dense" if asked.density == 1 else "gpt13b_sparse"
     flags = [f"--scale={asked.scale}", f"--sequence={request.sequence}"]
     if asked.density < 1:
@@ -128,10 +101,10 @@ def _print_best(request, found, verified):
 
 def row(request, choice, speed) -> dict:
     """One layout as a row of a table: speed, MFU, memory, counts, what limits it."""
-    layout: RunLayout = search.single(request.layout(choice))
+    layout: ParallelPlan = search.scalar_plan(request.plan(choice))
     flops = cost.flops_per_token(request.config, request.sequence).total
     dtype = request.config.compute_dtype
-    held = layout_memory.layout_bytes(request.config, request.sequence, layout).total
+    held = layout_memory.plan_bytes(request.config, request.sequence, layout).total
     return {
         "tokens_per_second_per_chip": float(speed),
         "mfu": cost.mfu(flops, float(speed), request.chip, dtype),
@@ -143,7 +116,7 @@ def row(request, choice, speed) -> dict:
     }
 
 
-def _keep_trials(path, request, found):
+def _write_rows(path, request, found):
     rows = [row(request, choice, speed) for choice, speed in found]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -152,8 +125,8 @@ def _keep_trials(path, request, found):
 
 
 def _memory(request, choice):
-    layout = search.single(request.layout(choice))
-    plan = layout_memory.layout_bytes(request.config, request.sequence, layout)
+    layout = search.scalar_plan(request.plan(choice))
+    plan = layout_memory.plan_bytes(request.config, request.sequence, layout)
     usable = USABLE * request.chip.memory_bytes / chips.GIB
     return f"{plan.table()}\n{'to use':<14}{usable:>12.3f} GiB"
 
@@ -175,7 +148,7 @@ def _sensitivity(priced, folder):
 
 def _roofline(asked, request, choice, folder):
     models = {}
-    layout = search.single(request.layout(choice))
+    layout = search.scalar_plan(request.plan(choice))
     sparse = asked.density if asked.density < 1 else 1 / 8
     for density in (1.0, sparse):
         for fused in (True, False):

@@ -8,14 +8,11 @@ ZeRO, rematerialisation) by the planner's cost model, after arXiv 2312.12705.
 
 Prints the ten best, the terms of the best one, how much each choice decides, and the command that
 runs it; where the compiler for the chips is installed (make aot-tpu), the ten are compiled, and the
-table says which of them fit. Leaves OUT/trials.csv, OUT/sensitivity.png and OUT/roofline.png; a
-sampled search goes on where it was stopped.
+table says which of them fit. Writes OUT/trials.csv, OUT/sensitivity.png and OUT/roofline.png.
 """
 
 from experiments import flags, planner_flags
 from experiments.command_line import AT_LEAST_ONE, AT_LEAST_ZERO, Flag, Group
-
-ENGINES = ("auto", "exhaustive", "optuna", "deephyper")
 
 SEARCH = Group(
     "Search",
@@ -41,21 +38,6 @@ SEARCH = Group(
         planner_flags.DENSITY,
         planner_flags.BLOCK,
         Flag(
-            "engine",
-            "choice",
-            "auto",
-            f"auto prices all layouts up to {planner_flags.LARGEST_GRID:,}, and samples beyond, "
-            "with optuna.",
-            lambda: ENGINES,
-        ),
-        Flag(
-            "trials",
-            "integer",
-            2000,
-            "Layouts that optuna or deephyper samples.",
-            legal=AT_LEAST_ONE,
-        ),
-        Flag(
             "verify",
             "number",
             10.0,
@@ -70,7 +52,7 @@ SEARCH = Group(
             "How many of the best have every term of their step's time and memory printed.",
             legal=AT_LEAST_ZERO,
         ),
-        Flag("out", "text", "runs/layout_search", "Folder to make, or to go on in."),
+        Flag("out", "text", "runs/layout_search", "Output folder; made where it does not exist."),
     ),
 )
 GROUPS = (SEARCH,)

@@ -9,11 +9,11 @@ from sparse_dataflow.aot import topologies
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planning import search
-from sparse_dataflow.planning.run_layout import RunLayout
+from sparse_dataflow.planning.run_layout import ParallelPlan
 
 
 def verified(
-    scale: str, request: search.Request, layouts: list[RunLayout], minutes: float
+    scale: str, request: search.Request, layouts: list[ParallelPlan], minutes: float
 ) -> list[str]:
     """A few words for each layout: whether it fits by the compiler, or why none was asked.
 
@@ -49,7 +49,7 @@ def _refusal(request, minutes):
     """(why nothing is compiled, the topology)."""
     if not minutes:
         return "--verify=0 asks for none", None
-    topology = topologies.of_chips(request.chip, request.chips)
+    topology = topologies.compact_topology(request.chip, request.chips)
     if topology is None:
         return f"no compiler here knows {request.chips} {request.chip.name}", None
-    return topologies.refusal(topology), topology
+    return topologies.missing_compiler(topology), topology

@@ -9,8 +9,6 @@ from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 
-LARGEST_GRID = 5_000_000
-"""Layouts that a search prices one and all."""
 DENSITIES = (1.0, 1 / 2, 1 / 4, 1 / 8)
 """Of the interplay's models."""
 SCALE = Flag("scale", "choice", "13b", "Named size.", tuple(SIZES))

@@ -38,7 +38,7 @@ def main(values):
     folders.refuse_foreign(folder, "planner_truth")
     constants = dict(EFFICIENCIES)
     if values.fit == "yes":
-        found = fitting.fitted()
+        found = fitting.fit_families()
         for family, fitted in found.items():
             print(f"{family}: {fitted}{'' if fitted == constants[family] else '  (differs)'}")
         constants |= found
@@ -52,12 +52,12 @@ def main(values):
             r = e.row
             print(
                 f"{r.name:<30}{r.value:>11.1f}{e.figure:>11.1f}{e.relative:>+8.1%}  {r.split}, "
-                f"{r.layout_status}, limited by {e.limit}"
+                f"{r.plan_status}, limited by {e.limit}"
             )
             rows.append([source, r.name, r.unit, r.value, e.figure, e.relative, r.split])
-            rows[-1] += [r.number, r.layout_status, e.limit]
+            rows[-1] += [r.number, r.plan_status, e.limit]
         points[source] = [
-            (e.row.seconds, fitting.predicted(e.row, constants[e.row.chip.family]),
+            (e.row.seconds, fitting.predict_seconds(e.row, constants[e.row.chip.family]),
              e.row.split == "fit")
             for e in errors
         ]  # fmt: skip
@@ -66,7 +66,7 @@ def main(values):
         ("held out", lambda r: r.split == "test"),
         (
             "held out, layout verified",
-            lambda r: r.split == "test" and r.layout_status == "verified",
+            lambda r: r.split == "test" and r.plan_status == "verified",
         ),
         ("fitted", lambda r: r.split == "fit"),
     ):

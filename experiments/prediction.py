@@ -15,7 +15,7 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.efficiency import PRIOR
-from sparse_dataflow.planning.run_layout import RunLayout
+from sparse_dataflow.planning.run_layout import ParallelPlan
 from sparse_dataflow.planning.step_time import OPTIMIZER_BYTES, step_time
 from sparse_dataflow.training.sections import section_seconds
 from sparse_dataflow.training.step import initial_state
@@ -68,9 +68,9 @@ def _model(scale, density, block):
     return planned_model(scale, density, block or SIZES[scale].d_model // 16, "float32")
 
 
-def layout_of(config: ModelConfig, training: TrainingConfig) -> RunLayout:
+def layout_of(config: ModelConfig, training: TrainingConfig) -> ParallelPlan:
     """One device's layout; XLA on a CPU keeps attention's scores."""
-    return RunLayout(
+    return ParallelPlan(
         micro_batch=training.batch // training.micro_batches,
         accumulation=training.micro_batches,
         remat=config.remat,

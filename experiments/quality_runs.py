@@ -90,8 +90,10 @@ def switch_at(dense: Variant, sparse: Variant, share: float) -> float:
     """
     training = dense.training
     of_dense = run_flops(dense.model, dense.evolution, training)
-    first, *later = (run_flops(stage.model, EvolutionConfig(), training) for stage in sparse.stages)
-    # Stages after the first are equally long.
+    first, *later = (
+        run_flops(phase.model, EvolutionConfig(), training) for phase in sparse.phase_specs
+    )
+    # Phases after the first are equally long.
     after = sum(later) / len(later)
     if not first < share * of_dense < after:
         raise UserError(

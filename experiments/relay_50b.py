@@ -64,7 +64,7 @@ def main(values):
     )
     config, result = RelayConfig("host", "eager"), {}
     for name, model in (("dense", dense), ("sparse", sparse)):
-        plan = relay.plan(
+        plan = relay.estimate(
             model,
             training.batch,
             training.sequence,

@@ -20,7 +20,7 @@ NOT_MEASURED = "does not fit"
 
 def plan_of(model: ModelConfig, training: TrainingConfig, config: RelayConfig, chip: Chip):
     """What `planning.relay` expects of these."""
-    return relay.plan(
+    return relay.estimate(
         model,
         training.batch,
         training.sequence,
@@ -80,7 +80,7 @@ def relayed(model, training, config: RelayConfig, chip: Chip, steps: int) -> dic
 
 def whole(model, training, chip: Chip, steps: int) -> dict:
     """The same of the whole executor; its time is NOT_MEASURED where the device is too small."""
-    plan = memory.of_training(model, training).total
+    plan = memory.training_config_bytes(model, training).total
     row = {"executor": "whole", "planned_device_bytes": plan}
     if chip.memory_bytes is not None and plan > chip.memory_bytes * memory.USABLE:
         return row | {"step_seconds": NOT_MEASURED}

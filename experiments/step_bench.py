@@ -112,7 +112,7 @@ def main(values):
         step = float(np.median(seconds[name]))
         speed = training.batch * training.sequence / step
         flops = cost.flops_per_token(model, training.sequence).total
-        planned_state = memory.of_training(model, training).state
+        planned_state = memory.training_config_bytes(model, training).state
         parameters, state_bytes = own or (memory.parameter_count(model), planned_state)
         rows[name] = {
             "step_ms": 1e3 * step,
@@ -165,8 +165,8 @@ def fit_together(models, training, memory_bytes) -> bool:
     from sparse_dataflow.planning import memory
 
     flash = jax.default_backend() != "cpu"
-    plans = [memory.of_training(model, training, flash) for model in models]
-    return memory_bytes is None or memory.by_turns(plans) <= memory_bytes * memory.USABLE
+    plans = [memory.training_config_bytes(model, training, flash) for model in models]
+    return memory_bytes is None or memory.alternating_bytes(plans) <= memory_bytes * memory.USABLE
 
 
 def compiled_step(model, training, tokens, executor=None):

@@ -111,7 +111,7 @@ def train(label: str, variant: Variant, data: TrainingData, where: Path, stop) -
     """
     variant = variant.with_steps(_steps_begun(where) or variant.training.steps)
     refuse_unfit(variant.model, variant.evolution, variant.training.steps)
-    programs = compile_programs(variant.stages, variant.training, data, variant.evolution)
+    programs = compile_programs(variant.phase_specs, variant.training, data, variant.evolution)
     where.mkdir(parents=True, exist_ok=True)
     _keep(where / "steps.json", variant.training.steps)
     every = max(1, variant.training.steps // gpt_run.EVALUATIONS_A_RUN)

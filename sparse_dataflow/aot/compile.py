@@ -1,8 +1,8 @@
-"""A training step through the real compiler of chips that need not be there.
+"""Ahead-of-time compilation of a training step for chips that this machine does not have.
 
-Gives what only a compiler knows: whether the step fits, what it takes of a chip's memory, and what
-it sends.  Arguments are shapes, so a trillion parameters take no memory here; layers are scanned,
-so they take no longer than four.
+The compiler tells whether the step fits, its memory by category, and its collectives.  Arguments
+are abstract shapes, so a trillion parameters take no memory here.  Layers are scanned, so compile
+time does not grow with depth.
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ from sparse_dataflow.training.step import abstract_state, jitted_train_step
 
 @dataclasses.dataclass(frozen=True)
 class StepBytes:
-    """Bytes of a training step on one chip, as the compiler lays them out.
+    """Bytes of a compiled training step on one chip, by category.
 
     Attributes:
-      parameters: masters.
-      moments: the optimizer's.
+      parameters: master weights.
+      moments: optimizer moments.
       inputs: layout tables, tokens and scalars.
-      gradients: as they are accumulated.
-      activations: what the forward pass keeps for the backward.
-      temporaries: all else that the program allocates: copies of weights in the compute dtype, the
-        working set of a layer, the logits, what collectives need.
-      program: the code itself.
+      gradients: accumulated gradients.
+      activations: saved by the forward pass for the backward pass.
+      temporaries: all other allocations: weights in the compute dtype, the working set of a layer,
+        logits, buffers of collectives.
+      program: generated code.
     """
 
     parameters: int
@@ -48,35 +48,34 @@ class StepBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all categories."""
         return sum(dataclasses.astuple(self))
 
 
 ALLOCATED = ("argument", "output", "alias", "temp", "generated_code")
-"""What `memory_analysis` tells of a chip's memory: results share the bytes of "alias" with
-arguments."""
+"""Sizes in jax's `memory_analysis`; "alias" bytes are shared by arguments and results."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """One training step, compiled.
+    """A compiled training step.
 
     Attributes:
-      bytes: on a chip, by category.
-      flops: of one chip in a step, of products and kernels; recomputation and loops are counted.
-      silent: kernels that say no FLOPs, and are not in `flops`.
-      collectives: of one chip in a step.
-      trace_seconds: tracing and lowering, of one thread.
-      compile_seconds: the compiler, on all cores.
-      cpu_seconds: processor time of both.
-      allocated: name -> bytes, as jax's `memory_analysis` has them.
-      program: jax's own object.
+      bytes: bytes on a chip, by category.
+      allocated: name in ALLOCATED -> bytes, from jax's `memory_analysis`.
+      flops: FLOPs per step and chip of products and kernels, including recomputation and loops.
+      uncounted: names of kernels without a known FLOP count.
+      collectives: collectives of a step.
+      trace_seconds: wall-clock seconds of tracing and lowering.
+      compile_seconds: wall-clock seconds of the compiler.
+      cpu_seconds: CPU seconds of both.
+      program: compiled JAX object.
     """
 
     bytes: StepBytes
     allocated: dict[str, int]
     flops: float
-    silent: tuple[str, ...]
+    uncounted: tuple[str, ...]
     collectives: tuple[hlo.Collective, ...]
     trace_seconds: float
     compile_seconds: float
@@ -85,44 +84,43 @@ class CompiledStep:
 
 
 class DoesNotFit(Exception):
-    """The compiler finds no room on the chip.
+    """The step needs more memory than the chip has.
 
     Attributes:
-      needed: bytes that it says it needs, without the arguments; None where it does not say.
+      needed: bytes that the compiler reports, without the arguments; None if not reported.
     """
 
-    def __init__(self, needed: int | None, said: str):
-        super().__init__(said)
+    def __init__(self, needed: int | None, message: str):
+        super().__init__(message)
         self.needed = needed
 
 
 def abstract_arguments(
     executor: Executor, model: ModelConfig, training: TrainingConfig, changing: bool
 ) -> tuple[tuple, dict | None, dict[str, Any]]:
-    """A step's arguments as shapes, where its executor lays them out.
+    """Returns the arguments of a training step as shapes with the shardings of an executor.
 
     Args:
-      executor: that runs it.
+      executor: executor of the step.
       model: the model.
-      training: its batch and sequence.
-      changing: whether layouts may change without another program.
+      training: batch and sequence.
+      changing: whether layouts may change without recompilation.
 
     Returns:
-      ((state, tokens, learning rate), tables that the program is specialised to or None,
-      `Executor.arrays`).
+      ((state, tokens, learning rate), static layout tables or None, `Executor.arrays`).
     """
     tables = gpt.layout_tables(gpt.layouts(model))
     shape = (training.batch, training.sequence + 1)
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
     arrays = executor.arrays(abstract_state(model, training), tables, changing, batch)
-    given = jax.tree.map(
+    runtime_tables = jax.tree.map(
         lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=getattr(t, "sharding", None)),
         arrays["layout tables"],
     )
     state = executor.placed_shapes(abstract_state(model, training, executor))
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=executor.replicated())
-    arguments = state._replace(tables=given), arrays["batch"]["tokens"], rate
-    return arguments, None if jax.tree.leaves(given) else tables, arrays
+    arguments = state._replace(tables=runtime_tables), arrays["batch"]["tokens"], rate
+    return arguments, None if jax.tree.leaves(runtime_tables) else tables, arrays
 
 
 def compile_step(
@@ -132,23 +130,23 @@ def compile_step(
     device: jax.Device,
     changing: bool = False,
 ) -> CompiledStep:
-    """Compiles the training step that `executor` would run.
+    """Compiles the training step of an executor.
 
     Args:
       model: the model.
-      training: its batch, sequence and micro-batches.
-      executor: over described devices, or `ONE_DEVICE`.
-      device: one of them.
-      changing: whether layouts may change without another program.
+      training: batch, sequence and micro-batches.
+      executor: over the devices of a topology, or `ONE_DEVICE`.
+      device: one of these devices.
+      changing: whether layouts may change without recompilation.
 
     Raises:
-      UserError: the executor refuses the model or the batch.
-      DoesNotFit: the compiler finds no room.
+      UserError: the executor does not support the model or the batch.
+      DoesNotFit: the step needs more memory than the chip has.
     """
     executor.check(model, training)
     arguments, fixed, arrays = abstract_arguments(executor, model, training, changing)
     rounds = executor.rounds(model, training.micro_batches)
-    began, worked = time.perf_counter(), time.process_time()
+    trace_start, cpu_start = time.perf_counter(), time.process_time()
     step = jitted_train_step(model, training, fixed, executor, arguments[0])
     if executor.replicated() is None:
         where = jax.sharding.SingleDeviceSharding(device)
@@ -156,61 +154,59 @@ def compile_step(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), arguments
         )
     platform = "cuda" if device.platform == "gpu" else device.platform
-    with targeted(executor, device):
-        followed = step.trace(*arguments)
-        lowered = followed.lower(lowering_platforms=(platform,))
-    begun = time.perf_counter()
+    with tracing_for(executor, device):
+        trace = step.trace(*arguments)
+        lowered = trace.lower(lowering_platforms=(platform,))
+    compile_start = time.perf_counter()
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         raise _out_of_memory(error) from None
-    ended, cpu = time.perf_counter(), time.process_time() - worked
-    counted = traced.count(followed.jaxpr, rounds)
+    end, cpu_end = time.perf_counter(), time.process_time()
+    flops = traced.count(trace.jaxpr, rounds)
+    analysis = program.memory_analysis()
     return CompiledStep(
-        _bytes(program, followed.jaxpr, arrays, training),
-        {name: getattr(program.memory_analysis(), f"{name}_size_in_bytes") for name in ALLOCATED},
-        counted.flops,
-        counted.silent,
-        tuple(hlo.collectives(program.as_text(), rounds)),
-        begun - began,
-        ended - begun,
-        cpu,
-        program,
+        bytes=_bytes(analysis, trace.jaxpr, arrays, training),
+        allocated={name: getattr(analysis, f"{name}_size_in_bytes") for name in ALLOCATED},
+        flops=flops.flops,
+        uncounted=flops.uncounted,
+        collectives=tuple(hlo.collectives(program.as_text(), rounds)),
+        trace_seconds=compile_start - trace_start,
+        compile_seconds=end - compile_start,
+        cpu_seconds=cpu_end - cpu_start,
+        program=program,
     )
 
 
-def targeted(executor: Executor, device: jax.Device):
-    """What is traced inside is for the device, and for the executor's mesh where it has one."""
+def tracing_for(executor: Executor, device: jax.Device):
+    """Returns a context in which JAX traces for a device, and for the executor's mesh if any."""
     mesh = getattr(executor, "mesh", None)
     if mesh is None:
-        return topologies.targeted(device)
+        return topologies.tracing_for(device)
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def _bytes(program, jaxpr, arrays, training) -> StepBytes:
-    held = {group: describe.bytes_a_chip({group: tree}) for group, tree in arrays.items()}
-    found = program.memory_analysis()
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    activations, accumulated = traced.kept_bytes(jaxpr, len(jax.tree.leaves(arrays["parameters"])))
-    gradients = accumulated
+def _bytes(analysis, jaxpr, arrays, training) -> StepBytes:
+    sizes = {category: describe.bytes_a_chip({category: tree}) for category, tree in arrays.items()}
+    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    activations, gradients = traced.saved_bytes(jaxpr, len(jax.tree.leaves(arrays["parameters"])))
     if gradients is None:
-        one = memory.gradient_bytes(1, training.state_dtype)
-        all_ = memory.gradient_bytes(training.micro_batches, training.state_dtype)
-        gradients = held["gradients"] // one * all_
-    known = held["parameters"] + held["moments"]
-    # Small arrays may lie in a chip's own memory, which is not counted.
-    rest = found.temp_size_in_bytes + results
+        single = memory.gradient_bytes(1, training.state_dtype)
+        accumulated = memory.gradient_bytes(training.micro_batches, training.state_dtype)
+        gradients = sizes["gradients"] // single * accumulated
+    # On-chip arrays are not in the analysis, so it can be smaller than the traced sizes.
+    rest = analysis.temp_size_in_bytes + results
     gradients = min(gradients, rest)
     activations = min(activations, rest - gradients)
     rest -= gradients + activations
     return StepBytes(
-        held["parameters"],
-        held["moments"],
-        found.argument_size_in_bytes - known,
-        gradients,
-        activations,
-        rest,
-        found.generated_code_size_in_bytes,
+        parameters=sizes["parameters"],
+        moments=sizes["moments"],
+        inputs=analysis.argument_size_in_bytes - sizes["parameters"] - sizes["moments"],
+        gradients=gradients,
+        activations=activations,
+        temporaries=rest,
+        program=analysis.generated_code_size_in_bytes,
     )
 
 
@@ -218,9 +214,9 @@ _SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def _out_of_memory(error: Exception) -> Exception:
-    said = str(error)
-    if "RESOURCE_EXHAUSTED" not in said and "memory" not in said.lower():
+    message = str(error)
+    if "RESOURCE_EXHAUSTED" not in message and "memory" not in message.lower():
         return error
-    number = re.search(r"(?:temporaries \(|[Uu]sed |requires? )([\d.]+)([KMGT]?)", said)
+    number = re.search(r"(?:temporaries \(|[Uu]sed |requires? )([\d.]+)([KMGT]?)", message)
     needed = number and int(float(number[1]) * _SIZES[number[2]])
-    return DoesNotFit(needed, said.partition("\n")[0])
+    return DoesNotFit(needed, message.partition("\n")[0])

@@ -1,6 +1,6 @@
-"""What a compiled program's text says: its collectives, with the loops around them counted.
+"""Collectives of a compiled program, with loop iterations counted, from its HLO text.
 
-Reads the text that XLA prints of an optimised module (https://openxla.org/xla/operation_semantics).
+The text is that of an optimised XLA module (https://openxla.org/xla/operation_semantics).
 Importing this module loads no jax.
 """
 
@@ -32,13 +32,13 @@ _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """All collectives of one kind, over groups of one size and of arrays of one size, of a step.
+    """All collectives of a step of one kind, group size and array size.
 
     Attributes:
       kind: one of KINDS.
-      group: chips that take part in one of them; for "collective-permute" 2.
-      times: how often each chip takes part in a step; loops and the taken branches are counted.
-      bytes: of the whole array, once: what is gathered, or what is reduced.
+      group: chips per collective; 2 for "collective-permute".
+      times: executions per step on each chip, including loops and taken branches.
+      bytes: size of the whole gathered or reduced array.
     """
 
     kind: str
@@ -48,55 +48,59 @@ class Collective:
 
     @property
     def moved(self) -> float:
-        """Bytes that a chip sends in a step, by the least that such a collective can do: a gather
-        or a reduce-scatter (g - 1) / g of the array, an all-reduce both, a permute all of it
-        (Thakur, Rabenseifner and Gropp 2005, section 4)."""
+        """Smallest number of bytes that a chip sends per step (Thakur, Rabenseifner and Gropp
+        2005, section 4): (g - 1) / g of the array in an all-gather or reduce-scatter, twice that in
+        an all-reduce, and the whole array in a permute."""
         share = 1.0 if self.kind.startswith("collective") else (self.group - 1) / self.group
         return self.times * self.bytes * share * (2 if self.kind == "all-reduce" else 1)
 
 
 def collectives(text: str, rounds: Mapping[str, float] | None = None) -> list[Collective]:
-    """The collectives of a program, most bytes first.
+    """Returns the collectives of a program, largest traffic first.
 
     Args:
-      text: of the compiled module.
-      rounds: name of a `jax.named_scope` -> how often a step goes through what is in it on one
-        chip, for loops whose length the text does not say, and for branches.
+      text: HLO text of the compiled module.
+      rounds: name of a `jax.named_scope` -> executions of its content per step and chip, for
+        branches, and for loops without a known trip count.
 
     Raises:
-      ValueError: a loop around a collective has no length.
+      ValueError: a collective is in a loop without a known trip count.
     """
     computations = _computations(text)
     times = _times(computations, rounds or {})
-    found: dict[tuple, float] = {}
+    totals: dict[tuple, float] = {}
     for name, instructions in computations.items():
         if not times.get(name):
             continue
-        for one in instructions.values():
-            kind = one.opcode.removesuffix("-start")
+        for instruction in instructions.values():
+            kind = instruction.opcode.removesuffix("-start")
             if kind not in KINDS:
                 continue
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
-                kind = "reduce-scatter"  # as the TPU's compiler fuses one
-            size = _largest(one, instructions)
-            group = 2 if kind == "collective-permute" else _group(one.rest)
+                kind = "reduce-scatter"  # The TPU compiler fuses it this way.
+            size = _largest(instruction, instructions)
+            group = 2 if kind == "collective-permute" else _group(instruction.rest)
             if group > 1:
                 key = kind, group, size
-                found[key] = found.get(key, 0) + times[name]
-    result = [Collective(kind, group, n, size) for (kind, group, size), n in found.items()]
+                totals[key] = totals.get(key, 0) + times[name]
+    result = [Collective(kind, group, n, size) for (kind, group, size), n in totals.items()]
     if any(math.isnan(c.times) for c in result):
-        raise ValueError("The program has a collective in a loop whose length is not known.")
+        raise ValueError("The program has a collective in a loop without a known trip count.")
     return sorted(result, key=lambda c: -c.moved)
 
 
-def by_kind(found: Iterable[Collective]) -> dict[str, dict[str, float]]:
-    """Kind -> {"times": a step, "bytes": of the arrays in all, "moved": that a chip sends}."""
+def by_kind(collectives: Iterable[Collective]) -> dict[str, dict[str, float]]:
+    """Sums collectives by kind, largest traffic first.
+
+    Returns:
+      kind -> {"times": executions per step, "bytes": of all arrays, "moved": bytes a chip sends}.
+    """
     totals: dict[str, dict[str, float]] = {}
-    for c in found:
-        one = totals.setdefault(c.kind, {"times": 0.0, "bytes": 0.0, "moved": 0.0})
-        one["times"] += c.times
-        one["bytes"] += c.times * c.bytes
-        one["moved"] += c.moved
+    for c in collectives:
+        total = totals.setdefault(c.kind, {"times": 0.0, "bytes": 0.0, "moved": 0.0})
+        total["times"] += c.times
+        total["bytes"] += c.times * c.bytes
+        total["moved"] += c.moved
     return dict(sorted(totals.items(), key=lambda item: -item[1]["moved"]))
 
 
@@ -105,35 +109,35 @@ class _Instruction:
     shape: str
     opcode: str
     operands: tuple[str, ...]
-    rest: str  # from the operands on
+    rest: str  # the line from the operands on
 
 
 def _computations(text: str) -> dict[str, dict[str, _Instruction]]:
-    found: dict[str, dict[str, _Instruction]] = {}
+    computations: dict[str, dict[str, _Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
         if current is None or not line.startswith(" "):
             head = _COMPUTATION.match(line)
             if head:
-                current = found.setdefault(head[1], {})
+                current = computations.setdefault(head[1], {})
                 entry = head[1] if line.startswith("ENTRY") else entry
-            elif line.rstrip() == "}":  # other lines at the margin are texts of kernels
+            elif line.rstrip() == "}":  # Other unindented lines are code of kernels.
                 current = None
             continue
-        made = _INSTRUCTION.match(line)
-        if made is None:
+        match = _INSTRUCTION.match(line)
+        if match is None:
             continue
-        whole = f" {made[2]}"
+        whole = f" {match[2]}"
         opcode = _OPCODE.search(whole)
         if opcode is None:
             continue
         inside = _parenthesised(whole, opcode.end())
         operands = tuple(re.findall(r"%([\w.\-]+)", inside))
         rest = whole[opcode.end() :]
-        current[made[1]] = _Instruction(whole[: opcode.start()], opcode[1], operands, rest)
+        current[match[1]] = _Instruction(whole[: opcode.start()], opcode[1], operands, rest)
     if entry:
-        found = {entry: found.pop(entry), **found}
-    return found
+        computations = {entry: computations.pop(entry), **computations}
+    return computations
 
 
 def _parenthesised(text: str, start: int) -> str:
@@ -146,13 +150,13 @@ def _parenthesised(text: str, start: int) -> str:
 
 
 def _times(computations, rounds) -> dict[str, float]:
-    """How often each computation runs in a step; the first is the entry."""
+    """Returns computation -> executions per step; the first computation is the entry."""
     calls: dict[str, list[tuple[str, float, bool]]] = {}
     for name, instructions in computations.items():
         calls[name] = [
             c
-            for one in instructions.values()
-            for c in _calls(one, instructions, computations, rounds)
+            for instruction in instructions.values()
+            for c in _calls(instruction, instructions, computations, rounds)
         ]
 
     callers: dict[str, list[tuple[str, float, bool]]] = {}
@@ -175,39 +179,44 @@ def _times(computations, rounds) -> dict[str, float]:
     return {name: times_of(name) for name in computations}
 
 
-def _calls(one: _Instruction, instructions, computations, rounds):
-    """(computation, times, whether that is of a step rather than of one run) of what it calls."""
-    named = _CALLED.findall(one.rest)
-    branches = [n.strip(" %") for text in _BRANCHES.findall(one.rest) for n in text.split(",")]
-    scope = re.search(r'op_name="([^"]*)"', one.rest)
-    told = None
-    if one.opcode in ("while", "conditional") and scope:
-        parts = scope[1].split("/")
-        told = next((rounds[part] for part in reversed(parts) if part in rounds), None)
-    if one.opcode == "while":
-        body = _computation_of("body", one)
-        length = _trip_count(one, instructions, computations)
-        if math.isnan(length) and told is not None:
-            return [(body, told, True)]
+def _calls(caller: _Instruction, instructions, computations, rounds):
+    """Returns (computation, times, per_step) of each computation that an instruction calls.
+
+    `times` is per step if `per_step`, else per execution of the instruction.
+    """
+    branches = [n.strip(" %") for text in _BRANCHES.findall(caller.rest) for n in text.split(",")]
+    callees = [n for n in (*branches, *_CALLED.findall(caller.rest)) if n in computations]
+    scope = re.search(r'op_name="([^"]*)"', caller.rest)
+    per_step = None
+    if caller.opcode in ("while", "conditional") and scope:
+        names = reversed(scope[1].split("/"))
+        per_step = next((rounds[name] for name in names if name in rounds), None)
+    if caller.opcode == "while":
+        body = _computation_of("body", caller)
+        length = _trip_count(caller, instructions, computations)
+        if math.isnan(length) and per_step is not None:
+            return [(body, per_step, True)]
         return [(body, length, False)]
-    if one.opcode == "conditional" and told is not None:
-        return [(name, told, True) for name in [*branches, *named] if name in computations]
-    return [(name, 1.0, False) for name in [*branches, *named] if name in computations]
+    if caller.opcode == "conditional" and per_step is not None:
+        return [(name, per_step, True) for name in callees]
+    return [(name, 1.0, False) for name in callees]
 
 
-def _computation_of(role: str, one: _Instruction) -> str:
-    """The computation that an instruction has in a role; "" for none."""
-    found = re.search(rf"\b{role}=%?([\w.\-]+)", one.rest)
-    return found[1] if found else ""
+def _computation_of(role: str, instruction: _Instruction) -> str:
+    """Returns the computation that an instruction names for a role; "" for none."""
+    match = re.search(rf"\b{role}=%?([\w.\-]+)", instruction.rest)
+    return match[1] if match else ""
 
 
-def _trip_count(one: _Instruction, instructions, computations) -> float:
-    """Rounds of a loop, by what XLA notes of it or by its condition, i < a constant; NaN where
-    neither says."""
-    noted = re.search(r'known_trip_count":?\{"?n"?:"?(\d+)', one.rest)
-    if noted:
-        return float(noted[1])
-    inside = computations.get(_computation_of("condition", one), {})
+def _trip_count(loop: _Instruction, instructions, computations) -> float:
+    """Returns the trip count of a loop, from XLA's annotation or a condition i < constant.
+
+    NaN if neither gives it.
+    """
+    annotation = re.search(r'known_trip_count":?\{"?n"?:"?(\d+)', loop.rest)
+    if annotation:
+        return float(annotation[1])
+    inside = computations.get(_computation_of("condition", loop), {})
     test = next((i for i in inside.values() if i.opcode == "compare"), None)
     if test is None:
         # The comparison may be fused.
@@ -224,19 +233,20 @@ def _trip_count(one: _Instruction, instructions, computations) -> float:
     return float(bounds[0].rest.partition(")")[0])
 
 
-def _largest(one: _Instruction, instructions) -> int:
-    """Bytes of all operands or of all results, whichever is more."""
-    given = sum(array_bytes(instructions[o].shape) for o in one.operands if o in instructions)
-    if one.opcode.startswith("collective"):
-        return given
-    made = array_bytes(one.shape)
-    if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
-        made -= given  # it returns its operands too
-    return max(given, made)
+def _largest(collective: _Instruction, instructions) -> int:
+    """Returns the bytes of all operands or of all results, whichever is larger."""
+    names = [name for name in collective.operands if name in instructions]
+    operands = sum(array_bytes(instructions[name].shape) for name in names)
+    if collective.opcode.startswith("collective"):
+        return operands
+    results = array_bytes(collective.shape)
+    if collective.opcode.endswith("-start") and collective.opcode != "all-reduce-start":
+        results -= operands  # A start op also returns its operands.
+    return max(operands, results)
 
 
 def array_bytes(shape: str) -> int:
-    """Bytes of a shape as XLA prints it, "bf16[8,128]{1,0}" or a tuple of them; no padding."""
+    """Returns the bytes of an HLO shape, "bf16[8,128]{1,0}" or a tuple, without padding."""
     total = 0
     for named, width, dims in _ARRAY.findall(shape):
         bits = _BITS[named] if named else int(width)
@@ -246,14 +256,14 @@ def array_bytes(shape: str) -> int:
 
 
 def _group(rest: str) -> int:
-    """Chips of one group, in any of the three ways in which XLA writes groups."""
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*(?:\{([^}]*)\})?", rest)
-    if named:
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", named[1]))
-        axes = re.findall(r"'([^']+)'", named[2] or "")
+    """Returns the chips per group, in any of XLA's three notations of replica groups."""
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*(?:\{([^}]*)\})?", rest)
+    if mesh:
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
+        axes = re.findall(r"'([^']+)'", mesh[2] or "")
         return math.prod(int(sizes[axis]) for axis in axes)
-    counted = re.search(r"replica_groups=\[(\d+),(\d+)\]", rest)
-    if counted:
-        return int(counted[2])
-    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
-    return len(listed[1].split(",")) if listed else 1
+    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]", rest)
+    if iota:
+        return int(iota[2])
+    members = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
+    return len(members[1].split(",")) if members else 1

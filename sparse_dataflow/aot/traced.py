@@ -1,6 +1,6 @@
-"""What a traced program says before it is compiled: its FLOPs, and what it keeps for its gradient.
+"""FLOPs and saved activations of a traced program, before compilation.
 
-Loops are counted: `scan` by its length, other loops by the named scope that they are in.
+A `scan` counts by its length; other loops count by the named scope around them.
 """
 
 import dataclasses
@@ -14,32 +14,32 @@ from sparse_dataflow.parallel.pipeline.pipeline import TICKS
 
 
 @dataclasses.dataclass(frozen=True)
-class Counted:
+class FlopCount:
     """FLOPs of one device.
 
     Attributes:
-      flops: of products and of kernels that say theirs.
-      silent: names of kernels that do not.
+      flops: of products, and of kernels with a known count.
+      uncounted: names of kernels without one.
     """
 
     flops: float
-    silent: tuple[str, ...]
+    uncounted: tuple[str, ...]
 
 
-def count(jaxpr: Any, rounds: Mapping[str, float]) -> Counted:
-    """The FLOPs of a program; inside `shard_map` those of one device.
+def count(jaxpr: Any, rounds: Mapping[str, float]) -> FlopCount:
+    """Counts the FLOPs of a program; inside `shard_map` those of one device.
 
     Args:
-      jaxpr: as `jax.jit(...).trace(...)` has it.
-      rounds: name of a `jax.named_scope` -> how often a step goes through a loop in it whose
-        length is not part of the program.
+      jaxpr: jaxpr of `jax.jit(...).trace(...)`.
+      rounds: name of a `jax.named_scope` -> iterations per step of the loops in it whose length the
+        program does not contain.
     """
-    silent: set[str] = set()
-    flops = _flops(_open(jaxpr), 1.0, rounds, silent)
-    return Counted(flops, tuple(sorted(silent)))
+    uncounted: set[str] = set()
+    flops = _flops(_open(jaxpr), 1.0, rounds, uncounted)
+    return FlopCount(flops, tuple(sorted(uncounted)))
 
 
-def _flops(jaxpr, times, rounds, silent):
+def _flops(jaxpr, times, rounds, uncounted):
     total = 0.0
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
@@ -48,7 +48,7 @@ def _flops(jaxpr, times, rounds, silent):
             left = equation.invars[0].aval.shape
             width = math.prod(left[axis] for axis in contracted)
             total += times * 2 * equation.outvars[0].aval.size * width
-        elif "cost_estimate" in params:  # a Pallas kernel, on a TPU or a GPU
+        elif "cost_estimate" in params:  # Pallas kernels
             estimate = params["cost_estimate"]
             kernel = _kernel(params)
             if estimate is not None:
@@ -56,78 +56,79 @@ def _flops(jaxpr, times, rounds, silent):
             elif _products(kernel):
                 total += times * _products(kernel) * _scores(equation)
             else:
-                silent.add(kernel)
+                uncounted.add(kernel)
         elif name.startswith("dot_product_attention"):
             total += times * _products(name) * _scores(equation)
         elif name == "scan":
             inside = _open(params["jaxpr"])
-            total += _flops(inside, times * params["length"], rounds, silent)
+            total += _flops(inside, times * params["length"], rounds, uncounted)
         elif name == "while":
-            told = _told(equation, rounds)
             inside = _open(params["body_jaxpr"])
-            total += _flops(inside, times if told is None else told, rounds, silent)
+            total += _flops(inside, _rounds_of(equation, rounds, times), rounds, uncounted)
         elif name == "cond":
             branches = [_open(branch) for branch in params["branches"]]
-            total += max(_flops(branch, times, rounds, silent) for branch in branches)
+            total += max(_flops(branch, times, rounds, uncounted) for branch in branches)
         else:
-            total += sum(_flops(inside, times, rounds, silent) for inside in _inside(equation))
+            total += sum(_flops(inside, times, rounds, uncounted) for inside in _inside(equation))
     return total
 
 
 ATTENTION = {"fwd": 2, "dkv": 4, "dq": 3, "bwd": 5}
-"""Part of an attention kernel's name -> products of the size of the scores that it makes: q k and
-p v forward; the scores again, dp, dq, dk and dv backward, two of them twice where dq is apart
-(arXiv 2205.14135, algorithm 4)."""
+"""Substring of an attention kernel's name -> number of its products of the size of the scores.
+
+Forward: q k and p v.  Backward: scores, dp, dq, dk and dv; two of them twice if dq has its own
+  kernel
+(arXiv 2205.14135, algorithm 4).
+"""
 
 
 def _products(kernel):
     attends = "splash" in kernel or "attention" in kernel
-    return next((n for part, n in ATTENTION.items() if part in kernel), 0) if attends else 0
+    return next((n for key, n in ATTENTION.items() if key in kernel), 0) if attends else 0
 
 
 def _scores(equation):
-    """FLOPs of one product of the size of the scores, the causal half of it."""
+    """Returns the FLOPs of the causal half of one product of the size of the scores."""
     arrays = [v.aval for v in equation.invars if len(v.aval.shape) >= 3]
     query = next(a.shape for a in arrays if jnp.issubdtype(a.dtype, jnp.floating))
-    # Pallas kernels have the heads before the tokens, cuDNN after them.
+    # Pallas kernels order axes as (heads, tokens), cuDNN as (tokens, heads).
     tokens = query[-2 if "cost_estimate" in equation.params else -3]
     return math.prod(query) * tokens
 
 
-def kept_bytes(jaxpr: Any, gradients: int) -> tuple[int, int | None]:
-    """(bytes of activations that one device keeps from the forward for the backward pass, bytes of
-    gradients that a pipeline accumulates or None without one).
+def saved_bytes(jaxpr: Any, gradients: int) -> tuple[int, int | None]:
+    """Returns the bytes of saved activations, and of the gradients that a pipeline accumulates.
 
-    Outside a pipeline these are what the scans over the layers leave stacked; in one, the buffers
-    of its ticks.
+    Saved activations are the stacked outputs of the scans over layers, or the buffers of a
+    pipeline.  The second number is None without a pipeline.
 
     Args:
-      jaxpr: of a training step.
-      gradients: how many arrays a tree of gradients has.
+      jaxpr: jaxpr of a training step.
+      gradients: number of arrays in a tree of gradients.
     """
     ticks = next((e for e in _equations(_open(jaxpr)) if _is(e, TICKS)), None)
     if ticks is not None:
-        # The loss, the gradients, then the buffers.
+        # The carry has the loss, the gradients, then the buffers.
         carried = [_bytes(v.aval) for v in ticks.outvars]
         return sum(carried[1 + gradients :]), sum(carried[1 : 1 + gradients])
-    kept = 0
+    saved = 0
     for equation in _equations(_open(jaxpr), into=lambda e: not _forward(e)):
         if _forward(equation):
-            kept += sum(_bytes(variable.aval) for variable in _stacked(equation))
-    return kept, None
+            saved += sum(_bytes(variable.aval) for variable in _stacked(equation))
+    return saved, None
 
 
 def _forward(equation):
-    """Whether it is a scan of the forward pass that keeps something of each round."""
+    """Returns whether it is a scan of the forward pass with stacked outputs."""
     stack = str(equation.source_info.name_stack)
     forward = equation.primitive.name == "scan" and "jvp" in stack and "transpose" not in stack
     return forward and bool(_stacked(equation))
 
 
 def _stacked(scan):
-    """What it leaves of each round; what it carries has the shape that it has inside."""
+    """Returns the stacked outputs; the carry has equal shapes inside and outside."""
     inside = _open(scan.params["jaxpr"]).outvars
-    return [out for out, one in zip(scan.outvars, inside) if out.aval.shape != one.aval.shape]
+    return [out for out, body in zip(scan.outvars, inside) if out.aval.shape != body.aval.shape]
 
 
 def _is(equation, scope):
@@ -144,8 +145,8 @@ def _equations(jaxpr, into=lambda equation: True) -> Iterator:
 
 def _inside(equation):
     for value in equation.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            inside = _open(one)
+        for item in value if isinstance(value, tuple | list) else (value,):
+            inside = _open(item)
             if hasattr(inside, "eqns"):
                 yield inside
 
@@ -154,9 +155,10 @@ def _open(jaxpr):
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def _told(equation, rounds):
-    parts = str(equation.source_info.name_stack).split("/")
-    return next((rounds[part] for part in reversed(parts) if part in rounds), None)
+def _rounds_of(equation, rounds, default):
+    """Returns the rounds of the innermost named scope of an equation that has them."""
+    scopes = str(equation.source_info.name_stack).split("/")
+    return next((rounds[scope] for scope in reversed(scopes) if scope in rounds), default)
 
 
 def _kernel(params):

@@ -1,4 +1,4 @@
-"""What a model is: the shape of a GPT and how each of its projections is stored."""
+"""The shape of a GPT and how each of its projections is stored."""
 
 import dataclasses
 import math
@@ -17,35 +17,41 @@ REMATS = ("none", "dots", "full")
 PARAMETRIZATIONS = ("standard", "supar")
 
 SUPAR_WIDTH = 256
-"""The d_model at which a dense model is the same under either parametrization; its heads are 64
-wide.  A learning rate tuned there is for every width and density under SuPar."""
+"""d_model at which "supar" equals "standard" for a dense model with heads of width SUPAR_HEAD.
+
+Under SuPar, a learning rate tuned at this width holds for every width and density.
+"""
 
 SUPAR_HEAD = 64
+"""Head width at which "supar" equals "standard"."""
 
 MOST = 2**22
-"""Features, tokens or positions that a model may have: far above any, and few enough that a config
-from a file of someone else's cannot make this machine allocate without end."""
+"""Upper bound of widths, vocabulary and positions.
+
+It is far above any model, and stops an untrusted config file from exhausting memory.
+"""
 
 MOST_LAYERS = 2**14
+"""Upper bound of the number of layers."""
 
 MOST_BLOCKS = 2**28
-"""Stored blocks of one projection, all layers together."""
+"""Upper bound of the stored blocks of one projection, summed over layers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearSpec:
-    """How one projection is stored and multiplied.
+    """Storage of one projection.
 
     Attributes:
       kind: "dense" or "block_sparse".
-      pattern: name in `sparsity.patterns.PATTERNS`; which blocks exist (block_sparse only).
+      pattern: name in `sparsity.patterns.PATTERNS` that chooses the blocks (block_sparse only).
       density: fraction of blocks stored, in (0, 1] (block_sparse only).
       block: side of a square block, in features (block_sparse only).
       rank: width of an added gated low-rank term `x A B` (Pixelfly, arXiv 2112.00029); 0 for none.
-      hadamard: neighbouring input features that a Walsh-Hadamard transform mixes before a
-        block-sparse product (`kernels.hadamard`), a power of 2 that divides them; 0 for none.
-      turned_dense: whether a dense weight was block-sparse before, and learns faster for it; see
-        `optim.optimizers`.
+      hadamard: width of the Walsh-Hadamard transform of consecutive input features before a
+        block-sparse product (`kernels.hadamard`): a power of 2 that divides them; 0 for none.
+      turned_dense: whether a dense weight was block-sparse before, which raises its learning rate;
+        see `optim.optimizers`.
     """
 
     kind: str = "dense"
@@ -62,7 +68,7 @@ class LinearSpec:
         if not 0 < self.density <= 1:
             raise UserError(f"density {self.density} is not in (0, 1].")
         if self.turned_dense and self.kind != "dense":
-            raise UserError(f"turned_dense is of a dense weight, not of a {self.kind} one.")
+            raise UserError(f"turned_dense needs kind 'dense', not {self.kind!r}.")
         if not isinstance(self.pattern, str):
             raise UserError(f"pattern {self.pattern!r} must be a name.")
         _whole("block", self.block, 1)
@@ -70,21 +76,21 @@ class LinearSpec:
         _whole("hadamard", self.hadamard, 0)
         if self.hadamard and (self.kind != "block_sparse" or self.hadamard.bit_count() != 1):
             raise UserError(
-                f"hadamard {self.hadamard} of a {self.kind} weight; legal: a power of 2 of a "
-                "block_sparse one, or 0."
+                f"hadamard {self.hadamard} is not legal for a {self.kind} weight; legal: a power "
+                "of 2 for block_sparse, else 0."
             )
 
     def scaled(self, multiplier: float) -> "LinearSpec":
-        """This spec at a multiple of its density.
+        """Returns this spec with its density times `multiplier`.
 
         Raises:
-          UserError: that is above 1.
+          UserError: the product is above 1.
         """
         density = self.density * multiplier
         if density > 1 + 1e-9:
             raise UserError(
-                f"A density of {self.density:g} times {multiplier:g} is above 1; legal: multiples "
-                f"up to {1 / self.density:g}."
+                f"density {self.density:g} times {multiplier:g} is above 1; legal: multiples up "
+                f"to {1 / self.density:g}."
             )
         return dataclasses.replace(self, density=min(1.0, density))
 
@@ -101,18 +107,18 @@ class ModelConfig:
       vocab_size: rows of the embedding.
       max_len: longest sequence, in tokens (the number of learned positions).
       norm: normalisation before each half of a block.
-      positions: how a token knows its place.
+      positions: position encoding.
       activation: of the MLP; gelu is its tanh form, as in GPT-2, relu is OPT's.
-      remat: activation checkpointing of a block.
-      compute_dtype: dtype of activations and of the weights' working copy; masters are float32.
-      parametrization: "standard", or "supar" (arXiv 2405.15743), which keeps the size of every
-        activation, and of every step's change of it, the same over width and density.
+      remat: activation checkpointing of a block: "none", "dots" (keep matmul outputs) or "full".
+      compute_dtype: dtype of activations and of weights in products; master weights are float32.
+      parametrization: "standard", or "supar" (arXiv 2405.15743), which keeps the scale of
+        activations and of their updates constant over width and density.
       linears: (projection name, LinearSpec) pairs or a mapping of them; missing names are dense.
-        A `RunConfig` leaves it empty, as its `sparsity` says what is stored.
-      density_by_depth: factors on the density of every block-sparse projection, one a layer, first
-        to last; empty where all layers have equal densities.  Equal factors go into the specs, and
-        it is then empty too.
-      seed: draws the pseudo-random patterns.
+        Empty in a `RunConfig`, whose `sparsity` says what is stored.
+      density_by_depth: per-layer multipliers of the density of every block-sparse projection, first
+        layer first.  Empty means 1 everywhere.  Equal multipliers are folded into `linears`, which
+        leaves it empty.
+      seed: offset of the patterns, and so the seed of random ones.
     """
 
     num_layers: int = setting(help="Blocks of the model.")
@@ -157,20 +163,21 @@ class ModelConfig:
         head_dim = self.d_model // self.num_heads
         if self.positions == "rotary" and head_dim % 2:
             raise UserError(
-                f"rotary positions need an even head width, and d_model {self.d_model} over "
+                f"rotary positions need an even head width, but d_model {self.d_model} over "
                 f"{self.num_heads} heads is {head_dim}; legal: fewer heads, or learned positions."
             )
         linears = tuple(sorted(dict(self.linears).items()))
         for name, _ in linears:
-            _one_of("projection", name, PROJECTIONS)
+            _choice("projection", name, PROJECTIONS)
         object.__setattr__(self, "linears", linears)
         self._settle_depth()
         for name in self.sparse_projections:
             spec, (fan_in, fan_out) = self.linear(name), self.projection_shape(name)
             if spec.hadamard and fan_in % spec.hadamard:
                 raise UserError(
-                    f"sparsity.hadamard={spec.hadamard} does not divide the {fan_in} features that {name} "
-                    f"reads; legal: powers of 2 up to {fan_in & -fan_in}."
+                    f"sparsity.hadamard={spec.hadamard} does not divide the {fan_in} input "
+                    "features of "
+                    f"{name}; legal: powers of 2 up to {fan_in & -fan_in}."
                 )
             layers = sum(self.density_by_depth) or self.num_layers
             if layers * fan_in * fan_out / spec.block**2 * spec.density > MOST_BLOCKS:
@@ -180,36 +187,36 @@ class ModelConfig:
                 )
 
     def _settle_depth(self):
-        """`density_by_depth` checked, and empty where it sets no layer apart from another."""
-        given = tuple(self.density_by_depth)
-        if given and len(given) != self.num_layers:
+        """Checks `density_by_depth`, and folds equal multipliers into `linears`."""
+        multipliers = tuple(self.density_by_depth)
+        if multipliers and len(multipliers) != self.num_layers:
             raise UserError(
-                f"density_by_depth has {len(given)} numbers for {self.num_layers} layers; legal: "
-                "one a layer, or none."
+                f"density_by_depth has {len(multipliers)} numbers for {self.num_layers} layers; "
+                "legal: one for each layer, or none."
             )
-        for number in given:
+        for number in multipliers:
             real = isinstance(number, numbers.Real) and not isinstance(number, bool)
             if not real or not 0 < number < math.inf:
                 raise UserError(f"density_by_depth has {str(number)[:40]}; legal: numbers above 0.")
         specs = {name: self.linear(name) for name in self.sparse_projections}
         scaled = {
             number: {name: spec.scaled(number) for name, spec in specs.items()}
-            for number in dict.fromkeys(given)
+            for number in dict.fromkeys(multipliers)
         }
         if not specs or len(scaled) < 2:
             linears = dict(self.linears)
-            for own in scaled.values():
-                linears |= own
+            for scaled_specs in scaled.values():
+                linears |= scaled_specs
             object.__setattr__(self, "linears", tuple(sorted(linears.items())))
-            given = ()
-        object.__setattr__(self, "density_by_depth", tuple(map(float, given)))
+            multipliers = ()
+        object.__setattr__(self, "density_by_depth", tuple(map(float, multipliers)))
 
     def linear(self, projection: str) -> LinearSpec:
-        """The spec of one projection, before `density_by_depth`; dense where none was given."""
+        """Returns the spec of one projection before `density_by_depth`; dense if unset."""
         return dict(self.linears).get(projection, LinearSpec())
 
     def projection_shape(self, projection: str) -> tuple[int, int]:
-        """(input features, output features) of one projection."""
+        """Returns (input features, output features) of one projection."""
         return {
             "qkv": (self.d_model, 3 * self.d_model),
             "attn_out": (self.d_model, self.d_model),
@@ -218,7 +225,7 @@ class ModelConfig:
         }[projection]
 
     def with_linears(self, spec: LinearSpec, projections=PROJECTIONS) -> "ModelConfig":
-        """This model with `spec` on the named projections."""
+        """Returns this config with `spec` for the named projections."""
         linears = {**dict(self.linears), **{p: spec for p in projections}}
         return dataclasses.replace(self, linears=linears)
 
@@ -234,26 +241,26 @@ class ModelConfig:
         return tuple(name for name, spec in linears.items() if spec.kind == "block_sparse")
 
     def to_json(self) -> dict:
-        """A JSON-able dict; `from_json` is its inverse."""
+        """Returns a JSON-compatible dict; `from_json` is its inverse."""
         linears = {name: dict(vars(spec)) for name, spec in self.linears}
         by_depth = list(self.density_by_depth)
         return {**vars(self), "linears": linears, "density_by_depth": by_depth}
 
     @classmethod
     def from_json(cls, fields: Mapping) -> "ModelConfig":
-        """The config that `to_json` wrote."""
+        """Builds the config from a dict of `to_json`."""
         linears = {k: LinearSpec(**v) for k, v in fields["linears"].items()}
         return cls(**{**fields, "linears": linears})
 
 
-def _whole(what: str, value: int, least: int, most: int = MOST) -> None:
+def _whole(name: str, value: int, least: int, most: int = MOST) -> None:
     whole = not isinstance(value, bool) and isinstance(value, numbers.Integral)
     if not whole or not least <= value <= most:
         raise UserError(
-            f"{what} {str(value)[:40]} must be a whole number of at least {least}, at most {most}."
+            f"{name} {str(value)[:40]} is not legal; legal: whole numbers from {least} to {most}."
         )
 
 
-def _one_of(what: str, value: str, legal: tuple[str, ...]) -> None:
+def _choice(name: str, value: str, legal: tuple[str, ...]) -> None:
     if value not in legal:
-        raise UserError(f"{what} {value!r} is unknown; legal: {', '.join(legal)}.")
+        raise UserError(f"{name} {value!r} is unknown; legal: {', '.join(legal)}.")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import groups, parts
+from sparse_dataflow.models.groups import layer_groups, split_groups
 
 
 class Weights(NamedTuple):
@@ -59,7 +59,7 @@ def random_weights(config: ModelConfig, seed: int) -> Weights:
     tables = gpt.layout_tables(gpt.layouts(config))
     layers: list[tuple[dict, dict]] = []
     key = jax.random.key(seed)
-    for group, stacked in zip(groups(config), parts(tables), strict=True):
+    for group, stacked in zip(layer_groups(config), split_groups(tables), strict=True):
         layer_config = dataclasses.replace(group.model, num_layers=1)
         init = jax.jit(functools.partial(gpt.init, layer_config))
         for i, layer in enumerate(group.layers):

@@ -1,7 +1,6 @@
-"""The chips that models run on: peak rates, memory, bandwidth and links, each with its source.
+"""Chips: peak rates, memory, bandwidth and links, with sources.
 
-Rates are the vendors' dense figures (never the doubled "with sparsity" ones) for the SXM / OAM
-boards.  "float32" is the rate of float32 products at JAX's default matmul precision
+Rates are the vendors' dense figures (without structured sparsity) of the SXM / OAM boards.  "float32" is the rate of float32 products at JAX's default matmul precision
 (https://docs.jax.dev/en/latest/201/precision.html): TF32 tensor cores on NVIDIA, one bfloat16 pass
 on TPU, float32 matrix cores on AMD.
 
@@ -17,8 +16,8 @@ on TPU, float32 matrix cores on AMD.
 | tpu-v5p | page "TPU v5p": 459, 95 GB, 2,765 GB/s | same page: 3D torus, 1,200 GB/s both ways, 6,144 in one job; 50 Gb/s a chip |
 | tpu-v6e | page "TPU v6e": 918, 32 GB, 1,638 GB/s | same page: 2D torus, 800 GB/s both ways, 256 a pod; 100 Gb/s a chip (recalled) |
 
-Latencies of a collective's hop are orders of magnitude, not data-sheet figures: 5 us over NVLink
-and xGMI, 1 us over ICI, 15 us between nodes.
+Latencies of a hop are orders of magnitude, not data-sheet figures: 5 us over NVLink and xGMI, 1 us
+over ICI, 15 us between nodes.
 
 Importing this module loads no jax.
 """  # noqa: E501
@@ -39,17 +38,17 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """How chips of one kind are joined: an island of fast links, islands joined by slow ones.
+    """Links of a chip: fast within an island, slow between islands.
 
     Attributes:
-      island: chips joined by fast links (a node; a TPU pod).
-      fast: bytes/s that a chip sends within its island: in all where `axes` is 1 (a switch), along
-        one axis in both directions where it is a torus.
-      slow: bytes/s that a chip sends to other islands, its share of the node's adapters.
-      axes: of the torus; 1 for a switch.
-      pair: bytes/s between the two chips of a board, where that is more than `fast`.
-      fast_latency: seconds of one hop within the island.
-      slow_latency: seconds of one hop between islands.
+      island: number of chips joined by fast links (a node, a TPU pod).
+      fast: bytes/s that a chip sends within its island: in total for a switch, along one axis in
+        both directions for a torus.
+      slow: bytes/s that a chip sends to other islands: its share of the node's adapters.
+      axes: axes of the torus; 1 for a switch.
+      pair: bytes/s between two chips of a board if above `fast`, else 0.
+      fast_latency: seconds per hop within an island.
+      slow_latency: seconds per hop between islands.
     """
 
     island: int
@@ -66,15 +65,14 @@ class Chip:
     """One accelerator as JAX sees it (one device), or the host's CPU.
 
     Attributes:
-      name: short name; a key of CHIPS where the chip is known.
-      peak_flops: dtype name of the operands -> FLOP/s of dense matrix products; None where the
-        chip is not known.  A dtype that is missing has no known rate.
-      memory_bytes: bytes of device memory; None where not known.
-      bandwidth: bytes/s between that memory and the chip; None where not known.
-      network: how it is joined to others; None where not known.
-      host_bandwidth: bytes/s between the chip and its host's memory, one direction; None where
-        not known.
-      family: the key of its measured constants in `efficiency.EFFICIENCIES`; "" for none.
+      name: short name; key of CHIPS for a known chip.
+      peak_flops: operand dtype -> FLOP/s of dense products; None for an unknown chip.  A missing
+        dtype has no known rate.
+      memory_bytes: bytes of device memory; None if unknown.
+      bandwidth: memory bandwidth in bytes/s; None if unknown.
+      network: links to other chips; None if unknown.
+      host_bandwidth: bytes/s between device and host memory, in one direction; None if unknown.
+      family: key of its constants in `efficiency.EFFICIENCIES`; "" for none.
     """
 
     name: str
@@ -86,23 +84,23 @@ class Chip:
     family: str = ""
 
     def peak(self, dtype: str) -> float | None:
-        """FLOP/s for operands of `dtype`, or None where it is not known."""
+        """Returns FLOP/s for operands of `dtype`, or None if unknown."""
         return None if self.peak_flops is None else self.peak_flops.get(dtype)
 
     def rates(self, dtype: str) -> tuple[float, float]:
-        """FLOP/s for operands of `dtype`, and bytes/s of the memory.
+        """Returns (FLOP/s for operands of `dtype`, memory bandwidth in bytes/s).
 
         Raises:
-          UserError: either is not known.
+          UserError: one of them is unknown.
         """
         peak = self.peak(dtype)
         if peak is None or self.bandwidth is None:
-            raise UserError(f"{self.name} has no known {dtype} rate and bandwidth.")
+            raise UserError(f"{self.name} has no known {dtype} rate or no known memory bandwidth.")
         return peak, self.bandwidth
 
     @property
     def capacity(self) -> float:
-        """Bytes of device memory; infinite where not known."""
+        """Bytes of device memory; infinite if unknown."""
         return math.inf if self.memory_bytes is None else self.memory_bytes
 
 
@@ -146,45 +144,46 @@ _NETWORK = ("island", "fast_gb_s", "slow_gb_s", "axes")
 
 
 def named(name: str) -> Chip:
-    """The chip of a name in CHIPS, of a name's unmistakable start ("mi250x"), or of a TOML file.
+    """Returns the chip of a name in CHIPS, of a unique prefix ("mi250x"), or of a TOML file.
 
     Raises:
-      UserError: no such chip, or several; the legal names.
+      UserError: no chip or several chips match; lists the legal names.
     """
     if name in CHIPS:
         return CHIPS[name]
     if name.endswith(".toml"):
         return read(Path(name))
-    found = [chip for key, chip in CHIPS.items() if name and key.startswith(name)]
-    if len(found) != 1:
+    matches = [chip for key, chip in CHIPS.items() if name and key.startswith(name)]
+    if len(matches) != 1:
         raise UserError(
-            f"--hardware={name} is {'several chips' if found else 'no chip that is known'}; legal: "
-            f"{', '.join(CHIPS)}, or a TOML file that describes one."
+            f"--hardware={name} matches {'several chips' if matches else 'no chip'}; legal: "
+            f"{', '.join(CHIPS)}, or a TOML file that describes a chip."
         )
-    return found[0]
+    return matches[0]
 
 
 def read(path: Path) -> Chip:
-    """A chip of the user's own from a small TOML file.
+    """Reads a chip from a TOML file.
 
-    Keys: name, bfloat16_tflops, memory_gb, bandwidth_gb_s; optional float32_tflops (half of the
-    other), host_gb_s, family (whose measured constants it takes), and a table [network] with
-    island, fast_gb_s, slow_gb_s and optional axes.  GB are 1e9 bytes; all rates are of one chip.
+    Keys: name, bfloat16_tflops, memory_gb, bandwidth_gb_s; optional float32_tflops (default: half
+      of
+    bfloat16_tflops), host_gb_s, family (whose fitted constants apply), and a table [network] with
+    island, fast_gb_s, slow_gb_s and optional axes.  1 GB is 1e9 bytes; rates are per chip.
 
     Raises:
-      UserError: no such file, no TOML, or a key that is missing, unknown or no positive number.
+      UserError: the file does not exist or is not TOML, or a key is missing, unknown or not legal.
     """
     try:
         fields = tomllib.loads(json_files.content(path, _MOST_BYTES).decode())
     except OSError:
-        raise UserError(f"--hardware={path}: there is no such file to read.") from None
+        raise UserError(f"--hardware={path} does not exist.") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"--hardware={path} is no TOML: {error}.") from None
+        raise UserError(f"--hardware={path} is not TOML: {error}.") from None
     links = fields.pop("network", None)
     _check(path, fields, _REQUIRED, _OPTIONAL)
     if links is not None:
         if not isinstance(links, dict):
-            raise UserError(f"{path}: network must be a table, [network].")
+            raise UserError(f"{path}: network is not a table; legal: [network].")
         _check(path, links, _NETWORK[:3], _NETWORK[3:])
     family = fields.get("family", "")
     families = sorted({chip.family for chip in CHIPS.values()})
@@ -216,14 +215,14 @@ def _check(path, fields, required, optional):
             raise UserError(f"{path}: {key} is unknown; legal: {', '.join(legal)}.")
     missing = [key for key in required if key not in fields]
     if missing:
-        raise UserError(f"{path} lacks {', '.join(missing)}; needed: {', '.join(required)}.")
+        raise UserError(f"{path} has no {', '.join(missing)}; required: {', '.join(required)}.")
     for key, value in fields.items():
         text = key in ("name", "family")
         whole = key in ("island", "axes")
         good = isinstance(value, str) if text else _positive(value, whole)
         if not good:
             kind = "text" if text else f"a {'whole ' if whole else ''}number above 0"
-            raise UserError(f"{path}: {key} = {value!r} must be {kind}.")
+            raise UserError(f"{path}: {key} = {value!r} is not legal; legal: {kind}.")
 
 
 def _positive(value, whole):

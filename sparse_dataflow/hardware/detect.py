@@ -1,6 +1,6 @@
-"""The hardware under this process: which chip jax sees, the host's memory, a CPU's measured rates.
+"""Hardware of this process: chip of the JAX backend, host memory, measured rates of the CPU.
 
-What is known of each chip is `chips.py`.  Importing this module loads no jax.
+Data sheets are in `chips.py`.  Importing this module loads no jax.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ __all__ = [
     "measure_cpu_bandwidth",
 ]
 
-# jax's `device_kind`, matched whole: boards of the same name at other clocks (PCIe, NVL, GH200)
-# and slices of a chip (MIG) have other rates, and a wrong peak is worse than none.
+# Full match of jax's `device_kind`: boards with other clocks (PCIe, NVL, GH200) and slices of a
+# chip (MIG) have other rates, and no peak is better than a wrong peak.
 _DEVICE_KINDS = (
     (r"NVIDIA A100-(SXM4|PCIE)-40GB", "a100-40gb"),
     (r"NVIDIA A100-SXM4-80GB", "a100-80gb"),
@@ -43,7 +43,7 @@ _DEVICE_KINDS = (
 
 
 def chip_of(device_kind: str) -> Chip:
-    """The chip that jax calls `device_kind`; one without rates or memory where it is not known."""
+    """Returns the chip of a JAX `device_kind`; an unknown chip has no rates or memory."""
     for pattern, name in _DEVICE_KINDS:
         if re.fullmatch(pattern, device_kind.strip(), re.IGNORECASE):
             return CHIPS[name]
@@ -51,15 +51,14 @@ def chip_of(device_kind: str) -> Chip:
 
 
 def detect(dtypes: Iterable[str] = ("float32",)) -> Chip:
-    """The chip under jax's default backend, with the memory that this process may use.
+    """Returns the chip of the default JAX backend, with the memory available to this process.
 
     Args:
-      dtypes: on a CPU, the operand types whose peak is measured (under 2 s each, once a process);
-        other backends ignore it.
+      dtypes: operand dtypes whose peak is measured on a CPU (under 2 s each, once per process).
 
     Returns:
-      On an accelerator `chip_of` its kind, with the memory that the runtime offers where it says
-      so.  On a CPU the measured rates, and the host's memory.
+      On an accelerator the chip of its device kind, with the memory limit of the runtime if known.
+      On a CPU the measured rates and the host memory.
     """
     import jax
 
@@ -77,22 +76,21 @@ def detect(dtypes: Iterable[str] = ("float32",)) -> Chip:
 
 
 def cpu_name() -> str:
-    """Model of the host's CPU, and the cores that this process may use."""
+    """Returns the CPU model and the number of cores available to this process."""
     cores = _cpu_count()
     return f"{_cpu_model()}, {cores} core{'s' * (cores > 1)}"
 
 
 def slug(name: str) -> str:
-    """A name in lower-case words joined by "-" or "_", for a file."""
+    """Returns a name in lower case for a file name: letters, digits, "-" and "_"."""
     return re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")
 
 
 @functools.cache
 def measure_cpu(dtype: str = "float32") -> float:
-    """FLOP/s of a large dense product on the host's CPU through XLA: the best of several runs.
+    """Measures FLOP/s of a large dense product on the CPU: the best of several runs, cached.
 
-    The side is 2048, or 1024 where a machine is too slow for that; under 2 s in all, and measured
-    once a process.
+    The side is 2048, or 1024 on a slow machine.  Takes under 2 s.
     """
     import jax
     import jax.numpy as jnp
@@ -113,29 +111,29 @@ def measure_cpu(dtype: str = "float32") -> float:
 
 @functools.cache
 def measure_cpu_bandwidth() -> float:
-    """Bytes/s that the host's CPU reads and writes in an in-place pass over 128 MiB.
+    """Measures the bytes/s that the CPU reads and writes in an in-place pass over 128 MiB.
 
-    The best of several runs through XLA, under 1 s, measured once a process.
+    The best of several runs, cached.  Takes under 1 s.
     """
     import jax
     import jax.numpy as jnp
 
     cpu = jax.local_devices(backend="cpu")[0]
-    # Donation reuses the buffer: fresh pages would be timed as page faults.
-    add_one = jax.jit(lambda x: x + 1, donate_argnums=0)
+    # Donation reuses the buffer, so that page faults are not measured.
+    increment = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = jax.device_put(jnp.zeros(32 * 2**20, jnp.float32), cpu)
     moved = 2 * x.nbytes
 
     def run():
         nonlocal x
-        x = add_one(x)
+        x = increment(x)
         return x
 
     return moved / _best_seconds(run, 0.3)
 
 
 def _best_seconds(run, budget: float) -> float:
-    """Shortest of the runs (one at least) that fit into `budget` seconds, after a warm-up."""
+    """Returns the shortest run within `budget` seconds, at least one, after a warm-up run."""
     run().block_until_ready()
     times: list[float] = []
     while not times or sum(times) < budget:
@@ -146,7 +144,7 @@ def _best_seconds(run, budget: float) -> float:
 
 
 def host_memory_bytes() -> int:
-    """Bytes of host memory that this process may use: physical, or its cgroup's lower limit."""
+    """Returns the bytes of host memory for this process: physical, or a lower cgroup limit."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = cgroup_limit()
     return physical if limit is None else min(physical, limit)
@@ -155,14 +153,14 @@ def host_memory_bytes() -> int:
 def cgroup_limit(
     membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """The lowest memory limit on this process's control groups, in bytes; None without one.
+    """Returns the lowest memory limit of this process's cgroups in bytes, or None.
 
-    Both versions are read: `memory.max` of version 2 and `memory.limit_in_bytes` of version 1, of
-    the process's own group and of every group above it (any of them may be the lowest).
+    Reads `memory.max` (version 2) and `memory.limit_in_bytes` (version 1) of the process's cgroup
+    and of all its ancestors.
 
     Args:
-      membership: the kernel's list of the process's groups, `id:controllers:path` a line.
-      mount: where the cgroup file systems are mounted.
+      membership: file with lines `id:controllers:path`, the cgroups of the process.
+      mount: mount point of the cgroup file systems.
     """
     limits = []
     for line in _read(membership).splitlines():
@@ -173,11 +171,11 @@ def cgroup_limit(
             root, name = mount / "memory", "memory.limit_in_bytes"
         else:
             continue
-        # Inside a container the path may be the host's, with only the root mounted: missing
-        # files along the way are no error.
-        own = root / group.lstrip("/")
-        folders = [own, *(parent for parent in own.parents if parent.is_relative_to(root))]
-        texts = (_read(folder / name).strip() for folder in folders)
+        # In a container the path may be the host's while only the root is mounted, so missing files
+        # are skipped.
+        folder = root / group.lstrip("/")
+        folders = [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
+        texts = (_read(path / name).strip() for path in folders)
         limits += [int(text) for text in texts if text.isdigit()]
     return min(limits, default=None)
 
@@ -190,8 +188,8 @@ def _read(path: Path) -> str:
 
 
 def _cpu_model() -> str:
-    named = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
-    return named[1].strip() if named else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def _cpu_count() -> int:

@@ -24,7 +24,7 @@ def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelCon
       params: see `gpt`.
       tables: concrete layout tables.
     """
-    layouts = gpt.layouts_of(model, tables)
+    layouts = gpt.layouts_from_tables(model, tables)
     dense = dataclasses.replace(model, linears={}, parametrization="standard")
     layers = []
     for i, (own, _) in enumerate(gpt.layers(params["blocks"], tables)):

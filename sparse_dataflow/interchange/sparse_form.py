@@ -68,7 +68,7 @@ def read(folder: str | Path) -> tuple[ModelConfig, dict, dict]:
     blocks, tables = (gpt.stacked_layers(model, trees) for trees in zip(*layers))
     ends = {name: section for name, section in shapes.items() if name != "blocks"}
     params = {**_read(files.read, ends), "blocks": blocks}
-    gpt.layouts_of(model, tables)  # Refuses tables that are no layout's.
+    gpt.layouts_from_tables(model, tables)  # Refuses tables that are no layout's.
     return model, params, tables
 
 

@@ -1,12 +1,12 @@
 """A GPT as an ordered list of sections: `embed`, equal `block`s, `head`.
 
-Executors know a model only through these pure functions over nested dicts of arrays:
+Executors use a model only through these pure functions over nested dicts of arrays:
 
     params = {"embed": ..., "blocks": every leaf stacked [num_layers, ...], "head": ...}
-    tables = {projection: LayoutTables stacked [num_layers, ...]}, of the sparse projections
+    tables = {projection: LayoutTables stacked [num_layers, ...]} of the sparse projections
 
-where all layers store equally much; else params["blocks"] and tables are tuples of such trees, one
-a group of layers (see `groups`).
+With per-layer densities, params["blocks"] and tables are tuples of such trees, one for each layer
+group (see `groups`).
 
 Shapes in names: B batch, T tokens, D d_model, H heads, N = B * T.
 """
@@ -31,7 +31,7 @@ from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
 from sparse_dataflow.kernels.cross_entropy import vocabulary
 from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
-from sparse_dataflow.models.groups import groups, parts, together
+from sparse_dataflow.models.groups import join_groups, layer_groups, split_groups
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT, Linear, Probe, projection_layout
 from sparse_dataflow.models.shard import WHOLE, Shard
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
@@ -40,7 +40,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"gelu": gelu, "relu"
 
 
 class Embed(nnx.Module):
-    """Token embedding, plus learned positions where the config says so."""
+    """Token embedding, plus learned positions if the config has them."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         shape = (config.vocab_size, config.d_model)
@@ -52,28 +52,30 @@ class Embed(nnx.Module):
         self.dtype = jnp.dtype(config.compute_dtype)
 
     def __call__(self, tokens_BxT, shard=WHOLE, positions_BxT=None):
-        """Int32 [B, T], at positions 0 to T - 1 if not given -> [B, T, D] in the compute dtype, the
-        shard's own tokens of it."""
+        """Embeds int32 [B, T] -> [B, T, D] in the compute dtype; T / devices tokens under a shard.
+
+        Positions are int32 [B, T] or [T]; None is 0 to T - 1.
+        """
         table_VxD = self.tokens[...].astype(self.dtype)
         if shard.vocabulary:
             x_BxTxD = shard.reduce(vocabulary.lookup(table_VxD, tokens_BxT, shard.axis))
         else:
-            x_BxTxD = table_VxD[shard.own(tokens_BxT, axis=1)]
+            x_BxTxD = table_VxD[shard.slice(tokens_BxT, axis=1)]
         if self.learned:
             at = slice(tokens_BxT.shape[1]) if positions_BxT is None else positions_BxT
-            x_BxTxD += shard.own(self.positions[...].astype(self.dtype)[at], axis=-2)
+            x_BxTxD += shard.slice(self.positions[...].astype(self.dtype)[at], axis=-2)
         return x_BxTxD
 
 
 class Block(nnx.Module):
     """Pre-norm transformer block (arXiv 2005.14165, section 2.1).
 
-    The features of `qkv` are ordered [head, (query, key, value), head_dim], so that cutting the
-    projection by columns keeps heads whole.
+    The features of `qkv` are ordered [head, (query, key, value), head_dim], so that a column shard
+    of the projection holds whole heads.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        # Residual branches start small so that their sum over depth keeps its scale (GPT-2).
+        # Scaled down so that the variance of the residual stream does not grow with depth (GPT-2).
         residual = 1 / math.sqrt(2 * config.num_layers)
         self.norm1 = _norm(config, rngs)
         self.qkv = Linear(config, "qkv", gain=1.0, rngs=rngs)
@@ -84,20 +86,24 @@ class Block(nnx.Module):
         self.head_dim = config.d_model // config.num_heads
         self.rotary = config.positions == "rotary"
         self.activation = config.activation
-        # Keys and queries align while training, so their product grows as the width of a head, and
-        # not as its root: 1 / head_dim in place of 1 / sqrt(head_dim) (arXiv 2203.03466, 4.1).
+        # Keys and queries align in training, so their product grows with head_dim instead of its
+        # square root: scale by 1 / head_dim, not 1 / sqrt(head_dim) (arXiv 2203.03466, 4.1).
         self.query_scale = math.sqrt(SUPAR_HEAD / self.head_dim) if config.supar else 1.0
 
     def __call__(self, x_BxTxD, tables, shard=WHOLE, attend=causal_attention, positions_BxT=None):
-        """[B, T, D] -> [B, T, D], the shard's own tokens.
+        """Applies the block: [B, T, D] -> [B, T, D]; T / devices tokens under a shard.
 
-        `tables` maps a sparse projection to this layer's tables; `attend` is the attention of
-        queries, keys and values [B, T, H, D / H]; positions are 0 to T - 1 if not given.
+        Args:
+          x_BxTxD: residual stream.
+          tables: sparse projection -> tables of this layer.
+          shard: shard of the parameters and tables.
+          attend: attention over queries, keys and values [B, T, H, D / H].
+          positions_BxT: int32 positions of the tokens; None is 0 to T - 1.
         """
-        return self.halves(x_BxTxD, tables, shard, attend, positions_BxT)[1]
+        return self.residuals(x_BxTxD, tables, shard, attend, positions_BxT)[1]
 
-    def halves(self, x_BxTxD, tables, shard=WHOLE, attend=causal_attention, positions_BxT=None):
-        """The residual stream [B, T, D] after attention, and after the MLP."""
+    def residuals(self, x_BxTxD, tables, shard=WHOLE, attend=causal_attention, positions_BxT=None):
+        """Returns the residual stream [B, T, D] after attention, and after the MLP."""
         qkv = self.qkv(shard.gather(self.norm1(x_BxTxD)), tables.get("qkv"))
         B, T, _ = qkv.shape
         q, k, v = jnp.moveaxis(qkv.reshape(B, T, -1, 3, self.head_dim), 3, 0)
@@ -127,7 +133,7 @@ class Block(nnx.Module):
         return self.mlp_out(hidden, tables.get("mlp_out"), shard.reduce)
 
     def activate(self, hidden):
-        """The MLP's activation, elementwise."""
+        """Applies the activation of the MLP, elementwise."""
         return ACTIVATIONS[self.activation](hidden)
 
 
@@ -136,34 +142,34 @@ class Head(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.norm = _norm(config, rngs)
-        # What reads the residual stream at a constant initial variance sums over more of it in a
-        # wider model (arXiv 2203.03466, table 8).
+        # The output layer sums over d_model features whose scale does not shrink with width, so its
+        # multiplier is 1 / d_model (arXiv 2203.03466, table 8).
         self.scale = SUPAR_WIDTH / config.d_model if config.supar else 1.0
 
     def __call__(self, x_BxTxD):
-        """[B, T, D] -> [B, T, D], normalised; the output layer's multiplier is in it."""
+        """Normalises [B, T, D] -> [B, T, D] and applies the output layer's multiplier."""
         x_BxTxD = self.norm(x_BxTxD)
         return x_BxTxD if self.scale == 1 else x_BxTxD * self.scale
 
 
 def init(config: ModelConfig, key: jax.Array) -> dict:
-    """Draws the parameters, float32; see the module docstring for their structure."""
+    """Draws the parameters in float32; the module docstring shows their structure."""
     keys = init_keys(config, key)
     blocks = [
         jax.vmap(functools.partial(init_section, group.model, "block"))(
             keys["blocks"][group.layers.start : group.layers.stop]
         )
-        for group in groups(config)
+        for group in layer_groups(config)
     ]
     return {
         "embed": init_section(config, "embed", keys["embed"]),
-        "blocks": together(blocks),
+        "blocks": join_groups(blocks),
         "head": init_section(config, "head", keys["head"]),
     }
 
 
 def init_keys(config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
-    """The keys that `init` draws the sections with: one each, and [num_layers] for "blocks"."""
+    """Returns the random keys of the sections in `init`: one each, [num_layers] for "blocks"."""
     embed_key, blocks_key, head_key = jax.random.split(key, 3)
     blocks = jax.random.split(blocks_key, config.num_layers)
     return {"embed": embed_key, "blocks": blocks, "head": head_key}
@@ -178,10 +184,10 @@ def init_section(config: ModelConfig, section: str, key: jax.Array) -> dict:
 
 
 def layouts(config: ModelConfig) -> dict[str, list[BlockLayout]]:
-    """The initial layouts of the sparse projections, one a layer.
+    """Returns the initial layouts of each sparse projection, one for each layer.
 
     Raises:
-      UserError: if a projection has no such balanced layout.
+      UserError: a projection has no balanced layout of its density.
     """
     return {
         projection: [projection_layout(config, projection, i) for i in range(config.num_layers)]
@@ -190,53 +196,56 @@ def layouts(config: ModelConfig) -> dict[str, list[BlockLayout]]:
     }
 
 
-def refuse_layouts(config: ModelConfig) -> None:
-    """Raises UserError where `layouts` does, and makes those of one layer of each group alone."""
-    for group in groups(config):
+def check_layouts(config: ModelConfig) -> None:
+    """Raises UserError where `layouts` does, but builds only one layer of each group."""
+    for group in layer_groups(config):
         layouts(dataclasses.replace(group.model, num_layers=1))
 
 
 def layout_tables(layouts: dict[str, list[BlockLayout]]) -> Any:
-    """Numpy tables stacked over the layers of each group, which are neighbours that store equally
-    many blocks; in lines of equal length, as balanced layouts do."""
+    """Returns numpy tables stacked over the layers of each group.
+
+    A group is a run of layers with equal numbers of stored blocks.  The layouts of a group have
+    equal fans, as balanced layouts do.
+    """
     stored = zip(*([layout.nnz for layout in layers] for layers in layouts.values()))
     ends = itertools.accumulate(len(list(run)) for _, run in itertools.groupby(stored))
     runs = list(itertools.pairwise([0, *ends])) or [(0, 0)]
-    return together([_stacked_tables(layouts, start, stop) for start, stop in runs])
+    return join_groups([_stacked_tables(layouts, start, stop) for start, stop in runs])
 
 
 def _stacked_tables(layouts, start, stop):
     return {
-        name: LayoutTables(*map(np.stack, zip(*(one.tables() for one in layers[start:stop]))))
+        name: LayoutTables(*map(np.stack, zip(*(layout.tables() for layout in layers[start:stop]))))
         for name, layers in layouts.items()
     }
 
 
-def layouts_of(config: ModelConfig, tables: Any) -> dict[str, list[BlockLayout]]:
-    """The layouts, one a layer, that concrete tables of `layout_tables` describe."""
-    found: dict[str, list[BlockLayout]] = {}
-    for group in parts(tables):
+def layouts_from_tables(config: ModelConfig, tables: Any) -> dict[str, list[BlockLayout]]:
+    """Returns the layouts of each layer from concrete tables; inverse of `layout_tables`."""
+    layouts: dict[str, list[BlockLayout]] = {}
+    for group in split_groups(tables):
         for projection, stacked in group.items():
-            found.setdefault(projection, []).extend(
+            layouts.setdefault(projection, []).extend(
                 BlockLayout.from_tables(LayoutTables(*layer), config.linear(projection).block)
                 for layer in zip(*map(np.asarray, stacked))
             )
-    return found
+    return layouts
 
 
 def layers(blocks: Any, tables: Any) -> Iterator[tuple[dict, dict]]:
-    """(parameters, tables) of each layer, first to last, from what is stacked over them."""
-    for stacked in zip(parts(blocks), parts(tables), strict=True):
+    """Yields (parameters, tables) of each layer in order, from the stacked trees."""
+    for stacked in zip(split_groups(blocks), split_groups(tables), strict=True):
         for i in range(len(jax.tree.leaves(stacked[0])[0])):
             yield jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
 
 
 def stacked_layers(config: ModelConfig, trees: Sequence) -> Any:
-    """Numpy trees, one a layer, stacked as the config's blocks are."""
-    return together(
+    """Stacks numpy trees, one for each layer, like the blocks of the config."""
+    return join_groups(
         [
             jax.tree.map(lambda *leaves: np.stack(leaves), *trees[start:stop])
-            for start, stop in ((g.layers.start, g.layers.stop) for g in groups(config))
+            for start, stop in ((g.layers.start, g.layers.stop) for g in layer_groups(config))
         ]
     )
 
@@ -248,11 +257,17 @@ def embed(
     shard: Shard = WHOLE,
     positions_BxT: jax.Array | None = None,
 ) -> jax.Array:
-    """Section 0: int32 [B, T], at positions 0 to T - 1 if not given -> [B, T, D] in the compute
-    dtype; of a shard, its own tokens.
+    """First section: int32 [B, T] -> [B, T, D] in the compute dtype; T / devices under a shard.
+
+    Args:
+      config: the model.
+      params: of the section "embed".
+      tokens_BxT: token ids.
+      shard: shard of the parameters.
+      positions_BxT: int32 positions of the tokens; None is 0 to T - 1.
 
     Raises:
-      UserError: if T exceeds the learned positions.
+      UserError: T exceeds the learned positions.
     """
     if config.positions == "learned" and tokens_BxT.shape[1] > config.max_len:
         raise UserError(
@@ -272,16 +287,16 @@ def block(
     attend: Callable = causal_attention,
     positions_BxT: jax.Array | None = None,
 ) -> jax.Array:
-    """One middle section: [B, T, D] -> [B, T, D], with one layer's params and tables.
+    """Middle section: [B, T, D] -> [B, T, D], with the parameters and tables of one layer.
 
-    A shard has its own tokens of x, and its part of the params and tables; `attend` and positions
-    as `Block` takes them.
+    Under a shard, x has T / devices tokens, and params and tables are sharded.  See `Block` for
+    `attend` and `positions_BxT`.
     """
     return _apply(Block, config, params)(x_BxTxD, tables, shard, attend, positions_BxT)
 
 
 def bind_block(config: ModelConfig) -> Callable[[dict], Block]:
-    """One layer's params -> its Block module, to reach a part of it by name."""
+    """Returns a function from the parameters of one layer to its Block module."""
     return lambda params: nnx.merge(_graph(Block, config), params)
 
 
@@ -299,16 +314,17 @@ def head_loss(
     weights_BxT: jax.Array,
     shard: Shard = WHOLE,
 ) -> jax.Array:
-    """Last section: float32 sum of weights * negative log-likelihood, in nats; a shard's share.
+    """Last section: float32 sum of weights * negative log-likelihood, in nats.
 
-    Targets and weights are those of the whole sequence, x is the shard's own.
+    Under a shard, x has T / devices tokens, targets and weights have T, and the result is this
+    device's share of the sum.
     """
     x = head(config, params, x_BxTxD)
     axis = None
     if shard.vocabulary:
         x, axis = shard.gather(x), shard.axis
     else:
-        targets_BxT, weights_BxT = (shard.own(a, axis=1) for a in (targets_BxT, weights_BxT))
+        targets_BxT, weights_BxT = (shard.slice(a, axis=1) for a in (targets_BxT, weights_BxT))
     x_NxD = x.reshape(-1, x.shape[-1])
     embedding = embedding_VxD.astype(x.dtype)
     return cross_entropy.weighted_loss(
@@ -330,19 +346,31 @@ def head_scores(
     places_S: jax.Array,
     shard: Shard = WHOLE,
 ) -> tuple[jax.Array, jax.Array]:
-    """Last section at some places: float32 [S] negative log-likelihoods in nats, and bool [S]
-    whether each target is the likeliest token, on every member of a shard's group.
+    """Last section at some positions of the targets.
 
-    Targets are those of the whole sequence, x is the shard's own. Places are int32 indices into
-    the B * T targets; where the embedding is not cut, the group's members divide their number.
+    Under a shard, x has T / devices tokens, targets have T, and the results are replicated.
+
+    Args:
+      config: the model.
+      params: of the section "head".
+      embedding_VxD: output layer; sharded over V if `shard.vocabulary`.
+      x_BxTxD: output of the last block.
+      targets_BxT: int32 token ids.
+      places_S: int32 indices into the B * T targets.  Their number must be divisible by the devices
+        of the shard unless `shard.vocabulary`.
+      shard: shard of the parameters.
+
+    Returns:
+      (float32 [S] negative log-likelihoods in nats, bool [S] whether each target is the likeliest
+      token).
     """
     x = shard.gather(x_BxTxD)
-    own = places_S if shard.vocabulary else shard.own(places_S, axis=0)
-    x_SxD = head(config, params, x.reshape(-1, x.shape[-1])[own])
+    local = places_S if shard.vocabulary else shard.slice(places_S, axis=0)
+    x_SxD = head(config, params, x.reshape(-1, x.shape[-1])[local])
     losses, largest = cross_entropy.token_scores(
         x_SxD,
         embedding_VxD.astype(x.dtype),
-        targets_BxT.reshape(-1)[own],
+        targets_BxT.reshape(-1)[local],
         shard.axis if shard.vocabulary else None,
         config.vocab_size,
     )
@@ -352,7 +380,7 @@ def head_scores(
 
 
 def logits(config: ModelConfig, params: dict, x_BxTxD: jax.Array) -> jax.Array:
-    """Float32 [B, T, vocab] logits of the last block's output."""
+    """Returns float32 [B, T, vocab_size] logits from the output of the last block."""
     x = head(config, params["head"], x_BxTxD)
     embedding = params["embed"]["tokens"].astype(x.dtype)
     return jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=jnp.float32)
@@ -364,7 +392,7 @@ def _apply(section, config, params):
 
 @functools.cache
 def _graph(section, config):
-    """The section's structure without its arrays."""
+    """Returns the graph definition of a section, without arrays."""
     abstract = nnx.eval_shape(lambda: section(config, rngs=nnx.Rngs(0)))
     return nnx.split(abstract, nnx.Param)[0]
 

@@ -1,8 +1,8 @@
-"""Layers that store equally much, side by side: what executors stack and scan.
+"""Layer groups: consecutive layers of equal density, which executors stack and scan.
 
-Neighbouring layers of equal stored blocks form a group.  The parameters of all blocks, and the
-layout tables, are one tree stacked [layers of the group, ...] where there is one group, which is
-every model without `density_by_depth`, and else a tuple of such trees, first layers first.
+The parameters of all blocks, and the layout tables, are stacked over the layers of a group:
+[layers of the group, ...].  A model without `density_by_depth` has one group, and its tree is this
+stacked tree.  Otherwise the tree is a tuple of stacked trees, first group first.
 
 Pure Python: importing this module loads no jax.
 """
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 
 
-class Group(NamedTuple):
-    """Neighbouring layers that store equally much.
+class LayerGroup(NamedTuple):
+    """Consecutive layers with the same number of stored blocks.
 
     Attributes:
-      layers: their numbers, from 0.
-      model: the whole model if all its layers were as these; a model of one group.
+      layers: layer numbers, from 0.
+      model: the model with every layer at the density of this group, so it has one group.
     """
 
     layers: range
@@ -30,27 +30,26 @@ class Group(NamedTuple):
 
 
 @functools.cache
-def groups(model: ModelConfig) -> tuple[Group, ...]:
-    """The groups of a model, first layers first."""
+def layer_groups(model: ModelConfig) -> tuple[LayerGroup, ...]:
+    """Returns the groups of a model in order of depth."""
     if not model.density_by_depth:
-        return (Group(range(model.num_layers), model),)
-    found: list[Group] = []
+        return (LayerGroup(range(model.num_layers), model),)
+    result: list[LayerGroup] = []
     for _, run in itertools.groupby(range(model.num_layers), functools.partial(_stored, model)):
         layers = tuple(run)
-        alike = (model.density_by_depth[layers[0]],) * model.num_layers
-        own = dataclasses.replace(model, density_by_depth=alike)
-        found.append(Group(range(layers[0], layers[-1] + 1), own))
-    return tuple(found)
+        uniform = _uniform(model, model.density_by_depth[layers[0]])
+        result.append(LayerGroup(range(layers[0], layers[-1] + 1), uniform))
+    return tuple(result)
 
 
 @functools.cache
-def of_layer(model: ModelConfig, layer: int) -> int:
-    """The number of the group that a layer belongs to."""
-    return next(number for number, group in enumerate(groups(model)) if layer in group.layers)
+def group_index(model: ModelConfig, layer: int) -> int:
+    """Returns the index of the group of a layer."""
+    return next(number for number, group in enumerate(layer_groups(model)) if layer in group.layers)
 
 
 def layer_linear(model: ModelConfig, projection: str, layer: int) -> LinearSpec:
-    """The spec of one projection of one layer."""
+    """Returns the spec of one projection in one layer."""
     spec = model.linear(projection)
     if not model.density_by_depth or spec.kind == "dense":
         return spec
@@ -58,7 +57,7 @@ def layer_linear(model: ModelConfig, projection: str, layer: int) -> LinearSpec:
 
 
 def _stored(model, layer):
-    """What a layer stores of each sparse projection, in cells of its ring (see `patterns`)."""
+    """Returns the degree of each sparse projection of a layer, in ring cells (see `patterns`)."""
     cells = []
     for name in model.sparse_projections:
         spec = layer_linear(model, name, layer)
@@ -68,29 +67,31 @@ def _stored(model, layer):
 
 
 def mean_multiplier(model: ModelConfig) -> float:
-    """What multiplies the density of the model's specs on average over its layers."""
+    """Returns the mean over layers of `density_by_depth`; 1 for a model without it."""
     return sum(model.density_by_depth) / model.num_layers if model.density_by_depth else 1.0
 
 
-def widest(model: ModelConfig) -> ModelConfig:
-    """The model if all its layers were as those that store most."""
-    most = max(model.density_by_depth, default=1.0)
-    return dataclasses.replace(model, density_by_depth=(most,) * model.num_layers)
+def with_densest_layers(model: ModelConfig) -> ModelConfig:
+    """Returns the model with every layer at the density of its densest layer."""
+    return _uniform(model, max(model.density_by_depth, default=1.0))
 
 
-def parts(tree: Any) -> tuple:
-    """The groups' trees, of the parameters of all blocks or of layout tables."""
+def _uniform(model, multiplier):
+    return dataclasses.replace(model, density_by_depth=(multiplier,) * model.num_layers)
+
+
+def split_groups(tree: Any) -> tuple:
+    """Returns the stacked tree of each group of block parameters or of layout tables."""
     return tree if isinstance(tree, tuple) else (tree,)
 
 
-def together(trees: Sequence) -> Any:
-    """The inverse of `parts`."""
+def join_groups(trees: Sequence) -> Any:
+    """Inverse of `split_groups`."""
     return trees[0] if len(trees) == 1 else tuple(trees)
 
 
-def group_of(path: Sequence) -> int:
-    """The number of the group that a leaf belongs to, by its path (of `jax.tree_util`) in a tree
-    that holds parameters; 0 outside the blocks."""
+def group_index_of_path(path: Sequence) -> int:
+    """Returns the group index of a parameter by its `jax.tree_util` path; 0 outside blocks."""
     for key, after in itertools.pairwise(path):
         if getattr(key, "key", None) == "blocks":
             return getattr(after, "idx", 0)

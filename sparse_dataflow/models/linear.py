@@ -19,19 +19,19 @@ from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 from sparse_dataflow.sparsity.patterns import make_layout
 
 PROJECTION_OUTPUT = "projection_output"
-"""Name under which a remat policy may keep every projection's result."""
+"""Checkpoint name of every projection's output, for remat policies."""
 
 
 def projection_layout(config: ModelConfig, projection: str, layer: int) -> BlockLayout:
-    """The initial layout of one block-sparse projection of one layer.
+    """Returns the initial layout of one block-sparse projection of one layer.
 
     Raises:
-      UserError: if the spec has no balanced layout; the legal values are named.
+      UserError: the spec has no balanced layout; names the legal values.
     """
     spec = layer_linear(config, projection, layer)
-    phase = config.seed + layer * len(PROJECTIONS) + PROJECTIONS.index(projection)
+    offset = config.seed + layer * len(PROJECTIONS) + PROJECTIONS.index(projection)
     in_features, out_features = config.projection_shape(projection)
-    return make_layout(spec.pattern, in_features, out_features, spec.block, spec.density, phase)
+    return make_layout(spec.pattern, in_features, out_features, spec.block, spec.density, offset)
 
 
 @functools.partial(
@@ -39,13 +39,13 @@ def projection_layout(config: ModelConfig, projection: str, layer: int) -> Block
 )
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """Tables of a projection whose dense gradient is asked for, block by block.
+    """Layout tables of a projection, plus an input whose gradient is the dense block norms.
 
     Attributes:
-      tables: the layout's.
-      norms: float32 [in_blocks, out_blocks]; enters no result, and its "gradient" is the Euclidean
-        norm of every block of xᵀ dy, the gradient that the weight would have if it were dense.
-      axes: of `shard_map`, over which the rows of x are dealt out.
+      tables: tables of the layout.
+      norms: float32 [in_blocks, out_blocks].  No result depends on it.  Its custom "gradient" is
+        the Euclidean norm of every block of xᵀ dy, the gradient of the weight if it were dense.
+      axes: `shard_map` axes over which the rows of x are sharded.
     """
 
     tables: LayoutTables
@@ -54,16 +54,17 @@ class Probe:
 
 
 class Linear(nnx.Module):
-    """y = x W + b, with W stored as the config's LinearSpec of this projection says.
+    """y = x W + b, where the LinearSpec of this projection says how W is stored.
 
     Parameters, all float32:
       kernel [in, out] (dense), or values [nnz, block, block] (block-sparse; see BlockLayout);
       bias [out]; and, with rank r > 0, a_kernel [in, r], b_kernel [r, out] and gate [] of the
-      gated low-rank term (arXiv 2112.00029, section 3.3), whose gate starts at 1 and b_kernel at 0.
+      gated low-rank term (arXiv 2112.00029, section 3.3).  The gate starts at 1, b_kernel at 0.
 
-    With `hadamard` the stored blocks read its transform of x, and the low-rank term x itself.
+    With `hadamard`, the stored blocks multiply the Walsh-Hadamard transform of x; the low-rank term
+    multiplies x itself.
 
-    Weights are drawn normal with variance gain² / (inputs that one output reads as stored).
+    Weights are drawn normal with variance gain² / (stored inputs of one output).
     """
 
     def __init__(self, config: ModelConfig, projection: str, *, gain: float, rngs: nnx.Rngs):
@@ -71,12 +72,12 @@ class Linear(nnx.Module):
         in_features, out_features = config.projection_shape(projection)
         self.sparse = spec.kind == "block_sparse"
         shape: tuple[int, ...] = (in_features, out_features)
-        reads: float = in_features
+        fan_in: float = in_features
         if self.sparse:
             layout = projection_layout(config, projection, layer=0)
             shape = (layout.nnz, layout.block, layout.block)
-            reads = in_features * layout.density
-        weight = nnx.Param(_normal(rngs, shape, gain / math.sqrt(reads)))
+            fan_in = in_features * layout.density
+        weight = nnx.Param(_normal(rngs, shape, gain / math.sqrt(fan_in)))
         if self.sparse:
             self.values = weight
         else:
@@ -96,40 +97,40 @@ class Linear(nnx.Module):
         tables: LayoutTables | Probe | None,
         reduce: Callable[[jax.Array], jax.Array] = lambda y: y,
     ) -> jax.Array:
-        """[..., in] -> [..., out] in x's dtype.
+        """Applies the layer: [..., in] -> [..., out], in the dtype of x.
 
         Args:
-          x: the input, or the features of it that this part of the weight reads.
-          tables: this layer's where it is sparse.
-          reduce: sums the products of the parts of a weight that is cut by rows.
+          x: the input, or its features for this shard of a row-parallel weight.
+          tables: layout tables of this layer; None for a dense weight.
+          reduce: sums the partial products of a row-parallel weight over its shards.
         """
-        own = self.cast(x.dtype)
-        read = hadamard(x, self.hadamard) if self.hadamard else x
+        params = self.cast(x.dtype)
+        mixed = hadamard(x, self.hadamard) if self.hadamard else x
         if isinstance(tables, Probe):
-            y = block_sparse_matmul(read, own["values"], tables.tables)
-            y = _with_gradient_norms(y, read, tables.norms, tables.axes)
+            y = block_sparse_matmul(mixed, params["values"], tables.tables)
+            y = _with_gradient_norms(y, mixed, tables.norms, tables.axes)
         elif self.sparse and tables is not None:
-            y = block_sparse_matmul(read, own["values"], tables)
+            y = block_sparse_matmul(mixed, params["values"], tables)
         else:
-            y = _matmul(x, own["kernel"])
+            y = _matmul(x, params["kernel"])
         if self.rank:
-            y += own["gate"] * _matmul(_matmul(x, own["a_kernel"]), own["b_kernel"])
-        return checkpoint_name(reduce(y) + own["bias"], PROJECTION_OUTPUT)
+            y += params["gate"] * _matmul(_matmul(x, params["a_kernel"]), params["b_kernel"])
+        return checkpoint_name(reduce(y) + params["bias"], PROJECTION_OUTPUT)
 
     @property
     def plain_sparse(self) -> bool:
-        """Block-sparse and nothing besides."""
+        """Whether the weight is block-sparse without a low-rank term or Hadamard transform."""
         return self.sparse and not self.rank and not self.hadamard
 
     def cast(self, dtype: jnp.dtype) -> dict[str, jax.Array]:
-        """The parameters by name, in the compute dtype."""
+        """Returns the parameters by name, cast to `dtype`."""
         params = nnx.to_pure_dict(nnx.state(self, nnx.Param))
         return {name: leaf.astype(dtype) for name, leaf in params.items()}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _with_gradient_norms(y, x, norms, axes):
-    """`y`; see `Probe`."""
+    """Returns `y`; see `Probe` for the gradient of `norms`."""
     return y
 
 
@@ -150,20 +151,20 @@ def _probe_backward(axes, saved, dy):
         gradient = lax.psum(gradient, axes)
     in_blocks, out_blocks = norms.shape
     blocks = gradient.reshape(in_blocks, len(gradient) // in_blocks, out_blocks, -1)
-    found = jnp.sqrt(jnp.sum(jnp.square(blocks), axis=(1, 3)))
-    return dy, jnp.zeros_like(x), found.astype(norms.dtype)
+    block_norms = jnp.sqrt(jnp.sum(jnp.square(blocks), axis=(1, 3)))
+    return dy, jnp.zeros_like(x), block_norms.astype(norms.dtype)
 
 
 _with_gradient_norms.defvjp(_probe_forward, _probe_backward)
 
 
 def _matmul(x, kernel):
-    """x @ kernel over flattened tokens: a gradient that contracts two axes is slower on a CPU."""
+    """x @ kernel over flattened tokens, because contracting two axes is slower on a CPU."""
     return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], -1)
 
 
 def _normal(rngs, shape, scale):
-    # Drawn as rows, which are the same numbers: LLVM takes ten times as long over loops that are as
-    # short as a small block's side.
+    # Drawn as rows, which gives the same numbers: short inner loops over a small block compile to
+    # slow code on a CPU.
     rows = (shape[0], math.prod(shape[1:]))
     return (jax.random.normal(rngs.params(), rows, jnp.float32) * scale).reshape(shape)

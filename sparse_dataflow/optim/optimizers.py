@@ -11,7 +11,7 @@ import optax
 
 from sparse_dataflow.config.model import SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.models.groups import group_of, groups
+from sparse_dataflow.models.groups import group_index_of_path, layer_groups
 
 B1, B2, EPS = 0.9, 0.95, 1e-8
 """Adam's decay of the moments, as GPT-3 (arXiv 2005.14165, appendix B), and its epsilon.
@@ -131,7 +131,7 @@ def learning_rate_multipliers(model: ModelConfig, training: TrainingConfig, para
         name = path[-1].key
         if name not in ("kernel", "values", "a_kernel", "b_kernel"):
             return training.vector_rate
-        spec = groups(model)[group_of(path)].model.linear(path[-2].key)
+        spec = layer_groups(model)[group_index_of_path(path)].model.linear(path[-2].key)
         density = spec.density if spec.kind == "block_sparse" else 1.0
         rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
         if spec.turned_dense:

@@ -8,7 +8,7 @@ from jax import lax
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.models.groups import parts, together
+from sparse_dataflow.models.groups import join_groups, split_groups
 from sparse_dataflow.models.linear import Probe
 from sparse_dataflow.parallel import whole
 
@@ -46,7 +46,7 @@ def block_gradient_norms(
             )
             for name, table in group.items()
         }
-        for group in parts(tables)
+        for group in split_groups(tables)
     ]
     shares = math.prod(lax.axis_size(axis) for axis in axes)
     weights = jnp.full(tokens[:, 1:].shape, 1 / (shares * tokens[:, 1:].size), jnp.float32)
@@ -54,9 +54,9 @@ def block_gradient_norms(
     def loss(norms):
         probes = [
             {name: Probe(table, own[name], axes) for name, table in group.items()}
-            for group, own in zip(parts(tables), norms, strict=True)
+            for group, own in zip(split_groups(tables), norms, strict=True)
         ]
-        return whole.loss(model, params, together(probes), tokens, weights, member)
+        return whole.loss(model, params, join_groups(probes), tokens, weights, member)
 
     found = jax.grad(loss)(zeros)
     return {name: jnp.concatenate([own[name] for own in found]) for name in found[0]}

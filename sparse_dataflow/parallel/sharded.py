@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import group_of, parts, together
+from sparse_dataflow.models.groups import group_index_of_path, join_groups, split_groups
 from sparse_dataflow.models.shard import Shard
 from sparse_dataflow.optim.optimizers import adam
 from sparse_dataflow.parallel import cuts, sharding, whole
@@ -51,7 +51,7 @@ class Sharded:
         sharding.refuse_unfit(
             self.mesh, model, training.batch, training.micro_batches, training.sequence
         )
-        for group in parts(gpt.layout_tables(gpt.layouts(model))):
+        for group in split_groups(gpt.layout_tables(gpt.layouts(model))):
             cuts.cut(group, self._tensor, changing=False)
 
     def loss(self, model, params, tables, tokens, weights):
@@ -104,14 +104,16 @@ class Sharded:
             return block_gradient_norms(model, params, own_tables(tables), tokens, member, axes)
 
         column, row = P(None, None, "tensor"), P(None, "tensor")
-        found = {name: column if name in COLUMN_PARALLEL else row for name in parts(tables)[0]}
+        found = {
+            name: column if name in COLUMN_PARALLEL else row for name in split_groups(tables)[0]
+        }
         return self._over_mesh(local, tables, (kept, P(axes or None)), found)(params, tokens)
 
     def _member(self, model, params):
         """(member, specs of the params, specs of the gradients)."""
         kept = sharding.specs(params, self.mesh, self.zero >= sharding.ZERO["params"])
         wanted = sharding.specs(params, self.mesh, self.zero >= sharding.ZERO["gradients"])
-        specs = {name: parts(section) for name, section in kept.items()}
+        specs = {name: split_groups(section) for name, section in kept.items()}
         specs["blocks"] = tuple(map(sharding.of_layer, specs["blocks"]))
         cut = self._tensor > 1
         member = whole.Member(
@@ -204,14 +206,14 @@ class Sharded:
         """The state with the blocks of row-parallel projections in another order, laid out."""
         orders: dict[tuple[int, str], np.ndarray] = {}
         if self._tensor > 1:
-            for group, tables in enumerate(parts(state.tables)):
+            for group, tables in enumerate(split_groups(state.tables)):
                 found = cuts.cut(tables, self._tensor, changing=False)
                 orders |= {(group, n): c.order for n, c in found.items() if c.order is not None}
         arrays = state._replace(tables=())
 
         def one(path, leaf, target):
             *_, module, name = ["", "", *(getattr(key, "key", "") for key in path)]
-            where = group_of(path), module
+            where = group_index_of_path(path), module
             if where in orders and name == "values":
                 return _taken(target)(laid_out(leaf, target), turned(orders[where]))
             return laid_out(leaf, target)
@@ -229,8 +231,8 @@ class Sharded:
     def _cut_tables(self, tables, changing):
         if self._tensor == 1 and not changing:
             return ()
-        found = [cuts.cut(group, self._tensor, changing) for group in parts(tables)]
-        return together([{name: cut.tables for name, cut in group.items()} for group in found])
+        found = [cuts.cut(group, self._tensor, changing) for group in split_groups(tables)]
+        return join_groups([{name: cut.tables for name, cut in group.items()} for group in found])
 
     def arrays(self, state, tables, changing, batch):
         """See `Executor`."""

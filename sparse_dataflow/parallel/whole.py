@@ -12,7 +12,7 @@ from jax import lax
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import parts
+from sparse_dataflow.models.groups import split_groups
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT
 from sparse_dataflow.models.shard import WHOLE, Shard
 
@@ -102,7 +102,7 @@ def apply_blocks(
     so and else scanned, group by group, so that compile time does not depend on depth.
     """
     unrolled = unrolls(config, tables)
-    for group, stacked in enumerate(zip(parts(params), parts(tables), strict=True)):
+    for group, stacked in enumerate(zip(split_groups(params), split_groups(tables), strict=True)):
         one = _layer(config, member, group)
         if unrolled:
             own_params, own_tables = stacked

@@ -1,9 +1,9 @@
-"""Seconds of collectives by the alpha-beta model over islands of fast links.
+"""Time of collectives: alpha-beta model over islands of fast links.
 
-Over g chips (g - 1) / g of the gathered bytes move through each chip, in log2 g hops (recursive
-doubling; Thakur, Rabenseifner and Gropp 2005, section 4).  Over several islands it is hierarchical:
-each chip first meets those of its island, then crosses with its share of the bytes.  All functions
-take numpy arrays and broadcast.
+Over g chips, (g - 1) / g of the gathered bytes pass through each chip, in log2 g hops (recursive
+doubling; Thakur, Rabenseifner and Gropp 2005, section 4).  Over several islands the collective is
+hierarchical: first within each island, then between islands with each chip's share of the bytes.
+All functions broadcast over numpy arrays.
 """
 
 import numpy as np
@@ -13,15 +13,15 @@ from sparse_dataflow.planning.efficiency import Efficiency
 
 
 def gather_seconds(size, chips, near, network: Network, efficiency: Efficiency, axes=1):
-    """Seconds to gather `size` bytes on every chip of a group, or to reduce and scatter them.
+    """Returns the seconds of an all-gather or reduce-scatter of `size` bytes.
 
     Args:
-      size: bytes of the gathered array.
-      chips: in the group.
-      near: those of the group that share an island; chips / near islands take part.
-      network: the links.
-      efficiency: the fractions of the links' rates that are reached.
-      axes: of a torus over which the group lies.
+      size: bytes of the whole array.
+      chips: chips in the group.
+      near: chips of the group in one island; the group spans chips / near islands.
+      network: links of the chips.
+      efficiency: constants of the chip family.
+      axes: torus axes that the group spans.
     """
     near = np.minimum(near, chips)
     islands = chips / near
@@ -35,12 +35,12 @@ def gather_seconds(size, chips, near, network: Network, efficiency: Efficiency, 
 
 
 def reduce_seconds(size, chips, near, network: Network, efficiency: Efficiency, axes=1):
-    """Seconds of an all-reduce of `size` bytes: a reduce-scatter, then a gather."""
+    """Returns the seconds of an all-reduce of `size` bytes: reduce-scatter, then all-gather."""
     return 2 * gather_seconds(size, chips, near, network, efficiency, axes)
 
 
 def send_seconds(size, near, network: Network, efficiency: Efficiency):
-    """Seconds to send `size` bytes to a neighbour, in the same island where `near` is true."""
+    """Returns the seconds to send `size` bytes to a chip, which is in the same island if `near`."""
     fast = size / (network.fast * efficiency.fast_link) + network.fast_latency
     slow = size / (network.slow * efficiency.slow_link) + network.slow_latency
     return np.where(near, fast, slow)

@@ -1,16 +1,16 @@
 """FLOPs of a training step by section, the FLOP ceiling of sparsity, and MFU.
 
-Counting rules, the same everywhere in the project:
+Counting rules of the project:
 
-- A product of [m, k] and [k, n] is 2 m k n FLOPs.  The backward pass is twice the forward pass.
-- A block-sparse projection counts its stored blocks only; a low-rank term `x A B` and a Hadamard
-  transform, as the two products that it is applied as, count in the projection they belong to.
-- Embedding look-ups, norms, biases, GELU, softmax and the optimizer count as 0: they are bound by
-  memory, and MFU is about the matrix units.
-- Attention is Q Kᵀ and A V.  *Model* FLOPs count the causal half of it (what the mathematics
-  needs; PaLM, arXiv 2204.02311, appendix B, counts the whole square).
-- What rematerialisation computes again is kept apart: it is in the *hardware* FLOPs, never in the
-  *model* FLOPs that MFU is made of (arXiv 2205.05198, section 6.2).
+- A product of [m, k] and [k, n] has 2 m k n FLOPs.  The backward pass has twice the forward FLOPs.
+- A block-sparse projection counts its stored blocks.  Its low-rank term `x A B`, and its Hadamard
+  transform as two products, count in the projection.
+- Embedding lookups, norms, biases, GELU, softmax and the optimizer count as 0, because they are
+  memory-bound and MFU measures the matrix units.
+- Attention is Q Kᵀ and A V.  *Model* FLOPs count its causal half (PaLM, arXiv 2204.02311, appendix
+  B, counts the whole square).
+- Rematerialised FLOPs are *hardware* FLOPs, not *model* FLOPs, and MFU uses model FLOPs (arXiv
+  2205.05198, section 6.2).
 
 Pure Python: importing this module loads no jax.
 """
@@ -29,17 +29,17 @@ BACKWARD_PER_FORWARD = 2
 
 @dataclasses.dataclass(frozen=True)
 class SectionFlops:
-    """FLOPs a token, by section, summed over all layers.
+    """FLOPs per token by section, summed over layers.
 
     Attributes:
-      embed: 0, a look-up.
-      qkv: the query, key and value projection.
+      embed: 0, a lookup.
+      qkv: query, key and value projection.
       attention: Q Kᵀ and A V.
-      attn_out: the projection behind attention.
-      mlp_in: the MLP's first projection.
-      mlp_out: the MLP's second projection.
-      head: the logits.
-      recompute: what remat computes a second time; not part of `total`.
+      attn_out: output projection of attention.
+      mlp_in: first projection of the MLP.
+      mlp_out: second projection of the MLP.
+      head: logits.
+      recompute: rematerialised FLOPs; not part of `total`.
     """
 
     embed: float
@@ -53,24 +53,24 @@ class SectionFlops:
 
     @property
     def sections(self) -> dict[str, float]:
-        """Section name -> model FLOPs a token, in the order of execution."""
+        """Section name -> model FLOPs per token, in the order of execution."""
         fields = dataclasses.asdict(self)
         del fields["recompute"]
         return fields
 
     @property
     def total(self) -> float:
-        """Model FLOPs a token: the sum of the sections, without recompute."""
+        """Model FLOPs per token: sum of the sections, without recompute."""
         return sum(self.sections.values())
 
     @property
     def hardware_total(self) -> float:
-        """FLOPs a token that the chip executes: `total` and what remat recomputes."""
+        """Executed FLOPs per token: `total` plus `recompute`."""
         return self.total + self.recompute
 
     @property
     def projections(self) -> float:
-        """FLOPs a token of the four projections, which sparsity can reduce."""
+        """FLOPs per token of the four projections, which sparsity can reduce."""
         return sum(self.sections[name] for name in PROJECTIONS)
 
     @property
@@ -82,27 +82,26 @@ class SectionFlops:
 def stored_fractions(
     config: ModelConfig, stored_density: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """Projection name -> fraction of its weight that is stored, in (0, 1].
+    """Returns projection name -> stored fraction of its weight, in (0, 1].
 
     Args:
       config: the model.
-      stored_density: what the real layouts store (stored blocks / all blocks), for some or all
-        projections.  Others take the density that their spec asks for, the mean over layers, 1
-        where dense.
+      stored_density: measured densities (stored blocks / all blocks) of some or all projections.
+        The others have the density of their spec, averaged over layers, or 1 if dense.
 
     Raises:
-      UserError: an unknown projection or a fraction outside (0, 1].
+      UserError: a projection is unknown, or a fraction is not in (0, 1].
     """
-    given = dict(stored_density or {})
-    for name, fraction in given.items():
+    measured = dict(stored_density or {})
+    for name, fraction in measured.items():
         if name not in PROJECTIONS:
             raise UserError(f"projection {name!r} is unknown; legal: {', '.join(PROJECTIONS)}.")
         if not 0 < fraction <= 1:
             raise UserError(f"stored density {fraction} of {name} is not in (0, 1].")
     specs = {name: config.linear(name) for name in PROJECTIONS}
     mean = mean_multiplier(config)
-    asked = {n: s.density * mean if s.kind == "block_sparse" else 1.0 for n, s in specs.items()}
-    return {**asked, **given}
+    planned = {n: s.density * mean if s.kind == "block_sparse" else 1.0 for n, s in specs.items()}
+    return {**planned, **measured}
 
 
 def flops_per_token(
@@ -113,25 +112,23 @@ def flops_per_token(
     causal_half: bool = True,
     training: bool = True,
 ) -> SectionFlops:
-    """FLOPs a token of a training step, or of a forward pass.
+    """Returns the FLOPs per token of a training step or forward pass.
 
     Args:
-      config: the model; `config.remat` decides `recompute`.  Remat "full" computes a block's
-        forward again but for `mlp_out`, whose output the backward pass does not read; "dots"
-        keeps the projections' outputs and computes attention again.
-      sequence: tokens a sequence; attention reads `sequence` keys, or half as many on average
-        where causal.
+      config: the model; `config.remat` determines `recompute`.  Remat "full" recomputes a block's
+        forward pass except `mlp_out`, whose output the backward pass does not read; "dots" keeps
+        the projection outputs and recomputes attention.
+      sequence: tokens per sequence.
       stored_density: see `stored_fractions`.
-      causal_half: count attention at half its square (what causality needs).  False counts the
-        whole square, as an implementation that masks executes it.
-      training: forward and backward (three forwards); False for the forward pass alone, as in
-        evaluation.
+      causal_half: whether to count the causal half of attention.  False counts the whole square,
+        which masked attention executes.
+      training: whether to count forward and backward pass; False counts the forward pass.
 
     Raises:
-      UserError: `sequence` below 1, or an illegal `stored_density`.
+      UserError: `sequence` is below 1, or `stored_density` is not legal.
     """
     if sequence < 1:
-        raise UserError(f"sequence {sequence} must be at least 1 token.")
+        raise UserError(f"sequence is {sequence} tokens; legal: 1 or more.")
     fractions = stored_fractions(config, stored_density)
     layers = config.num_layers
     forward = {}
@@ -158,32 +155,32 @@ def flops_per_token(
     )
 
 
-def training_flops(parts: Iterable[tuple[ModelConfig, int]], sequence: int) -> float:
-    """Model FLOPs of a training whose model changes on the way.
+def training_flops(phases: Iterable[tuple[ModelConfig, int]], sequence: int) -> float:
+    """Returns the model FLOPs of a training run with several phases.
 
     Args:
-      parts: (model, tokens that it is trained on), in any order.
-      sequence: tokens a sequence.
+      phases: (model, training tokens) of each phase.
+      sequence: tokens per sequence.
 
     Raises:
-      UserError: as `flops_per_token`.
+      UserError: see `flops_per_token`.
     """
-    return sum(tokens * flops_per_token(model, sequence).total for model, tokens in parts)
+    return sum(tokens * flops_per_token(model, sequence).total for model, tokens in phases)
 
 
 def gradient_norms_flops(config: ModelConfig, tokens: int, sequence: int) -> float:
-    """FLOPs of the dense gradient's block norms over some tokens.
+    """Returns the FLOPs of the block norms of the dense gradient over `tokens` tokens.
 
-    A forward pass, a backward pass without weight gradients, and xᵀ dy whole for every
-    block-sparse projection; a low-rank term's share of the backward is counted as one forward.
+    The sum of a forward pass, a backward pass without weight gradients, and the dense xᵀ dy of
+    every block-sparse projection.
 
     Raises:
-      UserError: as `flops_per_token`.
+      UserError: see `flops_per_token`.
     """
     forward = flops_per_token(config, sequence, training=False)
     sides = [config.projection_shape(name) for name in config.sparse_projections]
     dense = 2.0 * config.num_layers * sum(fan_in * fan_out for fan_in, fan_out in sides)
-    # The backward of attention is two products for each of the forward's.
+    # Attention has two backward products for each forward product.
     return tokens * (2 * forward.total + forward.attention + dense)
 
 
@@ -194,18 +191,17 @@ def flop_ceiling(
     *,
     causal_half: bool = False,
 ) -> float:
-    """Model FLOPs of the dense twin over those of `config`: the most that sparsity can speed up.
+    """Returns the FLOP ceiling: model FLOPs of the dense twin over those of `config`.
 
-    Attention is counted whole by default, because the ceiling is set beside measured speed-ups and
-    masked attention executes the whole square; with 50,257 tokens of vocabulary and a sequence of
-    2048 this gives the 13B's 5.13x at 87.5% sparsity (5.89x with `causal_half`).  It is the lower,
-    and so the more modest, of the two conventions.
+    By default the whole square of attention counts, because the ceiling is compared with measured
+    speed-ups, and masked attention executes the whole square.  This is the lower of the two
+    conventions: the 13B at 87.5% sparsity has 5.13x (5.89x with `causal_half`).
 
     Returns:
-      A ratio; 1 for a dense model, at most 1 / the lowest stored density.
+      Ratio from 1 (dense) to 1 / the lowest stored density.
 
     Raises:
-      UserError: as `flops_per_token`.
+      UserError: see `flops_per_token`.
     """
     dense = dataclasses.replace(config, linears={})
     sparse_flops = flops_per_token(config, sequence, stored_density, causal_half=causal_half)
@@ -218,19 +214,19 @@ def decoding_bytes(
     cached: int,
     stored_density: Mapping[str, float] | None = None,
 ) -> float:
-    """Bytes that one more token of every row reads: each weight once, and the caches.
+    """Returns the bytes that a decoding step reads: each weight once, and the KV caches.
 
-    Weights and caches have the compute dtype's size.  The tied vocabulary is read whole, dense; of
-    the positions, and where tokens are looked up, single rows, which count as 0.
+    Weights and caches have the compute dtype.  The tied embedding is read once, as the output
+    layer; lookups count as 0.
 
     Args:
       config: the model.
       batch: rows.
-      cached: tokens before it in each row.
+      cached: cached tokens of each row.
       stored_density: see `stored_fractions`.
 
     Raises:
-      UserError: as `stored_fractions`.
+      UserError: see `stored_fractions`.
     """
     fractions = stored_fractions(config, stored_density)
     weights: float = config.vocab_size * config.d_model
@@ -246,21 +242,20 @@ def decoding_bytes(
 def mfu(
     flops_per_token: float, tokens_per_second: float, chip: Chip, dtype: str, chips: int = 1
 ) -> float | None:
-    """Model FLOPs utilisation: the fraction of the chips' peak rate that model FLOPs use.
+    """Returns the model FLOPs utilisation: model FLOP/s as a fraction of the peak rate.
 
-    For a sparse model pass its own (stored) FLOPs, so that MFU says how well the chip is used and
-    not how much work sparsity saved.  On a CPU the peak is itself measured (the best of several
-    large products), so a step that beats it may show slightly above 1.
+    Pass the stored FLOPs of a sparse model, so that MFU measures the use of the chip.  The peak of
+    a CPU is measured with large products, so MFU can slightly exceed 1 there.
 
     Args:
       flops_per_token: `flops_per_token(...).total`.
       tokens_per_second: over all chips.
       chip: from `hardware.detect()` or `hardware.CHIPS`.
-      dtype: of the products' operands, "bfloat16" or "float32".
-      chips: how many chips shared the work.
+      dtype: dtype of the operands, "bfloat16" or "float32".
+      chips: number of chips.
 
     Returns:
-      A fraction, or None where the chip's peak for this dtype is not known.
+      A fraction, or None if the peak for this dtype is unknown.
     """
     peak = chip.peak(dtype)
     if peak is None:

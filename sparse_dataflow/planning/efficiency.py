@@ -1,7 +1,7 @@
-"""What fraction of its data-sheet rates each chip family reaches: one small frozen record each.
+"""Efficiency constants of each chip family: fractions of data-sheet rates that training reaches.
 
-The numbers of EFFICIENCIES are fitted by `python -m experiments.planner_truth --fit` to the rows of
-`published/` that are marked "fit"; no row marked "test" enters.  A test fails where they drift.
+`python -m experiments.planner_truth --fit` fits EFFICIENCIES to the rows of `published/` marked
+"fit", without those marked "test".  A test compares the constants with a new fit.
 """
 
 import dataclasses
@@ -9,23 +9,23 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
-    """Measured constants of one chip family.
+    """Fitted constants of one chip family.
 
     Attributes:
-      matmul: fraction of the peak rate that very large dense products reach.
-      half_width: output or input features a chip at which a product reaches half of that.
-      attention: fraction of the peak rate that fused attention reaches.
-      bandwidth: fraction of the memory bandwidth that element-wise passes reach.
-      fast_link: fraction of the island's link rate that collectives reach.
-      slow_link: the same between islands.
-      overlap: fraction of a collective of weights or gradients that may hide behind computation,
-        and of that computation that it may hide behind.
-      tensor_overlap: fraction of the collectives within layers that hides behind products.
-      waits: fraction by which a step grows with each doubling of the islands: all wait for the
-        slowest, and the network between them is shared.
-      pass_seconds: fixed seconds of one block's pass over one micro-batch: launches, waits.
-      half_block: side of a sparse block at which a block-sparse product reaches half of the rate
-        of the dense one; 98.6% at 128 on an A100 (stk README) makes it 1.8.
+      matmul: fraction of the peak rate of very large dense products.
+      half_width: input or output features per chip at which a product has half of that rate.
+      attention: fraction of the peak rate of fused attention.
+      bandwidth: fraction of the memory bandwidth of element-wise passes.
+      fast_link: fraction of the link rate of collectives within an island.
+      slow_link: fraction of the link rate of collectives between islands.
+      overlap: fraction of weight and gradient collectives that can overlap with computation, and
+        fraction of the computation that can overlap with them.
+      tensor_overlap: fraction of the collectives within layers that overlaps with products.
+      waits: relative growth of the step time with each doubling of the islands, because of
+        stragglers and shared links.
+      pass_seconds: overhead of one pass of a block over one micro-batch, in seconds.
+      half_block: side of a block at which a block-sparse product has half the rate of a dense one.
+        98.6% at 128 on an A100 (stk README) gives 1.8.
     """
 
     matmul: float
@@ -53,7 +53,7 @@ PRIOR = Efficiency(
     waits=0.005,
     pass_seconds=3e-5,
 )
-"""Where a fit starts, and what a family without published rows has."""
+"""Starting point of every fit, and the constants of families without published rows."""
 
 EFFICIENCIES: dict[str, Efficiency] = {
     "ampere": Efficiency(
@@ -141,8 +141,7 @@ EFFICIENCIES: dict[str, Efficiency] = {
         pass_seconds=3.05e-05,
     ),
 }
-"""Chip family -> its constants."""
+"""Chip family -> constants."""
 
-# No public table of the B200 has a layout beside each figure: it is taken to use as much of its
-# rates as the H100 does.
+# No public table of the B200 has a parallel plan for each figure, so it gets the H100's constants.
 EFFICIENCIES["blackwell"] = EFFICIENCIES["hopper"]

@@ -1,4 +1,4 @@
-"""Fits a chip family's constants to published step times, and says how far predictions are off."""
+"""Fits the constants of chip families to published step times, and reports prediction errors."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planning import published
 from sparse_dataflow.planning.efficiency import PRIOR, Efficiency
 from sparse_dataflow.planning.published import Row, Scaling
-from sparse_dataflow.planning.run_layout import RunLayout
+from sparse_dataflow.planning.run_layout import ParallelPlan
 from sparse_dataflow.planning.step_time import step_time
 
-# name -> (lowest, highest, spread of the prior in units of the logarithm or logit).
+# Name -> (minimum, maximum, standard deviation of the prior in logits).
 RANGES = {
     "matmul": (0.3, 0.98, 0.5),
     "half_width": (1.0, 2000.0, 1.0),
@@ -29,41 +29,42 @@ RANGES = {
     "pass_seconds": (0.0, 1e-3, 1.0),
 }
 NOISE = 0.03
-"""Standard deviation that a published step time is taken to have."""
+"""Assumed relative standard deviation of published step times."""
 
 
 def fit(rows: Sequence[Row], start: Efficiency = PRIOR) -> Efficiency:
-    """The constants under which `rows` are likeliest: least squares of the logarithm of seconds.
+    """Fits constants to rows by least squares in log seconds.
 
-    Each constant has a prior around `start`, so that what the rows say nothing of stays there.
+    Each constant has a prior around `start`, so constants that the rows do not determine stay
+    there.
     """
     names = list(RANGES)
     low, high, spread = np.array([RANGES[name] for name in names]).T
     centre = _logit(np.array([getattr(start, name) for name in names]), low, high)
 
     def residuals(point):
-        found = _at(start, names, point, low, high)
-        errors = [np.log(predicted(row, found) / row.seconds) / NOISE for row in rows]
+        constants = _at(start, names, point, low, high)
+        errors = [np.log(predict_seconds(row, constants) / row.seconds) / NOISE for row in rows]
         return np.concatenate([errors, (point - centre) / spread])
 
     solution = optimize.least_squares(residuals, centre).x
     return _at(start, names, solution, low, high)
 
 
-def predicted(row: Row, efficiency: Efficiency) -> float:
-    """Seconds of a step of the row's run."""
-    time = step_time(row.config, row.sequence, row.layout, row.chip, efficiency)
+def predict_seconds(row: Row, efficiency: Efficiency) -> float:
+    """Predicts the seconds per step of a published run."""
+    time = step_time(row.config, row.sequence, row.plan, row.chip, efficiency)
     return float(time.total)
 
 
 @dataclasses.dataclass(frozen=True)
 class Error:
-    """A row and what the planner predicts for it.
+    """A published row with its prediction.
 
     Attributes:
-      row: as published.
-      figure: predicted, in the row's own unit.
-      limit: the group of terms that limits the layout.
+      row: published row.
+      figure: predicted figure, in the unit of the row.
+      limit: group of terms that limits the plan.
     """
 
     row: Row
@@ -72,62 +73,62 @@ class Error:
 
     @property
     def relative(self) -> float:
-        """Predicted / published - 1, of the figure as it was published, a time or a rate."""
+        """Relative error: predicted / published figure - 1."""
         return self.figure / self.row.value - 1
 
 
 def errors(source: str, efficiencies: Mapping[str, Efficiency]) -> list[Error]:
-    """Every row of a source with its prediction."""
-    found = []
+    """Returns every row of a source with its prediction."""
+    result = []
     for row in published.rows(source):
         time = step_time(
-            row.config, row.sequence, row.layout, row.chip, efficiencies[row.chip.family]
+            row.config, row.sequence, row.plan, row.chip, efficiencies[row.chip.family]
         )
         ratio = float(time.total) / row.seconds
         figure = row.value * (ratio if row.unit == "seconds" else 1 / ratio)
-        found.append(Error(row, figure, time.limit))
-    return found
+        result.append(Error(row, figure, time.limit))
+    return result
 
 
 def summary(errors: Sequence[Error]) -> tuple[float, float]:
-    """Median and largest absolute error."""
+    """Returns the median and maximum absolute relative error."""
     sizes = np.abs([error.relative for error in errors])
     return float(np.median(sizes)), float(sizes.max())
 
 
 def scaling_efficiency(study: Scaling, efficiency: Efficiency) -> float:
-    """Throughput a chip on many chips over that on few, predicted."""
+    """Predicts the throughput per chip on many chips, relative to that on few chips."""
     config = dataclasses.replace(SIZES[study.scale], compute_dtype="bfloat16")
     speeds = []
-    for layout in (study.before, study.after):
-        time = step_time(config, config.max_len, layout, study.chip, efficiency)
-        speeds.append(float(layout.batch / (time.total * layout.chips)))
+    for plan in (study.before, study.after):
+        time = step_time(config, config.max_len, plan, study.chip, efficiency)
+        speeds.append(float(plan.batch / (time.total * plan.chips)))
     return speeds[1] / speeds[0]
 
 
 def block_seconds(config: ModelConfig, chip: Chip, efficiency: Efficiency, fused: bool) -> float:
-    """Seconds of a step of 8 sequences on one chip of unlimited memory, without the optimizer.
+    """Predicts the seconds of a step of 8 sequences on one chip, without the optimizer.
 
     Args:
       config: the model, sparse or dense.
-      chip: what it runs on.
-      efficiency: the family's constants.
-      fused: element-wise operations and attention.
+      chip: kind of chip; its memory is not checked.
+      efficiency: constants of the chip family.
+      fused: whether element-wise operations and attention are fused.
     """
-    layout = RunLayout(micro_batch=8, fused=fused, fused_attention=fused)
-    terms = step_time(config, config.max_len, layout, chip, efficiency).terms
+    plan = ParallelPlan(micro_batch=8, fused=fused, fused_attention=fused)
+    terms = step_time(config, config.max_len, plan, chip, efficiency).terms
     return float(sum(seconds for name, seconds in terms.items() if name != "optimizer"))
 
 
-def fitted() -> dict[str, Efficiency]:
-    """Chip family -> constants fitted to its rows marked "fit", to three digits."""
-    found = {}
+def fit_families() -> dict[str, Efficiency]:
+    """Returns chip family -> constants fitted to its rows marked "fit", with three digits."""
+    families = {}
     for source in published.SOURCES:
         rows = [row for row in published.rows(source) if row.split == "fit"]
         constants = dataclasses.asdict(fit(rows))
         rounded = {name: float(f"{value:.3g}") for name, value in constants.items()}
-        found[rows[0].chip.family] = Efficiency(**rounded)
-    return found
+        families[rows[0].chip.family] = Efficiency(**rounded)
+    return families
 
 
 def _logit(value, low, high):

@@ -1,8 +1,8 @@
-"""Parameters and bytes of training on one device, by category, and the scale that fits a machine.
+"""Memory estimate of training on one device, by category, and the largest scale that fits.
 
-Masters are float32; gradients and both Adam moments are what the training's `state_dtype` says.
-Where `compute_dtype` is bfloat16 a working copy of weights is counted beside the masters.  Only
-stored blocks are counted.  Pure Python: importing this module loads no jax.
+Master weights are float32.  Gradients and both Adam moments have the `state_dtype` of the training
+config.  With bfloat16 compute, a working copy of the weights is added.  Only stored blocks count.
+Pure Python: importing this module loads no jax.
 """
 
 import dataclasses
@@ -13,34 +13,35 @@ from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import GIB
-from sparse_dataflow.models.groups import widest
+from sparse_dataflow.models.groups import with_densest_layers
 from sparse_dataflow.planning.cost import stored_fractions
 
 MASTER_BYTES = 4
 ADAM_MOMENTS = 2
-# sparsity.layout.LayoutTables: index and slot of every stored block, by output and by input; int32.
+# Index and slot of every stored block, by output and by input, int32 (`LayoutTables`).
 TABLE_BYTES_PER_BLOCK = 4 * 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
-# Fraction of a device's memory that a plan may fill; the rest is the runtime's and fragmentation.
+# Usable fraction of device memory; the rest is for the runtime and fragmentation.
 USABLE = 0.9
 LAPTOP_SCALE = "nano"
 LARGE_SCALES = ("125m", "350m", "1.3b", "6.7b", "13b", "22b", "175b", "1t")
 
 
 def parameter_count(config: ModelConfig, stored_density: Mapping[str, float] | None = None) -> int:
-    """Stored parameters of the model; exact where `stored_density` is that of its layouts.
+    """Counts the stored parameters; exact if `stored_density` is that of the layouts.
 
-    Embeddings (vocab_size d_model, and max_len d_model for learned positions; the head is tied and
-    has none of its own), per block two norms (scale, and bias for layernorm), each projection's
-    stored weights, its bias and its low-rank term (rank (in + out) and one gate), one final norm.
+    The sum of: embeddings (vocab_size d_model, and max_len d_model for learned positions; the
+      output
+    layer is tied); per block two norms (scale, and bias for layernorm), and for each projection its
+    stored weights, bias and low-rank term (rank (in + out), and a gate); and the final norm.
 
     Args:
       config: the model.
       stored_density: see `cost.stored_fractions`.
 
     Raises:
-      UserError: an illegal `stored_density`.
+      UserError: `stored_density` is not legal.
     """
     fractions = stored_fractions(config, stored_density)
     norm = config.d_model * (2 if config.norm == "layernorm" else 1)
@@ -55,25 +56,25 @@ def parameter_count(config: ModelConfig, stored_density: Mapping[str, float] | N
     return embeddings + stored + config.num_layers * block + norm
 
 
-def one_layer(config: ModelConfig) -> ModelConfig:
-    """The model with one layer, of those that store most."""
-    return dataclasses.replace(widest(config), num_layers=1)
+def single_layer(config: ModelConfig) -> ModelConfig:
+    """Returns the model with one layer, the densest."""
+    return dataclasses.replace(with_densest_layers(config), num_layers=1)
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryPlan:
+class MemoryEstimate:
     """Bytes of training on one device, by category.
 
     Attributes:
-      parameters: float32 masters.
-      working_copy: weights in the compute dtype, where that is not float32: of the whole model
-        where the backward keeps them (remat "none"), else of the embedding and one block at a time.
-      gradients: of one micro-batch, and their float32 sum where several are accumulated.
-      moments: Adam's two.
+      parameters: float32 master weights.
+      working_copy: weights in the compute dtype, if that is not float32: of the whole model with
+        remat "none", else of the embedding and one block.
+      gradients: of one micro-batch, plus a float32 sum with gradient accumulation.
+      moments: both Adam moments.
       layout_tables: index tables of block-sparse weights.
-      activations: what the forward keeps for the backward.
-      working_set: what one block needs while it computes, and the head's input and gradient.
-      logits: one chunk of logits and its gradient, float32.
+      activations: saved by the forward pass for the backward pass.
+      working_set: temporaries of one block, and the head's input and gradient.
+      logits: one chunk of float32 logits and its gradient.
     """
 
     parameters: int
@@ -87,21 +88,21 @@ class MemoryPlan:
 
     @property
     def categories(self) -> dict[str, int]:
-        """Category -> bytes, in the order of the attributes."""
+        """Category -> bytes."""
         return dataclasses.asdict(self)
 
     @property
     def total(self) -> int:
-        """Bytes of all categories."""
+        """Sum of all categories, in bytes."""
         return sum(self.categories.values())
 
     @property
     def state(self) -> int:
-        """Bytes of weights, their working copy, gradients and moments; no batch enters."""
+        """Bytes that do not depend on the batch: weights, working copy, gradients, moments."""
         return self.parameters + self.working_copy + self.gradients + self.moments
 
     def table(self) -> str:
-        """The plan as text, a line a category with its size in GiB and its share of the total."""
+        """Returns a text table with the GiB and the share of each category."""
         rows = {**self.categories, "total": self.total}
         return "\n".join(
             f"{name.replace('_', ' '):<14}{size / GIB:>12.3f} GiB{size / self.total:>8.1%}"
@@ -119,49 +120,51 @@ def training_bytes(
     logits_chunk: int = 512,
     fused_attention: bool = False,
     state_dtype: str = "float32",
-) -> MemoryPlan:
-    """Bytes of one training step on one device that holds the whole model.
+) -> MemoryEstimate:
+    """Estimates the memory of a training step on one device that holds the whole model.
 
     Args:
-      config: the model; `remat` and `compute_dtype` decide the activations.
-      batch: sequences in one micro-batch on the device.
-      sequence: tokens a sequence.
+      config: the model; `remat` and `compute_dtype` determine the activations.
+      batch: sequences in a micro-batch on the device.
+      sequence: tokens per sequence.
       stored_density: see `cost.stored_fractions`.
-      accumulation: micro-batches a step; above 1 a second copy of the gradients accumulates them.
-      logits_chunk: tokens whose logits exist at once in the chunked cross-entropy.
-      fused_attention: attention whose score matrix never reaches memory (flash attention).
+      accumulation: micro-batches per step; above 1, a float32 sum of gradients is added.
+      logits_chunk: tokens per chunk of the chunked cross-entropy.
+      fused_attention: whether attention scores stay on chip (flash attention).
       state_dtype: see `optim.optimizers.TrainingConfig`.
 
     Raises:
-      UserError: batch, sequence, accumulation or logits_chunk below 1, or an illegal
-        `stored_density`.
+      UserError: batch, sequence, accumulation or logits_chunk is below 1, or `stored_density` is
+        not legal.
     """
     sizes = {"batch": batch, "sequence": sequence}
     sizes |= {"accumulation": accumulation, "logits_chunk": logits_chunk}
     for name, value in sizes.items():
         if value < 1:
-            raise UserError(f"{name} {value} must be at least 1.")
+            raise UserError(f"{name} is {value}; legal: 1 or more.")
     parameters = parameter_count(config, stored_density)
     copied = parameters
     if config.remat != "none":
-        copied = parameter_count(one_layer(config), stored_density)
+        copied = parameter_count(single_layer(config), stored_density)
     tokens = batch * sequence
     compute = DTYPE_BYTES[config.compute_dtype]
-    held = activation_bytes(config, sequence, fused_attention)
-    return MemoryPlan(
+    per_token = activation_bytes(config, sequence, fused_attention)
+    return MemoryEstimate(
         parameters=parameters * MASTER_BYTES,
         working_copy=copied * compute if compute != MASTER_BYTES else 0,
         gradients=parameters * gradient_bytes(accumulation, state_dtype),
         moments=parameters * moment_bytes(state_dtype),
         layout_tables=table_bytes(config, stored_density),
-        activations=tokens * config.num_layers * held.kept,
-        working_set=tokens * (held.working + held.ends),
+        activations=tokens * config.num_layers * per_token.saved,
+        working_set=tokens * (per_token.working + per_token.ends),
         logits=2 * min(tokens, logits_chunk) * config.vocab_size * 4,
     )
 
 
-def of_training(config: ModelConfig, training, fused_attention: bool = False) -> MemoryPlan:
-    """`training_bytes` of a model that is trained as a `TrainingConfig` says."""
+def training_config_bytes(
+    config: ModelConfig, training, fused_attention: bool = False
+) -> MemoryEstimate:
+    """Returns `training_bytes` of a model under a `TrainingConfig`."""
     return training_bytes(
         config,
         training.batch // training.micro_batches,
@@ -172,25 +175,28 @@ def of_training(config: ModelConfig, training, fused_attention: bool = False) ->
     )
 
 
-def by_turns(plans: Sequence[MemoryPlan]) -> int:
-    """Bytes of several trainings that make their steps by turns on one device: the masters, moments
-    and tables of all stay, a step's own memory is there once, the largest."""
-    stays = [plan.parameters + plan.moments + plan.layout_tables for plan in plans]
-    return sum(stays) + max(plan.total - kept for plan, kept in zip(plans, stays))
+def alternating_bytes(estimates: Sequence[MemoryEstimate]) -> int:
+    """Returns the bytes of several training runs whose steps alternate on one device.
+
+    Masters, moments and tables of all runs stay resident.  The other memory is that of the largest
+    step.
+    """
+    resident = [e.parameters + e.moments + e.layout_tables for e in estimates]
+    return sum(resident) + max(e.total - size for e, size in zip(estimates, resident))
 
 
 def gradient_bytes(accumulation, state_dtype: str):
-    """Bytes of a parameter's gradient: that of a micro-batch, and the sum of several."""
+    """Returns the bytes of gradient per parameter: of a micro-batch, plus the float32 sum."""
     return DTYPE_BYTES[state_dtype] + MASTER_BYTES * (accumulation > 1)
 
 
 def moment_bytes(state_dtype: str) -> int:
-    """Bytes of a parameter's moments."""
+    """Returns the bytes of both moments per parameter."""
     return ADAM_MOMENTS * DTYPE_BYTES[state_dtype]
 
 
 def table_bytes(config: ModelConfig, stored_density: Mapping[str, float] | None = None) -> int:
-    """Bytes of the index tables of all layers; see `cost.stored_fractions`."""
+    """Returns the bytes of the index tables of all layers; see `cost.stored_fractions`."""
     fractions = stored_fractions(config, stored_density)
     total = 0
     for name in PROJECTIONS:
@@ -204,17 +210,17 @@ def table_bytes(config: ModelConfig, stored_density: Mapping[str, float] | None 
 
 @dataclasses.dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes a token of what the forward pass keeps, and of the memory that it works in.
+    """Bytes of activations per token.
 
     Attributes:
-      kept: by one block for its backward pass, of which `boundary` has the model's width at the
-        borders of its products: what cutting a layer's products leaves whole.
-      boundary: see `kept`.
-      working: while one block computes.
+      saved: by one block for its backward pass.
+      boundary: part of `saved` that tensor parallelism does not shard: the residual stream and norm
+        outputs.
+      working: temporaries of one block.
       ends: the head's input, norm and gradient.
     """
 
-    kept: int
+    saved: int
     boundary: int
     working: int
     ends: int
@@ -223,42 +229,42 @@ class ActivationBytes:
 def activation_bytes(
     config: ModelConfig, sequence: int, fused_attention: bool = False
 ) -> ActivationBytes:
-    """What blocks keep under the config's remat, one block's working set, and the head's.
+    """Estimates the activations of a block under the config's remat, and those of the head.
 
-    The counts are those of XLA's buffer assignment for a scanned pre-norm block with
-    `jax.nn.dot_product_attention` and tanh GELU in float32: a block under remat "full" keeps its
-    input; "dots" keeps as well the projections' outputs that the backward reads (qkv 3 d,
-    attn_out d, mlp_in d_ff); "none" keeps 12 d + 2 d_ff (norms, q, k, v in both layouts, GELU's
-    input and output) and the scores twice, as logits and as probabilities.  In bfloat16 XLA
-    allocates up to a third more on a CPU, where it widens elementwise operations to float32.
+    The counts follow XLA's buffer assignment for a scanned pre-norm block with
+    `jax.nn.dot_product_attention` and tanh GELU in float32.  Remat "full" saves the block's input.
+    "dots" adds the projection outputs that the backward pass reads (qkv 3 d, attn_out d, mlp_in
+    d_ff).  "none" saves 12 d + 2 d_ff (norms; q, k, v in both memory orders; GELU's input and
+    output) and the scores twice, as logits and as probabilities.  In bfloat16, XLA allocates up to
+    a third more on a CPU, where it computes elementwise operations in float32.
     """
     compute = DTYPE_BYTES[config.compute_dtype]
     d, d_ff = config.d_model, config.d_ff
-    # Scores are computed in float32; the second copy has the operands' dtype.
+    # Scores are float32; probabilities have the compute dtype.
     scores = 0 if fused_attention else config.num_heads * sequence * (4 + compute)
     whole_block = (12 * d + 5 * d_ff) * compute + scores
-    kept = {
+    saved = {
         "full": d * compute,
         "dots": (5 * d + d_ff) * compute,
         "none": whole_block - 3 * d_ff * compute,
     }[config.remat]
-    # The input; with "dots" attn_out's output too; with "none" both sums, both norms' outputs too.
+    # "full": input; "dots": also attn_out's output; "none": also both sums and both norm outputs.
     boundary = {"full": 1, "dots": 2, "none": 5}[config.remat] * d * compute
-    return ActivationBytes(kept, boundary, whole_block, 3 * d * compute)
+    return ActivationBytes(saved, boundary, whole_block, 3 * d * compute)
 
 
-def scale_plan(scale: str, linears: Mapping[str, LinearSpec] | None = None) -> MemoryPlan:
-    """The least memory in which a scale trains on one device, unsharded.
+def scale_estimate(scale: str, linears: Mapping[str, LinearSpec] | None = None) -> MemoryEstimate:
+    """Estimates the smallest memory in which a scale trains on one device.
 
-    One sequence of full length a micro-batch, bfloat16 compute with float32 masters, full remat: a
-    run that is chosen by this plan has to start from these settings.
+    It assumes micro-batches of one full sequence, bfloat16 compute with float32 masters, and full
+    remat.  A run at this scale must use these settings.
 
     Args:
-      scale: a key of SIZES.
-      linears: projection name -> LinearSpec for a sparse model; dense where not given.
+      scale: key of SIZES.
+      linears: projection name -> LinearSpec of a sparse model; missing names are dense.
 
     Raises:
-      UserError: an unknown scale.
+      UserError: the scale is unknown.
     """
     _legal_scale(scale)
     config = dataclasses.replace(
@@ -272,7 +278,7 @@ def largest_scale_that_fits(
     linears: Mapping[str, LinearSpec] | None = None,
     up_to: str = LARGE_SCALES[-1],
 ) -> str:
-    """The largest of LARGE_SCALES, up to `up_to`, whose `scale_plan` fits; "nano" where none does.
+    """Returns the largest of LARGE_SCALES, up to `up_to`, whose `scale_estimate` fits, else "nano".
 
     Raises:
       UserError: `up_to` is not one of LARGE_SCALES.
@@ -280,7 +286,7 @@ def largest_scale_that_fits(
     if up_to not in LARGE_SCALES:
         raise UserError(f"scale {up_to!r} is not large; legal: {', '.join(LARGE_SCALES)}.")
     candidates = LARGE_SCALES[: LARGE_SCALES.index(up_to) + 1]
-    fitting = [s for s in candidates if scale_plan(s, linears).total <= memory_bytes]
+    fitting = [s for s in candidates if scale_estimate(s, linears).total <= memory_bytes]
     return fitting[-1] if fitting else LAPTOP_SCALE
 
 
@@ -290,14 +296,14 @@ def choose_scale(
     linears: Mapping[str, LinearSpec] | None = None,
     up_to: str = "13b",
 ) -> str:
-    """The scale that `--scale=auto` stands for.
+    """Returns the scale for `--scale=auto`.
 
     Args:
-      memory_bytes: of one device; None where it is not known, which chooses "nano".
-      backend: "cpu", "gpu", "tpu", ... as `jax.default_backend()` names it.  A CPU runs "nano"
-        whatever its memory: time is what it lacks.
-      linears: as in `scale_plan`.
-      up_to: the experiment's own scale, which is never exceeded.
+      memory_bytes: of one device; None if unknown, which selects "nano".
+      backend: as in `jax.default_backend()`.  A CPU always selects "nano", because larger scales
+        are too slow there.
+      linears: see `scale_estimate`.
+      up_to: scale of the experiment, the maximum.
 
     Returns:
       "nano", or the largest scale that fits into 90% of the memory.
@@ -313,20 +319,20 @@ def scale_message(
     linears: Mapping[str, LinearSpec] | None = None,
     target: str = "13b",
 ) -> str:
-    """One line on which scale runs, and why it is not `target`.
+    """Returns a log line with the scale that runs, and why it is not `target`.
 
     Args:
-      memory_bytes: of this machine's device, or host where it is a CPU.
-      scale: the scale that runs.
-      linears: as in `scale_plan`, of the experiment.
-      target: the scale that the experiment is about.
+      memory_bytes: of this machine's device; host memory on a CPU.
+      scale: scale that runs.
+      linears: see `scale_estimate`.
+      target: scale of the experiment.
 
     Raises:
-      UserError: an unknown scale.
+      UserError: a scale is unknown.
     """
     _legal_scale(scale)
-    need = scale_plan(target, linears).total
-    # A CPU with memory enough still gets the laptop scale; without a reason the line would puzzle.
+    need = scale_estimate(target, linears).total
+    # A CPU with enough memory still runs the laptop scale.
     reason = ", but it is too slow for it" if need <= memory_bytes * USABLE else ""
     line = (
         f"{target.upper()} in training needs {_gib(need, math.ceil)} GiB; "
@@ -338,7 +344,7 @@ def scale_message(
 
 
 def _gib(size: int, rounding) -> str:
-    """Whole GiB, one decimal below 10; rounded towards what promises less."""
+    """Formats bytes as GiB, rounded by `rounding`, with one decimal below 10."""
     gib = size / GIB
     return f"{rounding(gib)}" if gib >= 10 else f"{rounding(gib * 10) / 10}"
 

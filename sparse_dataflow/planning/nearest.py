@@ -1,46 +1,38 @@
-"""Layouts in the order in which one would try them where a layout does not fit."""
+"""Parallel plans that should fit, ordered by similarity to a plan that does not."""
 
 import dataclasses
 
-import numpy as np
-
 from sparse_dataflow.planning import search
-from sparse_dataflow.planning.memory import USABLE
-from sparse_dataflow.planning.run_layout import RunLayout
+from sparse_dataflow.planning.run_layout import ParallelPlan
 from sparse_dataflow.planning.search import Request
 
 CHANGES = (("remat",), ("micro_batch", "accumulation"), ("zero",), ("schedule", "chunks"))
-"""What may differ from the asked layout at the price of one change each; the mesh is another."""
+"""Fields of a plan that count as one change each; the axes of MESH count as one more."""
 
-LOOKED_AT = 20_000
-"""Layouts, the fastest, that are ordered by nearness; a search may have millions."""
+CANDIDATES = 20_000
+"""Number of the fastest plans to consider."""
 
 MESH = ("data", "stage", "fsdp", "tensor")
 
 
-def changes(asked: RunLayout, other: RunLayout) -> int:
-    """How many choices differ, of the mesh, the micro-batch, ZeRO, the schedule and the remat."""
-    if asked.stage == other.stage == 1:
-        other = dataclasses.replace(other, schedule=asked.schedule, chunks=asked.chunks)
-    differ = lambda names: any(getattr(asked, n) != getattr(other, n) for n in names)  # noqa: E731
+def changes(plan: ParallelPlan, other: ParallelPlan) -> int:
+    """Counts the differences in mesh, micro-batch, ZeRO stage, schedule and remat."""
+    if plan.stage == other.stage == 1:
+        other = dataclasses.replace(other, schedule=plan.schedule, chunks=plan.chunks)
+    differ = lambda names: any(getattr(plan, n) != getattr(other, n) for n in names)  # noqa: E731
     return sum(map(differ, (*CHANGES, MESH)))
 
 
-def fitting(request: Request, asked: RunLayout | None, spare: float = 1.0) -> list[RunLayout]:
-    """The layouts that should fit, nearest first; of equally near ones the fastest first.
+def fitting_plans(request: Request, rejected: ParallelPlan | None) -> list[ParallelPlan]:
+    """Returns plans that should fit, fewest changes first, then fastest first.
 
     Args:
       request: the model, batch and chips.
-      asked: what did not fit, and is left out; None orders by speed alone.
-      spare: fraction of the usable memory that they may take.
+      rejected: the plan that does not fit, which is excluded; None orders by speed alone.
     """
     priced = search.price(request, search.space(request))
-    limit = spare * USABLE * request.chip.capacity
-    legal = priced.legal & (priced.memory <= limit)
-    speed = np.where(legal, priced.throughput, 0.0).reshape(-1)
-    order = np.argsort(-speed, kind="stable")[: int(np.count_nonzero(speed))]
-    found = [search.single(request.layout(priced.choice(int(i)))) for i in order[:LOOKED_AT]]
-    if asked is None:
-        return found
-    others = [layout for layout in found if layout != asked and changes(asked, layout)]
-    return sorted(others, key=lambda layout: changes(asked, layout))
+    plans = [search.scalar_plan(request.plan(c)) for _, c in priced.ranked(CANDIDATES)]
+    if rejected is None:
+        return plans
+    others = [plan for plan in plans if changes(rejected, plan)]
+    return sorted(others, key=lambda plan: changes(rejected, plan))

@@ -1,9 +1,9 @@
-"""What the relay needs: bytes on the device, in host memory and on disk, traffic and its hiding.
+"""Estimate of a relay step: device, host and disk bytes, traffic, and how much of it overlaps.
 
-The device holds two blocks, one micro-batch inside a block, and what stands at block boundaries
-(L2L, arXiv 2002.05645, section 3.4, where the stash is `layers x batch` activations, or none when
-it goes to the host).  Host memory holds 12 bytes a stored parameter of masters and moments, the
-device's copies and the gradients.
+The device holds two blocks, the activations of one micro-batch in a block, and those at block
+boundaries, the stash (L2L, arXiv 2002.05645, section 3.4: `layers x batch` activations on the
+device, or none if they go to the host).  Host memory holds masters and moments (12 bytes per stored
+parameter), copies of the weights for the device, and gradients.
 
 Pure Python: importing this module loads no jax.
 """
@@ -15,37 +15,38 @@ from collections.abc import Sequence
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import GIB, Chip
-from sparse_dataflow.models.groups import groups
+from sparse_dataflow.models.groups import layer_groups
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.planning.memory import DTYPE_BYTES, MASTER_BYTES
 
 STATE_BYTES = MASTER_BYTES * (1 + memory.ADAM_MOMENTS)
 FILE_SLOTS = 2
-"""Copies of masters and moments in the server's files: the last step's and the one under way."""
+"""Copies of masters and moments in the server's files: last step and current step."""
 
 EFFICIENCY = 0.5
-"""Fraction of a chip's peak that a step is taken to reach: dense training records lie between 41%
-(Megatron, H100) and 68% (MaxText, v5p), as their READMEs say."""
+"""Assumed fraction of the peak rate: published dense training reaches from 41% (Megatron README,
+H100) to 68% (MaxText README, v5p)."""
 
 BACKWARD_PER_FORWARD = 3
-"""The relay's backward pass computes a block's forward again before its two products each."""
+"""Backward / forward FLOPs, including the recomputed forward pass of each block."""
 
 
 @dataclasses.dataclass(frozen=True)
-class RelayPlan:
-    """One training step of the relay on one device.
+class RelayEstimate:
+    """Estimate of one relay training step on one device.
 
     Attributes:
       device: category -> bytes on the device.
       host: category -> bytes in host memory.
       disk: bytes in the server's files.
-      fetched: bytes a step from the host to the device.
-      returned: bytes a step from the device to the host.
-      updated: parameters a step that the host updates.
-      transfer_seconds: of the longer of both directions, which run at once; None without a rate.
-      compute_seconds: at EFFICIENCY of the chip's peak; None without a peak.
-      micro_batches: the fewest, of the plan's size, at which computing a block's forward takes as
-        long as fetching the next block; None without both rates.
+      fetched: bytes per step from host to device.
+      returned: bytes per step from device to host.
+      updated: parameters per step that the host updates.
+      transfer_seconds: of the slower direction, because both run concurrently; None if the rate is
+        unknown.
+      compute_seconds: at EFFICIENCY of the peak rate; None if the peak is unknown.
+      micro_batches: smallest number of micro-batches of this size at which the forward pass of a
+        block takes as long as fetching the next block; None if a rate is unknown.
     """
 
     device: dict[str, int]
@@ -68,8 +69,8 @@ class RelayPlan:
         """Bytes in host memory."""
         return sum(self.host.values())
 
-    def beside(self, others: Sequence["RelayPlan"]) -> "RelayPlan":
-        """This plan, with what others hold in host memory at the same time."""
+    def with_host_memory_of(self, others: Sequence["RelayEstimate"]) -> "RelayEstimate":
+        """Returns this estimate with the host memory of concurrent runs added."""
         host = {
             name: size + sum(other.host[name] for other in others)
             for name, size in self.host.items()
@@ -77,8 +78,8 @@ class RelayPlan:
         return dataclasses.replace(self, host=host)
 
     def text(self) -> str:
-        """The plan as a few lines."""
-        parts = [
+        """Returns the estimate as a few lines of text."""
+        lines = [
             f"relay plan: {self.device_total / GIB:,.3g} GiB on the device "
             f"({_listed(self.device)})",
             f"{self.host_total / GIB:,.3g} GiB in host memory ({_listed(self.host)})",
@@ -86,17 +87,17 @@ class RelayPlan:
             f"step, {self.updated:,} parameters updated",
         ]
         if self.disk:
-            parts.insert(2, f"{self.disk / GIB:,.3g} GiB on disk")
+            lines.insert(2, f"{self.disk / GIB:,.3g} GiB on disk")
         if self.transfer_seconds and self.compute_seconds:
-            parts.append(
+            lines.append(
                 f"a step computes {self.compute_seconds:,.3g} s and transfers "
-                f"{self.transfer_seconds:,.3g} s; transfer hides from {self.micro_batches} "
-                "micro-batches on"
+                f"{self.transfer_seconds:,.3g} s; transfers overlap with compute from "
+                f"{self.micro_batches} micro-batches on"
             )
-        return "\n  ".join(parts)
+        return "\n  ".join(lines)
 
 
-def plan(
+def estimate(
     model: ModelConfig,
     batch: int,
     sequence: int,
@@ -111,45 +112,44 @@ def plan(
     fused_attention: bool = False,
     devices: int = 1,
     local_devices: int = 1,
-) -> RelayPlan:
-    """Bytes, traffic and times of one step.
+) -> RelayEstimate:
+    """Estimates bytes, traffic and seconds of one step.
 
     Args:
-      model: only its stored blocks count.
-      batch: sequences in a step.
-      sequence: tokens in each.
-      micro_batches: that the batch is cut into.
+      model: the model; only stored blocks count.
+      batch: sequences per step.
+      sequence: tokens per sequence.
+      micro_batches: micro-batches per step.
       stash: "device" or "host".
       clipping: "exact" or "eager".
-      files: whether masters and moments are in mapped files.
-      pinned: whether the device's copies are kept beside float32 masters of the same dtype.
-      chip: gives the peak; times are None without.
-      host_bandwidth: bytes/s between device and host, one direction.
+      files: whether masters and moments are in memory-mapped files.
+      pinned: whether the host keeps page-locked copies for the device, even in float32.
+      chip: chip with the peak rate; times are None without one.
+      host_bandwidth: bytes/s between device and host, in one direction.
       fused_attention: see `memory.training_bytes`.
-      devices: that share each micro-batch; each holds all parameters of a section.
-      local_devices: those of them that one process has; page-locked memory belongs to a device, so
-        each has copies and a stash of its own there.
+      devices: data-parallel devices; each holds all parameters of a section.
+      local_devices: devices of one process; each has its own page-locked copies and stash.
 
     Raises:
-      UserError: a batch that cannot be cut so.
+      UserError: the batch is not divisible by micro_batches x devices.
     """
     if micro_batches < 1 or batch % (micro_batches * devices):
         raise UserError(
-            f"A batch of {batch} sequences does not cut into {micro_batches} micro-batches on "
+            f"A batch of {batch} sequences is not divisible into {micro_batches} micro-batches on "
             f"{devices} devices."
         )
     compute = DTYPE_BYTES[model.compute_dtype]
-    # Of layers that store unequally much, the largest have their place on the device.
-    largest = max(groups(model), key=lambda group: memory.parameter_count(group.model)).model
-    one, two = (dataclasses.replace(largest, num_layers=n) for n in (1, 2))
-    block = memory.parameter_count(two) - memory.parameter_count(one)
-    rest = memory.parameter_count(one) - block
+    # The device has room for the largest blocks.
+    largest = max(layer_groups(model), key=lambda group: memory.parameter_count(group.model)).model
+    shallow, deep = (dataclasses.replace(largest, num_layers=n) for n in (1, 2))
+    block = memory.parameter_count(deep) - memory.parameter_count(shallow)
+    rest = memory.parameter_count(shallow) - block
     parameters = memory.parameter_count(model)
-    tables = memory.table_bytes(one)
+    tables = memory.table_bytes(shallow)
     tokens = batch * sequence // devices
     boundary = tokens * model.d_model * compute
     micro = memory.training_bytes(
-        dataclasses.replace(one, remat="full"),
+        dataclasses.replace(shallow, remat="full"),
         batch // micro_batches // devices,
         sequence,
         fused_attention=fused_attention,
@@ -162,21 +162,21 @@ def plan(
         "boundaries": boundary * ((model.num_layers + 3) if stash == "device" else 5),
         "inside a block": max(micro.activations + micro.working_set, micro.logits),
     }
-    kept = parameters * STATE_BYTES + memory.table_bytes(model)
-    held = parameters if clipping == "exact" else rest + 3 * block
+    state = parameters * STATE_BYTES + memory.table_bytes(model)
+    # Eager clipping frees the gradients of a block after its update.
+    gradients = parameters if clipping == "exact" else rest + 3 * block
     copied = parameters * compute if pinned or compute != MASTER_BYTES else 0
-    waiting = local_devices * boundary * model.num_layers if stash == "host" else 0
+    stashed = boundary * model.num_layers if stash == "host" else 0
     host = {
         "masters and moments": 0 if files else parameters * STATE_BYTES,
         "device's copies": copied * (local_devices if pinned else 1),
-        "gradients": held * compute,
-        "stash": waiting,
+        "gradients": gradients * compute,
+        "stash": local_devices * stashed,
     }
-    stashed = boundary * model.num_layers if stash == "host" else 0
-    # The embedding comes twice: for the first section, and for the tied output layer.
+    # The embedding is fetched twice: for the first section, and for the tied output layer.
     fetched = 2 * (parameters * compute + memory.table_bytes(model)) + stashed
     returned = parameters * compute + stashed
-    transfer = compute_seconds = needed = None
+    transfer = compute_seconds = fewest = None
     if host_bandwidth:
         transfer = max(fetched, returned) / host_bandwidth
     rate = chip.peak(model.compute_dtype) if chip is not None else None
@@ -186,72 +186,72 @@ def plan(
         total = blocks * (1 + BACKWARD_PER_FORWARD) + 3 * forward.head
         compute_seconds = tokens * total / (rate * EFFICIENCY)
         if host_bandwidth:
-            a_block = tokens / micro_batches * blocks / model.num_layers / (rate * EFFICIENCY)
-            needed = math.ceil((block * compute + tables) / host_bandwidth / a_block)
-    return RelayPlan(
+            block_seconds = tokens / micro_batches * blocks / model.num_layers / (rate * EFFICIENCY)
+            fewest = math.ceil((block * compute + tables) / host_bandwidth / block_seconds)
+    return RelayEstimate(
         device=device,
         host=host,
-        disk=FILE_SLOTS * kept if files else 0,
+        disk=FILE_SLOTS * state if files else 0,
         fetched=fetched,
         returned=returned,
         updated=parameters,
         transfer_seconds=transfer,
         compute_seconds=compute_seconds,
-        micro_batches=needed,
+        micro_batches=fewest,
     )
 
 
-def refuse_small_host(found: RelayPlan, available: int, processes: int = 1) -> None:
-    """Refuses a plan that host memory cannot hold.
+def check_host_memory(step: RelayEstimate, available: int, processes: int = 1) -> None:
+    """Checks that host memory can hold a relay run.
 
     Args:
-      found: the plan of one process, which holds the whole server.
+      step: estimate of one process, which holds the whole server.
       available: bytes of host memory.
-      processes: of the run on this machine.
+      processes: processes of the run on this machine.
 
     Raises:
-      UserError: naming what is needed, what there is, and what needs less.
+      UserError: the run needs more; names both sizes and flags that need less.
     """
-    need = processes * found.host_total
+    need = processes * step.host_total
     if need <= available * memory.USABLE:
         return
-    state = processes * found.host["masters and moments"]
-    advice = "a smaller scale or density"
+    state = processes * step.host["masters and moments"]
+    advice = "use a smaller scale or density"
     if state:
         advice = (
             f"parallel.server_dir puts {state / GIB:,.3g} GiB of it into files, --set "
-            "parallel.clipping=eager holds "
+            "parallel.clipping=eager keeps "
             "fewer gradients, a lower --density stores less"
         )
     if processes > 1:
-        advice += ", one process with all devices holds one server"
+        advice += ", one process with all devices has only one server"
     each = f", each of {processes} processes here" if processes > 1 else ""
     raise UserError(
         f"The relay needs {need / GIB:,.3g} GiB of host memory with these flags "
-        f"({_listed(found.host)}{each}), and {available / GIB:,.3g} GiB are available; {advice}."
+        f"({_listed(step.host)}{each}), and {available / GIB:,.3g} GiB are available; {advice}."
     )
 
 
 PINNED_SETTING = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""Environment variable: GiB of page-locked host memory that XLA hands out to CUDA devices."""
+"""Environment variable of XLA: limit of page-locked host memory for CUDA devices, in GiB."""
 
 PINNED_GIB = 64
-"""What it is where it is not set (`GetGpuHostAllocator` in XLA's pjrt/gpu/gpu_helpers.cc)."""
+"""Its default (`GetGpuHostAllocator` in XLA's pjrt/gpu/gpu_helpers.cc)."""
 
 
-def refuse_unpinned(found: RelayPlan, limit_gib: float) -> None:
-    """Refuses a plan whose page-locked memory is above XLA's limit on a GPU.
+def check_pinned_memory(step: RelayEstimate, limit_gib: float) -> None:
+    """Checks page-locked host memory against XLA's limit on a GPU.
 
     Raises:
-      UserError: naming the setting and the value that is needed.
+      UserError: the run needs more; names the environment variable and a sufficient value.
     """
-    need = (found.host["device's copies"] + found.host["stash"]) / GIB
+    need = (step.host["device's copies"] + step.host["stash"]) / GIB
     if need > limit_gib:
         raise UserError(
-            f"The relay keeps {need:,.3g} GiB in page-locked memory, and XLA hands out "
+            f"The relay needs {need:,.3g} GiB of page-locked memory, and XLA's limit is "
             f"{limit_gib:g}; set {PINNED_SETTING}={math.ceil(1.1 * need)} in the environment."
         )
 
 
-def _listed(parts):
-    return ", ".join(f"{name} {size / GIB:,.3g}" for name, size in parts.items() if size)
+def _listed(sizes):
+    return ", ".join(f"{name} {size / GIB:,.3g}" for name, size in sizes.items() if size)

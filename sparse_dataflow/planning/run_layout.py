@@ -1,7 +1,8 @@
-"""How a model is laid out on chips and in time: the choices that the planner prices and searches.
+"""Parallel plans: how a model is sharded over chips and scheduled in time.
 
-The axes are those of `parallel/mesh.py`, from the outermost: "data" copies the model, "stage" cuts
-it by layers, "fsdp" deals out what the ZeRO stage says, "tensor" cuts every layer.
+The mesh axes are those of `parallel/mesh.py`, outermost first.  "data" replicates the model,
+"stage" splits it by layers, "fsdp" shards the state that the ZeRO stage names, and "tensor" shards
+every layer.
 """
 
 import dataclasses
@@ -16,12 +17,11 @@ Counts = int | np.ndarray
 
 EXECUTORS = ("whole", "pipeline", "relay")
 BUBBLES = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zero_bubble": 1 / 3}
-"""Schedule -> seconds of its bubble in units of (stages - 1) / chunks stage passes.
+"""Schedule -> duration of its bubble, in units of (stages - 1) / chunks passes over a stage.
 
-gpipe, 1f1b and interleaved: arXiv 2104.04473, section 2.2.  zero_bubble defers the gradients of
-weights into the bubble of 1f1b and leaves F + B - W of it, a third where the three are equally long
-(ZB-H1, arXiv 2401.10241, table 2).  Tests compare all with the tables of
-`parallel/pipeline/schedules.py`.
+gpipe, 1f1b and interleaved: arXiv 2104.04473, section 2.2.  zero_bubble fills the bubble of 1f1b
+with gradients of weights, which leaves F + B - W: a third if the three take equal time (ZB-H1,
+arXiv 2401.10241, table 2).
 """
 
 RECOMPUTED = {
@@ -32,34 +32,38 @@ RECOMPUTED = {
     "keep_qkv": ("attention", "attn_out", "mlp_in"),
     "keep_qkv_out": ("attention", "mlp_in"),
 }
-"""Remat -> sections computed a second time.  "none", "dots" and "full" are this project's own; the
-rest are of published runs: "block" is Megatron's full recomputation, "keep_qkv" and "keep_qkv_out"
-are MaxText's policies that offload those projections."""
+"""Remat policy -> sections that are recomputed.
+
+"none", "dots" and "full" are policies of this project.  The others describe published runs: "block"
+is Megatron's full recomputation, "keep_qkv" and "keep_qkv_out" are MaxText's policies that offload
+these projections.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
-class RunLayout:
-    """One layout; counts may be equally long numpy arrays, which makes it as many layouts at once.
+class ParallelPlan:
+    """A parallel plan.  Counts may be numpy arrays that broadcast, which describes many plans.
 
     Attributes:
-      data: copies of the model.
+      data: size of the axis "data", replicas of the model.
       stage: pipeline stages.
-      fsdp: chips of a group that deals out state, and batch rows.
-      tensor: chips that share each layer.
-      zero: ZeRO stage over "fsdp": 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights.
-      micro_batch: sequences that a group of stage x tensor chips computes at once.
-      accumulation: micro-batches of an optimizer step.
-      chunks: parts of the model that a stage holds, above 1 for the schedule "interleaved" only.
-      schedule: a key of BUBBLES; has no effect where stage is 1.
-      remat: a key of RECOMPUTED.
+      fsdp: size of the axis "fsdp", which shards state and batch rows.
+      tensor: tensor-parallel chips.
+      zero: ZeRO stage over "fsdp": 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also
+        weights.
+      micro_batch: sequences in a micro-batch of one replica.
+      accumulation: micro-batches per optimizer step.
+      chunks: model chunks per stage; above 1 only for the schedule "interleaved".
+      schedule: key of BUBBLES; no effect if stage is 1.
+      remat: key of RECOMPUTED.
       executor: one of EXECUTORS.
-      sequence_parallel: activations between the products of "tensor" are cut along the sequence
-        (arXiv 2205.05198).
-      fused: element-wise operations are fused with each other and into the products.
-      fused_attention: attention's scores never reach memory.
-      gradient_bytes: of one gradient in a collective.
-      island: chips joined by fast links; None for the chip's own.
-      state_dtype: of the moments, and of the gradients of a micro-batch; see
+      sequence_parallel: whether activations between tensor-parallel products are sharded along the
+        sequence (arXiv 2205.05198).
+      fused: whether element-wise operations are fused with each other and into products.
+      fused_attention: whether attention scores stay on chip (flash attention).
+      gradient_bytes: bytes of one gradient element in a collective.
+      island: number of chips joined by fast links; None for that of the chip.
+      state_dtype: dtype of moments, and of the gradients of a micro-batch; see
         `optim.optimizers.TrainingConfig`.
     """
 
@@ -82,13 +86,13 @@ class RunLayout:
     state_dtype: str = "float32"
 
     def __post_init__(self):
-        named: dict[str, Collection[str]] = {
+        choices: dict[str, Collection[str]] = {
             "schedule": BUBBLES,
             "remat": RECOMPUTED,
             "executor": EXECUTORS,
             "state_dtype": DTYPES,
         }
-        for name, legal in named.items():
+        for name, legal in choices.items():
             if getattr(self, name) not in legal:
                 raise UserError(
                     f"{name} {getattr(self, name)!r} is unknown; legal: {', '.join(legal)}."
@@ -98,23 +102,23 @@ class RunLayout:
 
     @property
     def chips(self) -> Counts:
-        """Chips that it uses."""
+        """Number of chips."""
         return self.data * self.stage * self.fsdp * self.tensor
 
     @property
     def replicas(self) -> Counts:
-        """Groups that compute different rows of the batch."""
+        """Number of replicas, which compute different rows of the batch."""
         return self.data * self.fsdp
 
     @property
     def batch(self) -> Counts:
-        """Sequences of an optimizer step."""
+        """Sequences per optimizer step."""
         return self.replicas * self.micro_batch * self.accumulation
 
     def __str__(self):
-        parts = [f"data {self.data}", f"stage {self.stage}", f"fsdp {self.fsdp} (ZeRO {self.zero})"]
-        parts += [f"tensor {self.tensor}", f"micro-batch {self.micro_batch}"]
-        parts += [f"accumulation {self.accumulation}"]
+        words = [f"data {self.data}", f"stage {self.stage}", f"fsdp {self.fsdp} (ZeRO {self.zero})"]
+        words += [f"tensor {self.tensor}", f"micro-batch {self.micro_batch}"]
+        words += [f"accumulation {self.accumulation}"]
         if np.any(np.asarray(self.stage) > 1):
-            parts += [f"{self.schedule}, {self.chunks} chunks"]
-        return ", ".join([*parts, f"remat {self.remat}"])
+            words += [f"{self.schedule}, {self.chunks} chunks"]
+        return ", ".join([*words, f"remat {self.remat}"])

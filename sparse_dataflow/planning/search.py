@@ -1,7 +1,8 @@
-"""Which layout trains a model fastest on given chips: every legal one priced, or sampled.
+"""Exhaustive search for the fastest parallel plan of a model on given chips.
 
-A `Space` is the product of the choices' levels.  What cannot run is not left out but marked with
-what blocks it, so that an impossible request can be answered with the nearest possible one.
+A `Space` is the product of the levels of every choice.  Every plan of the space is priced.  Plans
+that cannot run stay in the tables, with the constraints that they violate, so that an impossible
+request is answered with the nearest possible one.
 """
 
 import dataclasses
@@ -16,31 +17,31 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency
-from sparse_dataflow.planning.layout_memory import layout_bytes
+from sparse_dataflow.planning.layout_memory import plan_bytes
 from sparse_dataflow.planning.memory import USABLE
-from sparse_dataflow.planning.run_layout import BUBBLES, RunLayout
+from sparse_dataflow.planning.run_layout import BUBBLES, ParallelPlan
 from sparse_dataflow.planning.step_time import StepTime, step_time
 
 COUNTS = ("tensor", "stage", "data", "micro_batch", "chunks")
 NAMES = ("schedule", "zero", "remat")
 CHOICES = COUNTS + NAMES
 
-# What can block a layout, in the order in which it is looked at.
-BLOCKS = ("heads", "chips", "layers", "batch", "schedule", "memory")
+# Constraints of a legal plan.
+CONSTRAINTS = ("heads", "chips", "layers", "batch", "schedule", "memory")
 _LARGEST = {"tensor": 16, "stage": 128, "micro_batch": 32, "data": 64}
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """A model, a batch and the chips to train it on.
 
     Attributes:
-      config: the model; its remat is a choice of the search, not of the request.
-      sequence: tokens a sequence.
-      batch: sequences of an optimizer step.
-      chip: what it runs on.
-      chips: how many, all of which are used.
-      state_dtype: see `run_layout.RunLayout`.
+      config: the model; its remat is ignored, because remat is a choice of the search.
+      sequence: tokens per sequence.
+      batch: sequences per optimizer step.
+      chip: kind of chip.
+      chips: number of chips; a legal plan uses all of them.
+      state_dtype: see `run_layout.ParallelPlan`.
     """
 
     config: ModelConfig
@@ -52,18 +53,19 @@ class Request:
 
     @property
     def efficiency(self) -> Efficiency:
-        """The constants of the chip's family, or those that every fit starts from."""
+        """Constants of the chip family, or the prior for an unknown family."""
         return EFFICIENCIES.get(self.chip.family, PRIOR)
 
-    def layout(self, choice: Mapping) -> RunLayout:
-        """The layout of a choice: "fsdp" and accumulation follow from chips and batch.
+    def plan(self, choice: Mapping) -> ParallelPlan:
+        """Returns the plan of a choice; fsdp and accumulation follow from chips and batch.
 
-        Counts may be arrays; where something does not divide, the layout is nearest below it.
+        Counts may be arrays.  Where a count does not divide, fsdp and accumulation are rounded
+        down.
         """
         tensor, stage, data, micro_batch, chunks = (np.asarray(choice[name]) for name in COUNTS)
         fsdp = np.maximum(self.chips // (tensor * stage * data), 1)
         rows = data * fsdp * micro_batch
-        return RunLayout(
+        return ParallelPlan(
             tensor=tensor,
             stage=stage,
             data=data,
@@ -72,7 +74,7 @@ class Request:
             fsdp=fsdp,
             accumulation=np.maximum(self.batch // rows, 1),
             **{name: choice[name] for name in NAMES},
-            sequence_parallel=True,  # as parallel/sharded.py cuts activations
+            sequence_parallel=True,  # as in parallel/sharded.py
             executor="pipeline" if np.any(stage > 1) else "whole",
             state_dtype=self.state_dtype,
         )
@@ -80,27 +82,27 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """The levels of every choice.
+    """Levels of every choice.
 
     Attributes:
-      levels: name in CHOICES -> its values, in the order of CHOICES.
+      levels: name in CHOICES -> values, in the order of CHOICES.
     """
 
     levels: Mapping[str, tuple]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Levels of each choice."""
+        """Number of levels of each choice."""
         return tuple(len(values) for values in self.levels.values())
 
     @property
     def size(self) -> int:
-        """Layouts in all."""
+        """Number of plans."""
         return math.prod(self.shape)
 
 
 def space(request: Request) -> Space:
-    """The choices that can make sense for a request: divisors, and powers of two."""
+    """Returns the useful levels for a request: divisors, and powers of two."""
     layers, chips = request.config.num_layers, request.chips
     stages = [n for n in _divisors(layers) if chips % n == 0 and n <= _LARGEST["stage"]]
     stages = stages or [1]
@@ -122,219 +124,215 @@ def space(request: Request) -> Space:
 
 @dataclasses.dataclass(frozen=True)
 class Priced:
-    """A whole space with its prices.
+    """Step time, memory and violated constraints of every plan of a space.
 
     Attributes:
-      request: what was asked for.
-      space: the choices.
-      seconds: float [space.shape], of a step of the request's batch.
+      request: the request.
+      space: the space.
+      seconds: float [space.shape], seconds of an optimizer step.
       memory: float [space.shape], bytes on the fullest chip.
-      blocked: reason in BLOCKS -> bool [space.shape].
+      violated: name in CONSTRAINTS -> bool [space.shape].
     """
 
     request: Request
     space: Space
     seconds: np.ndarray
     memory: np.ndarray
-    blocked: Mapping[str, np.ndarray]
+    violated: Mapping[str, np.ndarray]
 
     @property
     def legal(self) -> np.ndarray:
-        """bool [space.shape], what nothing blocks."""
-        return ~self.blocked_beside("")
+        """bool [space.shape], True where no constraint is violated."""
+        return ~self.violated_except("")
 
-    def blocked_beside(self, reason: str) -> np.ndarray:
-        """bool [space.shape], what another reason than this one blocks."""
-        return np.any([found for name, found in self.blocked.items() if name != reason], axis=0)
+    def violated_except(self, constraint: str) -> np.ndarray:
+        """Returns bool [space.shape], True where any other constraint is violated."""
+        return np.any([v for name, v in self.violated.items() if name != constraint], axis=0)
 
     @property
     def throughput(self) -> np.ndarray:
-        """float [space.shape], tokens a second and chip; 0 where blocked."""
+        """float [space.shape], tokens per second and chip; 0 for plans that are not legal."""
         r = self.request
         tokens = r.batch * r.sequence / r.chips
         return np.where(self.legal, tokens / self.seconds, 0.0)
 
     @property
     def unbounded_speed(self) -> float:
-        """Tokens a second and chip of the fastest layout if memory had no limit; 0 for none."""
-        others = self.blocked_beside("memory")
+        """Tokens per second and chip of the fastest plan without the memory limit; 0 for none."""
+        others = self.violated_except("memory")
         r = self.request
         return float(np.where(others, 0.0, r.batch * r.sequence / r.chips / self.seconds).max())
 
     def ranked(self, count: int) -> list[tuple[int, dict]]:
-        """(flat index, choice) of the fastest legal layouts; of equal ones the first in order."""
+        """Returns (flat index, choice) of the fastest legal plans, fastest first."""
         speed = self.throughput.reshape(-1)
         order = np.argsort(-speed, kind="stable")[:count]
         return [(int(index), self.choice(index)) for index in order if speed[index] > 0]
 
     def choice(self, index: int) -> dict:
-        """The choice at a flat index: name -> value."""
+        """Returns the choice at a flat index, as name -> value."""
         where = np.unravel_index(index, self.space.shape)
         return {n: v[i] for (n, v), i in zip(self.space.levels.items(), where)}
 
 
 def price(request: Request, choices: Space) -> Priced:
-    """Every layout of a space with its seconds, memory, and what blocks it."""
+    """Prices every plan of a space."""
     counts = np.meshgrid(*(choices.levels[name] for name in COUNTS), indexing="ij", sparse=True)
     inner = choices.shape[: len(COUNTS)]
     seconds, sizes = np.empty(choices.shape), np.empty(choices.shape)
-    blocked = {reason: np.zeros(choices.shape, bool) for reason in BLOCKS}
+    violated = {name: np.zeros(choices.shape, bool) for name in CONSTRAINTS}
     indices = [range(len(choices.levels[name])) for name in NAMES]
     for at in itertools.product(*indices):
         names = {name: choices.levels[name][i] for name, i in zip(NAMES, at)}
         choice = {**dict(zip(COUNTS, counts)), **names}
-        layout = request.layout(choice)
+        plan = request.plan(choice)
         where = (slice(None),) * len(inner) + at
-        total, held, reasons = _priced(request, layout)
-        seconds[where] = np.broadcast_to(total, inner)
-        sizes[where] = np.broadcast_to(held, inner)
-        for reason, found in reasons.items():
-            blocked[reason][where] = np.broadcast_to(found, inner)
-    return Priced(request, choices, seconds, sizes, blocked)
+        time = step_time(request.config, request.sequence, plan, request.chip, request.efficiency)
+        size = chip_bytes(request, plan)
+        seconds[where] = np.broadcast_to(time.total, inner)
+        sizes[where] = np.broadcast_to(size, inner)
+        for name, mask in violations(request, plan, size).items():
+            violated[name][where] = np.broadcast_to(mask, inner)
+    return Priced(request, choices, seconds, sizes, violated)
 
 
 def explain(request: Request, choice: Mapping) -> StepTime:
-    """The terms of one choice."""
+    """Returns the step time of one choice, by term."""
     return step_time(
         request.config,
         request.sequence,
-        single(request.layout(choice)),
+        scalar_plan(request.plan(choice)),
         request.chip,
         request.efficiency,
     )
 
 
-def held_bytes(request: Request, layout: RunLayout) -> np.ndarray:
-    """Bytes on the fullest chip."""
-    return np.asarray(layout_bytes(request.config, request.sequence, layout).total)
+def chip_bytes(request: Request, plan: ParallelPlan) -> np.ndarray:
+    """Returns the bytes on the fullest chip."""
+    return np.asarray(plan_bytes(request.config, request.sequence, plan).total)
 
 
-def single(layout: RunLayout) -> RunLayout:
-    """A layout whose counts are plain integers."""
+def scalar_plan(plan: ParallelPlan) -> ParallelPlan:
+    """Returns the plan with its counts as Python integers."""
     names = (*COUNTS, "fsdp", "accumulation")
-    counts: dict[str, Any] = {name: int(getattr(layout, name)) for name in names}
-    return dataclasses.replace(layout, **counts)
+    counts: dict[str, Any] = {name: int(getattr(plan, name)) for name in names}
+    return dataclasses.replace(plan, **counts)
 
 
-def blocks(request: Request, layout: RunLayout, memory) -> dict[str, np.ndarray]:
-    """Reason in BLOCKS -> whether it blocks the layout."""
+def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.ndarray]:
+    """Returns name in CONSTRAINTS -> bool, whether the plan violates it.
+
+    Args:
+      request: the request.
+      plan: one plan, or several as arrays.
+      memory: bytes on the fullest chip.
+    """
     config = request.config
-    stage, tensor, chunks = (np.asarray(n) for n in (layout.stage, layout.tensor, layout.chunks))
-    interleaved = layout.schedule == "interleaved"
-    # One stage has no schedule: only the first name stands for it, so that no layout counts twice.
-    alone = layout.schedule != next(iter(BUBBLES))
-    schedule = np.where(stage == 1, alone | (chunks > 1), (chunks > 1) != interleaved)
+    stage, tensor, chunks = (np.asarray(n) for n in (plan.stage, plan.tensor, plan.chunks))
+    interleaved = plan.schedule == "interleaved"
+    # One stage has no schedule.  Only the first schedule is legal there, so no plan counts twice.
+    duplicate = plan.schedule != next(iter(BUBBLES))
+    schedule = np.where(stage == 1, duplicate | (chunks > 1), (chunks > 1) != interleaved)
     if interleaved:
-        schedule = schedule | (layout.accumulation % stage != 0)
+        schedule = schedule | (plan.accumulation % stage != 0)
     return {
         "heads": (config.num_heads % tensor != 0)
         | (request.sequence % tensor != 0)
         | _uneven_blocks(config, tensor),
-        "chips": np.asarray(layout.chips) != request.chips,
+        "chips": np.asarray(plan.chips) != request.chips,
         "layers": config.num_layers % (stage * chunks) != 0,
-        "batch": np.asarray(layout.batch) != request.batch,
+        "batch": np.asarray(plan.batch) != request.batch,
         "schedule": schedule,
         "memory": np.asarray(memory) > USABLE * request.chip.capacity,
     }
 
 
-def refuse(priced: Priced) -> None:
-    """Refuses a request that no layout fits, with the closest that one does.
+def check_legal(priced: Priced) -> None:
+    """Raises an error if no plan of a request is legal.
 
     Raises:
-      UserError: what blocks the request, and what would run.
+      UserError: names the violated constraint and the closest legal request.
     """
     if priced.legal.any():
         return
     r = priced.request
-    others = priced.blocked_beside("batch")
+    others = priced.violated_except("batch")
     if not others.all():
         near = _nearest_batch(priced, ~others)
         raise UserError(
-            f"No layout on {r.chips} {r.chip.name} divides a batch of {r.batch} sequences; "
-            f"the closest that one does is --batch={near}."
+            f"No parallel plan on {r.chips} {r.chip.name} divides a batch of {r.batch} sequences; "
+            f"the closest legal batch is --batch={near}."
         )
-    others = priced.blocked_beside("memory")
+    others = priced.violated_except("memory")
     if not others.all():
         need = np.where(others, np.inf, priced.memory).min()
         raise UserError(
-            f"No layout fits: the smallest needs {math.ceil(need / GIB)} GiB on each of {r.chips} "
-            f"{r.chip.name}, which have {math.floor(USABLE * r.chip.capacity / GIB)} to use; "
-            f"{_more_chips(r)}."
+            f"No parallel plan fits: the smallest needs {math.ceil(need / GIB)} GiB on each of "
+            f"{r.chips} {r.chip.name}, which have {math.floor(USABLE * r.chip.capacity / GIB)} GiB "
+            f"usable; {_more_chips(r)}."
         )
-    least = min(BLOCKS, key=lambda b: int(priced.blocked[b].sum()))
-    most = max(BLOCKS, key=lambda b: int(priced.blocked[b].sum()))
+    worst = max(CONSTRAINTS, key=lambda name: int(priced.violated[name].sum()))
     raise UserError(
-        f"No layout of {r.chips} {r.chip.name} is legal: {most} blocks the most, {least} the "
-        f"fewest; {_more_chips(r)}."
+        f"No parallel plan on {r.chips} {r.chip.name} is legal; the constraint on {worst} is "
+        f"violated most often; {_more_chips(r)}."
     )
 
 
-def relay(request: Request) -> tuple[RunLayout, float] | None:
-    """The fastest relay on one chip, which holds one block at a time, with its seconds; or None.
+def relay(request: Request) -> tuple[ParallelPlan, float] | None:
+    """Returns (plan, seconds per step) of the fastest relay on one chip, or None.
 
-    The weights, gradients and moments live in host memory, which is not looked at here.
+    The relay keeps weights, gradients and moments in host memory, whose size is not checked here.
     """
     if request.chips != 1 or request.chip.host_bandwidth is None:
         return None
-    found = []
+    candidates = []
     for micro_batch in _divisors(request.batch):
-        layout = RunLayout(
+        plan = ParallelPlan(
             micro_batch=micro_batch,
             accumulation=request.batch // micro_batch,
             remat="full",
             executor="relay",
         )
-        if float(held_bytes(request, layout)) <= USABLE * request.chip.capacity:
+        if float(chip_bytes(request, plan)) <= USABLE * request.chip.capacity:
             time = step_time(
-                request.config, request.sequence, layout, request.chip, request.efficiency
+                request.config, request.sequence, plan, request.chip, request.efficiency
             )
-            found.append((layout, float(time.total)))
-    return min(found, key=lambda pair: pair[1], default=None)
+            candidates.append((plan, float(time.total)))
+    return min(candidates, key=lambda pair: pair[1], default=None)
 
 
 def _more_chips(request: Request) -> str:
-    relayed = relay(request)
-    if relayed:
-        return (
-            "the relay does: --executor=relay --set "
-            f"training.micro_batches={relayed[0].accumulation}"
-        )
+    fastest_relay = relay(request)
+    if fastest_relay:
+        accumulation = fastest_relay[0].accumulation
+        return f"the relay fits: --executor=relay --set training.micro_batches={accumulation}"
     for factor in (2, 4, 8, 16, 32, 64):
         more = dataclasses.replace(request, chips=factor * request.chips)
         for batch in dict.fromkeys((request.batch, max(request.batch, more.chips))):
-            asked = dataclasses.replace(more, batch=batch)
-            if price(asked, space(asked)).legal.any():
-                return f"the closest that does is --chips={more.chips} --batch={batch}"
-    return "up to 64 times as many chips do not either"
+            larger = dataclasses.replace(more, batch=batch)
+            if price(larger, space(larger)).legal.any():
+                return f"the closest legal request is --chips={more.chips} --batch={batch}"
+    return "no plan is legal on up to 64 times as many chips either"
 
 
 def _nearest_batch(priced: Priced, possible: np.ndarray) -> int:
     r = priced.request
     grid = np.meshgrid(*(priced.space.levels[name] for name in COUNTS), indexing="ij", sparse=True)
     names = {name: priced.space.levels[name][0] for name in NAMES}
-    layout = r.layout({**dict(zip(COUNTS, grid)), **names})
-    rows = np.broadcast_to(layout.replicas * layout.micro_batch, possible.shape[: len(COUNTS)])
+    plan = r.plan({**dict(zip(COUNTS, grid)), **names})
+    rows = np.broadcast_to(plan.replicas * plan.micro_batch, possible.shape[: len(COUNTS)])
     rows = rows[possible.any(axis=tuple(range(len(COUNTS), possible.ndim)))]
     near = np.maximum(np.round(r.batch / rows), 1) * rows
     return int(near[np.argmin(np.abs(near - r.batch))])
 
 
-def _priced(request, layout):
-    time = step_time(
-        request.config, request.sequence, layout, request.chip, request.efficiency
-    ).total
-    held = held_bytes(request, layout)
-    return time, held, blocks(request, layout, held)
-
-
 def _uneven_blocks(config, tensor):
-    """Where a shard of a block-sparse weight would cut a block of the side that is cut."""
+    """Returns whether tensor parallelism would split a block of a block-sparse weight."""
     uneven = np.zeros(np.shape(tensor), bool)
     for name in config.sparse_projections:
         fan_in, fan_out = config.projection_shape(name)
-        cut = fan_out if name in ("qkv", "mlp_in") else fan_in
-        uneven |= cut % (config.linear(name).block * tensor) != 0
+        sharded = fan_out if name in ("qkv", "mlp_in") else fan_in
+        uneven |= sharded % (config.linear(name).block * tensor) != 0
     return uneven
 
 
@@ -343,7 +341,7 @@ def _divisors(number: int) -> Sequence[int]:
 
 
 def _copies(chips: int) -> list[int]:
-    """Powers of two, and these times the odd part of the chips, which no layer's width divides."""
+    """Returns powers of two, and their multiples by the odd factor of the number of chips."""
     odd = chips // (chips & -chips)
     counts = {n * factor for n in _powers(_LARGEST["data"]) for factor in (1, odd)}
     return sorted(n for n in counts if n <= _LARGEST["data"])

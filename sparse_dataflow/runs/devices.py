@@ -122,12 +122,12 @@ def _pipelines(plan, stages):
 def arrays(executor: Executor, variant: Variant) -> list[dict]:
     """`Executor.arrays` of each model that the variant trains in turn."""
     training, described = variant.training, []
-    for stage in variant.stages:
-        state = abstract_state(stage.model, training)
-        layout_tables = gpt.layout_tables(gpt.layouts(stage.model))
+    for phase in variant.phase_specs:
+        state = abstract_state(phase.model, training)
+        layout_tables = gpt.layout_tables(gpt.layouts(phase.model))
         tokens = jax.ShapeDtypeStruct((training.batch, training.sequence + 1), "int32")
         batch = {"tokens": tokens}
-        described.append(executor.arrays(state, layout_tables, stage.runtime_layouts, batch))
+        described.append(executor.arrays(state, layout_tables, phase.runtime_layouts, batch))
     return described
 
 
@@ -148,8 +148,8 @@ def printed(executor: Executor, variants: list[Variant]) -> str:
     blocks = []
     for variant in variants:
         for number, described in enumerate(arrays(executor, variant)):
-            phase = f", model {number + 1}" if len(variant.stages) > 1 else ""
-            title = f"{variant.name}{phase}: {executor.devices} chips, {executor.describe()}"
+            suffix = f", model {number + 1}" if len(variant.phase_specs) > 1 else ""
+            title = f"{variant.name}{suffix}: {executor.devices} chips, {executor.describe()}"
             blocks.append(tables.table(tables.rows(described), title))
     return "\n\n".join(blocks)
 
@@ -163,8 +163,8 @@ def check(
       UserError: naming what does not fit.
     """
     for variant in variants:
-        for stage in variant.stages:
-            executor.check(stage.model, variant.training)
+        for phase in variant.phase_specs:
+            executor.check(phase.model, variant.training)
     relay = isinstance(executor, RelayExecutor)
     if memory_bytes is None or executor == ONE_DEVICE or relay:
         return

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import jax
+from sparse_dataflow.config.presets import SIZES
 
 from sparse_dataflow.config.presets import SIZES, rescaled
 from sparse_dataflow.config.run import RunConfig
@@ -21,12 +22,15 @@ def needed_bytes(variants: list[Variant]) -> int:
     flash = jax.default_backend() != "cpu"
     plans = [
         max(
-            (memory.of_training(stage.model, v.training, flash) for stage in v.stages),
+            (
+                memory.training_config_bytes(phase.model, v.training, flash)
+                for phase in v.phase_specs
+            ),
             key=lambda plan: plan.total,
         )
         for v in variants
     ]
-    return memory.by_turns(plans)
+    return memory.alternating_bytes(plans)
 
 
 def fitting(variants: list[Variant], memory_bytes: int) -> tuple[str, int] | None:

@@ -17,10 +17,10 @@ from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.variants import Variant
 
 
-def of(config: RunConfig, variant: Variant, chip: Chip, devices: int = 1) -> relay.RelayPlan:
+def of(config: RunConfig, variant: Variant, chip: Chip, devices: int = 1) -> relay.RelayEstimate:
     """The plan of one variant under a config's `parallel` part."""
     training = variant.training
-    return relay.plan(
+    return relay.estimate(
         variant.model,
         training.batch,
         training.sequence,
@@ -46,7 +46,7 @@ def tell(config: RunConfig, variants: list[Variant], chip: Chip, executor: Relay
     plans = [of(config, v, chip, executor.devices) for v in variants]
     for v, found in zip(variants, plans):
         say(f"{v.name:>6}: {found.text()}")
-    refuse_small_host(plans[0].beside(plans[1:]))
+    refuse_small_host(plans[0].with_host_memory_of(plans[1:]))
     need = max(found.device_total for found in plans)
     if chip.memory_bytes is not None and need > chip.memory_bytes * memory.USABLE:
         raise UserError(
@@ -57,7 +57,7 @@ def tell(config: RunConfig, variants: list[Variant], chip: Chip, executor: Relay
     executor.refuse_unusable_files({v.name: plan.disk for v, plan in zip(variants, plans)})
 
 
-def refuse_small_host(found: relay.RelayPlan) -> None:
+def refuse_small_host(found: relay.RelayEstimate) -> None:
     """Refuses a plan that this machine's memory, or its page-locked part, cannot hold; called by
     all processes.
 
@@ -65,10 +65,10 @@ def refuse_small_host(found: relay.RelayPlan) -> None:
       UserError: names what is needed.
     """
     available = psutil.virtual_memory().available
-    relay.refuse_small_host(found, available, processes.on_this_machine())
+    relay.check_host_memory(found, available, processes.on_this_machine())
     if jax.default_backend() == "gpu":
         limit = float(os.environ.get(relay.PINNED_SETTING) or relay.PINNED_GIB)
-        relay.refuse_unpinned(found, limit)
+        relay.check_pinned_memory(found, limit)
 
 
 def measured(spans) -> str:

@@ -61,7 +61,7 @@ def write(
     timed = max(trainer.seconds for trainer in trainers) >= TIMED_FROM
     variants = [_variant(folder, trainer, chip, timed) for trainer in trainers]
     sparse = [p.model for t in trainers for p in t.phases if p.model.sparse_projections]
-    # A model that got sparser in stages is judged by its last.
+    # A model that got sparser in phases is judged by its last phase.
     model = (sparse or [trainers[0].model])[-1]
     sequence = trainers[0].training.sequence
     dense_flops = cost.flops_per_token(dataclasses.replace(model, linears=()), sequence)
@@ -103,7 +103,7 @@ def _variant(folder, trainer, chip, timed):
     step_seconds = float(np.dot(of_phase, [p.steps for p in trainer.phases]) / training.steps)
     flops = trainer.flops / trainer.tokens
     plan = max(
-        (memory.of_training(phase.model, training) for phase in trainer.phases),
+        (memory.training_config_bytes(phase.model, training) for phase in trainer.phases),
         key=lambda plan: plan.total,
     )
     spans = trainer.timeline
@@ -205,7 +205,9 @@ def _about_sections(executor, timed):
 def _layouts(trainers, model):
     """The trained layouts; those it had while sparse, where a model ended dense."""
     trained = [t for t in trainers if t.model == model]
-    found = gpt.layouts_of(model, trained[0].state.tables) if trained else gpt.layouts(model)
+    found = gpt.layouts(model)
+    if trained:
+        found = gpt.layouts_from_tables(model, trained[0].state.tables)
     drawn = []
     for projection, layers in found.items():
         for number, layout in enumerate(layers):

@@ -58,7 +58,7 @@ def step_seconds(variants: dict[str, Variant], data: TrainingData, steps: int) -
     """Mean seconds of a step of each variant in a training of `steps`, updates included."""
     known: dict = {}
     programs = {
-        name: compile_programs(v.stages, v.training, data, v.evolution, known)
+        name: compile_programs(v.phase_specs, v.training, data, v.evolution, known)
         for name, v in variants.items()
     }
     renamed = [dataclasses.replace(v, name=name) for name, v in variants.items()]
@@ -72,7 +72,7 @@ def step_seconds(variants: dict[str, Variant], data: TrainingData, steps: int) -
 
 def _shares(variant):
     """Each phase's share of the steps."""
-    starts = [stage.start for stage in variant.stages]
+    starts = [phase.start for phase in variant.phase_specs]
     return np.diff([*starts, 1.0])
 
 
@@ -89,9 +89,9 @@ def _phase_seconds(variants, programs, data, executor=ONE_DEVICE, rounds=ROUNDS)
     """
     batch = executor.put(data.train[0], data.train.batch_size)
     phases = {
-        _step_of(program): (stage.model, v.training, program)
+        _step_of(program): (phase.model, v.training, program)
         for v in variants
-        for stage, program in zip(v.stages, programs[v.name], strict=True)
+        for phase, program in zip(v.phase_specs, programs[v.name], strict=True)
     }
     times: dict[int, list[float]] = {key: [] for key in phases}
     for _ in range(rounds):

@@ -255,7 +255,7 @@ class _Job:
             say(f"{v.name:>6}: compiling")
             with self.clock.during("compile"):
                 programs[v.name] = compile_programs(
-                    v.stages, v.training, data, v.evolution, shared, self.executor
+                    v.phase_specs, v.training, data, v.evolution, shared, self.executor
                 )
         return programs
 

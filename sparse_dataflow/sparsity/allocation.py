@@ -1,4 +1,4 @@
-"""How much of each projection is stored, and at which depth: one density for all, or a budget."""
+"""Density budgets: the density of each projection, and of each part of the depth."""
 
 import dataclasses
 import itertools
@@ -7,30 +7,32 @@ from collections.abc import Callable, Mapping
 
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.groups import groups, mean_multiplier
+from sparse_dataflow.models.groups import layer_groups, mean_multiplier
 from sparse_dataflow.sparsity.patterns import legal_densities, make_layout
 
 BUDGETS = ("uniform", "compute")
 DEPTH = "depth:"
-"""Before the multipliers of the parts of the depth."""
+"""Prefix of a budget that lists multipliers by depth."""
 
 
 def allocate(model: ModelConfig, budget: str) -> ModelConfig:
-    """`model` with its block-sparse projections at the densities that `budget` gives them.
+    """Returns `model` with the densities of a budget on its block-sparse projections.
 
     Args:
-      model: its specs' density, equal on all of them, is the budget: the share of their dense FLOPs
-        that the stored blocks may cost together.
-      budget: "uniform" changes nothing.  "compute" follows the Erdos-Renyi rule (arXiv 1707.04780,
-        section 3; arXiv 1911.11134, section 3): a density proportional to (in + out) / (in out), so
-        that small projections, which have fewer paths to lose, keep more; never above the budget.
-        Or densities by name, "qkv:0.25,mlp_in:0.0625", or what multiplies the model's own,
-        "qkv:0.5x,mlp_in:1.5x"; the others keep it.  Or what multiplies the density of all in equal
-        parts of the depth, from first to last, "depth:1.5x,0.5x".
+      model: config with equal densities of all sparse projections.  That density is the budget: the
+        fraction of the dense FLOPs of these projections that their stored blocks may cost.
+      budget: one of
+        "uniform": no change.
+        "compute": Erdos-Renyi rule (arXiv 1707.04780, section 3; arXiv 1911.11134, section 3).
+          Density is proportional to (in + out) / (in out), so small projections store a larger
+          fraction.  The total never exceeds the budget.
+        "qkv:0.25,mlp_in:0.0625": densities by projection; the others are unchanged.
+        "qkv:0.5x,mlp_in:1.5x": multiples of the density of the model; the others are unchanged.
+        "depth:1.5x,0.5x": multiples for equal parts of the depth, first layers first.
 
     Raises:
-      UserError: an unknown budget or projection, parts that do not divide the layers, or a density
-        that the pattern has no layout for; names the legal ones.
+      UserError: the budget or a projection is unknown, the parts do not divide the layers, or the
+        pattern has no layout of a density; names the legal values.
     """
     if budget == "uniform" or not model.sparse_projections:
         return model
@@ -47,53 +49,56 @@ def allocate(model: ModelConfig, budget: str) -> ModelConfig:
 
 
 def _erdos_renyi(model):
-    """The legal densities next to the rule's, of all that fit the budget the nearest in ratio."""
+    """Rounds the densities of the Erdos-Renyi rule to legal ones within the budget.
+
+    Of all combinations of neighbouring legal densities, picks the one of smallest log distance.
+    """
     names = model.sparse_projections
     sides = {name: model.projection_shape(name) for name in names}
     weights = {name: math.prod(pair) for name, pair in sides.items()}
     legal = {name: _legal(model, name) for name in names}
     budget = sum(model.linear(name).density * weights[name] for name in names)
-    wanted = _shared(budget, weights, {name: sum(pair) for name, pair in sides.items()})
-    nearest = {
+    ideal = _proportional(budget, weights, {name: sum(pair) for name, pair in sides.items()})
+    neighbours = {
         name: {
-            max([d for d in legal[name] if d <= wanted[name]], default=legal[name][0]),
-            min([d for d in legal[name] if d >= wanted[name]], default=legal[name][-1]),
+            max([d for d in legal[name] if d <= ideal[name]], default=legal[name][0]),
+            min([d for d in legal[name] if d >= ideal[name]], default=legal[name][-1]),
         }
         for name in names
     }
     best = None
-    for densities in itertools.product(*(sorted(nearest[name]) for name in names)):
+    for densities in itertools.product(*(sorted(neighbours[name]) for name in names)):
         cost = sum(density * weights[name] for name, density in zip(names, densities))
-        away = sum(abs(math.log(d / wanted[name])) for name, d in zip(names, densities))
-        if cost <= budget * (1 + 1e-9) and (best is None or (away, -cost) < best[:2]):
-            best = away, -cost, dict(zip(names, densities))
+        distance = sum(abs(math.log(d / ideal[name])) for name, d in zip(names, densities))
+        if cost <= budget * (1 + 1e-9) and (best is None or (distance, -cost) < best[:2]):
+            best = distance, -cost, dict(zip(names, densities))
     if best is None:
         least = sum(legal[name][0] * weights[name] for name in names)
         whole = sum(weights.values())
         raise UserError(
-            f"--set sparsity.budget=compute finds no densities that cost {budget / whole:.4g} of "
-            "the "
-            f"dense FLOPs or less; one block a line of every projection costs {least / whole:.4g}: "
-            "legal: a larger --density, or a smaller --block."
+            f"--set sparsity.budget=compute finds no densities within {budget / whole:.4g} of "
+            "the dense "
+            f"FLOPs; the smallest legal densities cost {least / whole:.4g}. Legal: a larger "
+            "--density, or a smaller --block."
         )
     return best[2]
 
 
-def _shared(budget, weights, parts):
-    """Densities proportional to parts / weights, at most 1, that cost the budget together."""
+def _proportional(budget, weights, shares):
+    """Returns densities of total cost `budget`, proportional to shares / weights, at most 1."""
     full: set[str] = set()
     while True:
-        left = budget - sum(weights[name] for name in full)
-        scale = left / max(1, sum(part for name, part in parts.items() if name not in full))
-        found = {n: 1.0 if n in full else scale * parts[n] / weights[n] for n in weights}
-        above = {name for name, density in found.items() if density > 1}
+        rest = budget - sum(weights[name] for name in full)
+        scale = rest / max(1, sum(share for name, share in shares.items() if name not in full))
+        densities = {n: 1.0 if n in full else scale * shares[n] / weights[n] for n in weights}
+        above = {name for name, density in densities.items() if density > 1}
         if not above:
-            return found
+            return densities
         full |= above
 
 
 def _legal(model, name):
-    """The densities that the projection's pattern has a layout for, ascending."""
+    """Returns the densities for which the pattern of a projection has a layout, ascending."""
     rows, columns = model.projection_shape(name)
     balanced = legal_densities(rows, columns, model.linear(name).block)
     return [density for density in balanced if _has_layout(model, name, density)]
@@ -109,69 +114,66 @@ def _has_layout(model, name, density):
 
 
 def _by_depth(model, budget):
-    given = budget.removeprefix(DEPTH).split(",")
-    multipliers = [_multiplier(text) for text in given]
-    for text, multiplier in zip(given, multipliers):
+    texts = budget.removeprefix(DEPTH).split(",")
+    multipliers = [_multiplier(text) for text in texts]
+    for text, multiplier in zip(texts, multipliers):
         if multiplier <= 0:
             raise UserError(
-                f"--set sparsity.budget={budget}: {text!r} is no multiple of --density; legal: "
-                "numbers "
-                f"above 0 with x behind them, as in {DEPTH}1.5x,0.5x."
+                f"--set sparsity.budget={budget}: {text!r} is not a multiple of --density; legal: "
+                f"numbers above 0 followed by x, as in {DEPTH}1.5x,0.5x."
             )
-    layers, parts = model.num_layers, len(multipliers)
-    if layers % parts:
+    layers, count = model.num_layers, len(multipliers)
+    if layers % count:
         legal = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
         raise UserError(
-            f"--set sparsity.budget={budget} names {parts} parts of the depth, which do not divide "
+            f"--set sparsity.budget={budget} names {count} parts of the depth, which do not divide "
             f"{layers} layers; legal: {legal}."
         )
     for name in model.sparse_projections:
         spec, density = model.linear(name), model.linear(name).density
-        for text, multiplier in zip(given, multipliers):
-            wanted = density * multiplier
-            if not _has_layout(model, name, wanted):
-                named = _nearest(_legal(model, name), wanted)
+        for text, multiplier in zip(texts, multipliers):
+            product = density * multiplier
+            if not _has_layout(model, name, product):
+                legal = _neighbours(_legal(model, name), product)
                 raise UserError(
                     f"--set sparsity.budget={budget}: {text} of --density={density:g} gives "
                     f"{name} a "
-                    f"density of {wanted:.4g}, and {spec.pattern} has no balanced layout of that; "
-                    f"legal next to it: "
-                    f"{', '.join(f'{one / density:.6g}x' for one in named)}."
+                    f"density of {product:.4g}, for which {spec.pattern} has no balanced layout; "
+                    f"nearest legal: {', '.join(f'{value / density:.6g}x' for value in legal)}."
                 )
-    each = layers // parts
-    by_depth = tuple(multiplier for multiplier in multipliers for _ in range(each))
+    by_depth = tuple(value for value in multipliers for _ in range(layers // count))
     return dataclasses.replace(model, density_by_depth=by_depth)
 
 
 def _multiplier(text):
-    """The number of "1.5x"; 0 where it is none."""
+    """Parses a number such as "1.5x"; returns 0 for other texts."""
     try:
-        found = float(text.removesuffix("x")) if text.endswith("x") else 0.0
+        value = float(text.removesuffix("x")) if text.endswith("x") else 0.0
     except ValueError:
         return 0.0
-    return found if math.isfinite(found) else 0.0
+    return value if math.isfinite(value) else 0.0
 
 
-def _nearest(legal, wanted):
-    """The legal densities next to one, below and above it."""
-    below = [one for one in legal if one < wanted][-1:]
-    return below + [one for one in legal if one > wanted][:1]
+def _neighbours(legal, density):
+    """Returns the legal densities just below and just above a density."""
+    below = [value for value in legal if value < density][-1:]
+    return below + [value for value in legal if value > density][:1]
 
 
 def _named(model, budget):
     densities = {}
-    for part in budget.split(","):
-        name, colon, text = part.partition(":")
+    for item in budget.split(","):
+        name, colon, text = item.partition(":")
         if not colon or name not in PROJECTIONS:
             raise UserError(
-                f"--set sparsity.budget={budget} is not legal: {part!r} names no projection; "
+                f"--set sparsity.budget={budget} is not legal: {item!r} names no projection; "
                 "legal: "
                 f"{', '.join(BUDGETS)}, {DEPTH}1.5x,0.5x, or densities such as {PROJECTIONS[0]}:"
                 f"0.25,{PROJECTIONS[2]}:0.125 of {', '.join(model.sparse_projections)}."
             )
         if name not in model.sparse_projections:
             raise UserError(
-                f"--set sparsity.budget={budget} gives a density to {name}, which is dense; legal: "
+                f"--set sparsity.budget={budget} sets a density for {name}, which is dense; legal: "
                 f"{', '.join(model.sparse_projections)}."
             )
         unit = model.linear(name).density if text.endswith("x") else 1.0
@@ -181,9 +183,9 @@ def _named(model, budget):
             densities[name] = 0.0
         if not 0 < densities[name] <= 1:
             raise UserError(
-                f"--set sparsity.budget={budget}: {part!r} is not a density in (0, 1], nor one "
-                "with x "
-                "behind it that multiplies --density."
+                f"--set sparsity.budget={budget}: {item!r} is not a density in (0, 1], or a "
+                "multiple of "
+                "--density such as 0.5x with a product in (0, 1]."
             )
     return densities
 
@@ -191,27 +193,27 @@ def _named(model, budget):
 def allocation_table(
     model: ModelConfig, flops: Callable[[ModelConfig], Mapping[str, float]]
 ) -> str:
-    """What each projection of every block stores, as lines of text; by groups of layers where they
-    store unequally much, with the mean over all below.
+    """Returns a text table of the density, stored blocks and FLOPs of each projection.
+
+    With per-layer densities it has rows for each layer group, and a last line with mean densities.
 
     Args:
-      model: its specs.
-      flops: model -> projection -> training FLOPs a token over all layers, as `planning.cost`
-        counts.
+      model: the config.
+      flops: model -> projection -> training FLOPs per token over all layers (see `planning.cost`).
     """
     total = sum(flops(model)[name] for name in PROJECTIONS)
-    found = groups(model)
+    groups = layer_groups(model)
     lines = [f"{'projection':<11}{'grid':>11}{'density':>9}{'blocks a layer':>16}{'FLOPs':>8}"]
-    before = [""]
-    for group in found:
-        layers, own = group.layers, flops(group.model)
+    labels = ["layers"]
+    for group in groups:
+        layers, group_flops = group.layers, flops(group.model)
         for name in PROJECTIONS:
-            share = own[name] * len(layers) / model.num_layers / total
+            share = group_flops[name] * len(layers) / model.num_layers / total
             lines.append(_row(group.model, name, share))
-            before.append(f"{layers.start + 1} to {layers.stop}")
-    if len(found) == 1:
+            labels.append(f"{layers.start + 1} to {layers.stop}")
+    if len(groups) == 1:
         return "\n".join(lines)
-    lines = [f"{layers or 'layers':<11}{line}" for layers, line in zip(before, lines)]
+    lines = [f"{label:<11}{line}" for label, line in zip(labels, lines)]
     mean = ", ".join(
         f"{name} {model.linear(name).density * mean_multiplier(model):.4g}"
         for name in PROJECTIONS

@@ -1,70 +1,77 @@
-"""The balanced layout of highest score: a maximum-weight b-matching of input and output blocks."""
+"""Balanced masks of highest score: maximum-weight b-matchings of input and output blocks."""
 
 import numpy as np
 
 from sparse_dataflow.files.errors import UserError
 
 TOLERANCE = 1e-9
-"""How far from the highest a result may lie, relative to the largest score."""
+"""Tolerance of the total score, relative to the largest score."""
 
 
 def balanced_top(
     scores: np.ndarray,
     fan_in: int,
     fan_out: int,
-    kept: np.ndarray | None = None,
+    required: np.ndarray | None = None,
     forbidden: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The mask of highest total score in which fan-in and fan-out are constant.
+    """Returns the mask of highest total score with constant fan-in and fan-out.
 
-    A linear program over the transportation polytope with capacities of 1, whose corners are whole
-    numbers (its matrix is totally unimodular: Schrijver, Combinatorial Optimization, section 21.2).
-    It is solved over the best blocks of each line first; blocks that its prices call profitable
-    join until there are none, so the result is that of the whole program.
+    This is a linear program over the transportation polytope with unit capacities.  Its matrix is
+    totally unimodular, so its vertices are integral (Schrijver, Combinatorial Optimization, section
+    21.2).  Column generation solves it: it starts from the best blocks of each row and column, and
+    adds blocks of positive reduced profit until none is left, so the result is optimal over all
+    blocks.
 
     Args:
       scores: finite float [in_blocks, out_blocks].
       fan_in: True blocks of every column (output block).
       fan_out: True blocks of every row (input block).
-      kept: bool [in_blocks, out_blocks]; blocks that must be True.  None for none.
+      required: bool [in_blocks, out_blocks]; blocks that must be True.  None for none.
       forbidden: bool [in_blocks, out_blocks]; blocks that must be False.  None for none.
 
     Returns:
-      bool [in_blocks, out_blocks], the same for the same arguments.
+      bool [in_blocks, out_blocks]; deterministic.
 
     Raises:
-      UserError: no such mask exists.
+      UserError: no such mask exists, or `scores` is not a finite matrix.
     """
     scores = np.asarray(scores, np.float64)
     if scores.ndim != 2 or not np.all(np.isfinite(scores)):
-        raise UserError("Scores of blocks are a matrix of finite numbers.")
-    kept = np.zeros(scores.shape, bool) if kept is None else np.asarray(kept, bool)
-    closed = kept if forbidden is None else kept | np.asarray(forbidden, bool)
-    contradiction = forbidden is not None and bool(np.any(kept & np.asarray(forbidden, bool)))
-    row_need, col_need = fan_out - kept.sum(axis=1), fan_in - kept.sum(axis=0)
-    seed = _any_completion(~closed, row_need, col_need)
-    if seed is None or contradiction:
+        raise UserError("Block scores are not legal; legal: a matrix of finite numbers.")
+    required = _mask_like(scores, required)
+    forbidden = _mask_like(scores, forbidden)
+    free = ~(required | forbidden)
+    row_need, col_need = fan_out - required.sum(axis=1), fan_in - required.sum(axis=0)
+    feasible = _any_completion(free, row_need, col_need)
+    if feasible is None or np.any(required & forbidden):
         raise UserError(
             f"No layout on a grid of {scores.shape[0]} x {scores.shape[1]} blocks has fan-in "
-            f"{fan_in} and fan-out {fan_out} with {int(kept.sum())} blocks kept and "
-            f"{int((closed & ~kept).sum())} forbidden."
+            f"{fan_in} and fan-out {fan_out} with {required.sum()} blocks required and "
+            f"{(forbidden & ~required).sum()} forbidden."
         )
-    if not seed.any():
-        return kept.copy()
-    scale = np.abs(scores[~closed]).max() or 1.0
-    chosen = _best_completion(scores / scale, ~closed, row_need, col_need, seed)
-    return kept | chosen
+    if not feasible.any():
+        return required.copy()
+    scale = np.abs(scores[free]).max() or 1.0
+    return required | _best_completion(scores / scale, free, row_need, col_need, feasible)
+
+
+def _mask_like(scores, mask):
+    return np.zeros(scores.shape, bool) if mask is None else np.asarray(mask, bool)
 
 
 def _any_completion(allowed, row_need, col_need):
-    """Allowed blocks that meet every line's need, found as a maximum flow; None without any."""
+    """Returns a mask of allowed blocks that meets all row and column needs, by maximum flow.
+
+    None if there is no such mask.
+    """
     total = int(row_need.sum())
     if min(row_need.min(), col_need.min()) < 0 or total != int(col_need.sum()):
         return None
     mask = np.zeros(allowed.shape, bool)
     if total == 0:
         return mask
-    from scipy import sparse  # A third of a second with optimize; a fixed layout needs neither.
+    from scipy import sparse  # Imported here, because fixed layouts do not need scipy.
 
     rows, cols = np.nonzero(allowed)
     in_blocks, out_blocks = allowed.shape
@@ -81,9 +88,12 @@ def _any_completion(allowed, row_need, col_need):
     return mask
 
 
-def _best_completion(scores, allowed, row_need, col_need, seed):
-    """The allowed blocks of highest score that meet every line's need, as `seed` does."""
-    candidates = seed | (allowed & _line_tops(scores, allowed, row_need, col_need))
+def _best_completion(scores, allowed, row_need, col_need, feasible):
+    """Returns the mask of allowed blocks of highest score that meets all row and column needs.
+
+    `feasible` is any such mask.
+    """
+    candidates = feasible | (allowed & _line_tops(scores, allowed, row_need, col_need))
     while True:
         chosen, row_price, col_price = _solve(scores, candidates, row_need, col_need)
         gain = scores - row_price[:, None] - col_price
@@ -94,7 +104,7 @@ def _best_completion(scores, allowed, row_need, col_need, seed):
 
 
 def _line_tops(scores, allowed, row_need, col_need):
-    """The best blocks of each row and column: twice as many as it needs, and four."""
+    """Returns a mask of the best 2 * need + 4 blocks of each row and column."""
     ranked = np.where(allowed, scores, -np.inf)
     by_row = np.argsort(np.argsort(-ranked, axis=1, kind="stable"), axis=1, kind="stable")
     by_col = np.argsort(np.argsort(-ranked, axis=0, kind="stable"), axis=0, kind="stable")
@@ -102,7 +112,7 @@ def _line_tops(scores, allowed, row_need, col_need):
 
 
 def _solve(scores, candidates, row_need, col_need):
-    """(chosen mask, price of a block more in each row, in each column)."""
+    """Solves the program over candidates; returns (mask, prices of the rows, of the columns)."""
     from scipy import optimize, sparse
 
     rows, cols = np.nonzero(candidates)
@@ -120,7 +130,7 @@ def _solve(scores, candidates, row_need, col_need):
         options={"dual_feasibility_tolerance": 1e-10, "primal_feasibility_tolerance": 1e-10},
     )
     if solution.status != 0:
-        raise RuntimeError(f"the balancing program was not solved: {solution.message}")
+        raise RuntimeError(f"The linear program was not solved: {solution.message}")
     chosen = np.zeros(candidates.shape, bool)
     chosen[rows, cols] = solution.x > 0.5
     prices = -solution.eqlin.marginals

@@ -1,13 +1,15 @@
-"""How the layouts of a model change while it trains: a registry of methods.
+"""How block layouts change during training: a registry of evolution methods.
 
-A method may do two things.  Its `update` chooses new layouts of the same degrees every `every`
-steps: shapes stay, tables are data, so nothing is compiled again.  Its `stages` say which model is
-trained from which fraction of the steps on: where one ends, shapes change, and the programs of the
-next are compiled before the training starts.  Values and moments follow by one rule, the same for
-every method (`training.transitions`): a block that stays keeps them bit by bit, a new one starts at
-zero.
+A method has up to two parts:
+- `update` chooses a new layout of equal fan-in and fan-out every `every` steps.  Shapes stay and
+  index tables are arrays, so nothing recompiles.
+- `phase_specs` lists the model of each phase and the fraction of the steps at which it starts.
+  Shapes change between phases; the programs of all phases are compiled before training starts.
 
-A method of your own, which swaps the smallest eighth for random blocks:
+Values and optimizer moments follow one rule for every method (`training.transitions`): a block that
+stays keeps them bit by bit, a new block starts at zero.
+
+Example of a new method, which replaces the smallest eighth of the blocks by random blocks:
 
     register("mine", Method(update=lambda layout, norms, gradients, share, rng:
                             set_blocks(layout, norms, gradients, 1 / 8, rng)))
@@ -22,19 +24,22 @@ import numpy as np
 from sparse_dataflow.config.evolution import METHOD_NAMES, EvolutionConfig
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.groups import groups
+from sparse_dataflow.models.groups import layer_groups
 from sparse_dataflow.sparsity.balance import balanced_top
 from sparse_dataflow.sparsity.layout import BlockLayout
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
-    """The model that is trained from a fraction of the steps on.
+class PhaseSpec:
+    """A model and the fraction of the steps at which its training starts.
+
+    `training.phases.Phase` is the same with step numbers.
 
     Attributes:
       start: fraction of the steps, in [0, 1).
-      model: what is trained.
-      runtime_layouts: whether the layouts are known only while training, and so are data.
+      model: config of the model to train.
+      runtime_layouts: whether layouts are known only at run time, so that their tables are
+        arguments of the compiled programs.
     """
 
     start: float
@@ -45,24 +50,25 @@ class Stage:
 Update = Callable[
     [BlockLayout, np.ndarray, np.ndarray | None, float, np.random.Generator], BlockLayout
 ]
-"""(layout, float [nnz] norms of its blocks, float [in_blocks, out_blocks] norms of the dense
-gradient's blocks or None, share to exchange, random numbers) -> layout of the same degrees."""
+"""(layout, float [nnz] block norms, float [in_blocks, out_blocks] block norms of the dense gradient
+or None, share of blocks to exchange, random generator) -> layout of equal fan-in and fan-out."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way for layouts to change.
+    """An evolution method.
 
     Attributes:
-      update: chooses the next layout of the same degrees, or None where layouts stay.
-      reads_gradients: whether `update` is given the dense gradient's block norms.
-      stages: (final or initial model, config) -> the models in the order of training.
-      at: see `EvolutionConfig`.
+      update: chooses the next layout, of equal fan-in and fan-out; None if layouts are fixed.
+      reads_gradients: whether `update` receives the block norms of the dense gradient.
+      phase_specs: (model from the flags, config) -> specs of the phases in order; None for one
+        phase.
+      at: default of `EvolutionConfig.at`.
     """
 
     update: Update | None = None
     reads_gradients: bool = False
-    stages: Callable[[ModelConfig, EvolutionConfig], tuple[Stage, ...]] | None = None
+    phase_specs: Callable[[ModelConfig, EvolutionConfig], tuple[PhaseSpec, ...]] | None = None
     at: float = 0.75
 
 
@@ -70,7 +76,11 @@ METHODS: dict[str, Method] = {}
 
 
 def register(name: str, method: Method) -> None:
-    """Makes a method known under `name`; raises ValueError if it is taken."""
+    """Registers a method.
+
+    Raises:
+      ValueError: `name` is already registered.
+    """
     if name in METHODS:
         raise ValueError(f"evolution {name!r} is already registered")
     METHODS[name] = method
@@ -82,39 +92,42 @@ def until(config: EvolutionConfig) -> float:
     return config.at or METHODS[config.method].at
 
 
-def stages(model: ModelConfig, config: EvolutionConfig) -> tuple[Stage, ...]:
-    """The models that `config` trains in turn, the first from the first step.
+def phase_specs(model: ModelConfig, config: EvolutionConfig) -> tuple[PhaseSpec, ...]:
+    """Returns the phases that `config` trains in order; the first starts at step 0.
 
     Raises:
-      UserError: the method can do nothing with this model.
+      UserError: the method cannot change this model.
     """
     method = METHODS[config.method]
     if config.method != "static":
-        _refuse_nothing_to_do(model, config.method)
-    found: tuple[Stage, ...] = (Stage(0.0, model, runtime_layouts=method.update is not None),)
-    if method.stages is not None:
-        found = method.stages(model, config)
+        _refuse_unchangeable(model, config.method)
+    if method.phase_specs is None:
+        specs: tuple[PhaseSpec, ...] = (PhaseSpec(0.0, model, method.update is not None),)
+    else:
+        specs = method.phase_specs(model, config)
     if config.given_layouts:
-        found = tuple(map(_with_runtime_layouts, found))
-    return found
+        specs = tuple(map(_with_runtime_layouts, specs))
+    return specs
 
 
-def _with_runtime_layouts(stage):
-    runtime = stage.runtime_layouts or bool(stage.model.sparse_projections)
-    return dataclasses.replace(stage, runtime_layouts=runtime)
+def _with_runtime_layouts(spec):
+    runtime = spec.runtime_layouts or bool(spec.model.sparse_projections)
+    return dataclasses.replace(spec, runtime_layouts=runtime)
 
 
 def exchanged_share(config: EvolutionConfig, step: int, steps: int) -> float:
-    """Fraction of stored blocks that the update before step `step` (from 0) of `steps` exchanges;
-    0 where none is due."""
+    """Returns the fraction of stored blocks that the update before step `step` (from 0) exchanges.
+
+    0 where no update is due.
+    """
     last = until(config) * steps
     if METHODS[config.method].update is None or step == 0 or step % config.every or step > last:
         return 0.0
     return config.share / 2 * (1 + math.cos(math.pi * step / last))
 
 
-def sources_of(old: BlockLayout, new: BlockLayout) -> np.ndarray:
-    """Int32 [new.nnz]: where each block of `new` lies in the values of `old`, -1 where nowhere."""
+def block_sources(old: BlockLayout, new: BlockLayout) -> np.ndarray:
+    """Returns int32 [new.nnz]: slot of each new block in the values of `old`, -1 if absent."""
     return old.slots[new.rows, new.cols].astype(np.int32)
 
 
@@ -125,13 +138,13 @@ def set_blocks(
     share: float,
     rng: np.random.Generator,
 ) -> BlockLayout:
-    """SET at block level (arXiv 1707.04780): the smallest blocks give way to random ones.
+    """SET at block level (arXiv 1707.04780): replaces the smallest blocks by random blocks.
 
-    A dropped block returns only where the balance leaves no other.
+    A dropped block returns only where balance allows no other.
     """
-    kept, dropped = _without_smallest(layout, norms, share)
-    scores = rng.random(kept.shape) - (dropped.sum() + 1) * dropped
-    return _filled_up(layout, kept, scores)
+    remaining, dropped = _drop_smallest(layout, norms, share)
+    scores = rng.random(remaining.shape) - (dropped.sum() + 1) * dropped
+    return _refill(layout, remaining, scores)
 
 
 def rigl_blocks(
@@ -141,21 +154,22 @@ def rigl_blocks(
     share: float,
     rng: np.random.Generator,
 ) -> BlockLayout:
-    """RigL at block level (arXiv 1911.11134): the smallest blocks give way to those whose dense
-    gradient is largest, which may be some of themselves."""
-    assert gradient_norms is not None  # Registered as one that reads them.
-    kept, _ = _without_smallest(layout, norms, share)
-    return _filled_up(layout, kept, gradient_norms)
+    """RigL at block level (arXiv 1911.11134): replaces the smallest blocks by blocks of largest
+    dense gradient.  A dropped block may return."""
+    assert gradient_norms is not None  # `reads_gradients` is True for this method.
+    remaining, _ = _drop_smallest(layout, norms, share)
+    return _refill(layout, remaining, gradient_norms)
 
 
 def largest_blocks(
     norms: np.ndarray, block: int, degree: int, stored: np.ndarray | None = None
 ) -> BlockLayout:
-    """The balanced layout of the largest blocks (one-shot pruning by magnitude).
+    """Returns the balanced layout with the largest sum of squared block norms (one-shot magnitude
+    pruning).
 
     Args:
-      norms: float [in_blocks, out_blocks], Euclidean; their squares are what is kept most of.
-      block: side of a block.
+      norms: float [in_blocks, out_blocks], Euclidean block norms.
+      block: side of a block, in features.
       degree: cells of the ring (gcd of the grid) that every cell reads; see `patterns`.
       stored: bool [in_blocks, out_blocks], the blocks to choose among; None for all.
     """
@@ -166,112 +180,119 @@ def largest_blocks(
     return BlockLayout.from_mask(mask, block)
 
 
-def _without_smallest(layout, norms, share):
-    """(mask of the blocks that stay, of those that are dropped)."""
+def _drop_smallest(layout, norms, share):
+    """Returns (mask of the remaining blocks, mask of the dropped blocks)."""
     smallest = np.argsort(norms, kind="stable")[: round(share * layout.nnz)]
     dropped = np.zeros(layout.mask.shape, bool)
     dropped[layout.rows[smallest], layout.cols[smallest]] = True
     return layout.mask & ~dropped, dropped
 
 
-def _filled_up(layout, kept, scores):
+def _refill(layout, remaining, scores):
+    """Adds the blocks of highest score to `remaining` until fan-in and fan-out are as before."""
     fan_in, fan_out = int(layout.fan_in.max()), int(layout.fan_out.max())
-    return BlockLayout.from_mask(balanced_top(scores, fan_in, fan_out, kept), layout.block)
+    return BlockLayout.from_mask(balanced_top(scores, fan_in, fan_out, remaining), layout.block)
 
 
-def _refuse_nothing_to_do(model, method):
+def _refuse_unchangeable(model, method):
     if not model.sparse_projections:
         raise UserError(f"--evolution={method} needs a block-sparse projection.")
-    for group in groups(model):
+    for group in layer_groups(model):
         for name in model.sparse_projections:
             if group.model.linear(name).density == 1:
                 raise UserError(
-                    f"--evolution={method} has no block to add or remove in {name}: density 1 "
-                    "stores every block; legal: a density below 1."
+                    f"--evolution={method} cannot add or remove a block in {name}: density 1 "
+                    "stores every block. Legal: a density below 1."
                 )
 
 
 def _sparse_to_dense(model, config):
-    """SPDF (arXiv 2303.10464): the sparse model, then the dense one; some projections earlier.
+    """SPDF (arXiv 2303.10464): trains the sparse model, then the dense one.
 
-    What begins at zero has fewer steps to be learned in, and learns faster (see `TURNED_DENSE_RATE`
-    of `optim.optimizers`).  A low-rank term and a Hadamard transform become part of their weight.
+    Blocks that start at zero have fewer steps to learn in, so they get a higher learning rate
+    (`TURNED_DENSE_RATE` of `optim.optimizers`).  Low-rank terms and Hadamard transforms are
+    merged into the dense weight.
     """
     to_dense = lambda spec: LinearSpec(turned_dense=True)  # noqa: E731
     dense = _with_sparse_specs(model, to_dense)
     if not config.first:
-        return Stage(0.0, model), Stage(until(config), dense)
+        return PhaseSpec(0.0, model), PhaseSpec(until(config), dense)
     sparse = model.sparse_projections
     if not set(config.first) < set(sparse):
         raise UserError(
-            f"--set evolution.first={','.join(config.first)} makes some sparse projections dense "
-            "before "
-            f"the others; legal: some of {', '.join(sparse)}, but not all."
+            f"--set evolution.first={','.join(config.first)} must name some of the sparse "
+            "projections, "
+            f"but not all of them; legal: {', '.join(sparse)}."
         )
     partly = _with_sparse_specs(model, to_dense, config.first)
     return (
-        Stage(0.0, model),
-        Stage(until(config), partly),
-        Stage((1 + until(config)) / 2, dense),
+        PhaseSpec(0.0, model),
+        PhaseSpec(until(config), partly),
+        PhaseSpec((1 + until(config)) / 2, dense),
     )
 
 
 def _low_rank_tail(model, config):
-    """SLoPe (arXiv 2405.15960): adapters join for the last steps."""
+    """SLoPe (arXiv 2405.15960): adds low-rank adapters for the last steps."""
     if not any(model.linear(name).rank for name in model.sparse_projections):
-        raise UserError("--evolution=low_rank_tail adds a term of sparsity.rank; legal: 1 or more.")
+        raise UserError(
+            "--evolution=low_rank_tail adds a low-rank term of width sparsity.rank; legal: 1 or "
+            "more."
+        )
     bare = _with_sparse_specs(model, lambda s: dataclasses.replace(s, rank=0))
-    return Stage(0.0, bare), Stage(until(config), model)
+    return PhaseSpec(0.0, bare), PhaseSpec(until(config), model)
 
 
 def _gradual(model, config):
     """Block-magnitude pruning along the cubic schedule of arXiv 1710.01878, in halvings.
 
-    Each stage stores only its blocks, at twice the density of the next: the schedule's staircase,
-    entered where the cubic reaches the stage's density, so that the density is never below it.
-    The last stage begins at `until(config)`, the end of the cubic.  Where layers store unequally
-    much, each is halved from the stage on in which it would store all.
+    Each phase stores twice the density of the next.  It starts where the cubic reaches its density,
+    so the density is never below the cubic.  The last phase starts at `until(config)`, where the
+    cubic ends.  With per-layer densities, a layer stores every block until the phase in which its
+    doubled density is below 1.
     """
     lowest = min(
         group.model.linear(name).density
-        for group in groups(model)
+        for group in layer_groups(model)
         for name in model.sparse_projections
     )
     halvings = math.ceil(math.log2(1 / lowest) - 1e-9)
-    found = []
+    specs = []
     for power in range(halvings, -1, -1):
         density = min(1.0, lowest * 2**power)
-        left = (density - lowest) / (1 - lowest)
-        found.append(
-            Stage(
-                start=until(config) * (1 - left ** (1 / 3)),
+        excess = (density - lowest) / (1 - lowest)
+        specs.append(
+            PhaseSpec(
+                start=until(config) * (1 - excess ** (1 / 3)),
                 model=_doubled(model, power) if power else model,
                 runtime_layouts=power < halvings,
             )
         )
-    return tuple(found)
+    return tuple(specs)
 
 
 def _doubled(model, power):
-    """The model with every density doubled so many times, up to 1; weights whole in all layers are
-    dense ones."""
+    """Returns the model with every density times 2^power, at most 1.
+
+    A projection that stores every block in every layer becomes dense.
+    """
     least = min(model.density_by_depth, default=1.0)
     by_depth: set[tuple[float, ...]] = set()
 
-    def spec(name):
-        own = model.linear(name)
-        density = own.density * least * 2**power
+    def doubled_spec(name):
+        spec = model.linear(name)
+        density = spec.density * least * 2**power
         if density > 1 - 1e-9:
-            return LinearSpec(rank=own.rank)
+            return LinearSpec(rank=spec.rank)
         by_depth.add(tuple(min(m / least, 1 / density) for m in model.density_by_depth))
-        # Any degree is legal for `cyclic`; the layout itself is chosen while training.
-        return dataclasses.replace(own, pattern="cyclic", density=density)
+        # `cyclic` accepts every degree; the layout is chosen at run time.
+        return dataclasses.replace(spec, pattern="cyclic", density=density)
 
-    specs = {name: spec(name) for name in model.sparse_projections}
+    specs = {name: doubled_spec(name) for name in model.sparse_projections}
     if len(by_depth) > 1:
         raise UserError(
-            "--evolution=gradual prunes layers that store unequally much where all projections "
-            "have one density; legal: --set sparsity.budget=uniform, or another --evolution."
+            "--evolution=gradual with per-layer densities needs equal densities of all "
+            "projections; legal: --set sparsity.budget=uniform, or another --evolution."
         )
     linears = {**dict(model.linears), **specs}
     return dataclasses.replace(model, linears=linears, density_by_depth=next(iter(by_depth), ()))
@@ -285,6 +306,6 @@ def _with_sparse_specs(model, change, names=None):
 register("static", Method())
 register("set", Method(update=set_blocks))
 register("rigl", Method(update=rigl_blocks, reads_gradients=True))
-register("gradual", Method(stages=_gradual, at=0.5))
-register("sparse_to_dense", Method(stages=_sparse_to_dense, at=0.7))
-register("low_rank_tail", Method(stages=_low_rank_tail, at=0.99))
+register("gradual", Method(phase_specs=_gradual, at=0.5))
+register("sparse_to_dense", Method(phase_specs=_sparse_to_dense, at=0.7))
+register("low_rank_tail", Method(phase_specs=_low_rank_tail, at=0.99))

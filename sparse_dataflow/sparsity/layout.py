@@ -1,4 +1,4 @@
-"""Which blocks of a weight exist: a checked, immutable block layout and its index tables."""
+"""Block layouts: the stored blocks of a weight, checked and immutable, with their index tables."""
 
 import dataclasses
 import functools
@@ -11,17 +11,17 @@ from sparse_dataflow.files.errors import UserError
 
 
 class LayoutTables(NamedTuple):
-    """The index tables of a layout as arrays, so that a changed layout never recompiles.
+    """Index tables of a layout, as arrays, so that changing a layout does not recompile.
 
-    `values` of a layout are stored as [nnz, block, block], sorted by (output block, input block).
-    Lines of an unbalanced layout are padded to the longest: a padding position has slot -1 and
+    The values of a weight are [nnz, block, block], sorted by (output block, input block).  A slot
+    is an index into them.  Lines of an unbalanced layout are padded to the longest with slot -1 and
     index 0.
 
     Attributes:
-      in_index: int32 [out_blocks, fan_in], the input block that each position reads.
-      in_slot: int32 [out_blocks, fan_in], its place in `values`.
-      out_index: int32 [in_blocks, fan_out], the output block that each position feeds.
-      out_slot: int32 [in_blocks, fan_out], its place in `values`.
+      in_index: int32 [out_blocks, fan_in], input block of each position.
+      in_slot: int32 [out_blocks, fan_in], its slot.
+      out_index: int32 [in_blocks, fan_out], output block of each position.
+      out_slot: int32 [in_blocks, fan_out], its slot.
     """
 
     in_index: Any
@@ -32,14 +32,14 @@ class LayoutTables(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockLayout:
-    """The stored blocks of one weight of shape [in_features, out_features].
+    """Stored blocks of one weight of shape [in_features, out_features].
 
     Layouts compare and hash by content.
 
     Attributes:
       block: side of a square block, in features.
-      in_blocks: input blocks in the grid.
-      out_blocks: output blocks in the grid.
+      in_blocks: input blocks of the grid.
+      out_blocks: output blocks of the grid.
       rows: int32 [nnz], input block of each stored block.
       cols: int32 [nnz], output block of each stored block; (cols, rows) ascend strictly.
     """
@@ -59,12 +59,12 @@ class BlockLayout:
         for name, bound in (("rows", self.in_blocks), ("cols", self.out_blocks)):
             index = np.asarray(getattr(self, name))
             if index.ndim != 1 or index.size == 0:
-                raise UserError(f"Layout {name} must be one list of at least one block index.")
+                raise UserError(f"Layout {name} must be a list of at least one block index.")
             if not np.issubdtype(index.dtype, np.integer):
-                raise UserError(f"Layout {name} are {index.dtype}; legal: integers.")
+                raise UserError(f"Layout {name} have dtype {index.dtype}; legal: integers.")
             if index.min() < 0 or index.max() >= bound:
                 raise UserError(
-                    f"Layout {name} reach from {index.min()} to {index.max()}; "
+                    f"Layout {name} range from {index.min()} to {index.max()}; "
                     f"legal: 0 to {bound - 1}."
                 )
             index = index.astype(np.int32)
@@ -80,21 +80,21 @@ class BlockLayout:
 
     @classmethod
     def from_mask(cls, mask: np.ndarray, block: int) -> "BlockLayout":
-        """The layout that stores the True blocks of a bool [in_blocks, out_blocks] mask."""
+        """Builds the layout of the True blocks of a bool [in_blocks, out_blocks] mask."""
         mask = np.asarray(mask)
         if mask.ndim != 2 or mask.dtype != np.bool_:
-            raise UserError(f"A mask is a bool matrix, not {mask.dtype} of rank {mask.ndim}.")
+            raise UserError(f"Mask is {mask.dtype} of rank {mask.ndim}; legal: a bool matrix.")
         cols, rows = np.nonzero(mask.T)
         in_blocks, out_blocks = mask.shape
         return cls(block, in_blocks, out_blocks, rows, cols)
 
     @classmethod
     def from_tables(cls, tables: LayoutTables, block: int) -> "BlockLayout":
-        """The layout whose `tables()`, or wider padded ones, these concrete arrays are.
+        """Builds the layout of concrete tables; inverse of `tables`, also for padded tables.
 
         Raises:
-          UserError: if they are of another dtype or rank, index what is not there, or are no
-            layout's.
+          UserError: a dtype, rank or index is not legal, or the four tables do not describe one
+            layout.
         """
         check_shapes(tables)
         in_index, in_slot, out_index, out_slot = map(np.asarray, tables)
@@ -102,13 +102,13 @@ class BlockLayout:
         cols, rows, slot = _entries(in_index, in_slot, "in", grid[0])
         by_slot = np.argsort(slot)
         if not np.array_equal(slot[by_slot], np.arange(slot.size)):
-            raise UserError(f"in_slot must name each of its {slot.size} blocks once, from 0.")
+            raise UserError(f"in_slot must have each slot from 0 to {slot.size - 1} once.")
         layout = cls(block, *grid, rows[by_slot], cols[by_slot])
         rows, cols, slot = _entries(out_index, out_slot, "out", grid[1])
         if slot.size != layout.nnz or not np.array_equal(np.sort(slot), np.arange(slot.size)):
-            raise UserError(f"out_slot must name each of the {layout.nnz} blocks once.")
+            raise UserError(f"out_slot must have each slot from 0 to {layout.nnz - 1} once.")
         if np.any(layout.slots[rows, cols] != slot):
-            raise UserError("out_index and out_slot store other blocks than in_index and in_slot.")
+            raise UserError("out_index and out_slot describe other blocks than the in tables.")
         return layout
 
     @property
@@ -133,22 +133,22 @@ class BlockLayout:
 
     @functools.cached_property
     def fan_in(self) -> np.ndarray:
-        """Int [out_blocks]: how many input blocks each output block reads."""
+        """Int [out_blocks], number of input blocks that each output block reads."""
         return np.bincount(self.cols, minlength=self.out_blocks)
 
     @functools.cached_property
     def fan_out(self) -> np.ndarray:
-        """Int [in_blocks]: how many output blocks each input block feeds."""
+        """Int [in_blocks], number of output blocks that each input block feeds."""
         return np.bincount(self.rows, minlength=self.in_blocks)
 
     @property
     def balanced(self) -> bool:
-        """Whether fan-in and fan-out are constant (house plan, invariant 1)."""
+        """Whether fan-in and fan-out are constant."""
         return bool(np.ptp(self.fan_in) == 0 and np.ptp(self.fan_out) == 0)
 
     @functools.cached_property
     def mask(self) -> np.ndarray:
-        """Bool [in_blocks, out_blocks]: which blocks are stored."""
+        """Bool [in_blocks, out_blocks], True where a block is stored."""
         mask = np.zeros((self.in_blocks, self.out_blocks), bool)
         mask[self.rows, self.cols] = True
         mask.setflags(write=False)
@@ -156,7 +156,7 @@ class BlockLayout:
 
     @functools.cached_property
     def slots(self) -> np.ndarray:
-        """Int [in_blocks, out_blocks]: place of each block in `values`, -1 where not stored."""
+        """Int [in_blocks, out_blocks], slot of each block, -1 where not stored."""
         slots = np.full((self.in_blocks, self.out_blocks), -1)
         slots[self.rows, self.cols] = np.arange(self.nnz)
         slots.setflags(write=False)
@@ -164,7 +164,7 @@ class BlockLayout:
 
     @functools.cached_property
     def content_hash(self) -> str:
-        """Sha256 over grid, block and stored positions, in hex."""
+        """SHA-256 of the grid, block side and stored blocks, in hex."""
         head = np.array([self.block, self.in_blocks, self.out_blocks], np.int64).tobytes()
         return hashlib.sha256(head + self.rows.tobytes() + self.cols.tobytes()).hexdigest()
 
@@ -175,27 +175,31 @@ class BlockLayout:
         return hash(self.content_hash)
 
     def tables(self) -> LayoutTables:
-        """The index tables, as int32 numpy arrays."""
+        """Returns the index tables as int32 numpy arrays."""
         by_row = np.lexsort((self.cols, self.rows))
         in_index, in_slot = _padded(self.cols, self.rows, np.arange(self.nnz), self.fan_in)
         out_index, out_slot = _padded(self.rows[by_row], self.cols[by_row], by_row, self.fan_out)
         return LayoutTables(in_index, in_slot, out_index, out_slot)
 
     def to_dense(self, values: Any) -> np.ndarray:
-        """The dense [in_features, out_features] matrix of values [nnz, block, block]."""
+        """Returns the dense [in_features, out_features] matrix of values [nnz, block, block]."""
         values = np.asarray(values)
         dense = np.zeros((self.in_blocks, self.out_blocks, self.block, self.block), values.dtype)
         dense[self.rows, self.cols] = values
         return dense.transpose(0, 2, 1, 3).reshape(self.in_features, self.out_features)
 
     def from_dense(self, dense: Any) -> np.ndarray:
-        """Values [nnz, block, block] at the stored blocks of a dense matrix."""
+        """Returns the values [nnz, block, block] of a dense [in_features, out_features] matrix."""
         grid = (self.in_blocks, self.block, self.out_blocks, self.block)
         return np.asarray(dense).reshape(grid).transpose(0, 2, 1, 3)[self.rows, self.cols]
 
 
 def check_shapes(tables: LayoutTables) -> None:
-    """Raises UserError unless all tables, concrete or traced, are int32 and of fitting shapes."""
+    """Checks dtypes and shapes of concrete or traced tables.
+
+    Raises:
+      UserError: a table is not an int32 matrix, or an index and its slots differ in shape.
+    """
     for name, table in zip(LayoutTables._fields, tables, strict=True):
         if table.dtype != np.int32 or table.ndim != 2:
             raise UserError(
@@ -204,40 +208,39 @@ def check_shapes(tables: LayoutTables) -> None:
     for side in ("in", "out"):
         index, slot = (getattr(tables, f"{side}_{kind}").shape for kind in ("index", "slot"))
         if index != slot:
-            raise UserError(f"{side}_index has shape {index} and {side}_slot {slot}; legal: one.")
+            raise UserError(f"{side}_index has shape {index} and {side}_slot {slot}; legal: equal.")
 
 
-def widened(tables: LayoutTables, fan_in: int, fan_out: int) -> LayoutTables:
-    """Numpy tables with lines padded up to these fans, so that layouts which differ in theirs
-    share one program.
+def pad_tables(tables: LayoutTables, fan_in: int, fan_out: int) -> LayoutTables:
+    """Pads numpy tables to the given fans, so that layouts of different fans share one program.
 
     Raises:
-      UserError: if a line is longer.
+      UserError: a line is longer than its fan.
     """
     fans = (fan_in, fan_in, fan_out, fan_out)
     fills = (0, -1, 0, -1)
-    made = []
+    padded = []
     for table, fan, fill in zip(tables, fans, fills):
         if fan < table.shape[1]:
-            raise UserError(f"fan is {fan}; legal here: at least {table.shape[1]}.")
+            raise UserError(f"Fan {fan} is too small; legal: at least {table.shape[1]}.")
         extra = (0, 0), (0, fan - table.shape[1])
-        made.append(np.pad(table, extra, constant_values=fill))
-    return LayoutTables(*made)
+        padded.append(np.pad(table, extra, constant_values=fill))
+    return LayoutTables(*padded)
 
 
 def _entries(index, slot, side, bound):
-    """(line, index, slot) of each stored position, index checked against its bound."""
+    """Returns (line, index, slot) of each stored position; checks that index is below `bound`."""
     line, position = np.nonzero(slot >= 0)
     index, slot = index[line, position], slot[line, position]
     if index.size and (index.min() < 0 or index.max() >= bound):
         raise UserError(
-            f"{side}_index reaches from {index.min()} to {index.max()}; legal: 0 to {bound - 1}."
+            f"{side}_index ranges from {index.min()} to {index.max()}; legal: 0 to {bound - 1}."
         )
     return line, index, slot
 
 
 def _padded(line, index, slot, counts):
-    """Tables [len(counts), max(counts)] of entries that are sorted by line."""
+    """Returns (index, slot) tables [len(counts), max(counts)] from entries sorted by line."""
     position = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
     indices = np.zeros((len(counts), counts.max()), np.int32)
     slots = np.full_like(indices, -1)

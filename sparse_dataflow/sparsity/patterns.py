@@ -1,15 +1,15 @@
 """Static patterns: a registry of functions that choose the stored blocks.
 
-A pattern is balanced by construction.  On a grid of in_blocks x out_blocks let `ring` be
-gcd(in_blocks, out_blocks); a pattern picks `degree` disjoint permutations of the ring, and each
-ring cell stands for a (in_blocks / ring) x (out_blocks / ring) rectangle of blocks.  So square
-and rectangular grids follow the same rules, every output block reads degree * in_blocks / ring
+Patterns are balanced by construction.  On a grid of in_blocks x out_blocks, `ring` is
+gcd(in_blocks, out_blocks).  A pattern picks `degree` disjoint permutations of the ring.  Each ring
+cell expands to a rectangle of (in_blocks / ring) x (out_blocks / ring) blocks.  Square and
+rectangular grids thus follow the same rules, every output block reads degree * in_blocks / ring
 input blocks, and the rectangles give wide runs of equal support.
 
-A pattern of your own:
+Example of a new pattern:
 
     @register("every_third")
-    def every_third(in_blocks, out_blocks, degree, phase):
+    def every_third(in_blocks, out_blocks, degree, offset):
         ring = math.gcd(in_blocks, out_blocks)
         return from_permutations([(np.arange(ring) + 3 * k) % ring for k in range(degree)],
                                  in_blocks, out_blocks)
@@ -25,17 +25,21 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.sparsity.layout import BlockLayout
 
 Pattern = Callable[[int, int, int, int], np.ndarray]
-"""(in_blocks, out_blocks, degree, phase) -> bool [in_blocks, out_blocks].
+"""(in_blocks, out_blocks, degree, offset) -> bool [in_blocks, out_blocks].
 
-`phase` numbers the weights of a model in order of depth: a pattern may use it to mix other
-blocks in every layer, or as a seed.
+`offset` numbers the weights of a model in order of depth, starting at the model's seed.  A pattern
+may use it to vary its blocks from layer to layer, or as a random seed.
 """
 
 PATTERNS: dict[str, Pattern] = {}
 
 
 def register(name: str) -> Callable[[Pattern], Pattern]:
-    """Decorator that makes a pattern known under `name`; raises ValueError if it is taken."""
+    """Returns a decorator that registers a pattern.
+
+    Raises:
+      ValueError: `name` is already registered.
+    """
 
     def add(pattern: Pattern) -> Pattern:
         if name in PATTERNS:
@@ -48,21 +52,21 @@ def register(name: str) -> Callable[[Pattern], Pattern]:
 
 
 def make_layout(
-    pattern: str, in_features: int, out_features: int, block: int, density: float, phase: int = 0
+    pattern: str, in_features: int, out_features: int, block: int, density: float, offset: int = 0
 ) -> BlockLayout:
-    """The balanced layout of a named pattern.
+    """Builds the balanced layout of a named pattern.
 
     Args:
-      pattern: a name in PATTERNS.
+      pattern: name in PATTERNS.
       in_features: rows of the weight, a multiple of block.
       out_features: columns of the weight, a multiple of block.
       block: side of a block, in features.
       density: fraction of blocks stored; see `legal_densities`.
-      phase: number of this weight in the model, from 0.
+      offset: number of this weight in the model, from 0; see `Pattern`.
 
     Raises:
-      UserError: if the pattern is unknown, the block does not divide, or no balanced layout has
-        this density; the legal values are named.
+      UserError: the pattern is unknown, the block does not divide the weight, or no balanced layout
+        has this density; names the legal values.
     """
     if pattern not in PATTERNS:
         raise UserError(f"Pattern {pattern!r} is unknown; legal: {', '.join(sorted(PATTERNS))}.")
@@ -83,12 +87,12 @@ def make_layout(
     if degree == ring:
         mask = np.ones((in_blocks, out_blocks), bool)
     else:
-        mask = PATTERNS[pattern](in_blocks, out_blocks, degree, phase)
+        mask = PATTERNS[pattern](in_blocks, out_blocks, degree, offset)
     return BlockLayout.from_mask(mask, block)
 
 
 def legal_densities(in_features: int, out_features: int, block: int) -> list[float]:
-    """The densities that `make_layout` accepts for a weight, ascending: multiples of 1/ring.
+    """Returns the densities that `make_layout` accepts, ascending: the multiples of 1/ring.
 
     Args:
       in_features: rows of the weight, a multiple of block.
@@ -96,7 +100,7 @@ def legal_densities(in_features: int, out_features: int, block: int) -> list[flo
       block: side of a block, in features.
 
     Raises:
-      UserError: if the block does not divide; the legal ones are named.
+      UserError: the block does not divide the weight; names the legal blocks.
     """
     ring = math.gcd(*_grid(in_features, out_features, block))
     return [k / ring for k in range(1, ring + 1)]
@@ -128,11 +132,11 @@ def _grid(in_features, out_features, block):
 def from_permutations(
     permutations: Iterable[np.ndarray], in_blocks: int, out_blocks: int
 ) -> np.ndarray:
-    """Mask of a union of ring permutations, each ring cell spread to its rectangle of blocks.
+    """Returns the mask of a union of ring permutations, each cell expanded to its rectangle.
 
     Args:
-      permutations: int [ring] arrays; output cell j reads input cell p[j].  Disjoint
-        permutations give a balanced mask.
+      permutations: int [ring] arrays p; output cell j reads input cell p[j].  Disjoint permutations
+        give a balanced mask.
       in_blocks: input blocks of the grid.
       out_blocks: output blocks of the grid.
 
@@ -147,35 +151,38 @@ def from_permutations(
 
 
 def _butterfly_permutations(ring: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """All `ring` permutations of a generalised block butterfly: (strides, compound moves).
+    """Returns the ring permutations, except the identity, of a generalised block butterfly.
 
-    The ring splits into `odd` groups of `low` cells, low its largest power of two.  Cell
-    (group, i) pairs with (group + k, i xor s); a stride moves one coordinate by a power of two, as
-    a butterfly factor does, a compound move the others.  All are disjoint.
+    `ring` is `odd` times `low`, its largest factor that is a power of two.  Cell (m, i) of the
+    odd x low grid moves to (m + shift, i xor flip).  All these permutations are disjoint.
+
+    Returns:
+      (strides, compound moves).  A stride moves one coordinate by a power of two, as a butterfly
+      factor does.  The rest are compound moves.
     """
     low = ring & -ring
     odd = ring // low
     cell = np.arange(ring)
-    group, place = cell // low, cell % low
+    major, minor = cell // low, cell % low
     strides: list[np.ndarray] = []
     compound: list[np.ndarray] = []
     for shift in range(odd):
         for flip in range(low):
             if shift == flip == 0:
                 continue
-            permutation = (group + shift) % odd * low + (place ^ flip)
-            nearest = min(shift, odd - shift)
-            one_bit = flip & (flip - 1) == 0 and nearest & (nearest - 1) == 0
-            single = one_bit and (shift == 0 or flip == 0)
-            (strides if single else compound).append(permutation)
+            permutation = (major + shift) % odd * low + (minor ^ flip)
+            distance = min(shift, odd - shift)
+            power_of_two = flip & (flip - 1) == 0 and distance & (distance - 1) == 0
+            is_stride = power_of_two and (shift == 0 or flip == 0)
+            (strides if is_stride else compound).append(permutation)
     return strides, compound
 
 
 @register("pixelfly")
-def pixelfly(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarray:
+def pixelfly(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.ndarray:
     """Flat block butterfly: the diagonal and the smallest strides (arXiv 2112.00029, section 3.2).
 
-    The same in every layer; pair it with a low-rank term (`rank`) for global mixing.
+    Equal in every layer; combine it with a low-rank term (`rank`) for global mixing.
     """
     ring = math.gcd(in_blocks, out_blocks)
     strides, compound = _butterfly_permutations(ring)
@@ -183,31 +190,30 @@ def pixelfly(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.nda
 
 
 @register("butterfly")
-def butterfly(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarray:
-    """Block butterfly factors over depth: the diagonal and strides that rotate with `phase`.
+def butterfly(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.ndarray:
+    """Block butterfly factors over depth: the diagonal plus strides that rotate with `offset`.
 
     Successive weights hold successive factors of a butterfly (arXiv 1903.05895, section 3), so
     that every output block depends on every input block after log2(ring) weights.
     """
     ring = math.gcd(in_blocks, out_blocks)
     strides, compound = _butterfly_permutations(ring)
-    start = phase * (degree - 1) % max(1, len(strides))
+    start = offset * (degree - 1) % max(1, len(strides))
     rotated = strides[start:] + strides[:start]
     return from_permutations([np.arange(ring), *rotated, *compound][:degree], in_blocks, out_blocks)
 
 
 @register("monarch")
-def monarch(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarray:
-    """Equal groups with all their blocks stored: a permuted block diagonal, as a Monarch factor is
-    (arXiv 2204.00595, section 3), so that a group is one dense product.
+def monarch(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.ndarray:
+    """Monarch factor (arXiv 2204.00595, section 3): a permuted block diagonal of equal groups.
 
-    The output blocks of a group lie side by side.  Its input blocks do too where the weight widens
-    (qkv, mlp_in); elsewhere (attn_out, mlp_out) they lie as far apart as there are groups.  So the
-    second of two weights reads from every group of the first, as far as its fan-in goes, and the
-    same in every layer mixes all blocks.
+    All blocks of a group are stored, so each group is one dense product.  The output blocks of a
+    group are contiguous.  Its input blocks are contiguous where the weight widens (qkv, mlp_in);
+    elsewhere (attn_out, mlp_out) their stride is the number of groups.  The second of two weights
+    thus reads from every group of the first, up to its fan-in, so one pattern mixes all blocks.
 
     Raises:
-      UserError: if `degree` does not divide the ring.
+      UserError: `degree` does not divide the ring.
     """
     ring = math.gcd(in_blocks, out_blocks)
     if ring % degree:
@@ -217,17 +223,17 @@ def monarch(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndar
             f"{out_blocks} blocks; legal: {', '.join(legal)}."
         )
     groups = ring // degree
-    together = lambda blocks: np.arange(blocks) // (blocks // groups)  # noqa: E731
-    reads = together(in_blocks) if in_blocks < out_blocks else np.arange(in_blocks) % groups
-    return reads[:, None] == together(out_blocks)
+    contiguous = lambda blocks: np.arange(blocks) // (blocks // groups)  # noqa: E731
+    in_group = contiguous(in_blocks) if in_blocks < out_blocks else np.arange(in_blocks) % groups
+    return in_group[:, None] == contiguous(out_blocks)
 
 
 @register("cyclic")
-def cyclic(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarray:
-    """Power-of-two strides around the ring, rotated with `phase`; balanced for any grid."""
+def cyclic(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.ndarray:
+    """Power-of-two strides around the ring, rotated with `offset`; balanced for any grid."""
     ring = math.gcd(in_blocks, out_blocks)
     powers = [1 << k for k in range((ring - 1).bit_length())]
-    start = phase * (degree - 1) % max(1, len(powers))
+    start = offset * (degree - 1) % max(1, len(powers))
     rest = [stride for stride in range(1, ring) if stride not in powers]
     strides = [0, *powers[start:], *powers[:start], *rest][:degree]
     cell = np.arange(ring)
@@ -235,19 +241,19 @@ def cyclic(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarr
 
 
 @register("banded")
-def banded(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarray:
-    """A band of neighbours around the diagonal, closed to a ring."""
+def banded(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.ndarray:
+    """A band around the diagonal that wraps around the ring."""
     ring = math.gcd(in_blocks, out_blocks)
     cell = np.arange(ring)
-    offsets = range(-((degree - 1) // 2), degree // 2 + 1)
-    return from_permutations([(cell + offset) % ring for offset in offsets], in_blocks, out_blocks)
+    shifts = range(-((degree - 1) // 2), degree // 2 + 1)
+    return from_permutations([(cell + shift) % ring for shift in shifts], in_blocks, out_blocks)
 
 
 @register("random")
-def random(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarray:
-    """A random balanced mask, seeded by `phase`: degree-preserving swaps of a shuffled band."""
-    rng = np.random.default_rng([phase, in_blocks, out_blocks, degree])
-    mask = banded(in_blocks, out_blocks, degree, phase)
+def random(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.ndarray:
+    """A random balanced mask, seeded by `offset`: degree-preserving swaps of a shuffled band."""
+    rng = np.random.default_rng([offset, in_blocks, out_blocks, degree])
+    mask = banded(in_blocks, out_blocks, degree, offset)
     mask = mask[rng.permutation(in_blocks)][:, rng.permutation(out_blocks)]
     rows, cols = np.nonzero(mask)
     for _ in range(30):
@@ -255,8 +261,8 @@ def random(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarr
         (r1, r2), (c1, c2) = rows[order], cols[order]
         new = np.concatenate([r1 * out_blocks + c2, r2 * out_blocks + c1])
         _, inverse, counts = np.unique(new, return_inverse=True, return_counts=True)
-        alone = (counts[inverse] == 1).reshape(2, -1).all(0)
-        swap = alone & ~mask[r1, c2] & ~mask[r2, c1]
+        unique = (counts[inverse] == 1).reshape(2, -1).all(0)
+        swap = unique & ~mask[r1, c2] & ~mask[r2, c1]
         first, second = order[:, swap]
         mask[rows[first], cols[first]] = mask[rows[second], cols[second]] = False
         cols[first], cols[second] = cols[second].copy(), cols[first].copy()
@@ -265,6 +271,10 @@ def random(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarr
 
 
 @register("dense")
-def dense(in_blocks: int, out_blocks: int, degree: int, phase: int) -> np.ndarray:
-    """Every block.  Only density 1 is legal."""
-    raise UserError("Pattern 'dense' stores every block; its only legal density is 1.")
+def dense(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.ndarray:
+    """Every block.
+
+    Raises:
+      UserError: always, because `make_layout` builds density 1, the only legal one.
+    """
+    raise UserError("Pattern 'dense' stores every block; legal density: 1.")

@@ -1,9 +1,9 @@
-"""The scaling law of sparse models: loss against parameters, sparsity and tokens.
+"""Scaling law of sparse models: loss as a function of parameters, sparsity and tokens.
 
     L(S, N, D) = (a_S (1 - S)^b_S + c_S) N^-b_N + (a_D / D)^b_D + c
 
-with N the parameters that are not zero, S the fraction of zeros among all that a dense model of the
-same shape has, D the training tokens and L in nats a token (arXiv 2309.08520, equation 1).
+N is the number of stored parameters, S the fraction of zeros in the dense model of the same shape,
+D the number of training tokens, and L the loss in nats per token (arXiv 2309.08520, equation 1).
 """
 
 import dataclasses
@@ -20,16 +20,16 @@ COLUMNS = ("parameters", "sparsity", "tokens", "loss")
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """Trainings to fit, one an element.
+    """Training runs to fit, as columns.
 
     Attributes:
       parameters: float [runs], stored parameters, above 0.
       sparsity: float [runs], in [0, 1).
-      tokens: float [runs], trained on, above 0.
-      loss: float [runs], held out, in nats a token, above 0.
+      tokens: float [runs], training tokens, above 0.
+      loss: float [runs], held-out loss in nats per token, above 0.
 
     Raises:
-      UserError: on construction, where a column is of another length or holds an illegal value.
+      UserError: the columns differ in length, or a value is not legal.
     """
 
     parameters: np.ndarray
@@ -58,17 +58,17 @@ class Runs:
     def __len__(self):
         return len(self.loss)
 
-    def take(self, which: np.ndarray) -> "Runs":
-        """The runs at these positions, or where this mask is true."""
-        return Runs(*(getattr(self, name)[which] for name in COLUMNS))
+    def take(self, index: np.ndarray) -> "Runs":
+        """Returns the runs at integer positions, or where a bool mask is True."""
+        return Runs(*(getattr(self, name)[index] for name in COLUMNS))
 
 
 @dataclasses.dataclass(frozen=True)
 class ScalingLaw:
-    """The constants of the law; N is counted in `unit_parameters`, D in `unit_tokens`.
+    """Constants of the law, with N in units of `unit_parameters` and D in units of `unit_tokens`.
 
-    The units keep the constants near 1, and so the fit well conditioned; `constants_per_one` gives
-    them for N and D counted one by one, as papers print them.
+    The units keep the constants near 1, so the fit is well conditioned.  `constants_in_units_of_1`
+    converts them to the form that papers print.
     """
 
     a_s: float
@@ -82,47 +82,47 @@ class ScalingLaw:
     unit_tokens: float = 1.0
 
     def loss(self, parameters, sparsity, tokens) -> np.ndarray:
-        """Nats a token, for arrays or numbers that broadcast together."""
+        """Returns the loss in nats per token; the arguments broadcast."""
         size = np.asarray(parameters, np.float64) / self.unit_parameters
         data = np.asarray(tokens, np.float64) / self.unit_tokens
         stored = 1.0 - np.asarray(sparsity, np.float64)
         capacity = (self.a_s * stored**self.b_s + self.c_s) * size**-self.b_n
         return capacity + (self.a_d / data) ** self.b_d + self.c
 
-    def constants_per_one(self) -> dict[str, float]:
-        """The seven constants for parameters and tokens counted one by one."""
+    def constants_in_units_of_1(self) -> dict[str, float]:
+        """Returns the seven constants for N in parameters and D in tokens."""
         scale = self.unit_parameters**self.b_n
-        own = {name: getattr(self, name) for name in CONSTANTS}
-        own |= {"a_s": self.a_s * scale, "c_s": self.c_s * scale}
-        return own | {"a_d": self.a_d * self.unit_tokens}
+        constants = {name: getattr(self, name) for name in CONSTANTS}
+        constants |= {"a_s": self.a_s * scale, "c_s": self.c_s * scale}
+        return constants | {"a_d": self.a_d * self.unit_tokens}
 
     def dense_equivalent(self, sparsity: float) -> float:
-        """How many times more stored parameters a dense model needs for the same loss: the
-        "gain" of arXiv 2309.08520, section 3.1, seen from the stored parameters."""
+        """Returns the ratio of the parameters of a dense model of equal loss to the stored
+        parameters: the "gain" of arXiv 2309.08520, section 3.1."""
         capacity = (self.a_s * (1 - sparsity) ** self.b_s + self.c_s) / (self.a_s + self.c_s)
         return float(capacity ** (-1 / self.b_n))
 
 
 HUBER = 1e-3
-"""Residual in log loss up to which it counts squared (arXiv 2203.15556, appendix D.2)."""
+"""Huber delta, in log loss (arXiv 2203.15556, appendix D.2)."""
 
 
 def fit(runs: Runs, starts: int = 24, seed: int = 0) -> ScalingLaw:
-    """The law of least Huber loss in log L, from several starts.
+    """Fits the law by least Huber loss in log L, from several starting points.
 
     Args:
-      runs: at least 8, with two values or more of each of parameters, sparsity and tokens.
-      starts: random starting points; the best end is taken.
-      seed: draws them.
+      runs: at least 8, with at least two values each of parameters, sparsity and tokens.
+      starts: number of random starting points; the best result is returned.
+      seed: random seed of the starting points.
 
     Raises:
-      UserError: too few runs, or a column that does not vary, so that the law is not determined.
+      UserError: there are too few runs, or a column is constant.
     """
     _refuse_undetermined(runs)
     units = np.median(runs.parameters), np.median(runs.tokens)
     rng = np.random.default_rng(seed)
-    ends = [_descend(runs, units, _start(runs, rng)) for _ in range(starts)]
-    return _law(min(ends, key=lambda end: end.cost).x, units)
+    fits = [_descend(runs, units, _start(runs, rng)) for _ in range(starts)]
+    return _law(min(fits, key=lambda result: result.cost).x, units)
 
 
 def _refuse_undetermined(runs):
@@ -132,11 +132,11 @@ def _refuse_undetermined(runs):
         )
     for name in ("parameters", "sparsity", "tokens"):
         if np.ptp(getattr(runs, name)) == 0:
-            raise UserError(f"All runs have one value of {name}; the law needs two or more.")
+            raise UserError(f"All runs have equal {name}; the law needs at least two values.")
 
 
 def _start(runs, rng):
-    """Logarithms of plausible constants: the three terms share the loss at the median run."""
+    """Draws logs of plausible constants: the terms of the law sum to the median loss."""
     share = rng.dirichlet(np.ones(4)) * np.median(runs.loss) + 1e-6
     b_s, b_n, b_d = rng.uniform([0.2, 0.1, 0.1], [2.0, 0.8, 0.8])
     return np.log([share[0], b_s, share[1], b_n, share[2] ** (1 / b_d), b_d, share[3]])
@@ -161,41 +161,43 @@ def _law(logs, units):
 
 
 def bootstrap(runs: Runs, rounds: int = 200, seed: int = 0) -> list[ScalingLaw]:
-    """Laws fitted to runs drawn with replacement, for intervals of constants and predictions.
+    """Returns `rounds` laws, fitted to bootstrap samples of the runs.
 
-    A draw that does not determine the law is drawn again.
+    Samples in which a column is constant are redrawn.
 
     Raises:
-      UserError: as `fit`.
+      UserError: see `fit`.
     """
     best = fit(runs, seed=seed)
     units = best.unit_parameters, best.unit_tokens
     start = np.log([getattr(best, name) for name in CONSTANTS])
     rng = np.random.default_rng(seed)
-    found: list[ScalingLaw] = []
-    while len(found) < rounds:
-        drawn = runs.take(rng.integers(len(runs), size=len(runs)))
-        if all(np.ptp(getattr(drawn, name)) for name in ("parameters", "sparsity", "tokens")):
-            found.append(_law(_descend(drawn, units, start).x, units))
-    return found
+    laws: list[ScalingLaw] = []
+    while len(laws) < rounds:
+        sample = runs.take(rng.integers(len(runs), size=len(runs)))
+        if all(np.ptp(getattr(sample, name)) for name in ("parameters", "sparsity", "tokens")):
+            laws.append(_law(_descend(sample, units, start).x, units))
+    return laws
 
 
 def noise(runs: Runs) -> float | None:
-    """Standard deviation of log loss among runs that differ by their seed alone, pooled over all
-    such; None where no two runs have equal parameters, sparsity and tokens."""
-    places = np.column_stack([runs.parameters, runs.sparsity, runs.tokens])
-    _, which, counts = np.unique(places, axis=0, return_inverse=True, return_counts=True)
-    which = which.reshape(-1)
+    """Returns the pooled standard deviation of log loss among runs that differ only by seed.
+
+    None if no two runs have equal parameters, sparsity and tokens.
+    """
+    settings = np.column_stack([runs.parameters, runs.sparsity, runs.tokens])
+    _, setting, counts = np.unique(settings, axis=0, return_inverse=True, return_counts=True)
+    setting = setting.reshape(-1)
     freedom = len(runs) - len(counts)
     if not freedom:
         return None
     logs = np.log(runs.loss)
-    means = np.bincount(which, logs) / counts
-    return float(np.sqrt(np.sum((logs - means[which]) ** 2) / freedom))
+    means = np.bincount(setting, logs) / counts
+    return float(np.sqrt(np.sum((logs - means[setting]) ** 2) / freedom))
 
 
 def interval(samples: Sequence[float], level: float = 0.9) -> tuple[float, float]:
-    """The central interval that holds `level` of the samples."""
+    """Returns the central interval that contains the fraction `level` of the samples."""
     tail = 50 * (1 - level)
     low, high = np.percentile(samples, [tail, 100 - tail])
     return float(low), float(high)
@@ -208,15 +210,15 @@ def best_for_budget(
     flops_per_parameter_token: float,
     tokens: np.ndarray,
 ) -> tuple[float, float, float]:
-    """(loss, parameters, tokens) of the best training of one sparsity for a budget.
+    """Returns (loss, parameters, tokens) of the best training run at one sparsity and budget.
 
     Args:
-      law: the law.
-      flops: of the whole training.
-      sparsity: of the model.
-      flops_per_parameter_token: what one stored parameter costs for one token: 6 where only stored
-        blocks are computed, 6 / (1 - sparsity) where zeros are, more where blocks run slower.
-      tokens: float [n] candidates; each gives the parameters that the budget leaves.
+      law: scaling law.
+      flops: training FLOPs of the budget.
+      sparsity: of the model, in [0, 1).
+      flops_per_parameter_token: FLOPs per stored parameter and token: 6 if only stored blocks are
+        computed, 6 / (1 - sparsity) if zeros are too, more if blocks run slower than dense.
+      tokens: float [n], candidate numbers of tokens; the budget determines the parameters of each.
     """
     parameters = flops / (flops_per_parameter_token * tokens)
     loss = law.loss(parameters, sparsity, tokens)

@@ -58,7 +58,7 @@ def _activations(model, params, tables, tokens):
     branches = []
     for own in gpt.layers(params["blocks"], tables):
         block = gpt.bind_block(model)(own[0])
-        middle, x_after = block.halves(x, own[1])
+        middle, x_after = block.residuals(x, own[1])
         branches.append((middle - x, x_after - middle))
         x = x_after
     found["attention branch"], found["MLP branch"] = map(jnp.stack, zip(*branches))
@@ -87,5 +87,5 @@ def widened(model: ModelConfig, d_model: int) -> ModelConfig:
     heads = max(1, d_model * model.num_heads // model.d_model)
     d_ff = d_model * model.d_ff // model.d_model
     wide = dataclasses.replace(model, d_model=d_model, num_heads=heads, d_ff=d_ff)
-    gpt.refuse_layouts(wide)
+    gpt.check_layouts(wide)
     return wide

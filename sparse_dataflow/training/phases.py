@@ -9,7 +9,7 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.parallel.block_gradients import probed_rows
 from sparse_dataflow.planning import cost
-from sparse_dataflow.sparsity.evolution import METHODS, exchanged_share, stages, until
+from sparse_dataflow.sparsity.evolution import METHODS, exchanged_share, phase_specs, until
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +40,11 @@ def phases(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> tuple[
     Raises:
       UserError: the method can do nothing with this model.
     """
-    found = stages(model, evolution)
-    starts = [round(stage.start * steps) for stage in found]
+    found = phase_specs(model, evolution)
+    starts = [round(spec.start * steps) for spec in found]
     return tuple(
-        Phase(start, stop, stage.model, stage.runtime_layouts)
-        for stage, start, stop in zip(found, starts, [*starts[1:], steps])
+        Phase(start, stop, spec.model, spec.runtime_layouts)
+        for spec, start, stop in zip(found, starts, [*starts[1:], steps])
     )
 
 

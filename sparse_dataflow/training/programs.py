@@ -16,7 +16,7 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.train_state import group_norms
 from sparse_dataflow.parallel.block_gradients import probed_rows
 from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor, OwnPrograms
-from sparse_dataflow.sparsity.evolution import METHODS, Stage
+from sparse_dataflow.sparsity.evolution import METHODS, PhaseSpec
 from sparse_dataflow.training.step import (
     abstract_state,
     initial_state,
@@ -80,20 +80,20 @@ class Compiled:
 
 
 def compile_programs(
-    stages: Sequence[Stage],
+    phase_specs: Sequence[PhaseSpec],
     training: TrainingConfig,
     data: TrainingData,
     evolution: EvolutionConfig | None = None,
     known: dict | None = None,
     executor: Executor = ONE_DEVICE,
 ) -> list[Compiled]:
-    """Compiles each stage's train and eval step, and makes every transition once.
+    """Compiles each phase's train and eval step, and makes every transition once.
 
     Transitions and layout updates are rehearsed on throw-away states, so that none compiles
     anything while the clock runs.
 
     Args:
-      stages: of `sparsity.evolution.stages`.
+      phase_specs: of `sparsity.evolution.phase_specs`.
       training: gives the batch's shape and the optimizer.
       data: likewise.
       evolution: static where None.
@@ -103,29 +103,29 @@ def compile_programs(
     evolution, known = evolution or EvolutionConfig(), {} if known is None else known
     method = METHODS[evolution.method]
     programs = []
-    for stage in stages:
+    for phase in phase_specs:
         shape = dataclasses.replace(training, steps=1, learning_rate=1.0, warmup=0.0, seed=0)
-        key = stage.model, stage.runtime_layouts, shape, executor
+        key = phase.model, phase.runtime_layouts, shape, executor
         if key not in known:
-            known[key] = _compiled(stage, training, data, executor)
+            known[key] = _compiled(phase, training, data, executor)
         programs.append(known[key])
         if method.update is not None:
-            programs[-1] = _with_updates(programs[-1], stage, training, data, evolution, executor)
-    for before, after in itertools.pairwise(stages):
+            programs[-1] = _with_updates(programs[-1], phase, training, data, evolution, executor)
+    for before, after in itertools.pairwise(phase_specs):
         changed(
             initial_state(before.model, training, executor), before.model, after.model, executor
         )
     return programs
 
 
-def _compiled(stage, training, data, executor):
+def _compiled(phase, training, data, executor):
     start = time.perf_counter()
-    model = stage.model
+    model = phase.model
     if isinstance(executor, OwnPrograms):
         made = executor.programs(model, training, data)
         return Compiled(**made, seconds=time.perf_counter() - start)
     canonical = gpt.layout_tables(gpt.layouts(model))
-    tables = functools.partial(executor.tables, changing=stage.runtime_layouts)
+    tables = functools.partial(executor.tables, changing=phase.runtime_layouts)
     given = tables(canonical)
     fixed = None if given else canonical
     shapes = executor.placed_shapes(abstract_state(model, training, executor))
@@ -146,9 +146,9 @@ def _compiled(stage, training, data, executor):
     )
 
 
-def _with_updates(programs, stage, training, data, evolution, executor):
+def _with_updates(programs, phase, training, data, evolution, executor):
     """`programs` with what updates read; an update was made twice, and timed the second time."""
-    model, method = stage.model, METHODS[evolution.method]
+    model, method = phase.model, METHODS[evolution.method]
     rows = probed_rows(training)
     if method.reads_gradients and programs.gradient_norms is None:
         norms = jax.jit(

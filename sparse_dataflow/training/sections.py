@@ -16,7 +16,7 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed.warm_up import warm_up
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import groups, parts
+from sparse_dataflow.models.groups import layer_groups, split_groups
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 
@@ -43,7 +43,9 @@ def section_seconds(
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
     of_group = [
         jax.tree.map(lambda leaf: leaf[0], stacked)
-        for stacked in zip(parts(state.params["blocks"]), parts(state.tables), strict=True)
+        for stacked in zip(
+            split_groups(state.params["blocks"]), split_groups(state.tables), strict=True
+        )
     ]
     block = gpt.bind_block(model)
 
@@ -51,7 +53,7 @@ def section_seconds(
         """Over all layers: one of each group is timed."""
         x = draw(B, T, model.projection_shape(name)[0])
         total = 0.0
-        for group, (params, tables) in zip(groups(model), of_group, strict=True):
+        for group, (params, tables) in zip(layer_groups(model), of_group, strict=True):
 
             def one(params, x, tables=tables):
                 return getattr(block(params), name)(x, tables.get(name))

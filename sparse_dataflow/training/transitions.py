@@ -24,10 +24,15 @@ from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.distributed.processes import to_host
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import groups, layer_linear, parts, together
+from sparse_dataflow.models.groups import (
+    join_groups,
+    layer_groups,
+    layer_linear,
+    split_groups,
+)
 from sparse_dataflow.optim.optimizers import adam, map_moments
 from sparse_dataflow.optim.train_state import TrainState
-from sparse_dataflow.sparsity.evolution import Update, largest_blocks, sources_of
+from sparse_dataflow.sparsity.evolution import Update, block_sources, largest_blocks
 from sparse_dataflow.sparsity.layout import BlockLayout
 
 LOW_RANK = ("a_kernel", "b_kernel", "gate")
@@ -53,16 +58,16 @@ def update_layouts(
     """
     key = jax.random.key_data(jax.random.fold_in(state.key, state.step))
     seed = np.asarray(jax.device_get(key)).ravel().tolist()
-    layouts = gpt.layouts_of(model, state.tables)
+    layouts = gpt.layouts_from_tables(model, state.tables)
     for name, old in layouts.items():
         new = []
-        for place in _places(name, [group.layers for group in groups(model)]):
+        for place in _places(name, [group.layers for group in layer_groups(model)]):
             norms = _norms_by_block(place.module(state.params)["values"])
             for layer, by_slot in zip(place.layers, norms, strict=True):
                 gradients = None if gradient_norms is None else gradient_norms[name][layer]
                 rng = np.random.default_rng([*seed, PROJECTIONS.index(name), layer])
                 new.append(update(old[layer], by_slot, gradients, share, rng))
-            sources = np.stack([sources_of(old[i], new[i]) for i in place.layers])
+            sources = np.stack([block_sources(old[i], new[i]) for i in place.layers])
             state = _moved(state, place, "values", "values", lambda a, s=sources: _carry(a, s))
         layouts[name] = new
     return state._replace(tables=gpt.layout_tables(layouts))
@@ -77,9 +82,9 @@ def change_model(state: TrainState, old: ModelConfig, new: ModelConfig) -> Train
     its second factor zero: the function stays.
     """
     key = jax.random.fold_in(state.key, state.step)
-    before, after = ([group.layers for group in groups(model)] for model in (old, new))
+    before, after = ([group.layers for group in layer_groups(model)] for model in (old, new))
     both = _common(before, after)
-    state, layouts = _regrouped(state, before, both), gpt.layouts_of(old, state.tables)
+    state, layouts = _regrouped(state, before, both), gpt.layouts_from_tables(old, state.tables)
     for name in PROJECTIONS:
         stored = layouts.pop(name, None)
         found: list[BlockLayout] = []
@@ -128,13 +133,13 @@ class _Place:
 
     def module(self, params: dict) -> dict[str, Any]:
         """The leaves, stacked over the layers."""
-        return parts(params["blocks"])[self.group][self.name]
+        return split_groups(params["blocks"])[self.group][self.name]
 
     def with_module(self, params: dict, module: dict[str, Any]) -> dict:
         """The params with other leaves there."""
-        found = list(parts(params["blocks"]))
+        found = list(split_groups(params["blocks"]))
         found[self.group] = {**found[self.group], self.name: module}
-        return {**params, "blocks": together(found)}
+        return {**params, "blocks": join_groups(found)}
 
 
 def _places(name, ranges):
@@ -153,12 +158,12 @@ def _regrouped(state, before: Sequence[range], after: Sequence[range]):
         return state
 
     def one(tree):
-        given = [jax.tree.leaves(part) for part in parts(tree["blocks"])]
+        given = [jax.tree.leaves(part) for part in split_groups(tree["blocks"])]
         # Leaf by leaf, so that what is there twice is never more than one.
         columns = [_restacked(leaves, before, after) for leaves in zip(*given, strict=True)]
-        like = jax.tree.structure(parts(tree["blocks"])[0])
+        like = jax.tree.structure(split_groups(tree["blocks"])[0])
         blocks = [jax.tree.unflatten(like, leaves) for leaves in zip(*columns)]
-        return {**tree, "blocks": together(blocks)}
+        return {**tree, "blocks": join_groups(blocks)}
 
     return state._replace(params=one(state.params), moments=map_moments(one, state.moments))
 
@@ -187,7 +192,7 @@ def carried(values: jax.Array, sources: jax.Array) -> jax.Array:
 
     Args:
       values: float [layers, nnz, block, block] at the old layouts.
-      sources: int32 [layers, new nnz] of `sources_of`.
+      sources: int32 [layers, new nnz] of `block_sources`.
 
     Returns:
       float [layers, new nnz, block, block]: the same bits where a block stays, 0 where it is new.
@@ -263,7 +268,7 @@ def _pruned(state, place, old: list[BlockLayout] | None, spec):
     if old is None:
         move = functools.partial(_collected, *_positions(new), block=spec.block)
         return _moved(state, place, "kernel", "values", move), new
-    sources = np.stack([sources_of(before, after) for before, after in zip(old, new)])
+    sources = np.stack([block_sources(before, after) for before, after in zip(old, new)])
     return _moved(state, place, "values", "values", lambda a: carried(a, sources)), new
 
 
@@ -343,7 +348,7 @@ def _fresh_low_rank(model, name):
 
     @functools.partial(jax.jit, static_argnames="layers")
     def draw(key, layers):
-        modules = [part[name] for part in parts(gpt.init(model, key)["blocks"])]
+        modules = [part[name] for part in split_groups(gpt.init(model, key)["blocks"])]
         stacked = {leaf: jnp.concatenate([own[leaf] for own in modules]) for leaf in LOW_RANK}
         return {leaf: array[layers.start : layers.stop] for leaf, array in stacked.items()}
 

@@ -9,7 +9,7 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt
 from sparse_dataflow.sparsity.allocation import allocate
-from sparse_dataflow.sparsity.evolution import Stage, stages
+from sparse_dataflow.sparsity.evolution import PhaseSpec, phase_specs
 from sparse_dataflow.training.phases import Phase, phases
 
 
@@ -34,9 +34,9 @@ class Variant:
         return dataclasses.replace(self, training=dataclasses.replace(self.training, steps=steps))
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def phase_specs(self) -> tuple[PhaseSpec, ...]:
         """The models that are trained in turn; UserError where the method fits no such model."""
-        return stages(self.model, self.evolution)
+        return phase_specs(self.model, self.evolution)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -77,8 +77,8 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
         return Variant(name, dense, config.training)
     model = dataclasses.replace(dense, linears=config.sparsity.linears())
     model = allocate(model, config.sparsity.budget)
-    gpt.refuse_layouts(model)
+    gpt.check_layouts(model)
     evolution = dataclasses.replace(config.evolution, given_layouts=given_layouts)
     sparse = Variant(name, model, config.training, evolution)
-    stages(sparse.model, sparse.evolution)  # Refuses a method that fits no such model.
+    phase_specs(sparse.model, sparse.evolution)  # Refuses a method that fits no such model.
     return sparse

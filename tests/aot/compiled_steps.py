@@ -1,6 +1,6 @@
-"""Prints as JSON what compiling a tiny model's step for eight virtual CPU devices finds.
+"""Compiles a tiny model's training step for eight virtual CPU devices, and prints it as JSON.
 
-Run by test_compile.py, as a process decides at its start how many CPU devices it has.
+A script of test_compile.py, because the number of CPU devices is fixed when a process starts.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ SPARSE = MODEL.with_linears(LinearSpec("block_sparse", density=1 / 4, block=16))
 BATCH, SEQUENCE = 16, 64
 
 
-def found(text):
-    """Of "mesh/micro-batches/remat/dense or sparse"; an empty mesh is one device."""
+def compiled(text):
+    """Compiles "mesh/micro-batches/remat/dense or sparse"; an empty mesh is one device."""
     mesh, micro_batches, remat, kind = text.split("/")
     model = dataclasses.replace(SPARSE if kind == "sparse" else MODEL, remat=remat)
     executor = ONE_DEVICE
     if mesh:
-        made = meshes.make(meshes.parse(mesh, 8))
-        executor = executor_over(made, 3, model.num_layers, "1f1b")
+        devices = meshes.make(meshes.parse(mesh, 8))
+        executor = executor_over(devices, 3, model.num_layers, "1f1b")
     training = TrainingConfig(1, BATCH, SEQUENCE, int(micro_batches))
     step = compile.compile_step(model, training, executor, jax.devices()[0], changing=True)
     return {
@@ -40,4 +40,4 @@ def found(text):
 
 
 if __name__ == "__main__":
-    print(json.dumps({text: found(text) for text in sys.argv[1:]}))
+    print(json.dumps({text: compiled(text) for text in sys.argv[1:]}))

@@ -14,7 +14,7 @@ LAYERS, WIDTH = MODEL.num_layers, MODEL.d_model
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Text of `compiled_steps` -> what it found."""
+    """Text of `compiled_steps` -> the compiled step."""
     return on_eight_devices(
         "aot/compiled_steps.py",
         "/1/full/dense",
@@ -29,9 +29,9 @@ def parameters(config):
 
 
 @pytest.mark.slow
-def test_categories_are_all_that_the_compiler_allocates(compiled):
-    for text, found in compiled.items():
-        sizes, allocated = found["bytes"], found["allocated"]
+def test_categories_sum_to_the_compilers_allocations(compiled):
+    for text, step in compiled.items():
+        sizes, allocated = step["bytes"], step["allocated"]
         results = allocated["output"] - allocated["alias"]
         whole = allocated["argument"] + results + allocated["temp"] + allocated["generated_code"]
         assert sum(sizes.values()) == whole, text
@@ -41,53 +41,53 @@ def test_categories_are_all_that_the_compiler_allocates(compiled):
 
 @pytest.mark.slow
 def test_categories_by_hand(compiled):
-    one, data = (compiled[text]["bytes"] for text in ("/1/full/dense", "data:8/1/none/dense"))
+    single, data = (compiled[text]["bytes"] for text in ("/1/full/dense", "data:8/1/none/dense"))
     weights = parameters(MODEL)
-    assert one["parameters"] == one["gradients"] == weights
+    assert single["parameters"] == single["gradients"] == weights
     assert data["parameters"] == data["gradients"] == weights
-    # Full remat keeps a block's input; 20 layers are scanned, on a CPU too.
-    assert one["activations"] == 4 * TOKENS * LAYERS * WIDTH
-    assert data["activations"] > one["activations"] / 8
-    dealt = compiled["fsdp:4,tensor:2/2/full/sparse"]["bytes"]
-    # A micro-batch's gradients beside their sum.
-    assert dealt["gradients"] == pytest.approx(2 * dealt["parameters"], rel=0.01)
-    # Biases and norms are not dealt out.
-    assert parameters(SPARSE) / 8 < dealt["parameters"] < parameters(SPARSE) / 5
+    # Full remat saves a block's input; 20 layers are scanned on a CPU too.
+    assert single["activations"] == 4 * TOKENS * LAYERS * WIDTH
+    assert data["activations"] > single["activations"] / 8
+    sharded = compiled["fsdp:4,tensor:2/2/full/sparse"]["bytes"]
+    # Gradients of a micro-batch, and their sum.
+    assert sharded["gradients"] == pytest.approx(2 * sharded["parameters"], rel=0.01)
+    # Biases and norms are replicated.
+    assert parameters(SPARSE) / 8 < sharded["parameters"] < parameters(SPARSE) / 5
     stage = compiled["stage:4,tensor:2/4/full/dense"]["bytes"]
     blocks = weights - 4 * (MODEL.vocab_size + MODEL.max_len) * WIDTH
     assert blocks / 8 < stage["gradients"] == pytest.approx(stage["parameters"], rel=0.01)
 
 
 @pytest.mark.slow
-def test_flops_are_those_of_the_planner_with_recomputation(compiled):
+def test_flops_equal_the_planners_with_recomputation(compiled):
     def expected(config, remat):
         config = dataclasses.replace(config, remat=remat)
-        # XLA's attention computes the masked half as well.
+        # XLA's attention also computes the masked half.
         return cost.flops_per_token(config, SEQUENCE, causal_half=False).hardware_total * TOKENS
 
     assert compiled["/1/full/dense"]["flops"] == pytest.approx(expected(MODEL, "full"))
     assert compiled["data:8/1/none/dense"]["flops"] == pytest.approx(expected(MODEL, "none") / 8)
     sparse = compiled["fsdp:4,tensor:2/2/full/sparse"]["flops"]
-    # With tables as data some products compute more than the stored blocks ask for.
+    # With runtime tables, some products compute more than the stored blocks.
     assert 1 <= sparse / (expected(SPARSE, "full") / 8) < 1.3
-    # The busiest chip of a pipeline does all of the head.
+    # The busiest chip of a pipeline computes the head.
     head = cost.flops_per_token(MODEL, SEQUENCE).head * TOKENS / 2
     pipeline = compiled["stage:4,tensor:2/4/full/dense"]["flops"]
     assert pipeline == pytest.approx(expected(MODEL, "full") / 8 + head * 3 / 4, rel=0.02)
 
 
 @pytest.mark.slow
-def test_collectives_are_those_that_the_layout_asks_for(compiled):
+def test_collectives_follow_the_parallel_plan(compiled):
     assert compiled["/1/full/dense"]["collectives"] == {}
-    copies = compiled["data:8/1/none/dense"]["collectives"]
-    assert set(copies) == {"all-reduce"}
-    assert copies["all-reduce"]["bytes"] == pytest.approx(parameters(MODEL), rel=1e-3)
+    replicas = compiled["data:8/1/none/dense"]["collectives"]
+    assert set(replicas) == {"all-reduce"}
+    assert replicas["all-reduce"]["bytes"] == pytest.approx(parameters(MODEL), rel=1e-3)
     stage = compiled["stage:4,tensor:2/4/full/dense"]["collectives"]
     # A boundary is [4 rows, 32 tokens, 64], sent in both directions at most once a tick.
     boundary = 4 * BATCH // 4 * SEQUENCE // 2 * WIDTH
     sends = stage["collective-permute"]
     assert sends["bytes"] == sends["times"] * boundary
     assert 2 * 4 <= sends["times"] <= 2 * (4 + 3) * 4
-    # Two gathers a layer over tensor, again in the recomputation, and two in the backward pass.
+    # Two gathers per layer over tensor in each of forward pass, recomputation and backward pass.
     rows = 5 * 4
     assert stage["all-gather"]["times"] >= rows * 6

@@ -34,7 +34,6 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.interchange import huggingface, sparse_form
 from sparse_dataflow.kernels import tuned
-from sparse_dataflow.planning import sampling, sampling_deephyper, search
 from sparse_dataflow.runs import command_line, evaluation_report
 from sparse_dataflow.runs.request import NAMED
 from sparse_dataflow.training import goodput, run_files
@@ -70,7 +69,6 @@ RECORD = RunRecord(
     {"sparse": 12},
 )
 HUGGING_FACE = ROOT / "tests" / "interchange"
-SEARCHED = search.Space({"tensor": (1, 2, 4), "zero": (0, 1)})
 EVALUATION = {
     "models": ["sparse"], "method": "m", "notes": [], "command": "python",
     "rows": [],
@@ -145,24 +143,6 @@ def counted(path):
     return goodput.account(goodput.read(path), 1.0)
 
 
-def journal_of_deephyper(path):
-    return sampling_deephyper._kept(path, "asked", SEARCHED)
-
-
-def journal_of_optuna(path):
-    """As far as trials are read: none is left to make."""
-    pytest.importorskip("optuna")
-    return sampling.sample("asked", SEARCHED, 0, path)
-
-
-def optuna_lines():
-    common = {"worker_id": "w"}
-    made = {"op_code": 0, "study_name": "layouts", "directions": [2]}
-    asked = {"op_code": 2, "study_id": 0, "user_attr": {"request": "asked"}}
-    lines = (common | made, common | asked)
-    return b"".join(text(line) + b"\n" for line in lines)
-
-
 def tuning():
     kinds = {int: 8, str: "x", bool: False}
     hints = typing.get_type_hints(tuned.Case)
@@ -182,9 +162,6 @@ EXTRA = {
 }
 REPORT = {"title": "t", "command": "c", "variants": [{"name": "sparse"}], "layouts": []}
 QUESTION = {"context": "c", "choices": ["a", "b"], "answer": 1}
-TRIALS = (
-    b'"asked"\n[{"tensor": 1, "zero": 0}, 12.5, ""]\n[{"tensor": 2, "zero": 1}, 3.0, "memory"]\n'
-)
 EXPORT = {"format": sparse_form.FORMAT, "model": MODEL.to_json()}
 READERS = {
     "config.json": ("config.json", text(CONFIG.to_json()), adopted),
@@ -197,8 +174,6 @@ READERS = {
     "report.json": ("report.json", text(REPORT), reported),
     "hardware TOML": ("chip.toml", CHIP, chips.read),
     "tuning JSON": ("tuned.json", tuning(), tuned.read),
-    "trials of DeepHyper": ("trials.jsonl", TRIALS, journal_of_deephyper),
-    "trials of Optuna": ("trials.journal", optuna_lines(), journal_of_optuna),
     "study CSV": ("runs.csv", RUNS, read_runs),
     "study result.json": ("result.json", text({"loss": 1.0}), kept),
     "study settings.json": ("settings.json", text({"scale": "pico"}), settings_of),

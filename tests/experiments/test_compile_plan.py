@@ -81,7 +81,7 @@ def test_text_of_a_plan():
         (["--topology=v5e:4x4", "--mesh=fdsp:16"], "did you mean fsdp?"),
         (["--topology=v5e:4x4", "--mesh=fsdp:16", "--batch=24"], "legal: multiples of 16"),
         (["--topology=h200:8", "--slices=2"], "legal: --slices=1"),
-        (["--scale=1t", "--topology=v5e:4x4"], "No layout fits: the smallest needs"),
+        (["--scale=1t", "--topology=v5e:4x4"], "No parallel plan fits: the smallest needs"),
         (["--density=0.1", "--block=96"], "--block=96 does not divide"),
     ],
 )
@@ -98,7 +98,7 @@ def test_without_the_compiler_the_way_to_it_is_named(monkeypatch, capsys):
 
 def test_a_plan_that_does_not_fit_is_answered_with_the_nearest_that_does(monkeypatch, capsys):
     asked = "--scale=13b --topology=v5p:2x2x2 --mesh=fsdp:8 --batch=64 --remat=none"
-    monkeypatch.setattr(topologies, "refusal", lambda topology: "")
+    monkeypatch.setattr(topologies, "missing_compiler", lambda topology: "")
     tried = []
 
     def verdict(plan):
@@ -121,14 +121,14 @@ def test_a_plan_that_does_not_fit_is_answered_with_the_nearest_that_does(monkeyp
 def test_a_search_says_what_was_compiled_and_what_was_not(monkeypatch):
     config = planner_flags.model("1.3b")
     request = search.Request(config, 2048, 512, chips.named("tpu-v5e"), 16)
-    layouts = nearest.fitting(request, None)[:3]
+    layouts = nearest.fitting_plans(request, None)[:3]
     said = layout_verify.verified("1.3b", request, layouts, 0)
     assert said == ["not compiled: --verify=0 asks for none"] * 3
     elsewhere = dataclasses.replace(request, chip=chips.named("mi250x"))
     assert "no compiler here knows" in layout_verify.verified("1.3b", elsewhere, layouts, 1)[0]
-    monkeypatch.setattr(topologies, "refusal", lambda topology: "not installed: make aot-tpu")
+    monkeypatch.setattr(topologies, "missing_compiler", lambda _: "not installed: make aot-tpu")
     assert "make aot-tpu" in layout_verify.verified("1.3b", request, layouts, 1)[0]
-    monkeypatch.setattr(topologies, "refusal", lambda topology: "")
+    monkeypatch.setattr(topologies, "missing_compiler", lambda topology: "")
     verdicts = iter(["fits", "does not fit"])
     monkeypatch.setattr(
         compile_report,

@@ -59,7 +59,7 @@ def test_it_trains_as_many_numbers_with_as_many_flops():
 
     step = step_peers.torch_step(MODEL, TRAINING, TOKENS, 0.01, compiled=False)
     assert step.parameters == memory.parameter_count(MODEL)
-    assert step.state_bytes == memory.of_training(MODEL, TRAINING).state
+    assert step.state_bytes == memory.training_config_bytes(MODEL, TRAINING).state
     with FlopCounterMode(display=False) as counted:
         step.run()
     # Fused attention's backward pass computes its scores again: two and a half forwards, not two.

@@ -15,7 +15,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.starting_point import StartingPoint, begun_state
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole
-from sparse_dataflow.sparsity.evolution import stages
+from sparse_dataflow.sparsity.evolution import phase_specs
 
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
 SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))
@@ -69,7 +69,7 @@ def test_the_largest_blocks_are_kept_and_balanced():
                 grid[layer, a, :, b] *= 10
                 grid[layer, a, :, b + 4] *= 10
     state = begun_state(start, SPARSE, TRAINING)
-    layouts = gpt.layouts_of(SPARSE, state.tables)
+    layouts = gpt.layouts_from_tables(SPARSE, state.tables)
     for layer, layout in enumerate(layouts["mlp_in"]):
         assert layout.balanced and layout.density == 0.5
         for a in range(4):
@@ -79,10 +79,10 @@ def test_the_largest_blocks_are_kept_and_balanced():
 
 
 def test_given_layouts_are_data_of_the_programs():
-    (stage,) = stages(SPARSE, EvolutionConfig(given_layouts=True))
-    assert stage.runtime_layouts
-    (stage,) = stages(DENSE, EvolutionConfig(given_layouts=True))
-    assert not stage.runtime_layouts
+    (phase,) = phase_specs(SPARSE, EvolutionConfig(given_layouts=True))
+    assert phase.runtime_layouts
+    (phase,) = phase_specs(DENSE, EvolutionConfig(given_layouts=True))
+    assert not phase.runtime_layouts
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def layouts(draw, block):
         pattern = draw(st.sampled_from(sorted(set(PATTERNS) - {"dense"})))
         degrees = [k for k in range(1, ring) if pattern != "monarch" or ring % k == 0]
         density = draw(st.sampled_from(degrees)) / ring
-        return make_layout(pattern, *shape, block, density, phase=draw(st.integers(0, 9)))
+        return make_layout(pattern, *shape, block, density, offset=draw(st.integers(0, 9)))
     if kind == "irregular":
         mask = draw(hnp.arrays(bool, (in_blocks, out_blocks)))
     else:
@@ -236,9 +236,9 @@ def test_changed_tables_run_in_the_same_program(implementation):
         traces.append(1)
         return all_products(x, values, dy, tables, implementation.name)
 
-    for phase in range(2):
-        layout = make_layout("random", 8 * block, 4 * block, block, 0.5, phase)
-        operands = draw_operands(layout, (6,), implementation.dtypes[0], phase)
+    for offset in range(2):
+        layout = make_layout("random", 8 * block, 4 * block, block, 0.5, offset)
+        operands = draw_operands(layout, (6,), implementation.dtypes[0], offset)
         assert_close(products(*operands, layout.tables()), operands, layout)
     assert len(traces) == products._cache_size() == 1
 
@@ -372,7 +372,7 @@ def test_values_of_another_layout_are_refused(nnz):
     ("changes", "message"),
     [
         ({"in_index": LAYOUT.tables().in_index + 0.5}, "in_index is float64"),
-        ({"in_index": LAYOUT.tables().in_index + 4}, "in_index reaches from .* legal: 0 to 3"),
+        ({"in_index": LAYOUT.tables().in_index + 4}, "in_index ranges from .* legal: 0 to 3"),
         ({"in_slot": LAYOUT.tables().in_slot[::-1]}, "sorted by output"),
         ({"out_slot": LAYOUT.tables().out_slot[0]}, r"legal: int32 \[lines, fan\]"),
     ],

@@ -22,7 +22,7 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import (
     merge_lines,
     split_float32,
 )
-from sparse_dataflow.sparsity.layout import BlockLayout, widened
+from sparse_dataflow.sparsity.layout import BlockLayout, pad_tables
 from sparse_dataflow.sparsity.patterns import make_layout
 
 needs_mosaic = pytest.mark.skipif(
@@ -82,7 +82,7 @@ def test_any_layout_runs_fused_in_one_program():
         layout = BlockLayout.from_mask(mask.reshape(in_blocks, out_blocks), block)
         operands = draw(layout, 37, jnp.bfloat16, seed)
         with simulated_hopper():
-            actual = program(*operands, widened(layout.tables(), in_blocks, out_blocks))
+            actual = program(*operands, pad_tables(layout.tables(), in_blocks, out_blocks))
         assert_all_close(actual, exact(layout, *operands), jnp.bfloat16)
         np.testing.assert_array_equal(actual[4], operands[2])
 
@@ -242,7 +242,7 @@ def test_merged_lines_have_every_stored_block_once(mask, width, padding, traced)
     mask[0, 0] = True
     layout = BlockLayout.from_mask(mask, 32)
     tables = layout.tables()
-    tables = widened(
+    tables = pad_tables(
         tables, tables.in_index.shape[1] + padding, tables.out_index.shape[1] + padding
     )
     build = jax.jit(merge_lines, static_argnums=(2, 3, 4)) if traced else merge_lines

@@ -15,7 +15,7 @@ from simulated import simulated_tpu, targeted_tpu
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import api, pallas_tpu, tuning
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import tile_tables
-from sparse_dataflow.sparsity.layout import BlockLayout, widened
+from sparse_dataflow.sparsity.layout import BlockLayout, pad_tables
 from sparse_dataflow.sparsity.patterns import make_layout
 
 TOKENS = 37
@@ -40,7 +40,7 @@ def test_any_layout_runs_fused_in_one_program(block, dtype):
         layout = BlockLayout.from_mask(mask.reshape(in_blocks, out_blocks), block)
         operands = draw(layout, TOKENS, jnp.dtype(dtype), seed)
         with simulated_tpu():
-            actual = program(*operands, widened(layout.tables(), in_blocks, out_blocks))
+            actual = program(*operands, pad_tables(layout.tables(), in_blocks, out_blocks))
         assert_all_close(actual, exact(layout, *operands), jnp.dtype(dtype))
         np.testing.assert_array_equal(actual[4], operands[2])
 

@@ -62,7 +62,7 @@ def test_a_layout_that_cannot_be_split_is_refused():
     mask[0, 0] = False
     with pytest.raises(UserError, match=r"would store from 7 to 8 blocks; legal: .*output"):
         sharded.cut_columns(BlockLayout.from_mask(mask, 8), 2)
-    with pytest.raises(UserError, match="fan is 1; legal here: at least 2"):
+    with pytest.raises(UserError, match="Fan 1 is too small; legal: at least 2"):
         sharded.cut_columns(BlockLayout.from_mask(np.ones((4, 4), bool), 8), 2, fan=1)
 
 

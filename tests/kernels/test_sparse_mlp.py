@@ -17,12 +17,12 @@ from sparse_dataflow.sparsity.patterns import PATTERNS, make_layout
 TOKENS = 7  # Divides no width below, so that an array's size identifies it.
 
 
-def mlp_layouts(pattern, ring=8, degree=2, wide=4, block=4, phases=(2, 3)):
+def mlp_layouts(pattern, ring=8, degree=2, wide=4, block=4, offsets=(2, 3)):
     """Return layouts of mlp_in and mlp_out: `ring` blocks outside, `wide` times as many inside."""
     outside, inside = ring * block, ring * wide * block
     return (
-        make_layout(pattern, outside, inside, block, degree / ring, phases[0]),
-        make_layout(pattern, inside, outside, block, degree / ring, phases[1]),
+        make_layout(pattern, outside, inside, block, degree / ring, offsets[0]),
+        make_layout(pattern, inside, outside, block, degree / ring, offsets[1]),
     )
 
 
@@ -39,13 +39,13 @@ def mlp_layout_pairs(draw):
         return tuple(BlockLayout.from_mask(mask, block) for mask in masks)
     ring, wide = draw(st.sampled_from([2, 4, 6])), draw(st.integers(1, 3))
     degree = draw(st.sampled_from([k for k in range(1, ring + 1) if ring % k == 0]))
-    phases = draw(st.tuples(st.integers(0, 9), st.integers(0, 9)))
+    offsets = draw(st.tuples(st.integers(0, 9), st.integers(0, 9)))
     pattern = "monarch"
     if kind == "any":
         pattern = draw(st.sampled_from(sorted(set(PATTERNS) - {"dense"})))
-    first, second = mlp_layouts(pattern, ring, degree, wide, block, phases)
+    first, second = mlp_layouts(pattern, ring, degree, wide, block, offsets)
     if kind == "two densities":
-        second = mlp_layouts(pattern, ring, 1, wide, block, phases)[1]
+        second = mlp_layouts(pattern, ring, 1, wide, block, offsets)[1]
     return first, second
 
 

@@ -90,11 +90,11 @@ def test_a_changed_layout_runs_in_the_same_program():
     def program(operands, dy, tables):
         return gradients(operands, dy, tables)
 
-    for phase in range(2):
+    for offset in range(2):
         layouts = tuple(
-            make_layout("random", *shape, 128, 0.5, phase) for shape in ((256, 512), (512, 256))
+            make_layout("random", *shape, 128, 0.5, offset) for shape in ((256, 512), (512, 256))
         )
-        operands, dy = draw_operands(layouts, (9,), "float32", phase)
+        operands, dy = draw_operands(layouts, (9,), "float32", offset)
         with simulated_tpu():
             actual = program(operands, dy, tables_of(layouts))
         assert_close(actual, exact(operands, dy, layouts), "float32")

@@ -1,4 +1,4 @@
-"""A GPT by its properties: causality, dense equivalence, positions, scale, what it stores."""
+"""Properties of a GPT: causality, dense equivalence, positions, initial scale, stored arrays."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def shapes(config):
 
 
 def arbitrary_params(config, seed=0):
-    """Parameters none of which is at a special value, so that each of them matters."""
+    """Returns random parameters, none of them at an initial value such as 0 or 1."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
@@ -59,7 +59,7 @@ def logits_of(config, params, tokens):
 
 
 def as_dense(config, params):
-    """The dense model whose weights are those of a sparse one, written out."""
+    """Returns the dense (config, params) of equal weights."""
     linears = {name: dataclasses.replace(spec, kind="dense") for name, spec in config.linears}
     blocks = {name: dict(module) for name, module in params["blocks"].items()}
     for name, layers in gpt.layouts(config).items():
@@ -70,7 +70,7 @@ def as_dense(config, params):
 
 
 @variants("dense", "mixed", "rotary")
-def test_no_logit_sees_a_later_token(config):
+def test_logits_are_causal(config):
     params, tables = arbitrary_params(config), tables_of(config)
     weights = np.random.default_rng(1).normal(size=config.vocab_size).astype(np.float32)
 
@@ -83,16 +83,16 @@ def test_no_logit_sees_a_later_token(config):
     reach = np.abs(jacobian).sum(-1)
     for logits_row in range(2):
         for input_row in range(2):
-            seen = reach[logits_row, :, input_row]
+            effect = reach[logits_row, :, input_row]
             if logits_row != input_row:
-                assert np.all(seen == 0)
+                assert np.all(effect == 0)
             else:
-                assert np.all(seen[np.triu_indices(6, 1)] == 0)
-                assert np.all(seen[np.tril_indices(6)] > 0)
+                assert np.all(effect[np.triu_indices(6, 1)] == 0)
+                assert np.all(effect[np.tril_indices(6)] > 0)
 
 
 @variants("low_rank", "mixed", "rotary")
-def test_a_sparse_model_is_the_dense_model_of_its_weights(config):
+def test_a_sparse_model_equals_the_dense_model_of_its_weights(config):
     params, tokens = arbitrary_params(config), tokens_of(config)
     logits = logits_of(config, params, tokens)
     assert logits.shape == (2, 10, config.vocab_size) and logits.dtype == np.float32
@@ -102,7 +102,7 @@ def test_a_sparse_model_is_the_dense_model_of_its_weights(config):
 
 
 @pytest.mark.parametrize("pattern", ["dense", "pixelfly"])
-def test_density_one_takes_a_dense_models_weights(pattern):
+def test_density_one_equals_the_dense_model(pattern):
     full = DENSE.with_linears(LinearSpec("block_sparse", pattern, density=1.0, block=8))
     dense_params = arbitrary_params(DENSE)
     blocks = {name: dict(module) for name, module in dense_params["blocks"].items()}
@@ -119,7 +119,7 @@ def test_density_one_takes_a_dense_models_weights(pattern):
 
 
 def test_the_low_rank_term_is_part_of_the_weight():
-    """Added to the dense weights it gives the same logits; without it they differ."""
+    """Merged into the dense weights it gives the same logits; with gates at 0 they differ."""
     params, tokens = arbitrary_params(LOW_RANK), tokens_of(LOW_RANK)
     logits = logits_of(LOW_RANK, params, tokens)
     _, dense_params = as_dense(LOW_RANK, params)
@@ -134,10 +134,10 @@ def test_the_low_rank_term_is_part_of_the_weight():
     np.testing.assert_allclose(
         logits, logits_of(DENSE, merged_params, tokens), rtol=1e-4, atol=1e-4
     )
-    gates_shut = jax.tree_util.tree_map_with_path(
+    ungated = jax.tree_util.tree_map_with_path(
         lambda path, leaf: 0 * leaf if path[-1].key == "gate" else leaf, params
     )
-    assert np.abs(logits - logits_of(LOW_RANK, gates_shut, tokens)).max() > 0.1
+    assert np.abs(logits - logits_of(LOW_RANK, ungated, tokens)).max() > 0.1
 
 
 def test_rotary_scores_depend_on_the_distance_alone():
@@ -150,25 +150,25 @@ def test_rotary_scores_depend_on_the_distance_alone():
         np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-5)
     np.testing.assert_allclose(scores[0, 0], q @ k, rtol=1e-5)
     by_distance = [scores.diagonal(distance)[0] for distance in range(length)]
-    assert np.ptp(by_distance) > 0.5  # And on the distance they do depend.
+    assert np.ptp(by_distance) > 0.5
 
 
 def test_positions_are_absolute_where_learned_and_relative_where_rotary():
-    """A prompt of one repeated token looks the same everywhere without absolute positions."""
+    """A repeated token has equal logits at every position only without absolute positions."""
     tokens = np.full((1, 10), 3, np.int32)
     for config, spread_is_zero in ((ROTARY, True), (SPARSE, False)):
         logits = logits_of(config, arbitrary_params(config), tokens)
         assert (np.ptp(logits, axis=1).max() < 1e-3) == spread_is_zero
 
 
-def test_rotary_tells_the_order_of_what_came_before():
+def test_rotary_logits_depend_on_the_order_of_earlier_tokens():
     params = arbitrary_params(ROTARY)
-    forth, back = np.array([[1, 2, 3, 4]], np.int32), np.array([[2, 1, 3, 4]], np.int32)
-    last = [logits_of(ROTARY, params, tokens)[0, -1] for tokens in (forth, back)]
+    tokens, swapped = np.array([[1, 2, 3, 4]], np.int32), np.array([[2, 1, 3, 4]], np.int32)
+    last = [logits_of(ROTARY, params, tokens)[0, -1] for tokens in (tokens, swapped)]
     assert np.abs(last[0] - last[1]).max() > 1e-3
 
 
-def test_sequences_longer_than_the_positions():
+def test_sequences_longer_than_the_learned_positions_are_refused():
     message = "Sequence of 13 tokens is longer than the model's 12 positions; legal: 1 to 12"
     with pytest.raises(UserError, match=message):
         logits_of(SPARSE, arbitrary_params(SPARSE), tokens_of(SPARSE, length=13))
@@ -178,16 +178,16 @@ def test_sequences_longer_than_the_positions():
 
 def test_norms():
     x = 3 + 2 * np.random.default_rng(0).normal(size=(2, 5, 32)).astype(np.float32)
-    ones, zeros = np.ones(32, np.float32), np.zeros(32, np.float32)
-    layer = np.asarray(gpt.head(DENSE, {"norm": {"scale": ones, "bias": zeros}}, x))
+    scale, bias = np.ones(32, np.float32), np.zeros(32, np.float32)
+    layer = np.asarray(gpt.head(DENSE, {"norm": {"scale": scale, "bias": bias}}, x))
     np.testing.assert_allclose(layer.mean(-1), 0, atol=1e-5)
     np.testing.assert_allclose(layer.std(-1), 1, rtol=1e-3)
-    rms = np.asarray(gpt.head(ROTARY, {"norm": {"scale": 2 * ones}}, x))
+    rms = np.asarray(gpt.head(ROTARY, {"norm": {"scale": 2 * scale}}, x))
     expected = 2 * x / np.sqrt(np.mean(np.square(x), -1, keepdims=True))
     np.testing.assert_allclose(rms, expected, rtol=1e-3)
 
 
-def test_activations_start_at_one_scale_whatever_the_density():
+def test_the_initial_scale_of_activations_does_not_depend_on_density():
     base = ModelConfig(num_layers=2, d_model=128, num_heads=4, d_ff=512, vocab_size=9, max_len=64)
     specs = [LinearSpec()]
     specs += [LinearSpec("block_sparse", "butterfly", d, block=8) for d in (1 / 16, 1 / 2)]
@@ -205,15 +205,15 @@ def test_activations_start_at_one_scale_whatever_the_density():
 
 
 @variants(*VARIANTS)
-def test_parameters_are_those_that_planning_counts(config):
+def test_the_parameter_count_equals_the_planners(config):
     leaves = jax.tree.leaves(shapes(config))
-    drawn = sum(math.prod(leaf.shape) for leaf in leaves)
+    count = sum(math.prod(leaf.shape) for leaf in leaves)
     stored = {name: layers[0].density for name, layers in gpt.layouts(config).items()}
-    assert drawn == parameter_count(config, stored)
+    assert count == parameter_count(config, stored)
     assert all(leaf.dtype == np.float32 for leaf in leaves)
 
 
-def test_layers_start_different_and_keys_decide():
+def test_initial_parameters_differ_between_layers_and_keys():
     draw = jax.jit(lambda key: gpt.init(SPARSE, key))
     params, again, other = draw(jax.random.key(0)), draw(jax.random.key(0)), draw(jax.random.key(1))
     jax.tree.map(np.testing.assert_array_equal, params, again)
@@ -243,7 +243,7 @@ def test_a_training_state_holds_stored_blocks_only():
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("traced_tables", [False, True])
-def test_a_training_step_makes_nothing_of_the_dense_size(array_sizes, remat, traced_tables):
+def test_a_training_step_has_no_array_of_the_dense_size(array_sizes, remat, traced_tables):
     config = dataclasses.replace(THIN, remat=remat)
     state = jax.eval_shape(lambda: initial_state(config, TRAINING))
     tokens = jax.ShapeDtypeStruct((2, 5), jnp.int32)

@@ -1,4 +1,4 @@
-"""Layers that store unequally much: the groups that they form, and that nothing depends on them."""
+"""Layer groups: their layers and models, and results that do not depend on grouping."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from sparse_dataflow.aot import traced
 from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import groups, layer_linear, parts
+from sparse_dataflow.models.groups import layer_groups, layer_linear, split_groups
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import cost, memory
 
@@ -32,7 +32,7 @@ MODEL = dataclasses.replace(
 
 @st.composite
 def models(draw):
-    """Models whose every layer has a density of its own, on some of the projections."""
+    """Models with per-layer densities of some projections, with the multipliers."""
     layers = draw(st.integers(1, 6))
     sparse = draw(st.sets(st.sampled_from(PROJECTIONS), min_size=1))
     spec = dataclasses.replace(SPEC, rank=draw(st.sampled_from([0, 2])))
@@ -42,12 +42,12 @@ def models(draw):
 
 
 @given(models())
-def test_groups_are_the_runs_of_layers_that_store_equally_much(drawn):
-    model, depth = drawn
-    found = groups(model)
-    assert [i for group in found for i in group.layers] == list(range(model.num_layers))
-    assert len(found) == len(list(itertools.groupby(depth)))
-    for group in found:
+def test_groups_are_runs_of_layers_of_equal_density(model_and_depth):
+    model, depth = model_and_depth
+    groups = layer_groups(model)
+    assert [i for group in groups for i in group.layers] == list(range(model.num_layers))
+    assert len(groups) == len(list(itertools.groupby(depth)))
+    for group in groups:
         assert not group.model.density_by_depth and group.model.num_layers == model.num_layers
         for layer, name in itertools.product(group.layers, model.sparse_projections):
             density = group.model.linear(name).density
@@ -58,52 +58,53 @@ def test_groups_are_the_runs_of_layers_that_store_equally_much(drawn):
 
 @settings(max_examples=20, deadline=None)
 @given(models())
-def test_parameters_tables_and_flops_are_those_of_the_layouts(drawn):
-    model, _ = drawn
+def test_parameters_tables_and_flops_follow_the_layouts(model_and_depth):
+    model, _ = model_and_depth
     shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-    found = gpt.layouts(model)
-    tables = gpt.layout_tables(found)
+    layouts = gpt.layouts(model)
+    tables = gpt.layout_tables(layouts)
     count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
     assert count(shapes) == memory.parameter_count(model)
     assert 4 * count(tables) == memory.table_bytes(model)
     flops = cost.flops_per_token(model, 8, training=False).sections
-    for name, layers in found.items():
+    for name, layers in layouts.items():
         rank = model.linear(name).rank * sum(model.projection_shape(name))
         stored = sum(layout.nnz * layout.block**2 for layout in layers)
         assert flops[name] == pytest.approx(2 * (stored + model.num_layers * rank))
         assert len(layers) == model.num_layers
-    again = gpt.layouts_of(model, tables)
-    assert again == found
-    for blocks, group, stacked in zip(parts(shapes["blocks"]), groups(model), parts(tables)):
+    assert gpt.layouts_from_tables(model, tables) == layouts
+    for blocks, group, stacked in zip(
+        split_groups(shapes["blocks"]), layer_groups(model), split_groups(tables)
+    ):
         leaves = jax.tree.leaves((blocks, stacked))
         assert {len(leaf) for leaf in leaves if leaf.shape} == {len(group.layers)}
 
 
 @given(models())
-def test_a_config_is_its_json(drawn):
-    model, _ = drawn
+def test_from_json_inverts_to_json_with_per_layer_densities(model_and_depth):
+    model, _ = model_and_depth
     fields = json.loads(json.dumps(model.to_json()))
     assert ModelConfig.from_json(fields) == model
-    assert bool(fields["density_by_depth"]) == (len(groups(model)) > 1)
+    assert bool(fields["density_by_depth"]) == (len(layer_groups(model)) > 1)
 
 
 @pytest.mark.parametrize("multiplier", [1.0, 2.0])
-def test_equal_numbers_are_the_model_of_that_density(multiplier):
-    alike = dataclasses.replace(UNIFORM, density_by_depth=[multiplier] * 3)
+def test_equal_multipliers_are_folded_into_the_specs(multiplier):
+    model = dataclasses.replace(UNIFORM, density_by_depth=[multiplier] * 3)
     spec = dataclasses.replace(SPEC, density=multiplier * SPEC.density)
-    assert alike == UNIFORM.with_linears(spec) and alike.density_by_depth == ()
+    assert model == UNIFORM.with_linears(spec) and model.density_by_depth == ()
     assert dataclasses.replace(DENSE, density_by_depth=(1.0, 2.0, 3.0)) == DENSE
 
 
-def test_layers_are_drawn_as_those_of_a_model_of_their_density():
+def test_initial_parameters_of_a_group_equal_those_of_its_uniform_model():
     key = jax.random.key(3)
     init = jax.jit(gpt.init, static_argnums=0)
-    mine = init(MODEL, key)
-    layers, model = groups(MODEL)[-1]
-    alike = init(model, key)
-    own = jax.tree.map(lambda leaf: leaf[layers.start : layers.stop], alike["blocks"])
-    jax.tree.map(np.testing.assert_array_equal, mine["blocks"][-1], own)
-    jax.tree.map(np.testing.assert_array_equal, mine["embed"], alike["embed"])
+    params = init(MODEL, key)
+    layers, model = layer_groups(MODEL)[-1]
+    uniform = init(model, key)
+    expected = jax.tree.map(lambda leaf: leaf[layers.start : layers.stop], uniform["blocks"])
+    jax.tree.map(np.testing.assert_array_equal, params["blocks"][-1], expected)
+    jax.tree.map(np.testing.assert_array_equal, params["embed"], uniform["embed"])
 
 
 def arbitrary(model, seed=0):
@@ -113,19 +114,19 @@ def arbitrary(model, seed=0):
 
 
 def layer_by_layer(model, params, tokens):
-    """The mean loss, each layer a matrix of its own: block-sparse weights are written out."""
+    """Returns the mean loss, layer by layer, with block-sparse weights as dense matrices."""
     dense = dataclasses.replace(
         model, linears={n: LinearSpec(rank=s.rank) for n, s in model.linears}
     )
     x = gpt.embed(dense, params["embed"], tokens[:, :-1])
-    found, number = gpt.layouts(model), 0
-    for blocks in parts(params["blocks"]):
+    layouts, number = gpt.layouts(model), 0
+    for blocks in split_groups(params["blocks"]):
         for i in range(len(blocks["norm1"]["scale"])):
             layer = {
                 name: {n: leaf[i] for n, leaf in module.items()} for name, module in blocks.items()
             }
             for name in model.sparse_projections:
-                values, layout = layer[name].pop("values"), found[name][number]
+                values, layout = layer[name].pop("values"), layouts[name][number]
                 grid = jnp.zeros((layout.in_blocks, layout.out_blocks, layout.block, layout.block))
                 grid = grid.at[layout.rows, layout.cols].set(values)
                 sides = model.projection_shape(name)
@@ -138,7 +139,7 @@ def layer_by_layer(model, params, tokens):
 
 
 @pytest.fixture(scope="module")
-def right():
+def expected():
     tokens = np.random.default_rng(1).integers(0, 40, (2, 13), np.int32)
     by_layer = jax.jit(jax.value_and_grad(lambda p: layer_by_layer(MODEL, p, tokens)))
     return tokens, by_layer(arbitrary(MODEL))
@@ -154,24 +155,24 @@ def right():
         ),
     ],
 )
-def test_loss_and_gradients_are_those_layer_by_layer(
-    right, monkeypatch, remat, traced_tables, deepest
+def test_loss_and_gradients_equal_those_layer_by_layer(
+    expected, monkeypatch, remat, traced_tables, deepest
 ):
     monkeypatch.setattr(whole, "UNROLL_LAYERS", deepest)
     monkeypatch.setattr(whole, "UNROLL_CHANGING_LAYERS", deepest)
-    tokens, (loss, gradients) = right
+    tokens, (loss, gradients) = expected
     model = dataclasses.replace(MODEL, remat=remat)
-    known = gpt.layout_tables(gpt.layouts(model))
+    static_tables = gpt.layout_tables(gpt.layouts(model))
 
     @jax.jit
-    def mine(params, tables):
-        tables = tables if traced_tables else known
+    def step(params, tables):
+        tables = tables if traced_tables else static_tables
         return whole.loss_and_gradients(model, params, tables, tokens)
 
-    found = mine(arbitrary(model), known)
-    assert found[0] == pytest.approx(float(loss), rel=1e-5)
+    actual_loss, actual_gradients = step(arbitrary(model), static_tables)
+    assert actual_loss == pytest.approx(float(loss), rel=1e-5)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
-        twin = found[1]
+        twin = actual_gradients
         for key in path:
             twin = twin[getattr(key, "key", getattr(key, "idx", None))]
         most = np.abs(leaf).max()
@@ -189,7 +190,7 @@ def test_loss_and_gradients_are_those_layer_by_layer(
         ((1.0, 2.0, "4"), "legal: numbers above 0"),
     ],
 )
-def test_other_numbers_are_refused(depth, words):
+def test_illegal_multipliers_are_refused(depth, words):
     with pytest.raises(UserError, match=words):
         dataclasses.replace(UNIFORM, density_by_depth=depth)
 
@@ -197,15 +198,19 @@ def test_other_numbers_are_refused(depth, words):
 def traced_flops(model):
     params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
     tables = jax.tree.map(jnp.asarray, gpt.layout_tables(gpt.layouts(model)))
-    step = lambda *given: whole.loss_and_gradients(model, *given)  # noqa: E731
+    step = lambda *inputs: whole.loss_and_gradients(model, *inputs)  # noqa: E731
     program = jax.make_jaxpr(step)(params, tables, jnp.zeros((2, 9), jnp.int32))
     return traced.count(program, {}).flops
 
 
 @pytest.mark.parametrize("deepest", [0, 16])
-def test_a_step_makes_the_products_of_its_layers(monkeypatch, deepest):
+def test_a_step_has_the_flops_of_its_layers(monkeypatch, deepest):
     monkeypatch.setattr(whole, "UNROLL_CHANGING_LAYERS", deepest)
-    parts_of = [len(g.layers) / MODEL.num_layers * traced_flops(g.model) for g in groups(MODEL)]
-    assert traced_flops(MODEL) == pytest.approx(sum(parts_of))
-    planned = [cost.flops_per_token(m, 8).total for m in (MODEL, *(g.model for g in groups(MODEL)))]
+    group_flops = [
+        len(g.layers) / MODEL.num_layers * traced_flops(g.model) for g in layer_groups(MODEL)
+    ]
+    assert traced_flops(MODEL) == pytest.approx(sum(group_flops))
+    planned = [
+        cost.flops_per_token(m, 8).total for m in (MODEL, *(g.model for g in layer_groups(MODEL)))
+    ]
     assert planned[0] == pytest.approx(planned[1] / 3 + planned[2] * 2 / 3)

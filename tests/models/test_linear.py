@@ -1,4 +1,4 @@
-"""The pluggable linear layer: what it stores, what it computes, its scale at the start."""
+"""The linear layer: its parameters, its product, its initial scale."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def sparse(density, rank=0, hadamard=0, pattern="butterfly"):
 
 
 def split(spec, projection="mlp_in", gain=1.0):
-    """(structure, parameters as {name: ShapeDtypeStruct}) of a layer; nothing is drawn."""
+    """Returns (graph, {name: ShapeDtypeStruct} of the parameters) of an abstract layer."""
     config = WIDE.with_linears(spec)
     layer = nnx.eval_shape(lambda: Linear(config, projection, gain=gain, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(layer, nnx.Param)
@@ -30,7 +30,7 @@ def split(spec, projection="mlp_in", gain=1.0):
 
 
 def draw(spec, projection, gain):
-    """The initial parameters of a layer."""
+    """Returns the initial parameters of a layer."""
     config = WIDE.with_linears(spec)
 
     def initial():
@@ -76,7 +76,7 @@ def test_only_stored_blocks_are_parameters(projection):
     "spec", [LinearSpec(rank=3), sparse(1 / 4), sparse(1 / 4, 3), sparse(1 / 4, 3, hadamard=64)]
 )
 @pytest.mark.parametrize("projection", ["qkv", "mlp_out"])
-def test_a_layer_is_its_dense_formula(spec, projection):
+def test_a_layer_equals_its_dense_formula(spec, projection):
     graph, params = split(spec, projection)
     params = arbitrary(params)
     weight = params.get("kernel")
@@ -84,8 +84,8 @@ def test_a_layer_is_its_dense_formula(spec, projection):
         layout = projection_layout(WIDE.with_linears(spec), projection, layer=0)
         weight = layout.to_dense(params["values"])
     if spec.hadamard:
-        one = scipy.linalg.hadamard(spec.hadamard) / spec.hadamard**0.5
-        weight = np.kron(np.eye(len(weight) // len(one)), one) @ weight
+        transform = scipy.linalg.hadamard(spec.hadamard) / spec.hadamard**0.5
+        weight = np.kron(np.eye(len(weight) // len(transform)), transform) @ weight
     if spec.rank:
         weight = weight + params["gate"] * params["a_kernel"] @ params["b_kernel"]
     x = np.random.default_rng(1).normal(size=(2, 5, weight.shape[0])).astype(np.float32)
@@ -93,16 +93,16 @@ def test_a_layer_is_its_dense_formula(spec, projection):
     np.testing.assert_allclose(y, x @ weight + params["bias"], rtol=1e-4, atol=1e-3)
 
 
-def test_the_low_rank_term_starts_at_nothing_and_learns():
-    """b_kernel at 0 leaves the output alone; its gradient is not 0, so that the term can grow."""
+def test_the_low_rank_term_starts_at_zero_with_a_gradient():
+    """b_kernel starts at 0, so the output does not change, but its gradient is not 0."""
     spec = sparse(1 / 4, rank=3)
     graph, _ = split(spec)
-    drawn = draw(spec, "mlp_in", gain=1.0)
+    params = draw(spec, "mlp_in", gain=1.0)
     x = np.random.default_rng(1).normal(size=(7, 256)).astype(np.float32)
     apply = jax.jit(lambda params: nnx.merge(graph, params)(x, tables_of(spec)))
-    gated = apply(drawn)
-    np.testing.assert_array_equal(gated, apply({**drawn, "gate": np.float32(0)}))
-    gradient = jax.jit(jax.grad(lambda params: jnp.sum(jnp.square(apply(params)))))(drawn)
+    gated = apply(params)
+    np.testing.assert_array_equal(gated, apply({**params, "gate": np.float32(0)}))
+    gradient = jax.jit(jax.grad(lambda params: jnp.sum(jnp.square(apply(params)))))(params)
     assert np.abs(gradient["b_kernel"]).max() > 0
 
 
@@ -119,7 +119,7 @@ def test_the_initial_scale_does_not_depend_on_density(projection, gain):
         assert np.std(x @ weight) == pytest.approx(gain, rel=0.05)
 
 
-def test_layers_and_projections_have_patterns_of_their_own():
+def test_patterns_differ_between_layers_and_projections():
     config = WIDE.with_linears(sparse(1 / 8, pattern="random"))
     layouts = [projection_layout(config, p, i) for p in ("mlp_in", "qkv") for i in range(2)]
     assert len(set(layouts)) == 4

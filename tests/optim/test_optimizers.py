@@ -25,7 +25,7 @@ from sparse_dataflow.optim.optimizers import (
 )
 from sparse_dataflow.optim.train_state import group_norms
 from sparse_dataflow.parallel import whole
-from sparse_dataflow.sparsity.evolution import stages
+from sparse_dataflow.sparsity.evolution import phase_specs
 
 MODEL = ModelConfig(
     num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12
@@ -141,10 +141,10 @@ def test_what_turns_dense_learns_faster_than_what_was_dense(sparse_rate, model, 
     model = model.with_linears(MODEL.linear("mlp_out"), ["mlp_in"])
     of_blocks = rates_of_weights(model, training)
     of_dense = rates_of_weights(dataclasses.replace(model, linears=()), training)
-    _, *later = stages(model, EvolutionConfig("sparse_to_dense", first=first))
-    for stage in later:
-        for name, rate in rates_of_weights(stage.model, training).items():
-            if name in stage.model.sparse_projections:
+    _, *later = phase_specs(model, EvolutionConfig("sparse_to_dense", first=first))
+    for phase in later:
+        for name, rate in rates_of_weights(phase.model, training).items():
+            if name in phase.model.sparse_projections:
                 assert rate == of_blocks[name] != of_dense[name]
             elif name in model.sparse_projections:
                 assert rate == TURNED_DENSE_RATE * of_dense[name] != of_dense[name]

@@ -24,7 +24,7 @@ from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import parts
+from sparse_dataflow.models.groups import split_groups
 from sparse_dataflow.optim.optimizers import map_moments
 from sparse_dataflow.optim.train_state import StepReport
 from sparse_dataflow.parallel import mesh as meshes
@@ -32,7 +32,7 @@ from sparse_dataflow.parallel.executor import ONE_DEVICE
 from sparse_dataflow.parallel.pipeline.pipelined import Pipelined
 from sparse_dataflow.parallel.pipeline.stages import divide
 from sparse_dataflow.parallel.sharded import Sharded
-from sparse_dataflow.sparsity.evolution import stages
+from sparse_dataflow.sparsity.evolution import phase_specs
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.programs import TrainingData, compile_programs
 from sparse_dataflow.training.step import (
@@ -129,7 +129,7 @@ def without_key_bias(params):
         bias = bias.reshape(len(bias), DENSE.num_heads, 3, -1)
         return {**blocks, "qkv": {**blocks["qkv"], "bias": bias[:, :, [0, 2]]}}
 
-    return {**params, "blocks": [without(blocks) for blocks in parts(params["blocks"])]}
+    return {**params, "blocks": [without(blocks) for blocks in split_groups(params["blocks"])]}
 
 
 def error(mine, right):
@@ -211,7 +211,7 @@ def evolve(name, texts):
         batches = TrainBatches(text, BATCH, SEQUENCE, rows=rows)
         data = TrainingData(batches, held_out, 1, held_out, 1, "none")
         programs = compile_programs(
-            stages(model, evolution), training, data, evolution, executor=executor
+            phase_specs(model, evolution), training, data, evolution, executor=executor
         )
         with tempfile.TemporaryDirectory() as folder:
             trainer = Trainer(

@@ -81,8 +81,8 @@ def test_ceiling_lies_between_one_and_inverse_density(config, sequence, causal_h
 @given(configs(), st.integers(1, 4096), st.booleans(), st.booleans())
 def test_total_is_sum_of_sections(config, sequence, causal_half, training):
     flops = cost.flops_per_token(config, sequence, causal_half=causal_half, training=training)
-    parts = [getattr(flops, f.name) for f in dataclasses.fields(flops) if f.name != "recompute"]
-    assert flops.total == pytest.approx(sum(parts))
+    sections = [getattr(flops, f.name) for f in dataclasses.fields(flops) if f.name != "recompute"]
+    assert flops.total == pytest.approx(sum(sections))
     assert flops.hardware_total == pytest.approx(flops.total + flops.recompute)
     assert flops.projections == pytest.approx(sum(getattr(flops, p) for p in PROJECTIONS))
     assert 0 < flops.projection_share < 1
@@ -127,12 +127,12 @@ def test_attention_grows_with_the_sequence_and_is_half_when_causal(config, seque
     assert longer.projections == half.projections
 
 
-def test_stored_density_of_the_layout_replaces_the_one_asked_for():
+def test_measured_density_replaces_that_of_the_spec():
     config = sparse(SIZES["nano"], 1 / 8)
-    asked = cost.flops_per_token(config, 128)
+    planned = cost.flops_per_token(config, 128)
     real = cost.flops_per_token(config, 128, {"mlp_in": 0.25})
-    assert real.mlp_in == pytest.approx(2 * asked.mlp_in)
-    assert real.mlp_out == asked.mlp_out
+    assert real.mlp_in == pytest.approx(2 * planned.mlp_in)
+    assert real.mlp_out == planned.mlp_out
     assert cost.stored_fractions(SIZES["nano"]) == dict.fromkeys(PROJECTIONS, 1.0)
 
 
@@ -205,7 +205,7 @@ def _dot_flops(jaxpr):
 
 
 @given(configs(), configs(), st.integers(1, 4096), st.integers(1, 9), st.integers(0, 9))
-def test_a_training_of_two_models_costs_both(first, second, sequence, tokens, more):
+def test_training_flops_sum_over_phases(first, second, sequence, tokens, more):
     total = cost.training_flops([(first, tokens), (second, more)], sequence)
     each = [cost.flops_per_token(model, sequence).total for model in (first, second)]
     assert total == pytest.approx(tokens * each[0] + more * each[1])
@@ -214,11 +214,11 @@ def test_a_training_of_two_models_costs_both(first, second, sequence, tokens, mo
 @given(configs(), st.integers(1, 4096))
 def test_gradient_norms_cost_two_passes_and_the_dense_products(config, sequence):
     forward = cost.flops_per_token(config, sequence, training=False)
-    found = cost.gradient_norms_flops(config, 3, sequence) / 3
+    flops = cost.gradient_norms_flops(config, 3, sequence) / 3
     dense = cost.flops_per_token(dataclasses.replace(config, linears={}), sequence, training=False)
     products = sum(dense.sections[name] for name in config.sparse_projections)
-    assert found == pytest.approx(2 * forward.total + forward.attention + products)
-    assert found <= cost.flops_per_token(config, sequence).total + products + 1
+    assert flops == pytest.approx(2 * forward.total + forward.attention + products)
+    assert flops <= cost.flops_per_token(config, sequence).total + products + 1
 
 
 def test_mfu_is_rate_over_peak_and_none_without_a_peak():
@@ -236,7 +236,7 @@ def test_illegal_requests_name_the_legal_values():
         cost.flops_per_token(config, 128, {"mlp": 0.5})
     with pytest.raises(UserError, match=r"\(0, 1\]"):
         cost.flops_per_token(config, 128, {"mlp_in": 0.0})
-    with pytest.raises(UserError, match="at least 1"):
+    with pytest.raises(UserError, match="legal: 1 or more"):
         cost.flops_per_token(config, 0)
 
 

@@ -81,7 +81,7 @@ def test_parameters_of_a_small_model_counted_by_hand():
     ("norm", "positions", "rank", "density"),
     [("layernorm", "learned", 0, 1 / 4), ("rmsnorm", "rotary", 16, 1 / 2)],
 )
-def test_parameters_are_those_that_the_model_draws(norm, positions, rank, density):
+def test_the_parameter_count_equals_the_models(norm, positions, rank, density):
     config = ModelConfig(3, 512, 8, 2048, 300, 64, norm=norm, positions=positions)
     spec = LinearSpec("block_sparse", density=density, rank=rank)
     config = config.with_linears(spec, ("qkv", "mlp_in", "mlp_out"))
@@ -91,11 +91,11 @@ def test_parameters_are_those_that_the_model_draws(norm, positions, rank, densit
     assert memory.parameter_count(config, stored) == expected
 
 
-def test_stored_density_of_the_layout_is_what_is_counted():
+def test_the_measured_density_is_counted():
     config = SIZES["nano"].with_linears(LinearSpec("block_sparse", density=1 / 8))
     blocks = (1024 // 64) * (4096 // 64)
-    one_more = memory.parameter_count(config, {"mlp_in": (blocks // 8 + 1) / blocks})
-    assert one_more - memory.parameter_count(config) == config.num_layers * 64 * 64
+    denser = memory.parameter_count(config, {"mlp_in": (blocks // 8 + 1) / blocks})
+    assert denser - memory.parameter_count(config) == config.num_layers * 64 * 64
 
 
 @given(configs(), st.integers(2, 5))
@@ -121,8 +121,8 @@ def test_density_one_stores_what_dense_stores(config):
 @given(configs(), st.integers(1, 8), st.integers(1, 512), st.integers(1, 4))
 def test_totals_are_sums_of_categories(config, batch, sequence, accumulation):
     plan = memory.training_bytes(config, batch, sequence, accumulation=accumulation)
-    parts = [getattr(plan, f.name) for f in dataclasses.fields(plan)]
-    assert plan.total == sum(parts)
+    sizes = [getattr(plan, f.name) for f in dataclasses.fields(plan)]
+    assert plan.total == sum(sizes)
     working = plan.activations + plan.working_set + plan.logits
     assert plan.state + plan.layout_tables + working == plan.total
     count = memory.parameter_count(config)
@@ -156,12 +156,12 @@ def test_activations_are_linear_in_the_batch_and_fall_with_remat(config, batch, 
     )
     assert none > dots > full
     fused = memory.training_bytes(config, batch, sequence, fused_attention=True)
-    held = lambda plan: plan.activations + plan.working_set  # noqa: E731
-    assert held(fused) < held(once)
+    total = lambda plan: plan.activations + plan.working_set  # noqa: E731
+    assert total(fused) < total(once)
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_activations_and_logits_are_what_xla_allocates_for_the_model(remat):
+def test_activations_and_logits_agree_with_xla(remat):
     layers = whole.UNROLL_LAYERS + 1  # scanned, as on an accelerator
     config = ModelConfig(layers, 256, 4, 1024, 512, 128, remat=remat)
     batch = 4
@@ -176,19 +176,19 @@ def test_activations_and_logits_are_what_xla_allocates_for_the_model(remat):
     assert planned == pytest.approx(compiled.temp_size_in_bytes, rel=0.2)
 
 
-def test_logits_are_held_a_chunk_at_a_time():
+def test_logits_take_the_memory_of_one_chunk():
     config = SIZES["125m"]
     small, large = (
         memory.training_bytes(config, 8, 2048, logits_chunk=chunk) for chunk in (256, 1024)
     )
     assert small.logits == 2 * 256 * config.vocab_size * 4
     assert large.logits == 4 * small.logits
-    one = memory.training_bytes(config, 1, 16, logits_chunk=1024)
-    assert one.logits == 2 * 16 * config.vocab_size * 4
+    plan = memory.training_bytes(config, 1, 16, logits_chunk=1024)
+    assert plan.logits == 2 * 16 * config.vocab_size * 4
 
 
 def test_table_shows_every_category_and_the_total():
-    plan = memory.scale_plan("13b")
+    plan = memory.scale_estimate("13b")
     lines = plan.table().splitlines()
     assert [line.split("  ")[0] for line in lines] == [
         *(name.replace("_", " ") for name in plan.categories),
@@ -198,11 +198,11 @@ def test_table_shows_every_category_and_the_total():
     assert f"{plan.total / GIB:.3f} GiB" in lines[-1]
 
 
-def test_13b_needs_what_its_state_needs_and_an_eighth_of_its_blocks_much_less():
-    dense = memory.scale_plan("13b")
+def test_13b_needs_its_state_and_much_less_at_density_one_eighth():
+    dense = memory.scale_estimate("13b")
     assert dense.state - dense.working_copy == 16 * memory.parameter_count(SIZES["13b"])
     assert dense.state < dense.total < 1.05 * dense.state
-    assert memory.scale_plan("13b", EIGHTH).total < dense.total / 5
+    assert memory.scale_estimate("13b", EIGHTH).total < dense.total / 5
 
 
 @given(st.integers(0, 2**46), st.booleans(), st.sampled_from(memory.LARGE_SCALES))
@@ -212,9 +212,9 @@ def test_the_largest_fitting_scale_fits_and_the_next_does_not(capacity, sparse, 
     candidates = memory.LARGE_SCALES[: memory.LARGE_SCALES.index(up_to) + 1]
     position = -1 if scale == "nano" else candidates.index(scale)
     if position >= 0:
-        assert memory.scale_plan(scale, linears).total <= capacity
+        assert memory.scale_estimate(scale, linears).total <= capacity
     if position + 1 < len(candidates):
-        assert memory.scale_plan(candidates[position + 1], linears).total > capacity
+        assert memory.scale_estimate(candidates[position + 1], linears).total > capacity
 
 
 def test_large_scales_are_sizes_in_growing_order():
@@ -223,8 +223,8 @@ def test_large_scales_are_sizes_in_growing_order():
     assert memory.LAPTOP_SCALE in SIZES
 
 
-def test_auto_scale_leaves_a_tenth_of_the_memory_and_never_leaves_a_cpu_at_nano():
-    need = memory.scale_plan("1.3b").total
+def test_auto_scale_uses_nine_tenths_of_the_memory_and_is_nano_on_a_cpu():
+    need = memory.scale_estimate("1.3b").total
     assert memory.choose_scale(math.ceil(need / 0.9) + 1, "gpu") == "1.3b"
     assert memory.choose_scale(need, "gpu") == "350m"
     assert memory.choose_scale(2**50, "cpu") == "nano"
@@ -234,31 +234,31 @@ def test_auto_scale_leaves_a_tenth_of_the_memory_and_never_leaves_a_cpu_at_nano(
 
 
 def test_scale_message_is_one_line_with_both_numbers():
-    need = math.ceil(memory.scale_plan("13b").total / GIB)
+    need = math.ceil(memory.scale_estimate("13b").total / GIB)
     assert memory.scale_message(24 * GIB, "nano") == (
         f"13B in training needs {need} GiB; this machine has 24: running the 'nano' scale; "
         "on a pod pass --scale=13b"
     )
-    need = math.ceil(memory.scale_plan("13b", EIGHTH).total / GIB)
+    need = math.ceil(memory.scale_estimate("13b", EIGHTH).total / GIB)
     assert memory.scale_message(int(7.56 * GIB), "nano", EIGHTH) == (
         f"13B in training needs {need} GiB; this machine has 7.5: running the 'nano' scale; "
         "on a pod pass --scale=13b"
     )
 
 
-def test_scale_message_gives_the_reason_where_memory_is_not_it():
+def test_scale_message_names_speed_as_the_reason_on_a_cpu_with_enough_memory():
     assert "too slow" in memory.scale_message(512 * GIB, "nano")
     assert "pod" not in memory.scale_message(512 * GIB, "13b")
 
 
 def test_illegal_requests_name_the_legal_values():
     config = SIZES["nano"]
-    with pytest.raises(UserError, match="batch 0 must be at least 1"):
+    with pytest.raises(UserError, match="batch is 0; legal: 1 or more"):
         memory.training_bytes(config, 0, 128)
-    with pytest.raises(UserError, match="accumulation 0"):
+    with pytest.raises(UserError, match="accumulation is 0"):
         memory.training_bytes(config, 1, 128, accumulation=0)
     with pytest.raises(UserError, match=r"nano.*13b"):
-        memory.scale_plan("13")
+        memory.scale_estimate("13")
     with pytest.raises(UserError, match=r"nano.*13b"):
         memory.scale_message(GIB, "tiny")
     with pytest.raises(UserError, match="125m"):

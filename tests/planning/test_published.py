@@ -22,7 +22,7 @@ MEDIANS = {
 }
 
 
-def test_how_many_rows_there_are():
+def test_the_number_of_rows():
     counts = {source: len(rows) for source, rows in ROWS.items()}
     assert counts == {
         "megatron_a100": 18,
@@ -36,20 +36,20 @@ def test_how_many_rows_there_are():
 
 
 @pytest.mark.parametrize("row", EVERY, ids=lambda row: f"{row.source}-{row.name}")
-def test_a_row_is_whole(row):
+def test_a_row_is_consistent(row):
     assert row.number in ("verified", "recalled")
-    assert row.layout_status in ("verified", "recalled", "assumed")
+    assert row.plan_status in ("verified", "recalled", "assumed")
     assert row.split in ("fit", "test")
-    assert row.config.num_layers % (row.layout.stage * row.layout.chunks) == 0
-    assert row.layout.accumulation % (row.layout.stage if row.layout.chunks > 1 else 1) == 0
+    assert row.config.num_layers % (row.plan.stage * row.plan.chunks) == 0
+    assert row.plan.accumulation % (row.plan.stage if row.plan.chunks > 1 else 1) == 0
     # No run used more than its chips have.
-    mfu = row.counted_flops / row.seconds / row.layout.chips / row.chip.peak("bfloat16")
+    mfu = row.counted_flops / row.seconds / row.plan.chips / row.chip.peak("bfloat16")
     assert 0.2 < mfu < 0.75
     billions = row.name.split("B")[0].split()[-1]
     if billions.replace(".", "").isdigit():
         # Some count an output layer of its own beside the embedding.
-        own_head = row.config.vocab_size * row.config.d_model
-        parameters = np.array([0, own_head]) + memory.parameter_count(row.config)
+        untied_head = row.config.vocab_size * row.config.d_model
+        parameters = np.array([0, untied_head]) + memory.parameter_count(row.config)
         assert np.abs(parameters / (1e9 * float(billions)) - 1).min() < 0.07
 
 
@@ -66,47 +66,47 @@ def test_a_row_is_whole(row):
 )
 def test_published_steps(source, name, chips, batch, seconds):
     (row,) = [row for row in ROWS[source] if row.name == name]
-    assert row.layout.chips == chips and row.layout.batch == batch
+    assert row.plan.chips == chips and row.plan.batch == batch
     assert row.seconds == pytest.approx(seconds, rel=0.01)
 
 
-def test_mfu_of_a_row_is_the_one_published_beside_it():
+def test_mfu_of_a_row_equals_the_published_mfu():
     # 328 TFLOP/s are published as 71.47% of a v5p.
     row = ROWS["maxtext_v5p"][0]
-    mfu = row.counted_flops / row.seconds / row.layout.chips / row.chip.peak("bfloat16")
+    mfu = row.counted_flops / row.seconds / row.plan.chips / row.chip.peak("bfloat16")
     assert mfu == pytest.approx(0.7147, abs=0.0005)
 
 
-def test_held_out_errors_and_that_they_fail_where_constants_drift():
-    found = {source: fitting.errors(source, EFFICIENCIES) for source in published.SOURCES}
-    held = {s: [e for e in es if e.row.split == "test"] for s, es in found.items()}
-    everything = [e for es in held.values() for e in es]
+def test_errors_on_test_rows_are_bounded():
+    errors = {source: fitting.errors(source, EFFICIENCIES) for source in published.SOURCES}
+    test = {s: [e for e in es if e.row.split == "test"] for s, es in errors.items()}
+    everything = [e for es in test.values() for e in es]
     median, worst = fitting.summary(everything)
     assert median < MEDIAN and worst < WORST
-    for source, errors in held.items():
+    for source, errors in test.items():
         assert fitting.summary(errors)[0] < MEDIANS[source], source
     assert len(everything) > len(EVERY) / 2
-    certain = [e for e in everything if e.row.layout_status == "verified"]
+    certain = [e for e in everything if e.row.plan_status == "verified"]
     assert fitting.summary(certain)[0] < MEDIAN
     assert all(e.row.number == "verified" for e in everything)
 
 
 @pytest.mark.slow
-def test_constants_are_those_that_the_fit_finds():
-    found = fitting.fitted()
-    assert found.keys() == EFFICIENCIES.keys() - {"blackwell"}
-    for family, fitted in found.items():
+def test_constants_equal_a_new_fit():
+    families = fitting.fit_families()
+    assert families.keys() == EFFICIENCIES.keys() - {"blackwell"}
+    for family, fitted in families.items():
         for name, value in vars(fitted).items():
-            kept = getattr(EFFICIENCIES[family], name)
-            assert value == pytest.approx(kept, rel=0.03), (family, name)
+            constant = getattr(EFFICIENCIES[family], name)
+            assert value == pytest.approx(constant, rel=0.03), (family, name)
 
 
-def test_a_fit_finds_constants_that_it_made_data_with():
-    rows = [row for row in ROWS["maxtext_v5p"] if row.layout.tensor < 16][:6]
+def test_a_fit_reproduces_synthetic_rows():
+    rows = [row for row in ROWS["maxtext_v5p"] if row.plan.tensor < 16][:6]
     truth = EFFICIENCIES["tpu-v5p"]
-    made = [_with_seconds(row, fitting.predicted(row, truth)) for row in rows]
-    found = fitting.fit(made)
-    errors = [fitting.predicted(row, found) / row.seconds - 1 for row in made]
+    synthetic = [_with_seconds(row, fitting.predict_seconds(row, truth)) for row in rows]
+    fitted = fitting.fit(synthetic)
+    errors = [fitting.predict_seconds(row, fitted) / row.seconds - 1 for row in synthetic]
     assert np.abs(errors).max() < 0.03
 
 
@@ -115,15 +115,15 @@ def _with_seconds(row, seconds):
     return published.Row(**fields)
 
 
-def test_scaling_keeps_its_batch_or_its_share():
+def test_scaling_efficiencies_and_batches():
     for study in published.scalings():
         before, after = study.before, study.after
         assert after.chips > before.chips
-        kept = after.batch / before.batch
-        assert kept == (1 if "strong" in study.name else after.chips / before.chips)
-        found = fitting.scaling_efficiency(study, EFFICIENCIES[study.chip.family])
-        assert 0.8 < found <= 1
-        assert abs(100 * found - study.value) < 8
+        growth = after.batch / before.batch
+        assert growth == (1 if "strong" in study.name else after.chips / before.chips)
+        efficiency = fitting.scaling_efficiency(study, EFFICIENCIES[study.chip.family])
+        assert 0.8 < efficiency <= 1
+        assert abs(100 * efficiency - study.value) < 8
 
 
 def test_sparse_13b_gains_by_fusion_as_published():

@@ -29,13 +29,13 @@ BY_DEPTH = dataclasses.replace(QUARTER, density_by_depth=(2.0, 1.0))
 def test_masters_and_moments_are_those_of_the_state(model):
     state = abstract_state(model, TrainingConfig(1, 8, 64))
     arrays = [a for a in jax.tree.leaves((state.params, state.moments)) if a.ndim]
-    planned = relay.plan(model, 8, 64).host["masters and moments"]
+    planned = relay.estimate(model, 8, 64).host["masters and moments"]
     assert planned == sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in arrays)
 
 
 def test_the_device_has_room_for_the_layers_that_store_most():
     half = PICO.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=16))
-    by_depth, uniform = (relay.plan(model, 8, 64) for model in (BY_DEPTH, half))
+    by_depth, uniform = (relay.estimate(model, 8, 64) for model in (BY_DEPTH, half))
     assert by_depth.device == uniform.device
     assert by_depth.fetched < uniform.fetched and by_depth.host_total < uniform.host_total
 
@@ -44,18 +44,20 @@ def test_the_device_has_room_for_the_layers_that_store_most():
 @settings(max_examples=20)
 def test_the_device_knows_no_depth_where_the_stash_is_on_the_host(few, many):
     plans = [
-        relay.plan(dataclasses.replace(LARGE, num_layers=n), 8, 2048, 8, stash="host")
+        relay.estimate(dataclasses.replace(LARGE, num_layers=n), 8, 2048, 8, stash="host")
         for n in (few, many)
     ]
     assert plans[0].device == plans[1].device
-    deep = [relay.plan(dataclasses.replace(LARGE, num_layers=n), 8, 2048, 8) for n in (few, many)]
+    deep = [
+        relay.estimate(dataclasses.replace(LARGE, num_layers=n), 8, 2048, 8) for n in (few, many)
+    ]
     grown = deep[1].device_total - deep[0].device_total
     assert grown == (many - few) * 8 * 2048 * LARGE.d_model * 2
 
 
 def test_an_eighth_of_the_blocks_is_an_eighth_of_the_traffic():
     """Of the blocks: embeddings, norms and biases stay."""
-    dense, sparse = (relay.plan(m, 8, 2048) for m in (LARGE, LARGE.with_linears(EIGHTH)))
+    dense, sparse = (relay.estimate(m, 8, 2048) for m in (LARGE, LARGE.with_linears(EIGHTH)))
     for field in ("fetched", "returned", "updated"):
         assert 6 < getattr(dense, field) / getattr(sparse, field) < 8
     assert 6 < dense.host_total / sparse.host_total < 8
@@ -63,78 +65,88 @@ def test_an_eighth_of_the_blocks_is_an_eighth_of_the_traffic():
 
 def test_bytes_a_parameter_are_those_of_l2l():
     """6 at 16 bits: weights twice, gradients once (arXiv 2002.05645)."""
-    plan = relay.plan(LARGE, 8, 2048)
+    plan = relay.estimate(LARGE, 8, 2048)
     assert (plan.fetched + plan.returned) / plan.updated == pytest.approx(6, rel=1e-6)
 
 
 def test_micro_batches_hide_transfer_where_the_plan_says():
     chip, link = CHIPS["h200"], 50e9
-    needed = relay.plan(LARGE, 1, 2048, chip=chip, host_bandwidth=link).micro_batches
+    needed = relay.estimate(LARGE, 1, 2048, chip=chip, host_bandwidth=link).micro_batches
     assert 1 < needed < 32
-    fast = relay.plan(LARGE, 1, 2048, chip=chip, host_bandwidth=4 * link).micro_batches
+    fast = relay.estimate(LARGE, 1, 2048, chip=chip, host_bandwidth=4 * link).micro_batches
     assert fast <= -(-needed // 4) + 1
-    enough = relay.plan(LARGE, needed, 2048, needed, chip=chip, host_bandwidth=link)
+    enough = relay.estimate(LARGE, needed, 2048, needed, chip=chip, host_bandwidth=link)
     assert enough.transfer_seconds <= enough.compute_seconds
-    assert relay.plan(LARGE, 1, 2048).micro_batches is None
+    assert relay.estimate(LARGE, 1, 2048).micro_batches is None
 
 
 def test_files_and_eager_clipping_relieve_host_memory():
-    plan = lambda **options: relay.plan(LARGE, 8, 2048, 8, **options)  # noqa: E731
+    plan = lambda **options: relay.estimate(LARGE, 8, 2048, 8, **options)  # noqa: E731
     assert plan(files=True).host_total < plan().host_total / 3
     assert plan(files=True).disk == 2 * plan().host["masters and moments"]
     assert plan(clipping="eager").host["gradients"] < plan().host["gradients"] / 5
-    halves = relay.plan(LARGE, 8, 2048, 4, devices=2).device["boundaries"]
+    halves = relay.estimate(LARGE, 8, 2048, 4, devices=2).device["boundaries"]
     assert halves == plan().device["boundaries"] // 2
 
 
-def test_each_device_of_a_process_has_page_locked_memory_of_its_own():
-    plan = lambda **options: relay.plan(LARGE, 8, 2048, devices=4, stash="host", **options).host  # noqa: E731
-    alone, four = plan(), plan(local_devices=4)
+def test_page_locked_memory_scales_with_local_devices():
+    def host(**options):
+        return relay.estimate(LARGE, 8, 2048, devices=4, stash="host", **options).host
+
+    single, four = host(), host(local_devices=4)
     for name in ("device's copies", "stash"):
-        assert four[name] == 4 * alone[name] > 0
+        assert four[name] == 4 * single[name] > 0
     for name in ("masters and moments", "gradients"):
-        assert four[name] == alone[name]
-    assert plan(local_devices=4, pinned=False)["device's copies"] == alone["device's copies"]
+        assert four[name] == single[name]
+    assert host(local_devices=4, pinned=False)["device's copies"] == single["device's copies"]
 
 
 def test_a_host_too_small_is_refused_with_both_figures():
-    found = relay.plan(LARGE, 8, 2048)
-    relay.refuse_small_host(found, 2 * found.host_total)
+    step = relay.estimate(LARGE, 8, 2048)
+    relay.check_host_memory(step, 2 * step.host_total)
     with pytest.raises(
         UserError, match=r"needs .* GiB of host memory .* 64 GiB are available; --s"
     ):
-        relay.refuse_small_host(found, 64 * GIB)
+        relay.check_host_memory(step, 64 * GIB)
 
 
 def test_processes_of_one_machine_share_its_memory():
-    found = relay.plan(LARGE, 8, 2048)
-    relay.refuse_small_host(found, 3 * found.host_total, processes=2)
+    step = relay.estimate(LARGE, 8, 2048)
+    relay.check_host_memory(step, 3 * step.host_total, processes=2)
     with pytest.raises(UserError, match=r"each of 2 processes here.*one process with all devices"):
-        relay.refuse_small_host(found, 2 * found.host_total, processes=2)
+        relay.check_host_memory(step, 2 * step.host_total, processes=2)
 
 
-def test_the_files_hold_two_slots_of_all_that_a_step_leaves():
-    """Masters, moments and tables, each slot to whole pages."""
+def test_files_have_two_slots_of_the_state():
+    """Masters, moments and tables, rounded to whole pages."""
     model = PICO.with_linears(LinearSpec("block_sparse", "monarch", density=0.25, block=16))
     state = abstract_state(model, TrainingConfig(1, 8, 64))
     arrays = [a for a in jax.tree.leaves((state.params, state.moments, state.tables)) if a.ndim]
-    held = 2 * sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in arrays)
-    assert relay.plan(model, 8, 64, files=True).disk == pytest.approx(held, rel=0.01)
+    expected = 2 * sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in arrays)
+    assert relay.estimate(model, 8, 64, files=True).disk == pytest.approx(expected, rel=0.01)
 
 
 def test_the_text_names_every_figure():
-    text = relay.plan(LARGE, 8, 2048, chip=CHIPS["h200"], host_bandwidth=5e10, files=True).text()
-    for word in ("on the device", "in host memory", "on disk", "fetched", "transfer hides from"):
+    text = relay.estimate(
+        LARGE, 8, 2048, chip=CHIPS["h200"], host_bandwidth=5e10, files=True
+    ).text()
+    for word in (
+        "on the device",
+        "in host memory",
+        "on disk",
+        "fetched",
+        "transfers overlap with compute from",
+    ):
         assert word in text
 
 
-def test_a_batch_that_cannot_be_cut_is_refused():
-    with pytest.raises(UserError, match="does not cut into 3 micro-batches"):
-        relay.plan(LARGE, 8, 2048, 3)
+def test_a_batch_that_is_not_divisible_is_refused():
+    with pytest.raises(UserError, match="not divisible into 3 micro-batches"):
+        relay.estimate(LARGE, 8, 2048, 3)
 
 
 def test_a_limit_on_page_locked_memory_is_named_with_what_is_needed():
-    found = relay.plan(LARGE, 8, 2048, stash="host")
-    relay.refuse_unpinned(found, 64)
+    step = relay.estimate(LARGE, 8, 2048, stash="host")
+    relay.check_pinned_memory(step, 64)
     with pytest.raises(UserError, match=rf"set {relay.PINNED_SETTING}=\d+ in the environment"):
-        relay.refuse_unpinned(found, 8)
+        relay.check_pinned_memory(step, 8)

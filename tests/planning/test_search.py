@@ -1,4 +1,4 @@
-"""The search prices a grid as each layout by itself, keeps constraints, answers what cannot be."""
+"""Search for a parallel plan: prices, constraints, illegal requests, Shapley effects."""
 
 import dataclasses
 import itertools
@@ -29,44 +29,43 @@ def priced(config=SMALL, batch=64, hardware="h100", count=16):
     ("scale", "batch", "count", "tensor", "stage"),
     [("175b", 10240, 1024, 4, 16), ("1t", 9600, 3072, 8, 64)],
 )
-def test_frontier_would_have_been_told_its_own_layouts(scale, batch, count, tensor, stage):
-    """arXiv 2312.12705 found these by search on the machine (recalled): ZeRO 1, all recomputed."""
+def test_frontier_plans_are_found(scale, batch, count, tensor, stage):
+    """The plans that arXiv 2312.12705 found by search on the machine (recalled), with ZeRO 1."""
     config = dataclasses.replace(SIZES[scale], compute_dtype="bfloat16")
     request = Request(config, 2048, batch, chips.named("mi250x"), count)
     levels = {**search.space(request).levels, "zero": (1,), "remat": ("full",)}
-    found = search.price(request, Space(levels))
-    (_, best) = found.ranked(1)[0]
+    prices = search.price(request, Space(levels))
+    (_, best) = prices.ranked(1)[0]
     assert (best["tensor"], best["stage"]) == (tensor, stage)
-    assert found.space.size > 10_000 and found.legal.any()
+    assert prices.space.size > 10_000 and prices.legal.any()
 
 
 @settings(max_examples=25)
 @given(st.data())
-def test_the_grid_has_the_price_of_each_layout_by_itself(data):
-    found = GRID
-    index = data.draw(st.integers(0, found.space.size - 1))
-    choice = found.choice(index)
-    layout = search.single(found.request.layout(choice))
-    alone = search.explain(found.request, choice).total
-    assert found.seconds.reshape(-1)[index] == pytest.approx(float(alone))
-    held = float(search.held_bytes(found.request, layout))
-    assert found.memory.reshape(-1)[index] == pytest.approx(held)
-    if found.legal.reshape(-1)[index]:
-        assert layout.chips == found.request.chips and layout.batch == found.request.batch
-        assert SMALL.num_layers % (layout.stage * layout.chunks) == 0
-        assert SMALL.num_heads % layout.tensor == 0
-        assert held <= USABLE * found.request.chip.memory_bytes
+def test_the_grid_equals_the_price_of_each_plan(data):
+    index = data.draw(st.integers(0, GRID.space.size - 1))
+    choice = GRID.choice(index)
+    plan = search.scalar_plan(GRID.request.plan(choice))
+    seconds = search.explain(GRID.request, choice).total
+    assert GRID.seconds.reshape(-1)[index] == pytest.approx(float(seconds))
+    size = float(search.chip_bytes(GRID.request, plan))
+    assert GRID.memory.reshape(-1)[index] == pytest.approx(size)
+    if GRID.legal.reshape(-1)[index]:
+        assert plan.chips == GRID.request.chips and plan.batch == GRID.request.batch
+        assert SMALL.num_layers % (plan.stage * plan.chunks) == 0
+        assert SMALL.num_heads % plan.tensor == 0
+        assert size <= USABLE * GRID.request.chip.memory_bytes
 
 
 GRID = priced()
 
 
-def test_ranked_are_the_fastest_legal_layouts_each_once():
+def test_ranked_plans_are_the_fastest_legal_ones_without_duplicates():
     ranked = GRID.ranked(50)
     speeds = [GRID.throughput.reshape(-1)[index] for index, _ in ranked]
     assert speeds == sorted(speeds, reverse=True) and speeds[0] == GRID.throughput.max()
-    layouts = [search.single(GRID.request.layout(choice)) for _, choice in ranked]
-    assert len({str(layout) for layout in layouts}) == len(layouts)
+    plans = [search.scalar_plan(GRID.request.plan(choice)) for _, choice in ranked]
+    assert len({str(plan) for plan in plans}) == len(plans)
     everything = GRID.ranked(GRID.space.size)
     assert len(everything) == GRID.legal.sum()
 
@@ -77,43 +76,45 @@ def test_one_stage_has_one_schedule_and_chunks_are_interleaved():
         assert choice["stage"] > 1 or choice["schedule"] == "gpipe"
 
 
-def test_sparse_blocks_are_not_cut():
+def test_tensor_parallelism_does_not_split_blocks():
     spec = LinearSpec("block_sparse", density=1 / 8, block=256)
-    found = priced(SMALL.with_linears(spec))
-    tensors = {choice["tensor"] for _, choice in found.ranked(found.space.size)}
-    assert tensors and max(tensors) == 4  # 1024 features are 4 blocks
+    prices = priced(SMALL.with_linears(spec))
+    tensors = {choice["tensor"] for _, choice in prices.ranked(prices.space.size)}
+    assert tensors and max(tensors) == 4  # 1024 features are 4 blocks.
     assert max(c["tensor"] for _, c in GRID.ranked(GRID.space.size)) == 16
 
 
-def test_a_batch_that_nothing_divides_is_answered_with_the_closest():
-    # 48 chips are 3 times a power of two, and so is every number of rows that they compute.
-    with pytest.raises(UserError, match=r"divides a batch of 7 .* closest .* --batch=6\."):
-        search.refuse(priced(batch=7, count=48))
-    search.refuse(priced(batch=6, count=48))
+def test_an_illegal_batch_is_answered_with_the_closest_legal_one():
+    # 48 chips are 3 times a power of two, so legal batches are multiples of 3.
+    with pytest.raises(
+        UserError, match=r"divides a batch of 7 .* closest legal batch is --batch=6\."
+    ):
+        search.check_legal(priced(batch=7, count=48))
+    search.check_legal(priced(batch=6, count=48))
 
 
-def test_a_model_too_large_is_answered_with_enough_chips():
+def test_too_few_chips_are_answered_with_a_legal_number():
     with pytest.raises(UserError, match=r"smallest needs .* GiB on each of 64") as refused:
-        search.refuse(priced(LARGE, 512, "tpu-v5e", 64))
+        search.check_legal(priced(LARGE, 512, "tpu-v5e", 64))
     words = str(refused.value)
     more = int(words.split("--chips=")[1].split()[0])
     batch = int(words.split("--batch=")[1].rstrip("."))
     assert more > 64
-    search.refuse(priced(LARGE, batch, "tpu-v5e", more))
+    search.check_legal(priced(LARGE, batch, "tpu-v5e", more))
     assert not priced(LARGE, batch, "tpu-v5e", more // 2).legal.any()
 
 
-def test_one_chip_that_is_too_small_is_told_of_the_relay():
+def test_a_chip_that_is_too_small_is_answered_with_the_relay():
     config = dataclasses.replace(SIZES["13b"], compute_dtype="bfloat16")
     with pytest.raises(UserError, match=r"--executor=relay --set training.micro_batches="):
-        search.refuse(priced(config, 8, "h100", 1))
+        search.check_legal(priced(config, 8, "h100", 1))
 
 
 def test_a_legal_request_is_not_refused():
-    search.refuse(GRID)
+    search.check_legal(GRID)
 
 
-def test_shapley_effects_of_a_sum_are_the_shares_of_its_parts():
+def test_shapley_effects_of_a_sum_are_shares_of_its_variance():
     a, b, c = np.arange(4.0), 3 * np.arange(3.0), np.zeros(2)
     values = a[:, None, None] + b[None, :, None] + c[None, None, :]
     effects = sensitivity.shapley_effects(values, ["a", "b", "c"])
@@ -123,27 +124,27 @@ def test_shapley_effects_of_a_sum_are_the_shares_of_its_parts():
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_shapley_effects_add_up_and_are_those_of_all_orders(seed):
+def test_shapley_effects_sum_to_1_and_follow_their_definition(seed):
     values = np.random.default_rng(seed).normal(size=(2, 3, 4))
     effects = sensitivity.shapley_effects(values, ["a", "b", "c"])
     assert sum(effects.values()) == pytest.approx(1)
-    # By its definition: the mean over all orders of what a choice adds when it becomes known.
+    # Definition: the mean over all orders of the variance that an axis adds to those before it.
     expected = dict.fromkeys("abc", 0.0)
     for order in itertools.permutations(range(3)):
-        known = ()
+        subset = ()
         for axis in order:
-            before = values.mean(axis=tuple(a for a in range(3) if a not in known)).var()
-            known = (*known, axis)
-            after = values.mean(axis=tuple(a for a in range(3) if a not in known)).var()
+            before = values.mean(axis=tuple(a for a in range(3) if a not in subset)).var()
+            subset = (*subset, axis)
+            after = values.mean(axis=tuple(a for a in range(3) if a not in subset)).var()
             expected["abc"[axis]] += (after - before) / values.var() / 6
     assert effects == pytest.approx(expected)
 
 
-def test_a_choice_without_effect_gets_nothing():
+def test_constant_values_have_no_effects():
     assert sensitivity.shapley_effects(np.ones((2, 2)), ["a", "b"]) == {"a": 0.0, "b": 0.0}
 
 
-def test_decisions_keep_the_best_and_best_by_level_names_it():
+def test_best_by_level_has_the_best_plan():
     values, levels = sensitivity.decisions(GRID)
     assert values.shape == tuple(len(v) for v in levels.values())
     assert values.max() == GRID.throughput.max()
@@ -155,25 +156,3 @@ def test_decisions_keep_the_best_and_best_by_level_names_it():
     effects = sensitivity.shapley_effects(values, list(levels))
     assert sum(effects.values()) == pytest.approx(1)
     assert all(-1e-9 < effect < 1 for effect in effects.values())
-
-
-def test_sampling_finds_a_good_legal_layout_and_goes_on(tmp_path):
-    pytest.importorskip("optuna")
-    from sparse_dataflow.planning import sampling
-
-    request = GRID.request
-    levels = {**GRID.space.levels, "chunks": (1,), "schedule": ("gpipe", "1f1b"), "data": (1,)}
-    choices = Space(levels)
-    journal = tmp_path / "trials.journal"
-    first = sampling.sample(request, choices, 30, journal)
-    again = sampling.sample(request, choices, 30, journal)
-    assert first == again
-    more = sampling.sample(request, choices, 60, journal)
-    assert len(more) >= len(first) and more[0][1] >= first[0][1]
-    for choice, speed in more:
-        layout = search.single(request.layout(choice))
-        assert layout.chips == request.chips and layout.batch == request.batch
-        assert speed <= GRID.throughput.max() * (1 + 1e-9)
-    assert more[0][1] > 0.5 * GRID.throughput.max()
-    with pytest.raises(UserError, match="another request"):
-        sampling.sample(dataclasses.replace(request, batch=128), choices, 30, journal)

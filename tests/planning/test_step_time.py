@@ -17,7 +17,7 @@ from sparse_dataflow.hardware.chips import CHIPS, Chip, Network
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning import collectives, cost, memory
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency
-from sparse_dataflow.planning.run_layout import BUBBLES, RECOMPUTED, RunLayout
+from sparse_dataflow.planning.run_layout import BUBBLES, RECOMPUTED, ParallelPlan
 from sparse_dataflow.planning.step_time import GROUPS, stage_parameters, step_time
 
 GOLDEN = Path(__file__).parent / "explain.txt"
@@ -27,12 +27,12 @@ CHIP = Chip("ideal", {"bfloat16": 100e12}, 80 * 2**30, 2e12, SWITCH, 32e9)
 MODEL = ModelConfig(4, 4096, 32, 16384, 32768, 2048, compute_dtype="bfloat16")
 
 
-def seconds(layout=None, model=MODEL, chip=CHIP, efficiency=IDEAL, **options):
-    return step_time(model, 2048, layout or RunLayout(), chip, efficiency, **options)
+def seconds(plan=None, model=MODEL, chip=CHIP, efficiency=IDEAL, **options):
+    return step_time(model, 2048, plan or ParallelPlan(), chip, efficiency, **options)
 
 
 def test_one_chip_by_hand():
-    time = seconds(RunLayout(micro_batch=2))
+    time = seconds(ParallelPlan(micro_batch=2))
     tokens, d = 4096, 4096
     # Large products are bound by the matrix units: FLOPs over the rate.
     assert time.terms["qkv"] == pytest.approx(3 * 4 * 2 * tokens * 3 * d * d / 100e12)
@@ -50,7 +50,7 @@ def test_one_chip_by_hand():
 
 
 def test_products_are_the_flops_that_are_counted():
-    time = seconds(RunLayout(micro_batch=2))
+    time = seconds(ParallelPlan(micro_batch=2))
     flops = cost.flops_per_token(MODEL, 2048).sections
     for name in PROJECTIONS:
         assert time.terms[name] == pytest.approx(4096 * flops[name] / 100e12)
@@ -79,18 +79,18 @@ def test_tensor_parallel_reduces_four_times_a_block_and_again_what_is_recomputed
     size = 2048 * 4096 * 2
     once = collectives.reduce_seconds(size, 8, 8, SWITCH, IDEAL)
     for remat, reductions in (("none", 4), ("dots", 4), ("full", 5), ("block", 6)):
-        time = seconds(RunLayout(tensor=8, remat=remat))
+        time = seconds(ParallelPlan(tensor=8, remat=remat))
         assert time.terms["tensor"] == pytest.approx(4 * reductions * once)
 
 
 @pytest.mark.parametrize("schedule", sorted(BUBBLES))
 def test_bubble_by_its_closed_form(schedule):
     chunks = 2 if schedule == "interleaved" else 1
-    layout = RunLayout(stage=2, accumulation=6, chunks=chunks, schedule=schedule)
-    time = seconds(layout)
+    plan = ParallelPlan(stage=2, accumulation=6, chunks=chunks, schedule=schedule)
+    time = seconds(plan)
     block_terms = (*PROJECTIONS, "attention", "element-wise", "recompute", "tensor", "passes")
-    one_pass = sum(time.terms[name] for name in block_terms) / 6
-    assert time.terms["bubble"] == pytest.approx(BUBBLES[schedule] * one_pass / chunks)
+    stage_pass = sum(time.terms[name] for name in block_terms) / 6
+    assert time.terms["bubble"] == pytest.approx(BUBBLES[schedule] * stage_pass / chunks)
 
 
 @given(
@@ -99,11 +99,11 @@ def test_bubble_by_its_closed_form(schedule):
     st.integers(1, 4),
     st.sampled_from([1, 2, 3]),
 )
-def test_bubbles_are_those_of_the_schedules_own_tables(name, stages, rounds, chunks):
+def test_bubbles_equal_those_of_the_schedule_tables(name, stages, rounds, chunks):
     chunks = chunks if name == "interleaved" and stages > 1 else 1
     count = stages * rounds
     table = schedules.make(name, stages, count, chunks)
-    # A pass over one stage is a forward, a backward and the weights' gradients of each chunk.
+    # A pass over one stage has a forward, a backward and a weight-gradient action per chunk.
     idle = (table.ticks - 3 * count * chunks) / (3 * chunks)
     assert idle == pytest.approx(BUBBLES[name] * (stages - 1) / chunks)
 
@@ -111,37 +111,37 @@ def test_bubbles_are_those_of_the_schedules_own_tables(name, stages, rounds, chu
 def test_state_by_hand_for_each_zero_stage():
     weights = memory.parameter_count(MODEL)
     quarter = 3 / 4
-    layout = RunLayout(fsdp=32, zero=0, accumulation=2)
+    plan = ParallelPlan(fsdp=32, zero=0, accumulation=2)
     across = weights * (7 / 8 / 300e9 + quarter / 8 / 25e9)
     for zero, sizes in ((0, 4 + 4), (1, 4 + 2), (2, 4 + 2), (3, 2 * (4 + 2 * 2))):
-        time = seconds(dataclasses.replace(layout, zero=zero))
+        time = seconds(dataclasses.replace(plan, zero=zero))
         assert time.terms["state"] == pytest.approx(sizes * across)
 
 
 def test_a_pipeline_gathers_its_weights_once_a_step():
-    layout = RunLayout(fsdp=8, zero=3, accumulation=4, stage=2, island=8)
-    pipelined = seconds(layout).terms["state"]
-    stage = stage_parameters(MODEL, layout)
+    plan = ParallelPlan(fsdp=8, zero=3, accumulation=4, stage=2, island=8)
+    pipelined = seconds(plan).terms["state"]
+    stage = stage_parameters(MODEL, plan)
     assert pipelined == pytest.approx((4 + 2) * stage * 7 / 8 / 300e9)
-    whole = seconds(dataclasses.replace(layout, stage=1)).terms["state"]
+    whole = seconds(dataclasses.replace(plan, stage=1)).terms["state"]
     alone = memory.parameter_count(MODEL)
     assert whole == pytest.approx(4 * (4 + 2 * 2) * alone * 7 / 8 / 300e9)
 
 
 def test_relay_moves_six_bytes_a_parameter():
-    time = seconds(RunLayout(executor="relay", remat="full"))
+    time = seconds(ParallelPlan(executor="relay", remat="full"))
     weights = memory.parameter_count(MODEL)
     assert time.terms["host"] == pytest.approx(weights * 6 / 32e9)
     assert time.terms["optimizer"] == 0
     hiding = dataclasses.replace(IDEAL, overlap=1.0)
-    many = RunLayout(executor="relay", remat="full", accumulation=64)
+    many = ParallelPlan(executor="relay", remat="full", accumulation=64)
     assert seconds(many, efficiency=hiding).terms["host"] == 0
 
 
 def test_measured_rates_take_the_place_of_the_roofline():
     rates = dict.fromkeys((*PROJECTIONS, "attention", "head"), 1e12)
     rates |= dict.fromkeys(("norms", "gelu", "optimizer"), 1e9)
-    time = seconds(RunLayout(fused_attention=False), rates=rates)
+    time = seconds(ParallelPlan(fused_attention=False), rates=rates)
     flops = cost.flops_per_token(MODEL, 2048, causal_half=False)
     assert sum(time.terms[n] for n in PROJECTIONS) == pytest.approx(2048 * flops.projections / 1e12)
     assert time.terms["attention"] == pytest.approx(2048 * flops.attention / 1e12)
@@ -149,8 +149,8 @@ def test_measured_rates_take_the_place_of_the_roofline():
     assert time.terms["optimizer"] == pytest.approx(memory.parameter_count(MODEL) * 30 / 1e9)
 
 
-layouts = st.builds(
-    RunLayout,
+plans = st.builds(
+    ParallelPlan,
     data=st.sampled_from([1, 2, 4]),
     stage=st.sampled_from([1, 2, 4]),
     fsdp=st.sampled_from([1, 2, 16, 64]),
@@ -167,21 +167,21 @@ layouts = st.builds(
 chips = st.sampled_from(sorted(CHIPS))
 
 
-@given(layouts, chips)
-def test_terms_are_finite_not_negative_and_all_in_one_group(layout, name):
+@given(plans, chips)
+def test_terms_are_finite_not_negative_and_all_in_one_group(plan, name):
     chip = CHIPS[name]
-    time = seconds(layout, chip=chip, efficiency=EFFICIENCIES[chip.family])
+    time = seconds(plan, chip=chip, efficiency=EFFICIENCIES[chip.family])
     assert all(np.isfinite(t) and t >= 0 for t in time.terms.values())
     assert sum(time.groups.values()) == pytest.approx(time.total)
     assert sorted(t for terms in GROUPS.values() for t in terms) == sorted(time.terms)
     assert time.limit in GROUPS
 
 
-@given(layouts, chips, st.floats(1.1, 4))
-def test_a_faster_chip_is_never_slower(layout, name, factor):
+@given(plans, chips, st.floats(1.1, 4))
+def test_a_faster_chip_is_never_slower(plan, name, factor):
     chip = CHIPS[name]
     efficiency = EFFICIENCIES[chip.family]
-    before = seconds(layout, chip=chip, efficiency=efficiency).total
+    before = seconds(plan, chip=chip, efficiency=efficiency).total
     links = chip.network
     for better in (
         dataclasses.replace(chip, peak_flops={"bfloat16": chip.peak("bfloat16") * factor}),
@@ -189,16 +189,16 @@ def test_a_faster_chip_is_never_slower(layout, name, factor):
         dataclasses.replace(chip, network=dataclasses.replace(links, slow=links.slow * factor)),
     ):
         # What hides behind computation shows where the computation shrinks, never by more.
-        assert seconds(layout, chip=better, efficiency=efficiency).total <= before * (1 + 1e-9)
+        assert seconds(plan, chip=better, efficiency=efficiency).total <= before * (1 + 1e-9)
 
 
-@given(layouts, chips)
-def test_fusion_and_keeping_activations_never_cost_time(layout, name):
+@given(plans, chips)
+def test_fusion_and_keeping_activations_never_cost_time(plan, name):
     chip = CHIPS[name]
     efficiency = EFFICIENCIES[chip.family]
 
     def total(**changes):
-        changed = dataclasses.replace(layout, **changes)
+        changed = dataclasses.replace(plan, **changes)
         return seconds(changed, chip=chip, efficiency=efficiency).total * (1 + 1e-9)
 
     assert total(fused=True) <= total(fused=False) * (1 + 1e-9)
@@ -210,17 +210,17 @@ def test_fusion_and_keeping_activations_never_cost_time(layout, name):
 @given(chips, st.booleans())
 def test_fewer_blocks_take_less_time_but_never_below_their_flops(name, fused):
     chip = CHIPS[name]
-    layout = RunLayout(micro_batch=4, fused=fused, fused_attention=fused)
-    found = []
+    plan = ParallelPlan(micro_batch=4, fused=fused, fused_attention=fused)
+    totals = []
     for density in (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16):
         spec = LinearSpec("block_sparse", density=density, block=128)
         model = MODEL if density == 1 else MODEL.with_linears(spec)
-        found.append(seconds(layout, model, chip=chip, efficiency=EFFICIENCIES[chip.family]).total)
-    assert found == sorted(found, reverse=True)
+        totals.append(seconds(plan, model, chip=chip, efficiency=EFFICIENCIES[chip.family]).total)
+    assert totals == sorted(totals, reverse=True)
     ceiling = cost.flop_ceiling(
         MODEL.with_linears(LinearSpec("block_sparse", density=1 / 16)), 2048
     )
-    assert found[0] / found[-1] < ceiling
+    assert totals[0] / totals[-1] < ceiling
 
 
 def test_sparsity_lowers_intensity_and_fusion_wins_it_back():
@@ -230,51 +230,52 @@ def test_sparsity_lowers_intensity_and_fusion_wins_it_back():
     intensity = {}
     for label, model in (("dense", MODEL), ("sparse", sparse)):
         for fused in (True, False):
-            found = with_passes(seconds(RunLayout(fused=fused), model).sections)
-            intensity[label, fused] = {n: float(found[n].intensity) for n in PROJECTIONS}
+            products = with_passes(seconds(ParallelPlan(fused=fused), model).sections)
+            intensity[label, fused] = {n: float(products[n].intensity) for n in PROJECTIONS}
     for name in PROJECTIONS:
         assert intensity["sparse", True][name] < intensity["dense", True][name]
         assert intensity["sparse", False][name] < intensity["sparse", True][name]
 
 
-@given(st.lists(layouts, min_size=2, max_size=4), chips)
-def test_many_layouts_at_once_are_priced_as_one_by_one(found, name):
+@given(st.lists(plans, min_size=2, max_size=4), chips)
+def test_arrays_of_plans_equal_single_plans(drawn, name):
     chip = CHIPS[name]
     efficiency = EFFICIENCIES[chip.family]
     counts = ("data", "stage", "fsdp", "tensor", "micro_batch", "accumulation", "chunks")
-    arrays = {count: np.array([getattr(layout, count) for layout in found]) for count in counts}
-    together = dataclasses.replace(found[0], **arrays)
-    total = seconds(together, chip=chip, efficiency=efficiency).total
-    for layout, one in zip(found, total):
-        alone = {count: getattr(layout, count) for count in counts}
-        alone = dataclasses.replace(found[0], **alone)
-        assert one == pytest.approx(seconds(alone, chip=chip, efficiency=efficiency).total)
+    arrays = {count: np.array([getattr(plan, count) for plan in drawn]) for count in counts}
+    batched = dataclasses.replace(drawn[0], **arrays)
+    total = seconds(batched, chip=chip, efficiency=efficiency).total
+    for plan, expected in zip(drawn, total):
+        single = {count: getattr(plan, count) for count in counts}
+        single = dataclasses.replace(drawn[0], **single)
+        actual = seconds(single, chip=chip, efficiency=efficiency).total
+        assert expected == pytest.approx(actual)
 
 
 def test_explanation_is_the_golden_text():
     config = dataclasses.replace(SIZES["175b"], compute_dtype="bfloat16")
-    layout = RunLayout(stage=16, fsdp=16, tensor=4, zero=1, accumulation=640, remat="full")
+    plan = ParallelPlan(stage=16, fsdp=16, tensor=4, zero=1, accumulation=640, remat="full")
     chip = CHIPS["mi250x-gcd"]
-    text = f"{layout}\n{step_time(config, 2048, layout, chip, PRIOR).explain()}\n"
+    text = f"{plan}\n{step_time(config, 2048, plan, chip, PRIOR).explain()}\n"
     assert text == GOLDEN.read_text(), f"if this is meant, write {GOLDEN.name} anew:\n{text}"
 
 
-def test_what_is_not_known_is_refused_in_words():
+def test_unknown_rates_and_choices_are_refused():
     with pytest.raises(UserError, match="no known bfloat16 rate"):
         seconds(chip=Chip("unheard-of"))
     alone = dataclasses.replace(CHIP, network=None, host_bandwidth=None)
     assert seconds(chip=alone).total > 0
     with pytest.raises(UserError, match="no known links"):
-        seconds(RunLayout(fsdp=2), chip=alone)
+        seconds(ParallelPlan(fsdp=2), chip=alone)
     with pytest.raises(UserError, match="rate to its host"):
-        seconds(RunLayout(executor="relay"), chip=alone)
+        seconds(ParallelPlan(executor="relay"), chip=alone)
     for wrong in ({"schedule": "2f2b"}, {"remat": "some"}, {"executor": "magic"}, {"zero": 4}):
         with pytest.raises(UserError, match="legal"):
-            RunLayout(**wrong)
+            ParallelPlan(**wrong)
 
 
 def test_importing_the_planner_loads_no_jax():
-    modules = ("search", "fitting", "published", "layout_memory", "sensitivity", "sampling")
+    modules = ("search", "fitting", "published", "layout_memory", "sensitivity")
     lines = "; ".join(f"import sparse_dataflow.planning.{name}" for name in modules)
     code = f"import sys; {lines}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

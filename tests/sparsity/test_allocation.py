@@ -1,4 +1,4 @@
-"""Densities by budget: legal ones, within the FLOPs, near the rule; and refused in words."""
+"""Density budgets: legal densities, within the FLOPs, near the rule; illegal budgets."""
 
 import dataclasses
 import math
@@ -40,28 +40,28 @@ def projection_flops(model):
 )
 def test_compute_stays_within_the_budget_and_has_layouts(scale, pattern, density, projections):
     model = sparse(scale, pattern, density, projections=projections)
-    shared = allocate(model, "compute")
-    assert projection_flops(shared) <= projection_flops(model) * (1 + 1e-9)
-    assert shared.sparse_projections == model.sparse_projections
-    for name in shared.sparse_projections:
-        spec = shared.linear(name)
+    allocated = allocate(model, "compute")
+    assert projection_flops(allocated) <= projection_flops(model) * (1 + 1e-9)
+    assert allocated.sparse_projections == model.sparse_projections
+    for name in allocated.sparse_projections:
+        spec = allocated.linear(name)
         layout = make_layout(spec.pattern, *model.projection_shape(name), spec.block, spec.density)
         assert layout.density == pytest.approx(spec.density)
         assert dataclasses.replace(spec, density=density) == model.linear(name)
 
 
 def test_compute_follows_the_rule_where_the_grid_is_fine():
-    """The 13B has 80 legal densities a projection: each ends within one of them of its share."""
+    """The 13B has 80 legal densities per projection, so rounding moves them by at most 1/80."""
     model = allocate(sparse("13b", density=0.125), "compute")
-    parts = {n: sum(model.projection_shape(n)) / 5120**2 for n in PROJECTIONS}
+    shares = {n: sum(model.projection_shape(n)) / 5120**2 for n in PROJECTIONS}
     sizes = {n: model.projection_shape(n)[0] * model.projection_shape(n)[1] for n in PROJECTIONS}
-    scale = 0.125 * sum(sizes.values()) / sum(parts.values())
+    scale = 0.125 * sum(sizes.values()) / sum(shares.values())
     for name in PROJECTIONS:
-        assert abs(model.linear(name).density - scale * parts[name] / sizes[name]) <= 1 / 80
+        assert abs(model.linear(name).density - scale * shares[name] / sizes[name]) <= 1 / 80
     assert model.linear("attn_out").density > model.linear("qkv").density
 
 
-def test_a_budget_that_fills_a_projection_leaves_the_rest_to_the_others():
+def test_compute_caps_densities_at_one():
     model = allocate(sparse("nano", density=15 / 16), "compute")
     assert model.linear("attn_out").density == 1
     assert projection_flops(model) <= projection_flops(sparse("nano", density=15 / 16))
@@ -85,10 +85,10 @@ def test_named_densities():
 
 def test_named_multiples_of_the_density():
     model = allocate(sparse(), "qkv:0.5x,attn_out:0.5x,mlp_in:1.5x")
-    found = {n: model.linear(n).density for n in PROJECTIONS}
-    assert found == {"qkv": 1 / 16, "attn_out": 1 / 16, "mlp_in": 3 / 16, "mlp_out": 1 / 8}
+    densities = {n: model.linear(n).density for n in PROJECTIONS}
+    assert densities == {"qkv": 1 / 16, "attn_out": 1 / 16, "mlp_in": 3 / 16, "mlp_out": 1 / 8}
     cells = {n: math.prod(model.projection_shape(n)) for n in PROJECTIONS}
-    assert sum(found[n] * cells[n] for n in cells) == sum(cells.values()) / 8
+    assert sum(densities[n] * cells[n] for n in cells) == sum(cells.values()) / 8
 
 
 @pytest.mark.parametrize(
@@ -100,16 +100,19 @@ def test_named_multiples_of_the_density():
         ("attn_out:0.5", "attn_out, which is dense; legal: mlp_in, mlp_out, qkv"),
         ("qkv:0", "'qkv:0' is not a density in"),
         ("qkv:half", "'qkv:half' is not a density in"),
-        ("depth:1.5,0.5", "'1.5' is no multiple of --density; legal: numbers above 0 with x"),
-        ("depth:0x,2x", "'0x' is no multiple"),
-        ("depth:", "'' is no multiple"),
-        ("depth:infx,1x", "'infx' is no multiple"),
+        (
+            "depth:1.5,0.5",
+            "'1.5' is not a multiple of --density; legal: numbers above 0",
+        ),
+        ("depth:0x,2x", "'0x' is not a multiple"),
+        ("depth:", "'' is not a multiple"),
+        ("depth:infx,1x", "'infx' is not a multiple"),
         ("depth:1x,2x,1x", "3 parts of the depth, which do not divide 2 layers; legal: 1, 2"),
         ("depth:1.3x,0.7x", r"1.3x of --density=0.125 gives \w+ a density of 0.1625, .* 1x, 1.5x"),
-        ("depth:9x,1x", r"9x of --density=0.125 gives \w+ a density of 1.125, .* legal .*: 8x"),
+        ("depth:9x,1x", r"9x of --density=0.125 gives \w+ a density of 1.125, .*: 8x"),
     ],
 )
-def test_refused_in_words(budget, words):
+def test_an_illegal_budget_is_refused(budget, words):
     model = sparse(projections=("qkv", "mlp_in", "mlp_out"))
     with pytest.raises(UserError, match=words):
         allocate(model, budget)
@@ -117,18 +120,18 @@ def test_refused_in_words(budget, words):
 
 @settings(max_examples=20)
 @given(st.lists(st.sampled_from(["0.5x", "1x", "1.5x", "2x"]), min_size=1, max_size=4))
-def test_parts_of_the_depth_are_equally_many_layers(texts):
+def test_parts_of_the_depth_have_equal_numbers_of_layers(texts):
     layers = 12
     model = dataclasses.replace(sparse(density=1 / 4), num_layers=layers)
-    found = allocate(model, f"depth:{','.join(texts)}")
-    wanted = [float(text[:-1]) for text in texts for _ in range(layers // len(texts))]
-    for layer, multiplier in enumerate(wanted):
-        assert layer_linear(found, "qkv", layer).density == multiplier / 4
-    mean = sum(wanted) / layers
-    assert projection_flops(found) == pytest.approx(mean * projection_flops(model))
+    allocated = allocate(model, f"depth:{','.join(texts)}")
+    multipliers = [float(text[:-1]) for text in texts for _ in range(layers // len(texts))]
+    for layer, multiplier in enumerate(multipliers):
+        assert layer_linear(allocated, "qkv", layer).density == multiplier / 4
+    mean = sum(multipliers) / layers
+    assert projection_flops(allocated) == pytest.approx(mean * projection_flops(model))
 
 
-def test_the_table_tells_groups_of_layers_and_their_mean():
+def test_the_table_has_layer_groups_and_mean_densities():
     model = allocate(sparse(projections=("qkv", "mlp_in")), "depth:2x,1x")
     *rows, mean = (line.split() for line in allocation_table(model, flops).splitlines())
     assert [row[:4] for row in rows[1:6:4]] == [["1", "to", "1", "qkv"], ["2", "to", "2", "qkv"]]
@@ -138,9 +141,9 @@ def test_the_table_tells_groups_of_layers_and_their_mean():
     assert mean == "mean density over 2 layers: qkv 0.1875, mlp_in 0.1875".split()
 
 
-def test_a_pattern_without_a_layout_that_cheap_is_refused():
+def test_a_budget_below_the_smallest_legal_densities_is_refused():
     model = sparse("nano", "monarch", density=0.01)
-    with pytest.raises(UserError, match=r"finds no densities that cost 0\.01"):
+    with pytest.raises(UserError, match=r"finds no densities within 0\.01"):
         allocate(model, "compute")
 
 

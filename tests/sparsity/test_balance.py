@@ -1,4 +1,4 @@
-"""The balanced layout of highest score: equal to brute force, balanced, keeping what it must."""
+"""Balanced masks of highest score: equal to brute force, balanced, with all required blocks."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ def every_mask(in_blocks, out_blocks, fan_in, fan_out):
 
 @st.composite
 def tiny_problems(draw):
-    """(scores, fan_in, fan_out, kept, forbidden) on at most 4 x 4 blocks, in small whole scores."""
+    """(integer scores, fan_in, fan_out, required, forbidden) on at most 4 x 4 blocks."""
     in_blocks, out_blocks = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     ring = math.gcd(in_blocks, out_blocks)
     degree = draw(st.integers(1, ring))
@@ -35,46 +35,46 @@ def tiny_problems(draw):
         st.integers(0, 9), min_size=in_blocks * out_blocks, max_size=in_blocks * out_blocks
     )
     grid = lambda: np.reshape(draw(blocks), (in_blocks, out_blocks))  # noqa: E731
-    kept, forbidden = grid() > 8, grid() > 7
-    return grid(), degree * in_blocks // ring, degree * out_blocks // ring, kept, forbidden
+    required, forbidden = grid() > 8, grid() > 7
+    return grid(), degree * in_blocks // ring, degree * out_blocks // ring, required, forbidden
 
 
 @settings(max_examples=150)
 @given(tiny_problems())
-def test_it_is_the_best_of_all_masks(problem):
-    scores, fan_in, fan_out, kept, forbidden = problem
+def test_the_score_is_the_best_of_all_masks(problem):
+    scores, fan_in, fan_out, required, forbidden = problem
     legal = [
         mask
         for mask in every_mask(*scores.shape, fan_in, fan_out)
-        if mask[kept].all() and not mask[forbidden].any()
+        if mask[required].all() and not mask[forbidden].any()
     ]
     if not legal:
         with pytest.raises(UserError, match=f"fan-in {fan_in} and fan-out {fan_out}"):
-            balanced_top(scores, fan_in, fan_out, kept, forbidden)
+            balanced_top(scores, fan_in, fan_out, required, forbidden)
         return
-    found = balanced_top(scores, fan_in, fan_out, kept, forbidden)
-    assert any(np.array_equal(found, mask) for mask in legal)
-    assert scores[found].sum() == max(scores[mask].sum() for mask in legal)
+    result = balanced_top(scores, fan_in, fan_out, required, forbidden)
+    assert any(np.array_equal(result, mask) for mask in legal)
+    assert scores[result].sum() == max(scores[mask].sum() for mask in legal)
 
 
 @settings(max_examples=25)
 @given(st.sampled_from([(8, 32, 2), (32, 8, 1), (12, 18, 2), (16, 16, 16)]), st.integers(0, 99))
-def test_degrees_are_constant_and_kept_blocks_stay(grid, seed):
+def test_fans_are_constant_and_required_blocks_stay(grid, seed):
     in_blocks, out_blocks, degree = grid
     rng = np.random.default_rng(seed)
     ring = math.gcd(in_blocks, out_blocks)
     layout = make_layout("random", in_blocks * 8, out_blocks * 8, 8, degree / ring, seed)
-    kept = layout.mask & (rng.random(layout.mask.shape) < 0.7)
-    scores = rng.lognormal(sigma=6, size=kept.shape)
+    required = layout.mask & (rng.random(layout.mask.shape) < 0.7)
+    scores = rng.lognormal(sigma=6, size=required.shape)
     fan_in, fan_out = int(layout.fan_in[0]), int(layout.fan_out[0])
-    mask = balanced_top(scores, fan_in, fan_out, kept)
+    mask = balanced_top(scores, fan_in, fan_out, required)
     assert set(mask.sum(axis=0)) == {fan_in} and set(mask.sum(axis=1)) == {fan_out}
-    assert mask[kept].all()
+    assert mask[required].all()
     assert scores[mask].sum() >= scores[layout.mask].sum() * (1 - 1e-9)
-    np.testing.assert_array_equal(balanced_top(scores, fan_in, fan_out, kept), mask)
+    np.testing.assert_array_equal(balanced_top(scores, fan_in, fan_out, required), mask)
 
 
-def test_the_scale_of_scores_changes_nothing():
+def test_the_result_does_not_depend_on_the_scale_of_scores():
     scores = np.random.default_rng(3).normal(size=(9, 6))
     mask = balanced_top(scores, 3, 2)
     for factor in (1e-20, 1e12):
@@ -83,7 +83,7 @@ def test_the_scale_of_scores_changes_nothing():
 
 
 @pytest.mark.parametrize("bad", [np.full((2, 2), np.nan), np.full((2, 2), np.inf), np.ones(4)])
-def test_scores_that_are_none_are_refused(bad):
+def test_scores_that_are_not_finite_matrices_are_refused(bad):
     with pytest.raises(UserError, match="finite"):
         balanced_top(bad, 1, 1)
 

@@ -1,4 +1,4 @@
-"""Methods: what is dropped, what is grown, when, and which models are trained in turn."""
+"""Evolution methods: which blocks are dropped and grown, when, and the models of the phases."""
 
 import dataclasses
 import math
@@ -16,13 +16,13 @@ from sparse_dataflow.sparsity import evolution
 from sparse_dataflow.sparsity.evolution import (
     METHODS,
     Method,
+    block_sources,
     exchanged_share,
     largest_blocks,
+    phase_specs,
     register,
     rigl_blocks,
     set_blocks,
-    sources_of,
-    stages,
 )
 from sparse_dataflow.sparsity.patterns import make_layout
 
@@ -32,7 +32,9 @@ DENSITIES = [0.125, 0.375, 0.0625]
 MODEL = ModelConfig(2, 128, 4, 256, vocab_size=40, max_len=8).with_linears(SPARSE)
 
 layouts = st.builds(
-    lambda grid, pattern, phase: make_layout(pattern, grid[0] * 4, grid[1] * 4, 4, grid[2], phase),
+    lambda grid, pattern, offset: make_layout(
+        pattern, grid[0] * 4, grid[1] * 4, 4, grid[2], offset
+    ),
     st.sampled_from([(8, 8, 0.25), (4, 16, 0.5), (16, 4, 0.25), (12, 18, 1 / 3), (6, 6, 5 / 6)]),
     st.sampled_from(["random", "cyclic"]),
     st.integers(0, 20),
@@ -58,32 +60,33 @@ def test_rigl_grows_where_the_gradient_is_largest():
     norms = np.ones(layout.nnz)
     norms[:6] = 0.1
     gradients = np.random.default_rng(0).random((8, 8)) * 1e-3
-    wanted = [(int(c) + 4) % 8 for c in layout.cols[:6]]
-    gradients[wanted, layout.cols[:6]] += np.linspace(1, 2, 6)
+    rows = [(int(c) + 4) % 8 for c in layout.cols[:6]]
+    gradients[rows, layout.cols[:6]] += np.linspace(1, 2, 6)
     new = rigl_blocks(layout, norms, gradients, 6 / layout.nnz, None)
-    kept = layout.mask.copy()
-    kept[layout.rows[:6], layout.cols[:6]] = False
+    remaining = layout.mask.copy()
+    remaining[layout.rows[:6], layout.cols[:6]] = False
     degrees = [new.mask.sum(axis=axis) for axis in (0, 1)]
     assert all(set(degree) == {2} for degree in degrees)
     others = [rigl_blocks(layout, norms, np.random.default_rng(i).random((8, 8)), 6 / 16, None)
               for i in range(20)]  # fmt: skip
-    assert all(gradients[new.mask & ~kept].sum() >= gradients[o.mask & ~kept].sum() for o in others)
+    gain = gradients[new.mask & ~remaining].sum()
+    assert all(gain >= gradients[other.mask & ~remaining].sum() for other in others)
 
 
-def test_set_brings_no_dropped_block_back_where_there_are_others():
+def test_set_restores_no_dropped_block_where_others_are_free():
     layout = make_layout("random", 128, 128, 8, 0.25, 3)
     norms = np.random.default_rng(0).random(layout.nnz)
     for seed in range(5):
         new = set_blocks(layout, norms, None, 0.25, np.random.default_rng(seed))
         dropped = np.argsort(norms)[: round(0.25 * layout.nnz)]
         assert not new.mask[layout.rows[dropped], layout.cols[dropped]].any()
-        assert (sources_of(layout, new) < 0).sum() == len(dropped)
+        assert (block_sources(layout, new) < 0).sum() == len(dropped)
 
 
-def test_sources_say_where_a_block_came_from():
-    old, new = (make_layout("random", 64, 64, 8, 0.25, phase) for phase in (0, 1))
+def test_block_sources_name_the_old_slot_of_each_block():
+    old, new = (make_layout("random", 64, 64, 8, 0.25, offset) for offset in (0, 1))
     for slot, (row, col) in enumerate(zip(new.rows, new.cols)):
-        source = sources_of(old, new)[slot]
+        source = block_sources(old, new)[slot]
         assert (source >= 0) == old.mask[row, col]
         assert source < 0 or (old.rows[source], old.cols[source]) == (row, col)
 
@@ -99,7 +102,7 @@ def test_the_exchanged_share_falls_along_a_cosine_and_ends():
         assert not any(exchanged_share(EvolutionConfig(method), s, 500) for s in range(500))
 
 
-def test_the_largest_blocks_are_a_balanced_layout_inside_the_one_before():
+def test_the_largest_blocks_are_a_balanced_layout_inside_the_stored_blocks():
     norms = np.random.default_rng(0).random((8, 16))
     wide = largest_blocks(norms, 4, degree=4)
     narrow = largest_blocks(norms, 4, degree=2, stored=wide.mask)
@@ -110,66 +113,70 @@ def test_the_largest_blocks_are_a_balanced_layout_inside_the_one_before():
 
 
 def test_gradual_halves_along_the_cubic_schedule():
-    found = stages(MODEL, EvolutionConfig("gradual", at=0.5))
-    densities = [s.model.linear("qkv").density for s in found]
+    phases = phase_specs(MODEL, EvolutionConfig("gradual", at=0.5))
+    densities = [phase.model.linear("qkv").density for phase in phases]
     assert densities == [1, 0.5, 0.25, 0.125]
-    assert not found[0].model.sparse_projections and found[-1].model == MODEL
-    assert found[0].start == 0 and found[-1].start == 0.5
-    for stage, density in zip(found, densities):
+    assert not phases[0].model.sparse_projections and phases[-1].model == MODEL
+    assert phases[0].start == 0 and phases[-1].start == 0.5
+    for phase, density in zip(phases, densities):
         # arXiv 1710.01878, equation 1, of densities.
-        cubic = 1 / 8 + (1 - 1 / 8) * (1 - stage.start / 0.5) ** 3
+        cubic = 1 / 8 + (1 - 1 / 8) * (1 - phase.start / 0.5) ** 3
         assert cubic == pytest.approx(density)
-    assert [s.runtime_layouts for s in found] == [False, True, True, True]
+    assert [phase.runtime_layouts for phase in phases] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("density", [1 / 16, 3 / 16, 5 / 16, 15 / 16])
-def test_gradual_stages_are_legal_at_any_density(density):
+def test_gradual_phases_are_legal_at_any_density(density):
     model = MODEL.with_linears(dataclasses.replace(SPARSE, pattern="cyclic", density=density))
-    found = stages(model, EvolutionConfig("gradual"))
-    assert found[-1].model == model and not found[0].model.sparse_projections
-    assert [s.start for s in found] == sorted(s.start for s in found)
-    for stage in found[1:]:
-        spec = stage.model.linear("qkv")
+    phases = phase_specs(model, EvolutionConfig("gradual"))
+    assert phases[-1].model == model and not phases[0].model.sparse_projections
+    assert [phase.start for phase in phases] == sorted(phase.start for phase in phases)
+    for phase in phases[1:]:
+        spec = phase.model.linear("qkv")
         assert math.isclose(spec.density * 16, round(spec.density * 16))
 
 
 def test_gradual_halves_each_layer_from_where_it_stores_all():
     model = dataclasses.replace(MODEL, num_layers=3, density_by_depth=(1.0, 3.0, 0.5))
-    found = stages(model, EvolutionConfig("gradual", at=0.5))
-    assert not found[0].model.sparse_projections and found[-1].model == model
+    phases = phase_specs(model, EvolutionConfig("gradual", at=0.5))
+    assert not phases[0].model.sparse_projections and phases[-1].model == model
     densities = [
-        [layer_linear(stage.model, "mlp_out", layer).density for layer in range(3)]
-        for stage in found
+        [layer_linear(phase.model, "mlp_out", layer).density for layer in range(3)]
+        for phase in phases
     ]
     assert densities == [[1, 1, 1], [1, 1, 0.5], [0.5, 1, 0.25], [0.25, 0.75, 0.125], DENSITIES]
-    alike = stages(MODEL.with_linears(LOWEST), EvolutionConfig("gradual", at=0.5))
-    assert [stage.start for stage in found] == [stage.start for stage in alike]
+    uniform = phase_specs(MODEL.with_linears(LOWEST), EvolutionConfig("gradual", at=0.5))
+    assert [phase.start for phase in phases] == [phase.start for phase in uniform]
 
 
 def test_sparse_to_dense_and_the_low_rank_tail_change_the_model_once():
     ranked = MODEL.with_linears(dataclasses.replace(SPARSE, rank=4), ["mlp_in"])
-    sparse, dense = stages(ranked, EvolutionConfig("sparse_to_dense", at=0.6))
+    sparse, dense = phase_specs(ranked, EvolutionConfig("sparse_to_dense", at=0.6))
     assert sparse.model == ranked and not dense.model.sparse_projections
     assert dense.model.linear("mlp_in") == LinearSpec(turned_dense=True)
     assert dense.start == 0.6
-    bare, tail = stages(ranked, EvolutionConfig("low_rank_tail"))
+    bare, tail = phase_specs(ranked, EvolutionConfig("low_rank_tail"))
     assert tail.model == ranked and tail.start == 0.99
     assert bare.model == MODEL
 
 
 def test_some_projections_become_dense_first():
     config = EvolutionConfig("sparse_to_dense", at=0.6, first=["mlp_in", "mlp_out"])
-    first, second, third = stages(MODEL, config)
+    first, second, third = phase_specs(MODEL, config)
     assert first.model == MODEL and (first.start, second.start, third.start) == (0.0, 0.6, 0.8)
     assert set(second.model.sparse_projections) == {"qkv", "attn_out"}
-    assert third.model == stages(MODEL, EvolutionConfig("sparse_to_dense"))[1].model
+    assert third.model == phase_specs(MODEL, EvolutionConfig("sparse_to_dense"))[1].model
 
 
 @pytest.mark.parametrize(
     ("model", "fields", "words"),
     [
         *(
-            (MODEL, {"method": "sparse_to_dense", "first": first}, "legal: some of .*, but not all")
+            (
+                MODEL,
+                {"method": "sparse_to_dense", "first": first},
+                "some of the sparse projections, but not all",
+            )
             for first in (PROJECTIONS,)
         ),
         (MODEL, {"method": "grow"}, "evolution.method=grow is unknown. Legal: static"),
@@ -181,7 +188,7 @@ def test_some_projections_become_dense_first():
         (
             dataclasses.replace(MODEL, density_by_depth=(1.0, 1 / SPARSE.density)),
             {"method": "rigl"},
-            "no block to add or remove in attn_out",
+            "cannot add or remove a block in attn_out",
         ),
         (
             dataclasses.replace(
@@ -189,27 +196,27 @@ def test_some_projections_become_dense_first():
                 density_by_depth=(1.0, 3.0),
             ),
             {"method": "gradual"},
-            "gradual prunes layers that store unequally much where all projections have one",
+            "gradual with per-layer densities needs equal densities of all projections",
         ),
         *(
             (
                 MODEL.with_linears(dataclasses.replace(SPARSE, density=1.0), ["mlp_out"]),
                 {"method": method},
-                f"{method} has no block to add or remove in mlp_out",
+                f"{method} cannot add or remove a block in mlp_out",
             )
             for method in ("set", "rigl", "gradual", "sparse_to_dense")
         ),
     ],
 )
-def test_what_a_method_cannot_do_is_refused(model, fields, words):
+def test_illegal_methods_and_models_are_refused(model, fields, words):
     with pytest.raises(UserError, match=words):
-        stages(model, EvolutionConfig(**fields))
+        phase_specs(model, EvolutionConfig(**fields))
 
 
-def test_a_method_of_your_own(monkeypatch):
+def test_a_registered_method_is_used(monkeypatch):
     monkeypatch.setattr(evolution, "METHODS", dict(METHODS))
-    own = Method(update=lambda layout, norms, gradients, share, rng: layout)
-    register("mine", own)
-    assert stages(MODEL, EvolutionConfig("mine"))[0].runtime_layouts
+    method = Method(update=lambda layout, norms, gradients, share, rng: layout)
+    register("mine", method)
+    assert phase_specs(MODEL, EvolutionConfig("mine"))[0].runtime_layouts
     with pytest.raises(ValueError, match="already"):
-        register("mine", own)
+        register("mine", method)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.sparsity.layout import BlockLayout, widened
+from sparse_dataflow.sparsity.layout import BlockLayout, pad_tables
 
 masks = hnp.arrays(bool, hnp.array_shapes(min_dims=2, max_dims=2, min_side=1, max_side=7)).filter(
     np.any
@@ -134,12 +134,12 @@ def test_a_layout_cannot_be_changed():
         ((2, float("nan"), 2, [0], [0]), "legal: integers"),
         ((2, 0, 2, [0], [0]), "of at least 1"),
         ((2, 2, 2, [], []), "at least one block"),
-        ((2, 2, 2, [[0]], [[0]]), "one list"),
-        ((2, 2, 2, [0.0], [0]), "rows are float64; legal: integers"),
-        ((2, 2, 2, [0], [float("nan")]), "cols are float64; legal: integers"),
-        ((2, 2, 2, [0, 2], [0, 1]), "rows reach from 0 to 2; legal: 0 to 1"),
-        ((2, 2, 3, [0, 1], [0, 3]), "cols reach from 0 to 3; legal: 0 to 2"),
-        ((2, 2, 2, [-1], [0]), "rows reach from -1 to -1; legal: 0 to 1"),
+        ((2, 2, 2, [[0]], [[0]]), "must be a list"),
+        ((2, 2, 2, [0.0], [0]), "rows have dtype float64; legal: integers"),
+        ((2, 2, 2, [0], [float("nan")]), "cols have dtype float64; legal: integers"),
+        ((2, 2, 2, [0, 2], [0, 1]), "rows range from 0 to 2; legal: 0 to 1"),
+        ((2, 2, 3, [0, 1], [0, 3]), "cols range from 0 to 3; legal: 0 to 2"),
+        ((2, 2, 2, [-1], [0]), "rows range from -1 to -1; legal: 0 to 1"),
         ((2, 2, 2, [0, 1], [0]), "2 rows but 1 cols"),
         ((2, 2, 2, [0, 1], [1, 0]), "sorted by output"),
         ((2, 2, 2, [1, 0], [0, 0]), "sorted by output"),
@@ -175,33 +175,33 @@ def changed(table, at, value):
         (RIGHT._replace(out_slot=RIGHT.out_slot.astype(np.int64)), "out_slot is int64"),
         (RIGHT._replace(out_slot=RIGHT.out_slot[0]), r"shape \(2,\); legal: int32 \[lines, fan\]"),
         (RIGHT._replace(in_slot=RIGHT.in_slot[:2]), r"in_index has shape \(3, 2\) and in_slot"),
-        (changed("in_index", (0, 1), 2), "in_index reaches from 0 to 2; legal: 0 to 1"),
-        (changed("in_index", (0, 1), -1), "in_index reaches from -1"),
-        (changed("out_index", (1, 0), 3), "out_index reaches from 0 to 3; legal: 0 to 2"),
-        (changed("in_slot", (0, 1), 0), "in_slot must name each of its 4 blocks once"),
-        (changed("in_slot", (0, 1), 9), "in_slot must name each"),
+        (changed("in_index", (0, 1), 2), "in_index ranges from 0 to 2; legal: 0 to 1"),
+        (changed("in_index", (0, 1), -1), "in_index ranges from -1"),
+        (changed("out_index", (1, 0), 3), "out_index ranges from 0 to 3; legal: 0 to 2"),
+        (changed("in_slot", (0, 1), 0), "in_slot must have each slot from 0 to 3 once"),
+        (changed("in_slot", (0, 1), 9), "in_slot must have each"),
         (changed("in_index", (0, 1), 0), "without duplicates"),
         (RIGHT._replace(in_slot=RIGHT.in_slot[[1, 0, 2]]), "in_slot must|sorted by output"),
-        (changed("out_slot", (0, 0), 1), "out_slot must name each of the 4 blocks once"),
-        (changed("out_slot", (0, 0), -1), "out_slot must name each"),
-        (changed("out_index", (0, 0), 1), "store other blocks"),
+        (changed("out_slot", (0, 0), 1), "out_slot must have each slot from 0 to 3 once"),
+        (changed("out_slot", (0, 0), -1), "out_slot must have each"),
+        (changed("out_index", (0, 0), 1), "describe other blocks"),
     ],
 )
-def test_tables_of_no_layout_are_refused(tables, message):
+def test_inconsistent_tables_are_refused(tables, message):
     with pytest.raises(UserError, match=message):
         BlockLayout.from_tables(tables, 2)
 
 
 @given(masks, st.integers(0, 3), st.integers(0, 3))
-def test_widened_tables_are_the_same_layouts(mask, more_in, more_out):
+def test_padded_tables_describe_the_same_layout(mask, more_in, more_out):
     layout = BlockLayout.from_mask(mask, 2)
     tables = layout.tables()
     fans = tables.in_index.shape[1] + more_in, tables.out_index.shape[1] + more_out
-    wide = widened(tables, *fans)
+    wide = pad_tables(tables, *fans)
     assert (wide.in_slot.shape[1], wide.out_slot.shape[1]) == fans
     assert BlockLayout.from_tables(wide, 2) == layout
 
 
-def test_tables_are_not_narrowed():
-    with pytest.raises(UserError, match="fan is 2; legal here: at least 3"):
-        widened(eye(3).tables()._replace(out_index=np.zeros((3, 3), np.int32)), 2, 2)
+def test_a_fan_below_the_longest_line_is_refused():
+    with pytest.raises(UserError, match="Fan 2 is too small; legal: at least 3"):
+        pad_tables(eye(3).tables()._replace(out_index=np.zeros((3, 3), np.int32)), 2, 2)

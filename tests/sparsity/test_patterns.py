@@ -23,13 +23,13 @@ NAMES = sorted(set(PATTERNS) - {"dense"})
 names = st.sampled_from(NAMES)
 
 
-def square(pattern, ring, degree, phase=0):
+def square(pattern, ring, degree, offset=0):
     """Mask of a pattern on a ring x ring grid."""
-    return make_layout(pattern, ring * 8, ring * 8, 8, degree / ring, phase).mask
+    return make_layout(pattern, ring * 8, ring * 8, 8, degree / ring, offset).mask
 
 
 def legal_degrees(pattern, ring):
-    """Monarch's groups must share the ring out; every other pattern takes any degree."""
+    """Monarch needs degrees that divide the ring; other patterns accept any degree."""
     return [k for k in range(1, ring + 1) if pattern != "monarch" or ring % k == 0]
 
 
@@ -48,24 +48,24 @@ def grids(draw, pattern="cyclic"):
 patterned_grids = names.flatmap(lambda name: st.tuples(st.just(name), grids(name)))
 
 
-def test_all_patterns_of_the_plan_are_registered():
+def test_all_documented_patterns_are_registered():
     plan = {"pixelfly", "butterfly", "monarch", "cyclic", "random", "banded", "dense"}
     assert plan <= set(PATTERNS)
 
 
 @settings(max_examples=200)
 @given(patterned_grids, st.integers(0, 60), st.sampled_from([1, 8, 24]))
-def test_every_pattern_is_balanced_and_as_dense_as_asked(patterned_grid, phase, block):
+def test_every_pattern_is_balanced_and_has_the_requested_density(patterned_grid, offset, block):
     pattern, (in_blocks, out_blocks, degree) = patterned_grid
     ring = math.gcd(in_blocks, out_blocks)
     density = degree / ring
-    layout = make_layout(pattern, in_blocks * block, out_blocks * block, block, density, phase)
+    layout = make_layout(pattern, in_blocks * block, out_blocks * block, block, density, offset)
     assert (layout.in_blocks, layout.out_blocks, layout.block) == (in_blocks, out_blocks, block)
     assert layout.balanced
     assert set(layout.fan_in) == {degree * in_blocks // ring}
     assert set(layout.fan_out) == {degree * out_blocks // ring}
     assert math.isclose(layout.density, density)
-    again = make_layout(pattern, in_blocks * block, out_blocks * block, block, density, phase)
+    again = make_layout(pattern, in_blocks * block, out_blocks * block, block, density, offset)
     assert again == layout
 
 
@@ -76,13 +76,13 @@ def test_density_one_stores_every_block(pattern, grid):
 
 
 @given(st.sampled_from(["pixelfly", "butterfly", "cyclic", "banded"]), grids(), st.integers(0, 20))
-def test_a_rectangular_grid_spreads_a_square_one(pattern, grid, phase):
+def test_a_rectangular_grid_expands_a_square_grid(pattern, grid, offset):
     in_blocks, out_blocks, degree = grid
     ring = math.gcd(in_blocks, out_blocks)
-    layout = make_layout(pattern, in_blocks * 8, out_blocks * 8, 8, degree / ring, phase)
+    layout = make_layout(pattern, in_blocks * 8, out_blocks * 8, 8, degree / ring, offset)
     rectangle = np.ones((in_blocks // ring, out_blocks // ring), bool)
     np.testing.assert_array_equal(
-        layout.mask, np.kron(square(pattern, ring, degree, phase), rectangle)
+        layout.mask, np.kron(square(pattern, ring, degree, offset), rectangle)
     )
 
 
@@ -98,29 +98,29 @@ def test_pixelfly_is_the_flat_butterfly(ring):
 def test_pixelfly_and_banded_are_equal_in_every_layer_and_nested(pattern, ring, data):
     degree = data.draw(st.integers(1, ring - 1))
     mask = square(pattern, ring, degree)
-    np.testing.assert_array_equal(square(pattern, ring, degree, phase=3), mask)
+    np.testing.assert_array_equal(square(pattern, ring, degree, offset=3), mask)
     assert np.all(square(pattern, ring, degree + 1)[mask])
     assert mask.diagonal().all()
 
 
 def mixing(pattern, ring, degree, layers):
-    """Whether each output depends on each input after so many successive weights, any start."""
+    """Whether each output depends on each input after `layers` weights, from any first offset."""
     for start in range(6):
         reached = np.eye(ring, dtype=int)
-        for phase in range(start, start + layers):
-            reached = np.minimum(reached @ square(pattern, ring, degree, phase), 1)
+        for offset in range(start, start + layers):
+            reached = np.minimum(reached @ square(pattern, ring, degree, offset), 1)
         if not reached.all():
             return False
     return True
 
 
 @pytest.mark.parametrize("pattern", ["butterfly", "cyclic"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
-def test_rotating_patterns_mix_everything_in_logarithmic_depth(pattern, stages):
-    ring = 2**stages
-    for degree in range(2, stages + 2):
-        assert mixing(pattern, ring, degree, stages)
-    assert not mixing(pattern, ring, 2, stages - 1)  # 2^(stages - 1) paths reach no more inputs.
+@pytest.mark.parametrize("factors", [1, 2, 3, 4, 5])
+def test_rotating_patterns_mix_everything_in_logarithmic_depth(pattern, factors):
+    ring = 2**factors
+    for degree in range(2, factors + 2):
+        assert mixing(pattern, ring, degree, factors)
+    assert not mixing(pattern, ring, 2, factors - 1)  # 2^(factors - 1) paths reach no more inputs.
 
 
 @pytest.mark.parametrize("pattern", ["butterfly", "cyclic"])
@@ -135,11 +135,11 @@ def test_pixelfly_alone_does_not_mix_where_butterfly_does():
 
 
 @given(grids("monarch"), st.integers(0, 20))
-def test_monarch_is_block_diagonal_up_to_a_permutation(grid, phase):
-    """Lines fall into ring / degree groups of equal support, which share nothing."""
+def test_monarch_is_block_diagonal_up_to_a_permutation(grid, offset):
+    """Rows and columns form ring / degree groups of equal, disjoint support."""
     in_blocks, out_blocks, degree = grid
     ring = math.gcd(in_blocks, out_blocks)
-    mask = make_layout("monarch", in_blocks, out_blocks, 1, degree / ring, phase).mask
+    mask = make_layout("monarch", in_blocks, out_blocks, 1, degree / ring, offset).mask
     for lines in (mask, mask.T):
         supports = np.unique(lines, axis=0)
         assert len(supports) == ring // degree
@@ -147,10 +147,10 @@ def test_monarch_is_block_diagonal_up_to_a_permutation(grid, phase):
 
 
 @given(grids("monarch"), st.integers(0, 20))
-def test_monarch_is_the_same_at_every_depth(grid, phase):
+def test_monarch_is_the_same_at_every_depth(grid, offset):
     in_blocks, out_blocks, degree = grid
     density = degree / math.gcd(in_blocks, out_blocks)
-    first, other = (make_layout("monarch", *grid[:2], 1, density, n).mask for n in (0, phase))
+    first, other = (make_layout("monarch", *grid[:2], 1, density, n).mask for n in (0, offset))
     np.testing.assert_array_equal(first, other)
 
 
@@ -166,14 +166,14 @@ def test_monarch_mixes_everything_within_an_mlp_whose_fan_in_reaches_every_group
 
 @pytest.mark.parametrize("ring", [4, 6, 8, 9, 16, 20, 32])
 def test_monarch_mixes_everything_over_depth(ring):
-    """As a network of radix `degree`, which the first layer's ends leave no shorter."""
+    """Mixing needs at least log_degree(ring) layers, as in a network of radix `degree`."""
     for degree in legal_degrees("monarch", ring)[1:]:
         depth = math.ceil(math.log(ring, degree) - 1e-9)
         assert not mixing("monarch", ring, degree, depth - 1)
         assert mixing("monarch", ring, degree, 2 * depth)
 
 
-def test_monarch_groups_must_share_the_ring_out():
+def test_monarch_degrees_must_divide_the_ring():
     with pytest.raises(UserError, match=r"no density of 3/8 .* legal: 1/8, 2/8, 4/8, 8/8"):
         make_layout("monarch", 64, 64, 8, 3 / 8)
 
@@ -196,24 +196,24 @@ def test_banded_reads_the_nearest_on_the_ring(ring, data):
 
 def test_random_stores_every_block_equally_often():
     seeds = 400
-    masks = [make_layout("random", 48, 96, 8, 1 / 3, phase).mask for phase in range(seeds)]
+    masks = [make_layout("random", 48, 96, 8, 1 / 3, offset).mask for offset in range(seeds)]
     assert len({mask.tobytes() for mask in masks}) == seeds
     deviation = math.sqrt(1 / 3 * 2 / 3 / seeds)
     assert np.abs(np.mean(masks, axis=0) - 1 / 3).max() < 4.5 * deviation
 
 
 def test_random_is_more_than_a_shuffled_band():
-    """Shuffling lines keeps singular values, so that shuffles of one mask would share theirs."""
-    masks = [make_layout("random", 64, 64, 8, 3 / 8, phase).mask for phase in range(50)]
+    """Shuffled rows and columns keep singular values, so one shuffled band has one spectrum."""
+    masks = [make_layout("random", 64, 64, 8, 3 / 8, offset).mask for offset in range(50)]
     spectra = {tuple(np.linalg.svd(mask, compute_uv=False).round(6)) for mask in masks}
     assert len(spectra) > 10
 
 
-def test_a_pattern_of_ones_own(monkeypatch):
+def test_a_registered_pattern_is_used(monkeypatch):
     monkeypatch.setattr(patterns, "PATTERNS", dict(PATTERNS))
 
     @register("every_third")
-    def every_third(in_blocks, out_blocks, degree, phase):
+    def every_third(in_blocks, out_blocks, degree, offset):
         ring = math.gcd(in_blocks, out_blocks)
         return from_permutations(
             [(np.arange(ring) + 3 * k) % ring for k in range(degree)], in_blocks, out_blocks
@@ -226,7 +226,7 @@ def test_a_pattern_of_ones_own(monkeypatch):
         register("every_third")(every_third)
 
 
-def test_permutations_say_what_each_output_reads():
+def test_permutations_name_the_input_of_each_output():
     mask = from_permutations([np.array([1, 2, 0])], 3, 3)
     assert [np.flatnonzero(mask[:, j]).tolist() for j in range(3)] == [[1], [2], [0]]
 
@@ -268,7 +268,7 @@ def test_blocks_that_give_the_density_are_named():
 
 
 @given(grids(), st.sampled_from([1, 8]))
-def test_legal_densities_are_those_that_are_accepted(grid, block):
+def test_exactly_the_legal_densities_are_accepted(grid, block):
     in_blocks, out_blocks, _ = grid
     shape = in_blocks * block, out_blocks * block
     densities = legal_densities(*shape, block)
@@ -280,5 +280,5 @@ def test_legal_densities_are_those_that_are_accepted(grid, block):
 
 
 def test_dense_pattern_has_one_density():
-    with pytest.raises(UserError, match="only legal density is 1"):
+    with pytest.raises(UserError, match="legal density: 1"):
         make_layout("dense", 64, 64, 8, 0.5)

@@ -44,29 +44,29 @@ laws = st.builds(
 
 @settings(max_examples=5)
 @given(laws)
-def test_it_predicts_runs_beyond_those_it_was_fitted_to(law):
-    found = fit(grid(law), starts=8)
+def test_a_fitted_law_extrapolates(law):
+    fitted = fit(grid(law), starts=8)
     beyond = 1e8, 0.9375, 1e9
-    assert found.loss(*beyond) == pytest.approx(law.loss(*beyond), rel=0.01)
-    assert found.dense_equivalent(0.875) == pytest.approx(law.dense_equivalent(0.875), rel=0.05)
+    assert fitted.loss(*beyond) == pytest.approx(law.loss(*beyond), rel=0.01)
+    assert fitted.dense_equivalent(0.875) == pytest.approx(law.dense_equivalent(0.875), rel=0.05)
 
 
 def test_constants_do_not_depend_on_the_units_of_the_fit():
-    found = fit(grid(), starts=8)
-    per_one = found.constants_per_one()
-    again = ScalingLaw(**per_one)
-    assert again.loss(1e6, 0.5, 1e7) == pytest.approx(found.loss(1e6, 0.5, 1e7), rel=1e-9)
+    fitted = fit(grid(), starts=8)
+    constants = fitted.constants_in_units_of_1()
+    converted = ScalingLaw(**constants)
+    assert converted.loss(1e6, 0.5, 1e7) == pytest.approx(fitted.loss(1e6, 0.5, 1e7), rel=1e-9)
     for name in ("b_n", "b_d", "c"):
-        assert per_one[name] == pytest.approx(getattr(LAW, name), rel=0.1)
+        assert constants[name] == pytest.approx(getattr(LAW, name), rel=0.1)
 
 
 def test_a_dense_equivalent_model_has_the_same_loss():
-    times = LAW.dense_equivalent(0.875)
-    assert 1 < times < 8
-    assert LAW.loss(1e6, 0.875, 1e8) == pytest.approx(LAW.loss(times * 1e6, 0.0, 1e8))
+    ratio = LAW.dense_equivalent(0.875)
+    assert 1 < ratio < 8
+    assert LAW.loss(1e6, 0.875, 1e8) == pytest.approx(LAW.loss(ratio * 1e6, 0.0, 1e8))
 
 
-def test_intervals_hold_the_truth_and_shrink_with_the_noise():
+def test_intervals_contain_the_true_loss_and_shrink_with_noise():
     widths = []
     for level in (0.01, 0.001):
         samples = [float(law.loss(1e8, 0.875, 1e9)) for law in bootstrap(grid(noise=level), 30)]
@@ -76,7 +76,7 @@ def test_intervals_hold_the_truth_and_shrink_with_the_noise():
     assert widths[1] < widths[0] / 3
 
 
-def test_noise_is_what_equal_runs_differ_by():
+def test_noise_is_the_spread_over_seeds():
     seeds = [grid(noise=0.02, seed=seed) for seed in range(8)]
     columns = (np.concatenate([getattr(runs, name) for runs in seeds]) for name in COLUMNS)
     assert noise(Runs(*columns)) == pytest.approx(0.02, rel=0.1)
@@ -99,11 +99,11 @@ def test_the_best_training_for_a_budget_is_no_worse_than_any_other():
     assert 1e6 < best < 1e11
 
 
-def test_too_little_to_fit_is_refused():
+def test_too_few_or_constant_runs_are_refused():
     with pytest.raises(UserError, match="7 runs cannot fit 7 constants; legal: 8 or more"):
         fit(grid().take(np.arange(7)))
     runs = grid()
-    with pytest.raises(UserError, match="All runs have one value of sparsity"):
+    with pytest.raises(UserError, match="All runs have equal sparsity"):
         fit(runs.take(runs.sparsity == 0.5))
 
 

@@ -16,7 +16,7 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.parallel.block_gradients import probed_rows
 from sparse_dataflow.planning import cost
-from sparse_dataflow.sparsity.evolution import stages
+from sparse_dataflow.sparsity.evolution import phase_specs
 from sparse_dataflow.training import plateau
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics
@@ -48,7 +48,7 @@ MODELS = {name: BY_DEPTH if "by_depth" in name else MODEL for name in EVOLUTIONS
 @functools.cache
 def programs_of(method):
     evolution = EVOLUTIONS[method]
-    return compile_programs(stages(MODELS[method], evolution), TRAINING, DATA, evolution)
+    return compile_programs(phase_specs(MODELS[method], evolution), TRAINING, DATA, evolution)
 
 
 def trainer(folder, method, evolution=None, **options):
@@ -129,7 +129,7 @@ def test_a_plateau_makes_it_dense_early_whenever_it_was_stopped(tmp_path, stop, 
 @pytest.mark.parametrize("method", ["set", "rigl", "rigl_by_depth"])
 def test_layouts_change_and_stay_balanced(tmp_path, method):
     t, model = train(trainer(tmp_path, method)), MODELS[method]
-    first, last = gpt.layouts(model), gpt.layouts_of(model, t.state.tables)
+    first, last = gpt.layouts(model), gpt.layouts_from_tables(model, t.state.tables)
     for name in model.sparse_projections:
         assert all(layout.balanced for layout in last[name])
         assert [one.nnz for one in last[name]] == [one.nnz for one in first[name]]

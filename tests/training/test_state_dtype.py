@@ -186,7 +186,7 @@ def test_the_planned_bytes_are_those_of_the_arrays(model, training, remat):
     state = abstract_state(model, training)
     arrays = ONE_DEVICE.arrays(state, tables, True, {})
     held = {group: describe.bytes_a_chip({group: tree}) for group, tree in arrays.items()}
-    plan = memory.of_training(model, training)
+    plan = memory.training_config_bytes(model, training)
     assert held["parameters"] == plan.parameters
     assert held["gradients"] == plan.gradients
     assert held["moments"] == plan.moments

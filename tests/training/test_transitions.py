@@ -16,7 +16,7 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel import whole
-from sparse_dataflow.sparsity.evolution import METHODS, stages
+from sparse_dataflow.sparsity.evolution import METHODS, phase_specs
 from sparse_dataflow.training.step import initial_state
 from sparse_dataflow.training.transitions import change_model, update_layouts
 
@@ -87,7 +87,7 @@ def test_an_update_keeps_survivors_bit_by_bit_and_starts_the_new_at_zero(method,
     update = METHODS[method].update
     after = update_layouts(trained_state(model), model, update, 0.3, gradients)
     assert_shaped_like(after, model)
-    old, new = (gpt.layouts_of(model, s.tables) for s in (before, after))
+    old, new = (gpt.layouts_from_tables(model, s.tables) for s in (before, after))
     for name in PROJECTIONS:
         for layer in range(2):
             was, now = old[name][layer], new[name][layer]
@@ -113,13 +113,13 @@ def test_random_choices_follow_from_key_and_step():
         update_layouts(trained_state(MODEL)._replace(**change), MODEL, update, 0.3).tables
         for change in ({}, {"step": jax.numpy.int32(6)}, {"key": jax.random.key(3)})
     ]
-    masks = [gpt.layouts_of(MODEL, tables)["mlp_in"] for tables in found]
+    masks = [gpt.layouts_from_tables(MODEL, tables)["mlp_in"] for tables in found]
     assert masks[0] != masks[1] and masks[0] != masks[2]
 
 
 @pytest.mark.parametrize("model", [MODEL, RANKED], ids=["plain", "ranked"])
 def test_dense_is_the_same_function_with_the_same_moments(model):
-    dense = stages(model, EvolutionConfig("sparse_to_dense"))[1].model
+    dense = phase_specs(model, EvolutionConfig("sparse_to_dense"))[1].model
     before = trained_state(model)
     logits, kept = logits_of(model, before), to_numpy(before)
     after = change_model(before, model, dense)
@@ -142,7 +142,7 @@ def test_dense_is_the_same_function_with_the_same_moments(model):
 
 
 def test_what_a_transform_feeds_becomes_a_dense_weight_of_the_same_function():
-    dense = stages(MIXED, EvolutionConfig("sparse_to_dense"))[1].model
+    dense = phase_specs(MIXED, EvolutionConfig("sparse_to_dense"))[1].model
     before = trained_state(MIXED)
     logits, kept = logits_of(MIXED, before), to_numpy(before)
     after = change_model(before, MIXED, dense)
@@ -165,11 +165,11 @@ def test_pruning_for_a_transform_keeps_the_largest_blocks_of_what_reads_it():
     kernel = np.array(state.params["blocks"]["mlp_out"]["kernel"][0])
     after = change_model(state, dense, MIXED)
     assert_shaped_like(after, MIXED)
-    layout = gpt.layouts_of(MIXED, after.tables)["mlp_out"][0]
+    layout = gpt.layouts_from_tables(MIXED, after.tables)["mlp_out"][0]
     turned = np.kron(np.eye(len(kernel) // 16), scipy.linalg.hadamard(16) / 4) @ kernel
     found = after.params["blocks"]["mlp_out"]["values"][0]
     np.testing.assert_allclose(found, layout.from_dense(turned), rtol=1e-4, atol=1e-6)
-    plain = gpt.layouts_of(MODEL, change_model(trained_state(dense), dense, MODEL).tables)
+    plain = gpt.layouts_from_tables(MODEL, change_model(trained_state(dense), dense, MODEL).tables)
     assert layout != plain["mlp_out"][0]
 
 
@@ -186,14 +186,14 @@ def test_a_low_rank_term_joins_without_changing_the_function():
 
 
 def test_pruning_keeps_the_largest_blocks_of_all_stages():
-    found = stages(MODEL, EvolutionConfig("gradual"))
+    found = phase_specs(MODEL, EvolutionConfig("gradual"))
     state = trained_state(found[0].model)
     original = to_numpy(state)
     energy, stored = [], None
     for before, after in itertools.pairwise(found):
         state = change_model(state, before.model, after.model)
         assert_shaped_like(state, after.model)
-        layout = gpt.layouts_of(after.model, state.tables)["mlp_in"][1]
+        layout = gpt.layouts_from_tables(after.model, state.tables)["mlp_in"][1]
         assert layout.balanced and layout.density == after.model.linear("mlp_in").density
         assert stored is None or stored.mask[layout.mask].all()
         stored = layout

@@ -12,9 +12,9 @@ from test_transitions import assert_shaped_like, logits_of, trained_state, trees
 from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import groups, layer_linear
+from sparse_dataflow.models.groups import layer_groups, layer_linear
 from sparse_dataflow.optim.optimizers import map_moments
-from sparse_dataflow.sparsity.evolution import METHODS, stages
+from sparse_dataflow.sparsity.evolution import METHODS, phase_specs
 from sparse_dataflow.training.transitions import change_model, update_layouts
 
 SPARSE = LinearSpec("block_sparse", "cyclic", density=0.25, block=8, rank=2, hadamard=16)
@@ -39,7 +39,7 @@ NORMS = {name: RNG.random((3, *own[0].mask.shape)) for name, own in gpt.layouts(
 
 
 def staged(model, evolution):
-    return [stage.model for stage in stages(model, evolution)]
+    return [phase.model for phase in phase_specs(model, evolution)]
 
 
 def updated(method):
@@ -76,7 +76,7 @@ def of_layers(states, model):
 def test_every_layer_becomes_what_it_does_among_layers_alike(name):
     before, after, change = transition(name, BY_DEPTH)
     begun, expected = [], []
-    for group in groups(BY_DEPTH):
+    for group in layer_groups(BY_DEPTH):
         own, _, move = transition(name, group.model)
         begun += [trained_state(own)] * len(group.layers)
         expected += [move(trained_state(own))] * len(group.layers)
@@ -103,17 +103,17 @@ def test_the_function_stays(name):
 
 def test_pruning_keeps_the_largest_blocks_of_every_layer():
     plain = dataclasses.replace(SPARSE, rank=0, hadamard=0)
-    found = stages(BY_DEPTH.with_linears(plain), EvolutionConfig("gradual"))
-    assert [len(groups(stage.model)) for stage in found] == [1, 2, 2]
+    found = phase_specs(BY_DEPTH.with_linears(plain), EvolutionConfig("gradual"))
+    assert [len(layer_groups(phase.model)) for phase in found] == [1, 2, 2]
     state = trained_state(found[0].model)
     original = [np.array(tree["blocks"]["mlp_in"]["kernel"]) for tree in trees(state)]
     before = None
-    for last, stage in itertools.pairwise(found):
-        state = change_model(state, last.model, stage.model)
-        assert_shaped_like(state, stage.model)
-        layouts = gpt.layouts_of(stage.model, state.tables)["mlp_in"]
+    for last, phase in itertools.pairwise(found):
+        state = change_model(state, last.model, phase.model)
+        assert_shaped_like(state, phase.model)
+        layouts = gpt.layouts_from_tables(phase.model, state.tables)["mlp_in"]
         for i, layout in enumerate(layouts):
-            assert layout.density == layer_linear(stage.model, "mlp_in", i).density
+            assert layout.density == layer_linear(phase.model, "mlp_in", i).density
             assert layout.balanced and (before is None or before[i].mask[layout.mask].all())
         before = layouts
         for kernels, tree in zip(original, trees(state)):

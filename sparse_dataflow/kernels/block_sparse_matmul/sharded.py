@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, widened
+from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, pad_tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,5 +88,5 @@ def _stacked(shard_layouts, fan, by_column):
         fan_out = fan
     elif fan is not None:
         fan_in = fan
-    each = [widened(tables, fan_in, fan_out) for tables in each]
+    each = [pad_tables(tables, fan_in, fan_out) for tables in each]
     return LayoutTables(*map(np.stack, zip(*each)))

@@ -13,7 +13,11 @@ import numpy as np
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import groups, of_layer, parts
+from sparse_dataflow.models.groups import (
+    group_index,
+    layer_groups,
+    split_groups,
+)
 from sparse_dataflow.optim.optimizers import adam, make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 
@@ -42,7 +46,7 @@ def view(tree: dict, section: Section) -> Any:
 
 def one_layer(stacked: Any, layer: int) -> Any:
     """One layer's view of blocks, or of layout tables, that are stacked by groups of layers."""
-    for part in parts(stacked):
+    for part in split_groups(stacked):
         leaves = jax.tree.leaves(part)
         if not leaves or layer < len(leaves[0]):
             return jax.tree.map(lambda stack, i=layer: stack[i, ...], part)
@@ -52,7 +56,7 @@ def one_layer(stacked: Any, layer: int) -> Any:
 
 def depth_of(params: dict) -> int:
     """The number of layers."""
-    return sum(len(jax.tree.leaves(part)[0]) for part in parts(params["blocks"]))
+    return sum(len(jax.tree.leaves(part)[0]) for part in split_groups(params["blocks"]))
 
 
 def with_adam(moments: Any, count: int, mu: dict, nu: dict) -> Any:
@@ -108,7 +112,7 @@ def fresh_state(
     for section in (EMBED, HEAD):
         _fill(params[section], _drawing(model, section)(keys[section]))
     for number in range(model.num_layers):
-        own = groups(model)[of_layer(model, number)].model
+        own = layer_groups(model)[group_index(model, number)].model
         drawn = dict(_drawing(own, "block")(keys["blocks"][number]))
         if starting_blocks is not None and number >= starting_blocks:
             drawn |= {name: jax.tree.map(np.zeros_like, drawn[name]) for name in RESIDUAL}

@@ -26,7 +26,7 @@ import numpy as np
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.groups import groups, of_layer
+from sparse_dataflow.models.groups import group_index, layer_groups
 from sparse_dataflow.optim.optimizers import adam, decay_mask, learning_rate_multipliers
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.relay import host_optimizer
@@ -226,7 +226,7 @@ class ServerStep:
         decayed = jax.tree.leaves(decay_mask(masters))
         model = server.model
         if isinstance(section, int):
-            model = groups(model)[of_layer(model, section)].model
+            model = layer_groups(model)[group_index(model, section)].model
         multipliers = jax.tree.leaves(learning_rate_multipliers(model, server.training, masters))
         before = zip(*(jax.tree.leaves(view(tree, section)) for tree in self._before))
         after = list(zip(*(jax.tree.leaves(view(tree, section)) for tree in self._after)))

@@ -11,7 +11,7 @@ import numpy as np
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import groups, of_layer
+from sparse_dataflow.models.groups import group_index, layer_groups
 from sparse_dataflow.models.linear import Probe
 from sparse_dataflow.parallel.relay import programs
 from sparse_dataflow.parallel.relay.host_state import one_layer
@@ -45,9 +45,9 @@ def block_gradient_norms(
     rows, length = tokens.shape[0], tokens.shape[1] - 1
     runs = [
         _compiled(dataclasses.replace(group.model, num_layers=1), (1, rows, length))
-        for group in groups(model)
+        for group in layer_groups(model)
     ]
-    run, of_block = runs[0], lambda layer: runs[of_layer(model, layer)]
+    run, of_block = runs[0], lambda layer: runs[group_index(model, layer)]
     inputs, targets = tokens[None, :, :-1], tokens[None, :, 1:]
     weights = np.full(targets.shape, 1 / targets.size, np.float32)
     layers = range(model.num_layers)

@@ -23,7 +23,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import groups
+from sparse_dataflow.models.groups import layer_groups
 
 DATA_AXIS = "data"
 
@@ -205,7 +205,9 @@ def compiled(
       mesh: as in `lowered`.
       evaluation: whether those of an evaluation.
     """
-    first, *others = (dataclasses.replace(group.model, num_layers=1) for group in groups(model))
+    first, *others = (
+        dataclasses.replace(group.model, num_layers=1) for group in layer_groups(model)
+    )
     whole = _compiled(first, shape, mesh, evaluation)
     return whole, *(_compiled(own, shape, mesh, evaluation, whole) for own in others)
 

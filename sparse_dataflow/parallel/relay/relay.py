@@ -22,7 +22,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.parallel import CLIPPINGS
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError, first_line
-from sparse_dataflow.models.groups import of_layer
+from sparse_dataflow.models.groups import group_index
 from sparse_dataflow.optim.train_state import StepReport, TrainState
 from sparse_dataflow.parallel.relay import programs as relay_programs
 from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule
@@ -222,7 +222,7 @@ class Relay:
 
     def _of(self, programs, section):
         """Of each group's programs those of a section."""
-        return programs[of_layer(self.model, section) if isinstance(section, int) else 0]
+        return programs[group_index(self.model, section) if isinstance(section, int) else 0]
 
     def eval_step(self, params: dict, tables: dict, tokens, weights) -> np.ndarray:
         """Float32 [] sum of weighted losses in nats, over int32 [B, T + 1] tokens; all blocks take

@@ -1,4 +1,4 @@
-"""What others measured, as data: the rows that the planner's constants are fitted to and tested on.
+"""Published measurements: rows to which the planner's constants are fitted, and test rows.
 
 | file | source |
 | --- | --- |
@@ -8,17 +8,18 @@
 | maxtext_v4.csv, maxtext_v5e.csv, maxtext_v5p.csv | AI-Hypercomputer/maxtext, README.md of configs/v4, v5e and v5p with the scripts beside them (December 2023; v4 April 2023) |
 | maxtext_v6e.csv | AI-Hypercomputer/tpu-recipes, training/trillium: the step times that each recipe prints, layouts of benchmarks/maxtext_trillium_model_configs.py |
 
-Columns: the model, its layout as in `run_layout.RunLayout` (island: chips joined by fast links, a node
-or a slice), the figure and its unit, and how sure it is:
+Columns: the model, its parallel plan as in `run_layout.ParallelPlan` (island: chips joined by fast
+links, a node or a slice), the figure and its unit, and their status:
 
-- `number`: "verified", read in its source; or "recalled".
-- `layout`: "verified"; "recalled" from the paper; or "assumed" where the source leaves it out.
-- `split`: of every four rows in the order of the source the first and the last are "fit", the others
-  "test"; rows of another source in the same file, and all scaling rows, are "test".  On MI250X only
-  the 175B is "fit".  Constants are fitted to "fit" rows alone; the form of the model, its terms, was
-  settled with all rows in sight.
+- `number`: "verified" (read in the source) or "recalled".
+- `layout`: status of the parallel plan: "verified", "recalled" from the paper, or "assumed" if the
+  source does not name it.
+- `split`: of every four rows in the order of the source, the first and last are "fit", the others
+  "test".  Rows of another source in the same file, and all scaling rows, are "test".  On MI250X only
+  the 175B is "fit".  Constants are fitted to "fit" rows only; the terms of the cost model were chosen
+  with all rows known.
 
-A gated MLP and grouped keys are given as the d_ff of equal parameters.
+A model with a gated MLP or grouped keys is described by the d_ff of equal parameters.
 """  # noqa: E501
 
 import csv
@@ -28,7 +29,7 @@ from typing import Any
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.hardware.chips import CHIPS, TERA, Chip
-from sparse_dataflow.planning.run_layout import RunLayout
+from sparse_dataflow.planning.run_layout import ParallelPlan
 
 SOURCES = (
     "megatron_a100",
@@ -50,18 +51,18 @@ class Row:
     """One published figure.
 
     Attributes:
-      source: of SOURCES.
-      name: of the run.
+      source: name in SOURCES.
+      name: name of the run.
       config: the model.
-      sequence: tokens a sequence.
-      chip: that it ran on.
-      layout: how it ran.
+      sequence: tokens per sequence.
+      chip: kind of chip.
+      plan: parallel plan.
       value: the published figure.
-      unit: "seconds" a step; "mfu", percent of the peak in model FLOPs; or TFLOP/s a chip, counted
-        as "tflops_model" (both halves of attention), "tflops_executed" (that and all of the forward
-        again), "tflops_causal" (half of attention) or "tflops_6n" (6 a parameter).
+      unit: "seconds" per step; "mfu", percent of the peak in model FLOPs; or TFLOP/s per chip,
+        counted as "tflops_model" (whole attention square), "tflops_executed" (also a recomputed
+        forward pass), "tflops_causal" (half of attention) or "tflops_6n" (6 per parameter).
       number: "verified" or "recalled".
-      layout_status: "verified", "recalled" or "assumed".
+      plan_status: "verified", "recalled" or "assumed".
       split: "fit" or "test".
     """
 
@@ -70,17 +71,17 @@ class Row:
     config: ModelConfig
     sequence: int
     chip: Chip
-    layout: RunLayout
+    plan: ParallelPlan
     value: float
     unit: str
     number: str
-    layout_status: str
+    plan_status: str
     split: str
 
     @property
     def counted_flops(self) -> float:
-        """FLOPs of a step as the unit counts them; 3 forward passes, 4 where all is run again."""
-        c, tokens = self.config, self.layout.batch * self.sequence
+        """FLOPs per step by the counting rule of the unit: 3 forward passes, or 4 if recomputed."""
+        c, tokens = self.config, self.plan.batch * self.sequence
         block = c.num_layers * (4 * c.d_model**2 + 2 * c.d_model * c.d_ff)
         head = c.vocab_size * c.d_model
         attention: float = 2 * c.num_layers * self.sequence * c.d_model
@@ -89,22 +90,22 @@ class Row:
             attention = 0
         elif self.unit == "tflops_causal":
             attention /= 2
-        # The logits are never computed again (arXiv 2104.04473, appendix).
+        # Logits are not recomputed (arXiv 2104.04473, appendix).
         return float(tokens * (passes * (block + attention) + 6 * head))
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
+        """Seconds per step."""
         if self.unit == "seconds":
             return self.value
         rate = self.value * TERA
         if self.unit == "mfu":
             rate = self.value / 100 * self.chip.rates("bfloat16")[0]
-        return float(self.counted_flops / (self.layout.chips * rate))
+        return float(self.counted_flops / (self.plan.chips * rate))
 
 
 def rows(source: str) -> list[Row]:
-    """The rows of one of SOURCES, in the order of the source."""
+    """Returns the rows of one of SOURCES, in the order of the source."""
     return [_row(source, fields) for fields in _table(source)]
 
 
@@ -113,26 +114,26 @@ class Scaling:
     """A published scaling efficiency.
 
     Attributes:
-      name: of the study.
-      scale: a key of `models.sizes.SIZES`.
-      chip: that it ran on.
-      before: the layout on few chips.
-      after: the layout on many.
-      value: percent of `before`'s throughput a chip that `after` kept.
-      layout_status: as in `Row`.
+      name: name of the study.
+      scale: key of `models.sizes.SIZES`.
+      chip: kind of chip.
+      before: plan on few chips.
+      after: plan on many chips.
+      value: throughput per chip of `after`, in percent of that of `before`.
+      plan_status: see `Row`.
     """
 
     name: str
     scale: str
     chip: Chip
-    before: RunLayout
-    after: RunLayout
+    before: ParallelPlan
+    after: ParallelPlan
     value: float
-    layout_status: str
+    plan_status: str
 
 
 def scalings() -> list[Scaling]:
-    """The scaling studies; micro-batch 1, 1F1B, ZeRO 1, all recomputed."""
+    """Returns the scaling studies, with micro-batch 1, 1F1B, ZeRO 1 and full recomputation."""
     return [_scaling(fields) for fields in _table("scaling")]
 
 
@@ -144,9 +145,9 @@ def _table(name: str) -> csv.DictReader:
 def _scaling(fields):
     stage, tensor = int(fields["stage"]), int(fields["tensor"])
 
-    def layout(end):
+    def plan(end):
         fsdp = int(fields[f"chips_{end}"]) // (stage * tensor)
-        return RunLayout(
+        return ParallelPlan(
             stage=stage,
             fsdp=fsdp,
             tensor=tensor,
@@ -161,8 +162,8 @@ def _scaling(fields):
         fields["name"],
         fields["scale"],
         CHIPS[fields["chip"]],
-        layout("from"),
-        layout("to"),
+        plan("from"),
+        plan("to"),
         float(fields["value"]),
         fields["layout"],
     )
@@ -170,7 +171,7 @@ def _scaling(fields):
 
 def _row(source, fields):
     counts: dict[str, Any] = {name: int(fields[name]) for name in _COUNTS}
-    layout = RunLayout(
+    plan = ParallelPlan(
         **counts,
         schedule="interleaved" if counts["chunks"] > 1 else "1f1b",
         remat=fields["remat"],
@@ -188,7 +189,7 @@ def _row(source, fields):
         config,
         config.max_len,
         CHIPS[fields["chip"]],
-        layout,
+        plan,
         float(fields["value"]),
         *(fields[n] for n in ("unit", "number", "layout", "split")),
     )

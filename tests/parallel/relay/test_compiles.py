@@ -72,7 +72,7 @@ def test_programs_and_memory_do_not_depend_on_the_depth(name, mesh):
     assert sizes_of(programs[4].backward.compile()) == sizes["backward"]
     print(name, sizes)
     most = max(map(sum, sizes.values()))
-    planned = relay.plan(
+    planned = relay.estimate(
         dataclasses.replace(MODELS[name], num_layers=400), 8, 2048, 8, stash="host"
     ).device_total
     # The plan also has the next block on its way and what stands at other boundaries.
