@@ -242,7 +242,7 @@ class ModelConfig:
 
     def to_json(self) -> dict:
         """Returns a JSON-compatible dict; `from_json` is its inverse."""
-        linears = {name: dict(vars(spec)) for name, spec in self.linears}
+        linears = {name: dict(vars(spec)) for name, spec in dict(self.linears).items()}
         by_depth = list(self.density_by_depth)
         return {**vars(self), "linears": linears, "density_by_depth": by_depth}
 

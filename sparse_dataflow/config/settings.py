@@ -189,7 +189,10 @@ def from_json(kind: type[Config], fields: Any) -> Config:
     Raises:
       UserError: a part or a setting is missing, unknown or not legal.
     """
-    parts = {part.name: part.type for part in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    parts: dict[str, Any] = {
+        part.name: part.type
+        for part in dataclasses.fields(kind)  # type: ignore[arg-type]
+    }
     _same_names(fields, parts, "part")
     values = {}
     for name, part in parts.items():

@@ -131,7 +131,7 @@ def corpus_of_texts(texts: Sequence[str], name: str = "texts") -> Corpus:
     split = split_for(document.id for document in documents)
     halves: dict[str, list[Document]] = {"train": [], "validation": []}
     for document in documents:
-        for half, piece in split.parts(document):
+        for half, piece in split.assign(document):
             halves[half].append(piece)
     digest = hashlib.sha256(json.dumps([[d.id, d.text] for d in documents]).encode()).hexdigest()
     return Corpus(name, halves["train"], halves["validation"], digest)

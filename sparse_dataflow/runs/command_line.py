@@ -136,8 +136,8 @@ def parse(
     except absl_flags.UnrecognizedFlagError as error:
         raise UserError(_unknown(error.flagname.split("=")[0], flags, sets)) from None
     except absl_flags.IllegalFlagValueError as error:
-        flag, _, reason = str(error).removeprefix("flag ").partition(": ")
-        name, equals, text = flag.partition("=")
+        given_flag, _, reason = str(error).removeprefix("flag ").partition(": ")
+        name, equals, text = given_flag.partition("=")
         raise UserError(f"{name}{equals}{settings.shown(text)} {reason}") from None
     except (absl_flags.Error, ValueError) as error:
         words = str(error)
@@ -153,7 +153,7 @@ def parse(
     twice = [f"--{name}" for name in given if values[name].present > 1]
     if twice:
         raise UserError(f"{twice[0]} is given twice; give it once.")
-    return given, list(values[_SET].value) if sets else []
+    return given, list(values[_SET].value or ()) if sets else []
 
 
 def _with_flagfiles(argv: Sequence[str]) -> list[str]:

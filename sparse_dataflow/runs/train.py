@@ -181,7 +181,7 @@ class _Job:
         tokenizer = self._tokenizer(corpus, resume)
         if record:
             run_folder.refuse_other_data(folder, record, corpus, tokenizer)
-        models = variants(config, tokenizer.vocab_size, record and record.steps)
+        models = variants(config, tokenizer.vocab_size, record.steps if record else None)
         for v in models:
             _say_allocation(v)
         data = training_data(config, models[0], corpus, tokenizer, self.executor)
