@@ -134,7 +134,8 @@ class Warnings(logging.Handler):
         super().__init__(logging.WARNING)
         self.messages: list[str] = []
 
-    def emit(self, record):
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps the message of a warning."""
         self.messages.append(record.getMessage())
 
 
