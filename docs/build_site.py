@@ -6,7 +6,6 @@ this file as a hook, for the pages that are not in docs/.
 """
 
 import logging
-import os
 import posixpath
 import re
 import sys
@@ -32,8 +31,8 @@ _CODE = re.compile(r"^```.*?^```", re.M | re.S)
 
 def rooms() -> list[str]:
     """Folders of the package with an API page each, by name; `experiments` last."""
-    found = sorted(path.parent.name for path in (ROOT / PACKAGE).glob("*/__init__.py"))
-    return [*found, "experiments"]
+    names = sorted(path.parent.name for path in (ROOT / PACKAGE).glob("*/__init__.py"))
+    return [*names, "experiments"]
 
 
 def modules(room: str) -> list[str]:
@@ -94,17 +93,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
     if uri == "index.md":
         page.meta["hide"] = ["navigation"]
-    here = {site: path for path, site in PAGES.items()}.get(uri, uri)
-    if here == uri and not uri.startswith("launch/"):
-        here = f"docs/{uri}"
+    source = {site: path for path, site in PAGES.items()}.get(uri, uri)
+    if source == uri and not uri.startswith("launch/"):
+        source = f"docs/{uri}"
 
     def moved(match: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(here), match[1]))
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[1]))
         return posixpath.relpath(site_path(target), posixpath.dirname(uri) or ".")
 
     blocks = iter([*_CODE.findall(markdown), ""])
-    parts = [_LINK.sub(moved, text) + next(blocks) for text in _CODE.split(markdown)]
-    return "".join(parts)
+    pieces = [_LINK.sub(moved, text) + next(blocks) for text in _CODE.split(markdown)]
+    return "".join(pieces)
 
 
 def main(folder: str) -> None:
@@ -117,7 +116,6 @@ def main(folder: str) -> None:
     folders.claim(Path(folder), "docs/build_site.py", "FOLDER")
     warnings = Warnings()
     logging.getLogger("mkdocs").addHandler(warnings)
-    os.environ["NO_MKDOCS_2_WARNING"] = "1"
     config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(Path(folder).resolve()))
     config.plugins.on_startup(command="build", dirty=False)
     build(config)

@@ -32,7 +32,7 @@ ELSEWHERE = ("docker", "sbatch", "scancel", "squeue", "kubectl", "gcloud")
 # Not ours: what gets the source, and what the reader's own file is called.
 OTHERS = ("git clone", "cd ", "python mine.py", "python -m build", "python -m venv")
 SETTINGS = settings.by_path(RunConfig)
-PARTS = "|".join(sorted({path.partition(".")[0] for path in SETTINGS}))
+CONFIGS = "|".join(sorted({path.partition(".")[0] for path in SETTINGS}))
 README_WORDS = 900
 LINE = 100
 CELL_WORDS = 25
@@ -229,7 +229,7 @@ def test_every_link_leads_somewhere(page):
             assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
 
 
-def known_flags():
+def legal_flags():
     """Names of all flags: shared ones, those of each experiment, those of the launchers."""
     names = {*NAMED, "set", "help", "flagfile"}
     for path in (ROOT / "experiments").glob("[a-z]*.py"):
@@ -251,9 +251,9 @@ def test_every_flag_and_setting_that_it_names_is_legal(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
     named = {name for span in spans for name in re.findall(r"(?:^| )--([a-z]\w*)", span)}
-    assert named - known_flags() == set()
+    assert named - legal_flags() == set()
     for span in spans:
-        for path, value in re.findall(rf"(?:^| )((?:{PARTS})\.[a-z_]+)(?:=(\S+))?(?= |$)", span):
+        for path, value in re.findall(rf"(?:^| )((?:{CONFIGS})\.[a-z_]+)(?:=(\S+))?(?= |$)", span):
             if not path.endswith(".json"):
                 assert path in SETTINGS, span
                 if value and not value.isupper():
@@ -359,11 +359,11 @@ def test_the_site_is_whole(site):
             where, _, anchor = target.partition("#")
             if "://" in where or where.startswith(("mailto:", "data:")):
                 continue
-            there = (path.parent / where).resolve() if where else path
-            there = there / "index.html" if there.is_dir() else there
-            assert there.exists(), f"{path.name}: {target}"
-            if anchor and there in pages:
-                assert anchor in pages[there].anchors, f"{path.name}: {target}"
+            linked = (path.parent / where).resolve() if where else path
+            linked = linked / "index.html" if linked.is_dir() else linked
+            assert linked.exists(), f"{path.name}: {target}"
+            if anchor and linked in pages:
+                assert anchor in pages[linked].anchors, f"{path.name}: {target}"
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     found = {entry["location"].partition("#")[0] for entry in index["docs"]}
     assert {page.relative_to(site).as_posix() for page in pages} <= found
