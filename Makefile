@@ -45,7 +45,7 @@ quick: $(READY) ## run the tests that are not marked slow
 nightly: $(READY) ## run the tests that are too long for every day
 	$(BIN)/python -m pytest -m nightly $(TESTS)
 
-faults: $(READY) ## every fault test; what they measured becomes the table of BUILD.md
+faults: $(READY) ## every fault test; what they measured becomes the table of docs/surviving.md
 	FAULTS=$(CURDIR)/tests/experiments/faults.json $(BIN)/python -m pytest -m "" tests/experiments/test_faults.py $(TESTS); \
 	ended=$$?; $(BIN)/python tests/experiments/fault_records.py && exit $$ended
 
@@ -71,8 +71,8 @@ format: $(READY) ## repair style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY) ## the API reference from the docstrings, as pages in build/docs
-	$(BIN)/python docs/api.py build/docs
+docs: $(READY) ## the documentation and API reference, as a site with search in build/docs
+	$(BIN)/python docs/build_site.py build/docs
 
 lock: $(READY) ## renew constraints.txt, the versions that CI installs
 	sh launch/lock.sh $(BIN)/python

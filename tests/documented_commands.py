@@ -26,7 +26,7 @@ RUN = {
     "experiments.sparse_scaling_law": E + "test_scaling_law_runs.py::test_a_small_grid",
     "experiments.step_bench": E + "test_benches.py::test_step_bench",
     "mine.py": E + "test_small_studies.py::test_a_pattern_in_a_file_of_your_own",
-    "docs/api.py": "tests/test_documentation.py::test_the_reference_is_made_from_docstrings",
+    "docs/build_site.py": "tests/test_documentation.py::test_the_site_is_whole",
     "launch/find_python.sh": "tests/launch/test_find_python.py::test_the_newest_wins",
     "launch/gke/render.py": "tests/launch/test_gke.py::test_the_page_shows_commands_that_render",
     "launch/local.py": E + "test_small_studies.py::test_two_processes_are_launched",
@@ -38,7 +38,7 @@ RUN = {
     "build": "tests/test_wheel.py::wheel",
     "make aot-gpu": "tests/kernels/test_pallas_hopper_compiles.py::test_",
     "make bench": E + "test_benches.py::test_step_bench",
-    "make docs": "tests/test_documentation.py::test_the_reference_is_made_from_docstrings",
+    "make docs": "tests/test_documentation.py::test_the_site_is_whole",
     "make faults": E + "test_faults.py::test_kills",
 }
 """{module, script or target: FILE::what the name of the test, or fixture, begins with}."""

@@ -1,21 +1,28 @@
-"""Every command in the documentation is one, and is run by a test or says what it needs."""
+"""Every command, flag, setting, link and example in the documentation is legal and short."""
 
 import ast
+import html.parser
 import importlib
 import importlib.util
 import itertools
+import json
+import os
 import pathlib
 import re
-import runpy
 import shlex
 import subprocess
 import sys
 
 import pytest
-from absl import flags as absl_flags
 from documented_commands import NOT_RUN, RUN
 
-from experiments import command_line, flags
+import sparse_dataflow
+from sparse_dataflow.config import settings
+from sparse_dataflow.config.presets import preset
+from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs import command_line
+from sparse_dataflow.runs.request import NAMED, Request
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted(page for where in ("", "docs/", "launch/") for page in ROOT.glob(f"{where}*.md"))
@@ -24,7 +31,16 @@ TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
 ELSEWHERE = ("docker", "sbatch", "scancel", "squeue", "kubectl", "gcloud")
 # Not ours: what gets the source, and what the reader's own file is called.
 OTHERS = ("git clone", "cd ", "python mine.py", "python -m build", "python -m venv")
+SETTINGS = settings.by_path(RunConfig)
+CONFIGS = "|".join(sorted({path.partition(".")[0] for path in SETTINGS}))
+README_WORDS = 900
+LINE = 100
+CELL_WORDS = 25
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 IN_CI = re.findall(r"^ *make ([a-z-]+)", (ROOT / ".ci" / "run").read_text(), re.M)
+
+
+RUN_CONFIG = preset("pico")
 
 
 def joined(text):
@@ -35,8 +51,9 @@ def joined(text):
 def fenced(page):
     """The lines of the fenced blocks without a language."""
     text = joined(page.read_text(encoding="utf-8"))
-    for block in re.findall(r"^```\n(.*?)^```", text, re.M | re.S):
-        yield from (line.strip() for line in block.splitlines() if line.strip())
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
+        if not language:
+            yield from (line.strip() for line in block.splitlines() if line.strip())
 
 
 def inline(page):
@@ -80,16 +97,27 @@ def _refused(command, remark):
     return "" if (ROOT / words[0]).exists() else f"no such program: {words[0]}"
 
 
+def experiment(name):
+    """An experiment's module; None where its flags are not settings yet."""
+    spec = importlib.util.find_spec(name)
+    if spec and "command_line.run(" not in pathlib.Path(spec.origin).read_text(encoding="utf-8"):
+        return None
+    return importlib.import_module(name)
+
+
 def _refused_experiment(name, arguments):
-    module = importlib.import_module(name)
-    groups = getattr(module, "GROUPS", flags.GROUPS)
-    values = absl_flags.FlagValues()
-    flags.define(groups, values)
-    given = [a for a in arguments if a not in ("--help", "...")]
+    module = experiment(name)
+    given = [a for a in arguments if a != "..." and not a.startswith(("--help", "--resume="))]
     try:
-        command_line.parse([name, *given], groups, values)
-        command_line.check_ranges(groups, values)
-    except ValueError as error:
+        if module is None:
+            sets = [b for a, b in itertools.pairwise(given) if a == "--set"]
+            settings.changed(RUN_CONFIG, {p: v for p, _, v in (t.partition("=") for t in sets)})
+            return ""
+        shared, options = getattr(module, "SHARED", ()), getattr(module, "Options", None)
+        for argument in command_line.arguments([name, *given], shared, options):
+            if isinstance(argument, Request) and not argument.changes.get("run.init_from"):
+                argument.config()
+    except UserError as error:
         return str(error)
     return ""
 
@@ -112,7 +140,7 @@ def runners(line):
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_page
 def test_every_command_is_one_and_is_run_by_a_test_or_says_what_it_needs(page):
     found = [*fenced(page), *inline(page)]
     wrong = {line: reason for line in found if (reason := refused(line))}
@@ -158,6 +186,9 @@ def test_the_check_can_refuse():
     for line in (
         "python -m experiments.gpt13b_sparse --densty=0.5",
         "python -m experiments.gpt13b_sparse --density=7",
+        "python -m experiments.gpt13b_sparse --set trainig.warmup=0.05",
+        "python -m experiments.gpt13b_sparse --set training.warmup=2",
+        "python -m experiments.gpt13b_sparse --steps=3 --minutes=2",
         "make everything",
         "python launch/nowhere.py",
         "sh launch/nowhere.sh | cat",
@@ -182,11 +213,85 @@ def test_no_fence_escapes_the_checks():
         assert set(opened[::2]) <= {"", "python"} and set(opened[1::2]) <= {""}, page
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def anchors(page):
+    """The anchors of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@each_page
 def test_every_link_leads_somewhere(page):
-    for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text(encoding="utf-8")):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text("utf-8")):
         if "://" not in target:
-            assert (page.parent / target).exists(), target
+            path = page.parent / target if target else page
+            assert path.exists(), target
+            assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+
+
+def legal_flags():
+    """Names of all flags: shared ones, those of each experiment, those of the launchers."""
+    names = {*NAMED, "set", "help", "flagfile"}
+    for path in (ROOT / "experiments").glob("[a-z]*.py"):
+        if "__main__" not in path.read_text(encoding="utf-8"):
+            continue
+        module = experiment(f"experiments.{path.stem}")
+        if module is None:
+            names |= set(re.findall(r"Flag\(\s*\"(\w+)\"", path.read_text(encoding="utf-8")))
+        elif options := getattr(module, "Options", None):
+            names |= {s.name for s in settings.settings(options)}
+    for path in (ROOT / "launch").rglob("*"):
+        if path.is_file():
+            names |= set(re.findall(r"--([a-z][\w-]*)", path.read_text(encoding="utf-8")))
+    return names
+
+
+@each_page
+def test_every_flag_and_setting_that_it_names_is_legal(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+    named = {name for span in spans for name in re.findall(r"(?:^| )--([a-z]\w*)", span)}
+    assert named - legal_flags() == set()
+    for span in spans:
+        for path, value in re.findall(rf"(?:^| )((?:{CONFIGS})\.[a-z_]+)(?:=(\S+))?(?= |$)", span):
+            if not path.endswith(".json"):
+                assert path in SETTINGS, span
+                if value and not value.isupper():
+                    settings.parsed(SETTINGS[path], value)
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS
+
+
+@each_page
+def test_lines_and_cells_are_short(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if len(line) > LINE and not line.startswith("|")] == []
+    cells = [cell for line in lines if line.startswith("|") for cell in line.split(" | ")]
+    words = {cell: len(re.sub(r"`[^`]*`", "code", cell).split()) for cell in cells}
+    assert [cell for cell, count in words.items() if count > CELL_WORDS] == []
+
+
+@each_page
+def test_a_list_follows_an_empty_line(page):
+    """mkdocs takes it for a part of the paragraph else."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    item = re.compile(r"(- |\d+\. |  )")
+    wrong = [
+        second
+        for first, second in itertools.pairwise(text.splitlines())
+        if re.match(r"(- |\d+\. )", second) and first and not item.match(first)
+    ]
+    assert wrong == []
+
+
+def test_the_layer_of_the_readme_runs():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"## A sparse layer\n\n```python\n(.*?)^```", text, re.M | re.S)[1]
+    names = {}
+    exec(block, names)
+    assert names["y"].shape == (8, 4096)
 
 
 def test_python_in_the_pages_compiles():
@@ -200,30 +305,87 @@ def test_python_in_the_pages_compiles():
         compile(re.sub(r"^  ", "", block, flags=re.M), "page", "exec")
 
 
-def test_the_reference_is_made_from_docstrings(tmp_path, monkeypatch):
-    pytest.importorskip("pdoc")
-    script = str(ROOT / "docs" / "api.py")
-    names = ["sparse_dataflow", "sparse_dataflow.sparsity.patterns"]
-    monkeypatch.setattr(sys, "argv", [script, str(tmp_path), *names])
-    runpy.run_path(script, run_name="__main__")
-    page = (tmp_path / "sparse_dataflow.html").read_text(encoding="utf-8")
-    import sparse_dataflow
+class Links(html.parser.HTMLParser):
+    """Addresses and anchors of a page, and addresses of what it loads by itself."""
 
+    def __init__(self, text):
+        super().__init__()
+        self.targets, self.anchors, self.loaded = [], set(), []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.anchors |= {attributes.get("id"), attributes.get("name")}
+        target = attributes.get("href") or attributes.get("src")
+        if target:
+            self.targets.append(target)
+            if tag not in ("a",):
+                self.loaded.append(target)
+
+
+def built(folder):
+    """The process that built the site in `folder`."""
+    pytest.importorskip("mkdocstrings")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "build_site.py"), str(folder)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site") / "docs"
+    done = built(folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_is_whole(site):
+    """Every link resolves, no page loads anything from the network, search knows every page."""
+    pages = {
+        path: Links(path.read_text(encoding="utf-8"))
+        for path in site.rglob("*.html")
+        if path.name != "404.html"
+    }
+    assert len(pages) > 30
+    for path, links in pages.items():
+        assert [target for target in links.loaded if "://" in target] == []
+        for target in links.targets:
+            where, _, anchor = target.partition("#")
+            if "://" in where or where.startswith(("mailto:", "data:")):
+                continue
+            linked = (path.parent / where).resolve() if where else path
+            linked = linked / "index.html" if linked.is_dir() else linked
+            assert linked.exists(), f"{path.name}: {target}"
+            if anchor and linked in pages:
+                assert anchor in pages[linked].anchors, f"{path.name}: {target}"
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    found = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    assert {page.relative_to(site).as_posix() for page in pages} <= found
+
+
+@pytest.mark.slow
+def test_the_reference_has_the_public_names_and_every_module(site):
+    page = (site / "api" / "index.html").read_text(encoding="utf-8")
     for name in sparse_dataflow.__all__:
-        assert f'id="{name}"' in page, name
+        assert f"sd.{name}" in page
     assert "balanced layout of a named pattern" in page
-    modules = runpy.run_path(script)["modules"]()
-    assert "sparse_dataflow.kernels.gelu.api" in modules or len(modules) > 100
-    assert (tmp_path / "sparse_dataflow" / "sparsity" / "patterns.html").exists()
+    for room in (ROOT / "sparse_dataflow").glob("*/__init__.py"):
+        text = (site / "api" / f"{room.parent.name}.html").read_text(encoding="utf-8")
+        for path in room.parent.rglob("[a-z]*.py"):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            assert f'id="{name}"' in text
 
 
-def test_the_reference_replaces_no_page_of_others(tmp_path, monkeypatch):
-    pytest.importorskip("pdoc")
+def test_the_site_replaces_no_page_of_others(tmp_path):
     (tmp_path / "index.html").write_text("mine")
-    script = str(ROOT / "docs" / "api.py")
-    monkeypatch.setattr(sys, "argv", [script, str(tmp_path), "sparse_dataflow.sparsity.patterns"])
-    with pytest.raises(SystemExit, match=r"may not replace \(index\.html\)"):
-        runpy.run_path(script, run_name="__main__")
+    done = built(tmp_path)
+    assert done.returncode == 1 and "may not replace (index.html)" in done.stderr
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 

@@ -1,8 +1,8 @@
-"""What the fault tests measured, as the table in BUILD.md.
+"""What the fault tests measured, as the table in docs/surviving.md.
 
     python tests/experiments/fault_records.py
 
-puts what faults.json holds into BUILD.md; `make faults` measures it anew before.
+puts what faults.json holds into docs/surviving.md; `make faults` measures it anew before.
 """
 
 import datetime
@@ -11,10 +11,12 @@ import json
 import os
 import platform
 import re
+import textwrap
 from pathlib import Path
 
+WIDTH = 100
 FILE = Path(__file__).with_name("faults.json")
-PAGE = Path(__file__).parents[2] / "BUILD.md"
+PAGE = Path(__file__).parents[2] / "docs" / "surviving.md"
 FAULTS = (
     "kill -9 of a worker",
     "kill -9 of the coordinator",
@@ -35,11 +37,10 @@ FAULTS = (
 )
 """All that a test makes happen, in the order of the table."""
 HEAD = (
-    "| fault | what all processes end with | seconds until all have ended | steps made again | "
-    "seconds from the next start to the first new step | ends at the bits of an undisturbed run |\n"
-    "|---|---|---|---|---|---|\n"
+    "| fault | status and message of all processes | seconds to their end | steps repeated | "
+    "seconds to the first new step | same bits |\n|---|---|---|---|---|---|\n"
 )
-_PLACE = re.compile(r"Measured by `make faults`.*?\n\n(\|.*\n)+")
+_PLACE = re.compile(r"Two processes of the scale `pico`(?s:.*?)\n\n(\|.*\n)+")
 
 
 class Record:
@@ -94,16 +95,17 @@ def text(rows):
         ending, ended, repeated, back, same, _ = row
         cells = [fault, ending, ended, repeated, back, {True: "yes", False: "NO"}.get(same)]
         lines.append("| " + " | ".join("-" if c is None else str(c) for c in cells) + " |\n")
-    return (
-        "Measured by `make faults`, two processes of the scale `pico` with checkpoints every 4 "
-        f"steps ({where}):\n\n{HEAD}{''.join(lines)}"
+    intro = (
+        "Two processes of the scale `pico`, checkpoints every 4 steps. The last three columns are "
+        f"of the next start. Measured on {where}."
     )
+    return f"{textwrap.fill(intro, WIDTH)}\n\n{HEAD}{''.join(lines)}"
 
 
 def replaced(page, rows):
-    """The text of BUILD.md with the table of these rows."""
+    """The text of docs/surviving.md with the table of these rows."""
     changed, count = _PLACE.subn(lambda found: text(rows), page)
-    assert count == 1, "BUILD.md has no place for the table"
+    assert count == 1, "docs/surviving.md has no place for the table"
     return changed
 
 

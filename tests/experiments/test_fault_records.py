@@ -1,4 +1,4 @@
-"""The table of faults in BUILD.md is what the fault tests last measured, of every fault."""
+"""The table of faults in docs/surviving.md: every fault, as the fault tests last measured it."""
 
 import json
 

@@ -39,7 +39,7 @@ def test_pipeline_bubble(job, tmp_path):
 def test_a_pattern_in_a_file_of_your_own(job, tmp_path):
     """The one in BUILD.md."""
     page = (ROOT / "BUILD.md").read_text(encoding="utf-8")
-    [block] = re.findall(r"^  ```python\n(.*?)^  ```", page, re.M | re.S)
+    [block] = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     (tmp_path / "mine.py").write_text(textwrap.dedent(block))
     flags = ("--pattern=every_third", "--notwin", "--steps=1", f"--corpus={job.corpus}")
     run = job.forks.start(tmp_path / "mine.py", *PICO, *flags, f"--out={tmp_path / 'run'}")

@@ -1,0 +1,144 @@
+"""Builds the documentation site: python docs/build_site.py FOLDER.
+
+The pages are README.md, BUILD.md, CHANGELOG.md, docs/ and launch/. The API reference is read from
+docstrings, without importing the package. The site needs no server and no network. mkdocs loads
+this file as a hook, for the pages that are not in docs/.
+"""
+
+import logging
+import posixpath
+import re
+import sys
+from pathlib import Path
+
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+import sparse_dataflow
+from sparse_dataflow.files import folders
+from sparse_dataflow.files.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = sparse_dataflow.__name__
+PAGES = {"README.md": "index.md", "BUILD.md": "build.md", "CHANGELOG.md": "changelog.md"}
+ASSETS = ("LICENSE", "CITATION.cff", "notebooks/sparse_gpt_colab.ipynb")
+_LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
+_CODE = re.compile(r"^```.*?^```", re.M | re.S)
+
+
+def rooms() -> list[str]:
+    """Folders of the package with an API page each, by name; `experiments` last."""
+    names = sorted(path.parent.name for path in (ROOT / PACKAGE).glob("*/__init__.py"))
+    return [*names, "experiments"]
+
+
+def modules(room: str) -> list[str]:
+    """Full names of a room and of every module in it."""
+    base = ROOT if room == "experiments" else ROOT / PACKAGE
+    names = []
+    for path in sorted((base / room).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        names.append(".".join(parts).removesuffix(".__init__"))
+    return names
+
+
+def site_path(path: str) -> str:
+    """Where a file of the repository lies in the site; both are relative, with slashes."""
+    return PAGES.get(path, path.removeprefix("docs/"))
+
+
+def public_api() -> str:
+    """The page of the names of `sparse_dataflow`."""
+    text = ["# Public API", "", f"`import {PACKAGE} as sd` has these names.", ""]
+    for name in sparse_dataflow.__all__:
+        home = f"{PACKAGE}.{sparse_dataflow._HOMES[name]}.{name}"
+        text += [f"::: {home}", "    options:", f"      heading: sd.{name}"]
+        text += ["      skip_local_inventory: true", ""]
+    return "\n".join(text)
+
+
+def room_page(room: str) -> str:
+    """The page of a room's modules."""
+    blocks = "\n".join(f"::: {name}\n" for name in modules(room))
+    return f"# {room}\n\n{blocks}"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Adds the API reference to the navigation."""
+    reference = ["api/index.md", *({room: f"api/{room}.md"} for room in rooms())]
+    config.nav = [*(config.nav or []), {"API": reference}]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages of the repository outside docs/, and the API reference."""
+    for path in (*PAGES, *(f"launch/{page.name}" for page in (ROOT / "launch").glob("*.md"))):
+        content = (ROOT / path).read_text(encoding="utf-8")
+        files.append(File.generated(config, site_path(path), content=content))
+    for path in ASSETS:
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    files.append(File.generated(config, "api/index.md", content=public_api()))
+    for room in rooms():
+        files.append(File.generated(config, f"api/{room}.md", content=room_page(room)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Points links between files of the repository to their places in the site."""
+    uri = page.file.src_uri
+    if uri.startswith("api/"):
+        return markdown
+    if uri == "index.md":
+        page.meta["hide"] = ["navigation"]
+    source = {site: path for path, site in PAGES.items()}.get(uri, uri)
+    if source == uri and not uri.startswith("launch/"):
+        source = f"docs/{uri}"
+
+    def moved(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[1]))
+        return posixpath.relpath(site_path(target), posixpath.dirname(uri) or ".")
+
+    blocks = iter([*_CODE.findall(markdown), ""])
+    pieces = [_LINK.sub(moved, text) + next(blocks) for text in _CODE.split(markdown)]
+    return "".join(pieces)
+
+
+def main(folder: str) -> None:
+    """Builds the site in `folder`, which is missing, empty or an earlier site.
+
+    Raises:
+      UserError: the folder holds other files.
+      SystemExit: a link or a docstring is broken.
+    """
+    folders.claim(Path(folder), "docs/build_site.py", "FOLDER")
+    warnings = Warnings()
+    logging.getLogger("mkdocs").addHandler(warnings)
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(Path(folder).resolve()))
+    config.plugins.on_startup(command="build", dirty=False)
+    build(config)
+    config.plugins.on_shutdown()
+    if warnings.messages:
+        sys.exit("\n".join(["error: the site has broken pages:", *warnings.messages]))
+    print(f"{folder}/index.html")
+
+
+class Warnings(logging.Handler):
+    """Collects the warnings of a build."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps the message of a warning."""
+        self.messages.append(record.getMessage())
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")
