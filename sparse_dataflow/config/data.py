@@ -18,7 +18,7 @@ class DataConfig:
       tokenizer: "bpe" learns `model.vocab_size` tokens from the corpus; "gpt2" is GPT-2's own.
     """
 
-    PART: ClassVar[str] = "data"
+    NAME: ClassVar[str] = "data"
 
     corpus: str = setting(
         "python_stdlib",
@@ -29,7 +29,7 @@ class DataConfig:
     )
 
     def __post_init__(self):
-        validate(self, self.PART)
+        validate(self, self.NAME)
         if not self.corpus:
             raise UserError(
                 "data.corpus is empty; legal: python_stdlib, sotu, a folder or file, or a tfds "

@@ -32,7 +32,7 @@ class EvolutionConfig:
       given_layouts: whether the first layouts come with imported weights, and so are data.
     """
 
-    PART: ClassVar[str] = "evolution"
+    NAME: ClassVar[str] = "evolution"
 
     method: str = setting(
         "static",
@@ -70,4 +70,4 @@ class EvolutionConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "first", tuple(self.first))
-        validate(self, self.PART)
+        validate(self, self.NAME)

@@ -40,7 +40,7 @@ class ParallelConfig:
       heartbeat: seconds of silence after which a process is named.
     """
 
-    PART: ClassVar[str] = "parallel"
+    NAME: ClassVar[str] = "parallel"
 
     executor: str = setting(
         "auto",
@@ -118,4 +118,4 @@ class ParallelConfig:
     )
 
     def __post_init__(self):
-        validate(self, self.PART)
+        validate(self, self.NAME)

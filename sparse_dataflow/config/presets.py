@@ -99,12 +99,12 @@ def preset(scale: str, *, compute_dtype: str = "float32") -> RunConfig:
 
 def rescaled(config: RunConfig, scale: str) -> RunConfig:
     """Another scale with every setting in which a config differs from its own scale's preset."""
-    before, own = preset(config.run.scale).to_json(), config.to_json()
+    before, after = preset(config.run.scale).to_json(), config.to_json()
     changes = {
-        f"{part}.{name}": getattr(getattr(config, part), name)
-        for part, fields in own.items()
+        f"{member}.{name}": getattr(getattr(config, member), name)
+        for member, fields in after.items()
         for name, value in fields.items()
-        if value != before[part][name]
+        if value != before[member][name]
     }
     return settings.changed(preset(scale), changes)
 

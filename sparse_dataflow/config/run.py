@@ -37,7 +37,7 @@ class RunSettings:
       checkpoint_every: steps between checkpoints; 0 for every other evaluation.
     """
 
-    PART: ClassVar[str] = "run"
+    NAME: ClassVar[str] = "run"
 
     scale: str = setting("", "The preset that the other settings begin with.")
     minutes: float = setting(
@@ -66,7 +66,7 @@ class RunSettings:
     )
 
     def __post_init__(self):
-        validate(self, self.PART)
+        validate(self, self.NAME)
 
 
 @dataclasses.dataclass(frozen=True)

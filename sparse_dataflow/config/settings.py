@@ -112,22 +112,22 @@ def setting(
 
 
 def settings(config: Any) -> Iterator[Setting]:
-    """Yields the settings of a config class or instance, without those of its parts."""
+    """Yields the settings of a config class or instance, without those of its members."""
     for field in dataclasses.fields(config):
         if "setting" in field.metadata:
             yield Setting(field.name, field.type, field.default, **field.metadata["setting"])
 
 
 def by_path(config: Any) -> dict[str, Setting]:
-    """Path -> setting, for a config class whose fields are configs, such as `RunConfig`."""
+    """Path -> setting, for a config class whose members are configs, such as `RunConfig`."""
     return {
-        f"{part.name}.{s.name}": dataclasses.replace(s, name=f"{part.name}.{s.name}")
-        for part in dataclasses.fields(config)
-        for s in settings(part.type)
+        f"{member.name}.{s.name}": dataclasses.replace(s, name=f"{member.name}.{s.name}")
+        for member in dataclasses.fields(config)
+        for s in settings(member.type)
     }
 
 
-def validate(config: Any, part: str = "") -> None:
+def validate(config: Any, member: str = "") -> None:
     """Checks every setting of a config by itself.
 
     Raises:
@@ -136,12 +136,12 @@ def validate(config: Any, part: str = "") -> None:
     for s in settings(config):
         value = getattr(config, s.name)
         if reason := s.refusal(value):
-            name = f"{part}.{s.name}" if part else s.name
+            name = f"{member}.{s.name}" if member else s.name
             raise UserError(f"{name}={shown(value)} {reason}")
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """A config with other values of some settings, by path; all parts are checked again together.
+    """A config with other values of some settings, by path; all members are checked again together.
 
     Args:
       config: such as a `RunConfig`.
@@ -151,16 +151,17 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
       UserError: no such path, with the nearest one, or a value that is not legal.
     """
     legal = by_path(type(config))
-    parts: dict[str, dict[str, Any]] = {}
+    members: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         if path not in legal:
             raise UserError(f"There is no setting {shown(path)}; {hint(path, legal)}.")
         if isinstance(value, str) and legal[path].type is not str:
             value = parsed(legal[path], value)
-        part, _, name = path.partition(".")
-        parts.setdefault(part, {})[name] = value
+        member, _, name = path.partition(".")
+        members.setdefault(member, {})[name] = value
     replaced = {
-        part: dataclasses.replace(getattr(config, part), **values) for part, values in parts.items()
+        member: dataclasses.replace(getattr(config, member), **values)
+        for member, values in members.items()
     }
     return dataclasses.replace(config, **replaced)  # type: ignore[type-var]
 
@@ -174,12 +175,13 @@ def parsed(s: Setting, text: str, spelled: str = "") -> Any:
 
 
 def to_json(config: Any) -> dict[str, dict[str, Any]]:
-    """{part: {setting: value}} of a config such as a `RunConfig`; `from_json` is its inverse."""
+    """{member: {setting: value}} of a config such as a `RunConfig`; `from_json` is its inverse."""
     return {
-        part.name: {
-            s.name: _plain(getattr(getattr(config, part.name), s.name)) for s in settings(part.type)
+        member.name: {
+            s.name: _plain(getattr(getattr(config, member.name), s.name))
+            for s in settings(member.type)
         }
-        for part in dataclasses.fields(config)
+        for member in dataclasses.fields(config)
     }
 
 
@@ -187,31 +189,31 @@ def from_json(kind: type[Config], fields: Any) -> Config:
     """The config that `to_json` wrote.
 
     Raises:
-      UserError: a part or a setting is missing, unknown or not legal.
+      UserError: a member or a setting is missing, unknown or not legal.
     """
-    parts: dict[str, Any] = {
-        part.name: part.type
-        for part in dataclasses.fields(kind)  # type: ignore[arg-type]
+    members: dict[str, Any] = {
+        member.name: member.type
+        for member in dataclasses.fields(kind)  # type: ignore[arg-type]
     }
-    _same_names(fields, parts, "part")
+    _same_names(fields, members, "part")
     values = {}
-    for name, part in parts.items():
-        legal = {s.name: s for s in settings(part)}
+    for name, member in members.items():
+        legal = {s.name: s for s in settings(member)}
         _same_names(fields[name], legal, f"setting of {name}")
-        given = {key: _tuple(legal[key], value) for key, value in fields[name].items()}
-        values[name] = part(**given)
+        arguments = {key: _tuple(legal[key], value) for key, value in fields[name].items()}
+        values[name] = member(**arguments)
     return kind(**values)
 
 
-def _same_names(fields, legal, what):
+def _same_names(fields, legal, noun):
     if not isinstance(fields, Mapping):
-        raise UserError(f"a {what} is {shown(fields)}; legal: an object.")
+        raise UserError(f"a {noun} is {shown(fields)}; legal: an object.")
     for name in fields:
         if name not in legal:
-            raise UserError(f"there is no {what} {shown(name)}; {hint(name, legal)}")
+            raise UserError(f"there is no {noun} {shown(name)}; {hint(name, legal)}")
     missing = [name for name in legal if name not in fields]
     if missing:
-        raise UserError(f"the {what} {missing[0]!r} is missing")
+        raise UserError(f"the {noun} {missing[0]!r} is missing")
 
 
 def _tuple(s, value):

@@ -30,7 +30,7 @@ class SparsityConfig:
       hadamard: neighbouring features mixed before each block-sparse product; 0 for none.
     """
 
-    PART: ClassVar[str] = "sparsity"
+    NAME: ClassVar[str] = "sparsity"
 
     projections: tuple[str, ...] = setting(
         PROJECTIONS, "Block-sparse projections; the others stay dense.", choices=PROJECTIONS
@@ -52,7 +52,7 @@ class SparsityConfig:
     )
 
     def __post_init__(self):
-        validate(self, self.PART)
+        validate(self, self.NAME)
 
     def linears(self) -> dict[str, LinearSpec]:
         """Projection -> its spec, before `budget` shares the density out."""

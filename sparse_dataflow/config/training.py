@@ -42,7 +42,7 @@ class TrainingConfig:
       seed: draws parameters, data order and patterns.
     """
 
-    PART: ClassVar[str] = "training"
+    NAME: ClassVar[str] = "training"
 
     steps: int = setting(
         0, "Optimizer steps; 0 is as many as run.minutes allows.", legal=AT_LEAST_ZERO
@@ -90,7 +90,7 @@ class TrainingConfig:
     seed: int = setting(0, "Draws the weights, data order and patterns.", legal=AT_LEAST_ZERO)
 
     def __post_init__(self):
-        validate(self, self.PART)
+        validate(self, self.NAME)
         if self.batch % self.micro_batches:
             divisors = [n for n in range(1, min(self.batch, 10**6) + 1) if self.batch % n == 0]
             more = ", ..." if len(divisors) > _DIVISORS_SHOWN else ""

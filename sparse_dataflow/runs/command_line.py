@@ -136,8 +136,8 @@ def parse(
     except absl_flags.UnrecognizedFlagError as error:
         raise UserError(_unknown(error.flagname.split("=")[0], flags, sets)) from None
     except absl_flags.IllegalFlagValueError as error:
-        given_flag, _, reason = str(error).removeprefix("flag ").partition(": ")
-        name, equals, text = given_flag.partition("=")
+        assignment, _, reason = str(error).removeprefix("flag ").partition(": ")
+        name, equals, text = assignment.partition("=")
         raise UserError(f"{name}{equals}{settings.shown(text)} {reason}") from None
     except (absl_flags.Error, ValueError) as error:
         words = str(error)
@@ -149,11 +149,11 @@ def parse(
             f"unexpected argument {settings.shown(rest[0])!r}; flags are written --name=value"
             + (f", {near}" if near else ".")
         )
-    given = {f.name: values[f.name].value for f in flags if values[f.name].present}
-    twice = [f"--{name}" for name in given if values[name].present > 1]
+    flag_values = {f.name: values[f.name].value for f in flags if values[f.name].present}
+    twice = [f"--{name}" for name in flag_values if values[name].present > 1]
     if twice:
         raise UserError(f"{twice[0]} is given twice; give it once.")
-    return given, list(values[_SET].value or ()) if sets else []
+    return flag_values, list(values[_SET].value or ()) if sets else []
 
 
 def _with_flagfiles(argv: Sequence[str]) -> list[str]:
@@ -183,11 +183,11 @@ def _unknown(name: str, flags: Sequence[Flag], sets: bool) -> str:
 def help_text(doc: str, program: str, flags: Sequence[Flag], sets: bool, all: bool = False) -> str:
     """The help page: the experiment's docstring, then each flag with its default; with `all` every
     setting that --set takes as well."""
-    parts = [f"usage: {program} [--flag=value ...]", doc.strip()]
+    paragraphs = [f"usage: {program} [--flag=value ...]", doc.strip()]
     lines = [_help_lines(f"  --{f.name}={f.default}", f.setting) for f in flags]
-    parts.append("\n".join(["Flags, with their defaults:", *lines]))
+    paragraphs.append("\n".join(["Flags, with their defaults:", *lines]))
     if sets:
-        parts.append(
+        paragraphs.append(
             "Every other setting: --set path=value (repeat it for several), as in\n"
             "  --set training.warmup=0.05 --set model.remat=full\n"
             + ("Settings, with their defaults:" if all else "--help=all lists them.")
@@ -199,8 +199,8 @@ def help_text(doc: str, program: str, flags: Sequence[Flag], sets: bool, all: bo
             default = request.shown_default(path, s)
             flag = f" (flag: --{by_flag[path]})" if path in by_flag else ""
             lines.append(_help_lines(f"  {path}={default}{flag}", s))
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts) + "\n"
+        paragraphs.append("\n".join(lines))
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def _help_lines(left: str, s: Setting) -> str:
@@ -244,7 +244,7 @@ def run(
     argv = sys.argv if argv is None else argv
     flags = flags_of(shared, options, defaults)
     try:
-        if page := _help_asked(argv):
+        if page := _help_kind(argv):
             sys.stdout.write(help_text(doc, program(), flags, bool(shared), all=page == "all"))
             sys.exit(0)
         status = main(*arguments(argv, shared, options, defaults))
@@ -268,19 +268,19 @@ def arguments(
       UserError: the command line is not legal.
     """
     flags = flags_of(shared, options)
-    given, sets = parse(argv, flags, bool(shared))
+    flag_values, sets = parse(argv, flags, bool(shared))
     arguments: list[Any] = []
     if shared:
-        arguments.append(_request(flags, given, sets).with_defaults(defaults))
+        arguments.append(_request(flags, flag_values, sets).with_defaults(defaults))
     if options is not None:
-        own = {f.name for f in flags if not f.path and f.name not in request.START}
-        arguments.append(options(**{name: given[name] for name in given if name in own}))
+        option_names = {f.name for f in flags if not f.path and f.name not in request.START}
+        arguments.append(options(**{n: v for n, v in flag_values.items() if n in option_names}))
     return arguments
 
 
-def _request(flags: Sequence[Flag], given: Mapping[str, Any], sets: Sequence[str]) -> Request:
-    start = {name: given[name] for name in request.START if name in given}
-    changes = {f.path: given[f.name] for f in flags if f.path and f.name in given}
+def _request(flags: Sequence[Flag], flag_values: Mapping[str, Any], sets: Sequence[str]) -> Request:
+    start = {n: v for n, v in flag_values.items() if n in request.START}
+    changes = {f.path: flag_values[f.name] for f in flags if f.path and f.name in flag_values}
     spelled = {f.path: f"--{f.name}" for f in flags if f.path in changes}
     return request.checked(start, changes, spelled, sets)
 
@@ -291,7 +291,7 @@ def program() -> str:
     return f"python -m {spec.name}" if spec else f"python {sys.argv[0]}"
 
 
-def _help_asked(argv: Sequence[str]) -> str:
+def _help_kind(argv: Sequence[str]) -> str:
     """ "all", "short", or "" where no help was asked for."""
     for argument in argv[1:]:
         if argument == "--":

@@ -111,9 +111,9 @@ class Request:
     @property
     def parallel(self) -> ParallelConfig:
         """The parallel plan; what a resumed run has saved is not read."""
-        part = ParallelConfig.PART + "."
-        given = {p.removeprefix(part): v for p, v in self.changes.items() if p.startswith(part)}
-        return ParallelConfig(**given)
+        prefix = ParallelConfig.NAME + "."
+        changes = {p.removeprefix(prefix): v for p, v in self.changes.items() if p.startswith(prefix)}
+        return ParallelConfig(**changes)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -270,9 +270,9 @@ def _add(changes, spelled, legal, path, text, before, show_path=True):
 
 def _refuse_contradictions(request, spelled):
     """UserError for settings that were given and contradict each other."""
-    changes, given = request.changes, request.changes.__contains__
+    changes, has = request.changes, request.changes.__contains__
     words = lambda paths: ", ".join(spelled[p] for p in paths)  # noqa: E731
-    if changes.get("training.steps") and given("run.minutes"):
+    if changes.get("training.steps") and has("run.minutes"):
         raise UserError("--steps and --minutes contradict each other; give one of them.")
     if changes.get("data.tokenizer") == "gpt2":
         if changes.get("model.vocab_size", GPT2_VOCABULARY) != GPT2_VOCABULARY:
@@ -284,7 +284,7 @@ def _refuse_contradictions(request, spelled):
         raise UserError(
             f"model.vocab_size={changes['model.vocab_size']} is not legal: bpe needs 257 or more."
         )
-    if given("sparsity.projections") and not changes["sparsity.projections"]:
+    if has("sparsity.projections") and not changes["sparsity.projections"]:
         others = [p for p in changes if p.startswith(("sparsity.", "evolution."))]
         others = [p for p in others if p != "sparsity.projections"]
         others += ["run.twin"] if changes.get("run.twin") else []
@@ -298,13 +298,13 @@ def _refuse_contradictions(request, spelled):
             f"--pattern=dense stores every block, which contradicts --density="
             f"{changes['sparsity.density']}; leave --density out or name another pattern."
         )
-    relay_only = [f"parallel.{name}" for name in ONLY_RELAY if given(f"parallel.{name}")]
+    relay_only = [f"parallel.{name}" for name in ONLY_RELAY if has(f"parallel.{name}")]
     if relay_only and not request.resume and changes.get("parallel.executor") != "relay":
         raise UserError(f"{words(relay_only)} without the relay; add --executor=relay.")
     if not request.resume:
         _refuse_other_methods(changes, words)
     if changes.get("run.init_from") and not request.resume:
-        named = [p for p in FROM_WEIGHTS if given(p)]
+        named = [p for p in FROM_WEIGHTS if has(p)]
         shown = ["--scale"] * (request.scale != "auto") + [spelled[p] for p in named]
         if shown:
             raise UserError(
@@ -312,7 +312,7 @@ def _refuse_contradictions(request, spelled):
                 "out, or leave --init_from out."
             )
     if request.resume:
-        if given("run.out"):
+        if has("run.out"):
             raise UserError(
                 "--out and --resume contradict each other: a resumed run goes on in its own "
                 f"folder, {request.resume}."
@@ -373,8 +373,8 @@ def _refuse_other_run(request, spelled):
     for path, s in settings.by_path(RunConfig).items():
         if s.resumed != FIXED or path not in request.changes:
             continue
-        part, _, name = path.partition(".")
-        before, now = settings.text(saved[part][name]), settings.text(request.changes[path])
+        member, _, name = path.partition(".")
+        before, now = settings.text(saved[member][name]), settings.text(request.changes[path])
         if before != now:
             wrong.append(f"{spelled[path]}={now} (saved: {before})")
     if wrong:
