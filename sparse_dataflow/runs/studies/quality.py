@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from sparse_dataflow import folders
 from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.reporting.panels import save_strips
@@ -18,6 +19,7 @@ from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import refuse_unfit, run_flops
 from sparse_dataflow.training.variants import Variant
 
+OWNER = "sparse_quality"
 BASELINE = "dense"
 FLOOR = "static_random"
 VARIED = ("sparsity.pattern", "sparsity.rank", "sparsity.hadamard", "evolution.")
@@ -63,9 +65,10 @@ def run(
     """
     if not arms or not equal:
         raise UserError("--arms or --equal names nothing, so there is nothing to train; name some.")
-    base = study.prepare(request, VARIED, {"training.steps": steps})
     folder = Path(out)
-    study.keep_settings(folder, base.config)
+    folders.refuse_foreign(folder, OWNER)
+    base = study.prepare(request, VARIED, {"training.steps": steps})
+    study.keep_settings(folder, base.config, OWNER)
     for arm in arms:
         variant = _variant(base, all_arms[arm])
         refuse_unfit(variant.model, variant.evolution, steps)

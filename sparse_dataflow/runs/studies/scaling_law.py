@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sparse_dataflow import folders
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
@@ -31,6 +32,8 @@ from sparse_dataflow.sparsity.scaling_law import (
 )
 from sparse_dataflow.training.coordinates import widened
 from sparse_dataflow.training.metrics import say
+
+OWNER = "sparse_scaling_law"
 
 PLACE = COLUMNS[:3]
 """Coordinates of a run: parameters, sparsity, tokens."""
@@ -54,10 +57,11 @@ def fit_again(path: Path, rounds: int, folder: Path) -> None:
     Raises:
       UserError: the CSV cannot be read or fitted.
     """
+    folders.refuse_foreign(folder, OWNER)
     runs, held_out = read_runs(path)
     fitted = runs.take(~held_out)
     law, laws = fit(fitted), bootstrap(fitted, rounds)
-    folder.mkdir(parents=True, exist_ok=True)
+    folders.claim(folder, OWNER)
     losses = _losses(runs.take(held_out))
     predictions = [_predicted(place, law, laws) for place in losses]
     _report(folder, "any", fitted, law, laws, _measured(predictions, losses))
@@ -90,9 +94,10 @@ def train_and_fit(
     Raises:
       UserError: what cannot be trained or fitted.
     """
+    folders.refuse_foreign(folder, OWNER)
     varied = (*VARIED, "training.steps")
     base = study.prepare(request, varied, {"model.parametrization": "supar"})
-    study.keep_settings(folder, base.config)
+    study.keep_settings(folder, base.config, OWNER)
     plan = _plan(base, widths, densities, lengths, seeds)
     held_out = [p for p in plan if p["held_out"]]
     fitted = [p for p in plan if not p["held_out"]]

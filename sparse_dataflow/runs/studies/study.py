@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from sparse_dataflow import folders
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import Corpus, load_corpus
@@ -167,12 +168,14 @@ def _saved_steps(where):
     return _read(path, int) if path.exists() else None
 
 
-def keep_settings(folder: Path, config: RunConfig) -> None:
+def keep_settings(folder: Path, config: RunConfig, owner: str) -> None:
     """Makes a study's folder with its config, or checks that it was made with the same one.
 
     Raises:
-      UserError: it holds trainings of another config, or cannot be written.
+      UserError: it holds trainings of another config, or anything but the study `owner`, or cannot
+        be written.
     """
+    folders.refuse_foreign(folder, owner)
     settings = config.to_json()
     path = folder / "settings.json"
     if path.exists():
@@ -189,10 +192,7 @@ def keep_settings(folder: Path, config: RunConfig) -> None:
                 "name another folder with --out."
             )
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
+    folders.claim(folder, owner)
     _keep(path, settings)
 
 
