@@ -47,7 +47,7 @@ def test_no_such_run(tmp_path):
 
 
 def test_no_such_variant_or_checkpoint(run_folder):
-    assert "it has: dense, sparse" in complaint(run_folder, "spares")
+    assert "it has: sparse, dense" in complaint(run_folder, "spares")
     assert "legal: newest, best" in complaint(run_folder, checkpoint="last")
     assert "it has: 1, 2, 3" in complaint(run_folder, checkpoint="7")
     (run_folder.path / "sparse/checkpoints").rename(run_folder.path / "elsewhere")
@@ -66,7 +66,12 @@ def test_tokenizers_that_do_not_fit(run_folder):
     assert "has no tokenizer.json" in complaint(run_folder)
 
 
-@pytest.mark.parametrize("change", ["{", "[]", '{"variants": {}}', '{"variants": {"sparse": 1}}'])
-def test_damaged_configs(run_folder, change):
-    (run_folder.path / "config.json").write_text(change)
+@pytest.mark.parametrize("content", ["{", "[]", '{"model": {}}', '{"model": {"d_model": 1}}'])
+def test_damaged_configs(run_folder, content):
+    (run_folder.path / "config.json").write_text(content)
     assert "config.json is damaged" in complaint(run_folder)
+
+
+def test_a_run_of_an_older_version_is_named(run_folder):
+    (run_folder.path / "config.json").write_text('{"flags": {}, "variants": {}}')
+    assert "older sparse_dataflow" in complaint(run_folder)
