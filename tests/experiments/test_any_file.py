@@ -20,12 +20,12 @@ from file_damage import damaged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from experiments import contradictions, evaluation_report, flags, run_folder, study
-from experiments.scaling_law_runs import read_runs
+from experiments import contradictions, flags, run_folder
+from sparse_dataflow import folders
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import LinearSpec
-from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.presets import SIZES, preset
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data import tokens
 from sparse_dataflow.data.corpora import load_corpus
@@ -38,6 +38,9 @@ from sparse_dataflow.hardware import chips
 from sparse_dataflow.interchange import huggingface, sparse_form
 from sparse_dataflow.kernels import tuned
 from sparse_dataflow.planning import sampling, sampling_deephyper, search
+from sparse_dataflow.runs import evaluation_report
+from sparse_dataflow.runs.studies import study
+from sparse_dataflow.runs.studies.scaling_law import read_runs
 from sparse_dataflow.training import goodput
 from sparse_dataflow.training.metrics import MetricsWriter, read_metrics
 
@@ -124,12 +127,16 @@ def reported(path):
     return evaluation_report.add_to_report(path.parent, EVALUATION)
 
 
-def kept(path):
-    return study.kept(path.parent)
+def result_of(path):
+    return study.read_result(path.parent)
 
 
 def settings_of(path):
-    return study.keep_settings(path.parent, {"scale": "pico"})
+    content = path.read_bytes()
+    path.unlink()
+    folders.claim(path.parent, "study")
+    path.write_bytes(content)
+    return study.keep_settings(path.parent, preset("pico"), "study")
 
 
 def documents(path):
@@ -199,8 +206,8 @@ READERS = {
     "trials of DeepHyper": ("trials.jsonl", TRIALS, journal_of_deephyper),
     "trials of Optuna": ("trials.journal", optuna_lines(), journal_of_optuna),
     "study CSV": ("runs.csv", RUNS, read_runs),
-    "study result.json": ("result.json", text({"loss": 1.0}), kept),
-    "study settings.json": ("settings.json", text({"scale": "pico"}), settings_of),
+    "study result.json": ("result.json", text({"loss": 1.0}), result_of),
+    "study settings.json": ("settings.json", text(preset("pico").to_json()), settings_of),
     "task file": ("task.jsonl", text(QUESTION) + b"\n", items.read_items),
     "corpus of JSON lines": ("corpus.jsonl", text({"text": "one two " * 9}) + b"\n", documents),
     "corpus of text": ("corpus.txt", "d\u00e9 j\u00e0 vu ".encode() * 9, documents),
