@@ -78,10 +78,10 @@ class Setting:
         return value
 
     def _numbers(self, text: str) -> tuple[int | float, ...]:
-        """The numbers of a comma list, ascending, each once."""
+        """The numbers of a comma list, in order, each once."""
         kind = _NUMBER_LISTS[self.type]
         try:
-            return tuple(sorted({kind(part) for part in text.split(",")}))
+            return tuple(dict.fromkeys(kind(part) for part in text.split(",")))
         except ValueError:
             raise ValueError(self._no_numbers()) from None
 

@@ -54,7 +54,7 @@ def evaluate(
       variants: models of the run; those that it does not have are ignored.
       checkpoint: "newest", "best" or a step.
       tasks: comma list; see `evaluation_tasks.named`.
-      shots: numbers of examples in the prompt, ascending.
+      shots: numbers of examples in the prompt.
       items: items to make for each own task.
       limit: most items of a task to score; 0 for all.
       seed: draws the items of the own tasks.
@@ -86,7 +86,7 @@ def evaluate(
         name: _losses(models[name], tokens.validation.tokens, *scorers[name]) for name in models
     }
     rows, notes = [_loss_row(losses, first.tokenizer)], []
-    for count in shots:
+    for count in sorted(shots):
         scored = {n: task for n, task in ready.items() if count == 0 or not task.zero_shot_only}
         scores: dict[str, dict] = {name: {} for name in scored}
         for name, lm in lms.items():

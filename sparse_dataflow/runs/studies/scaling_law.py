@@ -81,9 +81,9 @@ def train_and_fit(
 
     Args:
       request: the config that the grid changes.
-      widths: values of d_model, ascending.
+      widths: values of d_model.
       densities: fractions of the blocks stored.
-      lengths: optimizer steps, ascending.
+      lengths: optimizer steps.
       seeds: trainings of each.
       rounds: bootstrap rounds of the intervals.
       folder: folder to make, or to go on in.
@@ -123,6 +123,7 @@ def _plan(base, widths, densities, lengths, seeds) -> list[dict]:
 
     All trainings of one seed come before those of the next.
     """
+    widths, lengths = sorted(widths), sorted(lengths)
     plan = []
     for seed, width, density in itertools.product(range(seeds), widths, densities):
         variant = base.variant("sparse", sparsity__density=density, training__seed=seed)
