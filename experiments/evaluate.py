@@ -7,96 +7,76 @@
     python -m experiments.evaluate --run=DIR --tasks=questions.jsonl            your own
 
 The sparse model and its dense twin answer the same items and are compared item by item. The own
-tasks are cut from the documents that the run held out and need no network; what chance, a unigram
-and a bigram model of the training documents reach stands beside them. A file of your own has one
-JSON object a line: {"context": text, "choices": [texts], "answer": index}.
+tasks are cut from the documents that the run held out and need no network; the table also shows
+chance, and a unigram and a bigram model of the training documents. A file of your own has one JSON
+object a line: {"context": text, "choices": [texts], "answer": index}.
 
 Leaves RUN/evaluation.json and a section in RUN/report.html. Needs the extra eval.
 """
 
+import dataclasses
 import importlib.util
 
-from experiments import flags
-from experiments.command_line import AT_LEAST_TWO, AT_LEAST_ZERO, Flag, Group
+from sparse_dataflow.config.settings import AT_LEAST_TWO, AT_LEAST_ZERO, setting
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs import command_line
 
-EVALUATION = Group(
-    "Evaluation",
-    "what is asked of which model",
-    (
-        Flag("run", "text", "", "Run folder."),
-        Flag(
-            "against",
-            "text",
-            "",
-            "Another run on the same corpus: its model, the dense one where it has one, is the "
-            "twin.",
-        ),
-        Flag(
-            "variant",
-            "list",
-            "all",
-            "Models of the run; those that it has.",
-            ("sparse", "dense"),
-        ),
-        Flag("checkpoint", "text", "newest", "newest, best (held-out loss) or a step."),
-        Flag(
-            "tasks",
-            "text",
-            "own",
-            "Comma list of: own (every own task that the corpus gives), last_word, continuation, "
-            "cloze, docstring_body, call_name, lm-eval's tasks, files of JSON lines.",
-        ),
-        Flag("num_fewshot", "text", "0,1,5", "Comma list of examples in the prompt."),
-        Flag(
-            "items",
-            "integer",
-            200,
-            "Items that are made for each own task.",
-            legal=AT_LEAST_TWO,
-        ),
-        Flag(
-            "limit",
-            "integer",
-            0,
-            "Items of each task that are asked; 0 is all.",
-            legal=AT_LEAST_ZERO,
-        ),
-        Flag(
-            "seed",
-            "integer",
-            0,
-            "Draws the items of the own tasks.",
-            legal=AT_LEAST_ZERO,
-        ),
-        Flag(
-            "mesh",
-            "text",
-            "auto",
-            "Devices along the axes data, fsdp and tensor, as in data:2,tensor:4; auto is fsdp on "
-            "all devices.",
-        ),
-    ),
-)
-GROUPS = (EVALUATION,)
+VARIANTS = ("sparse", "dense")
 
 
-def main(values):
-    """Evaluates, prints a table and keeps it; see the module docstring."""
-    refuse_without_lm_eval()
-    from experiments import evaluation_runs
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The flags."""
 
-    evaluation_runs.run(values)
+    run: str = setting("", "Run folder.")
+    against: str = setting(
+        "",
+        "Another run on the same corpus: its model, the dense one where it has one, is the twin.",
+    )
+    variant: tuple[str, ...] = setting(
+        VARIANTS, "Models of the run; those that it has.", choices=VARIANTS
+    )
+    checkpoint: str = setting("newest", "newest, best (held-out loss) or a step.")
+    tasks: str = setting(
+        "own",
+        "Comma list of: own (every own task that the corpus gives), last_word, continuation, "
+        "cloze, docstring_body, call_name, lm-eval's tasks, files of JSON lines.",
+    )
+    num_fewshot: tuple[int, ...] = setting(
+        (0, 1, 5), "Numbers of examples in the prompt.", legal=AT_LEAST_ZERO
+    )
+    items: int = setting(200, "Items that are made for each own task.", legal=AT_LEAST_TWO)
+    limit: int = setting(0, "Most items of a task to score; 0 is all.", legal=AT_LEAST_ZERO)
+    seed: int = setting(0, "Draws the items of the own tasks.", legal=AT_LEAST_ZERO)
+    mesh: str = setting(
+        "auto",
+        "Devices along the axes data, fsdp and tensor, as in data:2,tensor:4; auto is fsdp on all "
+        "devices.",
+    )
 
 
-def refuse_without_lm_eval() -> None:
-    """UserError where the package lm-eval is not installed."""
+def main(options):
+    """Evaluates, prints a table and writes it to the run; see the module docstring."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             "Evaluation needs the package lm-eval: pip install 'sparse_dataflow[eval]', or "
             "pip install lm-eval."
         )
+    from sparse_dataflow.runs import evaluate
+
+    evaluate.evaluate(
+        options.run,
+        against=options.against,
+        variants=options.variant,
+        checkpoint=options.checkpoint,
+        tasks=options.tasks,
+        shots=options.num_fewshot,
+        items=options.items,
+        limit=options.limit,
+        seed=options.seed,
+        mesh=options.mesh,
+    )
 
 
 if __name__ == "__main__":
-    flags.run(main, __doc__, GROUPS)
+    command_line.run(main, __doc__, options=Options)

@@ -7,45 +7,47 @@ The dense form is a GPT-2 that transformers loads; blocks that are not stored ar
 sparse form holds the stored blocks and the layout tables; the card says how they are read.
 """
 
-from experiments import flags, run_models
-from experiments.command_line import Flag, Group
+import dataclasses
+
+from sparse_dataflow.config.settings import setting
 from sparse_dataflow.files.errors import UserError
-
-EXPORT = Group(
-    "Export",
-    "what is written where",
-    (
-        Flag("to", "text", "", "Folder to make."),
-        Flag("form", "choice", "dense", "What the folder holds.", ("dense", "sparse")),
-    ),
-)
-GROUPS = (run_models.MODEL, EXPORT)
+from sparse_dataflow.runs import command_line
+from sparse_dataflow.runs.load_model import ModelOptions
 
 
-def main(values):
+@dataclasses.dataclass(frozen=True)
+class Options(ModelOptions):
+    """The flags."""
+
+    to: str = setting("", "Folder to make.")
+    form: str = setting("dense", "Contents of the folder.", choices=("dense", "sparse"))
+
+
+def main(options):
     """Exports; see the module docstring."""
-    if not values.to:
+    if not options.to:
         raise UserError("No folder is named; give a new one with --to.")
     import importlib.metadata
 
     from sparse_dataflow.interchange import huggingface
     from sparse_dataflow.interchange.model_card import model_card
+    from sparse_dataflow.runs import load_model
 
-    trained = run_models.load(values)
+    trained = load_model.load(options)
     packages = ("sparse_dataflow", "jax", "safetensors")
     versions = {package: importlib.metadata.version(package) for package in packages}
     path = huggingface.write(
-        values.to,
-        values.form,
+        options.to,
+        options.form,
         trained.model,
         trained.params,
         trained.tables,
         trained.tokenizer,
         context=trained.context,
-        card=model_card(trained, values.form, versions),
+        card=model_card(trained, options.form, versions),
     )
     print(f"{trained.variant} after step {trained.step}: {path}")
 
 
 if __name__ == "__main__":
-    flags.run(main, __doc__, GROUPS)
+    command_line.run(main, __doc__, options=Options)

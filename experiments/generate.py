@@ -7,98 +7,46 @@ Without --variant the sparse model writes, where the run has one.  --interactive
 of the input; Ctrl-C stops the text being written, Ctrl-D, or Ctrl-C at the prompt, ends it.
 """
 
-from experiments import flags, run_models
-from experiments.command_line import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, Flag, Group
-from sparse_dataflow.files.errors import UserError
+import dataclasses
 
-WRITING = Group(
-    "Writing",
-    "what it continues, and how",
-    (
-        Flag("prompt", "text", "", "Text to continue; empty begins a document."),
-        Flag("interactive", "switch", "no", "Continue each line of the input."),
-        Flag(
-            "max_new_tokens",
-            "integer",
-            64,
-            "Tokens to write at most.",
-            legal=AT_LEAST_ONE,
-        ),
-        Flag(
-            "temperature",
-            "number",
-            0.0,
-            "What logits are divided by; 0 takes the most likely token.",
-            legal=AT_LEAST_ZERO,
-        ),
-        Flag(
-            "top_k",
-            "integer",
-            0,
-            "Draws among that many tokens; 0 is all.",
-            legal=AT_LEAST_ZERO,
-        ),
-        Flag(
-            "top_p",
-            "number",
-            1.0,
-            "Draws among the fewest tokens of this total probability.",
-            legal=A_FRACTION,
-        ),
-        Flag("stop", "text", "", "Text that ends the continuation; \\n is a line break."),
-        Flag("seed", "integer", 0, "Of the draws.", legal=AT_LEAST_ZERO),
-    ),
-)
-GROUPS = (run_models.MODEL, WRITING)
+from sparse_dataflow.config.settings import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, setting
+from sparse_dataflow.runs import command_line
+from sparse_dataflow.runs.load_model import ModelOptions
 
 
-def main(values):
-    """Writes to the output as the text comes; see the module docstring."""
-    model = run_models.load(values)
-    if values.interactive == "yes":
-        _converse(model, values)
-    else:
-        _write(model, values.prompt, values)
+@dataclasses.dataclass(frozen=True)
+class Options(ModelOptions):
+    """The flags."""
 
-
-def _converse(model, values):
-    """Continues line after line until the input ends."""
-    import sys
-
-    asks = sys.stdin.isatty()
-    while True:
-        try:
-            line = input("> " if asks else "")
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return
-        try:
-            _write(model, line, values)
-        except KeyboardInterrupt:
-            print()
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-
-
-def _write(model, prompt, values):
-    from sparse_dataflow.evaluation.generate import check_prompts, generate
-
-    tokens = model.tokenizer.encode(prompt).tolist() or [model.tokenizer.eot_id]
-    check_prompts([tokens], model.model.vocab_size, model.context)
-    print(prompt, end="", flush=True)
-    generate(
-        model,
-        [tokens],
-        max_new_tokens=values.max_new_tokens,
-        temperature=values.temperature,
-        top_k=values.top_k,
-        top_p=values.top_p,
-        stop=[values.stop.replace("\\n", "\n")] if values.stop else [],
-        seed=values.seed,
-        on_token=lambda number, text: print(text, end="", flush=True),
+    prompt: str = setting("", "Text to continue; empty begins a document.")
+    interactive: bool = setting(False, "Continue each line of the input.")
+    max_new_tokens: int = setting(64, "Most tokens to write.", legal=AT_LEAST_ONE)
+    temperature: float = setting(
+        0.0, "Divisor of the logits; 0 takes the most likely token.", legal=AT_LEAST_ZERO
     )
-    print()
+    top_k: int = setting(
+        0, "Number of most likely tokens to draw among; 0 is all.", legal=AT_LEAST_ZERO
+    )
+    top_p: float = setting(
+        1.0, "Draws among the fewest tokens of this total probability.", legal=A_FRACTION
+    )
+    stop: str = setting("", "Text that ends the continuation; \\n is a line break.")
+    seed: int = setting(0, "Seed of the draws.", legal=AT_LEAST_ZERO)
+
+
+def main(options):
+    """Writes to the output as the text comes; see the module docstring."""
+    from sparse_dataflow.runs import generate, load_model
+
+    trained = load_model.load(options)
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    sampling = {name: getattr(options, name) for name in names}
+    sampling["stop"] = [options.stop.replace("\\n", "\n")] if options.stop else []
+    if options.interactive:
+        generate.converse(trained, **sampling)
+    else:
+        generate.write(trained, options.prompt, **sampling)
 
 
 if __name__ == "__main__":
-    flags.run(main, __doc__, GROUPS)
+    command_line.run(main, __doc__, options=Options)

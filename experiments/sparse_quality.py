@@ -18,50 +18,59 @@ faster than one that always was (`optim.optimizers.TURNED_DENSE_RATE`).
 Leaves OUT/quality.json and OUT/quality.md; the same command goes on where it was stopped.
 """
 
-from experiments import flags
-from experiments.command_line import AT_LEAST_ONE, Flag, Group
+import dataclasses
+
+from sparse_dataflow.config.settings import AT_LEAST_ONE, setting
+from sparse_dataflow.runs import command_line
 
 # As many blocks in all as at one density: attention has 4 of a layer's 12 squares of d_model, each
 # projection of the MLP 4.
-TO_MLP_IN = "qkv:0.5x,attn_out:0.5x,mlp_in:1.5x"
-# Half of the layers with a third of the other half's.
-RISING, FALLING = "depth:0.5x,1.5x", "depth:1.5x,0.5x"
-ATTENTION = ("qkv", "attn_out")
-TO_DENSE_HALF = {"pattern": "random", "evolution": "sparse_to_dense", "training_flops": 0.5}
+TO_MLP_IN = {"sparsity.budget": "qkv:0.5x,attn_out:0.5x,mlp_in:1.5x"}
+# Half of the layers store a third of the other half's blocks.
+RISING = {"sparsity.budget": "depth:0.5x,1.5x"}
+FALLING = {"sparsity.budget": "depth:1.5x,0.5x"}
+PIXELFLY = {"sparsity.pattern": "pixelfly"}
+CYCLIC = {"sparsity.pattern": "cyclic"}
+RANDOM = {"sparsity.pattern": "random"}
+MONARCH = {"sparsity.pattern": "monarch"}
+LOW_RANK = {"sparsity.rank": 1 / 16}
+HADAMARD = {"sparsity.hadamard": 1}
+SET = {"evolution.method": "set"}
+RIGL = {"evolution.method": "rigl"}
+GRADUAL = {"evolution.method": "gradual"}
+TO_DENSE = {"evolution.method": "sparse_to_dense"}
+TO_DENSE_HALF = RANDOM | TO_DENSE | {"training_flops": 0.5}
+ATTENTION_FIRST = {"evolution.first": ("qkv", "attn_out")}
 
-# A rank is relative to the width of the model, hadamard to the largest power of 2 that divides it;
-# training_flops, of the dense training, say when the switch comes.
 ARMS = {
     "dense": None,
-    "static_pixelfly": {"pattern": "pixelfly"},
-    "static_cyclic": {"pattern": "cyclic"},
-    "static_random": {"pattern": "random"},
-    "static_monarch": {"pattern": "monarch"},
-    "allocated": {"pattern": "random", "density_budget": TO_MLP_IN},
-    "depth_rising": {"pattern": "random", "density_budget": RISING},
-    "depth_falling": {"pattern": "random", "density_budget": FALLING},
-    "low_rank": {"pattern": "random", "rank": 1 / 16},
-    "hadamard": {"pattern": "random", "hadamard": 1},
-    "hadamard_low_rank": {"pattern": "random", "hadamard": 1, "rank": 1 / 16},
-    "allocated_low_rank": {"pattern": "random", "density_budget": TO_MLP_IN, "rank": 1 / 16},
-    "set": {"pattern": "random", "evolution": "set"},
-    "rigl": {"pattern": "random", "evolution": "rigl"},
-    "rigl_low_rank": {"pattern": "random", "evolution": "rigl", "rank": 1 / 16},
-    "gradual": {"evolution": "gradual"},
+    "static_pixelfly": PIXELFLY,
+    "static_cyclic": CYCLIC,
+    "static_random": RANDOM,
+    "static_monarch": MONARCH,
+    "allocated": RANDOM | TO_MLP_IN,
+    "depth_rising": RANDOM | RISING,
+    "depth_falling": RANDOM | FALLING,
+    "low_rank": RANDOM | LOW_RANK,
+    "hadamard": RANDOM | HADAMARD,
+    "hadamard_low_rank": RANDOM | HADAMARD | LOW_RANK,
+    "allocated_low_rank": RANDOM | TO_MLP_IN | LOW_RANK,
+    "set": RANDOM | SET,
+    "rigl": RANDOM | RIGL,
+    "rigl_low_rank": RANDOM | RIGL | LOW_RANK,
+    "gradual": GRADUAL,
     "sparse_to_dense_half": TO_DENSE_HALF,
-    "low_rank_to_dense_half": {**TO_DENSE_HALF, "rank": 1 / 16},
-    "attention_first_half": {**TO_DENSE_HALF, "evolve_first": ATTENTION},
-    "low_rank_attention_first_half": {
-        **TO_DENSE_HALF,
-        "evolve_first": ATTENTION,
-        "rank": 1 / 16,
-    },
-    "sparse_to_dense_50": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.5},
-    "sparse_to_dense_70": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.7},
-    "sparse_to_dense_90": {"pattern": "random", "evolution": "sparse_to_dense", "evolve_at": 0.9},
-    "monarch_to_dense_70": {"pattern": "monarch", "evolution": "sparse_to_dense", "evolve_at": 0.7},
-    "monarch_to_dense_90": {"pattern": "monarch", "evolution": "sparse_to_dense", "evolve_at": 0.9},
+    "low_rank_to_dense_half": TO_DENSE_HALF | LOW_RANK,
+    "attention_first_half": TO_DENSE_HALF | ATTENTION_FIRST,
+    "low_rank_attention_first_half": TO_DENSE_HALF | ATTENTION_FIRST | LOW_RANK,
+    "sparse_to_dense_50": RANDOM | TO_DENSE | {"evolution.at": 0.5},
+    "sparse_to_dense_70": RANDOM | TO_DENSE | {"evolution.at": 0.7},
+    "sparse_to_dense_90": RANDOM | TO_DENSE | {"evolution.at": 0.9},
+    "monarch_to_dense_70": MONARCH | TO_DENSE | {"evolution.at": 0.7},
+    "monarch_to_dense_90": MONARCH | TO_DENSE | {"evolution.at": 0.9},
 }
+"""Changes of the config by path; None is the dense model.  `runs.studies.quality.Changes` says how
+rank, hadamard and training_flops are relative."""
 COMPARED = (
     "dense",
     *("static_pixelfly", "static_cyclic", "static_random", "static_monarch"),
@@ -71,51 +80,28 @@ COMPARED = (
 """Trained where --arms names none."""
 EQUAL = ("tokens", "flops", "seconds")
 
-QUALITY = Group(
-    "Quality",
-    "what is compared",
-    (
-        Flag(
-            "steps",
-            "integer",
-            400,
-            "Optimizer steps of the dense model.",
-            legal=AT_LEAST_ONE,
-        ),
-        Flag(
-            "seeds",
-            "integer",
-            3,
-            "Trainings of each arm, with other weights, data order and patterns.",
-            legal=AT_LEAST_ONE,
-        ),
-        Flag(
-            "arms",
-            "list",
-            ",".join(COMPARED),
-            "Ways of training.",
-            tuple(ARMS),
-        ),
-        Flag("equal", "list", "all", "What all arms have in common.", lambda: EQUAL),
-        Flag("out", "text", "runs/sparse_quality", "Folder to make, or to go on in."),
-    ),
-)
-GROUPS = (
-    *flags.without(
-        *("minutes", "steps", "twin", "seed", "pattern", "rank", "hadamard"),
-        *("evolution", "evolve_at"),
-        groups=(flags.MODEL, flags.SPARSITY, flags.EVOLUTION, flags.TRAINING, flags.DATA),
-    ),
-    QUALITY,
-)
+SHARED = ("scale", "corpus", "batch", "learning_rate", "density", "block")
 
 
-def main(values):
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The flags of its own."""
+
+    steps: int = setting(400, "Optimizer steps of the dense model.", legal=AT_LEAST_ONE)
+    seeds: int = setting(
+        3, "Trainings of each arm, with other weights, data order and patterns.", legal=AT_LEAST_ONE
+    )
+    arms: tuple[str, ...] = setting(COMPARED, "Ways of training.", choices=tuple(ARMS))
+    equal: tuple[str, ...] = setting(EQUAL, "What all arms have in common.", choices=EQUAL)
+    out: str = setting("runs/sparse_quality", "Folder to make, or to go on in.")
+
+
+def main(request, options):
     """Trains what is not trained yet, then writes the tables."""
-    from experiments import quality_runs
+    from sparse_dataflow.runs.studies import quality
 
-    return quality_runs.run(values, GROUPS, ARMS)
+    return quality.run(request, ARMS, **vars(options))
 
 
 if __name__ == "__main__":
-    flags.run(main, __doc__, GROUPS)
+    command_line.run(main, __doc__, shared=SHARED, options=Options)

@@ -9,58 +9,57 @@ constants with bootstrap intervals and residuals, and draws which sparsity is be
 
 A CSV needs the columns parameters (stored, of the projections), sparsity, tokens and loss (held
 out, nats a token); runs whose column held_out says True are predicted, not fitted.  Leaves
-OUT/runs.csv, OUT/law.json, OUT/law.md and OUT/law.png.
+OUT/runs.csv, OUT/law.json, OUT/law.md and OUT/law.png; the same command goes on where it was
+stopped.
 """
 
-from experiments import flags
-from experiments.command_line import AT_LEAST_ONE, Flag, Group
+import dataclasses
+import pathlib
 
-LAW = Group(
-    "Law",
-    "what is trained and fitted",
-    (
-        Flag("runs", "text", "", "CSV of runs to fit; empty trains the grid."),
-        Flag("widths", "text", "64,128,192", "Values of d_model."),
-        Flag("densities", "text", "1,0.5,0.25,0.125", "Fractions of blocks stored."),
-        Flag("lengths", "text", "500,1500,4500", "Optimizer steps of a training."),
-        Flag(
-            "seeds",
-            "integer",
-            1,
-            "Trainings of each.",
-            legal=AT_LEAST_ONE,
-        ),
-        Flag(
-            "rounds",
-            "integer",
-            200,
-            "Bootstrap rounds of the intervals.",
-            legal=("10 or more", lambda n: n >= 10),
-        ),
-        Flag("out", "text", "runs/sparse_scaling_law", "Folder to make, or to go on in."),
-    ),
-)
-GROUPS = (
-    *flags.with_defaults(
-        flags.without(
-            *("minutes", "steps", "twin", "density", "density_budget", "rank", "hadamard"),
-            "parametrization",
-            groups=(flags.MODEL, flags.SPARSITY, flags.TRAINING, flags.DATA),
-        ),
-        # Heads keep their width, and the narrowest model has a layout at the lowest density.
-        scale="pico",
-        block=8,
-    ),
-    LAW,
-)
+from sparse_dataflow.config.settings import A_FRACTION, AT_LEAST_ONE, setting
+from sparse_dataflow.runs import command_line
+
+SHARED = ("scale", "corpus", "batch", "learning_rate", "pattern", "block")
+DEFAULTS = {"scale": "pico", "block": 8}
+"""Heads keep their width, and the narrowest model has a layout at the lowest density."""
 
 
-def main(values):
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The flags of its own."""
+
+    runs: str = setting("", "CSV of runs to fit; empty trains the grid.")
+    widths: tuple[int, ...] = setting((64, 128, 192), "Values of d_model.", legal=AT_LEAST_ONE)
+    densities: tuple[float, ...] = setting(
+        (0.125, 0.25, 0.5, 1), "Fractions of the blocks stored.", legal=A_FRACTION
+    )
+    lengths: tuple[int, ...] = setting(
+        (500, 1500, 4500), "Optimizer steps of a training.", legal=AT_LEAST_ONE
+    )
+    seeds: int = setting(1, "Trainings of each.", legal=AT_LEAST_ONE)
+    rounds: int = setting(
+        200, "Bootstrap rounds of the intervals.", legal=("10 or more", lambda n: n >= 10)
+    )
+    out: str = setting("runs/sparse_scaling_law", "Folder to make, or to go on in.")
+
+
+def main(request, options):
     """Reads or trains the runs, then fits, prints and draws."""
-    from experiments import scaling_law_runs
+    from sparse_dataflow.runs.studies import scaling_law
 
-    return scaling_law_runs.run(values, GROUPS)
+    folder = pathlib.Path(options.out)
+    if options.runs:
+        return scaling_law.fit_again(pathlib.Path(options.runs), options.rounds, folder)
+    return scaling_law.train_and_fit(
+        request,
+        widths=options.widths,
+        densities=options.densities,
+        lengths=options.lengths,
+        seeds=options.seeds,
+        rounds=options.rounds,
+        folder=folder,
+    )
 
 
 if __name__ == "__main__":
-    flags.run(main, __doc__, GROUPS)
+    command_line.run(main, __doc__, shared=SHARED, options=Options, defaults=DEFAULTS)

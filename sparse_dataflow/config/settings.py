@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 from sparse_dataflow.files.errors import UserError
 
@@ -26,6 +26,7 @@ FIXED, ADOPTED, FRESH = "fixed", "adopted", "fresh"
 """How a resumed run treats a setting: it must keep the saved value; it takes the saved value unless
 another is given; it ignores the saved value."""
 
+_NUMBER_LISTS: dict[Any, type] = {tuple[int, ...]: int, tuple[float, ...]: float}
 _BOOLEANS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 _SHOWN = 60
 
@@ -36,7 +37,7 @@ class Setting:
 
     Attributes:
       name: the field's name; in a `RunConfig` its path, such as "training.batch".
-      type: int, float, bool, str or tuple[str, ...].
+      type: int, float, bool, str, or a tuple of names or numbers, such as tuple[str, ...].
       default: its default; `dataclasses.MISSING` where the preset decides.
       help: one or two sentences, with units.
       legal: the legal numbers, in words and as a test.
@@ -68,11 +69,26 @@ class Setting:
                 raise ValueError("is not legal: it must be yes or no.")
         elif self.type == tuple[str, ...]:
             value = _names(text, self.choices)
+        elif self.type in _NUMBER_LISTS:
+            value = self._numbers(text)
         else:
             value = nearest_choice(text, self.choices) if self.choices else text
         if reason := self.refusal(value):
             raise ValueError(reason)
         return value
+
+    def _numbers(self, text: str) -> tuple[int | float, ...]:
+        """The numbers of a comma list, in order, each once."""
+        kind = _NUMBER_LISTS[self.type]
+        try:
+            return tuple(dict.fromkeys(kind(part) for part in text.split(",")))
+        except ValueError:
+            raise ValueError(self._no_numbers()) from None
+
+    def _no_numbers(self) -> str:
+        whole = "whole " if _NUMBER_LISTS[self.type] is int else ""
+        each = f", each {self.legal[0]}" if self.legal else ""
+        return f"is not legal: it must be a comma list of {whole}numbers{each}."
 
     def refusal(self, value: Any) -> str:
         """Why a value is not legal, completing "NAME=VALUE "; empty where it is."""
@@ -81,6 +97,10 @@ class Setting:
                 return "is not legal: it must be a tuple of names."
             unknown = [name for name in value if self.choices and name not in self.choices]
             return f"is unknown. Legal: {', '.join(self.choices)}." if unknown else ""
+        if self.type in _NUMBER_LISTS:
+            element = dataclasses.replace(self, type=_NUMBER_LISTS[self.type])
+            legal = isinstance(value, tuple) and value and not any(map(element.refusal, value))
+            return "" if legal else self._no_numbers()
         if self.type in (int, float):
             number = isinstance(value, int) and not isinstance(value, bool)
             if self.type is float:
@@ -217,7 +237,7 @@ def _same_names(fields, legal, noun):
 
 
 def _tuple(s, value):
-    return tuple(value) if isinstance(value, list) and s.type == tuple[str, ...] else value
+    return tuple(value) if isinstance(value, list) and get_origin(s.type) is tuple else value
 
 
 def _plain(value):
@@ -228,7 +248,7 @@ def text(value: Any) -> str:
     """A value as it is written on a command line."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return ",".join(value) or "none" if isinstance(value, list | tuple) else str(value)
+    return ",".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 
 def shown(value: Any) -> str:

@@ -44,18 +44,19 @@ def model_card(trained: Trained, form: str, versions: Mapping[str, str]) -> str:
       form: "dense" or "sparse".
       versions: name -> version of what the export was made with.
     """
-    config = trained.config
+    record = trained.record
+    assert record is not None, "an exported model comes from a run folder"
     name = f"{Path(trained.folder).name}, {trained.variant}"
     return "\n\n".join(
         [
-            _front_matter(config),
+            _front_matter(record),
             f"# {name}",
-            _sentence(trained),
+            _sentence(trained, record),
             _table(("", ""), _shape(trained)),
             f"## Use\n{_use(form)}",
             f"## Held-out loss\n{_losses(trained)}",
             f"## Tasks\n{_tasks(trained)}",
-            _made(config, versions),
+            _made(record, versions),
         ]
     ).lstrip("\n")
 
@@ -66,19 +67,18 @@ def _use(form):
     return _READERS[form].replace("{reader}", reader.split('"""', 2)[2].strip())
 
 
-def _front_matter(config):
-    return f"---\ntags:\n- sparse_dataflow\n- block-sparse\n- {config['experiment']}\n---"
+def _front_matter(record):
+    return f"---\ntags:\n- sparse_dataflow\n- block-sparse\n- {record.experiment}\n---"
 
 
-def _sentence(trained):
-    model, corpus = trained.model, trained.config["corpus"]
+def _sentence(trained, record):
     seen = trained.step * trained.training.batch * trained.training.sequence
-    kind = "block-sparse" if model.sparse_projections else "dense"
-    start = trained.config.get("init_from")
-    begun = f" It began with the weights of {start['path']}." if start else ""
+    kind = "block-sparse" if trained.model.sparse_projections else "dense"
+    start = record.init_from
+    began = f" It began with the weights of {start['path']}." if start else ""
     return (
-        f"A {kind} GPT, trained on {seen:,} tokens of the corpus `{corpus['name']}` (content "
-        f"{str(corpus['hash'])[:12]}) by sparse_dataflow.{begun}"
+        f"A {kind} GPT, trained on {seen:,} tokens of the corpus `{record.corpus}` (content "
+        f"{record.corpus_hash[:12]}) by sparse_dataflow.{began}"
     )
 
 
@@ -172,12 +172,12 @@ def _number(value):
     return "" if value is None else f"{value:.4g}"
 
 
-def _made(config, versions):
-    command = " ".join(map(str, config["command"]))
-    made = ", ".join(f"{name} {version}" for name, version in config["versions"].items())
+def _made(record, versions):
+    command = " ".join(record.command)
+    made = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     exported = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
-        f"## How it was made\n`{command}`\n\nTrained {config['date']} on {config['machine']} with "
+        f"## How it was made\n`{command}`\n\nTrained {record.date} on {record.machine} with "
         f"{made}. Exported with {exported}.\n"
     )
 

@@ -33,8 +33,8 @@ def _row(row) -> EvaluationRow:
         **{name: row[name] for name in shown},
         unigram=row["baselines"].get("unigram"),
         bigram=row["baselines"].get("bigram"),
-        values={name: told["value"] for name, told in row["models"].items()},
-        errors={name: told["error"] for name, told in row["models"].items()},
+        values={name: model["value"] for name, model in row["models"].items()},
+        errors={name: model["error"] for name, model in row["models"].items()},
         **(row["paired"] or {}),
     )
 
@@ -72,8 +72,8 @@ def text(result: Mapping[str, Any]) -> str:
         "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths)))
         for line in lines
     ]
-    said = [*(["± is a standard error. " + METHOD] if pair else ["± is a standard error."])]
-    return "\n".join([*table, *said, *shown.notes])
+    footer = [*(["± is a standard error. " + METHOD] if pair else ["± is a standard error."])]
+    return "\n".join([*table, *footer, *shown.notes])
 
 
 def read(folder: Path) -> EvaluationData | None:
@@ -103,8 +103,8 @@ def add_to_report(folder: Path, result: Mapping[str, Any]) -> Path | None:
     if not path.exists():
         return None
     try:
-        kept = dict(json_files.load(path)) | {"evaluation": None}
-        report = ReportData.from_json(kept)
+        fields = dict(json_files.load(path)) | {"evaluation": None}
+        report = ReportData.from_json(fields)
     except json_files.MALFORMED as error:
         raise UserError(f"{path} is damaged ({error}); resume the run to make it anew.") from None
     report = dataclasses.replace(report, evaluation=data(result))

@@ -1,7 +1,6 @@
 """Small models in memory and in run folders, and modules that import lm-eval."""
 
 import importlib
-import json
 import pathlib
 import random
 import sys
@@ -15,12 +14,16 @@ import pytest
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.run import RunConfig, RunSettings
+from sparse_dataflow.config.sparsity import SparsityConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.tokenizer import train_tokenizer
 from sparse_dataflow.evaluation.trained import Trained
 from sparse_dataflow.models import gpt
+from sparse_dataflow.runs import run_folder
+from sparse_dataflow.training.run_files import RunRecord
 from sparse_dataflow.training.saved_state import identity
 from sparse_dataflow.training.step import initial_state
 
@@ -81,25 +84,35 @@ def trained(models, tokenizer):
         tables = gpt.layout_tables(gpt.layouts(model))
         training = TrainingConfig(steps=1, batch=4, sequence=CONTEXT)
         folder = pathlib.Path("missing")
-        return Trained(folder, variant, model, params, tables, tokenizer, 1, training, {}, {})
+        return Trained(folder, variant, model, params, tables, tokenizer, 1, training, None, {})
 
     return make
 
 
-@pytest.fixture
-def run_folder(models, tokenizer, tmp_path):
+@pytest.fixture(name="run_folder")
+def trained_run(models, tokenizer, tmp_path):
     """A run folder with checkpoints of steps 1, 2 (the best) and 3 of both variants."""
     folder, evolution = tmp_path / "run", EvolutionConfig()
     training = TrainingConfig(steps=3, batch=4, sequence=CONTEXT)
-    config = {"corpus": {"name": "prose", "hash": "ab" * 32}, "tokenizer": tokenizer.content_hash}
-    config["variants"] = {
-        name: {
-            "model": model.to_json(),
-            "training": vars(training),
-            "evolution": vars(evolution),
-        }
-        for name, model in models.items()
-    }
+    config = RunConfig(
+        models["dense"],
+        SparsityConfig(density=0.5, block=8),
+        training=training,
+        run=RunSettings(twin=True),
+    )
+    record = RunRecord(
+        experiment="gpt13b_sparse",
+        command=("python -m experiments.gpt13b_sparse",),
+        date="2026-01-01",
+        versions={},
+        machine="a machine",
+        corpus="prose",
+        corpus_hash="ab" * 32,
+        tokenizer=tokenizer.content_hash,
+        vocab_size=tokenizer.vocab_size,
+        steps={"sparse": 3, "dense": 3},
+    )
+    run_folder.start(folder, config, record, tokenizer)
     states = {}
     for name, model in models.items():
         config_identity = identity(model, training, evolution, tokenizer.content_hash)
@@ -111,6 +124,4 @@ def run_folder(models, tokenizer, tmp_path):
                 states[name, step] = state
                 extra = {"bits_per_byte": metric, "starts": [0], "seconds": 1.0, "plateau": None}
                 checkpoints.save(step, state, extra, metric)
-    (folder / "config.json").write_text(json.dumps(config))
-    tokenizer.save(folder / "tokenizer.json")
     return SimpleNamespace(path=folder, states=states)

@@ -56,7 +56,7 @@ def test_an_exported_model_is_named(tmp_path, kind):
 
 
 def test_a_missing_variant_or_checkpoint_raises_with_the_legal_names(run_folder):
-    assert "legal: dense, sparse" in load_error(run_folder, "spares")
+    assert "sparse, dense" in load_error(run_folder, "spares")
     assert "legal: newest, best" in load_error(run_folder, checkpoint="last")
     assert "it has: 1, 2, 3" in load_error(run_folder, checkpoint="7")
     (run_folder.path / "sparse/checkpoints").rename(run_folder.path / "moved")
@@ -75,7 +75,12 @@ def test_a_wrong_damaged_or_missing_tokenizer_raises(run_folder):
     assert "has no tokenizer.json" in load_error(run_folder)
 
 
-@pytest.mark.parametrize("change", ["{", "[]", '{"variants": {}}', '{"variants": {"sparse": 1}}'])
-def test_a_damaged_config_raises(run_folder, change):
-    (run_folder.path / "config.json").write_text(change)
+@pytest.mark.parametrize("content", ["{", "[]", '{"model": {}}', '{"model": {"d_model": 1}}'])
+def test_a_damaged_config_raises(run_folder, content):
+    (run_folder.path / "config.json").write_text(content)
     assert "config.json is damaged" in load_error(run_folder)
+
+
+def test_a_run_of_an_older_version_raises(run_folder):
+    (run_folder.path / "config.json").write_text('{"flags": {}, "variants": {}}')
+    assert "older sparse_dataflow" in load_error(run_folder)

@@ -19,8 +19,6 @@ from file_damage import damaged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from experiments import study
-from experiments.scaling_law_runs import read_runs
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.presets import SIZES, preset
@@ -29,13 +27,15 @@ from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, gpt2_tokenizer
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.tasks import items
-from sparse_dataflow.files import manifest
+from sparse_dataflow.files import folders, manifest
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.interchange import huggingface, sparse_form
 from sparse_dataflow.kernels import tuned
 from sparse_dataflow.runs import command_line, evaluation_report
 from sparse_dataflow.runs.request import NAMED
+from sparse_dataflow.runs.studies import study
+from sparse_dataflow.runs.studies.scaling_law import read_runs
 from sparse_dataflow.training import goodput, run_files
 from sparse_dataflow.training.metrics import MetricsWriter, read_metrics
 from sparse_dataflow.training.run_files import RunRecord
@@ -123,12 +123,16 @@ def reported(path):
     return evaluation_report.add_to_report(path.parent, EVALUATION)
 
 
-def kept(path):
-    return study.kept(path.parent)
+def result_of(path):
+    return study.read_result(path.parent)
 
 
 def settings_of(path):
-    return study.keep_settings(path.parent, {"scale": "pico"}, "study")
+    content = path.read_bytes()
+    path.unlink()
+    folders.claim(path.parent, "study")
+    path.write_bytes(content)
+    return study.keep_settings(path.parent, preset("pico"), "study")
 
 
 def documents(path):
@@ -175,8 +179,8 @@ READERS = {
     "hardware TOML": ("chip.toml", CHIP, chips.read),
     "tuning JSON": ("tuned.json", tuning(), tuned.read),
     "study CSV": ("runs.csv", RUNS, read_runs),
-    "study result.json": ("result.json", text({"loss": 1.0}), kept),
-    "study settings.json": ("settings.json", text({"scale": "pico"}), settings_of),
+    "study result.json": ("result.json", text({"loss": 1.0}), result_of),
+    "study settings.json": ("settings.json", text(preset("pico").to_json()), settings_of),
     "task file": ("task.jsonl", text(QUESTION) + b"\n", items.read_items),
     "corpus of JSON lines": ("corpus.jsonl", text({"text": "one two " * 9}) + b"\n", documents),
     "corpus of text": ("corpus.txt", "d\u00e9 j\u00e0 vu ".encode() * 9, documents),

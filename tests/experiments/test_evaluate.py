@@ -2,15 +2,14 @@
 
 import importlib.util
 import json
-import sys
 
 import pytest
-from absl import flags as absl_flags
 from main_job import rows
 
-from experiments import evaluate, evaluation_report, flags
+from experiments import evaluate
 from sparse_dataflow.data import cache
 from sparse_dataflow.reporting.report_data import ReportData
+from sparse_dataflow.runs import command_line, evaluation_report
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="the extra eval is not installed"
@@ -28,10 +27,9 @@ def evaluated(job, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def evaluated(*arguments):
-        monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, arguments)])
+        argv = ["evaluate", *map(str, arguments)]
         with pytest.raises(SystemExit) as left:
-            values = absl_flags.FlagValues()
-            flags.run(evaluate.main, evaluate.__doc__, evaluate.GROUPS, values=values)
+            command_line.run(evaluate.main, evaluate.__doc__, options=evaluate.Options, argv=argv)
         out, err = capsys.readouterr()
         errors = [line for line in err.splitlines() if line.startswith("error: ")]
         return left.value.code, out, errors[0] if errors else ""
@@ -101,9 +99,9 @@ def test_runs_that_cannot_be_evaluated(evaluated, copy, tmp_path):
 @pytest.fixture
 def no_loading(monkeypatch):
     """Fails where a model is loaded."""
-    from experiments import evaluation_runs
+    from sparse_dataflow.runs import evaluate
 
-    monkeypatch.setattr(evaluation_runs, "load", lambda *args: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(evaluate, "load", lambda *args: pytest.fail("a model was loaded"))
 
 
 def test_tasks_that_cannot_be_asked(evaluated, copy, tmp_path, no_loading):
@@ -133,9 +131,9 @@ def test_without_a_network_the_own_tasks_are_named(evaluated, copy, no_loading, 
 
 
 def test_runs_that_cannot_be_compared(evaluated, copy, undisturbed):
-    config = json.loads((copy / "config.json").read_text())
-    config["corpus"]["hash"] = "0" * 64
-    (copy / "config.json").write_text(json.dumps(config))
+    record = json.loads((copy / "run.json").read_text())
+    record["corpus_hash"] = "0" * 64
+    (copy / "run.json").write_text(json.dumps(record))
     error = refusal(evaluated, f"--run={undisturbed}", f"--against={copy}")
     assert "different corpora" in error
     assert "has changed since" in refusal(evaluated, f"--run={copy}")

@@ -30,15 +30,15 @@ def test_a_run_writes_exports_and_is_begun_from(job, refused, undisturbed, tmp_p
         )
         assert done.returncode == 0, done.stderr
         card = (tmp_path / form / "README.md").read_text()
-        config = json.loads((undisturbed / "config.json").read_text())
+        record = json.loads((undisturbed / "run.json").read_text())
         for fact in (
             "density 0.25",
             "bits per byte",
-            config["date"],
-            f"jax {config['versions']['jax']}",
+            record["date"],
+            f"jax {record['versions']['jax']}",
         ):
             assert fact in card
-        assert " ".join(config["command"]) in card
+        assert " ".join(record["command"]) in card
     sparse = huggingface.read(tmp_path / "sparse")
     assert sparse.model == model.model and sparse.tokenizer == model.tokenizer
     again = (f"--run={undisturbed}", f"--to={tmp_path / 'dense'}")
@@ -49,8 +49,8 @@ def test_a_run_writes_exports_and_is_begun_from(job, refused, undisturbed, tmp_p
     start = f"--init_from={tmp_path / 'dense'}"
     done = job.run(*sizes, f"--corpus={job.corpus}", start, f"--out={begun}")
     assert done.returncode == 0, done.stderr
-    config = json.loads((begun / "config.json").read_text())
-    assert config["init_from"]["path"] == str(tmp_path / "dense")
+    record = json.loads((begun / "run.json").read_text())
+    assert record["init_from"]["path"] == str(tmp_path / "dense")
     first = trained.load(begun, "sparse", "0")
     # The largest quarter of the blocks are those that were stored, as the others are zeros.
     for name in ("qkv", "mlp_out"):

@@ -15,23 +15,28 @@ from sparse_dataflow.evaluation.trained import Trained
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.model_card import model_card
 from sparse_dataflow.parallel import whole
+from sparse_dataflow.training.run_files import RunRecord
 
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
-CONFIG = {
-    "experiment": "gpt13b_sparse",
-    "command": ["python -m experiments.gpt13b_sparse", "--steps=7"],
-    "date": "2026-01-01",
-    "machine": "a machine",
-    "versions": {"jax": "1.2.3"},
-    "corpus": {"name": "letters", "hash": "ab" * 32},
-}
+RECORD = RunRecord(
+    experiment="gpt13b_sparse",
+    command=("python -m experiments.gpt13b_sparse", "--steps=7"),
+    date="2026-01-01",
+    versions={"jax": "1.2.3"},
+    machine="a machine",
+    corpus="letters",
+    corpus_hash="ab" * 32,
+    tokenizer=BYTES.content_hash,
+    vocab_size=BYTES.vocab_size,
+    steps={"sparse": 7},
+)
 
 
 @pytest.fixture
 def trained(tmp_path):
     params, tables = drawn(SPARSE)
     training = TrainingConfig(steps=7, batch=4, sequence=16)
-    return Trained(tmp_path, "sparse", SPARSE, params, tables, BYTES, 7, training, CONFIG, {})
+    return Trained(tmp_path, "sparse", SPARSE, params, tables, BYTES, 7, training, RECORD, {})
 
 
 def judge(folder, run=None, step=7):

@@ -1,21 +1,24 @@
-"""The trainings of sparse_scaling_law, the fit's tables and its figure."""
+"""The trainings of sparse_scaling_law, and the report of the fit."""
 
 import csv
 import dataclasses
 import io
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from experiments import gpt_run, measurement, study
-from experiments.coordinates import numbers
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.files import folders, json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planning import cost
 from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
+from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.request import Request
+from sparse_dataflow.runs.studies import study
+from sparse_dataflow.runs.train import stop_on_signals, stopped_status
 from sparse_dataflow.sparsity.scaling_law import (
     COLUMNS,
     Runs,
@@ -32,73 +35,97 @@ from sparse_dataflow.training.metrics import say
 OWNER = "sparse_scaling_law"
 
 PLACE = COLUMNS[:3]
-"""Where a run lies: parameters, sparsity, tokens."""
+"""Coordinates of a run: parameters, sparsity, tokens."""
 
 FLOPS = 6.0
 """Training FLOPs that a stored parameter costs for a token: forward 2, backward 4."""
 
 
-def run(values, groups) -> int:
-    """Fits the runs of a CSV, or trains a grid and fits that; see `sparse_scaling_law`.
+VARIED = ("sparsity.density", "sparsity.budget", "sparsity.rank", "sparsity.hadamard", "evolution.")
+"""What is the same or planned in a scaling law, as `study.prepare` takes it."""
+
+
+def fit_again(path: Path, rounds: int, folder: Path) -> None:
+    """Fits the runs of a CSV, predicts those that it holds out, and writes the report.
+
+    Args:
+      path: the CSV; see `read_runs`.
+      rounds: bootstrap rounds of the intervals.
+      folder: folder of the report.
+
+    Raises:
+      UserError: the CSV cannot be read or fitted.
+    """
+    folders.refuse_foreign(folder, OWNER)
+    runs, held_out = read_runs(path)
+    fitted = runs.take(~held_out)
+    law, laws = fit(fitted), bootstrap(fitted, rounds)
+    folders.claim(folder, OWNER)
+    losses = _losses(runs.take(held_out))
+    predictions = [_predicted(place, law, laws) for place in losses]
+    _report(folder, "any", fitted, law, laws, _measured(predictions, losses))
+
+
+def train_and_fit(
+    request: Request,
+    *,
+    widths: Sequence[int],
+    densities: Sequence[float],
+    lengths: Sequence[int],
+    seeds: int,
+    rounds: int,
+    folder: Path,
+) -> int:
+    """Trains a grid, fits it, and predicts its widest, longest trainings before they run.
+
+    Args:
+      request: the config that the grid changes.
+      widths: values of d_model.
+      densities: fractions of the blocks stored.
+      lengths: optimizer steps.
+      seeds: trainings of each.
+      rounds: bootstrap rounds of the intervals.
+      folder: folder to make, or to go on in.
 
     Returns:
       The exit status.
 
     Raises:
-      UserError: in words, for what cannot be read, trained or fitted.
+      UserError: what cannot be trained or fitted.
     """
-    folder = Path(values.out)
-    study.refuse_foreign(folder, OWNER)
-    return _fit_again(values, folder) if values.runs else _train_and_fit(values, groups, folder)
-
-
-def _fit_again(values, folder) -> int:
-    runs, held_out = read_runs(Path(values.runs))
-    fitted = runs.take(~held_out)
-    law, laws = fit(fitted), bootstrap(fitted, values.rounds)
-    folders.claim(folder, OWNER)
-    losses = _losses(runs.take(held_out))
-    predictions = [_predicted(place, law, laws) for place in losses]
-    _report(folder, "any", fitted, law, laws, _measured(predictions, losses))
-    return 0
-
-
-def _train_and_fit(values, groups, folder) -> int:
-    begun = study.begin(values, groups)
-    asked = begun.asked
-    varied = ("runs", "rounds", "out", "widths", "densities", "lengths", "seeds")
-    study.keep_settings(folder, {k: v for k, v in asked.items() if k not in varied}, OWNER)
-    plan = _plan(values, begun)
+    folders.refuse_foreign(folder, OWNER)
+    varied = (*VARIED, "training.steps")
+    base = study.prepare(request, varied, {"model.parametrization": "supar"})
+    study.keep_settings(folder, base.config, OWNER)
+    plan = _plan(base, widths, densities, lengths, seeds)
     held_out = [p for p in plan if p["held_out"]]
     fitted = [p for p in plan if not p["held_out"]]
-    with gpt_run.stop_on_signals() as stop:
-        if not _train(fitted, begun, folder, stop):
-            return gpt_run.stopped_status(stop())
+    with stop_on_signals() as stop:
+        if not _train(fitted, base, folder, stop):
+            return stopped_status(stop())
         runs = _runs(fitted)
-        law, laws = fit(runs), bootstrap(runs, values.rounds)
+        law, laws = fit(runs), bootstrap(runs, rounds)
         places = dict.fromkeys(tuple(p[name] for name in PLACE) for p in held_out)
         predictions = [_predicted(place, law, laws) for place in places]
         say(_predictions_table(predictions))
         (folder / "predictions.json").write_text(json.dumps(predictions, indent=1) + "\n")
-        if not _train(held_out, begun, folder, stop):
-            return gpt_run.stopped_status(stop())
+        if not _train(held_out, base, folder, stop):
+            return stopped_status(stop())
     _write_runs(folder / "runs.csv", plan)
     measured = _measured(predictions, _losses(_runs(held_out)))
-    _report(folder, begun.chip.name, runs, law, laws, measured)
+    _report(folder, base.chip.name, runs, law, laws, measured)
     return 0
 
 
-def _plan(values, begun) -> list[dict]:
-    """One dict a training: its variant, its place in the law, and whether it is held out.
+def _plan(base, widths, densities, lengths, seeds) -> list[dict]:
+    """One dict for each training: its variant, its place in the law, and whether it is held out.
 
-    All of one seed come before the next one's.
+    All trainings of one seed come before those of the next.
     """
-    widths = numbers(values.widths, "widths", int)
-    lengths = numbers(values.lengths, "lengths", int)
-    densities = numbers(values.densities, "densities")
+    widths, lengths = sorted(widths), sorted(lengths)
     plan = []
-    for seed, width, density in itertools.product(range(values.seeds), widths, densities):
-        variant = begun.variant("sparse", density=density, parametrization="supar", seed=seed)
+    for seed, width, density in itertools.product(range(seeds), widths, densities):
+        variant = base.variant("sparse", sparsity__density=density, training__seed=seed)
         model = widened(variant.model, width)
         for steps in lengths:
             training = dataclasses.replace(variant.training, steps=steps)
@@ -117,21 +144,21 @@ def _plan(values, begun) -> list[dict]:
 
 
 def stored_parameters(model: ModelConfig) -> int:
-    """Weights of all projections that are stored: what the law calls N.
+    """Stored weights of all projections: the N of the law.
 
-    Embeddings are left out, as sparsity does not touch them (as in arXiv 2001.08361, section 2.1).
+    Embeddings do not count, as they stay dense (arXiv 2001.08361, section 2.1).
     """
     flops = cost.flops_per_token(model, 1, training=False).sections
     return round(sum(flops[name] for name in PROJECTIONS) / 2)
 
 
-def _train(trainings, begun, folder, stop) -> bool:
+def _train(trainings, base, folder, stop) -> bool:
     """Fills in "loss" of every training; False if it was stopped before the last."""
     for training in trainings:
         where = folder / training["name"]
-        result = study.kept(where)
+        result = study.read_result(where)
         if result is None:
-            data = begun.data(training["variant"], training["seed"])
+            data = base.data(training["variant"])
             result = study.train(training["name"], training["variant"], data, where, stop)
         if result is None:
             say("stopped; the same command goes on")
@@ -157,8 +184,8 @@ def read_runs(path: Path) -> tuple[Runs, np.ndarray]:
     except (OSError, ValueError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--runs={path} cannot be read: {reason}.") from error
-    found = list(rows[0]) if rows else []
-    missing = [name for name in COLUMNS if name not in found]
+    header = list(rows[0]) if rows else []
+    missing = [name for name in COLUMNS if name not in header]
     if missing:
         raise UserError(
             f"{path} has no column {', '.join(missing)}; legal: {', '.join(COLUMNS)} in its first "
@@ -187,10 +214,10 @@ def _write_runs(path, trainings):
 
 def _losses(runs) -> dict[tuple, list[float]]:
     """{(parameters, sparsity, tokens): losses of the runs there}."""
-    found: dict[tuple, list[float]] = {}
+    by_place: dict[tuple, list[float]] = {}
     for *place, loss in zip(*(getattr(runs, name) for name in COLUMNS)):
-        found.setdefault(tuple(map(float, place)), []).append(float(loss))
-    return found
+        by_place.setdefault(tuple(map(float, place)), []).append(float(loss))
+    return by_place
 
 
 def _predicted(place, law, laws) -> dict:
@@ -205,11 +232,11 @@ def _predicted(place, law, laws) -> dict:
 
 def _measured(predictions, losses) -> list[dict]:
     """The predictions with the losses that were measured there, and their mean."""
-    found = []
+    compared = []
     for prediction in predictions:
-        own = losses[tuple(float(prediction[name]) for name in PLACE)]
-        found.append({**prediction, "loss": float(np.mean(own)), "losses": own})
-    return found
+        measured = losses[tuple(float(prediction[name]) for name in PLACE)]
+        compared.append({**prediction, "loss": float(np.mean(measured)), "losses": measured})
+    return compared
 
 
 def _predictions_table(predictions) -> str:
@@ -233,8 +260,8 @@ def _report(folder, machine, runs, law, laws, predictions):
         **measurement.provenance(machine),
         "runs": len(runs),
         "constants": {
-            name: _with_interval(value, [each.constants_in_units_of_1()[name] for each in laws])
-            for name, value in law.constants_in_units_of_1().items()
+            name: _with_interval(value, [each.constants_per_one()[name] for each in laws])
+            for name, value in law.constants_per_one().items()
         },
         "residuals": {
             "median": float(np.median(np.abs(residuals))),
@@ -329,9 +356,9 @@ def _fitted(runs, law, predictions):
     fitted = law.loss(runs.parameters, runs.sparsity, runs.tokens)
     curves = {}
     for sparsity in np.unique(runs.sparsity):
-        own = runs.sparsity == sparsity
+        equal = runs.sparsity == sparsity
         name = f"{100 * sparsity:g}% zeros" if sparsity else "dense"
-        curves[name] = Curve(fitted[own], runs.loss[own], joined=False)
+        curves[name] = Curve(fitted[equal], runs.loss[equal], joined=False)
     both = [*fitted, *runs.loss]
     if predictions:
         x, y = zip(*((p["predicted"], loss) for p in predictions for loss in p["losses"]))

@@ -1,15 +1,14 @@
 """A conversation goes on after what stops one text, and ends when it is asked to."""
 
 import builtins
-import sys
 from types import SimpleNamespace
 
 import pytest
-from absl import flags as absl_flags
 
-from experiments import flags, generate, run_models
+from experiments import generate
 from sparse_dataflow.data.tokenizer import gpt2_tokenizer
 from sparse_dataflow.evaluation import generate as generation
+from sparse_dataflow.runs import command_line, load_model
 
 TOKENIZER = gpt2_tokenizer()
 
@@ -35,13 +34,12 @@ def converse(monkeypatch, capsys):
             prompts.append(TOKENIZER.decode(tokens[0]))
             write(prompts[-1], lambda text: on_token(0, text))
 
-        monkeypatch.setattr(run_models, "load", lambda values: model)
+        monkeypatch.setattr(load_model, "load", lambda options: model)
         monkeypatch.setattr(generation, "generate", generated)
         monkeypatch.setattr(builtins, "input", answer)
-        monkeypatch.setattr(sys, "argv", ["generate", "--run=RUN", "--interactive"])
-        values = absl_flags.FlagValues()
+        argv = ["generate", "--run=RUN", "--interactive"]
         with pytest.raises(SystemExit) as left:
-            flags.run(generate.main, generate.__doc__, generate.GROUPS, values=values)
+            command_line.run(generate.main, generate.__doc__, options=generate.Options, argv=argv)
         return left.value.code, *capsys.readouterr(), prompts
 
     return converse

@@ -1,0 +1,156 @@
+"""The tasks that a command line names: of this project, of lm-eval, or in files of JSON lines.
+
+Needs the extra `eval`.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lm_eval.tasks import TaskManager
+
+from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.evaluation.tasks import builtin, lm_eval_tasks
+from sparse_dataflow.evaluation.tasks.items import Item, read_items
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.training.metrics import say
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A task that is ready to be scored.
+
+    Attributes:
+      task: lm-eval's task.
+      items: its items; None for a task of lm-eval's own.
+    """
+
+    task: Any
+    items: Sequence[Item] | None = None
+
+    @property
+    def zero_shot_only(self) -> bool:
+        """Whether lm-eval defines it without examples in the prompt."""
+        return self.items is None and self.task.OUTPUT_TYPE == "loglikelihood_rolling"
+
+    @property
+    def generates(self) -> bool:
+        """Whether text is written, and not scored."""
+        return self.task.OUTPUT_TYPE == "generate_until"
+
+    def documents(self, count: int) -> list[str]:
+        """The document of each of the first `count` items; unknown documents count as distinct."""
+        if self.items is None:
+            return [str(number) for number in range(count)]
+        return [item.document for item in self.items[:count]]
+
+    def chance(self, count: int) -> float | None:
+        """The accuracy of guessing, 0 for open answers; None for tasks of lm-eval's own."""
+        if self.items is None:
+            return None
+        each = [1 / n if n > 1 else 0.0 for n in (len(i.choices) for i in self.items[:count])]
+        return float(np.mean(each))
+
+
+def named(tasks: str, corpus: str, most_shots: int) -> dict[str, dict[str, Task] | None]:
+    """The tasks that a comma list names, in that order.
+
+    Args:
+      tasks: "own" (every own task that the corpus gives), names of own tasks, lm-eval's tasks, and
+        files of JSON lines.
+      corpus: name of the corpus that the model was trained on.
+      most_shots: most examples in a prompt.
+
+    Returns:
+      Name -> tasks; None for an own task, which `ready` makes.
+
+    Raises:
+      UserError: there is no such task, its data cannot be reached, or its file cannot be used.
+    """
+    of_project, manager = builtin.task_names(corpus), None
+    by_name: dict[str, dict[str, Task] | None] = {}
+    words = [word.strip() for word in tasks.split(",") if word.strip()]
+    for name in dict.fromkeys(
+        name for word in words for name in (of_project if word == "own" else [word])
+    ):
+        if name in builtin.BUILTIN_TASKS:
+            if name not in of_project:
+                raise UserError(
+                    f"The task {name} needs Python source, and {corpus} has its own tasks: "
+                    f"{', '.join(of_project)}."
+                )
+            by_name[name] = None
+        elif name.endswith((".jsonl", ".json")):
+            items = read_items(Path(name))
+            _refuse_unfit(name, items, most_shots)
+            stem = Path(name).stem
+            by_name[name] = {stem: Task(lm_eval_tasks.make_task(stem, items), items)}
+        else:
+            manager = manager or TaskManager()
+            of_lm_eval = lm_eval_tasks.load_tasks(name, manager, of_project)
+            by_name[name] = {task: Task(it) for task, it in of_lm_eval.items()}
+    if not by_name:
+        raise UserError(
+            f"--tasks={tasks} names no task; legal: own, {', '.join(of_project)}, lm-eval's tasks "
+            "and files of JSON lines."
+        )
+    return by_name
+
+
+def ready(
+    by_name: Mapping[str, dict[str, Task] | None],
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    context: int,
+    count: int,
+    seed: int,
+    most_shots: int,
+) -> dict[str, Task]:
+    """The tasks of `named` with the own ones made.
+
+    Args:
+      by_name: as `named` returns them.
+      corpus: the corpus whose held-out documents give the items.
+      tokenizer: tokenizer of the models.
+      context: tokens that a prompt may have.
+      count: items to make for each own task.
+      seed: draws them.
+      most_shots: most examples in a prompt.
+
+    Raises:
+      UserError: no task is left, as the documents give too few items.
+    """
+    tasks: dict[str, Task] = {}
+    for name, group in by_name.items():
+        if group is not None:
+            tasks |= group
+            continue
+        say(f"making {count} items of {name}")
+        items, examples = builtin.make_items(name, corpus, tokenizer, context, count, seed)
+        if len(items) < 2 or len(examples) < most_shots:
+            say(f"{name} is left out: the documents of {corpus.name} give too few items")
+            continue
+        tasks[name] = Task(lm_eval_tasks.make_task(name, items, examples), items)
+    if not tasks:
+        raise UserError(
+            f"The documents of {corpus.name} give too few items for --tasks; name others, or lower "
+            "--num_fewshot."
+        )
+    return tasks
+
+
+def _refuse_unfit(name, items, most_shots):
+    """Refuses a file that mixes kinds of items, or has too few for the examples of a prompt."""
+    if len({len(item.choices) == 1 for item in items}) > 1:
+        raise UserError(f"The task file {name} mixes items of one choice with items of several.")
+    # Examples are items that differ from the one that is asked.
+    often = max(collections.Counter((i.context, i.choices, i.answer) for i in items).values())
+    if len(items) - often < most_shots:
+        raise UserError(
+            f"The task file {name} has {len(items)} items, too few for {most_shots} different ones "
+            "as examples; give --num_fewshot=0, or more items."
+        )

@@ -1,0 +1,40 @@
+"""One trained model of a run, as an experiment's flags name it."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from sparse_dataflow.config.settings import setting
+from sparse_dataflow.files.errors import UserError
+
+if TYPE_CHECKING:
+    from sparse_dataflow.evaluation.trained import Trained
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """The flags that name a model; options of an experiment that reads one inherit them.
+
+    Attributes:
+      run: run folder.
+      variant: "sparse" or "dense"; empty for the first that the run has.
+      checkpoint: "newest", "best" or a step.
+    """
+
+    run: str = setting("", "Run folder.")
+    variant: str = setting("", "Model of the run; empty is sparse where it has one.")
+    checkpoint: str = setting("newest", "newest, best (held-out loss) or a step.")
+
+
+def load(options: ModelOptions) -> "Trained":
+    """The model that the options name.
+
+    Raises:
+      UserError: no run is named, or `trained.load` refuses it.
+    """
+    from sparse_dataflow.evaluation import trained
+    from sparse_dataflow.training.run_files import read_config
+
+    if not options.run:
+        raise UserError("No run is named; give a run folder with --run.")
+    variant = options.variant or read_config(options.run).variants[0]
+    return trained.load(options.run, variant, options.checkpoint)

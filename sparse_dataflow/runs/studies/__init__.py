@@ -1,0 +1,1 @@
+"""Studies: many trainings on one corpus, each in a folder of its own."""

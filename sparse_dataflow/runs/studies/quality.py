@@ -1,0 +1,246 @@
+"""The trainings of sparse_quality: planned to one budget, resumed, and put into tables."""
+
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.files import folders
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.reporting.panels import save_strips
+from sparse_dataflow.runs import measurement, memory_check, step_plan
+from sparse_dataflow.runs.request import Request
+from sparse_dataflow.runs.studies import study
+from sparse_dataflow.runs.studies.study import Study
+from sparse_dataflow.runs.train import stop_on_signals, stopped_status
+from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.phases import refuse_unfit, run_flops
+from sparse_dataflow.training.variants import Variant
+
+OWNER = "sparse_quality"
+BASELINE = "dense"
+FLOOR = "static_random"
+VARIED = ("sparsity.pattern", "sparsity.rank", "sparsity.hadamard", "evolution.")
+"""What arms set, as `study.prepare` takes it."""
+
+METHOD, AT = "evolution.method", "evolution.at"
+RANK, HADAMARD, TRAINING_FLOPS = "sparsity.rank", "sparsity.hadamard", "training_flops"
+
+Changes = Mapping[str, Any] | None
+"""Path -> value in a sparse arm; None in the dense one.
+
+`sparsity.rank` is a fraction of the model's width, `sparsity.hadamard` a fraction of the largest
+power of 2 that divides the width.  "training_flops" is the share of the dense training's FLOPs that
+the arm spends in all, by the step at which it turns dense."""
+
+
+def run(
+    request: Request,
+    all_arms: Mapping[str, Changes],
+    *,
+    arms: Sequence[str],
+    equal: Sequence[str],
+    steps: int,
+    seeds: int,
+    out: str,
+) -> int:
+    """Trains every arm, seed and budget that is named; see `experiments.sparse_quality`.
+
+    Args:
+      request: the config that arms change.
+      all_arms: name of an arm -> its changes.
+      arms: the arms to train.
+      equal: budgets to train them to: "tokens", "flops", "seconds".
+      steps: optimizer steps of the dense model.
+      seeds: trainings of each arm.
+      out: folder to make, or to go on in.
+
+    Returns:
+      The exit status.
+
+    Raises:
+      UserError: before the first step where it can be known then.
+    """
+    if not arms or not equal:
+        raise UserError("--arms or --equal names nothing, so there is nothing to train; name some.")
+    folder = Path(out)
+    folders.refuse_foreign(folder, OWNER)
+    base = study.prepare(request, VARIED, {"training.steps": steps})
+    study.keep_settings(folder, base.config, OWNER)
+    for arm in arms:
+        variant = _variant(base, all_arms[arm])
+        refuse_unfit(variant.model, variant.evolution, steps)
+        memory_check.refuse_too_large(base.config, [variant], base.chip.memory_bytes)
+    results = []
+    with stop_on_signals() as stop:
+        for seed in range(seeds):
+            planned: dict[str, dict[str, int]] = {}
+            for budget in equal:
+                for arm in arms:
+                    where = folder / f"equal_{budget}" / arm / f"seed_{seed}"
+                    result = study.read_result(where)
+                    if result is None:
+                        planned = planned or _steps(base, all_arms, arms, equal, seed)
+                        variant = _variant(base, all_arms[arm], seed)
+                        variant = variant.with_steps(planned[budget][arm])
+                        data = base.data(variant)
+                        result = study.train(f"{arm}, seed {seed}", variant, data, where, stop)
+                    if result is None:
+                        say("stopped; the same command goes on")
+                        return stopped_status(stop())
+                    results.append({"equal": budget, "arm": arm, "seed": seed, **result})
+    settings = base.config.to_json()
+    result = {"settings": settings, "results": results}
+    measurement.write(str(folder), "quality", base.chip.name, result)
+    ends_dense = [arm for arm, changes in all_arms.items() if _ends_dense(changes)]
+    text = tables(results, ends_dense)
+    (folder / "quality.md").write_text(text)
+    draw(results, folder / "quality.png")
+    say(text)
+    return 0
+
+
+def _variant(base: Study, changes: Changes, seed: int = 0) -> Variant:
+    """The model of an arm."""
+    if changes is None:
+        return base.variant("dense", training__seed=seed)
+    changes = {**changes, "training.seed": seed}
+    width = base.config.model.d_model
+    if RANK in changes:
+        changes[RANK] = max(1, round(changes[RANK] * width))
+    if HADAMARD in changes:
+        changes[HADAMARD] = int(changes[HADAMARD] * (width & -width))
+    if TRAINING_FLOPS in changes:
+        share = changes.pop(TRAINING_FLOPS)
+        dense = base.variant("dense")
+        changes[AT] = switch_at(dense, base.variant("sparse", **changes), share)
+    return base.variant("sparse", **changes)
+
+
+def switch_at(dense: Variant, sparse: Variant, share: float) -> float:
+    """When a sparse training turns dense to spend `share` of the dense training's FLOPs.
+
+    Returns:
+      The fraction of the steps after which it begins to turn dense.
+
+    Raises:
+      UserError: no fraction spends that share; names the shares that can be spent.
+    """
+    training = dense.training
+    of_dense = run_flops(dense.model, dense.evolution, training)
+    models = (spec.model for spec in sparse.phase_specs)
+    first, *later = (run_flops(model, EvolutionConfig(), training) for model in models)
+    # Phases after the first are equally long.
+    after = sum(later) / len(later)
+    if not first < share * of_dense < after:
+        raise UserError(
+            f"No switch to dense spends {share:.0%} of the dense training's FLOPs here; legal: "
+            f"above {first / of_dense:.0%} and below {after / of_dense:.0%}. Give a lower "
+            "--density, or name other --arms."
+        )
+    return (after - share * of_dense) / (after - first)
+
+
+def _steps(base, all_arms, arms, equal, seed):
+    """{budget: {arm: steps}}; the budgets are those of the dense model's steps."""
+    steps = base.config.training.steps
+    names = list(dict.fromkeys((BASELINE, *arms)))
+    variants = {arm: _variant(base, all_arms[arm], seed) for arm in names}
+    planned = {"tokens": dict.fromkeys(names, steps)}
+    flops = {arm: _flops_a_step(v.with_steps(steps)) for arm, v in variants.items()}
+    planned["flops"] = _as_many(steps, flops, names)
+    if "seconds" in equal:
+        data = base.data(variants[BASELINE])
+        planned["seconds"] = _as_many(steps, step_plan.step_seconds(variants, data, steps), names)
+    return planned
+
+
+def _as_many(steps, cost_of_step, names):
+    """Steps of each arm that cost what the baseline's `steps` cost."""
+    budget = steps * cost_of_step[BASELINE]
+    return {arm: max(1, round(budget / cost_of_step[arm])) for arm in names}
+
+
+def _flops_a_step(variant):
+    total = run_flops(variant.model, variant.evolution, variant.training)
+    return total / variant.training.steps
+
+
+def _ends_dense(changes):
+    return changes is None or changes.get(METHOD) == "sparse_to_dense"
+
+
+def tables(results: list[dict], ends_dense: Container[str]) -> str:
+    """A Markdown table for each budget, and below it the arm that wins.
+
+    The columns are held-out bits per byte (mean, and half the range over seeds), the difference to
+    dense (with its standard error, paired by seed), and the part of the gap from static random to
+    dense that is closed.
+
+    Args:
+      results: one dict for each training.
+      ends_dense: arms that end with a dense model.
+    """
+    sections = []
+    for equal in dict.fromkeys(r["equal"] for r in results):
+        arms: dict[str, list[dict]] = {}
+        for r in (r for r in results if r["equal"] == equal):
+            arms.setdefault(r["arm"], []).append(r)
+        mean = {a: float(np.mean([r["bits_per_byte"] for r in rs])) for a, rs in arms.items()}
+        lines = [
+            f"## {_title(equal)}\n",
+            "| arm | bits per byte | spread | to dense | gap closed | steps | FLOPs | seconds |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for arm in sorted(arms, key=mean.__getitem__):
+            lines.append(_line(arm, arms, mean))
+        best = min(mean, key=mean.__getitem__)
+        ending = [arm for arm in mean if arm not in ends_dense]
+        sparse = min(ending, key=mean.__getitem__, default=None)
+        lines.append(f"\nLowest: {best}; of those that end sparse: {sparse or 'none was trained'}.")
+        sections.append("\n".join(lines) + "\n")
+    return "\n".join(sections)
+
+
+def _title(equal):
+    return f"Equal {'FLOPs' if equal == 'flops' else equal}"
+
+
+def draw(results: list[dict], path: Path) -> None:
+    """Held-out bits per byte, a panel a budget, every seed a dot."""
+    groups: dict[str, dict[str, list[float]]] = {}
+    for r in results:
+        group = groups.setdefault(_title(r["equal"]), {})
+        group.setdefault(r["arm"], []).append(r["bits_per_byte"])
+    save_strips(path, groups, "held-out bits per byte", BASELINE)
+
+
+def _line(arm, arms, mean):
+    of_arm = arms[arm]
+    bits = [r["bits_per_byte"] for r in of_arm]
+    closed = "-"
+    if BASELINE in mean:
+        gap = mean.get(FLOOR, 0.0) - mean[BASELINE]
+        if gap > 0:  # Else there is nothing to close, as early in a training.
+            closed = f"{(mean[FLOOR] - mean[arm]) / gap:.0%}"
+    average = {name: np.mean([r[name] for r in of_arm]) for name in ("steps", "flops", "seconds")}
+    to_dense = _to_dense(arm, arms, mean)
+    return (
+        f"| {arm} | {mean[arm]:.4f} | {(max(bits) - min(bits)) / 2:.4f} | {to_dense} | "
+        f"{closed} | {average['steps']:.0f} | {average['flops']:.3g} | "
+        f"{average['seconds']:.1f} |"
+    )
+
+
+def _to_dense(arm, arms, mean):
+    if BASELINE not in arms or arm == BASELINE:
+        return "-"
+    difference = f"{mean[arm] / mean[BASELINE] - 1:+.2%}"
+    # Paired by seed, as a seed draws the same order of the data in every arm.
+    of_dense = {r["seed"]: r["bits_per_byte"] for r in arms[BASELINE]}
+    paired = [r["bits_per_byte"] - of_dense[r["seed"]] for r in arms[arm] if r["seed"] in of_dense]
+    if len(paired) < 2:
+        return difference
+    return f"{difference} ± {np.std(paired, ddof=1) / len(paired) ** 0.5 / mean[BASELINE]:.2%}"

@@ -1,0 +1,203 @@
+"""What studies share: one config with changes of their own, and trainings that resume.
+
+A study trains many models on one corpus, each into a folder of its own.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.data import cache
+from sparse_dataflow.data.corpora import Corpus, load_corpus
+from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
+from sparse_dataflow.files import folders, json_files, storage
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_difference import differences
+from sparse_dataflow.hardware.detect import Chip
+from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.runs.request import Request, spelling
+from sparse_dataflow.runs.train import EVALUATIONS_A_RUN, detect_chip, training_data
+from sparse_dataflow.training import variants
+from sparse_dataflow.training.loop import Trainer
+from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.phases import refuse_unfit
+from sparse_dataflow.training.programs import TrainingData, compile_programs
+from sparse_dataflow.training.turns import advance_side_by_side
+from sparse_dataflow.training.variants import Variant
+
+_NO_CHANGES: Mapping[str, Any] = {}
+_UNUSED = ("training.seed", "run.", "parallel.")
+"""Settings, and parts with a dot, that no study reads."""
+_DIFFERENCES_SHOWN = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """The config that the trainings of a study change, and the data that they share.
+
+    Attributes:
+      config: every "auto" settled.
+      corpus: the documents.
+      tokenizer: tokenizer of the corpus.
+      chip: the chip that trains.
+    """
+
+    config: RunConfig
+    corpus: Corpus
+    tokenizer: Tokenizer
+    chip: Chip
+
+    def variant(self, name: str, **changes: Any) -> Variant:
+        """The "sparse" or "dense" model of `config.change(**changes)`."""
+        config = self.config.change(**changes)
+        return variants.variant(config, name, self.tokenizer.vocab_size)
+
+    def data(self, variant: Variant) -> TrainingData:
+        """The batches of a variant's shape, drawn by its seed, and the held-out windows."""
+        config = self.config.change(training__seed=variant.training.seed)
+        return training_data(config, variant, self.corpus, self.tokenizer)
+
+
+def prepare(
+    request: Request, varied: Sequence[str], fixed: Mapping[str, Any] = _NO_CHANGES
+) -> Study:
+    """Settles the config, loads corpus and tokenizer.
+
+    Args:
+      request: the command line.
+      varied: paths that the study changes from training to training, so that a command line may
+        not; "evolution." is every setting of that part.
+      fixed: path -> value of what the study sets once.
+
+    Raises:
+      UserError: the command line or the corpus cannot be used.
+    """
+    keep_freed_memory()
+    refused = (*_UNUSED, *varied, *fixed)
+    for path in request.changes:
+        if path in refused or f"{path.partition('.')[0]}." in refused:
+            raise UserError(f"--set {path}: this study sets {path} itself; leave it out.")
+    request = dataclasses.replace(request, changes={**request.changes, **fixed})
+    chip = detect_chip(request)
+    config = request.config(jax.default_backend(), chip.memory_bytes)
+    corpus = load_corpus(config.data.corpus, cache.FOLDER)
+    size = config.model.vocab_size
+    tokenizer = load_tokenizer(config.data.tokenizer, corpus, size, cache.FOLDER)
+    return Study(config, corpus, tokenizer, chip)
+
+
+def train(label: str, variant: Variant, data: TrainingData, where: Path, stop) -> dict | None:
+    """Trains one model to its end, resuming where it was stopped; None if `stop()` ends it before.
+
+    Args:
+      label: its name on the terminal.
+      variant: the model and its steps; a training that resumes keeps the steps it began with.
+      data: batches of the variant's shape.
+      where: folder of this training alone.
+      stop: () -> whether to save and end.
+
+    Returns:
+      {"bits_per_byte", "loss" (nats a token), "steps", "tokens", "seconds", "flops"} of the whole
+      training, measured on all held-out windows after the last step.
+    """
+    variant = variant.with_steps(_saved_steps(where) or variant.training.steps)
+    refuse_unfit(variant.model, variant.evolution, variant.training.steps)
+    programs = compile_programs(variant.phase_specs, variant.training, data, variant.evolution)
+    where.mkdir(parents=True, exist_ok=True)
+    _keep(where / "steps.json", variant.training.steps)
+    every = max(1, variant.training.steps // EVALUATIONS_A_RUN)
+    trainer = Trainer(
+        variant.name[:6],
+        where,
+        variant.model,
+        variant.training,
+        data,
+        programs,
+        evolution=variant.evolution,
+        eval_every=every,
+        checkpoint_every=2 * every,
+        keep=1,
+    )
+    say(f"{label}, {variant.training.steps} steps into {where}")
+    try:
+        for _ in advance_side_by_side([trainer], stop):
+            pass
+        if not trainer.finished:
+            return None
+        final = trainer.evaluate_finally()
+    finally:
+        trainer.close()
+    result = {
+        "bits_per_byte": final["bits_per_byte"],
+        "loss": final["loss"],
+        "steps": trainer.step,
+        "tokens": trainer.tokens,
+        "seconds": trainer.seconds,
+        "flops": trainer.flops,
+    }
+    _keep(where / "result.json", result)
+    return result
+
+
+def read_result(where: Path) -> dict | None:
+    """What `train` returned for this folder; None if it has not come to its end."""
+    path = where / "result.json"
+    return _read(path, dict) if path.exists() else None
+
+
+def _read(path, kind):
+    """JSON that a study wrote, of type `kind`: an object, or a number of 1 or more."""
+    try:
+        value = json_files.load(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}); remove it to make it anew.") from None
+    if type(value) is not kind or (kind is int and value < 1):
+        raise UserError(f"{path} is damaged; remove it to make it anew.")
+    return value
+
+
+def _saved_steps(where):
+    """Steps that a training began with; new measurements of its speed do not change them."""
+    path = where / "steps.json"
+    return _read(path, int) if path.exists() else None
+
+
+def keep_settings(folder: Path, config: RunConfig, owner: str) -> None:
+    """Makes a study's folder with its config, or checks that it was made with the same one.
+
+    Raises:
+      UserError: it holds trainings of another config, or anything but the study `owner`, or cannot
+        be written.
+    """
+    folders.refuse_foreign(folder, owner)
+    settings = config.to_json()
+    path = folder / "settings.json"
+    if path.exists():
+        saved = _read(path, dict)
+        words = [
+            f"{spelling(name)}={now} (saved: {before})"
+            for name, before, now in differences(saved, json.loads(json.dumps(settings)))
+        ]
+        if words:
+            more = len(words) - _DIFFERENCES_SHOWN
+            raise UserError(
+                f"{folder} holds trainings of other settings: "
+                f"{', '.join(words[:_DIFFERENCES_SHOWN])}{f', and {more} more' * (more > 0)}; "
+                "name another folder with --out."
+            )
+        return
+    folders.claim(folder, owner)
+    _keep(path, settings)
+
+
+def _keep(path, value):
+    """Writes a JSON file atomically; UserError where it cannot be written."""
+    try:
+        storage.replace(path, json.dumps(value, indent=1).encode() + b"\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
