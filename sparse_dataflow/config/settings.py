@@ -7,6 +7,7 @@ through this module and knows nothing else about them.
 import dataclasses
 import difflib
 import math
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -26,6 +27,10 @@ FIXED, ADOPTED, FRESH = "fixed", "adopted", "fresh"
 """How a resumed run treats a setting: it must keep the saved value; it takes the saved value unless
 another is given; it ignores the saved value."""
 
+AUTO = "auto"
+"""The text of None, which a setting may have whose default is None."""
+
+_NUMBERS = {tuple[int, ...]: int, tuple[float, ...]: float}
 _BOOLEANS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 _SHOWN = 60
 
@@ -36,8 +41,9 @@ class Setting:
 
     Attributes:
       name: the field's name; in a `RunConfig` its path, such as "training.batch".
-      type: int, float, bool, str or tuple[str, ...].
-      default: its default; `dataclasses.MISSING` where the preset decides.
+      type: int, float, bool, str, tuple[str, ...], tuple[int, ...] or tuple[float, ...].
+      default: its default; `dataclasses.MISSING` where the preset decides, None where the code
+        that uses it decides.
       help: one or two sentences, with units.
       legal: the legal numbers, in words and as a test.
       choices: the legal names of a str or tuple; empty where any text is legal.
@@ -58,6 +64,8 @@ class Setting:
         Raises:
           ValueError: it names none; the message completes "NAME=TEXT ".
         """
+        if self.default is None and text.lower() == AUTO:
+            return None
         if self.type is int:
             value: Any = _integer(text)
         elif self.type is float:
@@ -68,6 +76,8 @@ class Setting:
                 raise ValueError("is not legal: it must be yes or no.")
         elif self.type == tuple[str, ...]:
             value = _names(text, self.choices)
+        elif self.type in _NUMBERS:
+            value = _numbers(text, _NUMBERS[self.type])
         else:
             value = nearest_choice(text, self.choices) if self.choices else text
         if reason := self.refusal(value):
@@ -76,6 +86,13 @@ class Setting:
 
     def refusal(self, value: Any) -> str:
         """Why a value is not legal, completing "NAME=VALUE "; empty where it is."""
+        if value is None and self.default is None:
+            return ""
+        if self.type in _NUMBERS:
+            if not isinstance(value, tuple) or not value:
+                return "is not legal: it must be a comma list of numbers."
+            one = dataclasses.replace(self, type=_NUMBERS[self.type])
+            return next(filter(None, map(one.refusal, value)), "")
         if self.type == tuple[str, ...]:
             if not isinstance(value, tuple) or not all(isinstance(v, str) for v in value):
                 return "is not legal: it must be a tuple of names."
@@ -115,7 +132,8 @@ def settings(config: Any) -> Iterator[Setting]:
     """Yields the settings of a config class or instance, without those of its parts."""
     for field in dataclasses.fields(config):
         if "setting" in field.metadata:
-            yield Setting(field.name, field.type, field.default, **field.metadata["setting"])
+            kind, *_ = typing.get_args(field.type) if field.default is None else (field.type,)
+            yield Setting(field.name, kind, field.default, **field.metadata["setting"])
 
 
 def by_path(config: Any) -> dict[str, Setting]:
@@ -212,7 +230,7 @@ def _same_names(fields, legal, what):
 
 
 def _tuple(s, value):
-    return tuple(value) if isinstance(value, list) and s.type == tuple[str, ...] else value
+    return tuple(value) if isinstance(value, list) and typing.get_origin(s.type) is tuple else value
 
 
 def _plain(value):
@@ -223,7 +241,9 @@ def text(value: Any) -> str:
     """A value as it is written on a command line."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return ",".join(value) or "none" if isinstance(value, list | tuple) else str(value)
+    if value is None:
+        return AUTO
+    return ",".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 
 def shown(value: Any) -> str:
@@ -247,6 +267,15 @@ def _number(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError("is not a finite number.")
     return value
+
+
+def _numbers(text: str, kind: type) -> tuple[float, ...]:
+    parse = _integer if kind is int else _number
+    try:
+        return tuple(dict.fromkeys(parse(part) for part in text.split(",")))
+    except ValueError:
+        words = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"is not legal: it must be a comma list of {words}.") from None
 
 
 def nearest_choice(text: str, legal: Sequence[str]) -> str:

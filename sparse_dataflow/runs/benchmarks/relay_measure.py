@@ -5,7 +5,6 @@ import time
 import jax
 import numpy as np
 
-from experiments import measurement, relay_plan
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.hardware.detect import Chip
@@ -13,6 +12,7 @@ from sparse_dataflow.parallel.relay import timeline
 from sparse_dataflow.parallel.relay.host_state import fresh_state
 from sparse_dataflow.parallel.relay.relay import Relay, RelayConfig
 from sparse_dataflow.planning import cost, memory, relay
+from sparse_dataflow.runs import measurement, relay_plan
 from sparse_dataflow.training.step import initial_state, make_train_step
 
 NOT_MEASURED = "does not fit"

@@ -1,86 +1,110 @@
-"""The work of `scoring_bench`: makes models and requests, times both, prints and keeps.
+"""Log-likelihoods of a corpus's own tasks, dense and sparse, for `scoring_bench`.
 
 Needs the extra `eval`.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from experiments import measurement, study
-from experiments.evaluation_runs import shots_of
+from sparse_dataflow.data import cache
+from sparse_dataflow.data.corpora import load_corpus
+from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
 from sparse_dataflow.evaluation import harness
 from sparse_dataflow.evaluation.harness import HarnessLM
 from sparse_dataflow.evaluation.scoring import Counts, Limits, limits_of
 from sparse_dataflow.evaluation.tasks import lm_eval_tasks, own
 from sparse_dataflow.evaluation.trained import Trained
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.benchmarks import benchmark
+from sparse_dataflow.runs.benchmarks.benchmark import Models
+from sparse_dataflow.runs.request import Request
 from sparse_dataflow.training.step import initial_state, make_eval_step
 
 
-def run(values, groups) -> None:
-    """Times what the flags say; see `experiments.scoring_bench`.
+def run(request: Request, shots: Sequence[int], items: int, rounds: int, keep: str) -> None:
+    """Measures, prints and writes; see `experiments.scoring_bench`.
+
+    Args:
+      request: the models and the corpus.
+      shots: numbers of examples in the prompt.
+      items: items of each task.
+      rounds: timed rounds.
+      keep: folder of the result file; "" writes none.
 
     Raises:
       UserError: in words, before anything is timed.
     """
-    shots = shots_of(values.num_fewshot)
-    found = study.begin(values, groups)
-    models = {name: _random(found, name) for name in ("dense", "sparse")}
-    context = models["dense"].context
-    tasks = {}
-    for name in own.own_tasks(found.corpus.name):
-        wanted = found.corpus, found.tokenizer, context, values.items, values.seed
-        items, examples = own.make(name, *wanted)
-        if len(items) > 1 and len(examples) >= max(shots):
-            tasks[name] = lm_eval_tasks.of_items(name, items, examples)
-    if not tasks:
-        raise UserError(
-            f"The documents of {found.corpus.name} give too few items for {max(shots)} examples; "
-            "legal: a larger --corpus, or fewer in --num_fewshot."
-        )
-    print(
-        f"{found.chip.name}: scale {found.asked['scale']}, micro-batches of "
-        f"{limits_of(models['dense']).tokens:,} tokens, {', '.join(tasks)}"
+    shots = sorted(shots)
+    models = benchmark.models_of(request)
+    scale = models.config.run.scale
+    corpus = load_corpus(models.config.data.corpus, cache.FOLDER)
+    size = models.config.model.vocab_size
+    tokenizer = load_tokenizer(models.config.data.tokenizer, corpus, size, cache.FOLDER)
+    trained = {name: _random(models, name, tokenizer) for name in models.by_name}
+    tasks = _tasks(corpus, tokenizer, trained["dense"].context, items, models.training.seed, shots)
+    benchmark.run(
+        f"scoring_bench_{models.chip.name}_{scale}",
+        models.chip,
+        f"{models.chip.name}: scale {scale}, micro-batches of "
+        f"{limits_of(trained['dense']).tokens:,} tokens, {', '.join(tasks)}",
+        {
+            "inputs": "random weights; items of the held-out documents",
+            "tokens": "of the requests, context and continuation, without padding",
+            "corpus": corpus.name,
+            "tasks": list(tasks),
+            **models.facts,
+        },
+        _results(trained, tasks, shots, rounds),
+        keep,
     )
-    rows = [row for count in shots for row in _rows(models, tasks, count, values.rounds)]
-    result = {
-        "inputs": "random weights; items of the held-out documents",
-        "tokens": "of the requests, context and continuation, without padding",
-        "scale": found.asked["scale"],
-        "dtype": found.asked["dtype"],
-        "density": values.density,
-        "pattern": values.pattern,
-        "block": values.block,
-        "corpus": found.corpus.name,
-        "tasks": list(tasks),
-        "rows": rows,
-    }
-    name = f"scoring_bench_{found.chip.name}_{found.asked['scale']}"
-    measurement.keep(values.keep, name, found.chip.name, result)
 
 
-def _random(found, name) -> Trained:
-    """A variant with the weights that its training would begin with."""
-    variant = found.variant(name, learning_rate=0.0)
-    state = initial_state(variant.model, variant.training)
+def _random(models: Models, name: str, tokenizer: Tokenizer) -> Trained:
+    """A model with the weights that its training would start with."""
+    model = models.by_name[name]
+    state = initial_state(model, models.training)
     return Trained(
         Path(),
         name,
-        variant.model,
+        model,
         state.params,
         state.tables,
-        found.tokenizer,
+        tokenizer,
         0,
-        variant.training,
+        models.training,
         {},
         {},
     )
 
 
+def _tasks(corpus, tokenizer, context, items, seed, shots):
+    """Name -> task, of the corpus's own tasks with enough items and examples."""
+    tasks = {}
+    for name in own.own_tasks(corpus.name):
+        made, examples = own.make(name, corpus, tokenizer, context, items, seed)
+        if len(made) > 1 and len(examples) >= max(shots):
+            tasks[name] = lm_eval_tasks.of_items(name, made, examples)
+    if not tasks:
+        raise UserError(
+            f"The documents of {corpus.name} give too few items for {max(shots)} examples; "
+            "legal: a larger --corpus, or fewer in --num_fewshot."
+        )
+    return tasks
+
+
+def _results(models, tasks, shots, rounds):
+    rows = []
+    for count in shots:
+        rows += _rows(models, tasks, count, rounds)
+        yield {"rows": rows}
+
+
 def _rows(models, tasks, shots, rounds):
-    """The measured rows of all models with so many examples in the prompt; prints each."""
+    """Measures all models with `shots` examples in the prompt; prints and returns a row each."""
     requests = _requests(models["dense"], tasks, shots)
     runs, about = {}, {}
     for name, trained in models.items():
@@ -122,7 +146,7 @@ def _rows(models, tasks, shots, rounds):
 
 
 def _requests(trained, tasks, shots):
-    """What lm-eval asks of a model in these tasks."""
+    """The log-likelihood requests of lm-eval in these tasks."""
     asked = []
 
     def scorer(requests):
@@ -135,7 +159,7 @@ def _requests(trained, tasks, shots):
 
 
 def _forward(trained, limits: Limits, calls):
-    """() -> that many evaluation steps of the training, on one micro-batch each."""
+    """A function that runs `calls` evaluation steps of the training, on one micro-batch each."""
     program = jax.jit(make_eval_step(trained.model, trained.tables))
     rng = np.random.default_rng(0)
     rows = limits.rows(limits.context)

@@ -9,6 +9,7 @@ Shapes in names: B batch, T tokens, D d_model, H heads, K head width, V vocabula
 """
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib.util
@@ -19,38 +20,37 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments import measurement
-from experiments.kernel_peers import Pending
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.optim.optimizers import B1, B2, EPS, decay_mask, learning_rate_multipliers
 from sparse_dataflow.parallel.relay.host_state import fresh_state, view
+from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.benchmarks.benchmark import Program
+from sparse_dataflow.runs.benchmarks.kernel_peers import Pending
 
 NAME = "torch_compile"
 
 
 class Report(NamedTuple):
-    """What a step tells, as `optim.train_state.StepReport`: the loss, for `float`."""
+    """The report of a step, as `optim.train_state.StepReport`: `loss` converts to float."""
 
     loss: Pending
 
 
-class PeerStep(NamedTuple):
-    """A peer's step; its first three fields are what `step_bench.compiled_step` gives.
+@dataclasses.dataclass(frozen=True)
+class Step(Program):
+    """A compiled training step on its own state; `run` returns a report with its loss.
 
     Attributes:
-      run: makes one step and returns its report.
-      seconds: that the first pass took, compiling and running.
-      bytes: the most that its allocator held in that pass; None where it does not tell.
-      parameters: how many numbers it trains.
-      state_bytes: of parameters, gradients and moments.
+      step_bytes: memory of a step (`measurement.program_bytes`; of a peer the peak of its
+        allocator); None where it is not known.
+      stored_parameters: trained parameters.
+      state_bytes: bytes of parameters, gradients and moments.
     """
 
-    run: Callable[[], Report]
-    seconds: float
-    bytes: int | None
-    parameters: int
+    step_bytes: int | None
+    stored_parameters: int
     state_bytes: int
 
 
@@ -67,8 +67,8 @@ def refusal(model: ModelConfig, training: TrainingConfig) -> str:
 
 def maker(
     model: ModelConfig, training: TrainingConfig, tokens: np.ndarray, learning_rate: float
-) -> dict[str, Callable[[], PeerStep]]:
-    """{NAME: function that makes its step}; empty, and told why, where there is none."""
+) -> dict[str, Callable[[], Step]]:
+    """{NAME: function that makes its step}; empty, after printing why, where there is none."""
     if why := refusal(model, training):
         print(f"{NAME} is left out: {why}")
         return {}
@@ -76,7 +76,7 @@ def maker(
 
 
 def made(name: str, make: Callable[[], Any]) -> Any:
-    """What `make` gives; None, and told why, where a peer does not run here."""
+    """The result of `make`; None, after printing why, where a peer does not run here."""
     try:
         return make()
     except UserError as error:
@@ -112,12 +112,12 @@ def torch_step(
     tokens: np.ndarray,
     learning_rate: float,
     compiled: bool = True,
-) -> PeerStep:
+) -> Step:
     """The whole training step in torch, on a CUDA device where there is one.
 
     Args:
       model: one that `refusal` has nothing against.
-      training: likewise; batch, accumulation, clip, decay, seed and dtype of the state.
+      training: likewise; batch, micro-batches, clipping, decay, seed and dtype of the state.
       tokens: int32 [batch, sequence + 1].
       learning_rate: of every step.
       compiled: whether through torch.compile.
@@ -197,7 +197,7 @@ def _made(model, training, tokens, learning_rate, compiled, device):
     optimizer.zero_grad(set_to_none=True)
     count = sum(leaf.numel() for leaf in leaves)
     held = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    return PeerStep(run, seconds, held, count, 4 * kept.itemsize * count)
+    return Step(run, seconds, held, count, 4 * kept.itemsize * count)
 
 
 def _parameters(model, training, dtype, device) -> tuple[dict[str, Any], list[tuple[bool, float]]]:

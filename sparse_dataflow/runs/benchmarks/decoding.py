@@ -1,0 +1,96 @@
+"""Tokens that a model writes from a cache, dense and sparse, for `decode_bench`."""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.evaluation import kv_cache
+from sparse_dataflow.planning import cost
+from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.benchmarks import benchmark
+from sparse_dataflow.runs.benchmarks.benchmark import Models, Program
+from sparse_dataflow.runs.request import Request
+
+
+def run(request: Request, cached: int, tokens: int, rounds: int, keep: str) -> None:
+    """Measures, prints and writes; see `experiments.decode_bench`.
+
+    Args:
+      request: the models, and how many texts are written at once.
+      cached: tokens that each new token attends to.
+      tokens: tokens of each text in a timed round.
+      rounds: timed rounds.
+      keep: folder of the result file; "" writes none.
+    """
+    models = benchmark.models_of(request)
+    scale, batch = models.config.run.scale, models.training.batch
+    layers = models.config.model.num_layers
+    benchmark.run(
+        f"decode_bench_{models.chip.name}_{scale}_batch{batch}",
+        models.chip,
+        models.title(f"scale {scale}, {layers} layers, batch {batch}, {cached} tokens cached"),
+        {
+            "inputs": "random weights",
+            "layers": layers,
+            "batch": batch,
+            "cached": cached,
+            **models.facts,
+        },
+        _results(models, cached, tokens, rounds),
+        keep,
+    )
+
+
+def _results(models: Models, cached, tokens, rounds):
+    batch, seed = models.training.batch, models.training.seed
+    programs = {
+        name: _program(model, batch, cached, tokens, seed) for name, model in models.by_name.items()
+    }
+    seconds = measurement.paired_seconds({name: p.run for name, p in programs.items()}, rounds)
+    rows = {}
+    for name, model in models.by_name.items():
+        token = float(np.median(seconds[name])) / tokens
+        read = cost.decoding_bytes(model, batch, cached)
+        rows[name] = {
+            "token_ms": 1e3 * token,
+            "tokens_per_second": batch / token,
+            "read_bytes": read,
+            "gigabytes_per_second": read / token / 1e9,
+            "compile_seconds": programs[name].compile_seconds,
+        }
+    ceiling = rows["dense"]["read_bytes"] / rows["sparse"]["read_bytes"]
+    result = benchmark.compared(rows, _line, seconds, "byte ceiling", ceiling)
+    yield {"byte_ceiling": ceiling, **result}
+
+
+def _line(row):
+    return (
+        f"{row['token_ms']:8.2f} ms a token  {row['tokens_per_second']:8.1f} tokens/s  "
+        f"{row['read_bytes'] / 1e6:8.0f} MB read, {row['gigabytes_per_second']:.1f} GB/s"
+    )
+
+
+def _program(model: ModelConfig, batch: int, cached: int, tokens: int, seed: int) -> Program:
+    """Writes `tokens` tokens of each text, always after the same cache."""
+    weights = kv_cache.random_weights(model, seed)
+    shape = (batch, cached + 1, model.num_heads, model.d_model // model.num_heads)
+    empty = jnp.zeros(shape, model.compute_dtype)
+    caches = (kv_cache.LayerCache(empty, empty),) * model.num_layers
+    caches = jax.tree.map(jnp.copy, caches)
+    last, positions = np.zeros(batch, np.int32), np.full(batch, cached, np.int32)
+    read_token = jax.jit(functools.partial(kv_cache.read_token, model), donate_argnames="caches")
+    start = time.perf_counter()
+    compiled = read_token.lower(weights, caches, last, positions).compile()
+    seconds = time.perf_counter() - start
+
+    def run():
+        nonlocal caches
+        for _ in range(tokens):
+            logits, caches = compiled(weights, caches, last, positions)
+        return logits
+
+    return Program(run, seconds)
