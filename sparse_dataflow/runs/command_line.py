@@ -255,7 +255,7 @@ def arguments(
     if shared:
         arguments.append(_request(flags, given, sets).with_defaults(defaults))
     if options is not None:
-        own = {f.name for f in flags if not f.path and f.name not in request.START}
+        own = {s.name for s in settings.settings(options)}.difference(shared)
         arguments.append(options(**{name: given[name] for name in given if name in own}))
     return arguments
 

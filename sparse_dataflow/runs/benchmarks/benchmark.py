@@ -15,7 +15,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.runs import measurement, train
-from sparse_dataflow.runs.request import Request, spelling
+from sparse_dataflow.runs.request import Request
 from sparse_dataflow.training.variants import variant
 
 UNREAD = ("evolution.", "parallel.", "run.", "training.steps")
@@ -90,7 +90,7 @@ def config_here(request: Request, sparse: bool = True) -> tuple[RunConfig, Chip]
     keep_freed_memory()
     if unread := [path for path in request.changes if path.startswith(UNREAD)]:
         raise UserError(
-            f"{', '.join(map(spelling, unread))}: a benchmark does not read it; leave it out."
+            f"{', '.join(unread)} has no effect in a benchmark; leave it out."
         )
     chip = train.detect_chip(request)
     return request.config(jax.default_backend(), chip.memory_bytes, sparse), chip
