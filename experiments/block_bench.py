@@ -20,7 +20,7 @@ def main(request, options):
     """Measures, prints and writes; see the module docstring."""
     from sparse_dataflow.runs.benchmarks import blocks
 
-    blocks.run(request, options.rounds, options.keep)
+    blocks.run(request, options)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def main(request, options):
     """Measures, prints and writes; see the module docstring."""
     from sparse_dataflow.runs.benchmarks import decoding
 
-    decoding.run(request, options.cached, options.tokens, options.rounds, options.keep)
+    decoding.run(request, options)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def main(request, options):
     refuse_without_lm_eval()
     from sparse_dataflow.runs.benchmarks import scoring
 
-    scoring.run(request, options.num_fewshot, options.items, options.rounds, options.keep)
+    scoring.run(request, options)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def main(request, options):
     """Measures, prints and writes; see the module docstring."""
     from sparse_dataflow.runs.benchmarks import steps
 
-    steps.run(request, options.peers, options.rounds, options.keep)
+    steps.run(request, options)
 
 
 if __name__ == "__main__":

@@ -187,7 +187,8 @@ def help_text(doc: str, program: str, flags: Sequence[Flag], sets: bool, all: bo
 
 def _help_lines(left: str, s: Setting) -> str:
     text = s.help
-    if s.legal and s.type in (float, tuple[float, ...]):  # An integer's limits are plain from its meaning.
+    # An integer's limits are plain from its meaning.
+    if s.legal and s.type in (float, tuple[float, ...]):
         text += f" Legal: {s.legal[0]}."
     if s.choices:
         several = s.type == tuple[str, ...]

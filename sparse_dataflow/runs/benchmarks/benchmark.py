@@ -15,6 +15,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.runs import measurement, train
+from sparse_dataflow.runs.benchmarks.options import BenchOptions
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.training.variants import variant
 
@@ -52,6 +53,11 @@ class Models:
     chip: Chip
 
     @property
+    def scale(self) -> str:
+        """Name of the scale."""
+        return self.config.run.scale
+
+    @property
     def tokens(self) -> int:
         """Tokens of an optimizer step."""
         return self.training.batch * self.training.sequence
@@ -59,22 +65,21 @@ class Models:
     @property
     def facts(self) -> dict[str, Any]:
         """What a result file says of the models."""
-        config = self.config
+        sparsity = self.config.sparsity
         return {
-            "scale": config.run.scale,
-            "dtype": config.model.compute_dtype,
-            "density": config.sparsity.density,
-            "pattern": config.sparsity.pattern,
-            "block": config.sparsity.block,
+            "scale": self.scale,
+            "batch": self.training.batch,
+            "sequence": self.training.sequence,
+            "dtype": self.config.model.compute_dtype,
+            "density": sparsity.density,
+            "pattern": sparsity.pattern,
+            "block": sparsity.block,
         }
 
-    def title(self, what: str) -> str:
-        """One line on what is measured."""
-        sparsity = self.config.sparsity
-        return (
-            f"{self.chip.name}: {what}, {self.config.model.compute_dtype}, {sparsity.pattern} at "
-            f"density {sparsity.density:g}, block {sparsity.block}"
-        )
+    @property
+    def shape(self) -> str:
+        """Batch and sequence in words."""
+        return f"{self.training.batch} x {self.training.sequence} tokens"
 
 
 def config_here(request: Request, sparse: bool = True) -> tuple[RunConfig, Chip]:
@@ -89,9 +94,7 @@ def config_here(request: Request, sparse: bool = True) -> tuple[RunConfig, Chip]
     """
     keep_freed_memory()
     if unread := [path for path in request.changes if path.startswith(UNREAD)]:
-        raise UserError(
-            f"{', '.join(unread)} has no effect in a benchmark; leave it out."
-        )
+        raise UserError(f"{', '.join(unread)} has no effect in a benchmark; leave it out.")
     chip = train.detect_chip(request)
     return request.config(jax.default_backend(), chip.memory_bytes, sparse), chip
 
@@ -141,6 +144,65 @@ def run(name: str, chip: Chip, title: str, facts: dict, results: Iterable[dict],
             path = measurement.write(keep, name, chip.name, {**facts, **result})
     if path:
         print(f"kept in {path}", flush=True)
+
+
+def run_models(
+    name: str,
+    request: Request,
+    options: BenchOptions,
+    title: Callable[[Models], str],
+    results: Callable[[Models], Iterable[dict]],
+    case: str = "",
+) -> None:
+    """`run` with the models of a command line.
+
+    Args:
+      name: of the experiment.
+      request: the command line.
+      options: of the experiment.
+      title: models -> what is measured, in words.
+      results: see `run`.
+      case: end of the result file's name.
+    """
+    models = models_of(request)
+    sparsity = models.config.sparsity
+    run(
+        f"{name}_{models.chip.name}_{models.scale}{case}",
+        models.chip,
+        f"{models.chip.name}: {title(models)}, {models.config.model.compute_dtype}, "
+        f"{sparsity.pattern} at density {sparsity.density:g}, block {sparsity.block}",
+        models.facts,
+        results(models),
+        options.keep,
+    )
+
+
+def measured(
+    models: Models,
+    programs: Mapping[str, Program],
+    row: Callable[[ModelConfig, float], dict],
+    rounds: int,
+    enough: float = 0.0,
+) -> tuple[dict[str, dict], dict[str, np.ndarray]]:
+    """(model -> row, model -> seconds of each round) of programs that run in turn.
+
+    Args:
+      models: of the programs.
+      programs: "dense" and "sparse" -> program.
+      row: (model, median seconds) -> its row.
+      rounds: timed rounds.
+      enough: seconds of one timing, at least.
+    """
+    runs = {name: program.run for name, program in programs.items()}
+    seconds = measurement.paired_seconds(runs, rounds, enough)
+    rows = {
+        name: {
+            **row(models.by_name[name], float(np.median(seconds[name]))),
+            "compile_seconds": program.compile_seconds,
+        }
+        for name, program in programs.items()
+    }
+    return rows, seconds
 
 
 def compared(

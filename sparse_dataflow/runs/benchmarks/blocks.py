@@ -5,67 +5,50 @@ import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt
 from sparse_dataflow.planning import cost
-from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark
 from sparse_dataflow.runs.benchmarks.benchmark import Models, Program
+from sparse_dataflow.runs.benchmarks.options import BenchOptions
 from sparse_dataflow.runs.request import Request
 
 ENOUGH_SECONDS = 0.01
 """Seconds of one timing, at least."""
 
 
-def run(request: Request, rounds: int, keep: str) -> None:
-    """Measures, prints and writes; see `experiments.block_bench`.
-
-    Args:
-      request: the models, and the batch.
-      rounds: timed rounds.
-      keep: folder of the result file; "" writes none.
-    """
-    models = benchmark.models_of(request)
-    training = models.training
-    scale = models.config.run.scale
-    benchmark.run(
-        f"block_bench_{models.chip.name}_{scale}",
-        models.chip,
-        models.title(f"a block of {scale}, {training.batch} x {training.sequence} tokens"),
-        {
-            "inputs": "normal, unit variance",
-            "batch": training.batch,
-            "sequence": training.sequence,
-            **models.facts,
-        },
-        _results(models, rounds),
-        keep,
+def run(request: Request, options: BenchOptions) -> None:
+    """Measures, prints and writes; see `experiments.block_bench`."""
+    benchmark.run_models(
+        "block_bench",
+        request,
+        options,
+        lambda models: f"a block of {models.scale}, {models.shape}",
+        lambda models: _results(models, options.rounds),
     )
 
 
 def _results(models: Models, rounds):
     training = models.training
     programs = {name: _program(model, training) for name, model in models.by_name.items()}
-    runs = {name: program.run for name, program in programs.items()}
-    seconds = measurement.paired_seconds(runs, rounds, ENOUGH_SECONDS)
-    rows = {}
-    for name, model in models.by_name.items():
+
+    def row(model, seconds):
         flops = cost.flops_per_token(model, training.sequence)
         block_flops = (flops.total - flops.head) / model.num_layers
-        median = float(np.median(seconds[name]))
-        rows[name] = {
-            "block_ms": 1e3 * median,
-            "tflops": block_flops * models.tokens / median / 1e12,
-            "mfu": cost.mfu(block_flops, models.tokens / median, models.chip, model.compute_dtype),
+        speed = models.tokens / seconds
+        return {
+            "block_ms": 1e3 * seconds,
+            "tflops": block_flops * speed / 1e12,
+            "mfu": cost.mfu(block_flops, speed, models.chip, model.compute_dtype),
             "flops_per_token": block_flops,
-            "compile_seconds": programs[name].compile_seconds,
         }
+
+    rows, seconds = benchmark.measured(models, programs, row, rounds, ENOUGH_SECONDS)
     ceiling = rows["dense"]["flops_per_token"] / rows["sparse"]["flops_per_token"]
     result = benchmark.compared(rows, _line, seconds, "ratio of FLOPs", ceiling)
-    yield {"flop_ratio": ceiling, **result}
+    yield {"inputs": "normal, unit variance", "flop_ratio": ceiling, **result}
 
 
 def _line(row):

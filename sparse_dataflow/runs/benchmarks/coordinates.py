@@ -96,8 +96,8 @@ def measure(
 def _variant(request, chip, parametrization, width, density) -> Variant:
     """A sparse model of a width and density; under both parametrizations at the learning rates of
     SuPar, so that they differ only in the factors that the parametrization applies."""
-    given = {"model.parametrization": "supar", "sparsity.density": density}
-    changed = dataclasses.replace(request, changes={**request.changes, **given})
+    changes = {"model.parametrization": "supar", "sparsity.density": density}
+    changed = dataclasses.replace(request, changes={**request.changes, **changes})
     config = changed.config(jax.default_backend(), chip.memory_bytes)
     sparse = variant(config, "sparse").with_steps(1)
     model = dataclasses.replace(sparse.model, parametrization=parametrization)

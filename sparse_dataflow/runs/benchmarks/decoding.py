@@ -10,38 +10,28 @@ import numpy as np
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.planning import cost
-from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark
 from sparse_dataflow.runs.benchmarks.benchmark import Models, Program
 from sparse_dataflow.runs.request import Request
 
 
-def run(request: Request, cached: int, tokens: int, rounds: int, keep: str) -> None:
+def run(request: Request, options) -> None:
     """Measures, prints and writes; see `experiments.decode_bench`.
 
     Args:
       request: the models, and how many texts are written at once.
-      cached: tokens that each new token attends to.
-      tokens: tokens of each text in a timed round.
-      rounds: timed rounds.
-      keep: folder of the result file; "" writes none.
+      options: of the experiment.
     """
-    models = benchmark.models_of(request)
-    scale, batch = models.config.run.scale, models.training.batch
-    layers = models.config.model.num_layers
-    benchmark.run(
-        f"decode_bench_{models.chip.name}_{scale}_batch{batch}",
-        models.chip,
-        models.title(f"scale {scale}, {layers} layers, batch {batch}, {cached} tokens cached"),
-        {
-            "inputs": "random weights",
-            "layers": layers,
-            "batch": batch,
-            "cached": cached,
-            **models.facts,
-        },
-        _results(models, cached, tokens, rounds),
-        keep,
+    benchmark.run_models(
+        "decode_bench",
+        request,
+        options,
+        lambda models: (
+            f"scale {models.scale}, {models.config.model.num_layers} layers, batch "
+            f"{models.training.batch}, {options.cached} tokens cached"
+        ),
+        lambda models: _results(models, options.cached, options.tokens, options.rounds),
+        f"_batch{request.changes['training.batch']}",
     )
 
 
@@ -50,21 +40,22 @@ def _results(models: Models, cached, tokens, rounds):
     programs = {
         name: _program(model, batch, cached, tokens, seed) for name, model in models.by_name.items()
     }
-    seconds = measurement.paired_seconds({name: p.run for name, p in programs.items()}, rounds)
-    rows = {}
-    for name, model in models.by_name.items():
-        token = float(np.median(seconds[name])) / tokens
-        read = cost.decoding_bytes(model, batch, cached)
-        rows[name] = {
+
+    def row(model, seconds):
+        token, read = seconds / tokens, cost.decoding_bytes(model, batch, cached)
+        return {
             "token_ms": 1e3 * token,
             "tokens_per_second": batch / token,
             "read_bytes": read,
             "gigabytes_per_second": read / token / 1e9,
-            "compile_seconds": programs[name].compile_seconds,
         }
+
+    rows, seconds = benchmark.measured(models, programs, row, rounds)
     ceiling = rows["dense"]["read_bytes"] / rows["sparse"]["read_bytes"]
     result = benchmark.compared(rows, _line, seconds, "byte ceiling", ceiling)
-    yield {"byte_ceiling": ceiling, **result}
+    layers = models.config.model.num_layers
+    facts = {"inputs": "random weights", "layers": layers, "cached": cached}
+    yield {**facts, "byte_ceiling": ceiling, **result}
 
 
 def _line(row):

@@ -74,8 +74,8 @@ def run(options) -> None:
             rooflines[label] = sections
             row = {"density": density, "fused": fused}
             for order, chips_used in (("serial", 1), ("pipelined", options.stages)):
-                found = measured.get((fused, order), {}).get("densities", {})
-                seconds = found.get(f"{density:g}", {}).get("seconds")
+                results = measured.get((fused, order), {}).get("densities", {})
+                seconds = results.get(f"{density:g}", {}).get("seconds")
                 ours = 1e3 * chips_used / options.micro_batches
                 row[f"{order}_measured_ms"] = seconds and ours * seconds
                 row[f"{order}_predicted_ms"] = ours * float(predicted[order].total)
@@ -128,18 +128,18 @@ def _measured(work: Work, fused: bool, cores):
                 text=True,
             )
             children.append(child)
-        said = [child.communicate() for child in children]
+        outputs = [child.communicate() for child in children]
     finally:
         for child in children:
             child.kill()
-    for child, (_, errors) in zip(children, said):
+    for child, (_, errors) in zip(children, outputs):
         if child.returncode:
             raise UserError(f"the {_word(fused)} steps ended early: {errors.strip()[-400:]}")
-    found = [json.loads(out.splitlines()[-1]) for out, _ in said]
-    for density, first in found[0]["densities"].items():
-        each = [one["densities"][density]["seconds"] for one in found]
+    results = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    for density, first in results[0]["densities"].items():
+        each = [result["densities"][density]["seconds"] for result in results]
         first["seconds"] = sum(each) / len(each)
-    return found[0]
+    return results[0]
 
 
 def _free_address():

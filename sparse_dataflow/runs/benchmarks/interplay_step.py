@@ -77,14 +77,14 @@ def _measured(work):
         one, batch=work.batch * work.micro_batches, micro_batches=work.micro_batches
     )
     chip = hardware.detect(("float32",)) if work.rates else None
-    found = {}
+    by_density = {}
     for density in DENSITIES:
         config = named_model(work.scale, density, work.block)
-        found[f"{density:g}"] = {
+        by_density[f"{density:g}"] = {
             "seconds": prediction.measured_seconds(config, step, work.rounds, executor),
             "rates": chip and prediction.measured_rates(config, one, chip),
         }
-    return {"densities": found, "chip": chip and _described(chip)}
+    return {"densities": by_density, "chip": chip and _described(chip)}
 
 
 def _described(chip):

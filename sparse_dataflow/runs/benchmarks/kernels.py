@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,7 +27,7 @@ from sparse_dataflow.sparsity.patterns import make_layout
 ENOUGH_SECONDS = 0.01
 """Seconds of one timing, at least."""
 
-CPU = {
+CPU: dict[str, Any] = {
     "shapes": "512x2048,1024x4096,4096x1024,2048x8192",
     "tokens": (2048,),
     "densities": (0.125,),
@@ -36,7 +37,7 @@ CPU = {
 }
 """Options of a CPU where they are auto."""
 
-ACCELERATOR = {
+ACCELERATOR: dict[str, Any] = {
     "shapes": "13b",
     "tokens": (2048, 4096, 8192, 16384),
     "densities": (0.5, 0.25, 0.125, 0.0625),

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -20,7 +21,7 @@ from sparse_dataflow.runs.benchmarks.relay_measure import relayed, table, whole
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.training.variants import variant
 
-BERT_LARGE = {"num_layers": 24, "d_model": 1024, "num_heads": 16, "d_ff": 4096}
+BERT_LARGE: dict[str, Any] = {"num_layers": 24, "d_model": 1024, "num_heads": 16, "d_ff": 4096}
 BERT_VOCABULARY, BERT_SEQUENCE = 30522, 512
 BERT_COLUMNS = (
     "executor", "stash", "batch", "device_bytes", "planned_device_bytes", "step_seconds",
@@ -89,11 +90,11 @@ def bert_large(
     model = dataclasses.replace(model, remat="full")
     rows = []
     for batch in sorted(batches):
-        parts = max(1, batch // device_batch)
+        micro_batches = max(1, batch // device_batch)
         how = dataclasses.replace(
             training,
-            batch=batch // parts * parts,
-            micro_batches=parts,
+            batch=batch // micro_batches * micro_batches,
+            micro_batches=micro_batches,
             sequence=min(model.max_len, BERT_SEQUENCE),
         )
         for stash in ("device", "host"):

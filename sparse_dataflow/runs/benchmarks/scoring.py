@@ -3,7 +3,6 @@
 Needs the extra `eval`.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -25,31 +24,28 @@ from sparse_dataflow.runs.request import Request
 from sparse_dataflow.training.step import initial_state, make_eval_step
 
 
-def run(request: Request, shots: Sequence[int], items: int, rounds: int, keep: str) -> None:
+def run(request: Request, options) -> None:
     """Measures, prints and writes; see `experiments.scoring_bench`.
 
     Args:
       request: the models and the corpus.
-      shots: numbers of examples in the prompt.
-      items: items of each task.
-      rounds: timed rounds.
-      keep: folder of the result file; "" writes none.
+      options: of the experiment.
 
     Raises:
       UserError: in words, before anything is timed.
     """
-    shots = sorted(shots)
+    shots = sorted(options.num_fewshot)
     models = benchmark.models_of(request)
-    scale = models.config.run.scale
     corpus = load_corpus(models.config.data.corpus, cache.FOLDER)
     size = models.config.model.vocab_size
     tokenizer = load_tokenizer(models.config.data.tokenizer, corpus, size, cache.FOLDER)
     trained = {name: _random(models, name, tokenizer) for name in models.by_name}
-    tasks = _tasks(corpus, tokenizer, trained["dense"].context, items, models.training.seed, shots)
+    item_options = trained["dense"].context, options.items, models.training.seed
+    tasks = _tasks(shots, corpus, tokenizer, *item_options)
     benchmark.run(
-        f"scoring_bench_{models.chip.name}_{scale}",
+        f"scoring_bench_{models.chip.name}_{models.scale}",
         models.chip,
-        f"{models.chip.name}: scale {scale}, micro-batches of "
+        f"{models.chip.name}: scale {models.scale}, micro-batches of "
         f"{limits_of(trained['dense']).tokens:,} tokens, {', '.join(tasks)}",
         {
             "inputs": "random weights; items of the held-out documents",
@@ -58,8 +54,8 @@ def run(request: Request, shots: Sequence[int], items: int, rounds: int, keep: s
             "tasks": list(tasks),
             **models.facts,
         },
-        _results(trained, tasks, shots, rounds),
-        keep,
+        _results(trained, tasks, shots, options.rounds),
+        options.keep,
     )
 
 
@@ -67,27 +63,17 @@ def _random(models: Models, name: str, tokenizer: Tokenizer) -> Trained:
     """A model with the weights that its training would start with."""
     model = models.by_name[name]
     state = initial_state(model, models.training)
-    return Trained(
-        Path(),
-        name,
-        model,
-        state.params,
-        state.tables,
-        tokenizer,
-        0,
-        models.training,
-        {},
-        {},
-    )
+    weights = state.params, state.tables, tokenizer
+    return Trained(Path(), name, model, *weights, 0, models.training, None, {})
 
 
-def _tasks(corpus, tokenizer, context, items, seed, shots):
+def _tasks(shots, corpus, *item_options):
     """Name -> task, of the corpus's own tasks with enough items and examples."""
     tasks = {}
     for name in own.own_tasks(corpus.name):
-        made, examples = own.make(name, corpus, tokenizer, context, items, seed)
-        if len(made) > 1 and len(examples) >= max(shots):
-            tasks[name] = lm_eval_tasks.of_items(name, made, examples)
+        task_items, examples = own.make(name, corpus, *item_options)
+        if len(task_items) > 1 and len(examples) >= max(shots):
+            tasks[name] = lm_eval_tasks.of_items(name, task_items, examples)
     if not tasks:
         raise UserError(
             f"The documents of {corpus.name} give too few items for {max(shots)} examples; "
@@ -117,7 +103,7 @@ def _rows(models, tasks, shots, rounds):
     seconds = measurement.paired_seconds(runs, rounds)
     rows = []
     for name, (counts, forward_tokens) in about.items():
-        scoring, forward = (seconds[name, what] for what in ("scoring", "forward"))
+        scoring, forward = (seconds[name, kind] for kind in ("scoring", "forward"))
         share, low, high = measurement.paired_ratio(
             forward / forward_tokens, scoring / counts.tokens
         )
@@ -147,15 +133,15 @@ def _rows(models, tasks, shots, rounds):
 
 def _requests(trained, tasks, shots):
     """The log-likelihood requests of lm-eval in these tasks."""
-    asked = []
+    requests = []
 
-    def scorer(requests):
-        return [(0.0, False)] * len(requests), Counts()
+    def scorer(pairs):
+        return [(0.0, False)] * len(pairs), Counts()
 
     harness.evaluate(HarnessLM(trained.tokenizer, trained.context, scorer), tasks, shots)
     for task in tasks.values():
-        asked += [r for r in task.instances if r.request_type == "loglikelihood"]
-    return asked
+        requests += [r for r in task.instances if r.request_type == "loglikelihood"]
+    return requests
 
 
 def _forward(trained, limits: Limits, calls):

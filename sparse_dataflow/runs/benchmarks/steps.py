@@ -21,34 +21,29 @@ from sparse_dataflow.training.step import initial_state, jitted_train_step
 LEARNING_RATE = 1e-4
 
 
-def run(request: Request, peers: bool, rounds: int, keep: str) -> None:
+def run(request: Request, options) -> None:
     """Measures, prints and writes; see `experiments.step_bench`.
 
     Args:
       request: the models and their training.
-      peers: whether torch's dense step is timed too.
-      rounds: timed rounds.
-      keep: folder of the result file; "" writes none.
+      options: of the experiment.
     """
-    models = benchmark.models_of(request)
-    training, scale = models.training, models.config.run.scale
-    share = cost.flops_per_token(models.by_name["dense"], training.sequence).projection_share
-    title = models.title(f"scale {scale}, {training.batch} x {training.sequence} tokens")
-    benchmark.run(
-        f"step_bench_{models.chip.name}_{scale}",
-        models.chip,
-        f"{title}; projections hold {share:.1%} of the dense FLOPs",
-        {
-            "inputs": "uniform random tokens",
-            "state_dtype": training.state_dtype,
-            "batch": training.batch,
-            "sequence": training.sequence,
-            "projection_share": share,
-            **models.facts,
-        },
-        _results(models, peers, rounds),
-        keep,
+    benchmark.run_models(
+        "step_bench",
+        request,
+        options,
+        lambda models: (
+            f"scale {models.scale}, {models.shape} (projections hold {_share(models):.1%} of the "
+            "dense FLOPs)"
+        ),
+        lambda models: _results(models, options.peers, options.rounds),
     )
+
+
+def _share(models: Models) -> float:
+    """Share of the projections in the FLOPs of the dense model."""
+    flops = cost.flops_per_token(models.by_name["dense"], models.training.sequence)
+    return flops.projection_share
 
 
 def _results(models: Models, peers, rounds):
@@ -81,6 +76,9 @@ def _results(models: Models, peers, rounds):
     ceiling = cost.flop_ceiling(by_name["sparse"], training.sequence)
     result = benchmark.compared(rows, _line, seconds, "FLOP ceiling", ceiling)
     yield {
+        "inputs": "uniform random tokens",
+        "state_dtype": training.state_dtype,
+        "projection_share": _share(models),
         "paired": paired,
         "flop_ceiling": ceiling,
         "peers": step_peers.compared(seconds),
@@ -102,10 +100,10 @@ def _timed(makers, rounds):
 
 
 def _line(row):
-    held = f"  {row['step_bytes'] / memory.GIB:.2f} GiB" if row["step_bytes"] else ""
+    memory_text = f"  {row['step_bytes'] / memory.GIB:.2f} GiB" if row["step_bytes"] else ""
     return (
         f"{row['step_ms']:8.1f} ms a step  {row['tokens_per_second']:9,.0f} tokens/s"
-        f"{benchmark.mfu_text(row['mfu'])}{held}  first loss {row['first_loss']:.4f}"
+        f"{benchmark.mfu_text(row['mfu'])}{memory_text}  first loss {row['first_loss']:.4f}"
     )
 
 
@@ -141,9 +139,9 @@ def compiled_step(
       executor: where it runs.
     """
     state = initial_state(model, training, executor)
-    given = executor.tables(state.tables, changing=False)
-    fixed = None if given else state.tables
-    state = state._replace(tables=given)
+    tables = executor.tables(state.tables, changing=False)
+    fixed = None if tables else state.tables
+    state = state._replace(tables=tables)
     step = jitted_train_step(model, training, fixed, executor, state)
     tokens = executor.put({"tokens": tokens}, len(tokens))["tokens"]
     start = time.perf_counter()

@@ -77,7 +77,7 @@ def test_what_does_not_run_here_is_left_out(monkeypatch, capsys):
     def none(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(step_peers, "_made", none)
+    monkeypatch.setattr(step_peers, "_compiled", none)
     peer = step_peers.maker(MODEL, TRAINING, TOKENS, 0.01)
     assert step_peers.made(step_peers.NAME, peer[step_peers.NAME]) is None
     said = capsys.readouterr().out
