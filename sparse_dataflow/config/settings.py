@@ -7,9 +7,8 @@ through this module and knows nothing else about them.
 import dataclasses
 import difflib
 import math
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 from sparse_dataflow.files.errors import UserError
 
@@ -30,7 +29,7 @@ another is given; it ignores the saved value."""
 AUTO = "auto"
 """The text of None, which a setting may have whose default is None."""
 
-_NUMBERS = {tuple[int, ...]: int, tuple[float, ...]: float}
+_NUMBER_LISTS: dict[Any, type] = {tuple[int, ...]: int, tuple[float, ...]: float}
 _BOOLEANS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 _SHOWN = 60
 
@@ -41,9 +40,9 @@ class Setting:
 
     Attributes:
       name: the field's name; in a `RunConfig` its path, such as "training.batch".
-      type: int, float, bool, str, tuple[str, ...], tuple[int, ...] or tuple[float, ...].
+      type: int, float, bool, str, or a tuple of names or numbers, such as tuple[str, ...].
       default: its default; `dataclasses.MISSING` where the preset decides, None where the code
-        that uses it decides.
+        that reads it decides.
       help: one or two sentences, with units.
       legal: the legal numbers, in words and as a test.
       choices: the legal names of a str or tuple; empty where any text is legal.
@@ -76,28 +75,40 @@ class Setting:
                 raise ValueError("is not legal: it must be yes or no.")
         elif self.type == tuple[str, ...]:
             value = _names(text, self.choices)
-        elif self.type in _NUMBERS:
-            value = _numbers(text, _NUMBERS[self.type])
+        elif self.type in _NUMBER_LISTS:
+            value = self._numbers(text)
         else:
             value = nearest_choice(text, self.choices) if self.choices else text
         if reason := self.refusal(value):
             raise ValueError(reason)
         return value
 
+    def _numbers(self, text: str) -> tuple[int | float, ...]:
+        """The numbers of a comma list, in order, each once."""
+        kind = _NUMBER_LISTS[self.type]
+        try:
+            return tuple(dict.fromkeys(kind(part) for part in text.split(",")))
+        except ValueError:
+            raise ValueError(self._no_numbers()) from None
+
+    def _no_numbers(self) -> str:
+        whole = "whole " if _NUMBER_LISTS[self.type] is int else ""
+        each = f", each {self.legal[0]}" if self.legal else ""
+        return f"is not legal: it must be a comma list of {whole}numbers{each}."
+
     def refusal(self, value: Any) -> str:
         """Why a value is not legal, completing "NAME=VALUE "; empty where it is."""
         if value is None and self.default is None:
             return ""
-        if self.type in _NUMBERS:
-            if not isinstance(value, tuple) or not value:
-                return "is not legal: it must be a comma list of numbers."
-            one = dataclasses.replace(self, type=_NUMBERS[self.type])
-            return next(filter(None, map(one.refusal, value)), "")
         if self.type == tuple[str, ...]:
             if not isinstance(value, tuple) or not all(isinstance(v, str) for v in value):
                 return "is not legal: it must be a tuple of names."
             unknown = [name for name in value if self.choices and name not in self.choices]
             return f"is unknown. Legal: {', '.join(self.choices)}." if unknown else ""
+        if self.type in _NUMBER_LISTS:
+            element = dataclasses.replace(self, type=_NUMBER_LISTS[self.type])
+            legal = isinstance(value, tuple) and value and not any(map(element.refusal, value))
+            return "" if legal else self._no_numbers()
         if self.type in (int, float):
             number = isinstance(value, int) and not isinstance(value, bool)
             if self.type is float:
@@ -129,23 +140,23 @@ def setting(
 
 
 def settings(config: Any) -> Iterator[Setting]:
-    """Yields the settings of a config class or instance, without those of its parts."""
+    """Yields the settings of a config class or instance, without those of its members."""
     for field in dataclasses.fields(config):
         if "setting" in field.metadata:
-            kind, *_ = typing.get_args(field.type) if field.default is None else (field.type,)
+            kind = field.type if field.default is not None else get_args(field.type)[0]
             yield Setting(field.name, kind, field.default, **field.metadata["setting"])
 
 
 def by_path(config: Any) -> dict[str, Setting]:
-    """Path -> setting, for a config class whose fields are configs, such as `RunConfig`."""
+    """Path -> setting, for a config class whose members are configs, such as `RunConfig`."""
     return {
-        f"{part.name}.{s.name}": dataclasses.replace(s, name=f"{part.name}.{s.name}")
-        for part in dataclasses.fields(config)
-        for s in settings(part.type)
+        f"{member.name}.{s.name}": dataclasses.replace(s, name=f"{member.name}.{s.name}")
+        for member in dataclasses.fields(config)
+        for s in settings(member.type)
     }
 
 
-def validate(config: Any, part: str = "") -> None:
+def validate(config: Any, member: str = "") -> None:
     """Checks every setting of a config by itself.
 
     Raises:
@@ -154,12 +165,12 @@ def validate(config: Any, part: str = "") -> None:
     for s in settings(config):
         value = getattr(config, s.name)
         if reason := s.refusal(value):
-            name = f"{part}.{s.name}" if part else s.name
+            name = f"{member}.{s.name}" if member else s.name
             raise UserError(f"{name}={shown(value)} {reason}")
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """A config with other values of some settings, by path; all parts are checked again together.
+    """A config with other values of some settings, by path; all members are checked again together.
 
     Args:
       config: such as a `RunConfig`.
@@ -169,16 +180,17 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
       UserError: no such path, with the nearest one, or a value that is not legal.
     """
     legal = by_path(type(config))
-    parts: dict[str, dict[str, Any]] = {}
+    members: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         if path not in legal:
             raise UserError(f"There is no setting {shown(path)}; {hint(path, legal)}.")
         if isinstance(value, str) and legal[path].type is not str:
             value = parsed(legal[path], value)
-        part, _, name = path.partition(".")
-        parts.setdefault(part, {})[name] = value
+        member, _, name = path.partition(".")
+        members.setdefault(member, {})[name] = value
     replaced = {
-        part: dataclasses.replace(getattr(config, part), **values) for part, values in parts.items()
+        member: dataclasses.replace(getattr(config, member), **values)
+        for member, values in members.items()
     }
     return dataclasses.replace(config, **replaced)  # type: ignore[type-var]
 
@@ -192,12 +204,13 @@ def parsed(s: Setting, text: str, spelled: str = "") -> Any:
 
 
 def to_json(config: Any) -> dict[str, dict[str, Any]]:
-    """{part: {setting: value}} of a config such as a `RunConfig`; `from_json` is its inverse."""
+    """{member: {setting: value}} of a config such as a `RunConfig`; `from_json` is its inverse."""
     return {
-        part.name: {
-            s.name: _plain(getattr(getattr(config, part.name), s.name)) for s in settings(part.type)
+        member.name: {
+            s.name: _plain(getattr(getattr(config, member.name), s.name))
+            for s in settings(member.type)
         }
-        for part in dataclasses.fields(config)
+        for member in dataclasses.fields(config)
     }
 
 
@@ -205,32 +218,35 @@ def from_json(kind: type[Config], fields: Any) -> Config:
     """The config that `to_json` wrote.
 
     Raises:
-      UserError: a part or a setting is missing, unknown or not legal.
+      UserError: a member or a setting is missing, unknown or not legal.
     """
-    parts = {part.name: part.type for part in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    _same_names(fields, parts, "part")
+    members: dict[str, Any] = {
+        member.name: member.type
+        for member in dataclasses.fields(kind)  # type: ignore[arg-type]
+    }
+    _same_names(fields, members, "part")
     values = {}
-    for name, part in parts.items():
-        legal = {s.name: s for s in settings(part)}
+    for name, member in members.items():
+        legal = {s.name: s for s in settings(member)}
         _same_names(fields[name], legal, f"setting of {name}")
-        given = {key: _tuple(legal[key], value) for key, value in fields[name].items()}
-        values[name] = part(**given)
+        arguments = {key: _tuple(legal[key], value) for key, value in fields[name].items()}
+        values[name] = member(**arguments)
     return kind(**values)
 
 
-def _same_names(fields, legal, what):
+def _same_names(fields, legal, noun):
     if not isinstance(fields, Mapping):
-        raise UserError(f"a {what} is {shown(fields)}; legal: an object.")
+        raise UserError(f"a {noun} is {shown(fields)}; legal: an object.")
     for name in fields:
         if name not in legal:
-            raise UserError(f"there is no {what} {shown(name)}; {hint(name, legal)}")
+            raise UserError(f"there is no {noun} {shown(name)}; {hint(name, legal)}")
     missing = [name for name in legal if name not in fields]
     if missing:
-        raise UserError(f"the {what} {missing[0]!r} is missing")
+        raise UserError(f"the {noun} {missing[0]!r} is missing")
 
 
 def _tuple(s, value):
-    return tuple(value) if isinstance(value, list) and typing.get_origin(s.type) is tuple else value
+    return tuple(value) if isinstance(value, list) and get_origin(s.type) is tuple else value
 
 
 def _plain(value):
@@ -267,15 +283,6 @@ def _number(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError("is not a finite number.")
     return value
-
-
-def _numbers(text: str, kind: type) -> tuple[float, ...]:
-    parse = _integer if kind is int else _number
-    try:
-        return tuple(dict.fromkeys(parse(part) for part in text.split(",")))
-    except ValueError:
-        words = "whole numbers" if kind is int else "numbers"
-        raise ValueError(f"is not legal: it must be a comma list of {words}.") from None
 
 
 def nearest_choice(text: str, legal: Sequence[str]) -> str:

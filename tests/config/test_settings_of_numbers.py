@@ -36,7 +36,7 @@ def test_a_text_is_parsed(name, text, value):
     ("name", "text", "words"),
     [
         ("counts", "4,x", "a comma list of whole numbers"),
-        ("counts", "4,0", "1 or more"),
+        ("counts", "4,0", "each 1 or more"),
         ("counts", "", "a comma list of whole numbers"),
         ("counts", "auto", "a comma list of whole numbers"),
         ("shares", "1,nan", "a comma list of numbers"),

@@ -124,7 +124,7 @@ def test_block_bench(job, tmp_path):
     [
         ("--shapes=64x128,0x8", "--shapes=64x128,0x8 is not a list"),
         ("--shapes=13c", "nor one of"),
-        ("--tokens=64,-1", "--tokens=64,-1 is not legal: it must be 1 or more"),
+        ("--tokens=64,-1", "--tokens=64,-1 is not legal: it must be a comma list of whole"),
         ("--densities=half", "--densities=half is not legal: it must be a comma list of numbers"),
         ("--patterns=auto,random", "--patterns=auto,random is unknown. Legal: pixelfly"),
         ("--shapes=64x128,64x120", "Block 16 does not divide a 64 x 120 weight; legal blocks"),
