@@ -10,62 +10,34 @@ then one learning rate serves every model.
 Leaves OUT/coordinate_check.json and OUT/coordinate_check.png.
 """
 
-from experiments import flags
-from experiments.command_line import AT_LEAST_ONE, Flag, Group
+import dataclasses
 
-CHECK = Group(
-    "Check",
-    "what is compared",
-    (
-        Flag("widths", "text", "128,256,512", "Values of d_model."),
-        Flag("densities", "text", "1,0.25,0.125", "Fractions of blocks stored."),
-        Flag("steps", "integer", 5, "Steps of each training.", legal=AT_LEAST_ONE),
-        Flag("out", "text", "runs/coordinate_check", "Folder to make."),
-    ),
-)
-GROUPS = (
-    *flags.with_defaults(
-        flags.without(
-            *(
-                "minutes",
-                "steps",
-                "twin",
-                "density",
-                "parametrization",
-                "warmup",
-                "final_rate",
-                "rank",
-                "hadamard",
-            ),
-            groups=(flags.MODEL, flags.SPARSITY, flags.TRAINING, flags.DATA),
-        ),
-        # Heads keep their width, and the narrowest model has a layout at the lowest density.
-        scale="pico",
-        block=8,
-    ),
-    CHECK,
-)
+from sparse_dataflow.config.settings import A_FRACTION, AT_LEAST_ONE, setting
+from sparse_dataflow.runs import command_line
+
+SHARED = ("scale", "corpus", "batch", "learning_rate", "pattern", "block", "seed")
+DEFAULTS = {"scale": "pico", "block": 8}
+"""Heads keep their width, and the narrowest model has a layout at the lowest density."""
 
 
-def main(values):
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is compared."""
+
+    widths: tuple[int, ...] = setting((128, 256, 512), "Values of d_model.", legal=AT_LEAST_ONE)
+    densities: tuple[float, ...] = setting(
+        (1.0, 0.25, 0.125), "Fractions of blocks stored.", legal=A_FRACTION
+    )
+    steps: int = setting(5, "Steps of each training.", legal=AT_LEAST_ONE)
+    out: str = setting("runs/coordinate_check", "Folder to make.")
+
+
+def main(request, options):
     """Trains all, prints the exponents and draws the figure."""
-    import json
-    from pathlib import Path
+    from sparse_dataflow.runs.benchmarks import coordinates
 
-    from experiments import coordinates, measurement, study
-    from sparse_dataflow.files import folders
-
-    out = Path(values.out)
-    folders.refuse_foreign(out, "coordinate_check")
-    begun = study.begin(values, GROUPS)
-    found = coordinates.measure(values, begun)
-    print(coordinates.table(found))
-    result = {**measurement.provenance(begun.chip.name), "changes": found}
-    folders.claim(out, "coordinate_check")
-    (out / "coordinate_check.json").write_text(json.dumps(result, indent=1) + "\n")
-    coordinates.draw(found, out / "coordinate_check.png")
-    print(f"figure: {out / 'coordinate_check.png'}")
+    coordinates.run(request, options.widths, options.densities, options.steps, options.out)
 
 
 if __name__ == "__main__":
-    flags.run(main, __doc__, GROUPS)
+    command_line.run(main, __doc__, shared=SHARED, options=Options, defaults=DEFAULTS)

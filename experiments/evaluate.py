@@ -15,10 +15,9 @@ Leaves RUN/evaluation.json and a section in RUN/report.html. Needs the extra eva
 """
 
 import dataclasses
-import importlib.util
 
 from sparse_dataflow.config.settings import AT_LEAST_TWO, AT_LEAST_ZERO, setting
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.evaluation import refuse_without_lm_eval
 from sparse_dataflow.runs import command_line
 
 VARIANTS = ("sparse", "dense")
@@ -57,11 +56,7 @@ class Options:
 
 def main(options):
     """Evaluates, prints a table and writes it to the run; see the module docstring."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(
-            "Evaluation needs the package lm-eval: pip install 'sparse_dataflow[eval]', or "
-            "pip install lm-eval."
-        )
+    refuse_without_lm_eval()
     from sparse_dataflow.runs import evaluate
 
     evaluate.evaluate(

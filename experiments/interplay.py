@@ -7,55 +7,52 @@ come from the cost model with the rates of the dense and sparse sections measure
 
 A chip is one core of this machine, and --stages of them work at once: serial, each on a model of
 its own, or pipelined, as real processes that hand activations on (1F1B). A step has
---micro_batches; what is compared is a chip's time for one of them.
+--micro_batches; the table compares a chip's time for one of them.
 
     python -m experiments.interplay                      nano, about ten minutes
     python -m experiments.interplay --hardware=h100 --scale=13b --measure=no
 
-Leaves OUT/interplay.md, OUT/interplay.csv, OUT/interplay.png and OUT/roofline.png, and keeps what
-was measured as JSON.
+Leaves OUT/interplay.md, OUT/interplay.csv, OUT/interplay.png and OUT/roofline.png, and writes the
+measurements as JSON.
 """
 
-from experiments import flags, planner_flags
-from experiments.command_line import AT_LEAST_ONE, Flag, Group
+import dataclasses
+
 from sparse_dataflow.config.presets import SIZES
-
-INTERPLAY = Group(
-    "Interplay",
-    "what is predicted and measured",
-    (
-        Flag("scale", "choice", "nano", "Named size.", tuple(SIZES)),
-        Flag(
-            "hardware",
-            "text",
-            "this",
-            "Chip that is predicted: this, the CPU under this process, or one as in layout_search.",
-        ),
-        Flag("measure", "switch", "yes", "Measure steps here."),
-        Flag(
-            "tokens",
-            "integer",
-            256,
-            "Tokens of a micro-batch: as many sequences as fit, at least one.",
-            legal=AT_LEAST_ONE,
-        ),
-        Flag("block", "integer", 64, "Side of a square block.", legal=AT_LEAST_ONE),
-        Flag("stages", "integer", 2, "Of the pipeline.", legal=AT_LEAST_ONE),
-        Flag("micro_batches", "integer", 8, "Of a step.", legal=AT_LEAST_ONE),
-        Flag("rounds", "integer", 3, "Timed steps.", legal=AT_LEAST_ONE),
-        Flag("out", "text", "runs/interplay", "Folder to make."),
-        Flag("keep", "text", "experiments/results", "Folder for the JSON; empty keeps none."),
-    ),
-)
-GROUPS = (INTERPLAY,)
+from sparse_dataflow.config.settings import AT_LEAST_ONE, setting
+from sparse_dataflow.runs import command_line
+from sparse_dataflow.runs.benchmarks.options import KEEP_HELP, RESULTS
 
 
-def main(values):
-    """Measures, predicts, prints and keeps; see the module docstring."""
-    from experiments import interplay_report
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is predicted and measured."""
 
-    interplay_report.run(planner_flags.settings(values, [f.name for f in INTERPLAY.flags]))
+    scale: str = setting("nano", "Named size.", choices=tuple(SIZES))
+    hardware: str = setting(
+        "this",
+        "Chip that is predicted: this, the CPU under this process, or one as in layout_search.",
+    )
+    measure: bool = setting(True, "Measure steps here.")
+    tokens: int = setting(
+        256,
+        "Tokens of a micro-batch: as many sequences as fit, at least one.",
+        legal=AT_LEAST_ONE,
+    )
+    block: int = setting(64, "Side of a square block.", legal=AT_LEAST_ONE)
+    stages: int = setting(2, "Stages of the pipeline.", legal=AT_LEAST_ONE)
+    micro_batches: int = setting(8, "Micro-batches of a step.", legal=AT_LEAST_ONE)
+    rounds: int = setting(3, "Timed steps.", legal=AT_LEAST_ONE)
+    out: str = setting("runs/interplay", "Folder to make.")
+    keep: str = setting(RESULTS, KEEP_HELP)
+
+
+def main(options):
+    """Measures, predicts, prints and writes; see the module docstring."""
+    from sparse_dataflow.runs.benchmarks import interplay_report
+
+    interplay_report.run(options)
 
 
 if __name__ == "__main__":
-    flags.run(main, __doc__, GROUPS)
+    command_line.run(main, __doc__, options=Options)

@@ -1,9 +1,9 @@
-"""Tokens a second of the own tasks' log-likelihoods, against the forward pass of the training.
+"""Tokens a second of the log-likelihoods of a corpus's own tasks, against the forward pass.
 
-Models of random weights are asked the corpus's own tasks; scoring and the training's forward pass
-run in turn in one process, dense and sparse. Scoring is timed from text to numbers, with programs
-that are compiled. Its tokens are those that the requests hold, context and continuation, without
-padding; the forward pass is the evaluation step on one micro-batch, all of whose tokens count.
+Models of random weights score the corpus's own tasks; scoring and the training's forward pass run
+in turn in one process, dense and sparse. Scoring is timed from text to numbers, with compiled
+programs. Its tokens are those of the requests, context and continuation, without padding; the
+forward pass is the evaluation step on one micro-batch, all of whose tokens count.
 
     python -m experiments.scoring_bench
     python -m experiments.scoring_bench --scale=micro --num_fewshot=5
@@ -11,42 +11,33 @@ padding; the forward pass is the evaluation step on one micro-batch, all of whos
 Needs the extra eval.
 """
 
-from experiments import flags
-from experiments.command_line import AT_LEAST_TWO, Flag, Group
-from experiments.evaluate import refuse_without_lm_eval
-from experiments.step_bench import BENCHMARK
+import dataclasses
 
-SCORING = Group(
-    "Scoring",
-    "what is asked",
-    (
-        Flag("num_fewshot", "text", "0,5", "Comma list of examples in the prompt."),
-        Flag(
-            "items",
-            "integer",
-            100,
-            "Items that are made for each own task.",
-            legal=AT_LEAST_TWO,
-        ),
-    ),
-)
-GROUPS = (
-    *flags.without(
-        *("minutes", "steps", "twin", "learning_rate", "warmup", "final_rate"),
-        groups=(flags.MODEL, flags.SPARSITY, flags.TRAINING, flags.DATA),
-    ),
-    SCORING,
-    BENCHMARK,
-)
+from sparse_dataflow.config.settings import AT_LEAST_TWO, AT_LEAST_ZERO, setting
+from sparse_dataflow.evaluation import refuse_without_lm_eval
+from sparse_dataflow.runs import command_line
+from sparse_dataflow.runs.benchmarks.options import BenchOptions
+
+SHARED = ("scale", "corpus", "batch", "density", "pattern", "block", "seed")
 
 
-def main(values):
-    """Runs the benchmark; see the module docstring."""
+@dataclasses.dataclass(frozen=True)
+class Options(BenchOptions):
+    """What is scored."""
+
+    num_fewshot: tuple[int, ...] = setting(
+        (0, 5), "Numbers of examples in the prompt.", legal=AT_LEAST_ZERO
+    )
+    items: int = setting(100, "Items that are made for each task.", legal=AT_LEAST_TWO)
+
+
+def main(request, options):
+    """Measures, prints and writes; see the module docstring."""
     refuse_without_lm_eval()
-    from experiments import scoring_speed
+    from sparse_dataflow.runs.benchmarks import scoring
 
-    scoring_speed.run(values, GROUPS)
+    scoring.run(request, options)
 
 
 if __name__ == "__main__":
-    flags.run(main, __doc__, GROUPS)
+    command_line.run(main, __doc__, shared=SHARED, options=Options)

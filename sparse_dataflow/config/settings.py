@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from sparse_dataflow.files.errors import UserError
 
@@ -26,6 +26,9 @@ FIXED, ADOPTED, FRESH = "fixed", "adopted", "fresh"
 """How a resumed run treats a setting: it must keep the saved value; it takes the saved value unless
 another is given; it ignores the saved value."""
 
+AUTO = "auto"
+"""The text of None, which a setting may have whose default is None."""
+
 _NUMBER_LISTS: dict[Any, type] = {tuple[int, ...]: int, tuple[float, ...]: float}
 _BOOLEANS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 _SHOWN = 60
@@ -38,7 +41,8 @@ class Setting:
     Attributes:
       name: the field's name; in a `RunConfig` its path, such as "training.batch".
       type: int, float, bool, str, or a tuple of names or numbers, such as tuple[str, ...].
-      default: its default; `dataclasses.MISSING` where the preset decides.
+      default: its default; `dataclasses.MISSING` where the preset decides, None where the code
+        that reads it decides.
       help: one or two sentences, with units.
       legal: the legal numbers, in words and as a test.
       choices: the legal names of a str or tuple; empty where any text is legal.
@@ -59,6 +63,8 @@ class Setting:
         Raises:
           ValueError: it names none; the message completes "NAME=TEXT ".
         """
+        if self.default is None and text.lower() == AUTO:
+            return None
         if self.type is int:
             value: Any = _integer(text)
         elif self.type is float:
@@ -92,6 +98,8 @@ class Setting:
 
     def refusal(self, value: Any) -> str:
         """Why a value is not legal, completing "NAME=VALUE "; empty where it is."""
+        if value is None and self.default is None:
+            return ""
         if self.type == tuple[str, ...]:
             if not isinstance(value, tuple) or not all(isinstance(v, str) for v in value):
                 return "is not legal: it must be a tuple of names."
@@ -135,7 +143,8 @@ def settings(config: Any) -> Iterator[Setting]:
     """Yields the settings of a config class or instance, without those of its members."""
     for field in dataclasses.fields(config):
         if "setting" in field.metadata:
-            yield Setting(field.name, field.type, field.default, **field.metadata["setting"])
+            kind = field.type if field.default is not None else get_args(field.type)[0]
+            yield Setting(field.name, kind, field.default, **field.metadata["setting"])
 
 
 def by_path(config: Any) -> dict[str, Setting]:
@@ -248,6 +257,8 @@ def text(value: Any) -> str:
     """A value as it is written on a command line."""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value is None:
+        return AUTO
     return ",".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 

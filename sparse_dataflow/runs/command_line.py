@@ -205,7 +205,8 @@ def help_text(doc: str, program: str, flags: Sequence[Flag], sets: bool, all: bo
 
 def _help_lines(left: str, s: Setting) -> str:
     text = s.help
-    if s.legal and s.type is float:  # An integer's limits are plain from its meaning.
+    # An integer's limits are plain from its meaning.
+    if s.legal and s.type in (float, tuple[float, ...]):
         text += f" Legal: {s.legal[0]}."
     if s.choices:
         several = s.type == tuple[str, ...]
@@ -273,7 +274,7 @@ def arguments(
     if shared:
         arguments.append(_request(flags, flag_values, sets).with_defaults(defaults))
     if options is not None:
-        option_names = {f.name for f in flags if not f.path and f.name not in request.START}
+        option_names = {s.name for s in settings.settings(options)}.difference(shared)
         arguments.append(options(**{n: v for n, v in flag_values.items() if n in option_names}))
     return arguments
 

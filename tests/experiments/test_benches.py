@@ -1,5 +1,6 @@
 """The benchmarks from end to end at tiny sizes, as a user starts them."""
 
+import csv
 import json
 
 import pytest
@@ -123,9 +124,9 @@ def test_block_bench(job, tmp_path):
     [
         ("--shapes=64x128,0x8", "--shapes=64x128,0x8 is not a list"),
         ("--shapes=13c", "nor one of"),
-        ("--tokens=64,-1", "--tokens=64,-1 is not a list such as 2048,4096"),
-        ("--densities=half", "--densities=half is not a list such as 0.5,0.125"),
-        ("--patterns=auto,random", "mixes auto with names"),
+        ("--tokens=64,-1", "--tokens=64,-1 is not legal: it must be a comma list of whole"),
+        ("--densities=half", "--densities=half is not legal: it must be a comma list of numbers"),
+        ("--patterns=auto,random", "--patterns=auto,random is unknown. Legal: pixelfly"),
         ("--shapes=64x128,64x120", "Block 16 does not divide a 64 x 120 weight; legal blocks"),
     ],
 )
@@ -169,3 +170,47 @@ def test_scoring_bench(job, tmp_path):
         assert row["padding"] >= 0 and 1 <= row["programs"] <= 6 and row["requests"] >= 6
     assert rows["dense", 0]["tokens"] == rows["sparse", 0]["tokens"]
     assert rows["dense", 0]["tokens"] < rows["dense", 1]["tokens"]
+
+
+@pytest.mark.parametrize("setting", ["parallel.executor=relay", "training.steps=3"])
+def test_a_setting_that_no_benchmark_reads_is_refused(refused, setting):
+    path, _, _ = setting.partition("=")
+    said = refused(f"--set={setting}", "--scale=pico", experiment="step_bench")
+    assert f"{path} has no effect in a benchmark" in said
+
+
+def test_interplay_of_a_chip_that_is_not_here(job, refused, tmp_path):
+    asked = ("--hardware=a100-80gb", "--scale=13b", "--measure=no", "--tokens=16384", "--block=128")
+    done = job.run(*asked, f"--out={tmp_path}", experiment="interplay")
+    assert done.returncode == 0, done.stderr
+    assert "1/8 of the blocks gains" in done.stdout
+    with (tmp_path / "interplay.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8 and all(not row["serial_measured_ms"] for row in rows)
+    predicted = {(row["density"], row["fused"]): float(row["serial_predicted_ms"]) for row in rows}
+    fused = predicted["1.0", "True"] / predicted["0.125", "True"]
+    unfused = predicted["1.0", "False"] / predicted["0.125", "False"]
+    assert fused > 1.5 * unfused
+    said = refused("--measure=no", f"--out={tmp_path}", experiment="interplay")
+    assert "--hardware=this is known by measuring" in said
+    said = refused("--stages=3", f"--out={tmp_path}", experiment="interplay")
+    assert "legal: 1 to 2" in said
+
+
+@pytest.mark.nightly
+def test_a_tiny_step_is_predicted_and_measured(job, tmp_path):
+    """From end to end; on a busy machine the error says nothing."""
+    flags = ("--scales=pico", "--block=16", "--tokens=128", "--rounds=1", f"--keep={tmp_path}")
+    done = job.run(*flags, experiment="predict_check")
+    assert done.returncode == 0, done.stderr
+    assert "largest error" in done.stdout and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.nightly
+def test_interplay_measures_whole_steps_fused_and_unfused(job, tmp_path):
+    flags = ("--scale=pico", "--block=16", "--tokens=128", "--rounds=1", f"--out={tmp_path}")
+    done = job.run(*flags, f"--keep={tmp_path}", experiment="interplay")
+    assert done.returncode == 0, done.stderr
+    for way in ("measured", "predicted"):
+        for order in ("serial", "pipelined"):
+            assert f"- {way}, {order}: 1/8 of the blocks gains" in done.stdout

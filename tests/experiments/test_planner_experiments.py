@@ -6,7 +6,6 @@ import pytest
 from absl import flags as absl_flags
 
 from experiments import flags, layout_search, planner_truth, scaling_study
-from experiments import interplay as interplay_study
 
 
 def run(experiment, *arguments):
@@ -86,20 +85,3 @@ def test_scaling_names_what_limits_each_point(tmp_path, capsys):
     assert "| strong | 22b | h100 | 64 |" in (tmp_path / "scaling.md").read_text()
     assert (tmp_path / "strong.png").stat().st_size > 10_000
     assert run(scaling_study, "--most=32", f"--out={tmp_path}") == 2
-
-
-def test_interplay_of_a_chip_that_is_not_here(tmp_path, capsys):
-    asked = ("--hardware=a100-80gb", "--scale=13b", "--measure=no", "--tokens=16384", "--block=128")
-    assert run(interplay_study, *asked, f"--out={tmp_path}") == 0
-    assert "1/8 of the blocks gains" in capsys.readouterr().out
-    with (tmp_path / "interplay.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 8 and all(not row["serial_measured_ms"] for row in rows)
-    predicted = {(row["density"], row["fused"]): float(row["serial_predicted_ms"]) for row in rows}
-    fused = predicted["1.0", "True"] / predicted["0.125", "True"]
-    unfused = predicted["1.0", "False"] / predicted["0.125", "False"]
-    assert fused > 1.5 * unfused
-    assert run(interplay_study, "--measure=no", f"--out={tmp_path}") == 2
-    assert "--hardware=this is known by measuring" in capsys.readouterr().err
-    assert run(interplay_study, "--stages=3", f"--out={tmp_path}") == 2
-    assert "legal: 1 to 2" in capsys.readouterr().err

@@ -75,7 +75,7 @@ def subjaxprs(params):
 
 def calls(text):
     """How often blocks were called in a step, in which nothing takes time."""
-    from experiments.pipeline_bubble import sleeping_step
+    from sparse_dataflow.runs.benchmarks.pipeline_bubble import sleeping_step
 
     stages, micro_batches = map(int, text.split("x"))
     step, slept = sleeping_step(schedules.make("1f1b", stages, micro_batches))

@@ -4,56 +4,87 @@ import dataclasses
 
 import numpy as np
 
-from experiments import measurement
-from experiments.planner_flags import model as planned_model
-from experiments.step_bench import compiled_step
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
-from sparse_dataflow.models import gpt
+from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.efficiency import PRIOR
 from sparse_dataflow.planning.run_layout import ParallelPlan
 from sparse_dataflow.planning.step_time import OPTIMIZER_BYTES, step_time
+from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.benchmarks.benchmark import named_model
+from sparse_dataflow.runs.benchmarks.steps import compiled_step, random_tokens
 from sparse_dataflow.training.sections import section_seconds
 from sparse_dataflow.training.step import initial_state
 
 LONGEST = 512
-"""Tokens a sequence where none is asked for: attention's square would hide the rest on a CPU."""
+"""Most tokens of a sequence by default: on a CPU, attention of longer ones hides the rest."""
 
 
-def refuse_unfit(scale: str, density: float, block: int) -> None:
-    """Refuses a sparse model that has no balanced layout, before anything is measured.
+def run(options) -> None:
+    """Predicts and measures every scale, dense and sparse; prints and writes.
+
+    Args:
+      options: of `experiments.predict_check`.
 
     Raises:
-      UserError: names the legal values.
+      UserError: a model has no layout, before anything is measured.
     """
-    gpt.layouts(dataclasses.replace(_model(scale, density, block), num_layers=1))
+    keep_freed_memory()
+    models = {
+        (scale, density): check_model(scale, density, options.block)
+        for scale in options.scales
+        for density in (1.0, options.density)
+    }
+    chip = hardware.detect(("float32",))
+    peak, bandwidth = chip.rates("float32")
+    print(f"{chip.name}: {peak / 1e9:,.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s")
+    rows = []
+    for (scale, density), model in models.items():
+        row = check(model, options.tokens, options.sequence, options.rounds, chip)
+        rows.append({"scale": scale, "density": density, **row})
+        print(
+            f"{scale:>6} {'dense' if density == 1 else f'{density:g}':>6}: measured "
+            f"{row['measured_ms']:8.1f} ms, predicted {row['predicted_ms']:8.1f} ms, "
+            f"{row['error']:+.1%}",
+            flush=True,
+        )
+    print(f"largest error {max(abs(row['error']) for row in rows):.1%}")
+    measurement.keep(options.keep, f"predict_check_{chip.name}", chip.name, {"rows": rows})
 
 
-def check(scale: str, density: float, asked, chip: Chip) -> dict:
+def check_model(scale: str, density: float, block: int) -> ModelConfig:
+    """The model of a row; a block of 0 is a sixteenth of the scale's width.
+
+    Raises:
+      UserError: block and density have no layout; names the legal values.
+    """
+    return named_model(scale, density, block or SIZES[scale].d_model // 16)
+
+
+def check(config: ModelConfig, tokens: int, sequence: int, rounds: int, chip: Chip) -> dict:
     """A row: the step predicted from measured rates beside the step measured.
 
     Args:
-      scale: a key of SIZES.
-      density: of the blocks; 1 for dense.
-      asked: the flags of `predict_check`.
+      config: of the model.
+      tokens: tokens of a step: as many sequences as fit, at least one.
+      sequence: tokens of a sequence; 0 is the longest of the model, at most LONGEST.
+      rounds: timed steps.
       chip: this machine.
     """
-    config = _model(scale, density, asked.block)
-    sequence = asked.sequence or min(config.max_len, LONGEST)
+    sequence = sequence or min(config.max_len, LONGEST)
     training = TrainingConfig(
-        steps=1, batch=max(1, asked.tokens // sequence), sequence=sequence, learning_rate=1e-4
+        steps=1, batch=max(1, tokens // sequence), sequence=sequence, learning_rate=1e-4
     )
     rates = measured_rates(config, training, chip)
     layout = layout_of(config, training)
     time = step_time(config, sequence, layout, chip, PRIOR, rates=rates)
-    measured = measured_seconds(config, training, asked.rounds)
+    measured = measured_seconds(config, training, rounds)
     return {
-        "scale": scale,
-        "density": density,
         "batch": training.batch,
         "sequence": sequence,
         "measured_ms": 1e3 * measured,
@@ -62,10 +93,6 @@ def check(scale: str, density: float, asked, chip: Chip) -> dict:
         "terms_ms": {name: 1e3 * float(seconds) for name, seconds in time.terms.items()},
         "rates": rates,
     }
-
-
-def _model(scale, density, block):
-    return planned_model(scale, density, block or SIZES[scale].d_model // 16, "float32")
 
 
 def layout_of(config: ModelConfig, training: TrainingConfig) -> ParallelPlan:
@@ -100,8 +127,5 @@ def measured_seconds(
     config: ModelConfig, training: TrainingConfig, rounds: int, executor: Executor = ONE_DEVICE
 ) -> float:
     """Median seconds of a whole training step; in several processes each calls this."""
-    rng = np.random.default_rng(0)
-    shape = (training.batch, training.sequence + 1)
-    tokens = rng.integers(config.vocab_size, size=shape, dtype=np.int32)
-    run, *_ = compiled_step(config, training, tokens, executor)
-    return float(np.median(measurement.paired_seconds({"step": run}, rounds)["step"]))
+    step = compiled_step(config, training, random_tokens(config, training), executor)
+    return float(np.median(measurement.paired_seconds({"step": step.run}, rounds)["step"]))

@@ -5,7 +5,6 @@ import time
 import jax
 import numpy as np
 
-from experiments import measurement, relay_plan
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.hardware.detect import Chip
@@ -13,6 +12,7 @@ from sparse_dataflow.parallel.relay import timeline
 from sparse_dataflow.parallel.relay.host_state import fresh_state
 from sparse_dataflow.parallel.relay.relay import Relay, RelayConfig
 from sparse_dataflow.planning import cost, memory, relay
+from sparse_dataflow.runs import measurement, relay_plan
 from sparse_dataflow.training.step import initial_state, make_train_step
 
 NOT_MEASURED = "does not fit"
@@ -48,7 +48,7 @@ def relayed(model, training, config: RelayConfig, chip: Chip, steps: int) -> dic
     run = Relay(model, training, config)
     compiled = time.perf_counter() - start
     state = fresh_state(model, training)
-    found: list[float] = []
+    losses: list[float] = []
     before = most = _live_bytes()
 
     def observe(program):
@@ -62,7 +62,7 @@ def relayed(model, training, config: RelayConfig, chip: Chip, steps: int) -> dic
         state, report = run.train_step(state, _tokens(model, training, number), 1e-4)
         return float(report.loss)
 
-    seconds = _timed(step, steps, found)
+    seconds = _timed(step, steps, losses)
     spans = run.timeline.spans
     return {
         "executor": "relay",
@@ -74,7 +74,7 @@ def relayed(model, training, config: RelayConfig, chip: Chip, steps: int) -> dic
         "hidden_transfer": timeline.hidden_share(spans),
         "hidden_updates": timeline.hidden_share(spans, ("update",)),
         **{f"{kind}_seconds": timeline.seconds(spans, kind) for kind in timeline.KINDS},
-        "losses": found,
+        "losses": losses,
     }
 
 
@@ -85,7 +85,7 @@ def whole(model, training, chip: Chip, steps: int) -> dict:
     if chip.memory_bytes is not None and plan > chip.memory_bytes * memory.USABLE:
         return row | {"step_seconds": NOT_MEASURED}
     state = initial_state(model, training)
-    found: list[float] = []
+    losses: list[float] = []
     start = time.perf_counter()
     jitted = jax.jit(make_train_step(model, training, state.tables), donate_argnums=0)
     state = state._replace(tables=())
@@ -97,13 +97,13 @@ def whole(model, training, chip: Chip, steps: int) -> dict:
         state, report = program(state, _tokens(model, training, number), np.float32(1e-4))
         return float(report.loss)
 
-    seconds = _timed(step, steps, found)
+    seconds = _timed(step, steps, losses)
     return {
         **row,
         **_figures(model, training, chip, seconds),
         "compile_seconds": compiled,
         "device_bytes": _peak_bytes() or measurement.program_bytes(program),
-        "losses": found,
+        "losses": losses,
     }
 
 

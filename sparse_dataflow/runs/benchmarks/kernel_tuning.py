@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import kernel_programs, measurement
-from experiments.kernel_programs import Case, Operands
 from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.kernels import tuned
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper, pallas_tpu, tuning_xla, xla
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu as mlp_tpu
+from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.benchmarks import kernel_programs
+from sparse_dataflow.runs.benchmarks.kernel_programs import Case, Operands
 from sparse_dataflow.sparsity.layout import BlockLayout
 
 TUNABLE = {
@@ -29,7 +30,24 @@ TUNABLE = {
 OP, MLP = "block_sparse_matmul", "sparse_mlp"
 
 ENOUGH_SECONDS = 0.01
-"""What is timed at once."""
+"""Seconds of one timing, at least."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The cases of `kernel_bench`: every layout of a shape with every number of tokens.
+
+    Attributes:
+      layouts: (in_features, out_features) -> (pattern, density, layout) triples.
+      tokens: rows of x.
+      dtype: of x and the weights.
+      implementations: of the block-sparse product.
+    """
+
+    layouts: Mapping[tuple[int, int], Sequence[tuple[str, float, BlockLayout]]]
+    tokens: Sequence[int]
+    dtype: str
+    implementations: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,16 +170,15 @@ def _seconds(program, key, timer, tried):
     return [float(np.median(seconds[tiles])) if tiles in runs else math.inf for tiles in tried]
 
 
-def run(settings: dict, layouts: dict, rounds: int, folder: str) -> Path:
-    """Tunes every layout of every shape, prints each result and keeps it.
+def run(grid: Grid, rounds: int, folder: str) -> Path:
+    """Tunes every case of a grid, prints each result and writes it.
 
     On a TPU also the fused MLP of two shapes that are each other's reverse.
 
     Args:
-      settings: as `kernel_bench` has them.
-      layouts: (in, out) -> [(pattern, density, layout)].
+      grid: the cases.
       rounds: timed rounds of each measurement.
-      folder: where the files go; empty for the package's own, from which they are read.
+      folder: of the files; empty for the folder in the package, from which kernels read them.
 
     Returns:
       The folder.
@@ -169,19 +186,19 @@ def run(settings: dict, layouts: dict, rounds: int, folder: str) -> Path:
     timer = functools.partial(measurement.paired_seconds, rounds=rounds, enough=ENOUGH_SECONDS)
     print(f"{'case':<66} {'tuned ms':>9} {'heuristic ms':>12}  tiles")
     done: set[tuned.Case] = set()
-    for shape in settings["shapes"]:
-        for tokens in settings["tokens"]:
-            operands = Operands.draw(shape[0], shape[1], tokens, settings["dtype"])
-            for number, (_, _, layout) in enumerate(layouts[shape]):
-                case = Case(layout, tokens, settings["dtype"], "forward")
-                for name in TUNABLE.keys() & set(settings["implementations"]):
+    for shape, layouts in grid.layouts.items():
+        for tokens in grid.tokens:
+            operands = Operands.draw(shape[0], shape[1], tokens, grid.dtype)
+            for number, (_, _, layout) in enumerate(layouts):
+                case = Case(layout, tokens, grid.dtype, "forward")
+                for name in TUNABLE.keys() & set(grid.implementations):
                     found = list(tune(case, operands, name, timer, done))
                     done |= {one.case for one in found}
                     _keep(OP, folder, found)
-                back = layouts.get(shape[::-1])
-                if back and shape[0] < shape[1] and "pallas_tpu" in settings["implementations"]:
+                back = grid.layouts.get((shape[1], shape[0]))
+                if back and shape[0] < shape[1] and "pallas_tpu" in grid.implementations:
                     pair = layout, back[number][2]
-                    found = list(tune_mlp(pair, tokens, settings["dtype"], timer, done))
+                    found = list(tune_mlp(pair, tokens, grid.dtype, timer, done))
                     done |= {one.case for one in found}
                     _keep(MLP, folder, found)
     return _path(OP, folder).parent

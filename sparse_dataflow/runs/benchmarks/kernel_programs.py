@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
+from sparse_dataflow.runs.benchmarks.benchmark import Program
 from sparse_dataflow.sparsity.layout import BlockLayout
-
-PRODUCTS = ("forward", "input_gradient", "weight_gradient", "forward_backward")
-"""y = xW, dx = dy Wᵀ, dW = xᵀ dy (at stored blocks), and the three in one program."""
 
 STATIC = "xla_static"
 """The implementation that is specialised to its layout; others read it from arrays."""
@@ -26,7 +24,7 @@ class Case:
       layout: which blocks of W exist.
       tokens: rows of x.
       dtype: of x, W and dy.
-      product: one of PRODUCTS.
+      product: one of `options.PRODUCTS`.
     """
 
     layout: BlockLayout
@@ -45,19 +43,6 @@ class Case:
         """Floating-point operations at the stored blocks."""
         stored = self.layout.nnz * self.layout.block**2
         return 2 * self.tokens * stored * (3 if self.product == "forward_backward" else 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A compiled product on its own arrays.
-
-    Attributes:
-      run: starts it and returns its results.
-      compile_seconds: wall-clock until it first ran.
-    """
-
-    run: Callable[[], object]
-    compile_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +97,7 @@ def product_of(
     """A product of `function(x, weight, *data)` or of its gradients, compiled.
 
     Args:
-      product: one of PRODUCTS.
+      product: one of `options.PRODUCTS`.
       operands: x and dy.
       function: gives y.
       weight: what else it is differentiable in.

@@ -1,6 +1,7 @@
-"""What others offer for y = xW with stored blocks, as programs to be timed beside ours.
+"""Block-sparse y = xW of other libraries, as programs to be timed beside ours.
 
-Only the forward product: none of them has all three.  Packages that are not installed are absent.
+Only the forward product: no other library has all three.  Packages that are not installed are left
+out.
 """
 
 import importlib.util
@@ -11,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.kernel_programs import Case, Operands, Program
+from sparse_dataflow.runs.benchmarks.benchmark import Program
+from sparse_dataflow.runs.benchmarks.kernel_programs import Case, Operands
 
 
 def available(case: Case, operands: Operands) -> Iterator[tuple[str, Callable[[], Program]]]:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from experiments import measurement
 from sparse_dataflow.distributed import warm_up
+from sparse_dataflow.runs import measurement
 
 positive = hnp.arrays(float, 7, elements=st.floats(1e-3, 1e3))
 

@@ -4,11 +4,10 @@ import contextlib
 import csv
 import dataclasses
 import json
-import types
 
 import pytest
 
-from experiments import interplay_report, interplay_step, prediction
+from experiments import interplay
 from sparse_dataflow.config.model import PROJECTIONS
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import TrainingConfig
@@ -17,6 +16,7 @@ from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.efficiency import PRIOR
 from sparse_dataflow.planning.step_time import step_time
+from sparse_dataflow.runs.benchmarks import interplay_report, interplay_step, prediction
 
 CHIP = Chip("cpu", {"float32": 2e11}, 2**34, 2e10)
 SECONDS = {"qkv": 0.03, "attention": 0.02, "attn_out": 0.01, "mlp_in": 0.04, "mlp_out": 0.05}
@@ -33,7 +33,7 @@ def sections(monkeypatch):
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_step_is_predicted_as_its_sections_times_layers(sections, density, layers, remat):
-    config = prediction._model("nano", density, 64)
+    config = prediction.check_model("nano", density, 64)
     config = dataclasses.replace(config, num_layers=layers, remat=remat)
     training = TrainingConfig(steps=1, batch=4, sequence=64)
     rates = prediction.measured_rates(config, training, CHIP)
@@ -55,8 +55,7 @@ def test_a_step_is_predicted_as_its_sections_times_layers(sections, density, lay
 
 def test_a_row_has_both_times_and_what_they_are_made_of(sections, monkeypatch):
     monkeypatch.setattr(prediction, "measured_seconds", lambda *_: 0.5)
-    asked = types.SimpleNamespace(sequence=0, tokens=1024, block=0, rounds=1)
-    row = prediction.check("nano", 0.125, asked, CHIP)
+    row = prediction.check(prediction.check_model("nano", 0.125, 0), 1024, 0, 1, CHIP)
     assert (row["batch"], row["sequence"], row["measured_ms"]) == (8, 128, 500.0)
     assert row["predicted_ms"] == pytest.approx(sum(row["terms_ms"].values()))
     assert row["error"] == pytest.approx(row["predicted_ms"] / 500 - 1)
@@ -64,18 +63,17 @@ def test_a_row_has_both_times_and_what_they_are_made_of(sections, monkeypatch):
 
 def test_long_sequences_are_cut_and_one_row_stays(sections, monkeypatch):
     monkeypatch.setattr(prediction, "measured_seconds", lambda *_: 0.5)
-    asked = types.SimpleNamespace(sequence=0, tokens=100, block=0, rounds=1)
-    row = prediction.check("125m", 1.0, asked, CHIP)
+    row = prediction.check(prediction.check_model("125m", 1.0, 0), 100, 0, 1, CHIP)
     assert (row["batch"], row["sequence"]) == (1, prediction.LONGEST)
 
 
 def test_layouts_without_balance_are_refused_before_anything_is_measured():
-    prediction.refuse_unfit("125m", 1.0, 64)
-    prediction.refuse_unfit("125m", 0.125, 0)
+    prediction.check_model("125m", 1.0, 64)
+    prediction.check_model("125m", 0.125, 0)
     with pytest.raises(UserError, match="no balanced layout"):
-        prediction.refuse_unfit("125m", 0.125, 64)
+        prediction.check_model("125m", 0.125, 64)
     with pytest.raises(UserError, match="does not divide"):
-        prediction.refuse_unfit("nano", 0.5, 100)
+        prediction.check_model("nano", 0.5, 100)
     assert SIZES["125m"].d_model == 768
 
 
@@ -92,14 +90,11 @@ def test_interplay_of_measured_steps_wins_back_what_fusion_gives(
     monkeypatch.setattr(interplay_step.mesh, "make", lambda _: None)
     monkeypatch.setattr(interplay_step.join, "joined", lambda *_: contextlib.nullcontext())
 
-    def child(asking, fused, cores, stages):
-        own = {"stages": stages, "process": 0, "coordinator": "", "cores": []}
-        return json.loads(json.dumps(interplay_step.main(types.SimpleNamespace(**asking | own))))
+    def child(work, fused, cores):
+        return json.loads(json.dumps(interplay_step.main(work)))
 
     monkeypatch.setattr(interplay_report, "_measured", child)
-    asked = types.SimpleNamespace(scale="nano", hardware="this", measure="yes", tokens=1024)
-    asked.block, asked.stages, asked.micro_batches, asked.rounds = 64, 2, 8, 1
-    asked.out, asked.keep = str(tmp_path), str(tmp_path)
+    asked = interplay.Options(tokens=1024, rounds=1, out=str(tmp_path), keep=str(tmp_path))
     monkeypatch.setattr(interplay_report, "_cores", lambda stages: list(range(stages)))
     interplay_report.run(asked)
     said = capsys.readouterr().out
@@ -117,22 +112,3 @@ def test_interplay_of_measured_steps_wins_back_what_fusion_gives(
     intensity = [float(row["intensity_mlp_in"]) for row in rows]
     assert all(unfused < fused for unfused, fused in zip(intensity[::2], intensity[1::2]))
     assert (tmp_path / "interplay.png").exists() and (tmp_path / "roofline.png").exists()
-
-
-@pytest.mark.nightly
-def test_a_tiny_step_is_predicted_and_measured(job, tmp_path):
-    """From end to end; on a busy machine the error says nothing."""
-    flags = ("--scales=pico", "--block=16", "--tokens=128", "--rounds=1", f"--keep={tmp_path}")
-    done = job.run(*flags, experiment="predict_check")
-    assert done.returncode == 0, done.stderr
-    assert "largest error" in done.stdout and len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.nightly
-def test_interplay_measures_whole_steps_fused_and_unfused(job, tmp_path):
-    flags = ("--scale=pico", "--block=16", "--tokens=128", "--rounds=1", f"--out={tmp_path}")
-    done = job.run(*flags, f"--keep={tmp_path}", experiment="interplay")
-    assert done.returncode == 0, done.stderr
-    for way in ("measured", "predicted"):
-        for order in ("serial", "pipelined"):
-            assert f"- {way}, {order}: 1/8 of the blocks gains" in done.stdout

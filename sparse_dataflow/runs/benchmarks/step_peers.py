@@ -9,6 +9,7 @@ Shapes in names: B batch, T tokens, D d_model, H heads, K head width, V vocabula
 """
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib.util
@@ -19,38 +20,37 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments import measurement
-from experiments.kernel_peers import Pending
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.optim.optimizers import B1, B2, EPS, decay_mask, learning_rate_multipliers
 from sparse_dataflow.parallel.relay.host_state import fresh_state, view
+from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.benchmarks.benchmark import Program
+from sparse_dataflow.runs.benchmarks.kernel_peers import Pending
 
 NAME = "torch_compile"
 
 
 class Report(NamedTuple):
-    """What a step tells, as `optim.train_state.StepReport`: the loss, for `float`."""
+    """The report of a step, as `optim.train_state.StepReport`: `loss` converts to float."""
 
     loss: Pending
 
 
-class PeerStep(NamedTuple):
-    """A peer's step; its first three fields are what `step_bench.compiled_step` gives.
+@dataclasses.dataclass(frozen=True)
+class Step(Program):
+    """A compiled training step on its own state; `run` returns a report with its loss.
 
     Attributes:
-      run: makes one step and returns its report.
-      seconds: that the first pass took, compiling and running.
-      bytes: the most that its allocator held in that pass; None where it does not tell.
-      parameters: how many numbers it trains.
-      state_bytes: of parameters, gradients and moments.
+      step_bytes: memory of a step (`measurement.program_bytes`; of a peer the peak of its
+        allocator); None where it is not known.
+      stored_parameters: trained parameters.
+      state_bytes: bytes of parameters, gradients and moments.
     """
 
-    run: Callable[[], Report]
-    seconds: float
-    bytes: int | None
-    parameters: int
+    step_bytes: int | None
+    stored_parameters: int
     state_bytes: int
 
 
@@ -67,8 +67,8 @@ def refusal(model: ModelConfig, training: TrainingConfig) -> str:
 
 def maker(
     model: ModelConfig, training: TrainingConfig, tokens: np.ndarray, learning_rate: float
-) -> dict[str, Callable[[], PeerStep]]:
-    """{NAME: function that makes its step}; empty, and told why, where there is none."""
+) -> dict[str, Callable[[], Step]]:
+    """{NAME: function that makes its step}; empty, after printing why, where there is none."""
     if why := refusal(model, training):
         print(f"{NAME} is left out: {why}")
         return {}
@@ -76,7 +76,7 @@ def maker(
 
 
 def made(name: str, make: Callable[[], Any]) -> Any:
-    """What `make` gives; None, and told why, where a peer does not run here."""
+    """The result of `make`; None, after printing why, where a peer does not run here."""
     try:
         return make()
     except UserError as error:
@@ -92,18 +92,18 @@ def compared(seconds: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:
     Args:
       seconds: of "dense", "sparse" and the peers that ran, as `measurement.paired_seconds` gives.
     """
-    found = {}
+    ratios_by_peer = {}
     for name in seconds.keys() & {NAME}:
         ratios = {
             n: measurement.paired_ratio(seconds[name], seconds[n]) for n in ("dense", "sparse")
         }
-        told = ", ".join(
+        words = ", ".join(
             f"{name} / {n}: {middle:.2f}x (quartiles {low:.2f}-{high:.2f})"
             for n, (middle, low, high) in ratios.items()
         )
-        print(told)
-        found[name] = {f"over_{n}": middle for n, (middle, _, _) in ratios.items()}
-    return found
+        print(words)
+        ratios_by_peer[name] = {f"over_{n}": middle for n, (middle, _, _) in ratios.items()}
+    return ratios_by_peer
 
 
 def torch_step(
@@ -112,12 +112,12 @@ def torch_step(
     tokens: np.ndarray,
     learning_rate: float,
     compiled: bool = True,
-) -> PeerStep:
+) -> Step:
     """The whole training step in torch, on a CUDA device where there is one.
 
     Args:
       model: one that `refusal` has nothing against.
-      training: likewise; batch, accumulation, clip, decay, seed and dtype of the state.
+      training: likewise; batch, micro-batches, clipping, decay, seed and dtype of the state.
       tokens: int32 [batch, sequence + 1].
       learning_rate: of every step.
       compiled: whether through torch.compile.
@@ -132,13 +132,13 @@ def torch_step(
         torch.set_float32_matmul_precision("high")  # TF32, as XLA multiplies there.
         torch.cuda.reset_peak_memory_stats()
     try:
-        return _made(model, training, tokens, learning_rate, compiled, device)
+        return _compiled(model, training, tokens, learning_rate, compiled, device)
     except (RuntimeError, OSError) as error:
-        said = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()
         hint = ""
         if isinstance(error, torch.OutOfMemoryError):
             hint = "; XLA_PYTHON_CLIENT_PREALLOCATE=false keeps jax from taking the memory first"
-        raise UserError(f"{said[0][:300] if said else type(error).__name__}{hint}.") from error
+        raise UserError(f"{lines[0][:300] if lines else type(error).__name__}{hint}.") from error
 
 
 def release() -> None:
@@ -150,16 +150,16 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def _made(model, training, tokens, learning_rate, compiled, device):
+def _compiled(model, training, tokens, learning_rate, compiled, device):
     import torch
 
-    kept = getattr(torch, training.state_dtype)
-    params, kinds = _parameters(model, training, kept, device)
+    dtype = getattr(torch, training.state_dtype)
+    params, kinds = _parameters(model, training, dtype, device)
     leaves = jax.tree.leaves(params)
     optimizer = torch.optim.AdamW(
         [
             {
-                "params": [leaf for leaf, own in zip(leaves, kinds) if own == (decays, rate)],
+                "params": [leaf for leaf, kind in zip(leaves, kinds) if kind == (decays, rate)],
                 "weight_decay": training.weight_decay if decays else 0.0,
                 "lr": rate * learning_rate,
             }
@@ -196,8 +196,8 @@ def _made(model, training, tokens, learning_rate, compiled, device):
     seconds = time.perf_counter() - start
     optimizer.zero_grad(set_to_none=True)
     count = sum(leaf.numel() for leaf in leaves)
-    held = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    return PeerStep(run, seconds, held, count, 4 * kept.itemsize * count)
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+    return Step(run, seconds, peak, count, 4 * dtype.itemsize * count)
 
 
 def _parameters(model, training, dtype, device) -> tuple[dict[str, Any], list[tuple[bool, float]]]:
@@ -208,14 +208,14 @@ def _parameters(model, training, dtype, device) -> tuple[dict[str, Any], list[tu
 
     ours = fresh_state(model, training).params
 
-    def one(path, leaf):
+    def tensor(path, leaf):
         leaf = np.array(leaf.T if path[-1].key == "kernel" else leaf, order="C")
         return torch.from_numpy(leaf).to(device, dtype).requires_grad_()
 
     blocks = [view(ours, layer) for layer in range(model.num_layers)]
     tree = {"embed": ours["embed"], "blocks": blocks, "head": ours["head"]}
     kinds = decay_mask(tree), learning_rate_multipliers(model, training, tree)
-    return jax.tree_util.tree_map_with_path(one, tree), list(zip(*map(jax.tree.leaves, kinds)))
+    return jax.tree_util.tree_map_with_path(tensor, tree), list(zip(*map(jax.tree.leaves, kinds)))
 
 
 def _loss(model, params, tokens_BxT):

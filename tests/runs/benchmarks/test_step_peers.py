@@ -7,11 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import measurement, step_bench, step_peers
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planning import cost, memory
+from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.benchmarks import step_peers, steps
 
 with_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="the extra peers is not installed"
@@ -41,12 +42,12 @@ def losses(run, steps=4):
     ],
 )
 def test_its_losses_are_ours(monkeypatch, model, training, rtol):
-    monkeypatch.setattr(step_bench, "LEARNING_RATE", 0.01)
+    monkeypatch.setattr(steps, "LEARNING_RATE", 0.01)
     model = dataclasses.replace(MODEL, **model)
     training = dataclasses.replace(TRAINING, **training)
-    ours, *_ = step_bench.compiled_step(model, training, TOKENS)
+    ours = steps.compiled_step(model, training, TOKENS)
     peer = step_peers.torch_step(model, training, TOKENS, 0.01, compiled=False)
-    mine, theirs = losses(ours), losses(peer.run)
+    mine, theirs = losses(ours.run), losses(peer.run)
     assert mine[-1] < mine[0] - 0.05
     assert theirs[0] == pytest.approx(mine[0], rel=min(rtol, 1e-3))
     # Adam divides by the root of a square, and so enlarges what bfloat16 leaves.
@@ -58,7 +59,7 @@ def test_it_trains_as_many_numbers_with_as_many_flops():
     from torch.utils.flop_counter import FlopCounterMode
 
     step = step_peers.torch_step(MODEL, TRAINING, TOKENS, 0.01, compiled=False)
-    assert step.parameters == memory.parameter_count(MODEL)
+    assert step.stored_parameters == memory.parameter_count(MODEL)
     assert step.state_bytes == memory.training_config_bytes(MODEL, TRAINING).state
     with FlopCounterMode(display=False) as counted:
         step.run()
@@ -76,7 +77,7 @@ def test_what_does_not_run_here_is_left_out(monkeypatch, capsys):
     def none(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(step_peers, "_made", none)
+    monkeypatch.setattr(step_peers, "_compiled", none)
     peer = step_peers.maker(MODEL, TRAINING, TOKENS, 0.01)
     assert step_peers.made(step_peers.NAME, peer[step_peers.NAME]) is None
     said = capsys.readouterr().out

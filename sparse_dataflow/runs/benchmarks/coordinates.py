@@ -1,13 +1,22 @@
 """The trainings of coordinate_check, their table and their figure."""
 
 import dataclasses
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 
-from experiments import study
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files import folders
+from sparse_dataflow.data import cache
+from sparse_dataflow.data.corpora import load_corpus
+from sparse_dataflow.data.tokenizer import load_tokenizer
 from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
+from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.benchmarks import benchmark
+from sparse_dataflow.runs.request import Request
+from sparse_dataflow.runs.train import training_data
 from sparse_dataflow.training.coordinates import (
     ACTIVATIONS,
     activation_changes,
@@ -15,46 +24,68 @@ from sparse_dataflow.training.coordinates import (
     widened,
 )
 from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.variants import Variant, variant
 
 PARAMETRIZATIONS = ("standard", "supar")
 _FLAT = "same everywhere"
 
 
-def numbers(text: str, flag: str, kind: type = float) -> list:
-    """The numbers of a comma list, ascending, each once.
+def run(
+    request: Request,
+    widths: Sequence[int],
+    densities: Sequence[float],
+    steps: int,
+    out: str,
+) -> None:
+    """Trains all, prints the exponents, draws and writes; see `experiments.coordinate_check`.
+
+    Args:
+      request: the model, the corpus and the learning rates.
+      widths: values of d_model.
+      densities: fractions of blocks stored.
+      steps: steps of each training.
+      out: folder to make.
 
     Raises:
-      UserError: one is no number above 0.
+      UserError: a width or density has no layout.
     """
-    try:
-        found = sorted({kind(part) for part in text.split(",")})
-    except ValueError:
-        found = []
-    if not found or found[0] <= 0:
-        raise UserError(f"--{flag}={text} is not legal: it must be numbers above 0, as in 1,2,4.")
-    return found
+    folder = Path(out)
+    folders.refuse_foreign(folder, "coordinate_check")
+    config, chip = benchmark.config_here(request)
+    corpus = load_corpus(config.data.corpus, cache.FOLDER)
+    size = config.model.vocab_size
+    tokenizer = load_tokenizer(config.data.tokenizer, corpus, size, cache.FOLDER)
+    models = {
+        (parametrization, width, density): _variant(request, chip, parametrization, width, density)
+        for parametrization in PARAMETRIZATIONS
+        for width in sorted(widths)
+        for density in sorted(densities)
+    }
+    # The batches have the same shape for all models.
+    data = training_data(config, next(iter(models.values())), corpus, tokenizer)
+    batches = [data.train[step]["tokens"] for step in range(steps)]
+    rows = measure(models, batches)
+    print(table(rows))
+    result = {**measurement.provenance(chip.name), "changes": rows}
+    folders.claim(folder, "coordinate_check")
+    (folder / "coordinate_check.json").write_text(json.dumps(result, indent=1) + "\n")
+    draw(rows, folder / "coordinate_check.png")
+    print(f"figure: {folder / 'coordinate_check.png'}")
 
 
-def measure(values, begun: study.Study) -> list[dict]:
+def measure(
+    models: Mapping[tuple[str, int, float], Variant], batches: Sequence[np.ndarray]
+) -> list[dict]:
     """A row {"parametrization", "width", "density", "activation", "changes"} for each training and
     activation; "changes" are root mean squares, one a step.
 
-    Raises:
-      UserError: a width or density that no layout serves.
+    Args:
+      models: (parametrization, width, density) -> what is trained.
+      batches: int32 [batch, sequence + 1] tokens of each step.
     """
-    widths = numbers(values.widths, "widths", int)
-    densities = numbers(values.densities, "densities")
-    trained = {
-        (parametrization, width, density): _variant(begun, parametrization, width, density)
-        for parametrization in PARAMETRIZATIONS
-        for width in widths
-        for density in densities
-    }
-    data = begun.data(next(iter(trained.values())))  # Of one shape for all.
-    batches = [data.train[step]["tokens"] for step in range(values.steps)]
     rows = []
-    for (parametrization, width, density), variant in trained.items():
-        changes = activation_changes(variant.model, variant.training, batches)
+    for (parametrization, width, density), model in models.items():
+        changes = activation_changes(model.model, model.training, batches)
         say(f"{parametrization}, width {width}, density {density:g}")
         rows += [
             {"parametrization": parametrization, "width": width, "density": density,
@@ -64,12 +95,15 @@ def measure(values, begun: study.Study) -> list[dict]:
     return rows
 
 
-def _variant(begun, parametrization, width, density):
-    """Under both, the rates are SuPar's: what the parametrization multiplies them by is all that
-    differs."""
-    asked = begun.variant("sparse", parametrization="supar", density=density, warmup=0.0)
-    model = dataclasses.replace(asked.model, parametrization=parametrization)
-    return dataclasses.replace(asked, model=widened(model, width))
+def _variant(request, chip, parametrization, width, density) -> Variant:
+    """A sparse model of a width and density; under both parametrizations at the learning rates of
+    SuPar, so that they differ only in the factors that the parametrization applies."""
+    changes = {"model.parametrization": "supar", "sparsity.density": density}
+    changed = dataclasses.replace(request, changes={**request.changes, **changes})
+    config = changed.config(jax.default_backend(), chip.memory_bytes)
+    sparse = variant(config, "sparse").with_steps(1)
+    model = dataclasses.replace(sparse.model, parametrization=parametrization)
+    return dataclasses.replace(sparse, model=widened(model, width))
 
 
 def exponents(rows: list[dict]) -> dict[tuple[str, str], tuple[float, float]]:

@@ -9,9 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from experiments import measurement
-from experiments.planner_flags import DENSITIES
-from experiments.planner_flags import model as planned_model
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
@@ -20,6 +17,10 @@ from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR
 from sparse_dataflow.planning.run_layout import ParallelPlan
 from sparse_dataflow.planning.step_time import step_time, with_passes
 from sparse_dataflow.reporting import planner_figures
+from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.benchmarks import interplay_step
+from sparse_dataflow.runs.benchmarks.benchmark import named_model
+from sparse_dataflow.runs.benchmarks.interplay_step import DENSITIES, Work
 
 LONGEST = 512
 NO_FUSION = "--xla_disable_hlo_passes=fusion"
@@ -27,64 +28,64 @@ ORDERS = ("serial", "pipelined")
 WAYS = ("measured", "predicted")
 
 
-def run(asked) -> None:
-    """Measures what is asked for, then predicts and reports.
+def run(options) -> None:
+    """Measures where `options.measure`, then predicts and reports.
 
     Args:
-      asked: the flags of `interplay`.
+      options: of `experiments.interplay`.
 
     Raises:
       UserError: this machine is to be predicted but not measured, it has no core for each stage,
         the model no layer, or --out holds what this experiment did not write.
     """
-    folders.refuse_foreign(Path(asked.out), "interplay")
-    config = planned_model(asked.scale)
-    here = asked.hardware == "this"
+    folders.refuse_foreign(Path(options.out), "interplay")
+    config = named_model(options.scale)
+    here = options.hardware == "this"
     sequence = min(config.max_len, LONGEST) if here else config.max_len
-    batch = max(1, asked.tokens // sequence)
-    if asked.stages > config.num_layers:
+    batch = max(1, options.tokens // sequence)
+    if options.stages > config.num_layers:
         raise UserError(
-            f"--stages={asked.stages} is more than the {config.num_layers} layers of "
-            f"{asked.scale!r}; legal: 1 to {config.num_layers}."
+            f"--stages={options.stages} is more than the {config.num_layers} layers of "
+            f"{options.scale!r}; legal: 1 to {config.num_layers}."
         )
     measured = {}
-    if asked.measure == "yes":
-        cores = _cores(asked.stages)
-        asking = {"scale": asked.scale, "sequence": sequence, "batch": batch}
-        asking |= {"micro_batches": asked.micro_batches, "block": asked.block}
-        asking |= {"rounds": asked.rounds}
+    if options.measure:
+        cores = _cores(options.stages)
+        work = Work(
+            options.scale, sequence, batch, options.micro_batches, options.block, options.rounds
+        )
         for fused in (False, True):
-            measured[fused, "serial"] = _measured(asking | {"rates": fused}, fused, cores, 1)
-            if asked.stages > 1:
-                row = _measured(asking | {"rates": False}, fused, cores, asked.stages)
-                measured[fused, "pipelined"] = row
+            serial = dataclasses.replace(work, rates=fused)
+            measured[fused, "serial"] = _measured(serial, fused, cores)
+            if options.stages > 1:
+                pipelined = dataclasses.replace(work, stages=options.stages)
+                measured[fused, "pipelined"] = _measured(pipelined, fused, cores)
     elif here:
         raise UserError("--hardware=this is known by measuring; legal: --measure=yes, or a chip.")
     known = measured.get((True, "serial"), {})
-    chip = Chip(**known["chip"]) if here else chips.named(asked.hardware)
+    chip = Chip(**known["chip"]) if here else chips.named(options.hardware)
     rows, rooflines = [], {}
     for density in DENSITIES:
         for fused in (False, True):
             rates = known["densities"][f"{density:g}"]["rates"] if here else None
-            model = planned_model(
-                asked.scale, density, asked.block, "float32" if here else "bfloat16"
-            )
-            predicted = _predicted(asked, model, chip, sequence, batch, fused, rates)
+            dtype = "float32" if here else "bfloat16"
+            model = named_model(options.scale, density, options.block, dtype)
+            predicted = _predicted(options, model, chip, sequence, batch, fused, rates)
             sections = with_passes(predicted["serial"].sections)
             label = f"{'dense' if density == 1 else f'{density:g}'}, {_word(fused)}"
             rooflines[label] = sections
             row = {"density": density, "fused": fused}
-            for order, chips_used in (("serial", 1), ("pipelined", asked.stages)):
-                found = measured.get((fused, order), {}).get("densities", {})
-                seconds = found.get(f"{density:g}", {}).get("seconds")
-                ours = 1e3 * chips_used / asked.micro_batches
+            for order, chips_used in (("serial", 1), ("pipelined", options.stages)):
+                results = measured.get((fused, order), {}).get("densities", {})
+                seconds = results.get(f"{density:g}", {}).get("seconds")
+                ours = 1e3 * chips_used / options.micro_batches
                 row[f"{order}_measured_ms"] = seconds and ours * seconds
                 row[f"{order}_predicted_ms"] = ours * float(predicted[order].total)
             row |= {f"intensity_{n}": float(s.intensity) for n, s in sections.items()}
             rows.append(row)
     text = _table(rows, chip)
     print(text)
-    _keep(asked, rows, rooflines, chip, text, known["chip"]["name"] if known else "")
+    _keep(options, rows, rooflines, chip, text, known["chip"]["name"] if known else "")
 
 
 def _word(fused):
@@ -102,44 +103,45 @@ def _cores(stages):
     return cores[:stages]
 
 
-def _measured(asking, fused, cores, stages):
-    """What a process on each core found at once, its seconds those of all on average.
+def _measured(work: Work, fused: bool, cores):
+    """The result of `interplay_step` with a process on each core at once; seconds are the mean over
+    processes.
 
     Args:
-      asking: see `interplay_step`.
+      work: of every process.
       fused: whether XLA may fuse.
-      cores: their numbers.
-      stages: that the processes are of one model; 1 where each has a model of its own.
+      cores: numbers of the cores.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     environment = {**os.environ, "XLA_FLAGS": flags if fused else f"{flags} {NO_FUSION}".strip()}
-    address = _free_address() if stages > 1 else ""
+    staged = work.stages > 1
+    address = _free_address() if staged else ""
     children = []
     try:
         for process, core in enumerate(cores):
-            own = {"stages": stages, "coordinator": address, "cores": [core]}
-            own["process"] = process if stages > 1 else 0
-            settings = json.dumps(asking | own)
+            own = dataclasses.replace(
+                work, coordinator=address, cores=(core,), process=process if staged else 0
+            )
             child = subprocess.Popen(
-                [sys.executable, "-m", "experiments.interplay_step", settings],
+                [sys.executable, "-m", interplay_step.__name__, json.dumps(vars(own))],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=environment,
                 text=True,
             )
             children.append(child)
-        said = [child.communicate() for child in children]
+        outputs = [child.communicate() for child in children]
     finally:
         for child in children:
             child.kill()
-    for child, (_, errors) in zip(children, said):
+    for child, (_, errors) in zip(children, outputs):
         if child.returncode:
             raise UserError(f"the {_word(fused)} steps ended early: {errors.strip()[-400:]}")
-    found = [json.loads(out.splitlines()[-1]) for out, _ in said]
-    for density, first in found[0]["densities"].items():
-        each = [one["densities"][density]["seconds"] for one in found]
+    results = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    for density, first in results[0]["densities"].items():
+        each = [result["densities"][density]["seconds"] for result in results]
         first["seconds"] = sum(each) / len(each)
-    return found[0]
+    return results[0]
 
 
 def _free_address():
@@ -148,13 +150,13 @@ def _free_address():
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def _predicted(asked, model, chip, sequence, batch, fused, rates):
+def _predicted(options, model, chip, sequence, batch, fused, rates):
     """{order: time of a step}: of one chip alone, and of all stages together."""
     efficiency = EFFICIENCIES.get(chip.family, PRIOR)
     # XLA keeps attention's scores on a CPU, fused or not: its measured rate stands for both.
     layout = ParallelPlan(
         micro_batch=batch,
-        accumulation=asked.micro_batches,
+        accumulation=options.micro_batches,
         fused=fused,
         fused_attention=fused and rates is None,
     )
@@ -164,8 +166,8 @@ def _predicted(asked, model, chip, sequence, batch, fused, rates):
             # Each pass takes as long as a fused one.
             rates |= {name: chip.bandwidth * efficiency.bandwidth for name in ("norms", "gelu")}
     serial = step_time(model, sequence, layout, chip, efficiency, rates=rates)
-    network = chip.network or chips.Network(asked.stages, chip.bandwidth, chip.bandwidth)
-    several = dataclasses.replace(layout, stage=asked.stages, executor="pipeline")
+    network = chip.network or chips.Network(options.stages, chip.bandwidth, chip.bandwidth)
+    several = dataclasses.replace(layout, stage=options.stages, executor="pipeline")
     joined = dataclasses.replace(chip, network=network)
     pipelined = step_time(model, sequence, several, joined, efficiency, rates=rates)
     return {"serial": serial, "pipelined": pipelined}
@@ -216,11 +218,11 @@ def _table(rows, chip):
     return "\n".join(lines)
 
 
-def _keep(asked, rows, rooflines, chip, text, machine):
-    folder = Path(asked.out)
+def _keep(options, rows, rooflines, chip, text, machine):
+    folder = Path(options.out)
     folders.claim(folder, "interplay")
     figures = "![gains](interplay.png)\n\n![roofline](roofline.png)\n"
-    (folder / "interplay.md").write_text(f"# Interplay, {asked.scale}\n\n{text}\n\n{figures}")
+    (folder / "interplay.md").write_text(f"# Interplay, {options.scale}\n\n{text}\n\n{figures}")
     with (folder / "interplay.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -237,15 +239,15 @@ def _keep(asked, rows, rooflines, chip, text, machine):
         for order in ORDERS
     }
     labels = ["dense", *(f"{density:g}" for density in DENSITIES[1:])]
-    title = f"{asked.scale} on {chip.name}: gain over dense, unfused, serial"
+    title = f"{options.scale} on {chip.name}: gain over dense, unfused, serial"
     figure = planner_figures.bars(labels, panels, "gain, times", title)
     print(planner_figures.save(figure, folder / "interplay.png"))
     shown = {n: s for n, s in rooflines.items() if n.startswith(("dense", "0.125"))}
-    dtype = "float32" if asked.hardware == "this" else "bfloat16"
-    title = f"{asked.scale} on {chip.name}: sections of a block, forward, with their passes"
+    dtype = "float32" if options.hardware == "this" else "bfloat16"
+    title = f"{options.scale} on {chip.name}: sections of a block, forward, with their passes"
     figure = planner_figures.roofline(chip, dtype, shown, title)
     print(planner_figures.save(figure, folder / "roofline.png"))
     if machine:
         settings = ("scale", "tokens", "block", "stages", "micro_batches", "rounds")
-        result = {name: getattr(asked, name) for name in settings} | {"rows": rows}
-        measurement.keep(asked.keep, f"interplay_{machine}_{asked.scale}", machine, result)
+        result = {name: getattr(options, name) for name in settings} | {"rows": rows}
+        measurement.keep(options.keep, f"interplay_{machine}_{options.scale}", machine, result)

@@ -1,0 +1,82 @@
+"""One transformer block, dense and sparse, forward and backward, for `block_bench`."""
+
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.models import gpt
+from sparse_dataflow.planning import cost
+from sparse_dataflow.runs.benchmarks import benchmark
+from sparse_dataflow.runs.benchmarks.benchmark import Models, Program
+from sparse_dataflow.runs.benchmarks.options import BenchOptions
+from sparse_dataflow.runs.request import Request
+
+ENOUGH_SECONDS = 0.01
+"""Seconds of one timing, at least."""
+
+
+def run(request: Request, options: BenchOptions) -> None:
+    """Measures, prints and writes; see `experiments.block_bench`."""
+    benchmark.run_models(
+        "block_bench",
+        request,
+        options,
+        lambda models: f"a block of {models.scale}, {models.shape}",
+        lambda models: _results(models, options.rounds),
+    )
+
+
+def _results(models: Models, rounds):
+    training = models.training
+    programs = {name: _program(model, training) for name, model in models.by_name.items()}
+
+    def row(model, seconds):
+        flops = cost.flops_per_token(model, training.sequence)
+        block_flops = (flops.total - flops.head) / model.num_layers
+        speed = models.tokens / seconds
+        return {
+            "block_ms": 1e3 * seconds,
+            "tflops": block_flops * speed / 1e12,
+            "mfu": cost.mfu(block_flops, speed, models.chip, model.compute_dtype),
+            "flops_per_token": block_flops,
+        }
+
+    rows, seconds = benchmark.measured(models, programs, row, rounds, ENOUGH_SECONDS)
+    ceiling = rows["dense"]["flops_per_token"] / rows["sparse"]["flops_per_token"]
+    result = benchmark.compared(rows, _line, seconds, "ratio of FLOPs", ceiling)
+    yield {"inputs": "normal, unit variance", "flop_ratio": ceiling, **result}
+
+
+def _line(row):
+    return (
+        f"{row['block_ms']:8.2f} ms  {row['tflops']:8.3f} TFLOP/s{benchmark.mfu_text(row['mfu'])}"
+    )
+
+
+def _program(model: ModelConfig, training: TrainingConfig) -> Program:
+    """Forward and backward pass of the first block, compiled."""
+    shallow = dataclasses.replace(model, num_layers=1)
+    dtype = jnp.dtype(model.compute_dtype)
+    tables = jax.tree.map(lambda t: jnp.asarray(t[0]), gpt.layout_tables(gpt.layouts(shallow)))
+
+    @jax.jit
+    def draw(key):
+        params = gpt.init(shallow, key)["blocks"]
+        return jax.tree.map(lambda leaf: leaf[0].astype(dtype), params)
+
+    @jax.jit
+    def gradients(params, tables, x, dy):
+        y, pullback = jax.vjp(lambda params, x: gpt.block(shallow, params, tables, x), params, x)
+        return y, pullback(dy)
+
+    shape = (training.batch, training.sequence, model.d_model)
+    keys = jax.random.split(jax.random.key(training.seed), 3)
+    x, dy = (jax.random.normal(key, shape, dtype) for key in keys[1:])
+    arguments = draw(keys[0]), tables, x, dy
+    start = time.perf_counter()
+    program = gradients.lower(*arguments).compile()
+    return Program(lambda: program(*arguments), time.perf_counter() - start)

@@ -1,0 +1,87 @@
+"""Tokens that a model writes from a cache, dense and sparse, for `decode_bench`."""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.evaluation import kv_cache
+from sparse_dataflow.planning import cost
+from sparse_dataflow.runs.benchmarks import benchmark
+from sparse_dataflow.runs.benchmarks.benchmark import Models, Program
+from sparse_dataflow.runs.request import Request
+
+
+def run(request: Request, options) -> None:
+    """Measures, prints and writes; see `experiments.decode_bench`.
+
+    Args:
+      request: the models, and how many texts are written at once.
+      options: of the experiment.
+    """
+    benchmark.run_models(
+        "decode_bench",
+        request,
+        options,
+        lambda models: (
+            f"scale {models.scale}, {models.config.model.num_layers} layers, batch "
+            f"{models.training.batch}, {options.cached} tokens cached"
+        ),
+        lambda models: _results(models, options.cached, options.tokens, options.rounds),
+        f"_batch{request.changes['training.batch']}",
+    )
+
+
+def _results(models: Models, cached, tokens, rounds):
+    batch, seed = models.training.batch, models.training.seed
+    programs = {
+        name: _program(model, batch, cached, tokens, seed) for name, model in models.by_name.items()
+    }
+
+    def row(model, seconds):
+        token, read = seconds / tokens, cost.decoding_bytes(model, batch, cached)
+        return {
+            "token_ms": 1e3 * token,
+            "tokens_per_second": batch / token,
+            "read_bytes": read,
+            "gigabytes_per_second": read / token / 1e9,
+        }
+
+    rows, seconds = benchmark.measured(models, programs, row, rounds)
+    ceiling = rows["dense"]["read_bytes"] / rows["sparse"]["read_bytes"]
+    result = benchmark.compared(rows, _line, seconds, "byte ceiling", ceiling)
+    layers = models.config.model.num_layers
+    facts = {"inputs": "random weights", "layers": layers, "cached": cached}
+    yield {**facts, "byte_ceiling": ceiling, **result}
+
+
+def _line(row):
+    return (
+        f"{row['token_ms']:8.2f} ms a token  {row['tokens_per_second']:8.1f} tokens/s  "
+        f"{row['read_bytes'] / 1e6:8.0f} MB read, {row['gigabytes_per_second']:.1f} GB/s"
+    )
+
+
+def _program(model: ModelConfig, batch: int, cached: int, tokens: int, seed: int) -> Program:
+    """Writes `tokens` tokens of each text, always after the same cache."""
+    weights = kv_cache.random_weights(model, seed)
+    shape = (batch, cached + 1, model.num_heads, model.d_model // model.num_heads)
+    empty = jnp.zeros(shape, model.compute_dtype)
+    caches = (kv_cache.LayerCache(empty, empty),) * model.num_layers
+    caches = jax.tree.map(jnp.copy, caches)
+    last, positions = np.zeros(batch, np.int32), np.full(batch, cached, np.int32)
+    decode_token = jax.jit(functools.partial(kv_cache.decode_token, model), donate_argnames="caches")
+    start = time.perf_counter()
+    compiled = decode_token.lower(weights, caches, last, positions).compile()
+    seconds = time.perf_counter() - start
+
+    def run():
+        nonlocal caches
+        for _ in range(tokens):
+            logits, caches = compiled(weights, caches, last, positions)
+        return logits
+
+    return Program(run, seconds)

@@ -1,0 +1,171 @@
+"""The loop of the pipeline over blocks that sleep, for `pipeline_bubble`."""
+
+import os
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.parallel.pipeline import pipeline, schedules
+from sparse_dataflow.parallel.pipeline.schedules import Schedule
+from sparse_dataflow.parallel.pipeline.stages import divide
+from sparse_dataflow.reporting.schedule_figure import schedule_page
+from sparse_dataflow.runs import measurement
+
+WIDTH = 4
+"""Features of the activations that travel."""
+
+
+def run(options) -> None:
+    """Measures every schedule, prints and writes.
+
+    Args:
+      options: of `experiments.pipeline_bubble`.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", options.stages)
+    cases = []
+    for name, recompute in [(name, False) for name in schedules.SCHEDULES] + [
+        ("zero_bubble", True)
+    ]:
+        chunks = options.chunks if name == "interleaved" else 1
+        counts = options.stages, options.micro_batches, chunks
+        cases.append((schedules.make(name, *counts, recompute), recompute))
+    if options.page:
+        _write_page(Path(options.page), schedule_page([schedule for schedule, _ in cases]))
+    rows = []
+    for schedule, recompute in cases:
+        seconds, bubble = _measured(schedule, 1e-3 * options.milliseconds, options.rounds)
+        of_table = schedule.bubble()
+        rows.append(
+            {
+                "schedule": schedule.name,
+                "chunks": schedule.chunks,
+                "recompute": recompute,
+                "ticks": schedule.ticks,
+                "step_seconds": seconds,
+                "bubble_of_table": of_table,
+                "bubble_measured": bubble,
+            }
+        )
+        label = schedule.name + " with recomputation" * recompute
+        print(
+            f"{label:32} {schedule.ticks:4} ticks  bubble of the table {of_table:.3f}"
+            f"  measured {bubble:.3f}  ({bubble / max(of_table, 1e-9) - 1:+.1%})"
+        )
+    result = {
+        "inputs": "blocks that sleep in place of computing",
+        "stages": options.stages,
+        "micro_batches": options.micro_batches,
+        "action_ms": options.milliseconds,
+        "rows": rows,
+    }
+    measurement.keep(options.keep, "pipeline_bubble_cpu", "cpu", result)
+
+
+def _measured(schedule: Schedule, action: float, rounds: int) -> tuple[float, float]:
+    """(seconds of a step, measured bubble), medians, where an action takes `action` seconds."""
+    step, slept = sleeping_step(schedule)
+    step(0)
+    bubbles, lengths = [], []
+    for _ in range(rounds):
+        slept.clear()
+        seconds = step(action / schedule.chunks)
+        lengths.append(seconds)
+        bubbles.append(1 - sum(slept) / (schedule.stages * seconds))
+    return float(np.median(lengths)), float(np.median(bubbles))
+
+
+def _write_page(path, page):
+    """Writes the page; UserError where the path holds a file that is not such a page."""
+    head = page[: page.index("</title>")].encode()
+    try:
+        if os.path.lexists(path) and not json_files.content(path).startswith(head):
+            raise UserError(f"--page={path} is a file that this experiment did not write.")
+        path.write_text(page)
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(f"--page={path} cannot be written: {error}.") from error
+
+
+def sleeping_step(schedule: Schedule) -> tuple[Callable[[float], float], list[float]]:
+    """(step, slept): `step(seconds)` runs a schedule once, whose actions take `seconds` each, and
+    returns the seconds of the whole step; it adds the seconds of each sleep to `slept`."""
+    slept: list[float] = []
+    length = 0.0
+
+    def rest(x):
+        start = time.perf_counter()
+        time.sleep(length)
+        slept.append(time.perf_counter() - start)
+        return x
+
+    def asleep(x):
+        return jax.pure_callback(rest, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    @jax.custom_vjp
+    def sleep(params, x):
+        return asleep(x) * params
+
+    def forward(params, x):
+        y = asleep(x)
+        return y * params, (params, y)
+
+    def backward(saved, dy):
+        params, y = saved
+        return jnp.sum(asleep(dy * y)), asleep(dy) * params
+
+    sleep.defvjp(forward, backward)
+
+    def block(params, held, x):
+        return sleep(params, x)
+
+    if schedule.actions[1] == pipeline.RECOMPUTE:
+        block = jax.checkpoint(block)
+    division = divide(schedule.parts, schedule.stages, schedule.chunks)
+    plan = pipeline.make_plan(division, schedule)
+    mesh = Mesh(np.array(jax.devices()[: schedule.stages]), ("stage",))
+
+    def local(table, params, tokens):
+        work = pipeline.Work(
+            lambda params, tokens: jnp.ones((*tokens.shape, WIDTH)) * params,
+            block,
+            lambda embed, head, x, targets, weights: jnp.mean(x) * head,
+            params,
+            {},
+            tokens,
+            jnp.ones(tokens[..., 1:].shape),
+        )
+        return jax.lax.psum(pipeline.run_stage(plan, table[0], work), "stage")
+
+    parts = {"embed": P(), "blocks": P("stage"), "head": P()}
+    program = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P("stage"), parts, P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    params = {"embed": np.float32(1), "blocks": np.ones(schedule.parts, np.float32)}
+    tokens = np.zeros((schedule.micro_batches, 1, 3), np.int32)
+    run = functools.partial(
+        jax.jit(program), pipeline.rows(plan), params | {"head": np.float32(1)}, tokens
+    )
+
+    def step(seconds):
+        nonlocal length
+        length = seconds
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        return time.perf_counter() - start
+
+    return step, slept

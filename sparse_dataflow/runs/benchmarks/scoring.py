@@ -1,0 +1,155 @@
+"""Log-likelihoods of a corpus's own tasks, dense and sparse, for `scoring_bench`.
+
+Needs the extra `eval`.
+"""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from sparse_dataflow.data import cache
+from sparse_dataflow.data.corpora import load_corpus
+from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
+from sparse_dataflow.evaluation import harness
+from sparse_dataflow.evaluation.harness import HarnessLM
+from sparse_dataflow.evaluation.scoring import Counts, Limits, batch_limits
+from sparse_dataflow.evaluation.tasks import builtin, lm_eval_tasks
+from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.benchmarks import benchmark
+from sparse_dataflow.runs.benchmarks.benchmark import Models
+from sparse_dataflow.runs.request import Request
+from sparse_dataflow.training.step import initial_state, make_eval_step
+
+
+def run(request: Request, options) -> None:
+    """Measures, prints and writes; see `experiments.scoring_bench`.
+
+    Args:
+      request: the models and the corpus.
+      options: of the experiment.
+
+    Raises:
+      UserError: in words, before anything is timed.
+    """
+    shots = sorted(options.num_fewshot)
+    models = benchmark.models_of(request)
+    corpus = load_corpus(models.config.data.corpus, cache.FOLDER)
+    size = models.config.model.vocab_size
+    tokenizer = load_tokenizer(models.config.data.tokenizer, corpus, size, cache.FOLDER)
+    trained = {name: _random(models, name, tokenizer) for name in models.by_name}
+    item_options = trained["dense"].context, options.items, models.training.seed
+    tasks = _tasks(shots, corpus, tokenizer, *item_options)
+    benchmark.run(
+        f"scoring_bench_{models.chip.name}_{models.scale}",
+        models.chip,
+        f"{models.chip.name}: scale {models.scale}, micro-batches of "
+        f"{batch_limits(trained['dense']).tokens:,} tokens, {', '.join(tasks)}",
+        {
+            "inputs": "random weights; items of the held-out documents",
+            "tokens": "of the requests, context and continuation, without padding",
+            "corpus": corpus.name,
+            "tasks": list(tasks),
+            **models.facts,
+        },
+        _results(trained, tasks, shots, options.rounds),
+        options.keep,
+    )
+
+
+def _random(models: Models, name: str, tokenizer: Tokenizer) -> Trained:
+    """A model with the weights that its training would start with."""
+    model = models.by_name[name]
+    state = initial_state(model, models.training)
+    weights = state.params, state.tables, tokenizer
+    return Trained(Path(), name, model, *weights, 0, models.training, None, {})
+
+
+def _tasks(shots, corpus, *item_options):
+    """Name -> task, of the corpus's own tasks with enough items and examples."""
+    tasks = {}
+    for name in builtin.task_names(corpus.name):
+        task_items, examples = builtin.make_items(name, corpus, *item_options)
+        if len(task_items) > 1 and len(examples) >= max(shots):
+            tasks[name] = lm_eval_tasks.make_task(name, task_items, examples)
+    if not tasks:
+        raise UserError(
+            f"The documents of {corpus.name} give too few items for {max(shots)} examples; "
+            "legal: a larger --corpus, or fewer in --num_fewshot."
+        )
+    return tasks
+
+
+def _results(models, tasks, shots, rounds):
+    rows = []
+    for count in shots:
+        rows += _rows(models, tasks, count, rounds)
+        yield {"rows": rows}
+
+
+def _rows(models, tasks, shots, rounds):
+    """Measures all models with `shots` examples in the prompt; prints and returns a row each."""
+    requests = _requests(models["dense"], tasks, shots)
+    runs, about = {}, {}
+    for name, trained in models.items():
+        lm, limits = harness.harness_lm(trained), batch_limits(trained)
+        lm.loglikelihood(requests)
+        calls = max(1, round(lm.counts.tokens / limits.tokens))
+        runs[name, "scoring"] = lambda lm=lm: lm.loglikelihood(requests)
+        runs[name, "forward"] = _forward(trained, limits, calls)
+        about[name] = lm.counts, calls * limits.rows(limits.context) * limits.context
+    seconds = measurement.paired_seconds(runs, rounds)
+    rows = []
+    for name, (counts, forward_tokens) in about.items():
+        scoring, forward = (seconds[name, kind] for kind in ("scoring", "forward"))
+        share, low, high = measurement.paired_ratio(
+            forward / forward_tokens, scoring / counts.tokens
+        )
+        rows.append(
+            {
+                "model": name,
+                "shots": shots,
+                "requests": counts.requests,
+                "tokens": counts.tokens,
+                "padding": counts.padded / counts.tokens - 1,
+                "programs": len(counts.lengths),
+                "tokens_per_second": counts.tokens / float(np.median(scoring)),
+                "forward_tokens_per_second": forward_tokens / float(np.median(forward)),
+                "share": share,
+                "share_low": low,
+                "share_high": high,
+            }
+        )
+        print(
+            f"{name:>6}: {shots}-shot scoring {rows[-1]['tokens_per_second']:7,.0f} tokens/s, "
+            f"{share:.0%} of the forward pass's {rows[-1]['forward_tokens_per_second']:,.0f} "
+            f"(quartiles {low:.0%} to {high:.0%}; {rows[-1]['padding']:.0%} padding, "
+            f"{rows[-1]['programs']} programs)"
+        )
+    return rows
+
+
+def _requests(trained, tasks, shots):
+    """The log-likelihood requests of lm-eval in these tasks."""
+    requests = []
+
+    def scorer(pairs):
+        return [(0.0, False)] * len(pairs), Counts()
+
+    harness.evaluate(HarnessLM(trained.tokenizer, trained.context, scorer), tasks, shots)
+    for task in tasks.values():
+        requests += [r for r in task.instances if r.request_type == "loglikelihood"]
+    return requests
+
+
+def _forward(trained, limits: Limits, calls):
+    """A function that runs `calls` evaluation steps of the training, on one micro-batch each."""
+    program = jax.jit(make_eval_step(trained.model, trained.tables))
+    rng = np.random.default_rng(0)
+    rows = limits.rows(limits.context)
+    shape = rows, limits.context + 1
+    tokens = rng.integers(trained.model.vocab_size, size=shape, dtype=np.int32)
+    weights = np.ones((rows, limits.context), np.float32)
+    return lambda: [program(trained.params, (), tokens, weights) for _ in range(calls)]
