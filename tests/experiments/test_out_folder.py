@@ -5,14 +5,22 @@ import json
 import sys
 
 import pytest
-from absl import flags as absl_flags
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from main_job import PICO
 
-from experiments import flags, measurement, pipeline_bubble, run_folder, study
+from sparse_dataflow.config.presets import preset
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs import measurement, run_folder
+from sparse_dataflow.runs.benchmarks import pipeline_bubble
+from sparse_dataflow.runs.studies import study
+from sparse_dataflow.training.run_files import RunRecord
+
+RECORD = RunRecord(
+    "gpt13b_sparse", ("python",), "today", {}, "a chip", "texts", "0", "0", 512,
+    {"sparse": 1, "dense": 1},
+)  # fmt: skip
 
 NAMES = (
     "tokenizer.json", "report.html", "report.json", "goodput.jsonl", "notes.txt", "config.json",
@@ -58,12 +66,13 @@ def test_every_experiment_refuses_a_folder_of_others(refused, job, tmp_path, exp
     mine = filled(tmp_path / "mine", names)
     before, corpus = contents(tmp_path), (f"--corpus={job.corpus}",)
     module = importlib.import_module(f"experiments.{experiment}")
-    takes_corpus = any(
-        flag.name == "corpus" for group in getattr(module, "GROUPS", flags.GROUPS)
-        for flag in group.flags
-    )  # fmt: skip
-    given_flags = (*WRITERS[experiment], *(corpus if takes_corpus else ()))
-    error = refused(*given_flags, f"--out={mine}", experiment=experiment)
+    takes_corpus = "corpus" in getattr(module, "SHARED", ())
+    error = refused(
+        *WRITERS[experiment],
+        *(corpus if takes_corpus else ()),
+        f"--out={mine}",
+        experiment=experiment,
+    )
     assert str(mine) in error and any(name in error for name in names), error
     assert "missing or empty" in error
     assert contents(tmp_path) == before
@@ -88,20 +97,12 @@ def test_any_files_are_refused_and_stay(tmp_path_factory, files, owner):
         (folder / name).write_bytes(content)
     for attempt in (
         lambda: folders.claim(folder, owner),
-        lambda: study.keep_settings(folder, {"scale": "pico"}, owner),
-        lambda: run_folder.opened(owner, new_run(folder)).__enter__(),
+        lambda: study.keep_settings(folder, preset("pico"), owner),
+        lambda: run_folder.opened(owner, str(folder), False).__enter__(),
     ):
         with pytest.raises(UserError, match="missing or empty"):
             attempt()
     assert contents(folder) == files
-
-
-def new_run(folder):
-    class Values:
-        out = str(folder)
-        resume = ""
-
-    return Values
 
 
 def test_an_empty_folder_is_taken_and_left_empty_by_a_refusal(refused, job, tmp_path):
@@ -119,10 +120,10 @@ class Tokens:
 
 def test_files_that_came_while_a_run_compiled_stay(tmp_path):
     with pytest.raises(UserError, match=r"notes\.txt"):
-        with run_folder.opened("gpt13b_sparse", new_run(tmp_path / "run")) as folder:
+        with run_folder.opened("gpt13b_sparse", str(tmp_path / "run"), resume=False) as folder:
             (folder / "notes.txt").write_text("mine")
             (folder / "tokenizer.json").write_text("mine")
-            run_folder.start(folder, {"experiment": "gpt13b_sparse"}, Tokens())
+            run_folder.start(folder, preset("pico"), RECORD, Tokens())
     mine = {"notes.txt": b"mine", "tokenizer.json": b"mine"}
     assert mine.items() <= contents(tmp_path / "run").items()
 
@@ -131,11 +132,11 @@ def test_a_run_killed_before_its_config_begins_anew(tmp_path):
     """As kill -9 leaves it between the two files."""
     folders.claim(tmp_path / "run", "gpt13b_sparse")
     (tmp_path / "run" / "tokenizer.json").write_text("{}")
-    with run_folder.opened("gpt13b_sparse", new_run(tmp_path / "run")) as folder:
-        run_folder.start(folder, {"experiment": "gpt13b_sparse"}, Tokens())
+    with run_folder.opened("gpt13b_sparse", str(tmp_path / "run"), resume=False) as folder:
+        run_folder.start(folder, preset("pico"), RECORD, Tokens())
     assert (folder / "config.json").exists()
     with pytest.raises(UserError, match="gpt13b_dense may not replace"):
-        with run_folder.opened("gpt13b_dense", new_run(folder)):
+        with run_folder.opened("gpt13b_dense", str(folder), resume=False):
             pass
 
 
@@ -198,15 +199,9 @@ def test_a_page_of_schedules_replaces_its_like_alone(tmp_path):
     assert "Mine" in path.read_text()
 
 
-def test_an_evaluation_needs_a_run(tmp_path, monkeypatch, capsys):
+def test_an_evaluation_needs_a_run(refused, tmp_path):
     pytest.importorskip("lm_eval")
     mine = filled(tmp_path / "mine", ("evaluation.json", "report.json", "report.html"))
     before = contents(mine)
-    evaluate = importlib.import_module("experiments.evaluate")
-    monkeypatch.setattr(sys, "argv", ["evaluate", f"--run={mine}"])
-    with pytest.raises(SystemExit) as left:
-        flags.run(
-            evaluate.main, evaluate.__doc__, evaluate.GROUPS, values=absl_flags.FlagValues()
-        )  # fmt: skip
-    assert left.value.code == 2 and str(mine) in capsys.readouterr().err
+    assert str(mine) in refused(f"--run={mine}", experiment="evaluate")
     assert contents(mine) == before
