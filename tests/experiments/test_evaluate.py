@@ -140,5 +140,5 @@ def test_runs_that_cannot_be_compared(evaluated, copy, undisturbed):
 
 
 def test_without_lm_eval_the_extra_is_named(evaluated, copy, monkeypatch):
-    monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "sparse_dataflow[eval]" in refusal(evaluated, f"--run={copy}")

@@ -135,7 +135,7 @@ def test_a_run_killed_before_its_config_begins_anew(tmp_path):
     with run_folder.opened("gpt13b_sparse", str(tmp_path / "run"), resume=False) as folder:
         run_folder.start(folder, preset("pico"), RECORD, Tokens())
     assert (folder / "config.json").exists()
-    with pytest.raises(UserError, match="gpt13b_dense may not replace"):
+    with pytest.raises(UserError, match="holds a run already"):
         with run_folder.opened("gpt13b_dense", str(folder), resume=False):
             pass
 
