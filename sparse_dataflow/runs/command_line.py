@@ -273,7 +273,7 @@ def arguments(
     if shared:
         arguments.append(_request(flags, flag_values, sets).with_defaults(defaults))
     if options is not None:
-        option_names = {f.name for f in flags if not f.path and f.name not in request.START}
+        option_names = {s.name for s in settings.settings(options)}.difference(shared)
         arguments.append(options(**{n: v for n, v in flag_values.items() if n in option_names}))
     return arguments
 
