@@ -109,7 +109,8 @@ def test_scaling_names_what_limits_each_point(tmp_path, capsys):
     assert {row["model"] for row in rows} <= set(scaling.MODELS)
     assert "| strong | 22b | h100 | 64 |" in (tmp_path / "scaling.md").read_text()
     assert (tmp_path / "strong.png").stat().st_size > 10_000
-    assert run(scaling_study, "--most=32", f"--out={tmp_path}") == 2
+    for flag in ("--most=32", "--kinds=none"):
+        assert run(scaling_study, flag, f"--out={tmp_path}") == 2
 
 
 def test_the_planners_experiments_start_without_jax():

@@ -162,7 +162,10 @@ def plan_of(options) -> CompilePlan:
         )
     schedule, chunks = schedules.parse(options.schedule)
     parallel = ParallelPlan(
-        **sizes,
+        data=sizes["data"],
+        stage=sizes["stage"],
+        fsdp=sizes["fsdp"],
+        tensor=sizes["tensor"],
         zero=options.zero,
         micro_batch=batch // rows,
         accumulation=options.accumulation,

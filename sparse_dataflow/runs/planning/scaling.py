@@ -9,7 +9,7 @@ from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planning import search
 from sparse_dataflow.reporting import planner_figures
 from sparse_dataflow.runs.planning import plan_rows
-from sparse_dataflow.runs.planning.options import CHIP_COUNTS, named_model
+from sparse_dataflow.runs.planning.options import CHIP_COUNTS, STUDIES, named_model
 
 MODELS = {"22b": ("22b", 1.0), "175b": ("175b", 1.0), "1t": ("1t", 1.0), "13b 1/8": ("13b", 0.125)}
 """Label -> (scale, density)."""
@@ -31,32 +31,43 @@ def run(options) -> None:
       options: of `experiments.scaling_study`.
 
     Raises:
-      UserError: no such chip, no point, or the folder holds other files.
+      UserError: no such chip, no study, no point, or the folder holds other files.
     """
     hardware = [chips.named(name.strip()) for name in options.hardware.split(",")]
     counts = [n for n in CHIP_COUNTS if n <= options.most]
     if not counts:
         raise UserError(f"--most={options.most} leaves no point; legal: {CHIP_COUNTS[0]} or more.")
-    folder = Path(options.out)
-    folders.claim(folder, "scaling_study")
+    if not options.kinds:
+        raise UserError(f"--kinds=none leaves no study; legal: {', '.join(STUDIES)}.")
+    with folders.claimed(Path(options.out), "scaling_study") as folder:
+        rows = [row for kind in options.kinds for row in _study(kind, hardware, counts, folder)]
+        plan_rows.write_csv(folder / "scaling.csv", rows)
+        (folder / "scaling.md").write_text(_markdown(rows))
+        print(folder / "scaling.md")
+
+
+def _study(kind: str, hardware: list[Chip], counts: list[int], folder: Path) -> list[dict]:
+    """The points of one kind; prints a line for each model and chip, and writes the figure."""
     rows = []
-    for kind in options.kinds:
-        panels: dict[str, dict[str, list]] = {chip.name: {} for chip in hardware}
-        for chip in hardware:
-            for label in MODELS:
-                points = list(filter(None, (_point(kind, label, chip, n) for n in counts)))
-                rows += points
-                if points:
-                    panels[chip.name][label] = [
-                        (p["chips"], 100 * p["mfu"], p["limit"]) for p in points
-                    ]
-                    _print_line(kind, label, chip, points[0], points[-1])
-        title = f"{kind.capitalize()} scaling, best plan of each point, predicted"
-        figure = planner_figures.scaling(panels, "MFU, %", title)
-        print(planner_figures.save(figure, folder / f"{kind}.png"))
-    plan_rows.write_csv(folder / "scaling.csv", rows)
-    (folder / "scaling.md").write_text(_markdown(rows))
-    print(folder / "scaling.md")
+    panels: dict[str, dict[str, list]] = {chip.name: {} for chip in hardware}
+    for chip in hardware:
+        for label in MODELS:
+            points = list(filter(None, (_point(kind, label, chip, n) for n in counts)))
+            rows += points
+            if points:
+                panels[chip.name][label] = [
+                    (p["chips"], 100 * p["mfu"], p["limit"]) for p in points
+                ]
+                _print_line(kind, label, chip, points[0], points[-1])
+    if not rows:
+        raise UserError(
+            f"No model fits on {counts[-1]} chips of {', '.join(panels)}; legal: more chips by "
+            "--most, or others by --hardware."
+        )
+    title = f"{kind.capitalize()} scaling, best plan of each point, predicted"
+    figure = planner_figures.scaling(panels, "MFU, %", title)
+    print(planner_figures.save(figure, folder / f"{kind}.png"))
+    return rows
 
 
 def _point(kind: str, label: str, chip: Chip, count: int) -> dict | None:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sparse_dataflow.config import settings
 from sparse_dataflow.files import folders
@@ -70,7 +71,7 @@ def command(options: ModelOptions, plan: ParallelPlan) -> str:
       options: with the scale, density, block and sequence.
       plan: with numbers as its counts.
     """
-    values = {
+    values: dict[str, Any] = {
         "training.sequence": options.tokens,
         "training.batch": plan.batch,
         "training.micro_batches": plan.accumulation,
