@@ -1,8 +1,8 @@
 """Whether a model trains on chips that are not here: its step through their real compiler.
 
-Says whether the step fits, what it takes of a chip by category beside the planner's prediction, its
-FLOPs, what is sent between the chips, read from the compiled program, and the time to compile. A
-plan that does not fit is answered with the nearest that does, found by compiling.
+Says whether the step fits, its bytes a chip by category beside the planner's prediction, its FLOPs,
+the collectives of the compiled program, and the time to compile. A plan that does not fit is
+answered with the nearest that does, found by compiling.
 
     python -m experiments.compile_plan --scale=1t --topology=v5p:16x16x12 \\
         --mesh=data:3,fsdp:128,tensor:8 --batch=3072
@@ -16,107 +16,70 @@ plan that does not fit is answered with the nearest that does, found by compilin
         --state_dtype=bfloat16
 
 Needs the compiler of the chips: make aot-tpu, or make aot-gpu, installs it. Without --mesh the
-planner's search chooses the layout. Takes half a minute to two minutes of one core, and 2 GB.
+planner's search chooses the plan. Takes half a minute to two minutes of one core, and 2 GB.
 """
 
-from experiments import flags, planner_flags
-from experiments.command_line import AT_LEAST_ONE, AT_LEAST_ZERO, Flag, Group
-from sparse_dataflow.config.model import DTYPES
+import dataclasses
 
-AUTOMATIC = 0
-
-PLAN = Group(
-    "Plan",
-    "what is compiled for what; what is left at its default the planner's search chooses",
-    (
-        planner_flags.SCALE,
-        planner_flags.DENSITY,
-        planner_flags.BLOCK,
-        Flag(
-            "topology",
-            "text",
-            "v5p:2x2x1",
-            "Chips: v5e:4x4, v5p:8x8x16, v6e:16x16 (chips along each axis of the torus), h200:8, "
-            "h200:4x8 (nodes x GPUs).",
-        ),
-        Flag(
-            "slices",
-            "integer",
-            1,
-            "TPU slices of that topology, joined by the data-centre network.",
-            legal=AT_LEAST_ONE,
-        ),
-        Flag(
-            "mesh",
-            "text",
-            "auto",
-            "Chips along each axis, as in data:2,stage:4,fsdp:4,tensor:8; one size may be left "
-            "out. auto is the fastest layout of all chips that the planner finds.",
-        ),
-        Flag(
-            "zero",
-            "integer",
-            3,
-            "What fsdp deals out: 0 nothing, 1 moments, 2 gradients too, 3 parameters too.",
-            legal=("0 to 3", lambda level: 0 <= level <= 3),
-        ),
-        Flag(
-            "batch",
-            "integer",
-            AUTOMATIC,
-            "Sequences in an optimizer step; 0 is the scale's own, or the least that the mesh "
-            "deals out evenly, where that is more.",
-            legal=AT_LEAST_ZERO,
-        ),
-        planner_flags.SEQUENCE,
-        Flag(
-            "accumulation",
-            "integer",
-            1,
-            "Micro-batches of a step.",
-            legal=AT_LEAST_ONE,
-        ),
-        Flag(
-            "remat",
-            "choice",
-            "full",
-            "What a block keeps for its gradient.",
-            ("none", "dots", "full"),
-        ),
-        Flag(
-            "schedule",
-            "text",
-            "1f1b",
-            "Of a mesh with stages: gpipe, 1f1b, interleaved:V with V parts of the model on each, "
-            "zero_bubble.",
-        ),
-        Flag(
-            "state_dtype",
-            "choice",
-            "float32",
-            "Type of Adam's moments, and of the gradients of a micro-batch.",
-            lambda: DTYPES,
-        ),
-        Flag(
-            "tries",
-            "integer",
-            3,
-            "Layouts that are compiled in search of one that fits, where the asked one does not.",
-            legal=AT_LEAST_ZERO,
-        ),
-        Flag("out", "text", "", "Folder to keep the plan in, as JSON; empty keeps nothing."),
-    ),
-)
-GROUPS = (PLAN,)
+from sparse_dataflow.config.model import DTYPES, REMATS
+from sparse_dataflow.config.settings import AT_LEAST_ONE, AT_LEAST_ZERO, setting
+from sparse_dataflow.runs import command_line
+from sparse_dataflow.runs.planning.options import ModelOptions
 
 
-def main(values):
+@dataclasses.dataclass(frozen=True)
+class Options(ModelOptions):
+    """What is compiled for which chips."""
+
+    topology: str = setting(
+        "v5p:2x2x1",
+        "Chips: v5e:4x4, v5p:8x8x16, v6e:16x16 (chips along each axis of the torus), h200:8, "
+        "h200:4x8 (nodes x GPUs).",
+    )
+    slices: int = setting(
+        1,
+        "TPU slices of that topology, joined by the data-centre network.",
+        legal=AT_LEAST_ONE,
+    )
+    mesh: str = setting(
+        "auto",
+        "Chips along each axis, as in data:2,stage:4,fsdp:4,tensor:8; one size may be left out. "
+        "auto is the fastest plan that the planner finds; it chooses the ZeRO stage, the number of "
+        "micro-batches, remat and the schedule too.",
+    )
+    zero: int = setting(
+        3,
+        "What fsdp shards: 0 nothing, 1 moments, 2 gradients too, 3 parameters too.",
+        legal=("0 to 3", lambda level: 0 <= level <= 3),
+    )
+    batch: int = setting(
+        0,
+        "Sequences per optimizer step; 0 is the scale's own, rounded to what the mesh divides.",
+        legal=AT_LEAST_ZERO,
+    )
+    accumulation: int = setting(1, "Micro-batches of a step.", legal=AT_LEAST_ONE)
+    remat: str = setting("full", "What a block recomputes for its gradient.", choices=REMATS)
+    schedule: str = setting(
+        "1f1b",
+        "Pipeline schedule: gpipe, 1f1b, interleaved:V (V model chunks a stage) or zero_bubble.",
+    )
+    state_dtype: str = setting(
+        "float32", "Dtype of Adam's moments and of a micro-batch's gradients.", choices=DTYPES
+    )
+    tries: int = setting(
+        3,
+        "Plans that are compiled in search of one that fits, where this one does not.",
+        legal=AT_LEAST_ZERO,
+    )
+    out: str = setting("", "Folder for the JSON of the plan; empty writes none.")
+
+
+def main(options):
     """Compiles and reports; see the module docstring."""
-    from experiments import compile_report
+    from sparse_dataflow.runs.planning import compile_report
 
-    asked = planner_flags.settings(values, [flag.name for flag in PLAN.flags])
-    return compile_report.run(asked)
+    return compile_report.run(options)
 
 
 if __name__ == "__main__":
-    flags.run(main, __doc__, GROUPS)
+    command_line.run(main, __doc__, options=Options)

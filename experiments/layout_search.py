@@ -1,69 +1,54 @@
-"""Which layout trains a model fastest on given chips, and what decides it; no accelerator needed.
+"""Which parallel plan trains a model fastest on given chips, and what decides it.
 
-Prices every legal layout (tensor, pipeline and sharded data parallelism, micro-batch, schedule,
-ZeRO, rematerialisation) by the planner's cost model, after arXiv 2312.12705.
+Prices every legal plan (tensor, pipeline and sharded data parallelism, micro-batch, schedule, ZeRO,
+rematerialisation) by the planner's cost model, after arXiv 2312.12705. Needs no accelerator.
 
     python -m experiments.layout_search --scale=175b --hardware=mi250x --chips=1024 --batch=10240
     python -m experiments.layout_search --scale=13b --density=0.125 --hardware=h100 --chips=64
 
 Prints the ten best, the terms of the best one, how much each choice decides, and the command that
-runs it; where the compiler for the chips is installed (make aot-tpu), the ten are compiled, and the
-table says which of them fit. Writes OUT/trials.csv, OUT/sensitivity.png and OUT/roofline.png.
+trains under it. Where the compiler for the chips is installed (make aot-tpu), the ten are compiled,
+and the table says which of them fit. Writes OUT/trials.csv, OUT/sensitivity.png and
+OUT/roofline.png.
 """
 
-from experiments import flags, planner_flags
-from experiments.command_line import AT_LEAST_ONE, AT_LEAST_ZERO, Flag, Group
+import dataclasses
 
-SEARCH = Group(
-    "Search",
-    "what is laid out on what",
-    (
-        planner_flags.SCALE,
-        planner_flags.HARDWARE,
-        Flag(
-            "chips",
-            "integer",
-            8,
-            "How many, all of which are used.",
-            legal=AT_LEAST_ONE,
-        ),
-        Flag(
-            "batch",
-            "integer",
-            0,
-            "Sequences in an optimizer step; 0 is the scale's own.",
-            legal=AT_LEAST_ZERO,
-        ),
-        planner_flags.SEQUENCE,
-        planner_flags.DENSITY,
-        planner_flags.BLOCK,
-        Flag(
-            "verify",
-            "number",
-            10.0,
-            "Minutes in which the best ten are compiled for their chips (TPU v5e, v5p, v6e and "
-            "H200, where that compiler is installed); 0 compiles none.",
-            legal=AT_LEAST_ZERO,
-        ),
-        Flag(
-            "explain",
-            "integer",
-            1,
-            "How many of the best have every term of their step's time and memory printed.",
-            legal=AT_LEAST_ZERO,
-        ),
-        Flag("out", "text", "runs/layout_search", "Output folder; made where it does not exist."),
-    ),
-)
-GROUPS = (SEARCH,)
+from sparse_dataflow.config.settings import AT_LEAST_ONE, AT_LEAST_ZERO, setting
+from sparse_dataflow.hardware.chips import CHIPS
+from sparse_dataflow.runs import command_line
+from sparse_dataflow.runs.planning.options import ModelOptions
 
 
-def main(values):
+@dataclasses.dataclass(frozen=True)
+class Options(ModelOptions):
+    """What is searched."""
+
+    hardware: str = setting(
+        "h100",
+        f"Chip: {', '.join(CHIPS)}, the start of one, or a TOML file that describes your own.",
+    )
+    chips: int = setting(8, "Number of chips, all of which are used.", legal=AT_LEAST_ONE)
+    verify: float = setting(
+        10.0,
+        "Minutes in which the best ten are compiled for their chips (TPU v5e, v5p, v6e and H200, "
+        "where that compiler is installed); 0 compiles none.",
+        legal=AT_LEAST_ZERO,
+    )
+    explain: int = setting(
+        1,
+        "Number of the best plans whose terms of time and memory are printed.",
+        legal=AT_LEAST_ZERO,
+    )
+    out: str = setting("runs/layout_search", "Output folder; made where it does not exist.")
+
+
+def main(options):
     """Searches and reports; see the module docstring."""
-    from experiments import layout_report
+    from sparse_dataflow.runs.planning import search_report
 
-    layout_report.run(planner_flags.settings(values, [flag.name for flag in SEARCH.flags]))
+    search_report.run(options)
 
 
 if __name__ == "__main__":
-    flags.run(main, __doc__, GROUPS)
+    command_line.run(main, __doc__, options=Options)

@@ -15,7 +15,7 @@ RUN = {
     "experiments.kernel_bench": E + "test_benches.py::test_kernel_bench",
     "experiments.layout_search": E + "test_planner_experiments.py::test_layout_search_prints",
     "experiments.pipeline_bubble": E + "test_small_studies.py::test_pipeline_bubble",
-    "experiments.planner_truth": E + "test_planner_experiments.py::test_truth_is_told",
+    "experiments.planner_truth": E + "test_planner_experiments.py::test_truth_prints",
     "experiments.predict_check": E + "test_benches.py::test_a_tiny_step_is_predicted",
     "experiments.relay_50b": E + "test_relay_experiments.py::test_fifty_billion_are_planned",
     "experiments.relay_bert_large": E + "test_relay_experiments.py::test_bert_large_compares",

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 from shipped_plans import SHIPPED, plan_of, result
 
-from experiments import compile_report
-from experiments.compile_report import FITS, TOO_LARGE, Plan
 from sparse_dataflow.aot import hlo, topologies
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.planning.run_layout import ParallelPlan
+from sparse_dataflow.runs.planning import compile_report
+from sparse_dataflow.runs.planning.compile_report import FITS, TOO_LARGE, CompilePlan
 
 pytest.importorskip("libtpu", reason="compiling for a TPU needs make aot-tpu")
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -20,8 +20,8 @@ SPARSE = MODEL.with_linears(LinearSpec("block_sparse", density=1 / 4, block=128)
 
 def tiny_plan(config, topology, **choices):
     executor = "pipeline" if choices.get("stage", 1) > 1 else "whole"
-    plan = ParallelPlan(**choices, remat="full", executor=executor, sequence_parallel=True)
-    return Plan("tiny", config, 256, topologies.parse(topology), plan)
+    parallel = ParallelPlan(**choices, remat="full", executor=executor, sequence_parallel=True)
+    return CompilePlan("tiny", config, 256, topologies.parse(topology), parallel)
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_a_tiny_plan_is_compiled_for_four_chips(config, choices):
     assert {c["group"] for c in verdict["collectives"]} <= {2, 4}
     assert ("collective-permute" in kinds) == ("stage" in choices)
     assert verdict["flops"] >= verdict["model_flops"] / 2 and not verdict["kernels_without_flops"]
-    assert "GiB a chip" in compile_report.told(plan, verdict)
+    assert "GiB a chip" in compile_report.report(plan, verdict)
 
 
 @pytest.mark.slow

@@ -55,9 +55,7 @@ IMPORTED = dataclasses.replace(BYTES, original=json.dumps(ORIGINAL), original_id
 MODEL = dataclasses.replace(
     SIZES["pico"], linears={"qkv": LinearSpec("block_sparse", density=0.25, block=16)}
 )
-CONFIG = preset("pico").change(
-    sparsity__projections=("qkv",), sparsity__block=16, run__twin=False
-)
+CONFIG = preset("pico").change(sparsity__projections=("qkv",), sparsity__block=16, run__twin=False)
 RECORD = RunRecord(
     "gpt13b_sparse",
     ("python -m experiments.gpt13b_sparse", "--scale=pico"),

@@ -1,41 +1,55 @@
-"""The planner's experiments from end to end, in this process: what they print, keep and refuse."""
+"""The planner's experiments end to end, in this process: what they print, write and refuse."""
 
 import csv
+import importlib
+import shlex
+import subprocess
+import sys
 
 import pytest
-from absl import flags as absl_flags
 
-from experiments import flags, layout_search, planner_truth, scaling_study
+from experiments import layout_search, planner_truth, scaling_study
+from sparse_dataflow.parallel import mesh as meshes
+from sparse_dataflow.parallel.pipeline import schedules
+from sparse_dataflow.planning.run_layout import ParallelPlan
+from sparse_dataflow.runs import command_line
+from sparse_dataflow.runs.planning import scaling, search_report
+from sparse_dataflow.training.variants import variants
 
 
 def run(experiment, *arguments):
-    """(exit status) of an experiment's main, as its command would leave."""
-    values = absl_flags.FlagValues()
+    """Exit status of an experiment."""
     argv = ["program", *arguments]
     with pytest.raises(SystemExit) as left:
-        flags.run(experiment.main, experiment.__doc__, experiment.GROUPS, argv, values)
+        command_line.run(experiment.main, experiment.__doc__, options=experiment.Options, argv=argv)
     return left.value.code
 
 
-def test_layout_search_prints_the_best_and_the_command(tmp_path, capsys):
-    asked = ("--scale=1.3b", "--hardware=a100-80gb", "--chips=16", "--batch=512", "--explain=3")
-    assert run(layout_search, *asked, f"--out={tmp_path}") == 0
-    said = capsys.readouterr().out
-    assert "all priced" in said and "what decides: Shapley effects" in said
-    assert said.count("memory of the fullest chip") == said.count("term of a step") == 3
-    command = said.strip().splitlines()[-1].strip()
-    words = dict(w[2:].split("=") for w in command.split() if w.startswith("--"))
-    known = {flag.name for group in flags.GROUPS for flag in group.flags}
-    assert set(words) <= known
-    mesh = dict(axis.split(":") for axis in words["mesh"].split(","))
-    assert set(mesh) == {"data", "stage", "fsdp", "tensor"}
-    chips = 1
-    for size in mesh.values():
-        chips *= int(size)
-    assert chips == 16 and words["batch"] == "512" and words["scale"] == "1.3b"
-    assert command.startswith("python -m experiments.gpt13b_dense ")
+def trained_by(command):
+    """(experiment, `RunConfig`) of a printed command; raises UserError where it is not legal."""
+    python, option, name, *flags = shlex.split(command)
+    assert (python, option) == ("python", "-m")
+    experiment = importlib.import_module(name)
+    [request] = command_line.arguments([name, *flags], experiment.SHARED, None)
+    return name, request.config("tpu", sparse=name.endswith("sparse"))
+
+
+def test_layout_search_prints_the_best_and_a_legal_command(tmp_path, capsys):
+    flags = ("--scale=1.3b", "--hardware=a100-80gb", "--chips=16", "--batch=512", "--explain=3")
+    assert run(layout_search, *flags, f"--out={tmp_path}") == 0
+    out = capsys.readouterr().out
+    assert "all priced" in out and "what decides: Shapley effects" in out
+    assert out.count("memory of the fullest chip") == out.count("term of a step") == 3
+    name, config = trained_by(out.strip().splitlines()[-1])
+    assert (name, config.run.scale) == ("experiments.gpt13b_dense", "1.3b")
+    assert config.training.batch == 512
     with (tmp_path / "trials.csv").open() as file:
         trials = list(csv.DictReader(file))
+    best = trials[0]
+    sizes = meshes.parse(config.parallel.mesh, 16)
+    assert {axis: str(size) for axis, size in sizes.items()} == {axis: best[axis] for axis in sizes}
+    assert str(config.training.micro_batches) == best["accumulation"]
+    assert (config.model.remat, str(config.parallel.zero)) == (best["remat"], best["zero"])
     speeds = [float(row["tokens_per_second_per_chip"]) for row in trials]
     assert len(trials) > 10 and speeds == sorted(speeds, reverse=True)
     for name in ("sensitivity.png", "roofline.png"):
@@ -43,10 +57,21 @@ def test_layout_search_prints_the_best_and_the_command(tmp_path, capsys):
 
 
 def test_a_sparse_search_prints_the_sparse_command(tmp_path, capsys):
-    asked = ("--scale=1.3b", "--chips=8", "--batch=256", "--density=0.125")
-    assert run(layout_search, *asked, f"--out={tmp_path}") == 0
-    said = capsys.readouterr().out
-    assert "experiments.gpt13b_sparse --scale=1.3b" in said and "--density=0.125" in said
+    flags = ("--scale=1.3b", "--chips=8", "--batch=256", "--density=0.125", "--sequence=1024")
+    assert run(layout_search, *flags, f"--out={tmp_path}") == 0
+    name, config = trained_by(capsys.readouterr().out.strip().splitlines()[-1])
+    assert name == "experiments.gpt13b_sparse"
+    assert (config.sparsity.density, config.sparsity.block) == (0.125, 128)
+    assert (config.training.batch, config.training.sequence) == (256, 1024)
+    assert [v.name for v in variants(config)] == ["sparse"]
+
+
+def test_the_command_of_a_pipeline_names_its_schedule():
+    plan = ParallelPlan(stage=4, data=2, accumulation=16, chunks=3, schedule="interleaved")
+    _, config = trained_by(search_report.command(layout_search.Options("1.3b"), plan))
+    assert schedules.parse(config.parallel.schedule) == ("interleaved", 3)
+    assert meshes.parse(config.parallel.mesh, 8)["stage"] == 4
+    assert (config.training.batch, config.training.micro_batches) == (32, 16)
 
 
 @pytest.mark.parametrize(
@@ -61,14 +86,14 @@ def test_a_sparse_search_prints_the_sparse_command(tmp_path, capsys):
 )
 def test_what_cannot_be_is_refused_in_words(tmp_path, capsys, arguments, words):
     assert run(layout_search, *arguments, f"--out={tmp_path}") == 2
-    said = capsys.readouterr().err
-    assert words in said and "Traceback" not in said
+    err = capsys.readouterr().err
+    assert words in err and "Traceback" not in err
 
 
-def test_truth_is_told_row_by_row(tmp_path, capsys):
+def test_truth_prints_every_row(tmp_path, capsys):
     assert run(planner_truth, f"--out={tmp_path}") == 0
-    said = capsys.readouterr().out
-    assert "held out " in said and "175B strong" in said and "4.5x" in said
+    out = capsys.readouterr().out
+    assert "held out " in out and "175B strong" in out and "4.5x" in out
     with (tmp_path / "truth.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 92 and {row["split"] for row in rows} == {"fit", "test"}
@@ -76,12 +101,21 @@ def test_truth_is_told_row_by_row(tmp_path, capsys):
 
 
 def test_scaling_names_what_limits_each_point(tmp_path, capsys):
-    asked = ("--hardware=h100", "--kinds=strong", "--most=128", f"--out={tmp_path}")
-    assert run(scaling_study, *asked) == 0
+    flags = ("--hardware=h100", "--kinds=strong", "--most=128", f"--out={tmp_path}")
+    assert run(scaling_study, *flags) == 0
     with (tmp_path / "scaling.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {row["chips"] for row in rows} == {"64", "128"} and all(row["limit"] for row in rows)
-    assert {row["model"] for row in rows} <= set(scaling_study.MODELS)
+    assert {row["model"] for row in rows} <= set(scaling.MODELS)
     assert "| strong | 22b | h100 | 64 |" in (tmp_path / "scaling.md").read_text()
     assert (tmp_path / "strong.png").stat().st_size > 10_000
-    assert run(scaling_study, "--most=32", f"--out={tmp_path}") == 2
+    for flag in ("--most=32", "--kinds=none"):
+        assert run(scaling_study, flag, f"--out={tmp_path}") == 2
+
+
+def test_the_planners_experiments_start_without_jax():
+    names = ["experiments." + n for n in ("layout_search", "compile_plan")]
+    names += ["sparse_dataflow.runs.planning." + n for n in ("truth", "scaling")]
+    names += ["experiments.planner_truth", "experiments.scaling_study"]
+    code = f"import sys; import {', '.join(names)}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

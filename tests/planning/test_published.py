@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.planning import fitting, memory, published
 from sparse_dataflow.planning.efficiency import EFFICIENCIES
+from sparse_dataflow.runs.planning.options import named_model
 
 ROWS = {source: published.rows(source) for source in published.SOURCES}
 EVERY = [row for rows in ROWS.values() for row in rows]
@@ -127,10 +129,7 @@ def test_scaling_efficiencies_and_batches():
 
 
 def test_sparse_13b_gains_by_fusion_as_published():
-    from experiments import planner_flags
-    from sparse_dataflow.hardware.chips import CHIPS
-
-    dense, sparse = planner_flags.model("13b"), planner_flags.model("13b", 1 / 8)
+    dense, sparse = named_model("13b"), named_model("13b", 1 / 8)
     ratio = {}
     for fused in (True, False):
         seconds = [

@@ -1,0 +1,1 @@
+"""Planning runs: searches, compiled plans, and the planner's errors against published runs."""

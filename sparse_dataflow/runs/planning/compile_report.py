@@ -1,0 +1,311 @@
+"""Compiles a parallel plan for chips that are not here, prints the result, and writes it."""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+
+from sparse_dataflow.aot import compile, hlo, topologies
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import detect as hardware
+from sparse_dataflow.hardware.chips import GIB
+from sparse_dataflow.parallel import mesh as meshes
+from sparse_dataflow.parallel.executor import ONE_DEVICE
+from sparse_dataflow.parallel.pipeline import schedules
+from sparse_dataflow.parallel.pipeline.pipelined import executor_over
+from sparse_dataflow.planning import cost, layout_memory, nearest, search
+from sparse_dataflow.planning.memory import USABLE
+from sparse_dataflow.planning.run_layout import ParallelPlan
+from sparse_dataflow.runs import measurement
+
+FITS, TOO_LARGE = "fits", "does not fit"
+
+
+@dataclasses.dataclass(frozen=True)
+class CompilePlan:
+    """A model, chips, and the parallel plan that is compiled.
+
+    Attributes:
+      scale: name of the model.
+      config: the model, with its remat.
+      sequence: tokens per sequence.
+      topology: the chips.
+      parallel: the parallel plan.
+    """
+
+    scale: str
+    config: ModelConfig
+    sequence: int
+    topology: topologies.Topology
+    parallel: ParallelPlan
+
+    def with_parallel(self, parallel: ParallelPlan) -> "CompilePlan":
+        """The same model and chips under another parallel plan."""
+        config = dataclasses.replace(self.config, remat=parallel.remat)
+        return dataclasses.replace(self, config=config, parallel=parallel)
+
+    @property
+    def flags(self) -> str:
+        """The flags of `experiments.compile_plan` that describe it."""
+        sparse = next(iter(dict(self.config.linears).values()), None)
+        parallel = self.parallel
+        flags = {"scale": self.scale}
+        if sparse is not None:
+            flags |= {"density": f"{sparse.density}", "block": f"{sparse.block}"}
+        flags |= {"topology": self.topology.name}
+        if self.topology.slices > 1:
+            flags |= {"slices": f"{self.topology.slices}"}
+        flags |= {
+            "mesh": ",".join(f"{axis}:{getattr(parallel, axis)}" for axis in meshes.AXES),
+            "zero": f"{parallel.zero}",
+            "batch": f"{parallel.batch}",
+            "accumulation": f"{parallel.accumulation}",
+            "remat": parallel.remat,
+        }
+        if parallel.stage > 1:
+            flags |= {"schedule": schedules.written(parallel.schedule, int(parallel.chunks))}
+        if parallel.state_dtype != "float32":
+            flags |= {"state_dtype": parallel.state_dtype}
+        return " ".join(f"--{name}={text}" for name, text in flags.items())
+
+
+def run(options) -> int:
+    """Compiles, prints and writes; returns the exit status, 0 where the plan fits.
+
+    Args:
+      options: of `experiments.compile_plan`.
+
+    Raises:
+      UserError: no such topology, mesh or batch, or no compiler here.
+    """
+    plan = plan_of(options)
+    if reason := topologies.missing_compiler(plan.topology):
+        raise UserError(f"--topology={options.topology}: {reason}")
+    result = verdict(plan)
+    print(report(plan, result))
+    if result["verdict"] == FITS:
+        _write(options.out, plan, result)
+        return 0
+    near = _nearest(plan, options.tries)
+    if near is not None:
+        _write(options.out, *near)
+    return 1
+
+
+def verdict(plan: CompilePlan) -> dict:
+    """Compiles a plan; returns the fields of its result file.
+
+    Raises:
+      UserError: the parallel plan does not fit this model or these chips.
+    """
+    parallel, topology = plan.parallel, plan.topology
+    devices = topologies.devices(topology)
+    batch, accumulation = int(parallel.batch), int(parallel.accumulation)
+    training = TrainingConfig(
+        1, batch, plan.sequence, accumulation, state_dtype=parallel.state_dtype
+    )
+    executor = _executor(plan, devices)
+    flops = cost.flops_per_token(plan.config, plan.sequence)
+    share = parallel.batch * plan.sequence / parallel.chips
+    common = {
+        "plan": plan.flags,
+        "chips": topology.size,
+        "memory_bytes": topology.chip.memory_bytes,
+        "model_flops": flops.total * share,
+    }
+    try:
+        step = compile.compile_step(plan.config, training, executor, devices[0])
+    except compile.DoesNotFit as error:
+        return common | {"verdict": TOO_LARGE, "needed_bytes": error.needed, "said": str(error)}
+    # The TPU's compiler refuses what does not fit; the GPU's leaves that to the runtime.
+    usable = USABLE if topology.platform == "cuda" else 1.0
+    fits = step.bytes.total <= usable * topology.chip.capacity
+    return common | {
+        "verdict": FITS if fits else TOO_LARGE,
+        "needed_bytes": step.bytes.total,
+        "bytes": dataclasses.asdict(step.bytes),
+        "memory_analysis": step.allocated,
+        "flops": step.flops,
+        "kernels_without_flops": list(step.uncounted),
+        "collectives": [
+            dataclasses.asdict(c) | {"moved": round(c.moved)} for c in step.collectives
+        ],
+        "seconds": {
+            "trace": round(step.trace_seconds, 1),
+            "compile": round(step.compile_seconds, 1),
+            "processor": round(step.cpu_seconds, 1),
+        },
+    }
+
+
+def plan_of(options) -> CompilePlan:
+    """Returns the plan that the options of `experiments.compile_plan` describe.
+
+    Raises:
+      UserError: no such topology, axes that do not make up its chips, or a batch that they do not
+        divide.
+    """
+    topology = topologies.parse(options.topology, options.slices)
+    plan = CompilePlan(
+        options.scale, options.model, options.tokens, topology, ParallelPlan(remat="full")
+    )
+    if options.mesh == "auto":
+        return plan.with_parallel(_fastest(options, topology))
+    sizes = meshes.parse(options.mesh, topology.size)
+    rows = sizes["data"] * sizes["fsdp"] * options.accumulation
+    batch = options.batch or rows * max(1, options.scale_batch // rows)
+    if batch % rows:
+        raise UserError(
+            f"--batch={batch} cannot be cut into {options.accumulation} micro-batches over "
+            f"data:{sizes['data']} x fsdp:{sizes['fsdp']}; legal: multiples of {rows}."
+        )
+    schedule, chunks = schedules.parse(options.schedule)
+    parallel = ParallelPlan(
+        data=sizes["data"],
+        stage=sizes["stage"],
+        fsdp=sizes["fsdp"],
+        tensor=sizes["tensor"],
+        zero=options.zero,
+        micro_batch=batch // rows,
+        accumulation=options.accumulation,
+        chunks=chunks,
+        schedule=schedule,
+        remat=options.remat,
+        executor="pipeline" if sizes["stage"] > 1 else "whole",
+        sequence_parallel=True,
+        state_dtype=options.state_dtype,
+    )
+    return plan.with_parallel(parallel)
+
+
+def _fastest(options, topology) -> ParallelPlan:
+    batch = options.batch or max(options.scale_batch, topology.size)
+    request = search.Request(
+        options.model, options.tokens, batch, topology.chip, topology.size, options.state_dtype
+    )
+    plans = nearest.fitting_plans(request, None)
+    if not plans:
+        search.check_legal(search.price(request, search.space(request)))
+    return plans[0]
+
+
+def _executor(plan: CompilePlan, devices):
+    parallel = plan.parallel
+    if parallel.chips == 1:
+        return ONE_DEVICE
+    mesh = meshes.make({axis: getattr(parallel, axis) for axis in meshes.AXES}, devices)
+    schedule = schedules.written(parallel.schedule, int(parallel.chunks))
+    return executor_over(mesh, parallel.zero, plan.config.num_layers, schedule)
+
+
+def _nearest(plan: CompilePlan, tries: int) -> tuple[CompilePlan, dict] | None:
+    """The nearest plan that fits, with its verdict; prints each plan that is tried."""
+    parallel, topology = plan.parallel, plan.topology
+    request = search.Request(
+        plan.config,
+        plan.sequence,
+        int(parallel.batch),
+        topology.chip,
+        topology.size,
+        parallel.state_dtype,
+    )
+    candidates = nearest.fitting_plans(request, parallel)
+    if not candidates:
+        try:
+            search.check_legal(search.price(request, search.space(request)))
+        except UserError as error:
+            print(f"\n{error}")
+        return None
+    for candidate in candidates[:tries]:
+        other = plan.with_parallel(candidate)
+        print(f"\ntrying {other.flags}", flush=True)
+        result = verdict(other)
+        print(f"it {result['verdict']}: {_gib(result['needed_bytes'])} GiB a chip")
+        if result["verdict"] == FITS:
+            print(f"\nThe nearest plan that fits:\n\n{report(other, result)}")
+            return other, result
+    print(f"\nNone of the {min(tries, len(candidates))} nearest fits; legal: more --tries.")
+    return None
+
+
+def report(plan: CompilePlan, result: dict) -> str:
+    """Returns a plan and the verdict of the compiler as text."""
+    model = f"{plan.scale} {'sparse' if plan.config.sparse_projections else 'dense'}"
+    lines = [
+        f"{model} on {plan.topology.size:,} chips of {plan.topology.name}, "
+        f"{plan.parallel.batch:,} x {plan.sequence:,} tokens a step",
+        f"  {plan.parallel}",
+        f"  {result['verdict']}: {_gib(result['needed_bytes'])} of "
+        f"{_gib(result['memory_bytes'])} GiB a chip",
+    ]
+    if "bytes" not in result:
+        return "\n".join([*lines, f"  the compiler: {result['said']}"])
+    lines += ["", _memory(plan, result), "", _flops(result), "", _collectives(result)]
+    seconds = result["seconds"]
+    lines += [
+        "",
+        f"traced in {seconds['trace']:.0f} s, compiled in {seconds['compile']:.0f} s; "
+        f"{seconds['processor']:.0f} s of processor time",
+    ]
+    return "\n".join(lines)
+
+
+def predicted_bytes(plan: CompilePlan) -> dict[str, float]:
+    """Returns the planner's bytes a chip in the compiler's categories."""
+    sizes = layout_memory.plan_bytes(plan.config, plan.sequence, plan.parallel).categories
+    return {
+        "parameters": sizes["parameters"],
+        "moments": sizes["moments"],
+        "inputs": sizes["layout_tables"],
+        "gradients": sizes["gradients"],
+        "activations": sizes["activations"],
+        "temporaries": sum(sizes[n] for n in ("working_copy", "working_set", "logits")),
+        "program": 0,
+    }
+
+
+def _memory(plan, result) -> str:
+    predicted = predicted_bytes(plan)
+    rows = [(name, size, predicted[name]) for name, size in result["bytes"].items()]
+    rows.append(("total", sum(result["bytes"].values()), sum(predicted.values())))
+    lines = [f"{'GiB a chip':<14}{'compiled':>10}{'predicted':>11}"]
+    lines += [f"{name:<14}{_gib(size):>10}{_gib(guess):>11}" for name, size, guess in rows]
+    error = rows[-1][2] / rows[-1][1] - 1
+    return "\n".join([*lines, f"{'error':<14}{'':>10}{error:>+11.1%}"])
+
+
+def _flops(result) -> str:
+    total = f"{result['flops'] / 1e12:,.1f} TFLOP a chip and step"
+    if uncounted := result["kernels_without_flops"]:
+        return f"{total}, without {', '.join(uncounted)}, which report none"
+    return f"{total}; the model alone is {result['model_flops'] / result['flops']:.0%} of them"
+
+
+def _collectives(result) -> str:
+    lines = [f"{'a chip and step':<21}{'group':>7}{'times':>9}{'GB':>10}{'GB sent':>10}"]
+    collectives = [
+        hlo.Collective(c["kind"], c["group"], c["times"], c["bytes"]) for c in result["collectives"]
+    ]
+    for kind, group in sorted({(c.kind, c.group) for c in collectives}):
+        total = hlo.by_kind([c for c in collectives if (c.kind, c.group) == (kind, group)])[kind]
+        lines.append(
+            f"{kind:<21}{group:>7}{total['times']:>9,.0f}{total['bytes'] / 1e9:>10.2f}"
+            f"{total['moved'] / 1e9:>10.2f}"
+        )
+    return "\n".join(lines if len(lines) > 1 else ["nothing is sent between chips"])
+
+
+def _gib(size) -> str:
+    return "?" if size is None else f"{size / GIB:.2f}"
+
+
+def _write(out: str, plan: CompilePlan, result: dict) -> None:
+    compilers = {}
+    for package in ("libtpu", "jax-cuda13-plugin"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            compilers[package] = importlib.metadata.version(package)
+    density = min((spec.density for spec in dict(plan.config.linears).values()), default=1.0)
+    kind = f"density-{density:g}" if density < 1 else "dense"
+    name = f"{plan.scale}_{kind}_{plan.topology.name}".replace(":", "-")
+    measurement.keep(out, name, hardware.cpu_name(), {"compilers": compilers, **result})
