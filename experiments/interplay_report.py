@@ -61,7 +61,7 @@ def run(asked) -> None:
     elif here:
         raise UserError("--hardware=this is known by measuring; legal: --measure=yes, or a chip.")
     known = measured.get((True, "serial"), {})
-    chip = Chip(**known["chip"]) if here else chips.named(asked.hardware)
+    chip = Chip(**known["chip"]) if here else chips.lookup(asked.hardware)
     rows, rooflines = [], {}
     for density in DENSITIES:
         for fused in (False, True):

@@ -46,7 +46,7 @@ def run(asked) -> None:
         config,
         asked.sequence or config.max_len,
         asked.batch or RECIPES[asked.scale].batch,
-        chips.named(asked.hardware),
+        chips.lookup(asked.hardware),
         asked.chips,
     )
     choices = search.space(request)

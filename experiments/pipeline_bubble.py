@@ -117,7 +117,7 @@ def _write_page(path, page):
 
     head = page[: page.index("</title>")].encode()
     try:
-        if os.path.lexists(path) and not json_files.content(path).startswith(head):
+        if os.path.lexists(path) and not json_files.read_bytes(path).startswith(head):
             raise UserError(f"--page={path} is a file that this experiment did not write.")
         path.write_text(page)
     except (OSError, ValueError) as error:

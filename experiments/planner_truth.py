@@ -103,7 +103,7 @@ def _print_sparse(constants):
     from sparse_dataflow.hardware import chips
     from sparse_dataflow.planning import fitting
 
-    chip = chips.named("a100-80gb")
+    chip = chips.lookup("a100-80gb")
     dense = planner_flags.model("13b")
     sparse = planner_flags.model("13b", 1 / 8)
     print("\n13B on a100-80gb, one micro-batch of 8 sequences, ms: dense, 1/8 of the blocks, ratio")

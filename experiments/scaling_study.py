@@ -56,7 +56,7 @@ def main(values):
     from sparse_dataflow.hardware import chips
     from sparse_dataflow.reporting import planner_figures
 
-    hardware = [chips.named(name.strip()) for name in values.hardware.split(",")]
+    hardware = [chips.lookup(name.strip()) for name in values.hardware.split(",")]
     counts = [n for n in CHIPS if n <= values.most]
     if not counts:
         raise UserError(f"--most={values.most} leaves no point; legal: {CHIPS[0]} or more.")

@@ -174,7 +174,7 @@ def _steps_begun(where):
 
 def refuse_foreign(folder: Path, owner: str) -> None:
     """Refuses a folder that holds anything but the study `owner`; see `folders.refuse_foreign`."""
-    folders.refuse_foreign(folder, owner, known=_has_settings)
+    folders.refuse_foreign(folder, owner, accept=_has_settings)
 
 
 def _has_settings(folder):

@@ -42,7 +42,7 @@ class StoredArray:
           Exception: it is of another kind, or shorter than it says; numpy parses its header as a
             Python literal, and raises what that raises.
         """
-        return storage.retried(f"Reading {path}", lambda: cls._opened(path))
+        return storage.retry(f"Reading {path}", lambda: cls._opened(path))
 
     @classmethod
     def _opened(cls, path):
@@ -75,7 +75,7 @@ class StoredArray:
             raise IndexError("only slices without a step are read")
         size = max(0, last - first) * self.dtype.itemsize
         place = self.offset + first * self.dtype.itemsize
-        content = storage.retried(f"Reading {self.path}", lambda: self._read(place, size))
+        content = storage.retry(f"Reading {self.path}", lambda: self._read(place, size))
         return np.frombuffer(content, self.dtype)
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The chips that models run on: peak rates, memory, bandwidth and links, each with its source.
+"""Table of chips: peak rates, memory, bandwidth and links, each with its source.
 
 Rates are the vendors' dense figures (never the doubled "with sparsity" ones) for the SXM / OAM
 boards.  "float32" is the rate of float32 products at JAX's default matmul precision
@@ -39,15 +39,15 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """How chips of one kind are joined: an island of fast links, islands joined by slow ones.
+    """Links between chips of one kind: fast links form islands, slow links join islands.
 
     Attributes:
       island: chips joined by fast links (a node; a TPU pod).
       fast: bytes/s that a chip sends within its island: in all where `axes` is 1 (a switch), along
         one axis in both directions where it is a torus.
-      slow: bytes/s that a chip sends to other islands, its share of the node's adapters.
-      axes: of the torus; 1 for a switch.
-      pair: bytes/s between the two chips of a board, where that is more than `fast`.
+      slow: bytes/s that a chip sends to other islands: its share of the node's adapters.
+      axes: number of torus axes; 1 for a switch.
+      pair: bytes/s between the two chips of a board, if more than `fast`.
       fast_latency: seconds of one hop within the island.
       slow_latency: seconds of one hop between islands.
     """
@@ -66,15 +66,15 @@ class Chip:
     """One accelerator as JAX sees it (one device), or the host's CPU.
 
     Attributes:
-      name: short name; a key of CHIPS where the chip is known.
-      peak_flops: dtype name of the operands -> FLOP/s of dense matrix products; None where the
-        chip is not known.  A dtype that is missing has no known rate.
-      memory_bytes: bytes of device memory; None where not known.
-      bandwidth: bytes/s between that memory and the chip; None where not known.
-      network: how it is joined to others; None where not known.
-      host_bandwidth: bytes/s between the chip and its host's memory, one direction; None where
-        not known.
-      family: the key of its measured constants in `efficiency.EFFICIENCIES`; "" for none.
+      name: short name; a key of CHIPS if the chip is known.
+      peak_flops: dtype name of the operands -> FLOP/s of dense matrix products; None for an unknown
+        chip. A missing dtype has no known rate.
+      memory_bytes: bytes of device memory; None if unknown.
+      bandwidth: bytes/s between device memory and the chip; None if unknown.
+      network: links to other chips; None if unknown.
+      host_bandwidth: bytes/s between the chip and its host's memory in one direction; None if
+        unknown.
+      family: key of its measured constants in `efficiency.EFFICIENCIES`; "" for none.
     """
 
     name: str
@@ -86,23 +86,23 @@ class Chip:
     family: str = ""
 
     def peak(self, dtype: str) -> float | None:
-        """FLOP/s for operands of `dtype`, or None where it is not known."""
+        """Returns the FLOP/s for operands of `dtype`; None if unknown."""
         return None if self.peak_flops is None else self.peak_flops.get(dtype)
 
     def rates(self, dtype: str) -> tuple[float, float]:
-        """FLOP/s for operands of `dtype`, and bytes/s of the memory.
+        """Returns (FLOP/s for operands of `dtype`, bytes/s of the memory).
 
         Raises:
-          UserError: either is not known.
+          UserError: either is unknown.
         """
         peak = self.peak(dtype)
         if peak is None or self.bandwidth is None:
-            raise UserError(f"{self.name} has no known {dtype} rate and bandwidth.")
+            raise UserError(f"The {dtype} rate or the bandwidth of {self.name} is unknown.")
         return peak, self.bandwidth
 
     @property
     def capacity(self) -> float:
-        """Bytes of device memory; infinite where not known."""
+        """Bytes of device memory; infinite if unknown."""
         return math.inf if self.memory_bytes is None else self.memory_bytes
 
 
@@ -139,47 +139,47 @@ CHIPS: dict[str, Chip] = {
     )
 }
 
-_MOST_BYTES = 2**20
+_MAX_BYTES = 2**20
 _REQUIRED = ("name", "bfloat16_tflops", "memory_gb", "bandwidth_gb_s")
 _OPTIONAL = ("float32_tflops", "host_gb_s", "family")
 _NETWORK = ("island", "fast_gb_s", "slow_gb_s", "axes")
 
 
-def named(name: str) -> Chip:
-    """The chip of a name in CHIPS, of a name's unmistakable start ("mi250x"), or of a TOML file.
+def lookup(name: str) -> Chip:
+    """Returns a chip by its name in CHIPS, by a unique prefix ("mi250x") or from a TOML file.
 
     Raises:
-      UserError: no such chip, or several; the legal names.
+      UserError: no such chip, or several; names the legal ones.
     """
     if name in CHIPS:
         return CHIPS[name]
     if name.endswith(".toml"):
         return read(Path(name))
-    found = [chip for key, chip in CHIPS.items() if name and key.startswith(name)]
-    if len(found) != 1:
+    matches = [chip for key, chip in CHIPS.items() if name and key.startswith(name)]
+    if len(matches) != 1:
         raise UserError(
-            f"--hardware={name} is {'several chips' if found else 'no chip that is known'}; legal: "
-            f"{', '.join(CHIPS)}, or a TOML file that describes one."
+            f"--hardware={name} {'matches several chips' if matches else 'is an unknown chip'}; "
+            f"legal: {', '.join(CHIPS)}, or a TOML file that describes a chip."
         )
-    return found[0]
+    return matches[0]
 
 
 def read(path: Path) -> Chip:
-    """A chip of the user's own from a small TOML file.
+    """Reads a user's chip from a small TOML file.
 
-    Keys: name, bfloat16_tflops, memory_gb, bandwidth_gb_s; optional float32_tflops (half of the
-    other), host_gb_s, family (whose measured constants it takes), and a table [network] with
-    island, fast_gb_s, slow_gb_s and optional axes.  GB are 1e9 bytes; all rates are of one chip.
+    Keys: name, bfloat16_tflops, memory_gb, bandwidth_gb_s; optional float32_tflops (default: half
+    of bfloat16_tflops), host_gb_s, family (selects measured constants), and a table [network] with
+    island, fast_gb_s, slow_gb_s and optional axes. A GB is 1e9 bytes; all rates are per chip.
 
     Raises:
-      UserError: no such file, no TOML, or a key that is missing, unknown or no positive number.
+      UserError: no such file, not TOML, or a key that is missing, unknown or not positive.
     """
     try:
-        fields = tomllib.loads(json_files.content(path, _MOST_BYTES).decode())
+        fields = tomllib.loads(json_files.read_bytes(path, _MAX_BYTES).decode())
     except OSError:
-        raise UserError(f"--hardware={path}: there is no such file to read.") from None
+        raise UserError(f"--hardware={path}: no such file.") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"--hardware={path} is no TOML: {error}.") from None
+        raise UserError(f"--hardware={path} is not TOML: {error}.") from None
     links = fields.pop("network", None)
     _check(path, fields, _REQUIRED, _OPTIONAL)
     if links is not None:

@@ -1,6 +1,6 @@
-"""The hardware under this process: which chip jax sees, the host's memory, a CPU's measured rates.
+"""Detects the hardware of this process: jax's chip, the host's memory, a CPU's measured rates.
 
-What is known of each chip is `chips.py`.  Importing this module loads no jax.
+`chips.py` has the table of chips. Importing this module loads no jax.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ __all__ = [
     "measure_cpu_bandwidth",
 ]
 
-# jax's `device_kind`, matched whole: boards of the same name at other clocks (PCIe, NVL, GH200)
-# and slices of a chip (MIG) have other rates, and a wrong peak is worse than none.
+# jax's `device_kind`, as full matches: similar boards at other clocks (PCIe, NVL, GH200) and slices
+# of a chip (MIG) have other rates, and a wrong peak is worse than none.
 _DEVICE_KINDS = (
     (r"NVIDIA A100-(SXM4|PCIE)-40GB", "a100-40gb"),
     (r"NVIDIA A100-SXM4-80GB", "a100-80gb"),
@@ -43,7 +43,7 @@ _DEVICE_KINDS = (
 
 
 def chip_of(device_kind: str) -> Chip:
-    """The chip that jax calls `device_kind`; one without rates or memory where it is not known."""
+    """Returns the chip of jax's `device_kind`; without rates and memory if unknown."""
     for pattern, name in _DEVICE_KINDS:
         if re.fullmatch(pattern, device_kind.strip(), re.IGNORECASE):
             return CHIPS[name]
@@ -51,15 +51,15 @@ def chip_of(device_kind: str) -> Chip:
 
 
 def detect(dtypes: Iterable[str] = ("float32",)) -> Chip:
-    """The chip under jax's default backend, with the memory that this process may use.
+    """Returns the chip of jax's default backend, with the memory that this process may use.
 
     Args:
-      dtypes: on a CPU, the operand types whose peak is measured (under 2 s each, once a process);
-        other backends ignore it.
+      dtypes: on a CPU, the operand types to measure (under 2 s each, once per process); other
+        backends ignore it.
 
     Returns:
-      On an accelerator `chip_of` its kind, with the memory that the runtime offers where it says
-      so.  On a CPU the measured rates, and the host's memory.
+      On an accelerator, `chip_of` its kind, with the memory that the runtime reports if it does.
+      On a CPU, the measured rates and the host's memory.
     """
     import jax
 
@@ -77,22 +77,22 @@ def detect(dtypes: Iterable[str] = ("float32",)) -> Chip:
 
 
 def cpu_name() -> str:
-    """Model of the host's CPU, and the cores that this process may use."""
+    """Returns the model of the host's CPU and the number of cores that this process may use."""
     cores = _cpu_count()
     return f"{_cpu_model()}, {cores} core{'s' * (cores > 1)}"
 
 
 def slug(name: str) -> str:
-    """A name in lower-case words joined by "-" or "_", for a file."""
+    """Returns a name as lower-case words joined by "-" or "_", for file names."""
     return re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")
 
 
 @functools.cache
 def measure_cpu(dtype: str = "float32") -> float:
-    """FLOP/s of a large dense product on the host's CPU through XLA: the best of several runs.
+    """Measures the FLOP/s of a large dense product on the host's CPU through XLA.
 
-    The side is 2048, or 1024 where a machine is too slow for that; under 2 s in all, and measured
-    once a process.
+    The best of several runs with side 2048, or 1024 on a slow machine. Takes under 2 s, once per
+    process.
     """
     import jax
     import jax.numpy as jnp
@@ -113,29 +113,29 @@ def measure_cpu(dtype: str = "float32") -> float:
 
 @functools.cache
 def measure_cpu_bandwidth() -> float:
-    """Bytes/s that the host's CPU reads and writes in an in-place pass over 128 MiB.
+    """Measures the bytes/s that the host's CPU reads and writes in a pass over 128 MiB in place.
 
-    The best of several runs through XLA, under 1 s, measured once a process.
+    The best of several runs through XLA. Takes under 1 s, once per process.
     """
     import jax
     import jax.numpy as jnp
 
     cpu = jax.local_devices(backend="cpu")[0]
-    # Donation reuses the buffer: fresh pages would be timed as page faults.
-    add_one = jax.jit(lambda x: x + 1, donate_argnums=0)
+    # Donation reuses the buffer: new pages would add page faults to the time.
+    increment = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = jax.device_put(jnp.zeros(32 * 2**20, jnp.float32), cpu)
     moved = 2 * x.nbytes
 
     def run():
         nonlocal x
-        x = add_one(x)
+        x = increment(x)
         return x
 
     return moved / _best_seconds(run, 0.3)
 
 
 def _best_seconds(run, budget: float) -> float:
-    """Shortest of the runs (one at least) that fit into `budget` seconds, after a warm-up."""
+    """Returns the shortest run of as many as fit into `budget` seconds (at least one)."""
     run().block_until_ready()
     times: list[float] = []
     while not times or sum(times) < budget:
@@ -146,7 +146,7 @@ def _best_seconds(run, budget: float) -> float:
 
 
 def host_memory_bytes() -> int:
-    """Bytes of host memory that this process may use: physical, or its cgroup's lower limit."""
+    """Returns the bytes of host memory that this process may use: physical or its cgroup limit."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = cgroup_limit()
     return physical if limit is None else min(physical, limit)
@@ -155,14 +155,14 @@ def host_memory_bytes() -> int:
 def cgroup_limit(
     membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """The lowest memory limit on this process's control groups, in bytes; None without one.
+    """Returns the lowest memory limit of this process's cgroups in bytes; None without a limit.
 
-    Both versions are read: `memory.max` of version 2 and `memory.limit_in_bytes` of version 1, of
-    the process's own group and of every group above it (any of them may be the lowest).
+    Reads `memory.max` (version 2) and `memory.limit_in_bytes` (version 1) of the process's cgroup
+    and of all its parents: any of them may be the lowest.
 
     Args:
-      membership: the kernel's list of the process's groups, `id:controllers:path` a line.
-      mount: where the cgroup file systems are mounted.
+      membership: the kernel's list of the process's cgroups, one `id:controllers:path` per line.
+      mount: mount point of the cgroup file systems.
     """
     limits = []
     for line in _read(membership).splitlines():
@@ -173,10 +173,10 @@ def cgroup_limit(
             root, name = mount / "memory", "memory.limit_in_bytes"
         else:
             continue
-        # Inside a container the path may be the host's, with only the root mounted: missing
-        # files along the way are no error.
-        own = root / group.lstrip("/")
-        folders = [own, *(parent for parent in own.parents if parent.is_relative_to(root))]
+        # Inside a container the path may be that of the host, with only the root mounted: missing
+        # files are no error.
+        leaf = root / group.lstrip("/")
+        folders = [leaf, *(parent for parent in leaf.parents if parent.is_relative_to(root))]
         texts = (_read(folder / name).strip() for folder in folders)
         limits += [int(text) for text in texts if text.isdigit()]
     return min(limits, default=None)
@@ -190,8 +190,8 @@ def _read(path: Path) -> str:
 
 
 def _cpu_model() -> str:
-    named = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
-    return named[1].strip() if named else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def _cpu_count() -> int:

@@ -76,7 +76,7 @@ def _kept(journal, request, choices):
     if journal is None or not journal.exists():
         return []
     try:
-        first, *trials = json_files.content(journal).splitlines()
+        first, *trials = json_files.read_bytes(journal).splitlines()
         asked = json_files.parse(first)
         if type(asked) is not str:
             raise ValueError("it begins with no request")

@@ -12,7 +12,7 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.distributed import cluster, join, processes, watch
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.redaction import redacted
+from sparse_dataflow.files.redaction import redact
 from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import describe as tables
@@ -44,7 +44,7 @@ def joined(experiment: str, request: Request, clock: Clock) -> Iterator[None]:
     me = cluster.membership(plan.coordinator, plan.processes, plan.process)
     if me.found:
         # Each process for itself: which one prints is not settled before they have met.
-        print(redacted(me.describe()), file=sys.stderr, flush=True)
+        print(redact(me.describe()), file=sys.stderr, flush=True)
     facts = {"experiment": experiment, "jax": jax.__version__, **request.facts}
     with join.joined(me, facts, plan.join_timeout, plan.heartbeat) as group:
         watching = watch.Watch(clock, plan.heartbeat, group)
@@ -139,7 +139,7 @@ def describe(config: RunConfig) -> None:
     """
     chosen, models = executor(config, describing=True), variants(config)
     check(chosen, config, models, None)
-    if processes.first():
+    if processes.is_first():
         print(printed(chosen, models))
 
 

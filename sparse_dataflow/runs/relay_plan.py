@@ -65,7 +65,7 @@ def refuse_small_host(found: relay.RelayPlan) -> None:
       UserError: names what is needed.
     """
     available = psutil.virtual_memory().available
-    relay.refuse_small_host(found, available, processes.on_this_machine())
+    relay.refuse_small_host(found, available, processes.count_on_host())
     if jax.default_backend() == "gpu":
         limit = float(os.environ.get(relay.PINNED_SETTING) or relay.PINNED_GIB)
         relay.refuse_unpinned(found, limit)

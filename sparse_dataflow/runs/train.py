@@ -205,7 +205,7 @@ class _Job:
             say(f"stopped; resume with: {again}")
             return Run(folder, config, False, status=stopped_status(stop()))
         headline = ""
-        if processes.first():
+        if processes.is_first():
             for v in models:
                 timeline = programs[v.name][-1].timeline
                 if timeline is not None:
@@ -259,7 +259,7 @@ class _Job:
         """The models with the steps that the config says, or that fit into its minutes."""
         with self.clock.during("compile"):
             steps = step_plan.planned_steps(self.config, models, programs, data, self.executor)
-        steps = processes.told(steps)
+        steps = processes.broadcast(steps)
         models = [v.with_steps(steps[v.name]) for v in models]
         _refuse_unfit_steps(models)
         return models
@@ -409,7 +409,7 @@ def stopped_status(number: int) -> int:
     SIGTERM is how a machine is taken away: TEMPORARY asks the scheduler for another start.  Whoever
     presses Ctrl-C is there to resume: 0.
     """
-    return TEMPORARY if processes.anywhere(number == signal.SIGTERM) else 0
+    return TEMPORARY if processes.any_process(number == signal.SIGTERM) else 0
 
 
 def _versions():

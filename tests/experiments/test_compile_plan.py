@@ -120,11 +120,11 @@ def test_a_plan_that_does_not_fit_is_answered_with_the_nearest_that_does(monkeyp
 
 def test_a_search_says_what_was_compiled_and_what_was_not(monkeypatch):
     config = planner_flags.model("1.3b")
-    request = search.Request(config, 2048, 512, chips.named("tpu-v5e"), 16)
+    request = search.Request(config, 2048, 512, chips.lookup("tpu-v5e"), 16)
     layouts = nearest.fitting(request, None)[:3]
     said = layout_verify.verified("1.3b", request, layouts, 0)
     assert said == ["not compiled: --verify=0 asks for none"] * 3
-    elsewhere = dataclasses.replace(request, chip=chips.named("mi250x"))
+    elsewhere = dataclasses.replace(request, chip=chips.lookup("mi250x"))
     assert "no compiler here knows" in layout_verify.verified("1.3b", elsewhere, layouts, 1)[0]
     monkeypatch.setattr(topologies, "refusal", lambda topology: "not installed: make aot-tpu")
     assert "make aot-tpu" in layout_verify.verified("1.3b", request, layouts, 1)[0]

@@ -90,7 +90,7 @@ def test_an_engine_that_is_not_installed_is_answered_with_those_that_are(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--hardware=gtx1080",), "no chip that is known; legal: a100-40gb"),
+        (("--hardware=gtx1080",), "is an unknown chip; legal: a100-40gb"),
         (("--scale=175b", "--chips=8"), "closest that does is --chips="),
         (("--scale=1.3b", "--chips=40", "--batch=7"), "closest that one does is --batch=5"),
         (("--density=0.5", "--block=100"), "--block=100 does not divide"),

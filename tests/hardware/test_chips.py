@@ -1,4 +1,4 @@
-"""Chips by name and from a user's file, and the links of those that are known."""
+"""Chips by name and from a file, and the links of the known chips."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.planning.efficiency import EFFICIENCIES
 
-OWN = """
+CHIP_FILE = """
 name = "mine"
 bfloat16_tflops = 100
 memory_gb = 48
@@ -32,31 +32,31 @@ def test_fast_links_are_faster_and_every_family_has_constants(name):
 
 
 @pytest.mark.parametrize(
-    ("given", "name"), [("mi250x", "mi250x-gcd"), ("h100", "h100"), ("a100-8", "a100-80gb")]
+    ("text", "name"), [("mi250x", "mi250x-gcd"), ("h100", "h100"), ("a100-8", "a100-80gb")]
 )
-def test_a_clear_start_of_a_name_is_enough(given, name):
-    assert chips.named(given) is CHIPS[name]
+def test_a_unique_prefix_is_enough(text, name):
+    assert chips.lookup(text) is CHIPS[name]
 
 
-@pytest.mark.parametrize("given", ["", "a100", "tpu", "gtx"])
-def test_other_names_are_refused_with_the_legal_ones(given):
+@pytest.mark.parametrize("text", ["", "a100", "tpu", "gtx"])
+def test_other_names_are_refused_with_the_legal_ones(text):
     with pytest.raises(UserError, match=r"tpu-v5p.*TOML"):
-        chips.named(given)
+        chips.lookup(text)
 
 
-def test_a_chip_of_ones_own(tmp_path):
+def test_a_chip_from_a_file(tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text(OWN)
-    chip = chips.named(str(path))
+    path.write_text(CHIP_FILE)
+    chip = chips.lookup(str(path))
     assert (chip.name, chip.family) == ("mine", "hopper")
     assert chip.peak("bfloat16") == 100e12 and chip.peak("float32") == 50e12
     assert chip.memory_bytes == 48e9 and chip.bandwidth == 900.5e9 and chip.host_bandwidth == 32e9
     assert (chip.network.island, chip.network.fast, chip.network.slow) == (4, 50e9, 12.5e9)
 
 
-def test_a_chip_without_links_and_family_is_one_chip(tmp_path):
+def test_links_and_family_are_optional(tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text(OWN.split("host_gb_s")[0])
+    path.write_text(CHIP_FILE.split("host_gb_s")[0])
     chip = chips.read(path)
     assert chip.network is None and chip.host_bandwidth is None and chip.family == ""
 
@@ -73,23 +73,23 @@ def test_a_chip_without_links_and_family_is_one_chip(tmp_path):
         ('"hopper"', '"volta"', "family 'volta' is unknown; legal: ampere"),
         ("island = 4", "island = 4.5", "island = 4.5 must be a whole number above 0"),
         ("slow_gb_s = 12.5", "", "lacks slow_gb_s"),
-        ("name =", "name", "is no TOML"),
+        ("name =", "name", "is not TOML"),
     ],
 )
-def test_a_wrong_file_is_refused_in_words(tmp_path, old, new, words):
+def test_an_invalid_file_is_refused(tmp_path, old, new, words):
     path = tmp_path / "mine.toml"
-    path.write_text(OWN.replace(old, new))
+    path.write_text(CHIP_FILE.replace(old, new))
     with pytest.raises(UserError, match=words):
         chips.read(path)
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match="no such file"):
-        chips.named(str(tmp_path / "none.toml"))
+        chips.lookup(str(tmp_path / "none.toml"))
 
 
 def test_a_network_must_be_a_table(tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text(OWN.split("host_gb_s")[0] + "network = 3")
+    path.write_text(CHIP_FILE.split("host_gb_s")[0] + "network = 3")
     with pytest.raises(UserError, match="network must be a table"):
         chips.read(path)

@@ -81,7 +81,7 @@ def read_items(path: Path) -> list[Item]:
         line and the field are named.
     """
     try:
-        lines = json_files.content(Path(path).expanduser()).decode("utf-8-sig").split("\n")
+        lines = json_files.read_bytes(Path(path).expanduser()).decode("utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"The task file {path} cannot be read: {error}.") from None
     items = [

@@ -70,7 +70,7 @@ class RelayExecutor:
 
     def _folder(self, name):
         # The first has the same folder however many there are, so that any number may go on.
-        own = "" if processes.first() else f"-process{jax.process_index()}"
+        own = "" if processes.is_first() else f"-process{jax.process_index()}"
         return Path(self.server_dir).absolute() / f"{name}{own}"
 
     def arrays(self, state, tables, changing, batch):
@@ -194,11 +194,11 @@ def parameter_norms(params: dict) -> dict[str, float]:
 def _restored_together(files, key):
     """The newest step that the files of every process have; None where there is none."""
     kept = files.restore(key)
-    step = processes.least(-1 if kept is None else int(kept.step))
+    step = processes.minimum(-1 if kept is None else int(kept.step))
     if kept is not None and int(kept.step) > step:
         kept = files.restore(key, step)
     missing = kept is None or int(kept.step) != step
-    return None if processes.anywhere(missing) else kept
+    return None if processes.any_process(missing) else kept
 
 
 def _gradient_norms(relay, params, tables, tokens):
