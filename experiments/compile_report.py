@@ -13,7 +13,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.parallel import mesh as meshes
-from sparse_dataflow.parallel.executor import ONE_DEVICE
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.parallel.pipeline.pipelined import executor_over
 from sparse_dataflow.planning import cost, layout_memory, nearest, search
@@ -54,9 +54,9 @@ class Plan:
         said += [f"--mesh={axes}", f"--zero={self.layout.zero}", f"--batch={self.layout.batch}"]
         said += [f"--accumulation={self.layout.accumulation}", f"--remat={self.layout.remat}"]
         if self.layout.stage > 1:
-            said += [
-                f"--schedule={schedules.written(self.layout.schedule, int(self.layout.chunks))}"
-            ]
+            layout = self.layout
+            name = schedules.format_schedule(layout.schedule, int(layout.chunks))
+            said += [f"--schedule={name}"]
         if self.layout.state_dtype != "float32":
             said += [f"--state_dtype={self.layout.state_dtype}"]
         return " ".join(said)
@@ -184,9 +184,9 @@ def _fastest(asked, config, sequence, topology) -> RunLayout:
 def _executor(plan: Plan, devices):
     layout = plan.layout
     if layout.chips == 1:
-        return ONE_DEVICE
+        return SINGLE_DEVICE
     mesh = meshes.make({axis: getattr(layout, axis) for axis in meshes.AXES}, devices)
-    schedule = schedules.written(layout.schedule, int(layout.chunks))
+    schedule = schedules.format_schedule(layout.schedule, int(layout.chunks))
     return executor_over(mesh, layout.zero, plan.config.num_layers, schedule)
 
 

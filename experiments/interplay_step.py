@@ -19,7 +19,7 @@ from sparse_dataflow.distributed.cluster import Membership
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.parallel import mesh
-from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.parallel.pipeline.pipelined import executor_over
 
 SCHEDULE = "1f1b"
@@ -44,7 +44,7 @@ def main(asked) -> dict:
 
 
 def _measured(asked):
-    executor: Executor = ONE_DEVICE
+    executor: Executor = SINGLE_DEVICE
     if asked.stages > 1:
         stages = mesh.make(mesh.parse(f"stage:{asked.stages}", asked.stages))
         layers = planned_model(asked.scale).num_layers

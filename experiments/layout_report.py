@@ -102,7 +102,7 @@ def command(asked, request: search.Request, choice) -> str:
         f"--remat={layout.remat}",
     ]
     if layout.stage > 1:
-        schedule = schedules.written(layout.schedule, int(layout.chunks))
+        schedule = schedules.format_schedule(layout.schedule, int(layout.chunks))
         flags += ["--executor=pipeline", f"--schedule={schedule}"]
     return f"python -m experiments.{name} {' '.join(flags)}"
 

@@ -171,7 +171,7 @@ def sleeping_step(schedule):
 
     if schedule.actions[1] == pipeline.RECOMPUTE:
         block = jax.checkpoint(block)
-    division = divide(schedule.parts, schedule.stages, schedule.chunks)
+    division = divide(schedule.virtual_stages, schedule.stages, schedule.chunks)
     plan = pipeline.make_plan(division, schedule)
     mesh = Mesh(np.array(jax.devices()[: schedule.stages]), ("stage",))
 
@@ -195,7 +195,7 @@ def sleeping_step(schedule):
         out_specs=P(),
         check_vma=False,
     )
-    params = {"embed": np.float32(1), "blocks": np.ones(schedule.parts, np.float32)}
+    params = {"embed": np.float32(1), "blocks": np.ones(schedule.virtual_stages, np.float32)}
     tokens = np.zeros((schedule.micro_batches, 1, 3), np.int32)
     run = functools.partial(
         jax.jit(program), pipeline.rows(plan), params | {"head": np.float32(1)}, tokens

@@ -12,7 +12,7 @@ from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.models import gpt
-from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.efficiency import PRIOR
 from sparse_dataflow.planning.run_layout import RunLayout
@@ -97,7 +97,7 @@ def measured_rates(config: ModelConfig, training: TrainingConfig, chip: Chip) ->
 
 
 def measured_seconds(
-    config: ModelConfig, training: TrainingConfig, rounds: int, executor: Executor = ONE_DEVICE
+    config: ModelConfig, training: TrainingConfig, rounds: int, executor: Executor = SINGLE_DEVICE
 ) -> float:
     """Median seconds of a whole training step; in several processes each calls this."""
     rng = np.random.default_rng(0)

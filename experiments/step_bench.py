@@ -184,10 +184,10 @@ def compiled_step(model, training, tokens, executor=None):
     import numpy as np
 
     from experiments import measurement
-    from sparse_dataflow.parallel.executor import ONE_DEVICE
+    from sparse_dataflow.parallel.executor import SINGLE_DEVICE
     from sparse_dataflow.training.step import initial_state, jitted_train_step
 
-    executor = executor or ONE_DEVICE
+    executor = executor or SINGLE_DEVICE
     state = initial_state(model, training, executor)
     given = executor.tables(state.tables, changing=False)
     fixed = None if given else state.tables

@@ -131,7 +131,7 @@ def test_the_relay_s_files_go_to_a_folder_of_their_own_alone(tmp_path, name):
         if not name.endswith("/"):
             path.write_text("mine")
     before = sorted((p.name, p.is_dir()) for p in tmp_path.rglob("*"))
-    with pytest.raises(UserError, match="none of the server's own files"):
+    with pytest.raises(UserError, match="not a file of the parameter server"):
         _refuse_another_folder(tmp_path / "folder")
     assert sorted((p.name, p.is_dir()) for p in tmp_path.rglob("*")) == before
 

@@ -137,7 +137,7 @@ def compile_step(
     Args:
       model: the model.
       training: its batch, sequence and micro-batches.
-      executor: over described devices, or `ONE_DEVICE`.
+      executor: over described devices, or `SINGLE_DEVICE`.
       device: one of them.
       changing: whether layouts may change without another program.
 
@@ -147,7 +147,7 @@ def compile_step(
     """
     executor.check(model, training)
     arguments, fixed, arrays = abstract_arguments(executor, model, training, changing)
-    rounds = executor.rounds(model, training.micro_batches)
+    rounds = executor.trip_counts(model, training.micro_batches)
     began, worked = time.perf_counter(), time.process_time()
     step = jitted_train_step(model, training, fixed, executor, arguments[0])
     if executor.replicated() is None:
@@ -188,7 +188,7 @@ def targeted(executor: Executor, device: jax.Device):
 
 
 def _bytes(program, jaxpr, arrays, training) -> StepBytes:
-    held = {group: describe.bytes_a_chip({group: tree}) for group, tree in arrays.items()}
+    held = {group: describe.bytes_per_chip({group: tree}) for group, tree in arrays.items()}
     found = program.memory_analysis()
     results = found.output_size_in_bytes - found.alias_size_in_bytes
     activations, accumulated = traced.kept_bytes(jaxpr, len(jax.tree.leaves(arrays["parameters"])))

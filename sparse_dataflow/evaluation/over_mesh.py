@@ -15,13 +15,13 @@ from sparse_dataflow.parallel.sharded import Sharded
 def forward_over(trained: Trained, executor: Sharded) -> Forward:
     """As `scoring.forward_of`, each device on its part of model and batch.
 
-    Places have one row for each of `mesh.batch_parts`, which divide the rows. Sequences and places
+    Places have one row for each of `mesh.batch_shards`, which divide the rows. Sequences and places
     are filled up to what the mesh divides, with tokens that are not read.
 
     Raises:
       UserError: the mesh does not divide the model.
     """
-    parts, tensor = meshes.batch_parts(executor.mesh), executor.mesh.shape["tensor"]
+    parts, tensor = meshes.batch_shards(executor.mesh), executor.mesh.shape["tensor"]
     executor.check(
         trained.model, dataclasses.replace(trained.training, batch=parts, micro_batches=1)
     )

@@ -17,7 +17,7 @@ from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import describe as tables
 from sparse_dataflow.parallel import mesh as meshes
-from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.parallel.pipeline.pipelined import executor_over
 from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
@@ -72,7 +72,7 @@ def executor(config: RunConfig, describing: bool = False) -> Executor:
     sizes = meshes.parse(plan.mesh, None if imagined else jax.device_count())
     staged = _pipelines(plan, sizes["stage"])
     if not (imagined or staged) and jax.device_count() == 1:
-        return ONE_DEVICE
+        return SINGLE_DEVICE
     mesh: meshes.AnyMesh
     if imagined:
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
@@ -166,9 +166,9 @@ def check(
         for stage in variant.stages:
             executor.check(stage.model, variant.training)
     relay = isinstance(executor, RelayExecutor)
-    if memory_bytes is None or executor == ONE_DEVICE or relay:
+    if memory_bytes is None or executor == SINGLE_DEVICE or relay:
         return
-    need = sum(max(map(tables.bytes_a_chip, arrays(executor, v))) for v in variants)
+    need = sum(max(map(tables.bytes_per_chip, arrays(executor, v))) for v in variants)
     if need > memory_bytes * memory.USABLE:
         raise UserError(
             f"Training --scale={config.run.scale} keeps {need / GIB:,.1f} GiB on each chip with "

@@ -250,7 +250,7 @@ def _scorer(mesh, trained):
     if jax.device_count() == 1:
         return scoring.forward_of(trained), scoring.limits_of(trained)
     executor = Sharded(meshes.make(sizes))
-    limits = scoring.limits_of(trained, meshes.batch_parts(executor.mesh))
+    limits = scoring.limits_of(trained, meshes.batch_shards(executor.mesh))
     return forward_over(trained, executor), limits
 
 

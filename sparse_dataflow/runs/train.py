@@ -30,7 +30,7 @@ from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.interchange import starting_point
 from sparse_dataflow.optim.train_state import TrainState
-from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.runs import devices, memory_check, relay_plan, report, run_folder, step_plan
@@ -231,7 +231,7 @@ class _Job:
         devices.check(self.executor, self.config, planned, memory_bytes)
         if isinstance(self.executor, RelayExecutor):
             relay_plan.tell(self.config, planned, self.chip, self.executor)
-        elif self.executor == ONE_DEVICE:
+        elif self.executor == SINGLE_DEVICE:
             memory_check.refuse_too_large(self.config, planned, memory_bytes)
 
     def _tokenizer(self, corpus: Corpus, resume: bool) -> Tokenizer:
@@ -342,7 +342,7 @@ def training_data(
     variant: Variant,
     corpus: Corpus,
     tokenizer: Tokenizer,
-    executor: Executor = ONE_DEVICE,
+    executor: Executor = SINGLE_DEVICE,
 ) -> TrainingData:
     """The batches of a variant's shape, drawn by `training.seed`, and the held-out windows."""
     tokens = prepare_tokens(corpus, tokenizer, cache.FOLDER)
@@ -352,7 +352,7 @@ def training_data(
         f"{tokens.validation.documents:,} documents held out"
     )
     shape = variant.training.batch, variant.training.sequence
-    rows = executor.rows(variant.training.batch)
+    rows = executor.local_rows(variant.training.batch)
     periodic = EvalBatches(tokens.validation.tokens, *shape, EVALUATION_WINDOWS, rows)
     final = EvalBatches(tokens.validation.tokens, *shape, FINAL_WINDOWS, rows)
     return TrainingData(

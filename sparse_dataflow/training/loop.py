@@ -20,7 +20,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.optim.loss_spikes import Spikes, counts, refuse_hopeless
 from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.optim.train_state import TrainState
-from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.sparsity.evolution import exchanged_share
 from sparse_dataflow.training.metrics import MetricsWriter, Progress, say, seconds_at
 from sparse_dataflow.training.phases import phase_before, phases, phases_flops, refuse_unfit
@@ -53,7 +53,7 @@ class Trainer:
         programs: Sequence[Compiled],
         *,
         evolution: EvolutionConfig | None = None,
-        executor: Executor = ONE_DEVICE,
+        executor: Executor = SINGLE_DEVICE,
         eval_every: int,
         checkpoint_every: int,
         keep: int = 3,

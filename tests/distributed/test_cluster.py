@@ -138,7 +138,7 @@ def test_a_tpu_vm_reads_its_metadata():
     # Variables are enough; the metadata is not read.
     assert alone(GKE_TPU, metadata=None) == Membership("a:8482", 3, 2)
     assert alone({}, metadata=lambda name: None) == Membership()
-    with pytest.raises(UserError, match="agent-worker-number is .two."):
+    with pytest.raises(UserError, match=r"agent-worker-number is .two."):
         alone({}, metadata=(old | {"agent-worker-number": "two"}).get)
 
 

@@ -32,7 +32,7 @@ if __name__ == "__main__":
         expected, _ = score(forward_of(trained), limits_of(trained), requests)
         for text in texts:
             executor = Sharded(meshes.make(meshes.parse(text, jax.device_count())))
-            limits = limits_of(trained, meshes.batch_parts(executor.mesh))
+            limits = limits_of(trained, meshes.batch_shards(executor.mesh))
             try:
                 scores, _ = score(forward_over(trained, executor), limits, requests)
             except UserError as error:
