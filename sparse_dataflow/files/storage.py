@@ -11,7 +11,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -64,9 +64,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def retry(
-    name: str, operation: Callable[[], T], waits: Sequence[float] | None = None, sleep=time.sleep
-) -> T:
+def retry(name: str, operation: Callable[[], T], sleep=time.sleep) -> T:
     """Calls `operation`, again after each transient error, and returns its result.
 
     An inner retry that gave up is not retried again.
@@ -74,28 +72,27 @@ def retry(
     Args:
       name: for the log, such as "Reading config.json".
       operation: may be called several times; each call starts from the beginning.
-      waits: seconds before each retry, one entry per retry; WAITS if None.
       sleep: function that waits for a number of seconds.
 
     Raises:
       Exception: the error of `operation` if it is permanent, or that of the last attempt.
     """
-    waits, attempt = WAITS if waits is None else waits, 1
+    attempt = 1
     while True:
         try:
             return operation()
         except Exception as error:
             if not is_transient(error) or _was_retried(error):
                 raise
-            if attempt > len(waits):
+            if attempt > len(WAITS):
                 error.add_note(_RETRIED)
                 raise
-            seconds = waits[attempt - 1] * (1 + random.random() / 2)
+            seconds = WAITS[attempt - 1] * (1 + random.random() / 2)
             number = error_number(error)
             logging.getLogger(__name__).warning(
                 "%s failed (%s); attempt %d of %d in %.1f seconds.",
                 *(name, os.strerror(number) if number else "timed out"),
-                *(attempt + 1, len(waits) + 1, seconds),
+                *(attempt + 1, len(WAITS) + 1, seconds),
             )
         attempt += 1
         sleep(seconds)

@@ -175,7 +175,7 @@ def _all_gather(leaf, dim, dtype):
     return gather(leaf)
 
 
-def of_layer(specs: dict) -> dict:
+def layer_specs(specs: dict) -> dict:
     """Returns the specs of one layer from those of the stacked blocks."""
     return jax.tree.map(lambda spec: P(*spec[1:]), specs, is_leaf=lambda s: isinstance(s, P))
 

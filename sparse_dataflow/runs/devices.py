@@ -42,7 +42,7 @@ def joined(experiment: str, request: Request, clock: Clock) -> Iterator[None]:
     """
     plan = request.parallel
     me = cluster.membership(plan.coordinator, plan.processes, plan.process)
-    if me.found:
+    if me.source:
         # Each process for itself: which one prints is not settled before they have met.
         print(redact(me.describe()), file=sys.stderr, flush=True)
     facts = {"experiment": experiment, "jax": jax.__version__, **request.facts}

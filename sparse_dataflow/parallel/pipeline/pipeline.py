@@ -195,7 +195,8 @@ class _Stage:
         self.x = jax.eval_shape(lambda: self.embed(work.params["embed"], 0))
         self.block = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.blocks)
         recompute = RECOMPUTE in plan.schedule.actions
-        self.actions = layer_actions(work.layer, *self.block, self.x, recompute)
+        params, constants = self.block
+        self.actions = layer_actions(work.layer, params, constants, self.x, recompute)
 
     def embed(self, params, micro_batch):
         return self.work.embed(params, self.work.tokens[micro_batch, :, :-1])

@@ -72,7 +72,6 @@ class ParameterServer:
         clipping: str = "exact",
         storage: Any = None,
         pinned: jax.sharding.Sharding | None = None,
-        threads: int | None = None,
     ):
         """Starts the threads.
 
@@ -84,7 +83,6 @@ class ParameterServer:
           storage: receives updates; `InMemory` if None.
           pinned: sharding in page-locked host memory for the device's copies; pageable memory if
             None.
-          threads: number of update threads; one per core if None.
 
         Raises:
           UserError: an unknown clipping.
@@ -93,7 +91,7 @@ class ParameterServer:
             raise UserError(f"clipping {clipping!r} is unknown; legal: {', '.join(CLIPPINGS)}.")
         self.model, self.training, self.put = model, training, put
         self.clipping, self.storage, self.pinned = clipping, storage or InMemory(), pinned
-        self.threads = threads or len(getattr(os, "sched_getaffinity", lambda _: range(4))(0))
+        self.threads = len(getattr(os, "sched_getaffinity", lambda _: range(4))(0))  # One per core.
         self.fetching = ThreadPoolExecutor(1, "fetch")
         self.returning = ThreadPoolExecutor(1, "return")
         self.updating = ThreadPoolExecutor(self.threads, "update")
