@@ -178,7 +178,7 @@ class Sharded(Executor):
         return self._reordered(self._with_rows(state, model.vocab_size), cuts.inverse)
 
     def _row_shapes(self, state, vocabulary=None):
-        """Returns the state with new shapes for its token embedding and the moments of it.
+        """Returns the state with new shapes for the token embedding and its moments.
 
         They get `vocabulary` rows, or those of `sharding.padded_rows`. Returns the state itself if
         it has these rows.

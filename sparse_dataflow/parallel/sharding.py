@@ -40,8 +40,8 @@ RULES = (
     (r"blocks\..*", P("stage")),
     (r"head\..*", P()),
 )
-"""If "fsdp" does not divide its dimension, it shards the next one that it divides, or none. "stage"
-is dropped if it does not divide the layers, and "tensor" if it does not divide the vocabulary
+"""If "fsdp" does not divide its dimension, it shards the next divisible one, or none. "stage" is
+dropped if it does not divide the layers, and "tensor" if it does not divide the vocabulary
 (see `padded_rows`)."""
 
 ZERO = {"moments": 1, "gradients": 2, "params": 3}
