@@ -13,7 +13,7 @@ from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.links import refuse_leaving
+from sparse_dataflow.files.links import refuse_outside_links
 from sparse_dataflow.parallel.relay.server_files import _refuse_another_folder
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -84,10 +84,10 @@ def test_a_link_out_of_the_folder_is_refused_and_one_within_is_not(tmp_path_fact
         link.parent.mkdir(exist_ok=True, parents=True)
         link.symlink_to(outside / "x" if out else run / "config.json")
     if names and out:
-        with pytest.raises(UserError, match="leaves the run folder"):
-            refuse_leaving(base / "reached")
+        with pytest.raises(UserError, match="outside the run folder"):
+            refuse_outside_links(base / "reached")
     else:
-        refuse_leaving(base / "reached")
+        refuse_outside_links(base / "reached")
 
 
 @pytest.mark.parametrize("name", ["..", "../other", "/etc", "a/b", "", "sparse\0", "."])
@@ -131,7 +131,7 @@ def test_the_relay_s_files_go_to_a_folder_of_their_own_alone(tmp_path, name):
         if not name.endswith("/"):
             path.write_text("mine")
     before = sorted((p.name, p.is_dir()) for p in tmp_path.rglob("*"))
-    with pytest.raises(UserError, match="none of the server's own files"):
+    with pytest.raises(UserError, match="not a file of the parameter server"):
         _refuse_another_folder(tmp_path / "folder")
     assert sorted((p.name, p.is_dir()) for p in tmp_path.rglob("*")) == before
 
@@ -140,7 +140,11 @@ def test_a_pipe_a_giant_and_a_tower_are_no_json_files(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_text(json.dumps("x" * 2000))
     (tmp_path / "tower").write_text("[" * 100_000)
-    wanted = {"pipe": "no ordinary file", "large": "larger than 1000", "tower": "nested too deeply"}
+    wanted = {
+        "pipe": "not a regular file",
+        "large": "larger than 1000",
+        "tower": "nested too deeply",
+    }
     for name, words in wanted.items():
         with pytest.raises(ValueError, match=words):
             json_files.load(tmp_path / name, 1000 if name == "large" else 10**6)

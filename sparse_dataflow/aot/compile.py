@@ -135,7 +135,7 @@ def compile_step(
     Args:
       model: the model.
       training: batch, sequence and micro-batches.
-      executor: over the devices of a topology, or `ONE_DEVICE`.
+      executor: over the devices of a topology, or `SINGLE_DEVICE`.
       device: one of these devices.
       changing: whether layouts may change without recompilation.
 
@@ -145,7 +145,7 @@ def compile_step(
     """
     executor.check(model, training)
     arguments, fixed, arrays = abstract_arguments(executor, model, training, changing)
-    rounds = executor.rounds(model, training.micro_batches)
+    rounds = executor.trip_counts(model, training.micro_batches)
     trace_start, cpu_start = time.perf_counter(), time.process_time()
     step = jitted_train_step(model, training, fixed, executor, arguments[0])
     if executor.replicated() is None:
@@ -187,7 +187,9 @@ def tracing_for(executor: Executor, device: jax.Device):
 
 
 def _bytes(analysis, jaxpr, arrays, training) -> StepBytes:
-    sizes = {category: describe.bytes_a_chip({category: tree}) for category, tree in arrays.items()}
+    sizes = {
+        category: describe.bytes_per_chip({category: tree}) for category, tree in arrays.items()
+    }
     results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     activations, gradients = traced.saved_bytes(jaxpr, len(jax.tree.leaves(arrays["parameters"])))
     if gradients is None:

@@ -36,7 +36,7 @@ from sparse_dataflow.checkpoint.save_outcome import SaveOutcome
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.files import manifest, storage
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.json_difference import refuse_other
+from sparse_dataflow.files.json_difference import refuse_difference
 
 
 class Checkpoints:
@@ -81,7 +81,7 @@ class Checkpoints:
         self._barrier = SaveBarrier()
         self._orbax = named_arrays.make_checkpointer(self._barrier)
         if not read_only:
-            processes.from_first(functools.partial(checkpoint_folder.prepare, self._folder))
+            processes.on_first(functools.partial(checkpoint_folder.prepare, self._folder))
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -139,14 +139,14 @@ class Checkpoints:
         about_text = json.dumps(about).encode()
         if len(about_text) > manifest.MAX_BYTES:
             raise ValueError(f"extra holds {len(about_text)} of {manifest.MAX_BYTES} bytes")
-        if not processes.from_first(lambda: self._make_way(step)):
+        if not processes.on_first(lambda: self._make_way(step)):
             return False
         saving = self._folder / f"{step}.saving"
         self._barrier.begin()
         # Of several processes one alone cannot begin anew: the others are on their way.
         waits = None if jax.process_count() == 1 else ()
         try:
-            storage.retried(
+            storage.retry(
                 f"Writing {saving}",
                 lambda: named_arrays.start_writing(self._orbax, saving / "state", arrays),
                 waits,
@@ -175,7 +175,7 @@ class Checkpoints:
             saving.mkdir(parents=True)
 
         try:
-            storage.retried(f"Making {saving}", make)
+            storage.retry(f"Making {saving}", make)
         except OSError as error:
             raise self._failed(step, error) from error
         return True
@@ -228,19 +228,19 @@ class Checkpoints:
             under another config or holds other arrays; or the files may not be read.
         """
         self.wait()
-        found = processes.from_first(lambda: self._newest(step))
+        found = processes.on_first(lambda: self._newest(step))
         if found is None:
             return None
         candidate, extra, arrays = found
         path = self._folder / str(candidate)
-        refuse_other(path, "was made under another config", extra["config"], self._config)
+        refuse_difference(path, "was made under another config", extra["config"], self._config)
         tree = abstract_state(candidate, extra) if callable(abstract_state) else abstract_state
         wanted = named_arrays.describe(named_arrays.flatten(tree))
-        refuse_other(path, "holds other arrays", arrays, wanted)
+        refuse_difference(path, "holds other arrays", arrays, wanted)
         state = path / "state"
         read = functools.partial(named_arrays.read, self._orbax, state, tree)
         try:
-            return storage.retried(f"Reading {state}", read), extra
+            return storage.retry(f"Reading {state}", read), extra
         except Exception as error:
             # The bytes are those of its manifest, so whoever wrote this wrote no such arrays.
             raise UserError(f"{state} cannot be read: {named_arrays.reason(error)}.") from error
@@ -266,7 +266,7 @@ class Checkpoints:
             path = self._folder / str(candidate)
             try:
                 check = functools.partial(self._checked, path)
-                extra, arrays = storage.retried(f"Reading {path}", check)
+                extra, arrays = storage.retry(f"Reading {path}", check)
             except manifest.Damaged as damage:
                 if path.exists():
                     self._set_aside(path, str(damage))
@@ -316,7 +316,7 @@ class Checkpoints:
             except BaseException as error:
                 self._barrier.failed(error)
                 raise
-            if not processes.first():
+            if not processes.is_first():
                 return
 
             def complete():
@@ -326,8 +326,8 @@ class Checkpoints:
                 manifest.write(saving, {"step": step, "metric": metric})
                 saving.rename(final)
 
-            storage.retried(f"Writing {final}", complete)
-            storage.retried(f"Writing {final}", lambda: manifest.flush_folder(self._folder))
+            storage.retry(f"Writing {final}", complete)
+            storage.retry(f"Writing {final}", lambda: manifest.flush_folder(self._folder))
         except Exception as error:
             self._outcome.failed(error, self._failed(step, error))
             return
@@ -369,7 +369,7 @@ class Checkpoints:
             return False
         except OSError as error:
             raise UserError(f"{path} cannot be read: {named_arrays.reason(error)}.") from error
-        refuse_other(path, "was made under another config", extra["config"], self._config)
+        refuse_difference(path, "was made under another config", extra["config"], self._config)
         self._known_whole.add(step)
         return True
 

@@ -61,7 +61,7 @@ def prepare(folder: Path) -> None:
         probe.rmdir()
 
     try:
-        storage.retried(f"Preparing {folder}", make)
+        storage.retry(f"Preparing {folder}", make)
     except OSError as error:
         raise UserError(
             f"Checkpoints cannot be written to {folder}: {named_arrays.reason(error)}. "

@@ -114,7 +114,7 @@ def _refuse_other_shapes(checkpointer, folder, wanted):
 
 def reason(error: BaseException) -> str:
     """What the system said, found in orbax's and tensorstore's long messages too."""
-    number = storage.code(error)
+    number = storage.error_number(error)
     return first_line(error) if number is None else os.strerror(number)
 
 

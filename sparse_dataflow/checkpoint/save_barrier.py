@@ -62,7 +62,7 @@ class SaveBarrier:
         """
         if jax.process_count() == 1 or isinstance(error, OtherFailed):
             return
-        number = storage.code(error)
+        number = storage.error_number(error)
         words = os.strerror(number) if number else f"{type(error).__name__}: {error}"[:300]
         name = f"{self._place(self._waits + 1)}/{jax.process_index()}"
         _client().key_value_set(name, json.dumps([number or 0, words]))

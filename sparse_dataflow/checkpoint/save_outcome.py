@@ -24,7 +24,7 @@ class SaveOutcome:
     def failed(self, error: Exception, told: UserError) -> None:
         """Notes a failure; one that passes (see `storage`) is worth another save a few times."""
         told.__cause__ = error
-        if storage.passes(error) and self._in_a_row < len(storage.WAITS):
+        if storage.is_transient(error) and self._in_a_row < len(storage.WAITS):
             self._not_before = time.monotonic() + storage.WAITS[self._in_a_row]
             self._in_a_row += 1
             self._passing = told
@@ -47,6 +47,6 @@ class SaveOutcome:
         """
         failure, self._failure = self._failure, None
         passing, self._passing = self._passing, None
-        processes.refused_together(failure)
-        told = processes.anyones(passing)
+        processes.raise_on_all(failure)
+        told = processes.first_message(passing)
         return None if told is None else UserError(told)

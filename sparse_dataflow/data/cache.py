@@ -17,7 +17,7 @@ from sparse_dataflow.files.errors import UserError
 FOLDER = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sparse_dataflow"
 """Default cache folder of prepared corpora, tokenizers and tokens."""
 
-_STORAGE_ERRORS = storage.PASSING | {
+_STORAGE_ERRORS = storage.TRANSIENT | {
     errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.ENAMETOOLONG, errno.ENOSPC,
     errno.ENOTDIR, errno.EPERM, errno.EROFS,
 }  # fmt: skip
@@ -45,14 +45,14 @@ def exclusive(cache_dir: Path, key: str) -> Iterator[None]:
     locks = cache_dir / "locks"
     lock = filelock.FileLock(locks / (re.sub(r"[^\w.-]+", "_", key) + ".lock"))
 
-    folders.claim(cache_dir, "data cache", "XDG_CACHE_HOME or cache_dir", known=_is_older_cache)
+    folders.claim(cache_dir, "data cache", "XDG_CACHE_HOME or cache_dir", accept=_is_older_cache)
 
     def acquire():
         locks.mkdir(parents=True, exist_ok=True)
         return lock.acquire()
 
     try:
-        acquired_lock = storage.retried(f"Locking {lock.lock_file}", acquire)
+        acquired_lock = storage.retry(f"Locking {lock.lock_file}", acquire)
     except OSError as error:
         raise _cannot_write(cache_dir, error) from error
     try:

@@ -79,7 +79,7 @@ class _StoredDocuments(Sequence[Document]):
         index = index % len(self)
         position = index if self.indices is None else int(self.indices[index])
         try:
-            record = storage.retried(f"Reading record {position}", lambda: self.records[position])
+            record = storage.retry(f"Reading record {position}", lambda: self.records[position])
         except RuntimeError as error:  # array_record verifies checksums
             raise UserError(
                 f"Record {position} of a prepared corpus is damaged ({first_line(error)}). "
@@ -144,7 +144,7 @@ def _looks_like_path(name: str) -> bool:
 def _load_local(builder_name: str, name: str, source: Source, cache_dir: Path) -> Corpus:
     load = functools.partial(_load_once, builder_name, name, source, cache_dir)
     try:
-        return storage.retried(f"Reading the corpus {name}", load)
+        return storage.retry(f"Reading the corpus {name}", load)
     except OSError as error:
         raise UserError(
             f"The corpus {name} cannot be read ({error.filename}: {error.strerror or error})."
@@ -271,7 +271,7 @@ def _load_tfds(name: str, cache_dir: Path) -> Corpus:
             feature = _text_feature(builder, tfds)
             with exclusive(cache_dir, f"tfds-{builder.info.full_name}"):
                 builder.download_and_prepare()
-            records = storage.retried(f"Reading the corpus {name}", builder.as_data_source)
+            records = storage.retry(f"Reading the corpus {name}", builder.as_data_source)
         except UserError:
             raise
         except tfds.core.DatasetNotFoundError as error:

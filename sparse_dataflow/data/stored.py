@@ -42,7 +42,7 @@ class StoredArray:
           Exception: the file is not such an array, or is truncated. numpy parses the header as a
             Python literal, which can raise any error.
         """
-        return storage.retried(f"Reading {path}", lambda: cls._open(path))
+        return storage.retry(f"Reading {path}", lambda: cls._open(path))
 
     @classmethod
     def _open(cls, path):
@@ -75,7 +75,7 @@ class StoredArray:
             raise IndexError("only slices of step 1 are supported")
         size = max(0, last - first) * self.dtype.itemsize
         position = self.offset + first * self.dtype.itemsize
-        content = storage.retried(f"Reading {self.path}", lambda: self._read(position, size))
+        content = storage.retry(f"Reading {self.path}", lambda: self._read(position, size))
         return np.frombuffer(content, self.dtype)
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:

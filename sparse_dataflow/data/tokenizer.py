@@ -144,7 +144,7 @@ class Tokenizer:
         """Writes canonical JSON, whole or not at all."""
         path = Path(path)
         make = functools.partial(path.parent.mkdir, parents=True, exist_ok=True)
-        storage.retried(f"Making {path.parent}", make)
+        storage.retry(f"Making {path.parent}", make)
         storage.replace(path, self._canonical())
 
     @classmethod

@@ -85,7 +85,7 @@ def _open_or_write(documents, split, corpus, tokenizer, cache_dir, folder) -> Sp
         with exclusive(cache_dir, f"tokens-{folder.name}-{split}"):
             opened = _open(array, meta, corpus, tokenizer)
             if opened is None:
-                storage.retried(
+                storage.retry(
                     f"Writing {array}", lambda: _write(documents, array, meta, corpus, tokenizer)
                 )
                 opened = _open(array, meta, corpus, tokenizer)

@@ -1,1 +1,1 @@
-"""Processes of one run: who they are, how they meet, and who is silent."""
+"""Processes of one run: launcher detection, rendezvous, collectives, stall detection."""

@@ -1,4 +1,4 @@
-"""What this process is doing, and how long it has done each thing."""
+"""Records what this process is doing (its activity) and the seconds of each activity."""
 
 import contextlib
 import time
@@ -6,63 +6,64 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 START = "start"
-"""The phase in which no other was named: imports, reading the corpus, writing the report."""
+"""Default activity: imports, reading the corpus, writing the report."""
 
 _RECENT_STEPS = 50
 
 
 class Clock:
-    """Seconds by phase; the inner of two nested phases alone has the time spent in it.
+    """Seconds per activity; time inside a nested activity counts for the inner one alone.
 
-    One thread enters phases; any may read.
+    One thread enters activities; any thread may read.
 
     Attributes:
-      seconds: {phase: seconds} of the phases that are over.
-      phase: the present one.
-      step: words for the step under way, such as "step 12 of sparse"; empty before the first.
-      progress: how many phases have begun; it stands still where the process does.
+      seconds: {activity: seconds} of finished activities.
+      activity: the current activity.
+      step: name of the current step, such as "step 12 of sparse"; empty before the first.
+      progress: number of activity changes; it stands still while the process hangs.
+      start_time: `now()` at construction.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now = now
-        self.began = now()
+        self.start_time = now()
         self.seconds: dict[str, float] = {}
-        self.phase, self.step, self.progress = START, "", 0
-        self._since = self.began
+        self.activity, self.step, self.progress = START, "", 0
+        self._since = self.start_time
         self._steps: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     @contextlib.contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """Inside, this process is in `phase`."""
-        before = self.phase
-        self._turn(phase)
+    def during(self, activity: str) -> Iterator[None]:
+        """Sets the activity for a block."""
+        before = self.activity
+        self._switch(activity)
         try:
             yield
         finally:
-            self._turn(before)
+            self._switch(before)
 
-    def stepped(self, seconds: float) -> None:
-        """Notes how long a step took."""
+    def record_step(self, seconds: float) -> None:
+        """Records the duration of a step."""
         self._steps.append(seconds)
 
     @property
-    def usual_step(self) -> float:
-        """Seconds of the longest of the last steps; 0 before the first."""
+    def longest_step(self) -> float:
+        """Seconds of the longest recent step; 0 before the first."""
         return max(self._steps, default=0.0)
 
     @property
     def elapsed(self) -> float:
-        """Seconds since this clock was made."""
-        return self._now() - self.began
+        """Seconds since construction."""
+        return self._now() - self.start_time
 
-    def spent(self) -> dict[str, float]:
-        """{phase: seconds} until now, the present phase included; they add up to `elapsed`."""
-        found = dict(self.seconds)
-        found[self.phase] = found.get(self.phase, 0.0) + self._now() - self._since
-        return found
+    def seconds_by_activity(self) -> dict[str, float]:
+        """Returns {activity: seconds} until now, the current one included; sums to `elapsed`."""
+        seconds = dict(self.seconds)
+        seconds[self.activity] = seconds.get(self.activity, 0.0) + self._now() - self._since
+        return seconds
 
-    def _turn(self, phase):
+    def _switch(self, activity):
         now = self._now()
-        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self._since
-        self.phase, self._since = phase, now
+        self.seconds[self.activity] = self.seconds.get(self.activity, 0.0) + now - self._since
+        self.activity, self._since = activity, now
         self.progress += 1

@@ -1,8 +1,8 @@
-"""Which process of which run this is, read off what its launcher left.
+"""Finds out which process of which run this is, from flags, variables or the launcher.
 
-Flags come before JAX_* variables, and these before what a launcher says of itself: JobSet on
-Kubernetes, GKE's TPU variables, SLURM, the metadata of a TPU VM.  The first that is there counts;
-each of the three numbers may still be given by a flag or a variable.
+Flags come before JAX_* variables, and these before the launchers: JobSet on Kubernetes, GKE's TPU
+variables, SLURM, the metadata of a TPU VM. The first launcher that is present counts. A flag or
+variable may still override each of the three values.
 """
 
 import dataclasses
@@ -22,36 +22,36 @@ ENVIRONMENT = {
     "processes": "JAX_NUM_PROCESSES",
     "process": "JAX_PROCESS_ID",
 }
-"""Variables that stand for a field of Membership that no flag gives; those of jax's own manual."""
+"""Variables of jax's manual for fields of Membership that no flag gives."""
 
 PORT = 8482
-"""Where process 0 listens if its launcher gives it a host of its own; jax's choice for TPUs."""
+"""Port of process 0 if its launcher gives it a whole host; jax's choice for TPUs."""
 
-_METADATA_SECONDS = 3.0  # The server is on the machine itself: it answers at once, or is not there.
+_METADATA_SECONDS = 3.0  # The server is local: it answers at once or does not exist.
 _UNSET = {"coordinator": "", "processes": 0, "process": -1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-    """Which process of which run this is.
+    """Position of this process in its run.
 
     Attributes:
       coordinator: host:port of process 0.
-      processes: how many there are.
-      process: this one's number, from 0.
-      devices: which of the machine's GPUs are this process's, by number; None for all it sees.
-      found: where that was read, in words; empty where nothing was there.
+      processes: number of processes.
+      process: index of this process, from 0.
+      devices: indices of the host's GPUs that this process uses; None for all visible ones.
+      source: where this was read, in words; empty for a process without a launcher.
     """
 
     coordinator: str = ""
     processes: int = 1
     process: int = 0
     devices: tuple[int, ...] | None = None
-    found: str = dataclasses.field(default="", compare=False)
+    source: str = dataclasses.field(default="", compare=False)
 
     def describe(self) -> str:
-        """One line, such as "process 1 of 4 (SLURM job 7), coordinator n1:61447"."""
-        words = f"process {self.process} of {self.processes} ({self.found or 'alone'})"
+        """Returns a line such as "process 1 of 4 (SLURM job 7), coordinator n1:61447"."""
+        words = f"process {self.process} of {self.processes} ({self.source or 'alone'})"
         if self.processes > 1:
             words += f", coordinator {self.coordinator}"
         if self.devices is not None:
@@ -66,63 +66,62 @@ def membership(
     environment: Mapping[str, str] = os.environ,
     metadata: Callable[[str], str | None] | None = None,
 ) -> Membership:
-    """From flags, else JAX_* variables, else the launcher, else alone.
+    """Returns the membership from flags, else JAX_* variables, else the launcher, else alone.
 
     Args:
-      coordinator: host:port; empty where not given.
-      processes: 0 where not given; 1 is alone, whatever the environment says.
-      process: -1 where not given.
-      environment: variables; see the finders in this file for those that are read.
-      metadata: an attribute of this TPU VM by its name, None where there is none; asked only where
-        variables say nothing. None stands for the real server, on a machine with TPUs.
+      coordinator: host:port; empty if not given.
+      processes: number of processes; 0 if not given; 1 ignores the environment.
+      process: index; -1 if not given.
+      environment: variables; see the launcher functions in this file for those that are read.
+      metadata: name of a TPU VM attribute -> its value or None; called only if no variable helps.
+        None stands for the real metadata server, on a machine with TPUs.
 
     Raises:
-      UserError: what is given does not name a process; says what is missing or wrong.
+      UserError: the values do not identify a process; says which is missing or wrong.
     """
-    given = {"coordinator": coordinator, "processes": processes, "process": process}
-    found: dict[str, Any] = {}
+    flags = {"coordinator": coordinator, "processes": processes, "process": process}
+    values: dict[str, Any] = {}
     sources = []
-    for name, value in given.items():
+    for name, value in flags.items():
         if value != _UNSET[name]:
             sources.append("flags")
         elif text := environment.get(ENVIRONMENT[name]):
             value = text if name == "coordinator" else _count(environment, ENVIRONMENT[name])
             sources.append("JAX_* variables")
-        found[name] = value
-    if found["processes"] == 1 and not found["coordinator"]:
+        values[name] = value
+    if values["processes"] == 1 and not values["coordinator"]:
         return Membership()
-    missing = [name for name, value in found.items() if value == _UNSET[name]]
-    launcher = _launched(environment, metadata) if missing else None
+    missing = [name for name, value in values.items() if value == _UNSET[name]]
+    launcher = _launcher_membership(environment, metadata) if missing else None
     if launcher is not None:
-        found |= {name: getattr(launcher, name) for name in missing}
-        sources.append(launcher.found)
+        values |= {name: getattr(launcher, name) for name in missing}
+        sources.append(launcher.source)
         missing = []
-    if found["processes"] in (0, 1) and not found["coordinator"]:
-        return Membership(found=launcher.found if launcher else "")
+    if values["processes"] in (0, 1) and not values["coordinator"]:
+        return Membership(source=launcher.source if launcher else "")
     if missing:
-        raise UserError(
-            f"a run of several processes needs {', '.join(f'--{name}' for name in missing)} too "
-            f"(or {', '.join(ENVIRONMENT[name] for name in missing)})."
-        )
+        settings = ", ".join(f"parallel.{name}" for name in missing)
+        variables = ", ".join(ENVIRONMENT[name] for name in missing)
+        raise UserError(f"A run of several processes also needs {settings} (or {variables}).")
     devices = launcher.devices if launcher else None
-    return Membership(**found, devices=devices, found=", ".join(dict.fromkeys(sources)))
+    return Membership(**values, devices=devices, source=", ".join(dict.fromkeys(sources)))
 
 
-def _launched(environment, metadata) -> Membership | None:
-    """What the first launcher that is there says; a run of one process has no coordinator."""
+def _launcher_membership(environment, metadata) -> Membership | None:
+    """Returns the membership of the first launcher present; one process has no coordinator."""
     for finder in (_jobset, _tpu_variables, _slurm):
         if (me := finder(environment)) is not None:
             return me
     if metadata is None and environment.get("TPU_SKIP_MDS_QUERY") is None and _on_a_tpu_vm():
-        metadata = _ask_metadata
+        metadata = _read_metadata
     return None if metadata is None else _tpu_metadata(metadata)
 
 
 def _jobset(environment):
-    """Pods of a JobSet, whose manifest hands on what JobSet notes on each pod; see launch/gke.
+    """A pod of a JobSet, whose manifest passes on JobSet's annotations; see launch/gke.
 
-    JOB_COMPLETION_INDEX is set by Kubernetes in every pod of an indexed job; the others are not
-    set unless the manifest does.
+    Kubernetes sets JOB_COMPLETION_INDEX in every pod of an indexed job; the manifest must set the
+    other variables.
     """
     if not environment.get("JOBSET_COORDINATOR"):
         return None
@@ -133,7 +132,7 @@ def _jobset(environment):
 
 
 def _tpu_variables(environment):
-    """What GKE puts into each pod that asks for TPUs."""
+    """A pod with TPUs on GKE."""
     hosts = [host for host in environment.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
     if not hosts or not environment.get("TPU_WORKER_ID"):
         return None
@@ -141,23 +140,23 @@ def _tpu_variables(environment):
     return _worker(hosts, worker, environment, "TPU variables")
 
 
-def _worker(hosts, worker, environment, found):
-    """One of a slice's hosts; MEGASCALE_* are there where there are several slices."""
+def _worker(hosts, worker, environment, source):
+    """A host of a TPU slice; MEGASCALE_* variables describe several slices."""
     slices, number = 1, 0
     if environment.get("MEGASCALE_NUM_SLICES"):
         slices = _count(environment, "MEGASCALE_NUM_SLICES")
         number = _count(environment, "MEGASCALE_SLICE_ID")
     first = environment.get("MEGASCALE_COORDINATOR_ADDRESS", "").partition(":")[0] or hosts[0]
-    return _member(first, slices * len(hosts), number * len(hosts) + worker, found)
+    return _member(first, slices * len(hosts), number * len(hosts) + worker, source)
 
 
 def _slurm(environment):
-    """A task of a job step; the batch script itself and an interactive shell are none."""
+    """A task of a SLURM job step; the batch script and an interactive shell are no tasks."""
     needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
     if not all(environment.get(name) for name in needed):
         return None
     job, tasks = _count(environment, needed[0]), _count(environment, needed[2])
-    # Above the ports that systems hand out themselves (Linux: to 60999), another one a job.
+    # Above the ephemeral ports (Linux: up to 60999), a different port per job.
     port = 61000 + job % 4500
     host = _first_host(environment["SLURM_STEP_NODELIST"])
     me = _member(host, tasks, _count(environment, needed[3]), f"SLURM job {job}", port)
@@ -165,15 +164,15 @@ def _slurm(environment):
 
 
 def _first_host(nodes: str) -> str:
-    """n001 of "n[001-004,7],m1", SLURM's short form of a list of hosts."""
+    """Returns "n001" for "n[001-004,7],m1", SLURM's short form of a list of hosts."""
     first = re.match(r"([^,\[]*)(?:\[([^],-]*)[^]]*\]([^,]*))?", nodes)
-    return "".join(part or "" for part in first.groups()) if first else nodes
+    return "".join(text or "" for text in first.groups()) if first else nodes
 
 
 def _slurm_devices(environment):
-    """An equal part of the node's GPUs where its tasks all see all of them.
+    """Returns an equal share of the node's GPUs if every task sees all of them.
 
-    SLURM binds GPUs to tasks itself with --gpus-per-task or --gpu-bind.
+    With --gpus-per-task or --gpu-bind, SLURM binds GPUs to tasks itself.
     """
     tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     count = int(tasks[1]) if tasks else 1
@@ -183,22 +182,24 @@ def _slurm_devices(environment):
         return None
     if seen % count:
         raise UserError(
-            f"{count} tasks on a node with {seen} GPUs cannot have equal parts of them; legal: "
-            "--ntasks-per-node=1, or a divisor of the GPUs."
+            f"{count} tasks cannot share the {seen} GPUs of a node equally; legal: "
+            "--ntasks-per-node=1, or a divisor of the number of GPUs."
         )
     each, place = seen // count, _count(environment, "SLURM_LOCALID")
     return tuple(range(place * each, (place + 1) * each))
 
 
-def _tpu_metadata(ask):
-    """A slice of TPU VMs, each of which is told of all: "host" or "name:id:host", by commas."""
-    number, listed = ask("agent-worker-number"), ask("worker-network-endpoints")
+def _tpu_metadata(read):
+    """A host of a slice of TPU VMs; the metadata lists all, as "host" or "name:id:host"."""
+    number, listed = read("agent-worker-number"), read("worker-network-endpoints")
     if number is None or not listed:
         return None
     if not number.strip().isdecimal():
-        raise UserError(f"this TPU VM's agent-worker-number, {number[:40]!r}, is no number.")
+        raise UserError(
+            f"This TPU VM's agent-worker-number is {number[:40]!r}; legal: a whole number."
+        )
     hosts = [worker.split(":")[-1].strip() for worker in listed.split(",")]
-    settings = dict(re.findall(r"^(MEGASCALE_\w+): *'?([^'\n]*)'?$", ask("tpu-env") or "", re.M))
+    settings = dict(re.findall(r"^(MEGASCALE_\w+): *'?([^'\n]*)'?$", read("tpu-env") or "", re.M))
     return _worker(hosts, int(number), settings, "TPU metadata")
 
 
@@ -208,23 +209,23 @@ def _on_a_tpu_vm() -> bool:
     return Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
 
 
-def _ask_metadata(name: str) -> str | None:
-    """An attribute of this machine, from the server that every Google Cloud machine has."""
-    # The address of metadata.google.internal: no name is looked up, and nothing leaves the machine.
+def _read_metadata(name: str) -> str | None:
+    """Reads an attribute from the metadata server of a Google Cloud machine."""
+    # The address of metadata.google.internal: no DNS query, and nothing leaves the machine.
     url = f"http://169.254.169.254/computeMetadata/v1/instance/attributes/{name}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     try:
-        with urllib.request.urlopen(request, timeout=_METADATA_SECONDS) as answer:
-            return answer.read(1 << 20).decode("utf-8", "replace")
+        with urllib.request.urlopen(request, timeout=_METADATA_SECONDS) as response:
+            return response.read(1 << 20).decode("utf-8", "replace")
     except (OSError, urllib.error.URLError):
         return None
 
 
-def _member(host, processes, process, found, port=PORT) -> Membership:
+def _member(host, processes, process, source, port=PORT) -> Membership:
     if not 0 <= process < processes:
-        raise UserError(f"{found} names process {process} of {processes}; it counts from 0.")
+        raise UserError(f"{source} names process {process} of {processes}; it counts from 0.")
     address = host if ":" in host else f"{host}:{port}"
-    return Membership(address if processes > 1 else "", processes, process, found=found)
+    return Membership(address if processes > 1 else "", processes, process, source=source)
 
 
 def _count(environment, name) -> int:

@@ -1,4 +1,4 @@
-"""Joins the processes of a run into one jax runtime, and ends all of them when one fails."""
+"""Joins the processes of a run into one jax runtime; when one fails, all end."""
 
 import contextlib
 import hashlib
@@ -19,21 +19,21 @@ from sparse_dataflow.files.errors import UserError
 @contextlib.contextmanager
 def joined(
     me: Membership, facts: Mapping[str, object], timeout: float, heartbeat: float
-) -> Iterator[rendezvous.Group | None]:
-    """Inside, jax has the devices of all processes; yields them, None for a process alone.
+) -> Iterator[rendezvous.ProcessSet | None]:
+    """Gives jax the devices of all processes for a block; yields None for a single process.
 
-    If the block fails in one process, all end, each saying why; the process of the failure itself
-    ends here, as the runtime would wait for the others at its end.
+    If the block fails on one process, all processes end and print the reason. The failed process
+    exits here, because jax's runtime would wait for the others.
 
     Args:
       me: this process.
-      facts: what all must have been told alike, JSON-able; compared by name and by hash.
+      facts: JSON-able settings that must be equal on all processes.
       timeout: seconds to wait for the last process.
-      heartbeat: that `watch.Watch` goes by, seconds; jax's runtime, which ends all without naming
-        anyone, waits longer.
+      heartbeat: heartbeat of `watch.Watch` in seconds. jax's runtime, which ends all processes
+        without a name, waits longer.
 
     Raises:
-      UserError: on every process, where they do not meet; see `rendezvous.meet`.
+      UserError: on every process, if they do not meet; see `rendezvous.meet`.
     """
     if me.processes == 1:
         yield None
@@ -42,7 +42,7 @@ def joined(
     facts = {**facts, "hash of all flags": hashlib.sha256(text.encode()).hexdigest()[:12]}
     group = rendezvous.meet(me.coordinator, me.processes, me.process, facts, timeout)
     try:
-        # jax would look for a launcher itself, and take one GPU a SLURM task, however few tasks.
+        # jax's own detection would take one GPU per SLURM task, however few tasks there are.
         jax.distributed.initialize(
             me.coordinator,
             me.processes,
@@ -55,16 +55,16 @@ def joined(
         group.leave()
     except BaseException as error:
         if isinstance(error, UserError):
-            words, status = str(error), 2
-            print(f"error: {words}", file=sys.stderr, flush=True)
+            message, status = str(error), 2
+            print(f"error: {message}", file=sys.stderr, flush=True)
         else:
-            words, status = f"{type(error).__name__}: {error}", 1
+            message, status = f"{type(error).__name__}: {error}", 1
             if isinstance(error, KeyboardInterrupt):
-                words, status = "it was interrupted.", 130
+                message, status = "it was interrupted.", 130
             else:
                 traceback.print_exc()
-                group.blame(rendezvous.GRACE_SECONDS)
-        group.fail(words)
+                group.wait_for_cause(rendezvous.GRACE_SECONDS)
+        group.fail(message)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

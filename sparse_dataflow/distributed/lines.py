@@ -1,4 +1,4 @@
-"""Messages over a connection, each a line of JSON."""
+"""Messages over a TCP connection, one line of JSON each."""
 
 import json
 import socket
@@ -7,55 +7,55 @@ from typing import Any
 
 from sparse_dataflow.files import json_files
 
-LONGEST = 2**20
-"""Bytes of a message: a run's flags are far below; a stranger at the port cannot fill memory."""
+MAX_BYTES = 2**20
+"""Size limit of a message, so that a stranger at the port cannot fill the memory."""
 
 
 class Lines:
-    """Sends from any thread, receives in one."""
+    """A connection; any thread may send, one thread receives."""
 
     def __init__(self, connection: socket.socket):
-        self._connection, self._rest, self._lock = connection, b"", threading.Lock()
+        self._connection, self._buffer, self._lock = connection, b"", threading.Lock()
 
-    def timeout(self, seconds: float | None) -> None:
-        """Sending and receiving raise a TimeoutError after so long; None waits."""
+    def set_timeout(self, seconds: float | None) -> None:
+        """Sets the seconds after which `send` and `receive` raise TimeoutError; None waits."""
         self._connection.settimeout(seconds)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Raises OSError where the other side is gone."""
+        """Sends a message; raises OSError if the other side closed the connection."""
         with self._lock:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any]:
-        """The next message.
+        """Returns the next message.
 
         Raises:
           OSError: the connection failed.
-          ValueError: it was closed, or what came is no message.
+          ValueError: the connection was closed, or the data is not a message.
         """
-        while b"\n" not in self._rest:
+        while b"\n" not in self._buffer:
             piece = self._connection.recv(65536)
             if not piece:
                 raise ValueError("the connection was closed")
-            self._rest += piece
-            if len(self._rest) > LONGEST:
-                raise ValueError(f"a message is longer than {LONGEST} bytes")
-        line, _, self._rest = self._rest.partition(b"\n")
+            self._buffer += piece
+            if len(self._buffer) > MAX_BYTES:
+                raise ValueError(f"a message is longer than {MAX_BYTES} bytes")
+        line, _, self._buffer = self._buffer.partition(b"\n")
         message = json_files.parse(line)
         if not isinstance(message, dict):
-            raise ValueError("a message is no JSON object")
+            raise ValueError("a message is not a JSON object")
         return message
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._connection.close()
 
 
-def listening(port: int, backlog: int) -> socket.socket:
-    """A socket that others connect to; raises OSError where the port is taken."""
+def listen(port: int, backlog: int) -> socket.socket:
+    """Returns a listening socket; raises OSError if the port is in use."""
     return socket.create_server(("", port), backlog=backlog)
 
 
-def connected(address: tuple[str, int], seconds: float) -> Lines:
-    """A connection; raises OSError where it is not made in so many seconds."""
+def connect(address: tuple[str, int], seconds: float) -> Lines:
+    """Connects within a number of seconds; raises OSError otherwise."""
     return Lines(socket.create_connection(address, timeout=seconds))

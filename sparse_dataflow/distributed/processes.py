@@ -1,6 +1,7 @@
-"""What the processes of a run tell each other; with one process, nothing is said.
+"""Collective operations between the processes of a run, for host values.
 
-All are called by every process, in the same order, from the main thread.
+Every process calls each function in the same order from its main thread. With one process, nothing
+is sent.
 """
 
 import json
@@ -16,97 +17,96 @@ from jax.experimental import multihost_utils
 from sparse_dataflow.files.errors import UserError
 
 
-def first() -> bool:
-    """Whether this is the process that writes the run folder and speaks."""
+def is_first() -> bool:
+    """Returns whether this is process 0, which writes the run folder and prints."""
     return jax.process_index() == 0
 
 
-def on_this_machine() -> int:
-    """How many processes of the run this machine has, by its name."""
+def count_on_host() -> int:
+    """Returns the number of the run's processes on this host, compared by host name."""
     if jax.process_count() == 1:
         return 1
-    mine = np.uint32(zlib.crc32(platform.node().encode()))
-    return int(np.sum(multihost_utils.process_allgather(mine) == mine))
+    name = np.uint32(zlib.crc32(platform.node().encode()))
+    return int(np.sum(multihost_utils.process_allgather(name) == name))
 
 
-def least(number: int) -> int:
-    """The least of what the processes have, in int32."""
+def minimum(number: int) -> int:
+    """Returns the minimum over all processes, in int32."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.process_allgather(np.int32(number)).min())
 
 
-def told(value: Any) -> Any:
-    """What the first process has, on all: JSON-able; the others' own is not looked at."""
+def broadcast(value: Any) -> Any:
+    """Returns process 0's JSON-able value on every process."""
     if jax.process_count() == 1:
         return value
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    mine = text if first() else np.zeros(length, np.uint8)
-    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(mine)).tobytes())
+    buffer = text if is_first() else np.zeros(length, np.uint8)
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(buffer)).tobytes())
 
 
-def from_first(function: Callable[[], Any]) -> Any:
-    """What `function` gives on the first process, JSON-able; the others do not call it.
+def on_first(function: Callable[[], Any]) -> Any:
+    """Calls `function` on process 0 alone and returns its JSON-able result on every process.
 
     Raises:
-      UserError: on all, where it does on the first.
+      UserError: on every process, if `function` raises one.
     """
     if jax.process_count() == 1:
         return function()
     result, error = None, None
-    if first():
+    if is_first():
         try:
             result = function()
         except UserError as refusal:
             error = str(refusal)
-    result, error = told((result, error))
+    result, error = broadcast((result, error))
     if error is not None:
         raise UserError(error)
     return result
 
 
-def anywhere(*flags: bool) -> Any:
-    """Whether any process has it; of several flags, a list."""
+def any_process(*flags: bool) -> Any:
+    """Returns whether the flag is true on any process; a list for several flags."""
     if jax.process_count() > 1:
         flags = tuple(multihost_utils.process_allgather(np.asarray(flags)).any(axis=0).tolist())
     return flags[0] if len(flags) == 1 else list(flags)
 
 
-def refused_together(error: UserError | None) -> None:
-    """Raises on all, where any process has an error, that of the lowest one.
+def raise_on_all(error: UserError | None) -> None:
+    """Raises on every process if any process passes an error.
 
     Raises:
-      UserError: as said.
+      UserError: with the message of the lowest process that passes one.
     """
     if jax.process_count() == 1:
         if error is not None:
             raise error
         return
-    if (words := anyones(error)) is not None:
-        raise UserError(words)
+    if (message := first_message(error)) is not None:
+        raise UserError(message)
 
 
-def anyones(words: object | None) -> str | None:
-    """The words of the lowest process that has some, up to 1000 bytes; None where none has."""
+def first_message(message: object | None) -> str | None:
+    """Returns the message of the lowest process that has one, up to 1000 bytes; None if none."""
     if jax.process_count() == 1:
-        return None if words is None else str(words)
-    most = 1000
-    text = np.frombuffer(str(words or "").encode()[:most].ljust(most), np.uint8)
-    for each in multihost_utils.process_allgather(text):
-        found = each.tobytes().decode(errors="replace").strip()
-        if found:
-            return found
+        return None if message is None else str(message)
+    size = 1000
+    buffer = np.frombuffer(str(message or "").encode()[:size].ljust(size), np.uint8)
+    for row in multihost_utils.process_allgather(buffer):
+        if text := row.tobytes().decode(errors="replace").strip():
+            return text
     return None
 
 
 def to_host(tree: Any) -> Any:
-    """Numpy arrays of all leaves, those that are spread over processes brought together."""
+    """Returns the leaves as numpy arrays, gathering those that are spread over processes."""
 
-    def one(leaf):
+    def fetch(leaf):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_replicated:
             if not leaf.is_fully_addressable:
                 return multihost_utils.process_allgather(leaf, tiled=True)
         return jax.device_get(leaf)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(fetch, tree)

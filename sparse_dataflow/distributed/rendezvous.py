@@ -1,9 +1,9 @@
-"""The processes of a run meet before they train, and hear of it when one of them ends.
+"""Rendezvous: the processes of a run meet before training, and learn when one of them ends.
 
-Over plain TCP, because jax's own runtime aborts the process where one is missing, and says neither
-which nor why.  The first process listens at the coordinator's address; the others connect, and say
-who they are and what they were told to do.  The connections stay: what ends one process is told to
-all, one that is killed is noticed at once, and each tells what it is doing (see `watch`).
+Uses plain TCP, because jax's runtime aborts if a process is missing without naming it. Process 0
+listens at the coordinator's address; the others connect and send their index and settings. The
+connections stay open: every process learns the reason when one ends, a killed one is noticed at
+once, and each sends its status (see `watch`).
 """
 
 import contextlib
@@ -15,113 +15,115 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sparse_dataflow.distributed.lines import Lines, connected, listening
+from sparse_dataflow.distributed.lines import Lines, connect, listen
 from sparse_dataflow.files.errors import TEMPORARY, UserError
 
 GRACE_SECONDS = 3.0
-"""That a process has to end by itself after another has: it may be about to say the same."""
+"""Seconds that a process may take to end by itself after another ended: it may report the same."""
 
 LINGER_SECONDS = 15.0
-"""That the first process, whose end would end the others, waits for them."""
+"""Seconds that process 0, whose end would end the others, waits for them."""
 
 
-class Group:
+class ProcessSet:
     """The processes that have met.
 
-    The first is connected with all others, each of them with the first.
+    Process 0 is connected to all others, and each of them to process 0.
 
     Attributes:
-      number: of this process.
-      told: {process: (when, by time.monotonic; what it last told)} of those connected with this.
-      on_news: is called, in a thread, with what the first process announces.
+      number: index of this process.
+      statuses: {connected process: (`time.monotonic` of its last status, that status)}.
+      on_announcement: called in a thread with each announcement of process 0.
     """
 
     def __init__(self, number: int, peers: Mapping[int, Lines]):
         self.number, self._peers = number, dict(peers)
         now = time.monotonic()
-        self.told: dict[int, tuple[float, dict[str, Any]]] = {peer: (now, {}) for peer in peers}
-        self.on_news: Callable[[str], None] = lambda words: None
-        self._leaving, self._another = threading.Event(), threading.Event()
-        self._gone = {peer: threading.Event() for peer in peers}
+        self.statuses: dict[int, tuple[float, dict[str, Any]]] = {peer: (now, {}) for peer in peers}
+        self.on_announcement: Callable[[str], None] = lambda text: None
+        self._leaving, self._peer_failed = threading.Event(), threading.Event()
+        self._ended = {peer: threading.Event() for peer in peers}
         for peer in peers:
             threading.Thread(target=self._listen, args=(peer,), daemon=True).start()
 
     @property
     def leaving(self) -> bool:
-        """Whether this process is about to end."""
+        """Whether this process is ending."""
         return self._leaving.is_set()
 
-    def tell(self, doing: Mapping[str, Any]) -> None:
-        """Tells those connected with this process, JSON-able, what it is doing."""
-        self._tell({"doing": dict(doing)})
+    def send_status(self, status: Mapping[str, Any]) -> None:
+        """Sends a JSON-able status of this process to the connected ones."""
+        self._send({"status": dict(status)})
 
-    def announce(self, words: str) -> None:
-        """From the first process: has `on_news` called on all."""
-        self._tell({"news": words})
-        self.on_news(words)
+    def announce(self, text: str) -> None:
+        """Calls `on_announcement` on all processes; for process 0."""
+        self._send({"announcement": text})
+        self.on_announcement(text)
 
-    def fail(self, words: str, status: int = 2) -> None:
-        """Tells the others why this one ends, and they with `status`; returns once they know."""
+    def fail(self, reason: str, exit_status: int = 2) -> None:
+        """Ends the other processes with this reason and exit status; returns once they know."""
         self._leaving.set()
-        self._tell({"failed": words, "process": self.number, "status": status})
+        self._send({"failed": reason, "process": self.number, "exit_status": exit_status})
         self._wait(LINGER_SECONDS if self.number == 0 else 1.0)
 
-    def blame(self, seconds: float) -> None:
-        """Returns after so long, unless another process's end ends this one, and is told, first.
+    def wait_for_cause(self, seconds: float) -> None:
+        """Waits for the failure of another process, which then ends this one with its reason.
 
-        For an error of the runtime, which may speak of that end without naming whose it is.
+        Returns if none fails within `seconds`. For errors of jax's runtime, which may be caused by
+        the end of another process without naming it.
         """
-        if self._another.wait(seconds):
+        if self._peer_failed.wait(seconds):
             threading.Event().wait()
 
     def leave(self) -> None:
-        """Ends the group well: returns once all others are here too, or have ended."""
+        """Ends without error: returns once all others leave too, or have ended."""
         self._leaving.set()
-        self._tell({"done": True})
+        self._send({"done": True})
         self._wait(None)
 
-    def _tell(self, message):
+    def _send(self, message):
         for connection in self._peers.values():
             with contextlib.suppress(OSError):
                 connection.send(message)
 
     def _wait(self, seconds):
         end = None if seconds is None else time.monotonic() + seconds
-        for gone in self._gone.values():
-            gone.wait(None if end is None else max(0.0, end - time.monotonic()))
+        for ended in self._ended.values():
+            ended.wait(None if end is None else max(0.0, end - time.monotonic()))
 
     def _listen(self, peer):
         message: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             while not message:
-                message = self._heard(peer, self._peers[peer].receive())
+                message = self._receive(peer)
         if not message.get("done"):
-            self._another.set()
+            self._peer_failed.set()
             origin = message.get("process", peer)
-            words = message.get("failed", "it ended without a word; its own output may say why.")
-            # Where a machine is lost another start is worth it; where a request is illegal, none.
-            status = message.get("status", TEMPORARY)
+            reason = message.get("failed", "it gave no reason; its own output may say why.")
+            # A lost machine is worth another start; an illegal request is not.
+            status = message.get("exit_status", TEMPORARY)
             if self.number == 0:
-                told = {"failed": words, "process": origin, "status": status}
+                failure = {"failed": reason, "process": origin, "exit_status": status}
                 for other in self._peers.keys() - {peer}:
                     with contextlib.suppress(OSError):
-                        self._peers[other].send(told)
-            # Of one that was killed or is silent nothing else is to come, and jax's runtime, whose
-            # service may be gone with it, will soon abort without a word.
+                        self._peers[other].send(failure)
+            # A killed or silent process sends nothing else, and jax's runtime, whose service may
+            # have ended with it, would soon abort without a reason.
             if not self._leaving.wait(0.0 if status == TEMPORARY else GRACE_SECONDS):
-                print(f"error: process {origin} ended: {words}", file=sys.stderr, flush=True)
+                print(f"error: process {origin} ended: {reason}", file=sys.stderr, flush=True)
                 if self.number == 0:
-                    self._gone[peer].set()
+                    self._ended[peer].set()
                     self._wait(LINGER_SECONDS)
                 os._exit(status if type(status) is int else TEMPORARY)
-        self._gone[peer].set()
+        self._ended[peer].set()
 
-    def _heard(self, peer, message):
-        """Takes in what a process tells while it runs; what it says at its end is given back."""
-        if "doing" in message:
-            self.told[peer] = time.monotonic(), dict(message["doing"])
-        elif "news" in message:
-            self.on_news(str(message["news"]))
+    def _receive(self, peer):
+        """Handles the next message of a running process; returns a final message, else {}."""
+        message = self._peers[peer].receive()
+        if "status" in message:
+            self.statuses[peer] = time.monotonic(), dict(message["status"])
+        elif "announcement" in message:
+            self.on_announcement(str(message["announcement"]))
         else:
             return message
         return {}
@@ -129,23 +131,23 @@ class Group:
 
 def meet(
     address: str, count: int, number: int, facts: Mapping[str, object], timeout: float
-) -> Group:
-    """Waits until all processes are there, and makes sure that all were told to do the same.
+) -> ProcessSet:
+    """Waits until all processes have joined, and checks that their settings are equal.
 
     Args:
-      address: host:port where the first process listens; the port is free again afterwards.
-      count: of processes.
-      number: of this one, from 0.
-      facts: JSON-able; must be equal on all.
-      timeout: seconds to wait for the last one.
+      address: host:port where process 0 listens; the port is free again afterwards.
+      count: number of processes.
+      number: index of this process, from 0.
+      facts: JSON-able settings; must be equal on all processes.
+      timeout: seconds to wait for the last process.
 
     Raises:
-      UserError: on every process that is there: one is missing, or differs; the coordinator is not
-        reached; illegal arguments.
+      UserError: on every process that joined: a process is missing or differs, the coordinator
+        cannot be reached, or an argument is illegal.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(f"--set parallel.coordinator={address} is no address; write host:port.")
+        raise UserError(f"--set parallel.coordinator={address} is not an address; write host:port.")
     if not 0 <= number < count:
         raise UserError(
             f"--set parallel.process={number} of --set parallel.processes={count}; legal: 0 to "
@@ -153,102 +155,105 @@ def meet(
         )
     mine = {"process": number, "processes": count, "facts": json.loads(json.dumps(dict(facts)))}
     if number == 0:
-        return Group(0, _gather((host, int(port)), count, mine, timeout))
-    return Group(number, {0: _arrive((host, int(port)), mine, timeout)})
+        return ProcessSet(0, _accept_all((host, int(port)), count, mine, timeout))
+    return ProcessSet(number, {0: _connect((host, int(port)), mine, timeout)})
 
 
-def _gather(address, count, mine, timeout):
-    end, wrong = time.monotonic() + timeout, ""
+def _accept_all(address, count, mine, timeout):
+    """Accepts the connections of all other processes; returns {process: connection}."""
+    end, problem = time.monotonic() + timeout, ""
     peers: dict[int, Lines] = {}
     try:
-        listener = listening(address[1], count)
+        listener = listen(address[1], count)
     except OSError as error:
         raise UserError(
-            f"Process 0 cannot listen at port {address[1]} ({error.strerror}); name a free one "
+            f"Process 0 cannot listen at port {address[1]} ({error.strerror}); name a free port "
             "with parallel.coordinator."
         ) from error
     with listener:
-        while len(peers) < count - 1 and not wrong:
+        while len(peers) < count - 1 and not problem:
             listener.settimeout(max(0.001, end - time.monotonic()))
             try:
                 connection = Lines(listener.accept()[0])
             except TimeoutError:
                 break
-            connection.timeout(5.0)
+            connection.set_timeout(5.0)
             try:
                 theirs = connection.receive()
                 other = int(theirs["process"])
             except (OSError, ValueError, KeyError, TypeError):
-                connection.close()  # No process of a run.
+                connection.close()  # Not a process of a run.
                 continue
-            connection.timeout(None)
-            wrong = _difference(mine, theirs, peers)
+            connection.set_timeout(None)
+            problem = _difference(mine, theirs, peers)
             peers[other if other not in peers else -1] = connection
     missing = [str(n) for n in range(1, count) if n not in peers]
-    if missing and not wrong:
+    if missing and not problem:
         several = len(missing) > 1
-        wrong = (
-            f"process{'es' if several else ''} {', '.join(missing)} of {count} did not join "
+        problem = (
+            f"Process{'es' if several else ''} {', '.join(missing)} of {count} did not join "
             f"within {timeout:g} seconds; start {'them' if several else 'it'} with the same "
             f"flags and --set parallel.process={missing[0]}, or wait longer with "
             "parallel.join_timeout."
         )
     for connection in peers.values():
         with contextlib.suppress(OSError):
-            connection.send({"refused": wrong})
-    if wrong:
+            connection.send({"refused": problem})
+    if problem:
         for connection in peers.values():
             connection.close()
-        raise UserError(wrong)
+        raise UserError(problem)
     return peers
 
 
 def _difference(mine, theirs, peers):
-    """Why another process does not belong here; empty where it does."""
+    """Returns how another process contradicts this one; empty if it does not."""
     other = theirs["process"]
     if theirs.get("processes") != mine["processes"]:
         return (
-            f"process {other} was started with --set "
+            f"Process {other} was started with --set "
             f"parallel.processes={theirs.get('processes')} and process "
             f"0 with --set parallel.processes={mine['processes']}; all need the same."
         )
     if other in peers or not 0 < other < mine["processes"]:
         return (
-            f"two processes were started as --set parallel.process={other}; each needs its own "
+            f"Two processes were started with --set parallel.process={other}; each needs its own "
             "number."
         )
-    here, there = mine["facts"], theirs.get("facts", {})
-    names = [n for n in sorted({*here, *there}) if here.get(n) != there.get(n)]
+    expected, received = mine["facts"], theirs.get("facts", {})
+    names = [n for n in sorted({*expected, *received}) if expected.get(n) != received.get(n)]
     if not names:
         return ""
-    shown = "; ".join(f"{n} is {there.get(n)} there and {here.get(n)} here" for n in names[:4])
-    return f"process {other} was told otherwise than process 0: {shown}. All need the same."
+    shown = "; ".join(
+        f"{n} is {received.get(n)} there and {expected.get(n)} here" for n in names[:4]
+    )
+    return f"Process {other} has other settings than process 0: {shown}. All need the same."
 
 
-def _arrive(address, mine, timeout):
+def _connect(address, mine, timeout):
+    """Connects to process 0 and waits until it has accepted all processes."""
     end, reason = time.monotonic() + timeout, "no answer"
     while (left := end - time.monotonic()) > 0:
         try:
-            connection = connected(address, left)
+            connection = connect(address, left)
             break
         except OSError as error:
             reason = error.strerror or str(error) or reason
             time.sleep(min(0.2, max(0.0, end - time.monotonic())))
     else:
         raise UserError(
-            f"the coordinator {address[0]}:{address[1]} was not reached within {timeout:g} seconds "
-            f"({reason}); parallel.coordinator is the host of process 0 and a port that is open "
-            "there."
+            f"The coordinator {address[0]}:{address[1]} was not reached within {timeout:g} seconds "
+            f"({reason}); parallel.coordinator is the host of process 0 and an open port there."
         )
-    connection.timeout(max(1.0, end - time.monotonic()) + timeout)
+    connection.set_timeout(max(1.0, end - time.monotonic()) + timeout)
     try:
         connection.send(mine)
         refused = connection.receive()["refused"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"the coordinator {address[0]}:{address[1]} ended before all processes had joined."
+            f"The coordinator {address[0]}:{address[1]} ended before all processes had joined."
         ) from error
     if refused:
         raise UserError(refused)
-    connection.timeout(None)
+    connection.set_timeout(None)
     return connection

@@ -1,7 +1,7 @@
-"""Runs what is about to be timed until the process stops growing.
+"""Warm-up before a timing: runs the work until the process stops growing.
 
-Pages that are touched for the first time cost a fault each, and on a virtual machine a step can
-spend more in faults than in computing; none of that is the step's own time.
+The first touch of a page costs a fault. On a virtual machine, a step can spend more time in faults
+than in computing, which is not the step's own time.
 """
 
 import resource
@@ -12,25 +12,26 @@ from sparse_dataflow.distributed import processes
 
 T = TypeVar("T")
 
-MOST_RUNS, FEW_PAGES = 8, 2000
+MAX_RUNS, FEW_PAGES = 8, 2000
 
 
-def warm_up(run: Callable[[], T], least: int = 1) -> T:
-    """Calls `run` at least `least` times, and on until one call touches few new pages, MOST_RUNS
-    times in all; where a run has several processes, as often on each.
+def warm_up(run: Callable[[], T], min_runs: int = 1) -> T:
+    """Calls `run` until one call touches fewer than FEW_PAGES new pages.
+
+    Calls it at least `min_runs` and at most MAX_RUNS times, equally often on every process.
 
     Args:
       run: does the work and waits for its end.
-      least: calls.
+      min_runs: minimum number of calls.
 
     Returns:
-      What the last call gave.
+      The result of the last call.
     """
-    for number in range(1, MOST_RUNS + 1):
-        touched = _pages_touched()
+    for number in range(1, MAX_RUNS + 1):
+        pages_before = _pages_touched()
         result = run()
-        grows = _pages_touched() - touched >= FEW_PAGES
-        if number >= least and not processes.anywhere(grows):
+        grows = _pages_touched() - pages_before >= FEW_PAGES
+        if number >= min_runs and not processes.any_process(grows):
             break
     return result
 

@@ -1,10 +1,9 @@
-"""Names the process that is silent or stalled, by host and phase, in the log of every process.
+"""Names a silent or stalled process, with host and activity, in the log of every process.
 
-Each process tells the first, a few times in the heartbeat, what it is doing; the first tells all
-what it makes of it, and the others watch the first.  A step is made by all processes together:
-where one does not come, the others wait in a collective that does not say for whom.  Names come
-before that collective's own time is over; a process that stays silent is taken for lost, and all
-end.
+Each process sends its status to process 0 several times per heartbeat. Process 0 announces silent
+and stalled processes to all; the others watch process 0. A step is a collective of all processes:
+if one is missing, the others wait without knowing for whom. The name is logged before that
+collective times out. A process that stays silent is taken for lost, and all end.
 """
 
 import dataclasses
@@ -17,133 +16,136 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparse_dataflow.distributed.clock import START, Clock
-from sparse_dataflow.distributed.rendezvous import Group
+from sparse_dataflow.distributed.rendezvous import ProcessSet
 from sparse_dataflow.files.errors import TEMPORARY
 
 LOST_AFTER = 10
-"""Heartbeats of silence after which a process is taken for lost."""
+"""Number of silent heartbeats after which a process is taken for lost."""
 
 STALLED_STEPS = 10
-"""Times the longest of the last steps that a step may take, where a heartbeat is shorter."""
+"""A step may take this many times the longest recent step, or a heartbeat if that is longer."""
 
 STEP = "step"
-"""The phase in which all processes are together."""
+"""The activity that all processes do together."""
 
 UNTIMED = ("compile", START)
-"""Phases that may take as long as they like."""
+"""Activities without a time limit."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Doing:
-    """What a process told, as seen now.
+class Status:
+    """Last status of a process.
 
     Attributes:
-      host: its machine's name.
-      phase: see `Clock`.
-      step: likewise.
-      still: seconds since its last progress.
-      usual: seconds of its longest recent step.
-      silent: seconds since it told anything.
+      host: host name.
+      activity: see `Clock`.
+      step: see `Clock`.
+      idle: seconds since its last progress.
+      longest_step: seconds of its longest recent step.
+      silent: seconds since its last message.
     """
 
     host: str = "unknown host"
-    phase: str = START
+    activity: str = START
     step: str = ""
-    still: float = 0.0
-    usual: float = 0.0
+    idle: float = 0.0
+    longest_step: float = 0.0
     silent: float = 0.0
 
     @classmethod
-    def heard(cls, told: Mapping[str, Any], silent: float) -> "Doing":
-        """From a message, which may be anything: what is of another kind counts as not told."""
-        known = {field.name: field.type for field in dataclasses.fields(cls)}
-        kinds = {name: str if kind is str else int | float for name, kind in known.items()}
-        fit: dict[str, Any] = {
-            n: v for n, v in told.items() if n in kinds and isinstance(v, kinds[n])
+    def from_message(cls, message: Mapping[str, Any], silent: float) -> "Status":
+        """Reads an untrusted message; fields of a wrong type keep their defaults."""
+        fields = {field.name: field.type for field in dataclasses.fields(cls)}
+        kinds = {name: str if kind is str else int | float for name, kind in fields.items()}
+        valid: dict[str, Any] = {
+            n: v for n, v in message.items() if n in kinds and isinstance(v, kinds[n])
         }
-        return dataclasses.replace(cls(**fit), silent=silent)
+        return dataclasses.replace(cls(**valid), silent=silent)
 
     def where(self) -> str:
-        """Such as "in step 12 of sparse, phase data"."""
-        return f"in {self.step}, phase {self.phase}" if self.step else f"in phase {self.phase}"
+        """Returns text such as "in step 12 of sparse, activity data"."""
+        activity = f"activity {self.activity}"
+        return f"in {self.step}, {activity}" if self.step else f"in {activity}"
 
 
-def silent(doing: Mapping[int, Doing], heartbeat: float) -> list[int]:
-    """Processes not heard of for a heartbeat."""
-    return [number for number, it in sorted(doing.items()) if it.silent > heartbeat]
+def silent(statuses: Mapping[int, Status], heartbeat: float) -> list[int]:
+    """Returns the processes that sent nothing for a heartbeat."""
+    return [number for number, status in sorted(statuses.items()) if status.silent > heartbeat]
 
 
-def lost(doing: Mapping[int, Doing], heartbeat: float) -> list[int]:
-    """Processes not heard of for LOST_AFTER heartbeats."""
-    return silent(doing, heartbeat * LOST_AFTER)
+def lost(statuses: Mapping[int, Status], heartbeat: float) -> list[int]:
+    """Returns the processes that sent nothing for LOST_AFTER heartbeats."""
+    return silent(statuses, heartbeat * LOST_AFTER)
 
 
-def stalled(doing: Mapping[int, Doing], heartbeat: float) -> list[int]:
-    """Processes that all others seem to wait for; none while steps go on, or something is compiled.
+def stalled(statuses: Mapping[int, Status], heartbeat: float) -> list[int]:
+    """Returns the processes that the others seem to wait for.
 
-    Those in the phase "step" wait for those that are not; where all are in it, none is known better
-    than another.
+    Processes in the activity "step" wait for those in another one; if all are in it, all are
+    returned. The list is empty while steps progress, or any process compiles.
     """
-    if any(it.phase in UNTIMED or not it.usual for it in doing.values()):
+    longest = max(status.longest_step for status in statuses.values())
+    if any(s.activity in UNTIMED or not s.longest_step for s in statuses.values()):
         return []
-    limit = max(heartbeat, STALLED_STEPS * max(it.usual for it in doing.values()))
-    if min(it.still for it in doing.values()) <= limit:
+    if min(s.idle for s in statuses.values()) <= max(heartbeat, STALLED_STEPS * longest):
         return []
-    late = [number for number, it in sorted(doing.items()) if it.phase != STEP]
-    return late or sorted(doing)
+    late = [number for number, status in sorted(statuses.items()) if status.activity != STEP]
+    return late or sorted(statuses)
 
 
-def words(doing: Mapping[int, Doing], heartbeat: float) -> str:
-    """What to tell all: who is silent or stalled; empty where all goes well."""
-    quiet, late = silent(doing, heartbeat), stalled(doing, heartbeat)
-    parts = [
-        f"process {n} on {doing[n].host} has not been heard of for {doing[n].silent:.0f} s, last "
-        f"{doing[n].where()}"
+def describe(statuses: Mapping[int, Status], heartbeat: float) -> str:
+    """Returns which processes are silent or stalled, for the log; empty if none is."""
+    quiet, late = silent(statuses, heartbeat), stalled(statuses, heartbeat)
+    lines = [
+        f"process {n} on {statuses[n].host} has been silent for {statuses[n].silent:.0f} s, last "
+        f"{statuses[n].where()}"
         for n in quiet
     ]
     if late and not quiet:
-        longest = max(it.usual for it in doing.values())
-        named = "; ".join(f"process {n} on {doing[n].host} is {doing[n].where()}" for n in late)
-        still = min(it.still for it in doing.values())
-        parts.append(
-            f"no progress for {still:.0f} s, and no recent step took above {longest:.1f} s: {named}"
+        longest = max(status.longest_step for status in statuses.values())
+        named = "; ".join(
+            f"process {n} on {statuses[n].host} is {statuses[n].where()}" for n in late
         )
-    return "; ".join(parts)
+        idle = min(status.idle for status in statuses.values())
+        lines.append(
+            f"no progress for {idle:.0f} s, and no recent step took above {longest:.1f} s: {named}"
+        )
+    return "; ".join(lines)
 
 
 class Watch:
-    """A thread that tells, judges and ends; started at once, stopped by `stop`."""
+    """A thread that sends this process's status, and logs and ends stalled runs."""
 
     def __init__(
         self,
         clock: Clock,
         heartbeat: float,
-        group: Group | None = None,
+        group: ProcessSet | None = None,
         say: Callable[[str], None] | None = None,
     ):
-        """Begins to watch.
+        """Starts the thread.
 
         Args:
-          clock: of this process.
+          clock: clock of this process.
           heartbeat: seconds of silence or stall after which processes are named, above 0.
-          group: of the others; this process alone where None.
-          say: prints a line, on this process; on stderr where None.
+          group: the processes of the run; None for a single process.
+          say: logs a line on this process; prints to stderr if None.
         """
         self._clock, self._heartbeat, self._group = clock, heartbeat, group
         self._say = say or _print
         self._number = group.number if group else 0
         self._host = socket.gethostname()
         self._seen, self._since = -1, time.monotonic()
-        self._frozen, self._named = 0.0, False
+        self._resumed, self._reported = 0.0, False
         self._stop = threading.Event()
         if group is not None:
-            group.on_news = self._say
-            group.tell(dataclasses.asdict(self._mine(self._since)))
+            group.on_announcement = self._say
+            group.send_status(dataclasses.asdict(self._status(self._since)))
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the watch."""
+        """Ends the thread."""
         self._stop.set()
         self._thread.join()
 
@@ -152,51 +154,51 @@ class Watch:
         while not self._stop.wait(pause):
             now = time.monotonic()
             if now - before > pause + self._heartbeat / 2:
-                # This process itself was stopped: what it did not hear meanwhile says nothing.
-                self._frozen = self._since = now
+                # This process itself was suspended: the silence of others means nothing.
+                self._resumed = self._since = now
             before = now
             if self._group is not None and self._group.leaving:
                 return
-            self._look(now)
+            self._check(now)
 
-    def _look(self, now):
-        mine = self._mine(now)
-        doing = {self._number: mine}
+    def _check(self, now):
+        status = self._status(now)
+        statuses = {self._number: status}
         if self._group is not None:
-            self._group.tell(dataclasses.asdict(mine))
-            for peer, (when, told) in list(self._group.told.items()):
-                doing[peer] = Doing.heard(told, now - max(when, self._frozen))
-            if gone := lost(doing, self._heartbeat):
-                self._end(self._group, gone, doing)
+            self._group.send_status(dataclasses.asdict(status))
+            for peer, (when, message) in list(self._group.statuses.items()):
+                statuses[peer] = Status.from_message(message, now - max(when, self._resumed))
+            if absent := lost(statuses, self._heartbeat):
+                self._end(self._group, absent, statuses)
         if self._number:
-            # The first judges over all; only over the first itself do the others.
-            doing = {0: dataclasses.replace(doing[0], usual=0.0)}
-        found = words(doing, self._heartbeat)
-        if found and not self._named:
-            self._tell_all(f"stalled: {found}")
-        elif self._named and not found:
-            self._tell_all("going on after the stall")
-        self._named = bool(found)
+            # Process 0 checks all processes; the others check its silence alone.
+            statuses = {0: dataclasses.replace(statuses[0], longest_step=0.0)}
+        problem = describe(statuses, self._heartbeat)
+        if problem and not self._reported:
+            self._announce(f"stalled: {problem}")
+        elif self._reported and not problem:
+            self._announce("going on after the stall")
+        self._reported = bool(problem)
 
-    def _tell_all(self, text):
+    def _announce(self, text):
         if self._group is not None and self._number == 0:
             self._group.announce(text)
         else:
             self._say(text)
 
-    def _mine(self, now):
+    def _status(self, now):
         clock = self._clock
         if clock.progress != self._seen:
             self._seen, self._since = clock.progress, now
-        still = now - self._since
-        return Doing(self._host, clock.phase, clock.step, still, clock.usual_step)
+        idle = now - self._since
+        return Status(self._host, clock.activity, clock.step, idle, clock.longest_step)
 
-    def _end(self, group, gone, doing):
+    def _end(self, group, absent, statuses):
         seconds = LOST_AFTER * self._heartbeat
-        named = ", ".join(f"process {n} on {doing[n].host}" for n in gone)
+        named = ", ".join(f"process {n} on {statuses[n].host}" for n in absent)
         text = (
-            f"{named} has not been heard of for {seconds:.0f} seconds and is taken for lost; start "
-            "the run again with --resume."
+            f"{named} has been silent for {seconds:.0f} seconds and is taken for lost; start the "
+            "run again with --resume."
         )
         print(f"error: {text}", file=sys.stderr, flush=True)
         group.fail(text, TEMPORARY)

@@ -15,13 +15,13 @@ from sparse_dataflow.parallel.sharded import Sharded
 def mesh_forward(trained: Trained, executor: Sharded) -> Forward:
     """Returns a forward pass sharded over the mesh of `executor`.
 
-    Positions have one row for each of the `mesh.batch_parts` batch shards. Sequences and positions
+    Positions have one row for each of the `mesh.batch_shards` batch shards. Sequences and positions
     are padded to multiples of the tensor axis.
 
     Raises:
       UserError: the mesh does not divide the model.
     """
-    shards, tensor = meshes.batch_parts(executor.mesh), executor.mesh.shape["tensor"]
+    shards, tensor = meshes.batch_shards(executor.mesh), executor.mesh.shape["tensor"]
     executor.check(
         trained.model, dataclasses.replace(trained.training, batch=shards, micro_batches=1)
     )

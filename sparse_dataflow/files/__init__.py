@@ -1,1 +1,1 @@
-"""Errors in words, and files: storage that fails for a moment, JSON, links, manifests."""
+"""User errors and file helpers: retries, JSON, links, folders, manifests, redaction."""

@@ -1,7 +1,7 @@
-"""Output folders: what this project did not write is never replaced or removed.
+"""Output folders: files that this project did not write are never replaced or removed.
 
-A folder may be written to where it is missing, empty, or marked by the program that writes. The
-mark is a small file, made while the folder is empty. A file's name alone proves nothing.
+A program may write to a folder that is missing, empty or marked as its own. The mark is a small
+file, made while the folder is empty. A file's name alone is no proof of its author.
 """
 
 import contextlib
@@ -13,18 +13,18 @@ from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError
 
 MARK = ".sparse_dataflow"
-"""Name of the file that names the program whose folder this is."""
+"""Name of the mark: a file that names the program that owns the folder."""
 
 _NAMES_SHOWN = 3
 
 
 def is_marked(folder: Path, owner: str) -> bool:
-    """Whether `owner` marked the folder; raises OSError where storage fails for a moment only."""
+    """Returns whether `owner` marked the folder; raises OSError on a transient storage error."""
     path = folder / MARK
     try:
-        return not path.is_symlink() and json_files.content(path, 1000) == _text(owner)
+        return not path.is_symlink() and json_files.read_bytes(path, 1000) == _text(owner)
     except (OSError, ValueError) as error:
-        if storage.passes(error):
+        if storage.is_transient(error):
             raise
         return False
 
@@ -34,19 +34,19 @@ def refuse_foreign(
     owner: str,
     flag: str = "--out",
     names: Collection[str] | None = None,
-    known: Callable[[Path], bool] = lambda folder: False,
+    accept: Callable[[Path], bool] = lambda folder: False,
 ) -> None:
-    """Refuses a folder that holds what `owner` did not write; changes nothing.
+    """Refuses a folder that holds files that `owner` did not write; changes nothing.
 
     Args:
-      folder: to write to.
-      owner: the program that writes, such as "planner_truth".
-      flag: what names the folder.
-      names: of the only files that a marked folder may hold; any where None.
-      known: whether a folder without a mark is the owner's own all the same.
+      folder: output folder.
+      owner: name of the program that writes, such as "planner_truth".
+      flag: flag that names the folder, for the message.
+      names: files that a marked folder may hold; any file if None.
+      accept: returns whether an unmarked folder belongs to the owner all the same.
 
     Raises:
-      UserError: the folder holds something else, or cannot be read.
+      UserError: the folder holds other files, or cannot be read.
     """
 
     def look():
@@ -55,10 +55,10 @@ def refuse_foreign(
             return [name for name in others if names is not None and name not in names]
         if os.path.lexists(folder / MARK):
             return others or [MARK]
-        return [] if not others or known(folder) else others
+        return [] if not others or accept(folder) else others
 
     try:
-        others = storage.retried(f"Reading {folder}", look)
+        others = storage.retry(f"Reading {folder}", look)
     except OSError as error:
         raise _unwritable(folder, error, flag) from error
     if not others:
@@ -66,8 +66,8 @@ def refuse_foreign(
     shown = ", ".join(others[:_NAMES_SHOWN])
     more = f" and {len(others) - _NAMES_SHOWN} more" if len(others) > _NAMES_SHOWN else ""
     raise UserError(
-        f"{folder} holds what {owner} may not replace ({shown}{more}); legal: {flag} with a folder "
-        "that is missing or empty."
+        f"{folder} holds files that {owner} may not replace ({shown}{more}); legal: {flag} with a "
+        "missing or empty folder."
     )
 
 
@@ -76,19 +76,19 @@ def claim(
     owner: str,
     flag: str = "--out",
     names: Collection[str] | None = None,
-    known: Callable[[Path], bool] = lambda folder: False,
+    accept: Callable[[Path], bool] = lambda folder: False,
 ) -> Callable[[], None]:
-    """Makes the folder if it is missing, and marks it as its owner's.
+    """Creates the folder if it is missing, and marks it for its owner.
 
     Takes the arguments of `refuse_foreign`.
 
     Returns:
-      A function that removes what was made here, as far as nothing else is in it.
+      A function that removes the created folders and the mark, as far as nothing else is in them.
 
     Raises:
-      UserError: as `refuse_foreign`; or the folder cannot be written.
+      UserError: as in `refuse_foreign`, or the folder cannot be written.
     """
-    refuse_foreign(folder, owner, flag, names, known)
+    refuse_foreign(folder, owner, flag, names, accept)
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     marked = False
 
@@ -100,9 +100,9 @@ def claim(
                 path.rmdir()
 
     try:
-        storage.retried(f"Making {folder}", lambda: folder.mkdir(parents=True, exist_ok=True))
+        storage.retry(f"Making {folder}", lambda: folder.mkdir(parents=True, exist_ok=True))
         if not is_marked(folder, owner):
-            marked = storage.retried(f"Marking {folder}", lambda: _marked(folder, owner))
+            marked = storage.retry(f"Marking {folder}", lambda: _marked(folder, owner))
     except OSError as error:
         undo()
         raise _unwritable(folder, error, flag) from error
@@ -113,9 +113,9 @@ def claim(
 def claimed(
     folder: Path, owner: str, flag: str = "--out", names: Collection[str] | None = None
 ) -> Iterator[Path]:
-    """Yields the folder, claimed; a block that fails with nothing written leaves no trace.
+    """Claims the folder for a block; a block that fails before it writes leaves no trace.
 
-    Takes the arguments of `refuse_foreign` and raises as `claim`.
+    Takes the arguments of `refuse_foreign`, yields the folder, and raises as `claim`.
     """
     undo = claim(folder, owner, flag, names)
     try:
@@ -126,7 +126,7 @@ def claimed(
 
 
 def _marked(folder, owner) -> bool:
-    """Whether the mark was made here; another process of the same owner may be faster."""
+    """Returns whether this call wrote the mark: a process of the same owner may be faster."""
     path = folder / MARK
     try:
         file = path.open("xb")

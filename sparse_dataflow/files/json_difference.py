@@ -1,4 +1,4 @@
-"""Where two JSON values differ, in words for the user."""
+"""Differences between two JSON values, for messages."""
 
 import json
 from collections.abc import Iterator
@@ -10,33 +10,39 @@ from sparse_dataflow.files.errors import UserError
 _ABSENT = object()
 
 
-def differences(saved: Any, wanted: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
-    """(dotted key, saved value, wanted value) where two JSON values differ."""
-    if isinstance(saved, dict) and isinstance(wanted, dict):
-        for name in sorted(saved.keys() | wanted.keys()):
-            there, here = saved.get(name, _ABSENT), wanted.get(name, _ABSENT)
-            yield from differences(there, here, f"{key}.{name}" if key else name)
+def differences(saved: Any, expected: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yields (dotted key, saved value, expected value) where two JSON values differ."""
+    if isinstance(saved, dict) and isinstance(expected, dict):
+        for name in sorted(saved.keys() | expected.keys()):
+            pair = saved.get(name, _ABSENT), expected.get(name, _ABSENT)
+            yield from differences(*pair, f"{key}.{name}" if key else name)
         return
-    there, here = (
+    old, new = (
         "absent" if value is _ABSENT else json.dumps(value, sort_keys=True)
-        for value in (saved, wanted)
+        for value in (saved, expected)
     )
-    if there != here:
-        yield key or "it", there, here
+    if old != new:
+        yield key or "the value", old, new
 
 
-def refuse_other(path: Path, what: str, saved: Any, wanted: Any) -> None:
-    """Refuses a checkpoint whose JSON-able facts are not those wanted.
+def refuse_difference(path: Path, problem: str, saved: Any, expected: Any) -> None:
+    """Refuses a checkpoint whose saved JSON value differs from the expected one.
+
+    Args:
+      path: the checkpoint.
+      problem: verb phrase for the message, such as "was made under another config".
+      saved: JSON value of the checkpoint.
+      expected: JSON value of this run.
 
     Raises:
-      UserError: naming the first differences.
+      UserError: naming the first four differences.
     """
-    found = list(differences(saved, wanted))
-    if not found:
+    changes = list(differences(saved, expected))
+    if not changes:
         return
-    shown = "; ".join(f"{key} is {there} there and {here} here" for key, there, here in found[:4])
-    more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+    shown = "; ".join(f"{key} is {old} there and {new} here" for key, old, new in changes[:4])
+    more = f"; and {len(changes) - 4} more" if len(changes) > 4 else ""
     raise UserError(
-        f"Checkpoint {path} {what}: {shown}{more}. "
+        f"Checkpoint {path} {problem}: {shown}{more}. "
         "Give the values it was made with, or start in a new run folder."
     )

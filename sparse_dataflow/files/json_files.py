@@ -1,4 +1,4 @@
-"""JSON files from anywhere: bounded, and never more than data."""
+"""JSON files from untrusted sources: bounded in size and depth."""
 
 import json
 import os
@@ -8,42 +8,42 @@ from typing import Any
 
 from sparse_dataflow.files import storage
 
-MOST_BYTES = 256 * 2**20
-"""Far above any file that a run writes."""
+MAX_BYTES = 256 * 2**20
+"""Default size limit in bytes, far above any file that a run writes."""
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
-"""What may be raised while a value is taken for what it is not."""
+"""Exceptions that code may raise while it reads a value of unexpected structure."""
 
 
-def load(path: str | os.PathLike, most: int = MOST_BYTES) -> Any:
-    """The value in a UTF-8 file; storage that fails for a moment is waited for.
+def load(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> Any:
+    """Returns the value in a UTF-8 JSON file; retries transient storage errors.
 
     Raises:
-      OSError: it is missing or may not be read.
-      ValueError: it is no ordinary file, larger than `most` bytes, no UTF-8, or no JSON.
+      OSError: the file is missing or cannot be read.
+      ValueError: not a regular file, larger than `max_bytes`, not UTF-8 or not JSON.
     """
-    return parse(content(path, most))
+    return parse(read_bytes(path, max_bytes))
 
 
-def content(path: str | os.PathLike, most: int = MOST_BYTES) -> bytes:
-    """The bytes of a file that may be someone else's; raises as `load`."""
+def read_bytes(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
+    """Returns the content of an untrusted file; raises as `load`."""
     path = Path(path)
-    found = storage.retried(f"Reading {path}", lambda: _read(path, most + 1))
-    if len(found) > most:
-        raise ValueError(f"{path.name} is larger than {most} bytes")
-    return found
+    content = storage.retry(f"Reading {path}", lambda: _read(path, max_bytes + 1))
+    if len(content) > max_bytes:
+        raise ValueError(f"{path.name} is larger than {max_bytes} bytes")
+    return content
 
 
 def _read(path: Path, size: int) -> bytes:
-    # Opening a pipe would wait for its other end.
+    # Opening a named pipe would block until its other end opens.
     if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"{path.name} is no ordinary file")
+        raise ValueError(f"{path.name} is not a regular file")
     with path.open("rb") as file:
         return file.read(size)
 
 
 def parse(text: str | bytes) -> Any:
-    """The value in a text; raises ValueError where it is no JSON, or nested too deeply."""
+    """Returns the value of a JSON text; raises ValueError if invalid or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:

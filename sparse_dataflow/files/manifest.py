@@ -1,7 +1,7 @@
-"""A manifest names every file of a folder with its size and SHA-256, by which damage is found.
+"""A manifest lists every file of a folder with its size and SHA-256, to detect damage.
 
-It guards against disks, crashes and stray edits. It is no signature: whoever can write the folder
-can write a manifest that fits.
+It guards against failing disks, crashes and stray edits. It is no signature: whoever can write the
+folder can write a matching manifest.
 """
 
 import contextlib
@@ -17,27 +17,27 @@ from typing import Any
 from sparse_dataflow.files import json_files
 
 NAME = "manifest.json"
-# Far above any real manifest (about 150 bytes a file), and small enough to read without thought.
+# Far above any real manifest (about 150 bytes per file), and small enough to read into memory.
 MAX_BYTES = 64 * 2**20
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO}
 
 
 class Damaged(Exception):
-    """A folder is not what its manifest says; the text says what is wrong, in words."""
+    """A folder does not match its manifest; the text says how."""
 
 
 def write(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Hashes every file under `folder`, writes the manifest into it and flushes all of it to disk.
+    """Hashes every file under `folder`, writes the manifest and flushes everything to disk.
 
-    The manifest is complete or absent, whenever the process ends: it is written under another name
+    The manifest is complete or absent whenever the process ends: it is written under another name
     and renamed.
 
     Args:
-      folder: holds ordinary files and folders only; nothing may be writing to it.
-      facts: JSON-able; returned by `read` and `verify`.
+      folder: holds regular files and folders only; no one may be writing to it.
+      facts: JSON-able metadata; returned by `read` and `verify`.
 
     Raises:
-      OSError: the disk refuses.
+      OSError: a file cannot be read or written.
       ValueError: the manifest would be larger than `MAX_BYTES`.
     """
     body = {"facts": dict(facts), "files": {}}
@@ -61,50 +61,50 @@ def write(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The facts in the manifest of `folder`; the files themselves are not looked at.
+    """Returns the facts in the manifest of `folder`, without checking the files.
 
     Raises:
-      Damaged: the manifest is missing, or is not one that `write` made.
-      OSError: it may not be read, which says nothing about damage.
+      Damaged: the manifest is missing, or `write` did not make it.
+      OSError: it cannot be read, which says nothing about damage.
     """
     return _parse(folder)["facts"]
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """The facts in the manifest of `folder`, after every file was read and found unchanged.
+    """Returns the facts in the manifest of `folder`, after checking the hash of every file.
 
-    Only files found by walking the folder are opened, so a name in a manifest leads nowhere else.
-    Unnamed files are damage too, except hidden ones, which file browsers leave behind.
+    Only files found by walking the folder are opened, so a name in a manifest cannot lead outside.
+    Files that are not listed are damage too, except hidden ones, which file browsers leave behind.
 
     Raises:
       Damaged: a file is missing, added, truncated or changed, or is a link.
-      OSError: a file may not be read, which says nothing about damage.
+      OSError: a file cannot be read, which says nothing about damage.
     """
     body = _parse(folder)
     named = body["files"]
     with _loss_is_damage():
-        found = _files(folder)
-        for name in sorted(named.keys() - found.keys()):
+        paths = _files(folder)
+        for name in sorted(named.keys() - paths.keys()):
             raise Damaged(f"its file {name} is missing")
-        for name in sorted(found.keys() - named.keys()):
+        for name in sorted(paths.keys() - named.keys()):
             if not Path(name).name.startswith("."):
                 raise Damaged(f"its file {name} is not in its manifest")
         for name, entry in named.items():
-            size = found[name].stat().st_size
+            size = paths[name].stat().st_size
             if size != entry["size"]:
                 raise Damaged(f"its file {name} has {size} bytes instead of {entry['size']}")
-            with found[name].open("rb") as file:
+            with paths[name].open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                     raise Damaged(f"its file {name} has changed since it was written")
     return body["facts"]
 
 
 def load_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
-    """The JSON in a file of at most `max_bytes`.
+    """Returns the JSON value in a file of at most `max_bytes`.
 
     Raises:
-      Damaged: the file is missing, too large, or no JSON.
-      OSError: it may not be read.
+      Damaged: the file is missing, too large or not JSON.
+      OSError: it cannot be read.
     """
     try:
         with _loss_is_damage():
@@ -116,7 +116,7 @@ def load_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
 
 
 def flush_folder(folder: Path) -> None:
-    """Makes the names in `folder` outlast a power cut (POSIX fsync of a directory)."""
+    """Flushes the file names in `folder` to disk (fsync of a directory), against power cuts."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -129,7 +129,7 @@ def _parse(folder: Path) -> dict[str, Any]:
         if NAME not in os.listdir(folder):
             raise Damaged("it has no manifest, so it was never finished")
         if not stat.S_ISREG((folder / NAME).lstat().st_mode):
-            raise Damaged("its manifest is not an ordinary file")
+            raise Damaged("its manifest is not a regular file")
     content = load_json(folder / NAME)
     try:
         body = {key: content[key] for key in ("facts", "files")}
@@ -149,12 +149,12 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Every file under `folder` but its manifest, by its name from there with "/"."""
+    """Returns {relative name with "/": path} of every file under `folder` but its manifest."""
 
     def refuse(error: OSError):
         raise error
 
-    found = {}
+    paths = {}
     for parent, folders, names in os.walk(folder, onerror=refuse):
         for name in folders:
             if (Path(parent) / name).is_symlink():
@@ -162,15 +162,15 @@ def _files(folder: Path) -> dict[str, Path]:
         for name in names:
             path = Path(parent) / name
             if not stat.S_ISREG(path.lstat().st_mode):
-                raise Damaged(f"its {name} is not an ordinary file")
-            found[path.relative_to(folder).as_posix()] = path
-    found.pop(NAME, None)
-    return dict(sorted(found.items()))
+                raise Damaged(f"its {name} is not a regular file")
+            paths[path.relative_to(folder).as_posix()] = path
+    paths.pop(NAME, None)
+    return dict(sorted(paths.items()))
 
 
 @contextlib.contextmanager
 def _loss_is_damage() -> Iterator[None]:
-    """Tells a file that is lost or unreadable from one that this user may not read."""
+    """Turns errors of a lost or unreadable file into `Damaged`; missing permission is no damage."""
     try:
         yield
     except OSError as error:

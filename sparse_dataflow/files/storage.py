@@ -1,8 +1,7 @@
-"""Errors of a file system that pass: waited for, and the operation made again.
+"""Retries of file operations after transient errors.
 
-A file server that restarts, a network that drops packets and a disk that is busy refuse now and
-serve a moment later.  A full disk, a missing file and a missing right do not pass: they are told at
-once, by whoever made the call.
+A restarting file server, a lossy network and a busy disk fail now and work a moment later. A full
+disk, a missing file and a missing permission are permanent: the caller gets those at once.
 """
 
 import contextlib
@@ -12,17 +11,17 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
 
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before each new attempt, doubling; up to half as much is added at random, so that many
-processes do not ask a server again in the same instant."""
+"""Seconds before each retry. Up to half as much is added at random, so that many processes do not
+retry at the same time."""
 
-PASSING = frozenset(
+TRANSIENT = frozenset(
     getattr(errno, name)
     for name in (
         "EAGAIN", "EBUSY", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTDOWN",
@@ -31,33 +30,32 @@ PASSING = frozenset(
     )
     if hasattr(errno, name)
 )  # fmt: skip
-"""What NFS, FUSE and block devices answer while a server or a link is away (errno(3))."""
+"""Error numbers of NFS, FUSE and block devices while a server or a link is down (errno(3))."""
+
+_MESSAGES = {os.strerror(number): number for number in TRANSIENT}
+_RETRIED = "It was attempted several times."
 
 
-_WORDS = {os.strerror(number): number for number in PASSING}
-_GIVEN_UP = "It was attempted several times."
+def error_number(error: BaseException) -> int | None:
+    """Returns the errno of an error or of its causes; None if there is none.
 
-
-def code(error: BaseException) -> int | None:
-    """The system's error number in an error or its causes; None for none.
-
-    tensorstore's errors name it in their text, array_record's RuntimeErrors say it in words.
+    tensorstore names it in the text of its errors; array_record's RuntimeErrors hold its message.
     """
     for cause in _causes(error):
         if isinstance(cause, OSError) and cause.errno:
             return cause.errno
-        if found := re.search(r"os_error_code='(\d+)'", str(cause)):
-            return int(found[1])
+        if match := re.search(r"os_error_code='(\d+)'", str(cause)):
+            return int(match[1])
         if isinstance(cause, RuntimeError):
-            for words, number in _WORDS.items():
-                if words in str(cause):
+            for message, number in _MESSAGES.items():
+                if message in str(cause):
                     return number
     return None
 
 
-def passes(error: BaseException) -> bool:
-    """Whether the same operation may succeed later."""
-    return isinstance(error, TimeoutError) or code(error) in PASSING
+def is_transient(error: BaseException) -> bool:
+    """Returns whether the same operation may succeed later."""
+    return isinstance(error, TimeoutError) or error_number(error) in TRANSIENT
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -66,54 +64,51 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def retried(
-    what: str, operation: Callable[[], T], waits: Sequence[float] | None = None, sleep=time.sleep
-) -> T:
-    """What `operation` gives, made again after an error that passes.
+def retry(name: str, operation: Callable[[], T], sleep=time.sleep) -> T:
+    """Calls `operation`, again after each transient error, and returns its result.
 
-    Where `operation` waits for a part of itself in this way, and in vain, it is not made again.
+    An inner retry that gave up is not retried again.
 
     Args:
-      what: names it in the log, as in "reading config.json".
-      operation: may be called several times: what it made half, it makes anew.
-      waits: seconds before each new attempt, of which there are so many; WAITS where None.
-      sleep: waits that long.
+      name: for the log, such as "Reading config.json".
+      operation: may be called several times; each call starts from the beginning.
+      sleep: function that waits for a number of seconds.
 
     Raises:
-      Exception: whatever `operation` raises that does not pass, or raised in the last attempt.
+      Exception: the error of `operation` if it is permanent, or that of the last attempt.
     """
-    waits, attempt = WAITS if waits is None else waits, 1
+    attempt = 1
     while True:
         try:
             return operation()
         except Exception as error:
-            if not passes(error) or _given_up(error):
+            if not is_transient(error) or _was_retried(error):
                 raise
-            if attempt > len(waits):
-                error.add_note(_GIVEN_UP)
+            if attempt > len(WAITS):
+                error.add_note(_RETRIED)
                 raise
-            seconds = waits[attempt - 1] * (1 + random.random() / 2)
-            number = code(error)
+            seconds = WAITS[attempt - 1] * (1 + random.random() / 2)
+            number = error_number(error)
             logging.getLogger(__name__).warning(
                 "%s failed (%s); attempt %d of %d in %.1f seconds.",
-                *(what, os.strerror(number) if number else "timed out"),
-                *(attempt + 1, len(waits) + 1, seconds),
+                *(name, os.strerror(number) if number else "timed out"),
+                *(attempt + 1, len(WAITS) + 1, seconds),
             )
         attempt += 1
         sleep(seconds)
 
 
-def _given_up(error):
-    return any(_GIVEN_UP in getattr(cause, "__notes__", ()) for cause in _causes(error))
+def _was_retried(error):
+    return any(_RETRIED in getattr(cause, "__notes__", ()) for cause in _causes(error))
 
 
 def replace(path: str | os.PathLike, content: bytes) -> None:
-    """Puts `content` at `path`, whole or not at all: beside it, flushed to disk, then renamed.
+    """Replaces the file at `path` atomically: writes next to it, flushes and renames.
 
-    Errors that pass are waited for.
+    Retries transient errors.
 
     Raises:
-      OSError: the storage refuses; what lay at `path` still does.
+      OSError: the file cannot be written; the old file stays.
     """
     path = Path(path)
     partial = path.with_name(f"{path.name}.new")
@@ -126,7 +121,7 @@ def replace(path: str | os.PathLike, content: bytes) -> None:
         os.replace(partial, path)
 
     try:
-        retried(f"Writing {path}", write)
+        retry(f"Writing {path}", write)
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)

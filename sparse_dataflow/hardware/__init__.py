@@ -1,1 +1,1 @@
-"""Chips with their rates, and what this process runs on."""
+"""Table of chips, and detection of the hardware of this process."""

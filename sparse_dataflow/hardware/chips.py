@@ -143,7 +143,7 @@ _OPTIONAL = ("float32_tflops", "host_gb_s", "family")
 _NETWORK = ("island", "fast_gb_s", "slow_gb_s", "axes")
 
 
-def named(name: str) -> Chip:
+def lookup(name: str) -> Chip:
     """Returns the chip of a name in CHIPS, of a unique prefix ("mi250x"), or of a TOML file.
 
     Raises:
@@ -174,7 +174,7 @@ def read(path: Path) -> Chip:
       UserError: the file does not exist or is not TOML, or a key is missing, unknown or not legal.
     """
     try:
-        fields = tomllib.loads(json_files.content(path, _MOST_BYTES).decode())
+        fields = tomllib.loads(json_files.read_bytes(path, _MOST_BYTES).decode())
     except OSError:
         raise UserError(f"--hardware={path} does not exist.") from None
     except (ValueError, RecursionError) as error:

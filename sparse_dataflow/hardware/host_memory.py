@@ -1,4 +1,4 @@
-"""Keeps freed host memory in the process, so that a CPU step does not fault its pages in again."""
+"""Keeps freed host memory in the process, which avoids page faults in every CPU step."""
 
 import ctypes
 import sys
@@ -7,15 +7,15 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # gli
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc's malloc to reuse large freed buffers rather than give them back to the kernel.
+    """Makes glibc's malloc reuse large freed buffers instead of returning them to the kernel.
 
-    XLA on a CPU allocates a step's temporaries anew in every step; above 32 MiB glibc would map
-    and unmap them each time, and the page faults cost more than a block-sparse product.  Nothing
-    is trimmed from the end of the heap either, however much is free there.  Affects this process
-    from now on; call it before the first large allocation.
+    XLA on a CPU allocates its temporaries again in every step. Above 32 MiB, glibc would map and
+    unmap them each time, and the page faults cost more than a block-sparse product. The end of the
+    heap is not trimmed either. Affects the whole process; call it before the first large
+    allocation.
 
     Returns:
-      Whether the C library is glibc and took the settings; elsewhere nothing changes.
+      Whether the C library is glibc and accepted the settings; otherwise nothing changes.
     """
     if not sys.platform.startswith("linux"):
         return False

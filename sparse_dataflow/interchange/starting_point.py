@@ -21,7 +21,7 @@ from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.models.groups import layer_linear
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
-from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.training.run_files import read_config
 from sparse_dataflow.training.transitions import change_model
 
@@ -92,7 +92,7 @@ def begun_state(
     start: StartingPoint,
     model: ModelConfig,
     training: TrainingConfig,
-    executor: Executor = ONE_DEVICE,
+    executor: Executor = SINGLE_DEVICE,
 ) -> TrainState:
     """The state before the first step of `model`, with the weights of `start`.
 

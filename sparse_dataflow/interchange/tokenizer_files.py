@@ -107,14 +107,14 @@ def _from_json(folder):
 
 def _from_lists(folder):
     vocab = json_files.load(folder / "vocab.json")
-    lines = json_files.content(folder / "merges.txt").decode("utf-8").splitlines()
+    lines = json_files.read_bytes(folder / "merges.txt").decode("utf-8").splitlines()
     merges = [tuple(line.split(" ")) for line in lines if line and line[:8] != "#version"]
     return vocab, merges, set(), set()
 
 
 def _with_original(found, path):
     """`found` with the file's text, unless that is what `write` makes of the tokenizer alone."""
-    text = json_files.content(path).decode("utf-8")
+    text = json_files.read_bytes(path).decode("utf-8")
     if text == _plain_text(found.tokenizer):
         return found
     ids = tuple(found.order.tolist())

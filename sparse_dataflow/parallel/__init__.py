@@ -1,1 +1,1 @@
-"""Executors: how the sections of a model flow over devices and time."""
+"""Executors: how the sections of a model run on devices and over time."""

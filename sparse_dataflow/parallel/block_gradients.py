@@ -1,4 +1,4 @@
-"""How large the gradient of every block is, stored or not, while no dense gradient is kept."""
+"""Gradient norms of all blocks, stored or not, without storing a dense gradient."""
 
 import math
 
@@ -21,22 +21,21 @@ def block_gradient_norms(
     member: whole.Member = whole.ALONE,
     axes: tuple[str, ...] = (),
 ) -> dict[str, jax.Array]:
-    """Norms of the dense gradient's blocks, of the mean loss over these tokens.
+    """Returns the block norms of the dense gradient of the mean loss over the tokens.
 
-    One forward pass and one backward pass without weight gradients.  The backward meets one
-    projection of one layer after the other; there xᵀ dy exists once, and only its blocks' norms
-    stay.
+    Runs one forward and one backward pass without weight gradients. The backward pass forms xᵀ dy
+    of one projection of one layer at a time and keeps only its block norms.
 
     Args:
-      model: its config.
+      model: model config.
       params: see `gpt`.
       tables: traced layout tables, see `gpt`.
       tokens: int32 [rows, sequence + 1].
-      member: whose params and tables these are.
-      axes: of `shard_map`, over which the rows are dealt out.
+      member: device whose params and tables these are.
+      axes: axes of `shard_map` that shard the rows.
 
     Returns:
-      {block-sparse projection: float32 [layers, in_blocks, out_blocks]}, a member its own.
+      {block-sparse projection: float32 [layers, in_blocks, out_blocks]}, the member's shard.
     """
     zeros = [
         {
@@ -53,15 +52,15 @@ def block_gradient_norms(
 
     def loss(norms):
         probes = [
-            {name: Probe(table, own[name], axes) for name, table in group.items()}
-            for group, own in zip(split_groups(tables), norms, strict=True)
+            {name: Probe(table, group_norms[name], axes) for name, table in group.items()}
+            for group, group_norms in zip(split_groups(tables), norms, strict=True)
         ]
         return whole.loss(model, params, join_groups(probes), tokens, weights, member)
 
-    found = jax.grad(loss)(zeros)
-    return {name: jnp.concatenate([own[name] for own in found]) for name in found[0]}
+    norms = jax.grad(loss)(zeros)
+    return {name: jnp.concatenate([group[name] for group in norms]) for name in norms[0]}
 
 
 def probed_rows(training: TrainingConfig) -> int:
-    """Sequences whose dense gradient is measured: a quarter of a micro-batch, at least one."""
+    """Returns the number of sequences to measure: a quarter of a micro-batch, at least one."""
     return max(1, training.batch // training.micro_batches // 4)

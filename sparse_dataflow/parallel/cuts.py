@@ -1,7 +1,7 @@
-"""Layouts cut over the tensor axis: each shard's own tables, and the order of its blocks.
+"""Layouts sharded over the tensor axis: the tables of each shard and the order of its blocks.
 
-On the mesh, the values of a row-parallel projection are in the shards' order; checkpoints and
-everything else have them in the layout's own, which is canonical.
+On the mesh, the values of a row-parallel projection are ordered by shard. Checkpoints and all other
+code use the canonical order of the layout.
 """
 
 from typing import NamedTuple
@@ -14,12 +14,12 @@ from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 
 
 class Cut(NamedTuple):
-    """A projection's layouts, cut into shards.
+    """Sharded layouts of a projection.
 
     Attributes:
-      tables: int32 [layers, shards, lines, fan], each shard's own.
-      order: int32 [layers, nnz], the canonical place of each block in the shards' order; None where
-        both are the same.
+      tables: int32 [layers, shards, lines, fan], the tables of each shard.
+      order: int32 [layers, nnz], canonical index of each block, in the order of the shards; None if
+        both orders are equal.
     """
 
     tables: LayoutTables
@@ -27,37 +27,37 @@ class Cut(NamedTuple):
 
 
 def cut(tables: dict[str, LayoutTables], shards: int, changing: bool) -> dict[str, Cut]:
-    """The layouts of every sparse projection, cut into shards.
+    """Shards the layouts of every sparse projection.
 
     Args:
       tables: canonical, concrete, stacked over the layers of a group; see `gpt`.
-      shards: into how many.
-      changing: whether the layouts may change later; the tables are then as wide as any could need.
+      shards: number of shards.
+      changing: whether the layouts may change later; the tables then fit any layout.
 
     Raises:
-      UserError: a layout whose shards would store unequally many blocks.
+      UserError: the shards of a layout would store different numbers of blocks.
     """
     return {name: _cut(name, stacked, shards, changing) for name, stacked in tables.items()}
 
 
 def _cut(name, stacked, shards, changing):
-    by_column = name in COLUMN_PARALLEL
-    divide = cut_columns if by_column else cut_rows
+    column_parallel = name in COLUMN_PARALLEL
+    divide = cut_columns if column_parallel else cut_rows
     layers = zip(*map(np.asarray, stacked))
     layouts = [BlockLayout.from_tables(LayoutTables(*layer), 1) for layer in layers]
-    lines = np.shape(stacked.in_index if by_column else stacked.out_index)[1]
-    # A line of one shard reaches no more blocks than the shard has, nor than it did in the whole.
-    across = np.shape(stacked.out_index if by_column else stacked.in_index)[2]
+    lines = np.shape(stacked.in_index if column_parallel else stacked.out_index)[1]
+    # A line of a shard has at most the shard's blocks, and at most the blocks of the whole line.
+    across = np.shape(stacked.out_index if column_parallel else stacked.in_index)[2]
     width = min(across, lines // shards)
     if not changing:
-        found = [divide(layout, shards) for layout in layouts]
-        index = 2 if by_column else 0
-        width = max(each.tables[index].shape[2] for each in found)
-    found = [divide(layout, shards, width) for layout in layouts]
-    order = None if by_column else np.stack([each.order for each in found])
-    return Cut(LayoutTables(*map(np.stack, zip(*(each.tables for each in found)))), order)
+        sharded = [divide(layout, shards) for layout in layouts]
+        index = 2 if column_parallel else 0
+        width = max(each.tables[index].shape[2] for each in sharded)
+    sharded = [divide(layout, shards, width) for layout in layouts]
+    order = None if column_parallel else np.stack([each.order for each in sharded])
+    return Cut(LayoutTables(*map(np.stack, zip(*(each.tables for each in sharded)))), order)
 
 
 def inverse(order: np.ndarray) -> np.ndarray:
-    """The order back: int32 [layers, nnz]."""
+    """Returns the inverse permutation of each row: int32 [layers, nnz]."""
     return np.argsort(order, axis=1).astype(np.int32)

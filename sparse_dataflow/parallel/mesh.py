@@ -12,41 +12,41 @@ from jax.sharding import AbstractMesh, Mesh
 from sparse_dataflow.files.errors import UserError
 
 AXES = ("data", "stage", "fsdp", "tensor")
-"""From the outermost to the innermost: the further in, the more an axis says in a step.
+"""Mesh axes from outermost to innermost; inner axes communicate more in a step.
 
-"data" replicates the model, "stage" cuts it by layers, "fsdp" shards what `parallel.zero` says, and
-"tensor" cuts every layer.  Rows of a batch are dealt out over BATCH_AXES.
+"data" replicates the model, "stage" splits its layers, "fsdp" shards what `parallel.zero` says,
+"tensor" shards every layer. BATCH_AXES shard the rows of a batch.
 """
 
 BATCH_AXES = ("data", "fsdp")
 
 AnyMesh = Mesh | AbstractMesh
-"""Of devices, or of described ones that need not be here."""
+"""A mesh of devices, or of described devices that need not exist."""
 
 
 def parse(text: str, devices: int | None) -> dict[str, int]:
-    """Axis sizes in the order of AXES, of "data:8,tensor:4" or "auto" (all devices in "fsdp").
+    """Parses "data:8,tensor:4" or "auto" (all devices in "fsdp") to {axis: size}, in AXES order.
 
-    One size may be -1, or left out as in "data,tensor:4": what the others leave.
+    One size may be -1 or missing, as in "data,tensor:4": it takes the remaining devices.
 
     Args:
-      text: of the flag.
-      devices: that the mesh must use, all of them; None for as many as the sizes say.
+      text: value of --mesh.
+      devices: number of devices that the mesh must use; None for the product of the sizes.
 
     Raises:
-      UserError: an unknown or repeated axis, a size that is none, or a product other than
-        `devices`; the legal values are named.
+      UserError: an unknown or repeated axis, an invalid size, or a product other than `devices`;
+        names the legal values.
     """
     if text == "auto":
         return {axis: (devices or 1) if axis == "fsdp" else 1 for axis in AXES}
     sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = (word.strip() for word in part.partition(":"))
+    for entry in text.split(","):
+        name, _, size = (word.strip() for word in entry.partition(":"))
         if name not in AXES:
             near = difflib.get_close_matches(name, AXES, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise UserError(
-                f"--mesh={text}: {name!r} is no axis; {hint}Legal: {', '.join(AXES)}, or auto."
+                f"--mesh={text}: {name!r} is not an axis; {hint}Legal: {', '.join(AXES)}, or auto."
             )
         if name in sizes:
             raise UserError(f"--mesh={text} names {name} twice; give each axis once.")
@@ -56,12 +56,12 @@ def parse(text: str, devices: int | None) -> dict[str, int]:
         raise UserError(
             f"--mesh={text} leaves the sizes of {' and '.join(open_axes)} open; legal: one axis."
         )
-    given = math.prod(size for size in sizes.values() if size != -1)
+    product = math.prod(size for size in sizes.values() if size != -1)
     if devices is None:
-        devices = given
-    if open_axes and devices % given == 0:
-        sizes[open_axes[0]] = devices // given
-    if math.prod(sizes.values()) != devices or (open_axes and devices % given):
+        devices = product
+    if open_axes and devices % product == 0:
+        sizes[open_axes[0]] = devices // product
+    if math.prod(sizes.values()) != devices or (open_axes and devices % product):
         raise UserError(
             f"--mesh={text} is a mesh of {_product(sizes)} devices, and there "
             f"{'is 1' if devices == 1 else f'are {devices}'}; legal: sizes whose product is "
@@ -77,8 +77,8 @@ def _size(text, name, size):
         number = 0
     if number < 1 and number != -1:
         raise UserError(
-            f"--mesh={text}: {name} has the size {size!r}; legal: 1 or more, or -1 for what the "
-            "other axes leave."
+            f"--mesh={text}: {name} has the size {size!r}; legal: 1 or more, or -1 for the "
+            "remaining devices."
         )
     return number
 
@@ -88,45 +88,45 @@ def _product(sizes):
 
 
 def _nearest(sizes, devices):
-    """A legal mesh of the same axes: each as large as asked for where it divides what is left."""
-    found, left = {}, devices
+    """Returns a legal mesh of the same axes with sizes near the requested ones."""
+    legal, remaining = {}, devices
     for name in sorted(sizes, key=AXES.index, reverse=True):
-        found[name] = math.gcd(sizes[name], left) if sizes[name] > 0 else 1
-        left //= found[name]
-    outer = next(name for name in AXES if name in found)
-    found[outer] *= left
-    return ",".join(f"{name}:{found[name]}" for name in AXES if name in found)
+        legal[name] = math.gcd(sizes[name], remaining) if sizes[name] > 0 else 1
+        remaining //= legal[name]
+    outer = next(name for name in AXES if name in legal)
+    legal[outer] *= remaining
+    return ",".join(f"{name}:{legal[name]}" for name in AXES if name in legal)
 
 
 def make(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with all of AXES, laid out so that inner axes are near each other.
+    """Creates a mesh with all of AXES whose inner axes use the nearest devices.
 
-    Where devices belong to several slices, or, without fast links between them, to several nodes,
-    the outermost axes are those that cross (jax's hybrid mesh).
+    If the devices form several islands (TPU slices, or nodes on other platforms), the outermost
+    axes cross them (jax's hybrid mesh).
 
     Args:
-      sizes: of `parse`.
-      devices: in the order of their numbers; those that are there where None.
+      sizes: result of `parse`.
+      devices: in the order of their ids; all devices of jax if None.
 
     Raises:
-      UserError: the axes cannot be cut at the borders of slices or nodes.
+      UserError: the axes cannot be split at the borders of the islands.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = [sizes[axis] for axis in AXES]
-    groups, by_process = _groups(devices)
-    if groups == 1:
+    islands, island_is_process = _islands(devices)
+    if islands == 1:
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return Mesh(grid, AXES)
-    crossed = across(sizes, groups)
-    inside = [size // other for size, other in zip(shape, crossed)]
+    outer = outer_shape(sizes, islands)
+    inner = [size // crossing for size, crossing in zip(shape, outer)]
     grid = mesh_utils.create_hybrid_device_mesh(
-        inside, crossed, devices, process_is_granule=by_process
+        inner, outer, devices, process_is_granule=island_is_process
     )
     return Mesh(grid, AXES)
 
 
-def _groups(devices):
-    """(groups of devices with fast links inside, whether a group is a process)."""
+def _islands(devices):
+    """Returns (number of islands with fast links inside, whether an island is a process)."""
     slices = {getattr(device, "slice_index", None) for device in devices}
     if len(slices) > 1:
         return len(slices), False
@@ -134,60 +134,58 @@ def _groups(devices):
     return (1, False) if devices[0].platform == "tpu" else (len(processes), True)
 
 
-def across(sizes: Mapping[str, int], groups: int) -> list[int]:
-    """How many parts of each axis lie in different groups, taken from the outermost axis on.
+def outer_shape(sizes: Mapping[str, int], islands: int) -> list[int]:
+    """Returns the shape of the mesh of islands: how often each axis crosses them, outer ones first.
 
     Args:
-      sizes: of `parse`.
-      groups: slices or nodes.
+      sizes: result of `parse`.
+      islands: number of slices or nodes.
 
     Raises:
-      UserError: the axes cannot be cut so.
+      UserError: the axes cannot be split at the borders of the islands.
     """
-    parts, left = [], groups
+    shape, remaining = [], islands
     for axis in AXES:
-        part = math.gcd(sizes[axis], left)
-        parts.append(part)
-        left //= part
-    if left > 1:
+        shape.append(math.gcd(sizes[axis], remaining))
+        remaining //= shape[-1]
+    if remaining > 1:
         axes = ", ".join(f"{axis}:{sizes[axis]}" for axis in AXES)
         raise UserError(
-            f"A mesh of {axes} cannot be cut at the borders of {groups} slices or nodes; "
-            f"legal: axes whose product is a multiple of {groups}, outer ones first."
+            f"A mesh of {axes} cannot be split at the borders of {islands} slices or nodes; "
+            f"legal: axes whose product is a multiple of {islands}, outer ones first."
         )
-    return parts
+    return shape
 
 
 def describe(mesh: AnyMesh) -> str:
-    """ "data:2,fsdp:4": the axes that are longer than 1, or "one device"."""
+    """Returns the axes longer than 1, such as "data:2,fsdp:4", or "one device"."""
     named = [f"{axis}:{size}" for axis, size in mesh.shape.items() if size > 1]
     return ",".join(named) or "one device"
 
 
-def rows_here(mesh: AnyMesh, rows: int) -> tuple[int, ...]:
-    """Rows of a batch that are on this process's devices, ascending.
+def local_rows(mesh: AnyMesh, rows: int) -> tuple[int, ...]:
+    """Returns the rows of a batch on this process's devices, ascending.
 
     Raises:
-      UserError: the rows cannot be dealt out evenly, or the devices are only described.
+      UserError: the rows do not shard evenly, or the devices are only described.
     """
     if isinstance(mesh, AbstractMesh):
         raise UserError(f"The devices of {describe(mesh)} are only described; none holds rows.")
-    parts = batch_parts(mesh)
-    if rows % parts:
+    shards = batch_shards(mesh)
+    if rows % shards:
         raise UserError(
-            f"A batch of {rows} sequences cannot be dealt out to {parts} devices "
+            f"A batch of {rows} sequences cannot be sharded over {shards} devices "
             f"({' x '.join(f'{axis}:{mesh.shape[axis]}' for axis in BATCH_AXES)}); legal: a "
-            f"multiple of {parts}."
+            f"multiple of {shards}."
         )
     order = [mesh.axis_names.index(axis) for axis in BATCH_AXES]
     others = [i for i in range(mesh.devices.ndim) if i not in order]
-    by_part = mesh.devices.transpose(*order, *others).reshape(parts, -1)
-    here = jax.process_index()
-    mine = [any(d.process_index == here for d in part) for part in by_part]
-    each = rows // parts
-    return tuple(int(r) for r in np.flatnonzero(np.repeat(mine, each)))
+    devices = mesh.devices.transpose(*order, *others).reshape(shards, -1)
+    process = jax.process_index()
+    local = [any(d.process_index == process for d in shard) for shard in devices]
+    return tuple(int(r) for r in np.flatnonzero(np.repeat(local, rows // shards)))
 
 
-def batch_parts(mesh: AnyMesh) -> int:
-    """Into how many parts the rows of a batch are cut."""
+def batch_shards(mesh: AnyMesh) -> int:
+    """Returns the number of shards of a batch's rows."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

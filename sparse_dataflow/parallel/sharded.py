@@ -1,4 +1,4 @@
-"""The `whole` executor over a mesh: every device runs the same program on its part of all."""
+"""The `whole` executor over a mesh: every device runs the same program on its shards."""
 
 import dataclasses
 import functools
@@ -18,20 +18,21 @@ from sparse_dataflow.optim.optimizers import adam
 from sparse_dataflow.parallel import cuts, sharding, whole
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.block_gradients import block_gradient_norms
+from sparse_dataflow.parallel.executor import Executor
 from sparse_dataflow.parallel.mesh import BATCH_AXES
 from sparse_dataflow.parallel.sharding import COLUMN_PARALLEL
 
 TABLES = P("stage", "tensor")
-"""Of tables [layers, shards, lines, fan]."""
+"""Partition spec of tables [layers, shards, lines, fan]."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Sharded:
-    """All sections in one program, cut over the axes of a mesh.
+class Sharded(Executor):
+    """All sections in one program, sharded over the axes of a mesh.
 
     Attributes:
       mesh: with all of `mesh.AXES`; its "stage" is 1.
-      zero: what is dealt out over "fsdp"; see `sharding.ZERO`.
+      zero: which arrays are sharded over "fsdp"; see `sharding.ZERO`.
     """
 
     mesh: meshes.AnyMesh
@@ -48,7 +49,7 @@ class Sharded:
 
     def check(self, model, training):
         """See `Executor`."""
-        sharding.refuse_unfit(
+        sharding.refuse_indivisible(
             self.mesh, model, training.batch, training.micro_batches, training.sequence
         )
         for group in split_groups(gpt.layout_tables(gpt.layouts(model))):
@@ -56,93 +57,100 @@ class Sharded:
 
     def loss(self, model, params, tables, tokens, weights):
         """See `Executor`."""
-        member, kept, _ = self._member(model, params)
+        member, specs, _ = self._member(model, params)
 
         def local(params, tables, tokens, weights):
-            share = whole.loss(model, params, own_tables(tables), tokens, weights, member)
+            share = whole.loss(model, params, local_tables(tables), tokens, weights, member)
             return lax.psum(share, self.mesh.axis_names)
 
         rows = P(BATCH_AXES)
-        return self._over_mesh(local, tables, (kept, rows, rows), P())(params, tokens, weights)
+        return self._over_mesh(local, tables, (specs, rows, rows), P())(params, tokens, weights)
 
     def token_scores(self, model, params, tables, tokens, places):
-        """As `whole.token_scores`, of places int32 [parts, S]: row i is of the i-th part of the
-        batch's rows. Returns [parts, S] each."""
-        member, kept, _ = self._member(model, params)
+        """Returns `whole.token_scores` as [batch shards, S] each.
+
+        `places` is int32 [batch shards, S]: row i selects targets of the i-th shard of the batch.
+        """
+        member, specs, _ = self._member(model, params)
 
         def local(params, tables, tokens, places):
-            found = whole.token_scores(model, params, own_tables(tables), tokens, places[0], member)
-            return tuple(part[None] for part in found)
+            scores = whole.token_scores(
+                model, params, local_tables(tables), tokens, places[0], member
+            )
+            return tuple(score[None] for score in scores)
 
         rows = P(BATCH_AXES)
-        return self._over_mesh(local, tables, (kept, rows, rows), (rows, rows))(
+        return self._over_mesh(local, tables, (specs, rows, rows), (rows, rows))(
             params, tokens, places
         )
 
     def loss_and_gradients(self, model, params, tables, tokens, micro_batches, dtype="float32"):
         """See `Executor`."""
-        member, kept, gradient_specs = self._member(model, params)
+        member, specs, gradient_specs = self._member(model, params)
 
         def local(params, tables, tokens):
             share, gradients = whole.loss_and_gradients(
-                model, params, own_tables(tables), tokens, micro_batches, member, dtype
+                model, params, local_tables(tables), tokens, micro_batches, member, dtype
             )
-            summed = functools.partial(sharding.summed, mesh=self.mesh)
-            gradients = jax.tree.map(summed, gradients, gradient_specs)
+            all_reduce = functools.partial(sharding.all_reduce, mesh=self.mesh)
+            gradients = jax.tree.map(all_reduce, gradients, gradient_specs)
             return lax.psum(share, self.mesh.axis_names), gradients
 
-        specs = (kept, P(BATCH_AXES))
-        return self._over_mesh(local, tables, specs, (P(), gradient_specs))(params, tokens)
+        in_specs = (specs, P(BATCH_AXES))
+        return self._over_mesh(local, tables, in_specs, (P(), gradient_specs))(params, tokens)
 
     def block_gradient_norms(self, model, params, tables, tokens):
         """See `Executor`."""
-        member, kept, _ = self._member(model, params)
-        # Rows too few for all devices are measured by each.
-        axes = () if len(tokens) % meshes.batch_parts(self.mesh) else BATCH_AXES
+        member, specs, _ = self._member(model, params)
+        # Every device measures the same rows if they are too few to shard.
+        axes = () if len(tokens) % meshes.batch_shards(self.mesh) else BATCH_AXES
 
         def local(params, tables, tokens):
-            return block_gradient_norms(model, params, own_tables(tables), tokens, member, axes)
+            return block_gradient_norms(model, params, local_tables(tables), tokens, member, axes)
 
         column, row = P(None, None, "tensor"), P(None, "tensor")
-        found = {
+        out_specs = {
             name: column if name in COLUMN_PARALLEL else row for name in split_groups(tables)[0]
         }
-        return self._over_mesh(local, tables, (kept, P(axes or None)), found)(params, tokens)
+        return self._over_mesh(local, tables, (specs, P(axes or None)), out_specs)(params, tokens)
 
     def _member(self, model, params):
-        """(member, specs of the params, specs of the gradients)."""
-        kept = sharding.specs(params, self.mesh, self.zero >= sharding.ZERO["params"])
-        wanted = sharding.specs(params, self.mesh, self.zero >= sharding.ZERO["gradients"])
-        specs = {name: split_groups(section) for name, section in kept.items()}
-        specs["blocks"] = tuple(map(sharding.of_layer, specs["blocks"]))
-        cut = self._tensor > 1
+        """Returns (member, specs of the params, specs of the gradients)."""
+        specs = sharding.specs(params, self.mesh, self.zero >= sharding.ZERO["params"])
+        gradient_specs = sharding.specs(params, self.mesh, self.zero >= sharding.ZERO["gradients"])
+        by_group = {name: split_groups(section) for name, section in specs.items()}
+        by_group["blocks"] = tuple(map(sharding.layer_specs, by_group["blocks"]))
+        tensor_parallel = self._tensor > 1
         member = whole.Member(
             Shard(
-                "tensor" if cut else None,
-                cut and "tensor" in sharding.axes_of(kept["embed"]["tokens"]),
+                "tensor" if tensor_parallel else None,
+                tensor_parallel and "tensor" in sharding.axes_of(specs["embed"]["tokens"]),
             ),
-            meshes.batch_parts(self.mesh),
-            lambda name, own, group: sharding.fetch(own, specs[name][group], model.compute_dtype),
-            lambda gradients: jax.tree.map(sharding.scattered, gradients, kept, wanted),
+            meshes.batch_shards(self.mesh),
+            lambda name, params, group: sharding.gather(
+                params, by_group[name][group], model.compute_dtype
+            ),
+            lambda gradients: jax.tree.map(
+                sharding.reduce_scatter, gradients, specs, gradient_specs
+            ),
         )
-        return member, kept, wanted
+        return member, specs, gradient_specs
 
     def _over_mesh(self, local, tables, specs, out_specs):
-        """`local(params, tables, ...)` on every device; concrete tables stay so."""
+        """Returns `local(params, tables, ...)` mapped over the devices; concrete tables stay so."""
         first, *others = specs
         if all(isinstance(table, np.ndarray) for table in jax.tree.leaves(tables)):
             run = lambda params, *rest: local(params, tables, *rest)  # noqa: E731
             in_specs = tuple(specs)
-            given: tuple = ()
+            operands: tuple = ()
         else:
             run = lambda params, tables, *rest: local(params, tables, *rest)  # noqa: E731
             in_specs = (first, TABLES, *others)
-            given = (tables,)
-        # What is summed over which axis is written out.
+            operands = (tables,)
         mapped = jax.shard_map(
             run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-        return lambda params, *rest: mapped(params, *given, *rest)
+        return lambda params, *rest: mapped(params, *operands, *rest)
 
     @property
     def _tensor(self) -> int:
@@ -172,67 +180,73 @@ class Sharded:
         return self._reordered(self._with_rows(state, model.vocab_size), cuts.inverse)
 
     def _row_shapes(self, state, vocabulary=None):
-        """The state with shapes in place of its embedding and its moments: of so many rows, or of
-        `sharding.filled`; the state itself where it has these rows."""
+        """Returns the state with new shapes for the token embedding and its moments.
 
-        def one(path, leaf):
-            if not sharding.dotted(path).endswith("embed.tokens"):
+        They get `vocabulary` rows, or those of `sharding.padded_rows`. Returns the state itself if
+        it has these rows.
+        """
+
+        def resized(path, leaf):
+            if not sharding.dotted_path(path).endswith("embed.tokens"):
                 return leaf
-            rows = vocabulary or sharding.filled(leaf.shape[0], self.mesh)
+            rows = vocabulary or sharding.padded_rows(leaf.shape[0], self.mesh)
             if rows == leaf.shape[0]:
                 return leaf
             return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
 
-        shapes = jax.tree_util.tree_map_with_path(one, state)
+        shapes = jax.tree_util.tree_map_with_path(resized, state)
         same = all(map(operator.is_, jax.tree.leaves(shapes), jax.tree.leaves(state)))
         return state if same else shapes
 
     def _with_rows(self, state, vocabulary=None):
-        """The placed state with zeros for rows that stand for no token, or without such rows."""
+        """Adds padding rows (zeros) to the placed embedding, or removes them."""
         arrays = state._replace(tables=())
         shapes = self._row_shapes(arrays, vocabulary)
         if shapes is arrays:
             return state
 
-        def one(leaf, shape, target):
+        def resize(leaf, shape, target):
             if leaf.shape == shape.shape:
                 return leaf
-            return _resized(target, shape.shape[0])(leaf)
+            return _resize(target, shape.shape[0])(leaf)
 
-        placed = jax.tree.map(one, arrays, shapes, self.shardings(shapes))
+        placed = jax.tree.map(resize, arrays, shapes, self.shardings(shapes))
         return placed._replace(tables=state.tables)
 
-    def _reordered(self, state, turned):
-        """The state with the blocks of row-parallel projections in another order, laid out."""
+    def _reordered(self, state, permutation):
+        """Places a state with the blocks of row-parallel projections reordered.
+
+        `permutation` maps the order of the shards to the indices to take.
+        """
         orders: dict[tuple[int, str], np.ndarray] = {}
         if self._tensor > 1:
             for group, tables in enumerate(split_groups(state.tables)):
-                found = cuts.cut(tables, self._tensor, changing=False)
-                orders |= {(group, n): c.order for n, c in found.items() if c.order is not None}
+                sharded = cuts.cut(tables, self._tensor, changing=False)
+                orders |= {(group, n): c.order for n, c in sharded.items() if c.order is not None}
         arrays = state._replace(tables=())
 
-        def one(path, leaf, target):
+        def place(path, leaf, target):
             *_, module, name = ["", "", *(getattr(key, "key", "") for key in path)]
-            where = group_index_of_path(path), module
-            if where in orders and name == "values":
-                return _taken(target)(laid_out(leaf, target), turned(orders[where]))
-            return laid_out(leaf, target)
+            key = group_index_of_path(path), module
+            if key in orders and name == "values":
+                return _take(target)(put_global(leaf, target), permutation(orders[key]))
+            return put_global(leaf, target)
 
-        placed = jax.tree_util.tree_map_with_path(one, arrays, self.shardings(arrays))
+        placed = jax.tree_util.tree_map_with_path(place, arrays, self.shardings(arrays))
         return placed._replace(tables=state.tables)
 
     def tables(self, tables, changing):
         """See `Executor`."""
         target = NamedSharding(self.mesh, TABLES)
         return jax.tree.map(
-            lambda table: laid_out(table, target), self._cut_tables(tables, changing)
+            lambda table: put_global(table, target), self._cut_tables(tables, changing)
         )
 
     def _cut_tables(self, tables, changing):
         if self._tensor == 1 and not changing:
             return ()
-        found = [cuts.cut(group, self._tensor, changing) for group in split_groups(tables)]
-        return join_groups([{name: cut.tables for name, cut in group.items()} for group in found])
+        groups = [cuts.cut(group, self._tensor, changing) for group in split_groups(tables)]
+        return join_groups([{name: cut.tables for name, cut in group.items()} for group in groups])
 
     def arrays(self, state, tables, changing, batch):
         """See `Executor`."""
@@ -240,8 +254,8 @@ class Sharded:
             lambda leaf: _abstract(leaf, NamedSharding(self.mesh, spec)), tree
         )
         placed = self.placed_shapes(jax.tree.map(_abstract, state, self.shardings(state)))
-        dealt = self.zero >= sharding.ZERO["gradients"]
-        gradients = sharding.specs(placed.params, self.mesh, dealt)
+        fsdp = self.zero >= sharding.ZERO["gradients"]
+        gradients = sharding.specs(placed.params, self.mesh, fsdp)
         return {
             "parameters": placed.params,
             "gradients": jax.tree.map(
@@ -255,51 +269,47 @@ class Sharded:
         }
 
     def _gradients_like(self, state):
-        """Shapes and dtypes of the gradients."""
+        """Returns the shapes and dtypes of the gradients."""
         return adam(state.moments).mu
 
-    def rounds(self, model, micro_batches):
+    def local_rows(self, batch):
         """See `Executor`."""
-        return {}
-
-    def rows(self, batch):
-        """See `Executor`."""
-        return meshes.rows_here(self.mesh, batch)
+        return meshes.local_rows(self.mesh, batch)
 
     def put(self, batch, rows):
         """See `Executor`."""
         target = NamedSharding(self.mesh, P(BATCH_AXES))
-        place = {row: i for i, row in enumerate(self.rows(rows))}
+        position = {row: i for i, row in enumerate(self.local_rows(rows))}
 
-        def one(mine):
-            def part(index):
+        def put_array(array):
+            def shard(index):
                 start, stop, _ = index[0].indices(rows)
-                return mine[place[start] : place[stop - 1] + 1]
+                return array[position[start] : position[stop - 1] + 1]
 
-            return jax.make_array_from_callback((rows, *mine.shape[1:]), target, part)
+            return jax.make_array_from_callback((rows, *array.shape[1:]), target, shard)
 
-        return {name: one(mine) for name, mine in batch.items()}
+        return {name: put_array(array) for name, array in batch.items()}
 
 
 def _abstract(leaf, target):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
 
 
-def own_tables(tables):
-    """A device's own tables, [layers, lines, fan]; whole ones stay."""
+def local_tables(tables):
+    """Returns a device's tables [layers, lines, fan], without the axis of shards."""
     return jax.tree.map(lambda table: table if table.ndim == 3 else table[:, 0], tables)
 
 
-def laid_out(leaf, target):
-    """`leaf`, an array of all processes or one that every process has, laid out as `target`."""
+def put_global(leaf, target):
+    """Returns the array with sharding `target`; a numpy array is equal on every process."""
     if isinstance(leaf, jax.Array):
         return jax.device_put(leaf, target)
     return jax.make_array_from_callback(leaf.shape, target, lambda index: leaf[index])
 
 
 @functools.cache
-def _resized(target, rows):
-    """Jitted table [V, D] -> its first rows, or with zeros behind them, laid out as `target`."""
+def _resize(target, rows):
+    """Returns a jitted function that truncates or pads a table [V, D] to `rows` rows."""
 
     def resize(table):
         return jnp.pad(table[:rows], ((0, max(0, rows - len(table))), (0, 0)))
@@ -308,8 +318,8 @@ def _resized(target, rows):
 
 
 @functools.cache
-def _taken(target):
-    """Jitted (values [layers, nnz, ...], order) -> the values in that order, laid out likewise."""
+def _take(target):
+    """Returns a jitted function (values [layers, nnz, ...], order) -> reordered values."""
 
     def take(values, order):
         return values[jnp.arange(len(values))[:, None], order]

@@ -1,7 +1,6 @@
-"""Which axes of a mesh cut which parameter: one table, and what `parallel.zero` makes of it.
+"""Table of the mesh axes that shard each parameter, and the effect of `parallel.zero`.
 
-Moments and gradients of a parameter follow its row.  To change how something is laid out, change
-its row.
+Moments and gradients of a parameter follow its row. To change a sharding, change its row.
 """
 
 import math
@@ -17,18 +16,18 @@ from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.parallel.mesh import BATCH_AXES, AnyMesh, batch_parts
-from sparse_dataflow.parallel.whole import FETCHED
+from sparse_dataflow.parallel.mesh import BATCH_AXES, AnyMesh, batch_shards
+from sparse_dataflow.parallel.whole import GATHERED
 
 COLUMN_PARALLEL = ("qkv", "mlp_in")
 ROW_PARALLEL = ("attn_out", "mlp_out")
 
 _COLUMN, _ROW = "|".join(COLUMN_PARALLEL), "|".join(ROW_PARALLEL)
 _BLOCKS = r"blocks\.(?:\d+\.)?"
-"""Of all blocks, or of one group of them (see `models.groups`)."""
+"""Path prefix of all blocks, or of one layer group (see `models.groups`)."""
 
 RULES = (
-    # The first row whose expression matches the whole path says which axes cut each dimension.
+    # The first row whose expression matches the full path gives the axes that shard each dimension.
     (r"embed\.tokens", P("tensor", "fsdp")),
     (r"embed\.positions", P(None, "fsdp")),
     (rf"{_BLOCKS}({_COLUMN})\.values", P("stage", ("tensor", "fsdp"))),
@@ -41,84 +40,83 @@ RULES = (
     (r"blocks\..*", P("stage")),
     (r"head\..*", P()),
 )
-"""A row's "fsdp" goes to the next dimension that it divides, or nowhere, where it does not divide
-the one named; "stage" on the layers likewise goes nowhere, and "tensor" on a vocabulary that is not
-filled up (`filled`)."""
+"""If "fsdp" does not divide its dimension, it shards the next divisible one, or none. "stage" is
+dropped if it does not divide the layers, and "tensor" if it does not divide the vocabulary
+(see `padded_rows`)."""
 
 ZERO = {"moments": 1, "gradients": 2, "params": 3}
-"""From which `parallel.zero` on something is dealt out over "fsdp" (arXiv 1910.02054, section "
-"5)."""
+"""Lowest `parallel.zero` that shards a kind of array over "fsdp" (arXiv 1910.02054, section 5)."""
 
 
 def spec(path: str, shape: tuple[int, ...], mesh: AnyMesh, fsdp: bool = True) -> P:
-    """How a parameter, its gradient or a moment is cut.
+    """Returns the partition spec of a parameter, its gradient or a moment.
 
     Args:
-      path: of the parameter, "blocks.qkv.values", or "blocks.1.qkv.values" in a group of layers.
-      shape: of the whole array.
+      path: such as "blocks.qkv.values", or "blocks.1.qkv.values" in a layer group.
+      shape: global shape.
       mesh: the devices.
-      fsdp: whether it is dealt out over that axis.
+      fsdp: whether to shard over "fsdp".
     """
     row = next(row for expression, row in RULES if re.fullmatch(expression, path))
-    cuts = [list(names(entry)) for entry in [*row, *[None] * (len(shape) - len(row))]]
+    cuts = [list(entry_axes(entry)) for entry in [*row, *[None] * (len(shape) - len(row))]]
     if path == "embed.tokens" and shape[0] % mesh.shape["tensor"]:
         cuts[0].remove("tensor")
     if cuts and "stage" in cuts[0] and shape[0] % mesh.shape["stage"]:
         cuts[0].remove("stage")
-    wanted = next((i for i, axes in enumerate(cuts) if "fsdp" in axes), None)
-    if wanted is not None:
-        cuts[wanted].remove("fsdp")
+    first = next((i for i, axes in enumerate(cuts) if "fsdp" in axes), None)
+    if first is not None:
+        cuts[first].remove("fsdp")
         if fsdp:
-            fits = lambda i: shape[i] % (_ways(cuts[i], mesh) * mesh.shape["fsdp"]) == 0  # noqa: E731
-            found = next(filter(fits, range(wanted, len(shape))), None)
-            if found is not None:
-                cuts[found].append("fsdp")
-    kept = [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in cuts]
-    while kept and not kept[-1]:
-        kept.pop()
-    return P(*(axes or None for axes in kept))
+            fits = lambda i: shape[i] % (_shards(cuts[i], mesh) * mesh.shape["fsdp"]) == 0  # noqa: E731
+            dim = next(filter(fits, range(first, len(shape))), None)
+            if dim is not None:
+                cuts[dim].append("fsdp")
+    entries = [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in cuts]
+    while entries and not entries[-1]:
+        entries.pop()
+    return P(*(axes or None for axes in entries))
 
 
 VOCABULARY_MULTIPLE = 128
-"""Rows of a filled vocabulary on one device are a multiple of this: tiles of a product are then
-whole (as Megatron-LM's --make-vocab-size-divisible-by, arXiv 1909.08053, section 4)."""
+"""Rows per device of a padded vocabulary are a multiple of this, so that matrix tiles are full (as
+in Megatron-LM's --make-vocab-size-divisible-by, arXiv 1909.08053, section 4)."""
 
 
-def filled(rows: int, mesh: AnyMesh) -> int:
-    """Rows of the embedding as it is placed: more where "tensor" would not cut it evenly."""
+def padded_rows(rows: int, mesh: AnyMesh) -> int:
+    """Returns the rows of the placed embedding, padded if "tensor" does not divide `rows`."""
     tensor = mesh.shape["tensor"]
-    whole = VOCABULARY_MULTIPLE * tensor
-    return rows if rows % tensor == 0 else -(-rows // whole) * whole
+    multiple = VOCABULARY_MULTIPLE * tensor
+    return rows if rows % tensor == 0 else -(-rows // multiple) * multiple
 
 
-def names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The axes of one dimension of a spec."""
+def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the axes of one dimension of a spec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else entry
 
 
-def _ways(axes, mesh):
+def _shards(axes, mesh):
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def axes_of(spec: P) -> set[str]:
-    """The axes that a spec names."""
-    return {name for entry in spec for name in names(entry)}
+    """Returns all axes of a spec."""
+    return {name for entry in spec for name in entry_axes(entry)}
 
 
 def specs(params: dict, mesh: AnyMesh, fsdp: bool = True) -> dict:
-    """`spec` of every leaf of a tree like the params."""
+    """Returns `spec` of every leaf of a tree like the params."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: spec(dotted(path), leaf.shape, mesh, fsdp), params
+        lambda path, leaf: spec(dotted_path(path), leaf.shape, mesh, fsdp), params
     )
 
 
 def state_shardings(state: Any, mesh: AnyMesh, zero: int) -> Any:
-    """Shardings of a training state's arrays (without its tables).
+    """Returns the shardings of a training state without tables.
 
     Args:
       state: has `params` and `moments`; leaves have shapes.
       mesh: the devices.
-      zero: 0 to 3.
+      zero: `parallel.zero`, 0 to 3.
     """
 
     def sharding(path, leaf):
@@ -126,8 +124,8 @@ def state_shardings(state: Any, mesh: AnyMesh, zero: int) -> Any:
         start = next((i for i, key in enumerate(keys) if key in ("embed", "blocks", "head")), 0)
         if not start:  # Step, key, the optimizer's count.
             return NamedSharding(mesh, P())
-        dealt = zero >= ZERO[keys[0]]
-        return NamedSharding(mesh, spec(".".join(keys[start:]), leaf.shape, mesh, dealt))
+        fsdp = zero >= ZERO[keys[0]]
+        return NamedSharding(mesh, spec(".".join(keys[start:]), leaf.shape, mesh, fsdp))
 
     return jax.tree_util.tree_map_with_path(sharding, state)
 
@@ -136,32 +134,32 @@ def _name(key) -> str:
     return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
 
 
-def dotted(path) -> str:
-    """A path of `jax.tree_util` as "blocks.qkv.values"."""
+def dotted_path(path) -> str:
+    """Returns a path of `jax.tree_util` as "blocks.qkv.values"."""
     return ".".join(map(_name, path))
 
 
-def fetch(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
-    """What "fsdp" dealt out, brought together in the compute dtype, inside `shard_map`.
+def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
+    """All-gathers params over "fsdp" in the compute dtype, inside `shard_map`.
 
-    The gradient goes back the same way: summed in float32 over the axis, and dealt out.
+    Its transpose reduce-scatters the gradient in float32.
 
     Args:
-      params: a section's, as they are kept; of one layer where specs are of one.
-      specs: their specs.
-      dtype: to compute in.
+      params: a section's shards; of one layer if the specs are of one.
+      specs: partition specs of the params.
+      dtype: compute dtype.
     """
 
-    def one(leaf, spec):
+    def gather_leaf(leaf, spec):
         for dim, entry in enumerate(spec):
-            if "fsdp" in names(entry):
-                return checkpoint_name(_gathered(leaf, dim, jnp.dtype(dtype)), FETCHED)
+            if "fsdp" in entry_axes(entry):
+                return checkpoint_name(_all_gather(leaf, dim, jnp.dtype(dtype)), GATHERED)
         return leaf
 
-    return jax.tree.map(one, params, specs)
+    return jax.tree.map(gather_leaf, params, specs)
 
 
-def _gathered(leaf, dim, dtype):
+def _all_gather(leaf, dim, dtype):
     @jax.custom_vjp
     def gather(leaf):
         return lax.all_gather(leaf.astype(dtype), "fsdp", axis=dim, tiled=True)
@@ -177,29 +175,29 @@ def _gathered(leaf, dim, dtype):
     return gather(leaf)
 
 
-def of_layer(specs: dict) -> dict:
-    """Specs of the stacked blocks -> those of one layer."""
+def layer_specs(specs: dict) -> dict:
+    """Returns the specs of one layer from those of the stacked blocks."""
     return jax.tree.map(lambda spec: P(*spec[1:]), specs, is_leaf=lambda s: isinstance(s, P))
 
 
-def scattered(gradient: jax.Array, kept: P, wanted: P) -> jax.Array:
-    """A device's gradient of a parameter that is whole over "fsdp", summed over it and dealt out.
+def reduce_scatter(gradient: jax.Array, param_spec: P, gradient_spec: P) -> jax.Array:
+    """Reduce-scatters a gradient over "fsdp" if it shards the gradient but not the parameter.
 
     Args:
-      gradient: cut as `kept`, or as `wanted` already; summed in float32 whatever its dtype.
-      kept: spec of the parameter.
-      wanted: spec of the gradient; as it is returned.
+      gradient: sharded as `param_spec` or `gradient_spec`; summed in float32 whatever its dtype.
+      param_spec: spec of the parameter.
+      gradient_spec: spec of the result.
     """
-    if "fsdp" in axes_of(wanted) and "fsdp" not in axes_of(kept):
-        dim = next(i for i, entry in enumerate(wanted) if "fsdp" in names(entry))
+    if "fsdp" in axes_of(gradient_spec) and "fsdp" not in axes_of(param_spec):
+        dim = next(i for i, entry in enumerate(gradient_spec) if "fsdp" in entry_axes(entry))
         wide = gradient.astype(jnp.float32)
-        dealt = lax.psum_scatter(wide, "fsdp", scatter_dimension=dim, tiled=True)
-        return dealt.astype(gradient.dtype)
+        shard = lax.psum_scatter(wide, "fsdp", scatter_dimension=dim, tiled=True)
+        return shard.astype(gradient.dtype)
     return gradient
 
 
-def summed(gradient: jax.Array, spec: P, mesh: AnyMesh) -> jax.Array:
-    """The sum of the devices' gradients over every axis that does not cut it, made in float32."""
+def all_reduce(gradient: jax.Array, spec: P, mesh: AnyMesh) -> jax.Array:
+    """Sums a gradient in float32 over every axis that does not shard it."""
     over = tuple(
         axis
         for axis in (*BATCH_AXES, "tensor")
@@ -210,45 +208,45 @@ def summed(gradient: jax.Array, spec: P, mesh: AnyMesh) -> jax.Array:
     return lax.psum(gradient.astype(jnp.float32), over).astype(gradient.dtype)
 
 
-def refuse_unfit(
+def refuse_indivisible(
     mesh: AnyMesh, model: ModelConfig, batch: int, micro_batches: int, sequence: int
 ) -> None:
-    """Refuses a mesh that cannot cut this model and batch evenly.
+    """Refuses a mesh that does not divide this model and batch.
 
     Args:
       mesh: the devices.
-      model: its config.
-      batch: sequences in a step.
-      micro_batches: parts it is accumulated over.
-      sequence: tokens in a sequence.
+      model: model config.
+      batch: sequences per step.
+      micro_batches: micro-batches per step.
+      sequence: tokens per sequence.
 
     Raises:
-      UserError: naming what does not divide, and the legal sizes.
+      UserError: naming the count that is not divisible, and the legal sizes.
     """
-    tensor, parts = mesh.shape["tensor"], batch_parts(mesh)
-    if batch % (parts * micro_batches):
+    tensor, shards = mesh.shape["tensor"], batch_shards(mesh)
+    if batch % (shards * micro_batches):
         raise UserError(
-            f"A batch of {batch} sequences in {micro_batches} micro-batches cannot be dealt out "
-            f"to {parts} devices (data:{mesh.shape['data']} x fsdp:{mesh.shape['fsdp']}); legal: "
-            f"a --batch that is a multiple of {parts * micro_batches}."
+            f"A batch of {batch} sequences in {micro_batches} micro-batches cannot be sharded over "
+            f"{shards} devices (data:{mesh.shape['data']} x fsdp:{mesh.shape['fsdp']}); legal: a "
+            f"--batch that is a multiple of {shards * micro_batches}."
         )
-    cut = {f"{model.num_heads} heads": model.num_heads, f"{sequence} tokens": sequence}
+    counts = {f"{model.num_heads} heads": model.num_heads, f"{sequence} tokens": sequence}
     for name in PROJECTIONS:
         linear, (inside, outside) = model.linear(name), model.projection_shape(name)
         side, features = ("output", outside) if name in COLUMN_PARALLEL else ("input", inside)
         if linear.kind == "block_sparse":
             blocks = features // linear.block
-            cut[f"the {blocks} {side} blocks of {name}"] = blocks
+            counts[f"the {blocks} {side} blocks of {name}"] = blocks
             if linear.hadamard and side == "input":
                 groups = features // linear.hadamard
-                cut[
+                counts[
                     f"the {groups} groups of --set sparsity.hadamard={linear.hadamard} of {name}"
                 ] = groups
         else:
-            cut[f"the {features} {side} features of {name}"] = features
-    for words, count in cut.items():
+            counts[f"the {features} {side} features of {name}"] = features
+    for words, count in counts.items():
         if count % tensor:
-            together = math.gcd(*cut.values())
+            together = math.gcd(*counts.values())
             legal = [str(n) for n in range(1, together + 1) if together % n == 0]
             raise UserError(
                 f"tensor:{tensor} does not divide {words}; legal for this model: "

@@ -1,4 +1,4 @@
-"""All sections in one program: the loss and its gradients, of one device or of one of a mesh."""
+"""All sections in one program: loss and gradients on a single device or a device of a mesh."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from sparse_dataflow.models.groups import split_groups
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT
 from sparse_dataflow.models.shard import WHOLE, Shard
 
-FETCHED = "fetched"
-"""Name of parameters that were brought from other devices: the backward brings them again."""
+GATHERED = "gathered"
+"""Checkpoint name of all-gathered params: the backward pass gathers them again."""
 
 _REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.save_only_these_names(PROJECTION_OUTPUT),
@@ -27,42 +27,41 @@ _REMAT_POLICIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """The part of the work that one device of a mesh does, inside `shard_map`.
+    """Work of one device of a mesh, inside `shard_map`.
 
     Attributes:
-      shard: of every section.
-      batch_parts: devices that the rows of a batch are dealt out to.
-      fetch: (section's name, its params as they are kept, number of its group where it is a block)
-        -> params to compute with, their values named FETCHED where they come from other devices;
-        None where they are kept whole.
-      collect: gradients of a micro-batch in params as they are kept -> as they are accumulated.
+      shard: the device's shard of every section.
+      batch_shards: number of shards of a batch's rows.
+      gather: (section name, its sharded params, index of its layer group if a block) -> params to
+        compute with, named GATHERED if they come from other devices; None if params are whole.
+      collect: gradients of a micro-batch, sharded as the params -> as accumulated.
     """
 
     shard: Shard = WHOLE
-    batch_parts: int = 1
-    fetch: Callable[[str, dict, int], dict] | None = None
+    batch_shards: int = 1
+    gather: Callable[[str, dict, int], dict] | None = None
     collect: Callable[[dict], dict] = lambda gradients: gradients
 
     def section(self, params: dict, name: str, group: int = 0) -> dict:
-        """A section's params to compute with; a block is of a group of layers."""
-        own = jax.tree.map(_with_gradient, params[name], is_leaf=_traced)
-        return own if self.fetch is None else self.fetch(name, own, group)
+        """Returns the params of a section to compute with; a block belongs to a layer group."""
+        params = jax.tree.map(_with_gradient, params[name], is_leaf=_traced)
+        return params if self.gather is None else self.gather(name, params, group)
 
 
 ALONE = Member()
-"""One device does all the work."""
+"""A single device that does all the work."""
 
 
 class Traced(NamedTuple):
-    """A parameter whose gradient comes in a dtype of its own.
+    """A parameter whose gradient has its own dtype.
 
-    jax gives a gradient the dtype of what it is taken in, so that the gradients of all layers would
-    be float32 as the masters are.  Taken in `gradient` instead, each is rounded in its layer's
-    backward pass, and one of float32 lives no longer than that.
+    jax gives a gradient the dtype of its variable, so the gradients of all layers would be float32,
+    like the masters. Differentiating in `gradient` instead rounds each gradient in the backward
+    pass of its layer, and no float32 gradient lives longer.
 
     Attributes:
-      master: the parameter; a constant to the gradient.
-      gradient: zeros of its shape, in the gradient's dtype; nothing reads them.
+      master: the parameter; constant in the differentiation.
+      gradient: zeros of its shape in the gradient's dtype; never read.
     """
 
     master: jax.Array
@@ -79,7 +78,7 @@ def _with_gradient(leaf):
 
 @jax.custom_vjp
 def _rounded(master, gradient):
-    """The master; its cotangent goes to `gradient`, rounded to that dtype."""
+    """Returns the master; its cotangent goes to `gradient`, rounded to that dtype."""
     return master
 
 
@@ -98,63 +97,64 @@ def apply_blocks(
 ) -> jax.Array:
     """Runs all blocks on [B, T, D].
 
-    Concrete (numpy) tables are specialised at trace time.  Blocks are unrolled where `unrolls` says
-    so and else scanned, group by group, so that compile time does not depend on depth.
+    Concrete (numpy) tables are specialised at trace time. Blocks are unrolled if `unrolls` says so.
+    Otherwise each layer group is scanned, so that compile time does not depend on depth.
     """
     unrolled = unrolls(config, tables)
     for group, stacked in enumerate(zip(split_groups(params), split_groups(tables), strict=True)):
-        one = _layer(config, member, group)
+        run = _layer(config, member, group)
         if unrolled:
-            own_params, own_tables = stacked
-            for i, layer in enumerate(_unstack(own_params)):
-                x_BxTxD = one(x_BxTxD, (layer, jax.tree.map(lambda t, i=i: t[i], own_tables)))
+            group_params, group_tables = stacked
+            for i, layer in enumerate(_unstack(group_params)):
+                x_BxTxD = run(x_BxTxD, (layer, jax.tree.map(lambda t, i=i: t[i], group_tables)))
         else:
-            step = lambda x, layer, one=one: (one(x, layer), None)  # noqa: E731
+            step = lambda x, layer, run=run: (run(x, layer), None)  # noqa: E731
             x_BxTxD, _ = lax.scan(step, x_BxTxD, stacked)
     return x_BxTxD
 
 
 def _layer(config, member, group):
-    """(x, (params, tables) of a layer of the group) -> x, keeping for the backward what is said."""
+    """Returns a function (x, (params, tables) of a layer) -> x, with the config's remat policy."""
 
-    def one(x, layer):
+    def run(x, layer):
         layer_params, layer_tables = layer
-        own = member.section({"blocks": layer_params}, "blocks", group)
-        return gpt.block(config, own, layer_tables, x, member.shard)
+        params = member.section({"blocks": layer_params}, "blocks", group)
+        return gpt.block(config, params, layer_tables, x, member.shard)
 
     if config.remat != "none":
-        return rematerialised(config, one)
-    if member.fetch is not None:
-        policy = jax.checkpoint_policies.save_anything_except_these_names(FETCHED)
-        return jax.checkpoint(one, policy=policy)
-    return one
+        return rematerialised(config, run)
+    if member.gather is not None:
+        policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
+        return jax.checkpoint(run, policy=policy)
+    return run
 
 
 def rematerialised(config: ModelConfig, layer: Callable) -> Callable:
-    """The layer, keeping for its gradient what the config's remat says."""
+    """Wraps a layer in `jax.checkpoint` with the config's remat policy."""
     if config.remat == "none":
         return layer
     return jax.checkpoint(layer, policy=_REMAT_POLICIES[config.remat])
 
 
 UNROLL_LAYERS = 16
-"""Deepest model that a CPU program unrolls."""
+"""Maximum number of layers that a CPU program unrolls, with concrete tables."""
 
 UNROLL_CHANGING_LAYERS = 8
-"""The same where the tables are traced, and may change from step to step."""
+"""Maximum number of layers that a CPU program unrolls, with traced tables."""
 
 
 def unrolls(config: ModelConfig, tables: Any) -> bool:
-    """Whether `apply_blocks` unrolls: on a CPU, where a loop forces copies of its stacked operands
-    (a step of `nano` with traced tables takes 1.3 times as long) and known layouts are worth
-    specialising, as long as compile time stays small."""
+    """Returns whether `apply_blocks` unrolls: for a shallow model on a CPU.
+
+    A loop on a CPU copies its stacked operands, and cannot be specialised to concrete layouts.
+    """
     concrete = all(isinstance(t, np.ndarray) for t in jax.tree.leaves(tables))
     deepest = UNROLL_LAYERS if concrete else UNROLL_CHANGING_LAYERS
     return dispatch.platform() == "cpu" and config.num_layers <= deepest
 
 
 def _unstack(params):
-    """Per-layer trees; `split` transposes to one concatenate, where indexing would add L arrays."""
+    """Returns trees per layer; `split` transposes to one concatenate, indexing to L additions."""
     leaves, structure = jax.tree.flatten(params)
     columns = [[p[0] for p in lax.split(leaf, [1] * len(leaf))] for leaf in leaves]
     return [jax.tree.unflatten(structure, layer) for layer in zip(*columns)]
@@ -168,15 +168,15 @@ def loss(
     weights: jax.Array,
     member: Member = ALONE,
 ):
-    """Sum of weighted next-token losses; a member's share of it.
+    """Returns the member's share of the sum of weighted next-token losses.
 
     Args:
-      config: the model.
+      config: model config.
       params: see `gpt`.
       tables: see `gpt`.
       tokens: int32 [B, T + 1]; the first T are inputs, the last T targets.
       weights: float32 [B, T].
-      member: whose rows, params and tables these are.
+      member: device whose rows, params and tables these are.
 
     Returns:
       float32 scalar, in nats.
@@ -196,18 +196,20 @@ def token_scores(
     places: jax.Array,
     member: Member = ALONE,
 ) -> tuple[jax.Array, jax.Array]:
-    """Losses of some next tokens, and whether each is the likeliest; memory as `loss` needs it.
+    """Returns the losses of selected next tokens, and whether each has the highest probability.
+
+    Needs as much memory as `loss`.
 
     Args:
-      config: the model.
+      config: model config.
       params: see `gpt`.
       tables: see `gpt`.
       tokens: int32 [B, T + 1]; the first T are inputs, the last T targets.
-      places: int32 [S], which of the B * T targets; the others cost no logits.
-      member: whose rows, params and tables these are.
+      places: int32 [S], indices into the B * T targets; the others cost no logits.
+      member: device whose rows, params and tables these are.
 
     Returns:
-      float32 [S] losses in nats, bool [S].
+      (float32 [S] losses in nats, bool [S]).
     """
     embed, head = (member.section(params, name) for name in ("embed", "head"))
     x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
@@ -217,7 +219,7 @@ def token_scores(
 
 
 def logits(config: ModelConfig, params: dict, tables: dict, tokens: jax.Array) -> jax.Array:
-    """Float32 [B, T, vocab] logits for int32 [B, T] tokens."""
+    """Returns float32 [B, T, vocab] logits for int32 [B, T] tokens."""
     x = gpt.embed(config, params["embed"], tokens)
     return gpt.logits(config, params, apply_blocks(config, params["blocks"], tables, x))
 
@@ -231,16 +233,15 @@ def loss_and_gradients(
     member: Member = ALONE,
     dtype: str = "float32",
 ):
-    """Mean next-token loss of int32 [B, T + 1] tokens and its gradient in params.
+    """Returns the mean next-token loss of int32 [B, T + 1] tokens and its gradient in params.
 
-    Micro-batches are rows of the batch, accumulated in float32 one after the other.  A member gets
-    its share of both, with gradients as `member.collect` leaves them; those of one micro-batch come
-    in `dtype`.
+    Gradients of micro-batches (rows of the batch) are in `dtype` and accumulate in float32. A
+    member gets its share of loss and gradients, the latter as returned by `member.collect`.
     """
     targets = tokens[:, 1:]
-    weight = jnp.full(targets.shape, 1 / (targets.size * member.batch_parts), jnp.float32)
+    weight = jnp.full(targets.shape, 1 / (targets.size * member.batch_shards), jnp.float32)
 
-    def one(params, tokens, weight):
+    def micro_batch(params, tokens, weight):
         def share(gradients):
             traced = jax.tree.map(Traced, params, gradients)
             return loss(config, traced, tables, tokens, weight, member)
@@ -250,14 +251,14 @@ def loss_and_gradients(
         return value, member.collect(gradients)
 
     if micro_batches == 1:
-        return one(params, tokens, weight)
+        return micro_batch(params, tokens, weight)
     split = lambda a: a.reshape(micro_batches, -1, *a.shape[1:])  # noqa: E731
     batches = split(tokens), split(weight)
 
     def accumulate(total, batch):
-        return jax.tree.map(jnp.add, total, one(params, *batch)), None
+        return jax.tree.map(jnp.add, total, micro_batch(params, *batch)), None
 
-    shapes = jax.eval_shape(one, params, *(a[0] for a in batches))
+    shapes = jax.eval_shape(micro_batch, params, *(a[0] for a in batches))
     wide = lambda leaf: jnp.promote_types(leaf.dtype, jnp.float32)  # noqa: E731
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide(leaf)), shapes)
     return lax.scan(accumulate, zeros, batches)[0]

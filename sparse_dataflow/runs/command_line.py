@@ -165,7 +165,7 @@ def _with_flagfiles(argv: Sequence[str]) -> list[str]:
             words.append(argument)
             continue
         try:
-            lines = json_files.content(path, _FLAGFILE_BYTES).decode().splitlines()
+            lines = json_files.read_bytes(path, _FLAGFILE_BYTES).decode().splitlines()
         except (OSError, ValueError) as error:
             raise UserError(f"--flagfile={settings.shown(path)} cannot be read: {error}.") from None
         words += [line.strip() for line in lines if line.strip() and not line.startswith("#")]

@@ -12,12 +12,12 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.distributed import cluster, join, processes, watch
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.redaction import redacted
+from sparse_dataflow.files.redaction import redact
 from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import describe as tables
 from sparse_dataflow.parallel import mesh as meshes
-from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.parallel.pipeline.pipelined import executor_over
 from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
@@ -42,9 +42,9 @@ def joined(experiment: str, request: Request, clock: Clock) -> Iterator[None]:
     """
     plan = request.parallel
     me = cluster.membership(plan.coordinator, plan.processes, plan.process)
-    if me.found:
+    if me.source:
         # Each process for itself: which one prints is not settled before they have met.
-        print(redacted(me.describe()), file=sys.stderr, flush=True)
+        print(redact(me.describe()), file=sys.stderr, flush=True)
     facts = {"experiment": experiment, "jax": jax.__version__, **request.facts}
     with join.joined(me, facts, plan.join_timeout, plan.heartbeat) as group:
         watching = watch.Watch(clock, plan.heartbeat, group)
@@ -72,7 +72,7 @@ def executor(config: RunConfig, describing: bool = False) -> Executor:
     sizes = meshes.parse(plan.mesh, None if imagined else jax.device_count())
     staged = _pipelines(plan, sizes["stage"])
     if not (imagined or staged) and jax.device_count() == 1:
-        return ONE_DEVICE
+        return SINGLE_DEVICE
     mesh: meshes.AnyMesh
     if imagined:
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
@@ -139,7 +139,7 @@ def describe(config: RunConfig) -> None:
     """
     chosen, models = executor(config, describing=True), variants(config)
     check(chosen, config, models, None)
-    if processes.first():
+    if processes.is_first():
         print(printed(chosen, models))
 
 
@@ -166,9 +166,9 @@ def check(
         for phase in variant.phase_specs:
             executor.check(phase.model, variant.training)
     relay = isinstance(executor, RelayExecutor)
-    if memory_bytes is None or executor == ONE_DEVICE or relay:
+    if memory_bytes is None or executor == SINGLE_DEVICE or relay:
         return
-    need = sum(max(map(tables.bytes_a_chip, arrays(executor, v))) for v in variants)
+    need = sum(max(map(tables.bytes_per_chip, arrays(executor, v))) for v in variants)
     if need > memory_bytes * memory.USABLE:
         raise UserError(
             f"Training --scale={config.run.scale} keeps {need / GIB:,.1f} GiB on each chip with "

@@ -167,7 +167,7 @@ def _scorer(mesh, trained):
     if jax.device_count() == 1:
         return scoring.single_device_forward(trained), scoring.batch_limits(trained)
     executor = Sharded(meshes.make(sizes))
-    limits = scoring.batch_limits(trained, meshes.batch_parts(executor.mesh))
+    limits = scoring.batch_limits(trained, meshes.batch_shards(executor.mesh))
     return mesh_forward(trained, executor), limits
 
 

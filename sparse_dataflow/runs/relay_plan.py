@@ -65,7 +65,7 @@ def refuse_small_host(found: relay.RelayEstimate) -> None:
       UserError: names what is needed.
     """
     available = psutil.virtual_memory().available
-    relay.check_host_memory(found, available, processes.on_this_machine())
+    relay.check_host_memory(found, available, processes.count_on_host())
     if jax.default_backend() == "gpu":
         limit = float(os.environ.get(relay.PINNED_SETTING) or relay.PINNED_GIB)
         relay.check_pinned_memory(found, limit)

@@ -13,7 +13,7 @@ from sparse_dataflow.evaluation.generate import generate_tokens
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.parallel.executor import ONE_DEVICE
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.relay import timeline
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.reporting.report import write_report
@@ -138,7 +138,7 @@ def _section_seconds(trainer, step_seconds, timed):
             for name, kind in (("embed", "embed"), ("blocks", "block"), ("head and loss", "head"))
         }
         return {**found, "other": max(0.0, step_seconds - sum(found.values()))}
-    if trainer.executor != ONE_DEVICE or not timed:
+    if trainer.executor != SINGLE_DEVICE or not timed:
         return {}
     return section_seconds(trainer.model, trainer.training, trainer.state, step_seconds)
 
@@ -190,9 +190,9 @@ def _notes(folder, trainers, timed):
 
 
 def _about_sections(executor, timed):
-    if executor == ONE_DEVICE and not timed:
+    if executor == SINGLE_DEVICE and not timed:
         return f"Sections of a step are timed where training took {TIMED_FROM:g} seconds or more."
-    if executor == ONE_DEVICE:
+    if executor == SINGLE_DEVICE:
         return (
             "Sections of a step are timed by themselves, forward and backward, at the run's shapes."
         )
@@ -230,7 +230,7 @@ def _layouts(trainers, model):
 def _continuations(trainers, corpus, tokenizer):
     """None at all where the held-out documents or the sequences are too short for a prompt, or the
     models are spread over devices."""
-    if any(t.executor != ONE_DEVICE for t in trainers):
+    if any(t.executor != SINGLE_DEVICE for t in trainers):
         return []
     length = min(32, trainers[0].training.sequence // 2)
     try:

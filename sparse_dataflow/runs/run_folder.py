@@ -40,7 +40,7 @@ def opened(experiment: str, out: str, resume: bool) -> Iterator[Path]:
       UserError: on all processes, where the folder holds anything else or cannot be written.
     """
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(processes.told(out or f"runs/{experiment}-{stamp}"))
+    folder = Path(processes.broadcast(out or f"runs/{experiment}-{stamp}"))
     with contextlib.ExitStack() as stack:
 
         def prepare():
@@ -50,7 +50,7 @@ def opened(experiment: str, out: str, resume: bool) -> Iterator[Path]:
                 _refuse_run(folder)
                 stack.enter_context(folders.claimed(folder, experiment, names=_UNFINISHED))
 
-        processes.from_first(prepare)
+        processes.on_first(prepare)
         yield folder
 
 
@@ -68,7 +68,7 @@ def _prove_writable(folder):
             pass
 
     try:
-        storage.retried(f"Writing {folder}", probe)
+        storage.retry(f"Writing {folder}", probe)
     except OSError as error:
         raise UserError(
             f"Run folder {folder} cannot be written: {error.strerror}; make it writable."
@@ -81,7 +81,7 @@ def start(folder: Path, config: RunConfig, record: RunRecord, tokenizer: Tokeniz
     Raises:
       UserError: files came into the folder meanwhile, or it cannot be written.
     """
-    if not processes.first():
+    if not processes.is_first():
         return
     folders.refuse_foreign(folder, record.experiment, names=_UNFINISHED)
     try:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from sparse_dataflow.config.run import RunConfig
-from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import update_steps
 from sparse_dataflow.training.programs import (
@@ -31,7 +31,7 @@ def planned_steps(
     variants: list[Variant],
     programs: dict[str, list[Compiled]],
     data: TrainingData,
-    executor: Executor = ONE_DEVICE,
+    executor: Executor = SINGLE_DEVICE,
 ) -> dict[str, int]:
     """Steps of each variant: `training.steps`, or as many as fit into `run.minutes`.
 
@@ -80,7 +80,7 @@ def _updates_a_step(variant, steps):
     return len(update_steps(variant.evolution, round(steps))) / steps
 
 
-def _phase_seconds(variants, programs, data, executor=ONE_DEVICE, rounds=ROUNDS):
+def _phase_seconds(variants, programs, data, executor=SINGLE_DEVICE, rounds=ROUNDS):
     """Mean seconds of a step, a list a variant.
 
     Taken in turn, so that all see the same machine, each on a throw-away state that is gone before

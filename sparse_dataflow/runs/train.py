@@ -30,7 +30,7 @@ from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.interchange import starting_point
 from sparse_dataflow.optim.train_state import TrainState
-from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.runs import devices, memory_check, relay_plan, report, run_folder, step_plan
@@ -209,7 +209,7 @@ class _Job:
             say(f"stopped; resume with: {again}")
             return Run(folder, config, False, status=stopped_status(stop()))
         headline = ""
-        if processes.first():
+        if processes.is_first():
             for v in models:
                 timeline = programs[v.name][-1].timeline
                 if timeline is not None:
@@ -235,7 +235,7 @@ class _Job:
         devices.check(self.executor, self.config, planned, memory_bytes)
         if isinstance(self.executor, RelayExecutor):
             relay_plan.tell(self.config, planned, self.chip, self.executor)
-        elif self.executor == ONE_DEVICE:
+        elif self.executor == SINGLE_DEVICE:
             memory_check.refuse_too_large(self.config, planned, memory_bytes)
 
     def _tokenizer(self, corpus: Corpus, resume: bool) -> Tokenizer:
@@ -263,7 +263,7 @@ class _Job:
         """The models with the steps that the config says, or that fit into its minutes."""
         with self.clock.during("compile"):
             steps = step_plan.planned_steps(self.config, models, programs, data, self.executor)
-        steps = processes.told(steps)
+        steps = processes.broadcast(steps)
         models = [v.with_steps(steps[v.name]) for v in models]
         _refuse_unfit_steps(models)
         return models
@@ -346,7 +346,7 @@ def training_data(
     variant: Variant,
     corpus: Corpus,
     tokenizer: Tokenizer,
-    executor: Executor = ONE_DEVICE,
+    executor: Executor = SINGLE_DEVICE,
 ) -> TrainingData:
     """The batches of a variant's shape, drawn by `training.seed`, and the held-out windows."""
     tokens = prepare_tokens(corpus, tokenizer, cache.FOLDER)
@@ -356,7 +356,7 @@ def training_data(
         f"{tokens.validation.documents:,} documents held out"
     )
     shape = variant.training.batch, variant.training.sequence
-    rows = executor.rows(variant.training.batch)
+    rows = executor.local_rows(variant.training.batch)
     periodic = EvalBatches(tokens.validation.tokens, *shape, EVALUATION_WINDOWS, rows)
     final = EvalBatches(tokens.validation.tokens, *shape, FINAL_WINDOWS, rows)
     return TrainingData(
@@ -413,7 +413,7 @@ def stopped_status(number: int) -> int:
     SIGTERM is how a machine is taken away: TEMPORARY asks the scheduler for another start.  Whoever
     presses Ctrl-C is there to resume: 0.
     """
-    return TEMPORARY if processes.anywhere(number == signal.SIGTERM) else 0
+    return TEMPORARY if processes.any_process(number == signal.SIGTERM) else 0
 
 
 def _versions():

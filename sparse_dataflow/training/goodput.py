@@ -41,7 +41,7 @@ class Ledger:
     def __init__(self, folder: Path, clock: Clock):
         """Goes on with the file in the run folder `folder`."""
         self._path, self._clock = folder / NAME, clock
-        self._before = read(self._path) if processes.first() else []
+        self._before = read(self._path) if processes.is_first() else []
         self._attempt = max((row["attempt"] for row in self._before), default=0) + 1
         self._began = time.time() - clock.elapsed
         self._written = float("-inf")
@@ -52,7 +52,7 @@ class Ledger:
         A file that cannot be written is passed over: it is not worth the run.
         """
         now = self._clock.elapsed
-        if not processes.first() or (now - self._written < _EVERY_SECONDS and not at_once):
+        if not processes.is_first() or (now - self._written < _EVERY_SECONDS and not at_once):
             return
         self._written = now
         try:
@@ -60,7 +60,7 @@ class Ledger:
                 # A torn row of a killed attempt stays a line of its own.
                 file.write("\n" * (file.tell() > 0) + json.dumps(self._row(ended)))
         except OSError as error:
-            if not storage.passes(error):
+            if not storage.is_transient(error):
                 self._written = float("inf")
 
     def seconds(self, kept: float) -> dict[str, float]:
@@ -68,7 +68,9 @@ class Ledger:
         return account([*self._before, self._row(False)], kept)
 
     def _row(self, ended):
-        spent = {phase: round(seconds, 3) for phase, seconds in self._clock.spent().items()}
+        spent = {
+            phase: round(seconds, 3) for phase, seconds in self._clock.seconds_by_activity().items()
+        }
         return {
             "attempt": self._attempt,
             "began": round(self._began, 3),
@@ -89,7 +91,7 @@ def read(path: Path) -> list[dict[str, Any]]:
             return file.read(_MOST_BYTES)
 
     try:
-        lines = storage.retried(f"Reading {path}", content).split(b"\n")
+        lines = storage.retry(f"Reading {path}", content).split(b"\n")
     except OSError:
         return []
     rows = {}

@@ -20,7 +20,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.optim.loss_spikes import Spikes, counts, refuse_hopeless
 from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.optim.train_state import TrainState
-from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.sparsity.evolution import exchanged_share
 from sparse_dataflow.training.metrics import MetricsWriter, Progress, say, seconds_at
 from sparse_dataflow.training.phases import phase_before, phases, phases_flops, refuse_unfit
@@ -53,7 +53,7 @@ class Trainer:
         programs: Sequence[Compiled],
         *,
         evolution: EvolutionConfig | None = None,
-        executor: Executor = ONE_DEVICE,
+        executor: Executor = SINGLE_DEVICE,
         eval_every: int,
         checkpoint_every: int,
         keep: int = 3,
@@ -94,7 +94,7 @@ class Trainer:
         self.phases = phases(model, self.evolution, training.steps)
         self._data, self._programs, self._mfu = data, programs, mfu
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
-        processes.from_first(lambda: _make(folder))
+        processes.on_first(lambda: _make(folder))
         known = identity(model, training, self.evolution, data.tokenizer_hash)
         self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=known)
         self.seconds, self._plateau, self._spikes = 0.0, Plateau(), Spikes()
@@ -173,7 +173,7 @@ class Trainer:
             )
             report = jax.tree.map(float, jax.device_get(report))
             elapsed = time.perf_counter() - start
-        self._clock.stepped(elapsed)
+        self._clock.record_step(elapsed)
         self.step += 1
         self.seconds += elapsed
         if limit is not None and not counts(report.loss, report.gradient_norms, limit):
@@ -202,7 +202,7 @@ class Trainer:
         """Goes on with the parameters of a checkpoint from before the steps that were skipped."""
         refuse_hopeless(self.name, self.step, self._spikes)
         self._checkpoints.wait()
-        whole = processes.from_first(self._checkpoints.steps)
+        whole = processes.on_first(self._checkpoints.steps)
         target = self._spikes.target(whole, self.step, self._checkpoint_every)
         self._spikes = self._spikes.rolled_back()
         if target is None or phase_before(self.phases, target) != self._phase:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.redaction import redacted
+from sparse_dataflow.files.redaction import redact
 
 _NUMBERS = {
     "train": ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second"),
@@ -43,7 +43,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
             lines = enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1)
             return _by_step(path, lines)
 
-    return list(storage.retried(f"Reading {path}", read).values())
+    return list(storage.retry(f"Reading {path}", read).values())
 
 
 def _by_step(path, lines):
@@ -93,7 +93,7 @@ class MetricsWriter:
         self._folder = folder
         self._open: tuple[Any, Any] | None = None
         self._path = folder / "metrics.jsonl"
-        if not processes.first():
+        if not processes.is_first():
             return
         found = [row for row in self._told(read_metrics, self._path) if row.get("kind") != "final"]
         rows = [row for row in found if _is_whole(row)]
@@ -105,7 +105,7 @@ class MetricsWriter:
 
     def write(self, row: dict) -> None:
         """Adds one row: {"kind", "step", ...numbers}."""
-        if processes.first():
+        if processes.is_first():
             self._told(self._append, row)
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class MetricsWriter:
             file.flush()
             events.add(row["step"], scalars)
         except OSError as error:
-            if storage.passes(error):
+            if storage.is_transient(error):
                 with contextlib.suppress(UserError):
                     self.close()
             raise
@@ -153,7 +153,7 @@ class MetricsWriter:
 
     def _told(self, operation, *arguments):
         with self._worded():
-            return storage.retried(
+            return storage.retry(
                 f"Keeping metrics in {self._folder}", lambda: operation(*arguments)
             )
 
@@ -217,7 +217,7 @@ class Progress:
         self._name, self._total, self._every = name, total, every
         self._told = time.monotonic()
         self._bar = None
-        if sys.stderr.isatty() and processes.first():
+        if sys.stderr.isatty() and processes.is_first():
             self._bar = tqdm(
                 desc=f"{name:>6}", total=total, initial=step, position=position, unit="step",
                 dynamic_ncols=True,
@@ -244,7 +244,7 @@ def say(text: str) -> None:
 
     Secrets do not come out.
     """
-    if not processes.first():
+    if not processes.is_first():
         return
-    tqdm.write(redacted(text), file=sys.stderr)
+    tqdm.write(redact(text), file=sys.stderr)
     sys.stderr.flush()

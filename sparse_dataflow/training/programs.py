@@ -15,7 +15,7 @@ from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.train_state import group_norms
 from sparse_dataflow.parallel.block_gradients import probed_rows
-from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor, OwnPrograms
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
 from sparse_dataflow.sparsity.evolution import METHODS, PhaseSpec
 from sparse_dataflow.training.step import (
     abstract_state,
@@ -85,7 +85,7 @@ def compile_programs(
     data: TrainingData,
     evolution: EvolutionConfig | None = None,
     known: dict | None = None,
-    executor: Executor = ONE_DEVICE,
+    executor: Executor = SINGLE_DEVICE,
 ) -> list[Compiled]:
     """Compiles each phase's train and eval step, and makes every transition once.
 
@@ -121,7 +121,7 @@ def compile_programs(
 def _compiled(phase, training, data, executor):
     start = time.perf_counter()
     model = phase.model
-    if isinstance(executor, OwnPrograms):
+    if isinstance(executor, MultiProgramExecutor):
         made = executor.programs(model, training, data)
         return Compiled(**made, seconds=time.perf_counter() - start)
     canonical = gpt.layout_tables(gpt.layouts(model))
@@ -214,7 +214,7 @@ def evolved(
     evolution: EvolutionConfig,
     share: float,
     batch,
-    executor: Executor = ONE_DEVICE,
+    executor: Executor = SINGLE_DEVICE,
 ):
     """`state` after one layout update that exchanges `share`; `batch` is the next step's."""
     method = METHODS[evolution.method]
@@ -228,6 +228,6 @@ def evolved(
     return executor.place(state)
 
 
-def changed(state, before, after, executor: Executor = ONE_DEVICE):
+def changed(state, before, after, executor: Executor = SINGLE_DEVICE):
     """`state` of the model `before` as one of `after`."""
     return executor.place(change_model(executor.canonical(state, before), before, after))

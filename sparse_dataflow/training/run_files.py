@@ -11,8 +11,8 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.links import refuse_leaving
-from sparse_dataflow.files.redaction import redacted_json
+from sparse_dataflow.files.links import refuse_outside_links
+from sparse_dataflow.files.redaction import redact_json
 from sparse_dataflow.training.variants import Variant, variants
 
 CONFIG, RECORD, TOKENIZER = "config.json", "run.json", "tokenizer.json"
@@ -66,12 +66,12 @@ class RunRecord:
     def to_json(self) -> dict[str, Any]:
         """The fields, without secrets; `RunRecord(**fields)` is its inverse."""
         fields = {**vars(self), "command": list(self.command)}
-        return redacted_json(fields)
+        return redact_json(fields)
 
 
 def to_bytes(fields: Mapping[str, Any]) -> bytes:
     """JSON as these files hold it."""
-    return json.dumps(redacted_json(dict(fields)), indent=1).encode() + b"\n"
+    return json.dumps(redact_json(dict(fields)), indent=1).encode() + b"\n"
 
 
 def read_config(folder: str | Path) -> RunConfig:
@@ -98,7 +98,7 @@ def read_config(folder: str | Path) -> RunConfig:
         raise UserError(f"{path} is damaged: {error}") from None
     except json_files.MALFORMED as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}).") from None
-    refuse_leaving(path.parent)
+    refuse_outside_links(path.parent)
     return config
 
 

@@ -11,7 +11,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.loss_spikes import Spikes
 from sparse_dataflow.optim.train_state import TrainState
-from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.training.phases import Phase, phase_before
 from sparse_dataflow.training.plateau import Plateau, with_starts
 from sparse_dataflow.training.step import abstract_state
@@ -71,7 +71,7 @@ def saved_state(
     phases: Sequence[Phase],
     training: TrainingConfig,
     step: int,
-    executor: Executor = ONE_DEVICE,
+    executor: Executor = SINGLE_DEVICE,
 ) -> TrainState:
     """Shapes of the state after `step` steps and where it goes, its tables as numpy arrays."""
     model = phases[phase_before(phases, step)].model

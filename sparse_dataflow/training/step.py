@@ -13,17 +13,17 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import StepReport, TrainState, group_norms
-from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor, OwnPrograms
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
 
 
 def initial_state(
-    model: ModelConfig, training: TrainingConfig, executor: Executor = ONE_DEVICE
+    model: ModelConfig, training: TrainingConfig, executor: Executor = SINGLE_DEVICE
 ) -> TrainState:
     """Parameters, zero moments and the model's own layouts, drawn from the training seed.
 
     The same on every executor, and as it places them.
     """
-    if isinstance(executor, OwnPrograms):
+    if isinstance(executor, MultiProgramExecutor):
         return executor.initial_state(model, training)
     tables = gpt.layout_tables(gpt.layouts(model))
     # The length of the training draws nothing, and is known only after the first states are.
@@ -32,10 +32,10 @@ def initial_state(
 
 
 def abstract_state(
-    model: ModelConfig, training: TrainingConfig, executor: Executor = ONE_DEVICE
+    model: ModelConfig, training: TrainingConfig, executor: Executor = SINGLE_DEVICE
 ) -> TrainState:
     """Shapes, dtypes and shardings of `initial_state`, without tables."""
-    if isinstance(executor, OwnPrograms):
+    if isinstance(executor, MultiProgramExecutor):
         return executor.abstract_state(model, training)
     shapes = jax.eval_shape(_draw(model, dataclasses.replace(training, steps=1), executor))
     shardings = executor.shardings(shapes)
@@ -66,7 +66,7 @@ def make_train_step(
     model: ModelConfig,
     training: TrainingConfig,
     tables: dict | None = None,
-    executor: Executor = ONE_DEVICE,
+    executor: Executor = SINGLE_DEVICE,
 ) -> Callable:
     """(state, int32 [batch, sequence + 1] tokens, learning rate) -> (state, StepReport).
 
@@ -132,7 +132,7 @@ def jitted_train_step(
 
 
 def make_eval_step(
-    model: ModelConfig, tables: dict | None = None, executor: Executor = ONE_DEVICE
+    model: ModelConfig, tables: dict | None = None, executor: Executor = SINGLE_DEVICE
 ) -> Callable:
     """(params, tables, tokens, weights) -> float32 [] sum of weighted losses in nats.
 

@@ -14,7 +14,7 @@ def advance_side_by_side(trainers: list[Trainer], stop: Callable[[], bool]) -> I
     speed drifts is shared fairly. When stopped, every trainer is saved first.
     """
     while running := [t for t in trainers if not t.finished]:
-        stopping, *again = processes.anywhere(bool(stop()), *(t.save_again for t in running))
+        stopping, *again = processes.any_process(bool(stop()), *(t.save_again for t in running))
         if stopping:
             for trainer in running:
                 trainer.save_surely()

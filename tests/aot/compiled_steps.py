@@ -13,7 +13,7 @@ from sparse_dataflow.aot import compile, hlo
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.parallel import mesh as meshes
-from sparse_dataflow.parallel.executor import ONE_DEVICE
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.pipeline.pipelined import executor_over
 
 MODEL = ModelConfig(20, 64, 4, 256, 512, 64)
@@ -25,7 +25,7 @@ def compiled(text):
     """Compiles "mesh/micro-batches/remat/dense or sparse"; an empty mesh is one device."""
     mesh, micro_batches, remat, kind = text.split("/")
     model = dataclasses.replace(SPARSE if kind == "sparse" else MODEL, remat=remat)
-    executor = ONE_DEVICE
+    executor = SINGLE_DEVICE
     if mesh:
         devices = meshes.make(meshes.parse(mesh, 8))
         executor = executor_over(devices, 3, model.num_layers, "1f1b")

@@ -49,7 +49,7 @@ def reference(text, tmp_path_factory):
 @given(
     first=st.integers(0, 60),
     times=st.integers(1, 5),
-    number=st.sampled_from(sorted(storage.PASSING)),
+    number=st.sampled_from(sorted(storage.TRANSIENT)),
     new=st.booleans(),
 )
 def test_transient_errors_are_retried(text, reference, tmp_path_factory, first, times, number, new):

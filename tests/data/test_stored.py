@@ -12,7 +12,7 @@ from sparse_dataflow.data.stored import StoredArray
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
 
-PASSING = st.sampled_from(sorted(storage.PASSING))
+PASSING = st.sampled_from(sorted(storage.TRANSIENT))
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Seconds by phase: they add up, whatever is nested in what."""
+"""Seconds per activity: they add up, however activities are nested."""
 
 import math
 
@@ -22,41 +22,41 @@ TREES = st.recursive(
 )
 
 
-def walk(clock, time, tree, phase, expected):
-    """Spends the times of a tree, (phase, subtree) or seconds, and notes them in `expected`."""
+def walk(clock, time, tree, activity, expected):
+    """Spends the times of a tree, (activity, subtree) or seconds; adds them to `expected`."""
     if isinstance(tree, float):
         time.now += tree
-        expected[phase] = expected.get(phase, 0.0) + tree
+        expected[activity] = expected.get(activity, 0.0) + tree
         return
     for name, inner in tree:
         with clock.during(name):
-            assert clock.phase == name
+            assert clock.activity == name
             walk(clock, time, inner, name, expected)
-        assert clock.phase == phase
+        assert clock.activity == activity
 
 
 @given(TREES)
-def test_the_innermost_phase_has_the_time_and_all_of_it_is_had(tree):
+def test_time_counts_for_the_innermost_activity_and_sums_to_elapsed(tree):
     time, expected = Time(), {}
     clock = Clock(time)
     walk(clock, time, tree, START, expected)
-    spent = clock.spent()
-    assert math.isclose(sum(spent.values()), clock.elapsed, abs_tol=1e-6)
-    for phase, seconds in expected.items():
-        assert math.isclose(spent[phase], seconds, abs_tol=1e-6)
+    totals = clock.seconds_by_activity()
+    assert math.isclose(sum(totals.values()), clock.elapsed, abs_tol=1e-6)
+    for activity, seconds in expected.items():
+        assert math.isclose(totals[activity], seconds, abs_tol=1e-6)
 
 
-def test_progress_stands_still_inside_a_phase_only():
+def test_progress_changes_with_the_activity_only():
     clock, seen = Clock(), []
-    for phase in ("data", "step", "data"):
-        with clock.during(phase):
+    for activity in ("data", "step", "data"):
+        with clock.during(activity):
             seen += [clock.progress, clock.progress]
     assert seen[::2] == seen[1::2] and seen[::2] == sorted(set(seen))
 
 
-def test_the_usual_step_is_the_longest_of_the_last_ones():
+def test_longest_step_covers_recent_steps_only():
     clock = Clock()
-    assert clock.usual_step == 0
+    assert clock.longest_step == 0
     for seconds in (9.0, *[1.0] * 30, 2.0, *[1.0] * 30):
-        clock.stepped(seconds)
-    assert clock.usual_step == 2.0
+        clock.record_step(seconds)
+    assert clock.longest_step == 2.0

@@ -1,4 +1,4 @@
-"""Which process this is, for every launcher that may have started it."""
+"""The index of this process, for every launcher."""
 
 import os
 import subprocess
@@ -46,15 +46,15 @@ def test_flags_come_before_variables_and_variables_before_launchers():
     assert alone(JAX) == Membership("there:1", 4, 3)
     assert membership("h:2", 2, 0, JAX) == Membership("h:2", 2, 0)
     assert alone(SLURM | JAX) == Membership("there:1", 4, 3)
-    # One may be given, and the launcher says the others.
+    # A flag overrides one value; the launcher gives the others.
     mixed = membership("h:2", 0, -1, SLURM)
-    assert mixed == Membership("h:2", 2, 1) and mixed.found == "flags, SLURM job 4501"
+    assert mixed == Membership("h:2", 2, 1) and mixed.source == "flags, SLURM job 4501"
     assert membership("", 1, -1, SLURM) == Membership()
 
 
-def test_what_is_missing_or_no_number_is_said():
+def test_missing_or_invalid_values_are_named():
     with pytest.raises(
-        UserError, match=r"needs parallel.coordinator, parallel.process too \(or JAX_COORD"
+        UserError, match=r"also needs parallel.coordinator, parallel.process \(or JAX_COORD"
     ):
         membership("", 2, -1, {})
     for name in ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"):
@@ -68,7 +68,7 @@ def test_what_is_missing_or_no_number_is_said():
 
 
 @pytest.mark.parametrize(
-    "environment, expected, found",
+    "environment, expected, source",
     [
         (SLURM, Membership("n07:61001", 2, 1), "SLURM job 4501"),
         (JOBSET, Membership("run-workers-0-0.run:8482", 8, 6), "JobSet"),
@@ -80,24 +80,24 @@ def test_what_is_missing_or_no_number_is_said():
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Membership(), "SLURM"),
     ],
 )
-def test_each_launcher_is_found_and_named(environment, expected, found):
+def test_each_launcher_is_detected_and_named(environment, expected, source):
     me = alone(environment)
-    assert me == expected and me.found.startswith(found) and bool(me.found) == bool(found)
+    assert me == expected and me.source.startswith(source) and bool(me.source) == bool(source)
     if me.processes > 1:
-        assert found in me.describe() and me.coordinator in me.describe()
+        assert source in me.describe() and me.coordinator in me.describe()
 
 
 @given(st.integers(1, 5), st.integers(1, 6))
-def test_the_pods_of_a_jobset_have_all_numbers_once(jobs, pods):
-    found = set()
+def test_the_pods_of_a_jobset_have_distinct_indexes(jobs, pods):
+    indexes = set()
     for job in range(jobs):
         for pod in range(pods):
             indices = {"JOBSET_JOB_INDEX": str(job), "JOB_COMPLETION_INDEX": str(pod)}
             counts = {"JOBSET_JOBS": str(jobs), "JOBSET_PODS": str(pods)}
             me = alone(JOBSET | counts | indices)
             assert me.processes == jobs * pods
-            found.add(me.process)
-    assert found == set(range(jobs * pods))
+            indexes.add(me.process)
+    assert indexes == set(range(jobs * pods))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_first_host_of_slurms_short_form(nodes, first):
     assert me.coordinator == f"{first}:61001"
 
 
-def test_gpus_are_dealt_out_only_where_slurm_has_not_done_it():
+def test_gpus_are_shared_only_if_slurm_has_not_bound_them():
     four = SLURM | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
     dealt = [alone(four | {"SLURM_LOCALID": str(n)}).devices for n in range(4)]
     assert dealt == [(0, 1), (2, 3), (4, 5), (6, 7)]
@@ -124,26 +124,26 @@ def test_gpus_are_dealt_out_only_where_slurm_has_not_done_it():
     assert alone(four | {"SLURM_GPUS_PER_TASK": "2"}).devices is None
     assert alone(four | {"SLURM_GPU_BIND": "closest"}).devices is None
     assert alone(four | {"CUDA_VISIBLE_DEVICES": ""}).devices is None
-    with pytest.raises(UserError, match="3 tasks on a node with 8 GPUs"):
+    with pytest.raises(UserError, match="3 tasks cannot share the 8 GPUs"):
         alone(four | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)"})
 
 
-def test_a_tpu_vm_asks_its_metadata():
+def test_a_tpu_vm_reads_its_metadata():
     old = {"agent-worker-number": "1", "worker-network-endpoints": "x:0:10.0.0.4,x:1:10.0.0.5"}
     assert alone({}, metadata=old.get) == Membership("10.0.0.4:8482", 2, 1)
     new = old | {"worker-network-endpoints": "t-w0,t-w1", "tpu-env": "ZONE: 'u'\nA_B: 'c'\n"}
     assert alone({}, metadata=new.get) == Membership("t-w0:8482", 2, 1)
     slices = "\n".join(f"{name}: '{value}'" for name, value in MEGASCALE.items())
     assert alone({}, metadata=(new | {"tpu-env": slices}).get) == Membership("z:8482", 4, 3)
-    # Variables are enough; nothing is asked.
+    # Variables are enough; the metadata is not read.
     assert alone(GKE_TPU, metadata=None) == Membership("a:8482", 3, 2)
     assert alone({}, metadata=lambda name: None) == Membership()
-    with pytest.raises(UserError, match="agent-worker-number, 'two', is no number"):
+    with pytest.raises(UserError, match=r"agent-worker-number is .two."):
         alone({}, metadata=(old | {"agent-worker-number": "two"}).get)
 
 
-def test_a_machine_without_tpus_asks_no_one(monkeypatch):
-    monkeypatch.setattr(cluster, "_ask_metadata", lambda name: pytest.fail("asked"))
+def test_a_machine_without_tpus_reads_no_metadata(monkeypatch):
+    monkeypatch.setattr(cluster, "_read_metadata", lambda name: pytest.fail("read"))
     assert not cluster._on_a_tpu_vm() and alone({}) == Membership()
 
 

@@ -1,4 +1,4 @@
-"""How often something runs before it is timed, by pages of the test's own."""
+"""Number of warm-up runs, with simulated page counts."""
 
 import pytest
 
@@ -6,18 +6,18 @@ from sparse_dataflow.distributed import warm_up
 
 
 @pytest.mark.parametrize(
-    "grown, least, runs",
+    "grown, min_runs, runs",
     [((), 1, 1), ((), 2, 2), ((10**6, 10**6, 10**6, 9), 2, 4), ((10**6,) * 99, 1, 8)],
 )
-def test_it_runs_until_the_process_stops_growing(monkeypatch, grown, least, runs):
+def test_it_runs_until_the_process_stops_growing(monkeypatch, grown, min_runs, runs):
     calls = []
     monkeypatch.setattr(warm_up, "_pages_touched", lambda: sum(grown[: len(calls)]))
-    assert warm_up.warm_up(lambda: calls.append(1) or len(calls), least) == runs == len(calls)
+    assert warm_up.warm_up(lambda: calls.append(1) or len(calls), min_runs) == runs == len(calls)
 
 
 def test_processes_that_step_together_warm_up_together(monkeypatch):
     calls, others = [], iter([True, True, False])
     monkeypatch.setattr(warm_up, "_pages_touched", lambda: 0)
-    monkeypatch.setattr(warm_up.processes, "anywhere", lambda mine: mine or next(others))
+    monkeypatch.setattr(warm_up.processes, "any_process", lambda mine: mine or next(others))
     warm_up.warm_up(lambda: calls.append(1))
     assert len(calls) == 3

@@ -1,4 +1,4 @@
-"""Who is named when a process is silent or a step does not end, and what all do about it."""
+"""Silent and stalled processes are named; a lost one ends the run."""
 
 import dataclasses
 import json
@@ -14,75 +14,74 @@ from ports import free_port
 
 from sparse_dataflow.distributed import watch
 from sparse_dataflow.distributed.clock import Clock
-from sparse_dataflow.distributed.watch import Doing, Watch
+from sparse_dataflow.distributed.watch import Status, Watch
 
-STEPPING = Doing("a", "step", "step 7 of sparse", still=100.0, usual=2.0)
+STEPPING = Status("a", "step", "step 7 of sparse", idle=100.0, longest_step=2.0)
 
 
 def replaced(**changes):
     return dataclasses.replace(STEPPING, **changes)
 
 
-def test_the_one_that_others_wait_for_is_named_with_host_and_phase():
-    doing = {0: STEPPING, 1: replaced(host="b", phase="data"), 2: STEPPING}
-    told = watch.words(doing, 30.0)
-    assert "process 1 on b is in step 7 of sparse, phase data" in told
-    assert "process 0" not in told and "process 2" not in told
+def test_the_process_that_others_wait_for_is_named_with_host_and_activity():
+    statuses = {0: STEPPING, 1: replaced(host="b", activity="data"), 2: STEPPING}
+    text = watch.describe(statuses, 30.0)
+    assert "process 1 on b is in step 7 of sparse, activity data" in text
+    assert "process 0" not in text and "process 2" not in text
 
 
-def test_where_all_wait_in_a_step_all_are_named():
+def test_all_are_named_if_all_wait_in_a_step():
     assert watch.stalled({0: STEPPING, 1: STEPPING}, 30.0) == [0, 1]
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        replaced(still=1.0),  # it moves
-        replaced(phase="compile"),
-        replaced(phase="start"),
-        replaced(usual=0.0),  # before its first step
-        replaced(usual=11.0),  # its steps take as long
+        replaced(idle=1.0),  # it progresses
+        replaced(activity="compile"),
+        replaced(activity="start"),
+        replaced(longest_step=0.0),  # before its first step
+        replaced(longest_step=11.0),  # its steps take as long
     ],
 )
-def test_no_stall_where_one_has_a_reason(other):
-    assert watch.words({0: STEPPING, 1: other}, 30.0) == ""
+def test_no_stall_if_a_process_has_a_reason(other):
+    assert watch.describe({0: STEPPING, 1: other}, 30.0) == ""
 
 
-def test_silence_is_told_before_it_is_taken_for_an_end():
-    quiet = replaced(host="b", phase="checkpoint", silent=31.0)
-    doing = {0: replaced(still=0.0), 1: quiet}
-    assert watch.words(doing, 30.0) == (
-        "process 1 on b has not been heard of for 31 s, last in step 7 of sparse, phase checkpoint"
+def test_silence_is_reported_before_a_process_is_lost():
+    quiet = replaced(host="b", activity="checkpoint", silent=31.0)
+    statuses = {0: replaced(idle=0.0), 1: quiet}
+    assert watch.describe(statuses, 30.0) == (
+        "process 1 on b has been silent for 31 s, last in step 7 of sparse, activity checkpoint"
     )
-    assert watch.lost(doing, 30.0) == []
-    assert watch.lost({**doing, 1: replaced(silent=301.0)}, 30.0) == [1]
+    assert watch.lost(statuses, 30.0) == []
+    assert watch.lost({**statuses, 1: replaced(silent=301.0)}, 30.0) == [1]
 
 
 @given(
     st.dictionaries(
-        st.sampled_from([field.name for field in dataclasses.fields(Doing)]) | st.text(max_size=3),
+        st.sampled_from([field.name for field in dataclasses.fields(Status)]) | st.text(max_size=3),
         st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.none()),
     )
 )
-def test_whatever_a_process_tells_it_can_be_judged(told):
-    told = json.loads(json.dumps(told))
-    doing = Doing.heard(told, 5.0)
-    assert doing.silent == 5.0
-    assert isinstance(watch.words({0: STEPPING, 1: doing}, 1.0), str)
+def test_any_message_is_a_valid_status(message):
+    status = Status.from_message(json.loads(json.dumps(message)), 5.0)
+    assert status.silent == 5.0
+    assert isinstance(watch.describe({0: STEPPING, 1: status}, 1.0), str)
 
 
-def test_a_process_alone_names_its_own_stall_and_its_end():
-    clock, told, news = Clock(), [], threading.Condition()
+def test_a_single_process_reports_its_own_stall():
+    clock, lines, changed = Clock(), [], threading.Condition()
 
     def say(text):
-        with news:
-            told.append(text)
-            news.notify()
+        with changed:
+            lines.append(text)
+            changed.notify()
 
-    clock.stepped(0.001)
+    clock.record_step(0.001)
     watching = Watch(clock, 1.0, say=say)
-    with clock.during("data"), news:
-        assert news.wait_for(lambda: any("phase data" in text for text in told), 600)
+    with clock.during("data"), changed:
+        assert changed.wait_for(lambda: any("activity data" in text for text in lines), 600)
     go_on = threading.Event()
 
     def move():
@@ -92,8 +91,8 @@ def test_a_process_alone_names_its_own_stall_and_its_end():
 
     thread = threading.Thread(target=move)
     thread.start()
-    with news:
-        assert news.wait_for(lambda: "going on after the stall" in told, 600)
+    with changed:
+        assert changed.wait_for(lambda: "going on after the stall" in lines, 600)
     go_on.set()
     thread.join()
     watching.stop()
@@ -111,7 +110,7 @@ group = rendezvous.meet(f"127.0.0.1:{port}", 3, number, {}, 600.0)
 clock = Clock()
 clock.step = "step 5 of sparse"
 with clock.during("data"):
-    Watch(clock, heartbeat, group, say=lambda words: print(words, flush=True))
+    Watch(clock, heartbeat, group, say=lambda text: print(text, flush=True))
     print("watching", flush=True)
     while True:
         clock.progress += 1
@@ -137,7 +136,7 @@ class Members:
             self.until(number, "watching")
 
     def until(self, number, words):
-        """The line in which a process says it."""
+        """Returns the first output line of a process that contains the words."""
         for line in self.processes[number].stdout:
             if words in line:
                 return line
@@ -159,7 +158,7 @@ def test_a_stopped_process_is_named_in_every_log_and_may_go_on(stopped):
         members.processes[stopped].send_signal(signal.SIGSTOP)
         for number in others:
             line = members.until(number, f"process {stopped} on ")
-            assert "has not been heard of" in line and "in step 5 of sparse, phase data" in line
+            assert "has been silent for" in line and "in step 5 of sparse, activity data" in line
         members.processes[stopped].send_signal(signal.SIGCONT)
         for number in others:
             members.until(number, "going on after the stall")

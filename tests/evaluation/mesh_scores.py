@@ -32,7 +32,7 @@ if __name__ == "__main__":
         expected, _ = score(single_device_forward(trained), batch_limits(trained), requests)
         for text in texts:
             executor = Sharded(meshes.make(meshes.parse(text, jax.device_count())))
-            limits = batch_limits(trained, meshes.batch_parts(executor.mesh))
+            limits = batch_limits(trained, meshes.batch_shards(executor.mesh))
             try:
                 scores, _ = score(mesh_forward(trained, executor), limits, requests)
             except UserError as error:

@@ -10,7 +10,7 @@ from main_job import assert_same_results, checkpoint_steps, rows
 from sparse_dataflow.config.model import PROJECTIONS
 from sparse_dataflow.config.presets import preset
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.parallel.executor import ONE_DEVICE
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.planning import memory
 from sparse_dataflow.reporting.report_data import ReportData
 from sparse_dataflow.runs import report as report_module
@@ -128,10 +128,12 @@ def test_the_report_says_what_the_metrics_say(undisturbed):
 @pytest.mark.parametrize("timed", [True, False])
 def test_sections_are_timed_only_where_that_is_asked_for(monkeypatch, timed):
     monkeypatch.setattr(report_module, "section_seconds", lambda *_: {"qkv": 1.0, "other": 0.5})
-    one = SimpleNamespace(timeline=[], executor=ONE_DEVICE, model=None, training=None, state=None)
+    one = SimpleNamespace(
+        timeline=[], executor=SINGLE_DEVICE, model=None, training=None, state=None
+    )
     found = report_module._section_seconds(one, 1.5, timed)
     assert found == ({"qkv": 1.0, "other": 0.5} if timed else {})
-    assert ("10 seconds" in report_module._about_sections(ONE_DEVICE, timed)) != timed
+    assert ("10 seconds" in report_module._about_sections(SINGLE_DEVICE, timed)) != timed
 
 
 def test_the_page_needs_no_network(undisturbed):

@@ -119,7 +119,7 @@ def test_all_hear_that_the_folder_is_of_others(job, tmp_path):
 def test_a_process_that_never_joins_is_named(job, tmp_path):
     flags = (*new(job, tmp_path / "run"), "--set=parallel.join_timeout=1")
     [done] = ended(start(job, 2, (0,), *flags))
-    assert "process 1 of 2 did not join within 1 seconds" in complaint(done)
+    assert "Process 1 of 2 did not join within 1 seconds" in complaint(done)
     assert not (tmp_path / "run").exists()
 
 
@@ -127,7 +127,7 @@ def test_other_flags_on_another_host_are_refused_on_both(job, tmp_path):
     flags = new(job, tmp_path / "run")
     for done in ended(start(job, 2, (0, 1), *flags, more={1: ["--seed=7"]})):
         error = complaint(done)
-        assert "process 1 was told otherwise than process 0: --seed is 7 there and 0 here" in error
+        assert "Process 1 has other settings than process 0: --seed is 7 there and 0 here" in error
         assert "hash of all flags" in error
     assert not (tmp_path / "run").exists()
 

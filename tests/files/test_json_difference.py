@@ -11,9 +11,9 @@ JSON = st.recursive(
 
 
 @given(JSON, JSON)
-def test_configs_differ_exactly_where_their_json_does(one, other):
-    alike = repr(sorted_json(one)) == repr(sorted_json(other))
-    assert (list(differences(one, other)) == []) == alike
+def test_configs_differ_exactly_where_their_json_does(first, second):
+    alike = repr(sorted_json(first)) == repr(sorted_json(second))
+    assert (list(differences(first, second)) == []) == alike
 
 
 def sorted_json(value):
@@ -23,11 +23,11 @@ def sorted_json(value):
 
 
 def test_differences_are_named_by_their_place():
-    there = {"model": {"d_model": 64, "heads": [2, 4]}, "same": 1}
-    here = {"model": {"d_model": 128, "heads": [2], "bias": True}, "same": 1}
-    assert list(differences(there, here)) == [
+    saved = {"model": {"d_model": 64, "heads": [2, 4]}, "same": 1}
+    expected = {"model": {"d_model": 128, "heads": [2], "bias": True}, "same": 1}
+    assert list(differences(saved, expected)) == [
         ("model.bias", "absent", "true"),
         ("model.d_model", "64", "128"),
         ("model.heads", "[2, 4]", "[2]"),
     ]
-    assert list(differences(3, None)) == [("it", "3", "null")]
+    assert list(differences(3, None)) == [("the value", "3", "null")]

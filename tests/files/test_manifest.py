@@ -38,7 +38,7 @@ def test_an_untouched_folder_verifies(folder):
     ),
     data=st.data(),
 )
-def test_no_flipped_bit_passes(files, data):
+def test_every_flipped_bit_is_damage(files, data):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for file, content in files.items():
@@ -50,7 +50,7 @@ def test_no_flipped_bit_passes(files, data):
         content[bit // 8] ^= 1 << bit % 8
         victim.write_bytes(content)
         if victim.name == manifest.NAME:
-            # A flip in the white space between two values changes nothing that is read.
+            # A flip in white space changes no value.
             try:
                 assert manifest.verify(folder) == FACTS
             except manifest.Damaged:
@@ -96,13 +96,13 @@ def rewrite_manifest(text):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (remove, "deep/b is missing"),
         (truncate, "396 bytes instead of 400"),
         (add, "deep/c is not in its manifest"),
         (replace_by_folder, "a is missing"),
-        (link_file, "not an ordinary file"),
+        (link_file, "not a regular file"),
         (link_folder, "is a link"),
         (lose_manifest, "never finished"),
         (rewrite_manifest(""), "not JSON"),
@@ -111,13 +111,13 @@ def rewrite_manifest(text):
         (rewrite_manifest('{"facts": {}, "files": 3, "sha256": ""}'), "has changed"),
     ],
 )
-def test_damage_is_told_in_words(folder, damage, told):
+def test_damage_is_named(folder, damage, message):
     damage(folder)
-    with pytest.raises(manifest.Damaged, match=told):
+    with pytest.raises(manifest.Damaged, match=message):
         manifest.verify(folder)
 
 
-def test_a_manifest_of_any_size_is_not_read_whole(folder, monkeypatch):
+def test_a_too_large_manifest_is_refused(folder, monkeypatch):
     monkeypatch.setattr(manifest, "MAX_BYTES", 100)
     with pytest.raises(manifest.Damaged, match="larger than 100 bytes"):
         manifest.load_json(folder / manifest.NAME, max_bytes=100)
@@ -137,6 +137,6 @@ def test_names_that_lead_out_of_the_folder_are_never_opened(folder):
         manifest.verify(folder)
 
 
-def test_what_a_file_browser_leaves_behind_is_no_damage(folder):
+def test_hidden_files_are_no_damage(folder):
     (folder / ".DS_Store").write_bytes(b"icons")
     assert manifest.verify(folder) == FACTS

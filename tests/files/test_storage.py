@@ -1,4 +1,4 @@
-"""Errors of storage that pass are waited for; those that do not are told at once."""
+"""Transient storage errors are retried; permanent ones are raised at once."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ from sparse_dataflow.files import storage
 
 
 def failing(*numbers):
-    """An operation that fails with these error numbers, one after the other, then gives "done"."""
+    """Returns an operation that fails with each error number in turn, then returns "done"."""
     left = list(numbers)
 
     def operation():
@@ -25,10 +25,10 @@ def failing(*numbers):
 
 
 @pytest.mark.parametrize("name", ["EIO", "ESTALE", "ETIMEDOUT", "EAGAIN", "ECONNRESET"])
-def test_what_passes_is_tried_again_after_waits_that_double(name, caplog):
+def test_transient_errors_are_retried_after_doubling_waits(name, caplog):
     slept = []
     operation, left = failing(*[getattr(errno, name)] * 3)
-    assert storage.retried("reading x", operation, sleep=slept.append) == "done"
+    assert storage.retry("reading x", operation, sleep=slept.append) == "done"
     assert not left and len(slept) == 3
     for wait, seconds in zip(storage.WAITS, slept):
         assert wait <= seconds <= 1.5 * wait
@@ -36,38 +36,41 @@ def test_what_passes_is_tried_again_after_waits_that_double(name, caplog):
 
 
 @pytest.mark.parametrize("name", ["ENOSPC", "ENOENT", "EACCES", "EDQUOT", "EFBIG", "EROFS"])
-def test_what_does_not_pass_is_told_at_once(name):
+def test_permanent_errors_are_raised_at_once(name):
     operation, left = failing(getattr(errno, name), errno.EIO)
-    with pytest.raises(OSError) as told:
-        storage.retried("reading x", operation, sleep=pytest.fail)
-    assert told.value.errno == getattr(errno, name) and len(left) == 1
+    with pytest.raises(OSError) as caught:
+        storage.retry("reading x", operation, sleep=pytest.fail)
+    assert caught.value.errno == getattr(errno, name) and len(left) == 1
 
 
-def test_after_the_last_attempt_the_error_is_told():
+def test_the_last_attempt_raises_its_error():
     operation, left = failing(*[errno.EIO] * 20)
     with pytest.raises(OSError, match="Input/output"):
-        storage.retried("reading x", operation, sleep=lambda seconds: None)
+        storage.retry("reading x", operation, sleep=lambda seconds: None)
     assert len(left) == 20 - 1 - len(storage.WAITS)
 
 
-def test_the_number_is_found_in_causes_and_in_tensorstores_text():
+def test_the_error_number_is_read_from_causes_and_tensorstore_texts():
     try:
         try:
             raise OSError(errno.ESTALE, "stale")
         except OSError as error:
             raise RuntimeError("could not write") from error
     except RuntimeError as error:
-        assert storage.code(error) == errno.ESTALE and storage.passes(error)
-    assert storage.passes(ValueError("DATA_LOSS: ... [os_error_code='5' path='x']"))
-    assert storage.passes(TimeoutError("timed out"))
-    assert storage.passes(RuntimeError("pread() failed: Input/output error; reading x"))
-    assert not storage.passes(RuntimeError("write() failed: No space left on device"))
-    assert not storage.passes(ValueError("bad value")) and storage.code(ValueError("x")) is None
+        assert storage.error_number(error) == errno.ESTALE and storage.is_transient(error)
+    assert storage.is_transient(ValueError("DATA_LOSS: ... [os_error_code='5' path='x']"))
+    assert storage.is_transient(TimeoutError("timed out"))
+    assert storage.is_transient(RuntimeError("pread() failed: Input/output error; reading x"))
+    assert not storage.is_transient(RuntimeError("write() failed: No space left on device"))
+    assert (
+        not storage.is_transient(ValueError("bad value"))
+        and storage.error_number(ValueError("x")) is None
+    )
 
 
-@given(st.integers(1, 4), st.sampled_from(sorted(storage.PASSING)))
-def test_an_operation_in_an_operation_is_attempted_as_often_as_one(depth, number):
-    """However deep, and whatever its error is raised as on the way."""
+@given(st.integers(1, 4), st.sampled_from(sorted(storage.TRANSIENT)))
+def test_nested_retries_do_not_multiply_attempts(depth, number):
+    """At any depth, and whatever exception wraps the error on the way."""
     calls = []
 
     def operation():
@@ -78,21 +81,21 @@ def test_an_operation_in_an_operation_is_attempted_as_often_as_one(depth, number
 
         def operation(inner=operation):
             try:
-                storage.retried("reading x", inner, sleep=lambda seconds: None)
+                storage.retry("reading x", inner, sleep=lambda seconds: None)
             except OSError as error:
                 raise RuntimeError("cannot be read") from error
 
     with pytest.raises(RuntimeError):
-        storage.retried("reading x", operation, sleep=lambda seconds: None)
+        storage.retry("reading x", operation, sleep=lambda seconds: None)
     assert len(calls) == 1 + len(storage.WAITS)
 
 
 @given(
     first=st.integers(0, 2),
     times=st.integers(0, 8),
-    number=st.sampled_from([*sorted(storage.PASSING), errno.ENOSPC, errno.EACCES]),
+    number=st.sampled_from([*sorted(storage.TRANSIENT), errno.ENOSPC, errno.EACCES]),
 )
-def test_a_file_is_replaced_whole_or_stays(tmp_path_factory, first, times, number):
+def test_a_file_is_replaced_completely_or_not_at_all(tmp_path_factory, first, times, number):
     path = tmp_path_factory.mktemp("replaced") / "x.json"
     path.write_bytes(b"before")
     with pytest.MonkeyPatch.context() as patch:
@@ -102,9 +105,9 @@ def test_a_file_is_replaced_whole_or_stays(tmp_path_factory, first, times, numbe
                 storage.replace(path, b"after")
             except OSError as error:
                 assert error.errno == number
-                assert len(failed) == (6 if number in storage.PASSING else 1)
-                kept = b"before"
+                assert len(failed) == (6 if number in storage.TRANSIENT else 1)
+                content = b"before"
             else:
                 assert len(failed) < 6
-                kept = b"after"
-    assert path.read_bytes() == kept and [p.name for p in path.parent.iterdir()] == ["x.json"]
+                content = b"after"
+    assert path.read_bytes() == content and [p.name for p in path.parent.iterdir()] == ["x.json"]

@@ -35,19 +35,19 @@ def test_fast_links_are_faster_and_every_family_has_constants(name):
     ("prefix", "name"), [("mi250x", "mi250x-gcd"), ("h100", "h100"), ("a100-8", "a100-80gb")]
 )
 def test_a_unique_prefix_names_a_chip(prefix, name):
-    assert chips.named(prefix) is CHIPS[name]
+    assert chips.lookup(prefix) is CHIPS[name]
 
 
 @pytest.mark.parametrize("name", ["", "a100", "tpu", "gtx"])
 def test_unknown_and_ambiguous_names_are_refused(name):
     with pytest.raises(UserError, match=r"tpu-v5p.*TOML"):
-        chips.named(name)
+        chips.lookup(name)
 
 
 def test_a_chip_from_a_file(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(TOML)
-    chip = chips.named(str(path))
+    chip = chips.lookup(str(path))
     assert (chip.name, chip.family) == ("mine", "hopper")
     assert chip.peak("bfloat16") == 100e12 and chip.peak("float32") == 50e12
     assert chip.memory_bytes == 48e9 and chip.bandwidth == 900.5e9 and chip.host_bandwidth == 32e9
@@ -89,7 +89,7 @@ def test_an_illegal_file_is_refused(tmp_path, old, new, words):
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
-        chips.named(str(tmp_path / "none.toml"))
+        chips.lookup(str(tmp_path / "none.toml"))
 
 
 def test_a_network_must_be_a_table(tmp_path):

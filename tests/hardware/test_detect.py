@@ -1,4 +1,4 @@
-"""The chip table, what jax's device kinds mean, and the host's memory and rates."""
+"""The chip table, jax's device kinds, and the host's memory and rates."""
 
 import dataclasses
 import os
@@ -10,7 +10,7 @@ from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.detect import CHIPS, GIB
 
 
-def test_every_promised_chip_is_there_with_rates_memory_and_bandwidth():
+def test_every_documented_chip_has_rates_memory_and_bandwidth():
     gpus = {"a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi250x-gcd"}
     assert gpus | {"tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e"} == set(CHIPS)
     for name, chip in CHIPS.items():
@@ -86,14 +86,14 @@ class _Device:
         ("Neuron 3", {}, None),
     ],
 )
-def test_detect_takes_memory_from_the_runtime_where_it_says_so(monkeypatch, kind, stats, memory):
+def test_detect_takes_memory_from_the_runtime_if_reported(monkeypatch, kind, stats, memory):
     monkeypatch.setattr(jax, "local_devices", lambda: [_Device(kind, stats)])
     chip = hardware.detect()
     assert chip.memory_bytes == memory
     assert chip.peak_flops == hardware.chip_of(kind).peak_flops
 
 
-def test_detect_on_a_cpu_measures_it_once():
+def test_detect_measures_a_cpu_once():
     if jax.default_backend() != "cpu":
         pytest.skip("default backend is not a CPU")
     chip = hardware.detect(("float32",))
@@ -122,7 +122,7 @@ def _groups(tmp_path, membership, limits):
     return hardware.cgroup_limit(file, tmp_path / "cgroup")
 
 
-def test_version_2_limit_is_the_lowest_on_the_way_up(tmp_path):
+def test_version_2_limit_is_the_lowest_of_all_parents(tmp_path):
     limits = {
         "user/job/memory.max": "max",
         "user/memory.max": "4096000",

@@ -1,4 +1,4 @@
-"""Freed memory stays in the process where the C library is glibc; nothing happens elsewhere."""
+"""Freed memory stays in the process with glibc; nothing changes elsewhere."""
 
 import platform
 import subprocess
@@ -8,12 +8,12 @@ import pytest
 
 from sparse_dataflow.hardware import host_memory
 
-# In a process of its own, because malloc stays as it is set.  Counts the page faults of touching
-# 64 MiB a second time, after they were freed.
+# Runs in its own process, because malloc keeps its settings. Counts the page faults of touching
+# 64 MiB a second time, after freeing them.
 AGAIN = """
 import ctypes, resource, sys
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
-kept = keep_freed_memory() if sys.argv[1] == "keep" else None
+accepted = keep_freed_memory() if sys.argv[1] == "keep" else None
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = libc.memset.argtypes = None
@@ -24,7 +24,7 @@ for _ in range(2):
     libc.memset(memory, 1, ctypes.c_size_t(2**26))
     libc.free(memory)
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(kept, *faults)
+print(accepted, *faults)
 """
 
 
@@ -34,39 +34,39 @@ def test_freed_memory_is_used_again_without_page_faults():
         command = [sys.executable, "-c", AGAIN, how]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
-    kept, first, second = start("keep")
-    assert kept == "True"
+    accepted, first, second = start("keep")
+    assert accepted == "True"
     assert int(second) < int(first) / 4
-    _, first, second = start("leave")  # What the settings change.
+    _, first, second = start("leave")  # Without the settings.
     assert int(second) > int(first) / 4
 
 
 class Library:
-    """A C library whose mallopt notes what it is told and answers `answer`."""
+    """A C library whose mallopt records its settings and returns `answer`."""
 
     def __init__(self, answer):
-        self.told = []
-        self.mallopt = lambda *setting: self.told.append(setting) or answer
+        self.settings = []
+        self.mallopt = lambda *setting: self.settings.append(setting) or answer
 
 
 @pytest.mark.parametrize("answer", [0, 1])
-def test_all_settings_are_made_and_must_be_taken(monkeypatch, answer):
+def test_all_settings_must_be_accepted(monkeypatch, answer):
     library = Library(answer)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name: library)
     assert host_memory.keep_freed_memory() is bool(answer)
-    assert len(library.told) == 4
+    assert len(library.settings) == 4
 
 
-def test_another_c_library_is_left_alone(monkeypatch):
+def test_another_c_library_is_unchanged(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name: object())
     assert host_memory.keep_freed_memory() is False
 
 
-def test_another_system_is_left_alone(monkeypatch):
+def test_another_system_is_unchanged(monkeypatch):
     library = Library(1)
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name: library)
     assert host_memory.keep_freed_memory() is False
-    assert library.told == []
+    assert library.settings == []

@@ -13,7 +13,7 @@ from sparse_dataflow.aot.compile import compile_step
 from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.parallel.executor import ONE_DEVICE
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
@@ -31,7 +31,7 @@ def compiled(layers, topology):
     ).with_linears(LinearSpec("block_sparse", "monarch", 1 / 8, 128))
     training = TrainingConfig(steps=1, batch=1, sequence=2048)
     device = topologies.devices(topology)[0]
-    return compile_step(model, training, ONE_DEVICE, device, changing=True)
+    return compile_step(model, training, SINGLE_DEVICE, device, changing=True)
 
 
 @pytest.mark.parametrize("chip", CHIPS)

@@ -1,10 +1,9 @@
-"""Prints as JSON how a training over eight virtual devices compares with one on a single device.
+"""Compares trainings over eight virtual devices with a single device; prints JSON.
 
-Run by test_sharded.py and test_pipeline.py, as a process decides at its start how many devices it
-has.  Arguments: what to do; the name of the model ("dense+bfloat16" with moments and gradients in
-that), or of the evolution; then meshes, each as
-"data:2,tensor:4/ZERO/MICRO_BATCHES"; a pipeline goes on with "/SCHEDULE/CHUNKS", and with "/2+3"
-where its parts have so many layers.
+Run as a process by test_sharded.py and test_pipeline.py, because the number of devices is fixed at
+start. Arguments: the task; the name of the model ("dense+bfloat16": with bfloat16 moments and
+gradients) or of the evolution; then meshes, each as "data:2,tensor:4/ZERO/MICRO_BATCHES". Pipelines
+add "/SCHEDULE/CHUNKS", and optionally "/2+3", the layers of each virtual stage.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ from sparse_dataflow.models.groups import split_groups
 from sparse_dataflow.optim.optimizers import map_moments
 from sparse_dataflow.optim.train_state import StepReport
 from sparse_dataflow.parallel import mesh as meshes
-from sparse_dataflow.parallel.executor import ONE_DEVICE
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.pipeline.pipelined import Pipelined
 from sparse_dataflow.parallel.pipeline.stages import divide
 from sparse_dataflow.parallel.sharded import Sharded
@@ -68,33 +67,32 @@ def executor(text, model):
     mesh, zero = meshes.make(meshes.parse(axes, 8)), int(zero)
     if not pipeline:
         return Sharded(mesh, zero), int(micro)
-    schedule, chunks, *parts = pipeline
-    layers = tuple(int(n) for n in "".join(parts).split("+") if n)
+    schedule, chunks, *layer_counts = pipeline
+    layers = tuple(int(n) for n in "".join(layer_counts).split("+") if n)
     division = divide(model.num_layers, mesh.shape["stage"], int(chunks), layers)
     return Pipelined(mesh, zero, division=division, schedule=schedule), int(micro)
 
 
 def train(model, executor, micro_batches, dtype="float32"):
-    """(losses, gradient norms, moments of the first step, params and moments of the last, loss of
-    an evaluation, text of the program), all canonical."""
+    """Returns losses, norms, canonical moments and params, eval loss and program text by name."""
     training = TrainingConfig(
         STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3, state_dtype=dtype
     )
     state = initial_state(model, training, executor)
     tables = gpt.layout_tables(gpt.layouts(model))
-    given = executor.tables(tables, changing=False)
-    fixed = None if given else tables
-    told, laid_out = executor.replicated(), executor.shardings(state._replace(tables=()))
-    if laid_out is not None:
-        laid_out = laid_out._replace(tables=None), StepReport(told, told)
+    placed_tables = executor.tables(tables, changing=False)
+    fixed = None if placed_tables else tables
+    replicated, shardings = executor.replicated(), executor.shardings(state._replace(tables=()))
+    if shardings is not None:
+        shardings = shardings._replace(tables=None), StepReport(replicated, replicated)
     step = make_train_step(model, training, fixed, executor)
-    step = jax.jit(step, donate_argnums=0, out_shardings=laid_out)
-    evaluate = jax.jit(make_eval_step(model, fixed, executor), out_shardings=told)
+    step = jax.jit(step, donate_argnums=0, out_shardings=shardings)
+    evaluate = jax.jit(make_eval_step(model, fixed, executor), out_shardings=replicated)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, model.vocab_size, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
     batches = [executor.put({"tokens": t}, BATCH)["tokens"] for t in tokens]
     weights = rng.uniform(size=(BATCH, SEQUENCE)).astype(np.float32)
-    state = state._replace(tables=given)
+    state = state._replace(tables=placed_tables)
     program = step.lower(state, batches[0], np.float32(1e-3)).compile()
     reports, first = [], None
     for batch in batches:
@@ -122,7 +120,7 @@ def canonical(executor, state, tables, model):
 
 
 def without_key_bias(params):
-    """A softmax does not see a key's bias: its gradient is rounding, which Adam makes a step of."""
+    """Drops the key biases: their gradient is rounding error, which Adam scales to a full step."""
 
     def without(blocks):
         bias = blocks["qkv"]["bias"]
@@ -133,65 +131,65 @@ def without_key_bias(params):
 
 
 def error(mine, right):
-    """The largest difference in any leaf, relative to the leaf's largest value."""
+    """Returns the largest difference in any leaf, relative to the leaf's largest value."""
     pairs = zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True)
     return max(float(np.abs(a - b).max() / (np.abs(b).max() + 1e-9)) for a, b in pairs)
 
 
 def gathered(text):
-    """Shapes of all that is gathered, permuted or exchanged, "BxTxD", in the compiled text."""
+    """Returns the shapes "BxTxD" of gathered, permuted or exchanged arrays in the program text."""
     kinds = "all-gather|all-to-all|collective-permute|ragged-all-to-all"
-    found = re.findall(rf"= (\S+?)\[([\d,]*)\]\S* (?:{kinds})(?:-start)?\(", text)
-    return sorted({shape.replace(",", "x") for _, shape in found})
+    matches = re.findall(rf"= (\S+?)\[([\d,]*)\]\S* (?:{kinds})(?:-start)?\(", text)
+    return sorted({shape.replace(",", "x") for _, shape in matches})
 
 
 def compare(name, texts):
     name, _, dtype = name.partition("+")
-    model, found, right = MODELS[name], {}, {}
+    model, errors, right = MODELS[name], {}, {}
     dtype = dtype or "float32"
     for text in texts:
         sharded, micro = executor(text, model)
         if micro not in right:
-            right[micro] = train(model, ONE_DEVICE, micro, dtype)
+            right[micro] = train(model, SINGLE_DEVICE, micro, dtype)
         mine = train(model, sharded, micro, dtype)
-        found[text] = {key: error(mine[key], right[micro][key]) for key in mine if key != "text"}
-        found[text]["gathered"] = gathered(mine["text"])
-    return found
+        errors[text] = {key: error(mine[key], right[micro][key]) for key in mine if key != "text"}
+        errors[text]["gathered"] = gathered(mine["text"])
+    return errors
 
 
 def move(name, texts):
-    """States saved on each mesh and restored on the next, to the bit: {text: whether}."""
-    model, found = MODELS[name], {}
+    """Saves a state on each mesh and restores it on the next; returns {text: bits are equal}."""
+    model, results = MODELS[name], {}
     training = TrainingConfig(STEPS, BATCH, SEQUENCE)
     tables = gpt.layout_tables(gpt.layouts(model))
     right = initial_state(model, training)
     key = jax.random.key_data(right.key)
     noise = lambda tree: jax.tree.map(lambda a: a + jnp.arange(a.size).reshape(a.shape), tree)  # noqa: E731
     right = jax.device_get(right._replace(moments=map_moments(noise, right.moments), key=key))
-    state, before = ONE_DEVICE.place(right), ONE_DEVICE
+    state, before = SINGLE_DEVICE.place(right), SINGLE_DEVICE
     state = state._replace(key=jax.random.wrap_key_data(key))
     for text in (*texts, None):
-        after = ONE_DEVICE if text is None else executor(text, model)[0]
+        after = SINGLE_DEVICE if text is None else executor(text, model)[0]
         with tempfile.TemporaryDirectory() as folder:
             with Checkpoints(Path(folder), config={}) as checkpoints:
                 checkpoints.save(1, before.canonical(state, model), {})
-            wanted = abstract_state(model, training, after)._replace(tables=tables)
-            restored, _ = Checkpoints(Path(folder), config={}).restore(wanted)
+            target = abstract_state(model, training, after)._replace(tables=tables)
+            restored, _ = Checkpoints(Path(folder), config={}).restore(target)
         state, before = after.place(restored), after
         mine = after.canonical(state, model)
         mine = jax.device_get(mine._replace(key=jax.random.key_data(mine.key)))
         same = jax.tree.map(
             lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), mine, right
         )
-        found[str(text)] = all(jax.tree.leaves(same))
-        found[f"{text} devices"] = len(jax.tree.leaves(state.params)[0].devices())
-    return found
+        results[str(text)] = all(jax.tree.leaves(same))
+        results[f"{text} devices"] = len(jax.tree.leaves(state.params)[0].devices())
+    return results
 
 
 def evolve(name, texts):
-    """A whole training whose layouts or model change, by the loop: errors as in `compare`.
+    """Runs a training whose layouts or model change; returns errors as `compare`.
 
-    Its name is that of the method, with "+depth" where layers store unequally much.
+    `name` is the method, with "+depth" for a density that varies with depth.
     """
     method, _, by_depth = name.partition("+")
     dense = method in ("gradual", "sparse_to_dense")
@@ -206,7 +204,7 @@ def evolve(name, texts):
     text = np.random.default_rng(0).integers(0, 48, 3000).astype(np.uint16)
 
     def run(executor):
-        rows = executor.rows(BATCH)
+        rows = executor.local_rows(BATCH)
         held_out = EvalBatches(text[:400], BATCH, SEQUENCE, 16, rows)
         batches = TrainBatches(text, BATCH, SEQUENCE, rows=rows)
         data = TrainingData(batches, held_out, 1, held_out, 1, "none")
@@ -226,17 +224,17 @@ def evolve(name, texts):
         state = jax.device_get(executor.canonical(trainer.state, trainer.model))
         return losses, without_key_bias(state.params), state.tables
 
-    right, found = run(ONE_DEVICE), {}
+    right, errors = run(SINGLE_DEVICE), {}
     for text_of_mesh in texts:
         mine = run(executor(text_of_mesh, model)[0])
-        found[text_of_mesh] = {
+        errors[text_of_mesh] = {
             "losses": error(mine[0], right[0]),
             "params": error(mine[1], right[1]),
             "layouts": error(mine[2], right[2]) if right[2] else 0.0,
         }
-    return found
+    return errors
 
 
 if __name__ == "__main__":
-    what, name, *texts = sys.argv[1:]
-    print(json.dumps({"compare": compare, "move": move, "evolve": evolve}[what](name, texts)))
+    task, name, *texts = sys.argv[1:]
+    print(json.dumps({"compare": compare, "move": move, "evolve": evolve}[task](name, texts)))

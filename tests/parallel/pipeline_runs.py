@@ -1,6 +1,6 @@
-"""Prints as JSON what a pipeline on eight virtual devices gathers, computes and takes.
+"""Prints as JSON the gathers, computations and memory of a pipeline on eight virtual devices.
 
-Run by test_pipeline.py, as a process decides at its start how many CPU devices it has.
+Run as a process by test_pipeline.py, because the number of CPU devices is fixed at start.
 """
 
 import json
@@ -13,29 +13,29 @@ from mesh_training import BATCH, MODELS, SEQUENCE, error, executor
 
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt
-from sparse_dataflow.parallel.executor import ONE_DEVICE
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.training.step import initial_state
 
 
 def norms(text):
-    """Error of the norms of the dense gradient's blocks."""
+    """Returns the error of the block norms of the dense gradient."""
     model = MODELS["sparse_deep"]
     training = TrainingConfig(10, BATCH, SEQUENCE)
     shape = (BATCH, SEQUENCE + 1)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, shape, np.int32)
-    found = []
-    for runs in (executor(text, model)[0], ONE_DEVICE):
+    results = []
+    for runs in (executor(text, model)[0], SINGLE_DEVICE):
         state = initial_state(model, training, runs)
         tables = runs.tables(state.tables, changing=True)
         rows = runs.put({"tokens": tokens}, BATCH)["tokens"]
         program = jax.jit(lambda p, t, x, runs=runs: runs.block_gradient_norms(model, p, t, x))
-        found.append(jax.device_get(program(state.params, tables, rows)))
-    return error(*found)
+        results.append(jax.device_get(program(state.params, tables, rows)))
+    return error(*results)
 
 
 def memory(text):
-    """Bytes of temporaries that the compiled gradient takes."""
+    """Returns the bytes of temporaries of the compiled gradient."""
     model = MODELS["dense_deep"]
     runs, micro_batches = executor(text, model)
     params = runs.placed_shapes(jax.eval_shape(lambda: gpt.init(model, jax.random.key(0))))
@@ -46,23 +46,25 @@ def memory(text):
 
 
 def gathers(text):
-    """How often arrays are gathered over "fsdp", in the loop over the ticks and outside of it."""
+    """Counts all-gathers over "fsdp" inside and outside the loop over the ticks."""
     model = MODELS["dense_deep"]
     runs, micro_batches = executor(text, model)
     params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((BATCH, SEQUENCE + 1), jnp.int32)
     gradient = lambda p, x: runs.loss_and_gradients(model, p, {}, x, micro_batches)  # noqa: E731
-    found = {"inside": 0, "outside": 0}
+    counts = {"inside": 0, "outside": 0}
 
     def count(jaxpr, where):
         for eqn in jaxpr.eqns:
-            found[where] += eqn.primitive.name == "all_gather" and "fsdp" in eqn.params["axis_name"]
+            counts[where] += (
+                eqn.primitive.name == "all_gather" and "fsdp" in eqn.params["axis_name"]
+            )
             inner = "inside" if eqn.primitive.name in ("scan", "while") else where
             for each in subjaxprs(eqn.params):
                 count(each, inner)
 
     count(jax.make_jaxpr(gradient)(params, tokens).jaxpr, "outside")
-    return found
+    return counts
 
 
 def subjaxprs(params):
@@ -74,7 +76,7 @@ def subjaxprs(params):
 
 
 def calls(text):
-    """How often blocks were called in a step, in which nothing takes time."""
+    """Counts the block calls of a step."""
     from sparse_dataflow.runs.benchmarks.pipeline_bubble import sleeping_step
 
     stages, micro_batches = map(int, text.split("x"))
@@ -85,6 +87,6 @@ def calls(text):
 
 if __name__ == "__main__":
     assert jax.device_count() == 8
-    what, *texts = sys.argv[1:]
-    found = {"norms": norms, "memory": memory, "gathers": gathers, "calls": calls}[what]
-    print(json.dumps({text: found(text) for text in texts}))
+    task, *texts = sys.argv[1:]
+    run = {"norms": norms, "memory": memory, "gathers": gathers, "calls": calls}[task]
+    print(json.dumps({text: run(text) for text in texts}))

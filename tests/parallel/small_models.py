@@ -1,4 +1,4 @@
-"""A small model with a layer of each kind, drawn parameters and tokens, and what is the same."""
+"""A small model with a layer of each kind, random params and tokens, and a comparison."""
 
 import dataclasses
 import functools
@@ -42,9 +42,9 @@ def tables_of(config):
     return gpt.layout_tables(gpt.layouts(config))
 
 
-def assert_same(one, other, tolerance=2e-5):
-    for path, leaf in jax.tree_util.tree_leaves_with_path(one):
-        twin = other
+def assert_same(actual, expected, tolerance=2e-5):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(actual):
+        twin = expected
         for key in path:
             twin = twin[getattr(key, "key", getattr(key, "idx", None))]
         scale = np.abs(leaf).max()

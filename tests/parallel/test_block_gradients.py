@@ -1,4 +1,4 @@
-"""Norms of the dense gradient's blocks: those of the dense model, without its memory."""
+"""Block gradient norms equal those of the dense model, without its memory."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ def tokens_of(rows=3):
 
 
 def dense_twin(model, params):
-    """The same function with dense kernels."""
+    """Returns (model, params) of the same function with dense kernels."""
     blocks = {name: dict(module) for name, module in params["blocks"].items()}
     for name, layers in gpt.layouts(model).items():
         values = blocks[name].pop("values")
@@ -57,7 +57,7 @@ def dense_twin(model, params):
         pytest.param(MIXED, "full", id="some-full", marks=pytest.mark.nightly),
     ],
 )
-def test_they_are_the_norms_of_the_dense_models_gradient(model, remat):
+def test_norms_equal_those_of_the_dense_gradient(model, remat):
     params, tokens = params_of(model), tokens_of()
     tables = gpt.layout_tables(gpt.layouts(model))
     probed = dataclasses.replace(model, remat=remat)
@@ -67,17 +67,17 @@ def test_they_are_the_norms_of_the_dense_models_gradient(model, remat):
         dense_params
     )
     assert loss > 0 and set(norms) == set(model.sparse_projections)
-    for name, found in norms.items():
+    for name, actual in norms.items():
         kernel = np.asarray(gradients["blocks"][name]["kernel"])
         in_blocks, out_blocks = (side // 8 for side in model.projection_shape(name))
         grid = kernel.reshape(2, in_blocks, 8, out_blocks, 8)
         expected = np.sqrt(np.square(grid).sum(axis=(2, 4)))
         assert expected.min() > 0
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6 * expected.max())
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6 * expected.max())
 
 
-def test_nothing_is_larger_than_one_projections_dense_gradient(array_sizes):
-    """Few tokens and a small vocabulary, so that weights are what is large."""
+def test_no_array_is_larger_than_the_dense_gradient_of_a_projection(array_sizes):
+    """With few tokens and a small vocabulary, weights are the largest arrays."""
     tables = gpt.layout_tables(gpt.layouts(MODEL))
     sizes = array_sizes(
         functools.partial(block_gradient_norms, MODEL), params_of(MODEL), tables, tokens_of(1)
@@ -87,5 +87,5 @@ def test_nothing_is_larger_than_one_projections_dense_gradient(array_sizes):
     assert stored < largest == max(sizes)
     layer = sum(np.prod(MODEL.projection_shape(name)) for name in PROJECTIONS)
     dense = [size for size in sizes if size > stored]
-    # Layer by layer: xᵀ dy once a projection, as it is made, shaped to blocks and squared.
+    # xᵀ dy of each projection and layer: as computed, reshaped to blocks and squared.
     assert sum(dense) <= 4 * layer * MODEL.num_layers

@@ -1,4 +1,4 @@
-"""`--mesh`: every legal text gives a mesh of all devices, every other is answered with words."""
+"""`--mesh`: every legal text gives a mesh of all devices; others are refused."""
 
 import math
 
@@ -17,11 +17,11 @@ def text(sizes):
 
 
 @given(SIZES)
-def test_a_mesh_is_what_was_written_in_the_order_of_the_axes(sizes):
-    found = meshes.parse(text(sizes), math.prod(sizes.values()))
-    assert tuple(found) == meshes.AXES
-    assert found == {axis: sizes.get(axis, 1) for axis in meshes.AXES}
-    assert meshes.parse(text(sizes), None) == found
+def test_sizes_are_parsed_in_the_order_of_the_axes(sizes):
+    sizes_by_axis = meshes.parse(text(sizes), math.prod(sizes.values()))
+    assert tuple(sizes_by_axis) == meshes.AXES
+    assert sizes_by_axis == {axis: sizes.get(axis, 1) for axis in meshes.AXES}
+    assert meshes.parse(text(sizes), None) == sizes_by_axis
 
 
 @given(SIZES, st.data())
@@ -34,7 +34,7 @@ def test_one_size_may_be_left_open(sizes, data):
 
 
 @given(SIZES, st.integers(1, 200))
-def test_a_product_that_is_not_the_devices_is_answered_with_one_that_is(sizes, devices):
+def test_a_wrong_product_is_refused_with_a_legal_mesh(sizes, devices):
     if math.prod(sizes.values()) == devices:
         return
     with pytest.raises(UserError, match="whose product is") as refusal:
@@ -48,9 +48,9 @@ def test_auto_is_fsdp_over_all_devices():
 
 
 @pytest.mark.parametrize(
-    ("written", "said"),
+    ("written", "message"),
     [
-        ("tensr:8", "'tensr' is no axis; did you mean tensor"),
+        ("tensr:8", "'tensr' is not an axis; did you mean tensor"),
         ("data:2,data:4", "names data twice"),
         ("data:0", "has the size '0'; legal: 1 or more"),
         ("data:two", "has the size 'two'"),
@@ -59,24 +59,24 @@ def test_auto_is_fsdp_over_all_devices():
         ("data:16", "16 devices, and there are 8"),
     ],
 )
-def test_other_texts_are_refused_in_words(written, said):
-    with pytest.raises(UserError, match=said):
+def test_illegal_texts_are_refused(written, message):
+    with pytest.raises(UserError, match=message):
         meshes.parse(written, 8)
 
 
 @given(SIZES, st.integers(1, 12))
-def test_groups_of_devices_are_crossed_by_the_outermost_axes(sizes, groups):
-    """What is inside a slice or a node times what crosses is the mesh, crossed from outside in."""
+def test_the_outermost_axes_cross_the_islands(sizes, islands):
+    """The product of inner and outer shape is the mesh, and outer axes cross first."""
     sizes = {axis: sizes.get(axis, 1) for axis in meshes.AXES}
-    if math.prod(sizes.values()) % groups:
+    if math.prod(sizes.values()) % islands:
         return
     try:
-        across = meshes.across(sizes, groups)
+        outer = meshes.outer_shape(sizes, islands)
     except UserError as refusal:
-        assert "cannot be cut at the borders" in str(refusal)
+        assert "cannot be split at the borders" in str(refusal)
         return
-    assert math.prod(across) == groups
-    inner = [size for size, crossed in zip(sizes.values(), across) if crossed < size]
-    assert all(size % crossed == 0 for size, crossed in zip(sizes.values(), across))
-    if inner and groups == sizes["data"]:
-        assert across == [groups, 1, 1, 1]
+    assert math.prod(outer) == islands
+    inner = [size for size, crossed in zip(sizes.values(), outer) if crossed < size]
+    assert all(size % crossed == 0 for size, crossed in zip(sizes.values(), outer))
+    if inner and islands == sizes["data"]:
+        assert outer == [islands, 1, 1, 1]

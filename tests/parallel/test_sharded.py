@@ -1,10 +1,10 @@
-"""A training over a mesh is the one of a single device, and no weight travels over tensor."""
+"""A training over a mesh equals one on a single device, and "tensor" gathers no weights."""
 
 import random
 
 import pytest
 from mesh_trainings import (
-    assert_like_one_device,
+    assert_like_single_device,
     mesh_training,
 )
 
@@ -17,7 +17,7 @@ SHAPES = [
 ]
 
 
-def written(shape, zero=3, micro_batches=1):
+def mesh_text(shape, zero=3, micro_batches=1):
     data, fsdp, tensor = shape
     return f"data:{data},fsdp:{fsdp},tensor:{tensor}/{zero}/{micro_batches}"
 
@@ -32,22 +32,22 @@ def written(shape, zero=3, micro_batches=1):
         ("sparse_depth", ["data:2,fsdp:2,tensor:2/3/2"]),
     ],
 )
-def test_eight_devices_train_like_one(model, texts):
-    found = mesh_training("compare", model, *texts)
-    assert_like_one_device(found)
-    for text, errors in found.items():
+def test_eight_devices_train_like_a_single_one(model, texts):
+    results = mesh_training("compare", model, *texts)
+    assert_like_single_device(results)
+    for text, errors in results.items():
         if "fsdp" not in text:
-            # Over tensor only activations are gathered: 16 / 2 rows of 8 tokens, of width 32.
+            # "tensor" gathers activations alone: 16 / 2 rows of 8 tokens, of width 32.
             rows = 8 // int(text[-1])
             assert set(errors["gathered"]) <= {f"{rows}x8x32"}, errors["gathered"]
 
 
 @pytest.mark.slow
-def test_a_state_in_bfloat16_trains_over_a_mesh_as_on_one_device():
+def test_a_state_in_bfloat16_trains_over_a_mesh_as_on_a_single_device():
     texts = ["data:2,fsdp:2,tensor:2/3/2", "stage:2,fsdp:4/2/2/1f1b/1"]
     for text, errors in mesh_training("compare", "dense+bfloat16", *texts).items():
-        # Each device's share is rounded by up to 2^-8 and may be larger than their sum; a second
-        # moment has twice its error, and is rounded itself.
+        # Each device's share is rounded by up to 2^-8 and may exceed the sum; a second moment has
+        # twice that error, and is rounded too.
         assert max(errors["losses"], errors["eval"]) < 1e-3, (text, errors)
         assert errors["norms"] < 2.0**-6 and errors["first moments"] < 2.0**-4, (text, errors)
 
@@ -55,10 +55,10 @@ def test_a_state_in_bfloat16_trains_over_a_mesh_as_on_one_device():
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", ["dense", "dense_odd", "sparse", "sparse_rank", "sparse_depth"])
 @pytest.mark.parametrize("zero", range(4))
-def test_every_mesh_and_zero_trains_like_one_device(model, zero):
+def test_every_mesh_and_zero_trains_like_a_single_device(model, zero):
     draw = random.Random(f"{model}{zero}")
-    texts = [written(shape, zero, draw.choice((1, 2))) for shape in SHAPES]
-    assert_like_one_device(mesh_training("compare", model, *texts))
+    texts = [mesh_text(shape, zero, draw.choice((1, 2))) for shape in SHAPES]
+    assert_like_single_device(mesh_training("compare", model, *texts))
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_every_mesh_and_zero_trains_like_one_device(model, zero):
         ),
     ],
 )
-def test_layouts_evolve_over_a_mesh_as_on_one_device(method):
+def test_layouts_evolve_over_a_mesh_as_on_a_single_device(method):
     [errors] = mesh_training("evolve", method, "data:2,fsdp:2,tensor:2/3/1").values()
     assert errors["layouts"] == 0
     assert errors["losses"] < 1e-5 and errors["params"] < 1e-2, errors
@@ -90,19 +90,19 @@ def test_layouts_evolve_over_a_mesh_as_on_one_device(method):
 def test_a_checkpoint_moves_between_any_two_meshes(model):
     draw = random.Random(0)
     shapes = draw.sample(SHAPES, 3)
-    found = mesh_training(
+    results = mesh_training(
         "move",
         model,
-        *(written(shape, draw.randrange(4)) for shape in shapes),
+        *(mesh_text(shape, draw.randrange(4)) for shape in shapes),
     )
-    assert found.pop("None devices") == 1
-    assert all(found.values()), found
-    assert [n for name, n in found.items() if name.endswith("devices")] == [8] * 3
+    assert results.pop("None devices") == 1
+    assert all(results.values()), results
+    assert [n for name, n in results.items() if name.endswith("devices")] == [8] * 3
 
 
 @pytest.mark.slow
-def test_a_checkpoint_has_no_trace_of_a_filled_vocabulary():
-    # Of 45 tokens, which no tensor axis divides.
+def test_a_checkpoint_has_no_vocabulary_padding():
+    # No tensor axis divides its 45 tokens.
     texts = ["data:2,fsdp:2,tensor:2/3/1", "stage:2,tensor:4/2/1/1f1b/1"]
-    found = mesh_training("move", "dense_odd", *texts)
-    assert all(found[text] for text in (*texts, "None")), found
+    results = mesh_training("move", "dense_odd", *texts)
+    assert all(results[text] for text in (*texts, "None")), results

@@ -1,4 +1,4 @@
-"""The rules: every parameter has a row, and what a row cuts is cut evenly."""
+"""Sharding rules: every parameter has a row, and shards are equal."""
 
 import dataclasses
 import functools
@@ -40,39 +40,39 @@ def shapes(model):
     return abstract_state(model, TRAINING)
 
 
-def laid_out(model, mesh, zero):
-    """(shapes, shardings) of a state, leaf by leaf, of its params and of its moments."""
+def sharded_leaves(model, mesh, zero):
+    """Returns [(shape, sharding)] of the params and of the moments of a state."""
     shardings = Sharded(mesh, zero).shardings(shapes(model))
-    pair = lambda part: list(  # noqa: E731
-        zip(*map(jax.tree.leaves, (getattr(shapes(model), part), getattr(shardings, part))))
+    pair = lambda field: list(  # noqa: E731
+        zip(*map(jax.tree.leaves, (getattr(shapes(model), field), getattr(shardings, field))))
     )
     return pair("params"), pair("moments")
 
 
 def bytes_of(tree):
-    """On one device; raises where an axis does not divide."""
+    """Returns the bytes on one device; raises if an axis does not divide a dimension."""
     return sum(math.prod(s.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, s in tree)
 
 
 @settings(max_examples=30)
 @given(drawn_meshes(), st.integers(0, 3), st.sampled_from((DENSE, SPARSE)))
-def test_arrays_are_cut_evenly_and_zero_deals_out_what_it_says(mesh, zero, model):
-    params, moments = map(bytes_of, laid_out(model, mesh, zero))
-    whole_params, whole_moments = map(bytes_of, laid_out(model, mesh, 0))
-    dealt = mesh.shape["fsdp"] > 1
-    assert (moments < whole_moments) == (dealt and zero >= 1)
-    assert (params < whole_params) == (dealt and zero >= 3)
+def test_shards_are_equal_and_zero_shards_its_arrays(mesh, zero, model):
+    params, moments = map(bytes_of, sharded_leaves(model, mesh, zero))
+    whole_params, whole_moments = map(bytes_of, sharded_leaves(model, mesh, 0))
+    fsdp = mesh.shape["fsdp"] > 1
+    assert (moments < whole_moments) == (fsdp and zero >= 1)
+    assert (params < whole_params) == (fsdp and zero >= 3)
 
 
-def test_weights_are_cut_by_all_that_the_mesh_has():
-    """Only what is small stays whole."""
+def test_all_axes_shard_large_weights():
+    """Only small arrays are replicated."""
     mesh = abstract("fsdp:4,tensor:4")
     state = abstract_state(SPARSE, TRAINING, Sharded(mesh, 3))
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
-        part = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        size = math.prod(leaf.sharding.shard_shape(leaf.shape))
         if math.prod(leaf.shape) > 8192:
-            ways = 4 if "positions" in sharding.dotted(path) else 16
-            assert part * ways == math.prod(leaf.shape), path
+            shards = 4 if "positions" in sharding.dotted_path(path) else 16
+            assert size * shards == math.prod(leaf.shape), path
 
 
 @given(drawn_meshes())
@@ -84,15 +84,15 @@ def test_fsdp_moves_to_a_dimension_that_it_divides(mesh):
 
 
 @given(st.integers(1, 60000), st.sampled_from([1, 2, 4, 8]))
-def test_a_vocabulary_is_filled_to_what_tensor_cuts_in_whole_tiles(rows, tensor):
+def test_a_vocabulary_is_padded_to_full_tiles_per_device(rows, tensor):
     mesh = abstract(f"tensor:{tensor}")
-    found = sharding.filled(rows, mesh)
-    assert found >= rows and found % tensor == 0
-    assert found - rows < 128 * tensor and (found == rows or found % (128 * tensor) == 0)
-    assert sharding.filled(found, mesh) == found
+    padded = sharding.padded_rows(rows, mesh)
+    assert padded >= rows and padded % tensor == 0
+    assert padded - rows < 128 * tensor and (padded == rows or padded % (128 * tensor) == 0)
+    assert sharding.padded_rows(padded, mesh) == padded
 
 
-def test_a_state_is_placed_with_a_vocabulary_that_tensor_cuts():
+def test_a_state_is_placed_with_a_padded_vocabulary():
     model = dataclasses.replace(DENSE, vocab_size=50257)
     executor = Sharded(abstract("fsdp:2,tensor:4"))
     placed = executor.arrays(shapes(model), {}, False, {})
@@ -102,18 +102,18 @@ def test_a_state_is_placed_with_a_vocabulary_that_tensor_cuts():
         assert table.sharding.shard_shape(table.shape) == (12672, 32)
 
 
-def test_a_vocabulary_that_is_not_filled_stays_whole():
+def test_an_unpadded_vocabulary_is_replicated():
     mesh = abstract("tensor:4")
     assert sharding.axes_of(sharding.spec("embed.tokens", (50257, 64), mesh)) == set()
     assert sharding.axes_of(sharding.spec("embed.tokens", (50256, 64), mesh)) == {"tensor"}
 
 
 @pytest.mark.parametrize(
-    ("mesh", "model", "training", "said"),
+    ("mesh", "model", "training", "message"),
     [
         ("tensor:8", {}, {}, r"tensor:8 does not divide 4 heads; legal for this model: 1, 2, 4"),
         ("tensor:4", {}, {"sequence": 6}, r"does not divide 6 tokens; legal for this model: 1, 2"),
-        ("data:3", {}, {}, r"batch of 16 .* to 3 devices \(data:3 x fsdp:1\); legal: .* of 3"),
+        ("data:3", {}, {}, r"batch of 16 .* over 3 devices \(data:3 x fsdp:1\); legal: .* of 3"),
         ("fsdp:8", {}, {"micro_batches": 4}, "legal: a --batch that is a multiple of 32"),
         (
             "tensor:2",
@@ -129,9 +129,9 @@ def test_a_vocabulary_that_is_not_filled_stays_whole():
         ),
     ],
 )
-def test_a_mesh_that_does_not_divide_is_refused_in_words(mesh, model, training, said):
+def test_a_mesh_that_does_not_divide_is_refused(mesh, model, training, message):
     executor = Sharded(abstract(mesh))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         executor.check(
             dataclasses.replace(DENSE, **model), dataclasses.replace(TRAINING, **training)
         )

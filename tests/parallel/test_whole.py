@@ -1,4 +1,4 @@
-"""The whole executor: however it runs a model, the loss and the gradients are the same."""
+"""The whole executor: all options give the same loss and gradients."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from sparse_dataflow.parallel import whole
 
 
 def run(config=MODEL, micro_batches=1, traced_tables=False):
-    """(loss, gradients) of one fixed batch and one fixed set of parameters."""
+    """Returns (loss, gradients) of a fixed batch and fixed params."""
     static = tables_of(config)
 
     @jax.jit
@@ -26,7 +26,7 @@ def run(config=MODEL, micro_batches=1, traced_tables=False):
 
 @pytest.fixture(scope="module")
 def result():
-    """What every other way to run the model must give."""
+    """Reference loss and gradients."""
     return run()
 
 
@@ -43,7 +43,7 @@ def test_gradients_are_those_of_the_plain_loss(result):
     assert_same(result, plain_result)
 
 
-def test_accumulation_is_one_batch(result):
+def test_accumulation_equals_one_batch(result):
     assert_same(result, run(micro_batches=2))
 
 
@@ -77,7 +77,7 @@ def test_jit_changes_nothing(result):
     np.testing.assert_allclose(loss_alone(jit=False), result[0], rtol=1e-5)
 
 
-def test_what_unrolls():
+def test_shallow_models_unroll_on_a_cpu():
     if jax.default_backend() != "cpu":
         pytest.skip("only CPU programs unroll")
     assert whole.unrolls(MODEL, tables_of(MODEL)) and whole.unrolls(DENSE, {})
@@ -101,8 +101,8 @@ def test_a_program_for_changing_layouts_does_not_grow_with_depth(array_sizes):
     assert length(deepest + 1) == length(deepest + 6)
 
 
-def test_layers_keep_their_own_weights_and_layouts():
-    """Running the layers by hand, in order, each with its own parameters and tables."""
+def test_each_layer_uses_its_weights_and_layouts():
+    """Compares with a loop over the layers."""
     params, tables, tokens = arbitrary_params(MODEL), tables_of(MODEL), tokens_of(MODEL)
     assert len(set(gpt.layouts(MODEL)["attn_out"])) > 1
 
@@ -117,7 +117,7 @@ def test_layers_keep_their_own_weights_and_layouts():
     np.testing.assert_allclose(jax.jit(by_hand)(params, tokens), logits, rtol=1e-4, atol=1e-4)
 
 
-def test_weights_choose_the_tokens_that_count():
+def test_loss_weights_select_tokens():
     params, tables, tokens = arbitrary_params(MODEL), tables_of(MODEL), tokens_of(MODEL)
     jitted = jax.jit(lambda p, t, w: whole.loss(MODEL, p, tables, t, w))
     loss = lambda tokens, weights: jitted(params, tokens, weights)  # noqa: E731
@@ -127,15 +127,14 @@ def test_weights_choose_the_tokens_that_count():
         weights[row, 3] = 1
         each.append(loss(tokens, weights))
         changed = tokens.copy()
-        changed[row, 5:] = 0  # Later tokens are neither seen nor counted.
+        changed[row, 5:] = 0  # Later tokens do not matter.
         np.testing.assert_allclose(loss(changed, weights), each[-1], rtol=1e-6)
     weights = np.zeros((4, 10), np.float32)
     weights[0, 3], weights[1, 3] = 2, 0.5
     np.testing.assert_allclose(loss(tokens, weights), 2 * each[0] + 0.5 * each[1], rtol=1e-5)
 
 
-def test_an_untrained_model_knows_nothing():
-    """The mean loss at the start is about that of a uniform guess."""
+def test_the_initial_loss_is_that_of_a_uniform_guess():
     tables, tokens = tables_of(MODEL), tokens_of(MODEL)
     weights = np.full((4, 10), 1 / 40, np.float32)
     loss = jax.jit(lambda key: whole.loss(MODEL, gpt.init(MODEL, key), tables, tokens, weights))(

@@ -21,7 +21,7 @@ LARGE = dataclasses.replace(SIZES["175b"], compute_dtype="bfloat16")
 
 
 def priced(config=SMALL, batch=64, hardware="h100", count=16):
-    request = Request(config, config.max_len, batch, chips.named(hardware), count)
+    request = Request(config, config.max_len, batch, chips.lookup(hardware), count)
     return search.price(request, search.space(request))
 
 
@@ -32,7 +32,7 @@ def priced(config=SMALL, batch=64, hardware="h100", count=16):
 def test_frontier_plans_are_found(scale, batch, count, tensor, stage):
     """The plans that arXiv 2312.12705 found by search on the machine (recalled), with ZeRO 1."""
     config = dataclasses.replace(SIZES[scale], compute_dtype="bfloat16")
-    request = Request(config, 2048, batch, chips.named("mi250x"), count)
+    request = Request(config, 2048, batch, chips.lookup("mi250x"), count)
     levels = {**search.space(request).levels, "zero": (1,), "remat": ("full",)}
     prices = search.price(request, Space(levels))
     (_, best) = prices.ranked(1)[0]

@@ -165,7 +165,7 @@ def test_rows_outlast_storage_that_fails_for_a_moment(tmp_path_factory, draws):
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 12), st.integers(1, 5), st.sampled_from(sorted(storage.PASSING)))
+@given(st.integers(0, 12), st.integers(1, 5), st.sampled_from(sorted(storage.TRANSIENT)))
 def test_files_of_metrics_are_opened_once_storage_is_back(tmp_path_factory, first, times, number):
     folder = tmp_path_factory.mktemp("metrics")
     written(folder, [train_row(1), train_row(2)])

@@ -19,7 +19,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.optimizers import adam, make_optimizer, map_moments
 from sparse_dataflow.parallel import describe, whole
-from sparse_dataflow.parallel.executor import ONE_DEVICE
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import memory
 from sparse_dataflow.training.saved_state import identity
@@ -184,8 +184,8 @@ def test_the_planned_bytes_are_those_of_the_arrays(model, training, remat):
     model = dataclasses.replace(model, remat=remat)
     tables = gpt.layout_tables(gpt.layouts(model))
     state = abstract_state(model, training)
-    arrays = ONE_DEVICE.arrays(state, tables, True, {})
-    held = {group: describe.bytes_a_chip({group: tree}) for group, tree in arrays.items()}
+    arrays = SINGLE_DEVICE.arrays(state, tables, True, {})
+    held = {group: describe.bytes_per_chip({group: tree}) for group, tree in arrays.items()}
     plan = memory.training_config_bytes(model, training)
     assert held["parameters"] == plan.parameters
     assert held["gradients"] == plan.gradients

@@ -83,7 +83,7 @@ def read_items(path: Path) -> list[Item]:
       UserError: the file cannot be read or is empty, or a line has a missing or invalid field.
     """
     try:
-        lines = json_files.content(Path(path).expanduser()).decode("utf-8-sig").split("\n")
+        lines = json_files.read_bytes(Path(path).expanduser()).decode("utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"The task file {path} cannot be read: {error}.") from None
     items = [

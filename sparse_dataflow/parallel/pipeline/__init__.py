@@ -1,1 +1,1 @@
-"""Stages in space: schedules as tables, and the programs that follow them."""
+"""Pipeline parallelism: schedules as tables, and the programs that execute them."""

@@ -1,9 +1,9 @@
-"""A layer's forward, recomputation, input gradient and weight gradients as separate programs.
+"""Splits a layer into forward, recomputation, input gradient and weight gradients.
 
-The layer and its gradient are traced as one program, which is then cut in four: what the output
-needs; what the gradients need beside, before the output's gradient is known (where the layer is
-rematerialised); what the input's gradient needs; the rest.  Nothing runs twice but what the layer's
-own remat asks for, what depends on weights alone, and views of what is at hand.
+The layer and its gradient are traced as one jaxpr, which is split in four: equations that the
+output needs; those that the gradients need before the output's gradient is known (for a
+rematerialised layer); those that the input's gradient needs; the rest. Only the layer's own remat,
+equations of weights alone, and views run more than once.
 """
 
 import math
@@ -19,11 +19,11 @@ _ANY, _FORWARD, _RECOMPUTE, _BACKWARD, _WEIGHTS = range(-1, 4)
 
 
 class LayerActions(NamedTuple):
-    """The four programs; `saved`, `recomputed` and `pending` are tuples of arrays to keep.
+    """The four programs; `saved`, `recomputed` and `pending` are tuples of arrays to store.
 
     Attributes:
       forward: (params, tables, x) -> (y, saved).
-      recompute: (params, tables, saved) -> recomputed; () where nothing is recomputed.
+      recompute: (params, tables, saved) -> recomputed; () if nothing is recomputed.
       backward: (params, tables, saved, recomputed, dy) -> (dx, pending).
       weights: (params, tables, saved, recomputed, pending) -> gradient in params.
     """
@@ -37,15 +37,15 @@ class LayerActions(NamedTuple):
 def layer_actions(
     layer: Callable[[Any, Any, jax.Array], jax.Array], params, tables, x, recompute: bool
 ) -> LayerActions:
-    """Cuts a layer and its gradient.
+    """Splits a layer and its gradient into programs.
 
     Args:
       layer: (params, tables, x) -> y like x; differentiable in params and x.
       params: a pytree of float arrays or their shapes.
       tables: a pytree of arrays or their shapes.
       x: an array or its shape.
-      recompute: whether `recompute` does what can be done before dy is known; else the two
-        gradients do it, where they need it.
+      recompute: whether `recompute` runs all equations that do not need dy; otherwise the two
+        gradients run them.
     """
 
     def joint(params, tables, x, dy):
@@ -57,44 +57,44 @@ def layer_actions(
     closed = jax.make_jaxpr(lambda *flat: joint(*jax.tree.unflatten(structure, flat)))(*operands)
     closed = jax.make_jaxpr(lambda *flat: _evaluate(closed, flat))(*operands)
     jaxpr, consts = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts))
-    *held, x_var, dy_var = jaxpr.invars
+    *weight_vars, x_var, dy_var = jaxpr.invars
     y_var, dx_var, *gradients = jaxpr.outvars
     home = _homes(jaxpr, recompute)
     results = {_FORWARD: [y_var], _RECOMPUTE: [], _BACKWARD: [dx_var], _WEIGHTS: gradients}
-    held, equations, crossing = [*held, *consts], {}, {}
+    weight_vars, equations, stored = [*weight_vars, *consts], {}, {}
     read: set[core.Var] = set()
-    for part in reversed(results):
-        crossing[part] = [v for v, at in home.items() if at == part and v in read]
-        equations[part], reads = _slice(jaxpr, home, part, [*results[part], *crossing[part]])
+    for action in reversed(results):
+        stored[action] = [v for v, at in home.items() if at == action and v in read]
+        equations[action], reads = _slice(jaxpr, home, action, [*results[action], *stored[action]])
         read |= reads
 
-    def program(part, *given):
-        """Runs a part; `given` are the lists of variables that it is called with."""
-        names = [*held, *(v for group in given for v in group)]
-        targets = [*results[part], *crossing[part]]
-        function = _program(jaxpr, names, targets, equations[part])
+    def program(action, *operands):
+        """Returns the program of an action; `operands` are lists of its other variables."""
+        invars = [*weight_vars, *(v for group in operands for v in group)]
+        outvars = [*results[action], *stored[action]]
+        function = _program(jaxpr, invars, outvars, equations[action])
 
         def run(params, tables, *values):
             out = function(*jax.tree.leaves((params, tables)), *consts.values(), *values)
-            count = len(results[part])
+            count = len(results[action])
             return out[:count], tuple(out[count:])
 
         return run
 
-    saved, recomputed, pending = (crossing[p] for p in (_FORWARD, _RECOMPUTE, _BACKWARD))
+    saved, recomputed, pending = (stored[a] for a in (_FORWARD, _RECOMPUTE, _BACKWARD))
     forward = program(_FORWARD, [x_var])
-    again = program(_RECOMPUTE, saved)
+    recomputation = program(_RECOMPUTE, saved)
     backward = program(_BACKWARD, saved, recomputed, [dy_var])
     weights = program(_WEIGHTS, saved, recomputed, pending)
     like_params = jax.tree.structure(params)
 
     def run_forward(params, tables, x):
-        (y,), keep = forward(params, tables, x)
-        return y, keep
+        (y,), saved = forward(params, tables, x)
+        return y, saved
 
     def run_backward(params, tables, saved, recomputed, dy):
-        (dx,), keep = backward(params, tables, *saved, *recomputed, dy)
-        return dx, keep
+        (dx,), pending = backward(params, tables, *saved, *recomputed, dy)
+        return dx, pending
 
     def run_weights(params, tables, saved, recomputed, pending):
         leaves, _ = weights(params, tables, *saved, *recomputed, *pending)
@@ -102,14 +102,14 @@ def layer_actions(
 
     return LayerActions(
         run_forward,
-        lambda params, tables, saved: again(params, tables, *saved)[1],
+        lambda params, tables, saved: recomputation(params, tables, *saved)[1],
         run_backward,
         run_weights,
     )
 
 
 def _evaluate(closed, values):
-    """Runs a program equation by equation, those of inner calls too."""
+    """Evaluates a jaxpr equation by equation, inlining inner calls."""
     jaxpr = closed.jaxpr
     at = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *values)))
     read = lambda v: v.val if isinstance(v, core.Literal) else at[v]  # noqa: E731
@@ -127,42 +127,45 @@ def _evaluate(closed, values):
 
 
 def _program(jaxpr, invars, outvars, equations):
-    """Some equations of a program as a function."""
+    """Returns some equations of a jaxpr as a function."""
     unnamed = jaxpr.debug_info.with_unknown_names()
-    some = jaxpr.replace(
+    subset = jaxpr.replace(
         constvars=[], invars=invars, outvars=outvars, eqns=equations, debug_info=unnamed
     )
-    return core.jaxpr_as_fun(core.ClosedJaxpr(some, ()))
+    return core.jaxpr_as_fun(core.ClosedJaxpr(subset, ()))
 
 
 def _homes(jaxpr, recompute):
-    """Variable -> the part that makes it; _ANY where it depends on weights alone."""
+    """Returns {variable: action that computes it}; _ANY if it depends on weights alone."""
     y_var, dx_var, *gradients = jaxpr.outvars
     needed = {
-        part: _ancestors(jaxpr, outputs)
-        for part, outputs in ((_FORWARD, [y_var]), (_BACKWARD, [dx_var]), (_WEIGHTS, gradients))
+        action: _ancestors(jaxpr, outputs)
+        for action, outputs in ((_FORWARD, [y_var]), (_BACKWARD, [dx_var]), (_WEIGHTS, gradients))
     }
-    *held, x_var, dy_var = jaxpr.invars
-    home = dict.fromkeys((*held, *jaxpr.constvars), _ANY) | {x_var: _FORWARD, dy_var: _BACKWARD}
+    *weight_vars, x_var, dy_var = jaxpr.invars
+    home = dict.fromkeys((*weight_vars, *jaxpr.constvars), _ANY) | {
+        x_var: _FORWARD,
+        dy_var: _BACKWARD,
+    }
     after_dy = {dy_var}
     for eqn in jaxpr.eqns:
         reads = [v for v in eqn.invars if isinstance(v, core.Var)]
         if not after_dy.isdisjoint(reads):
             after_dy.update(eqn.outvars)
         if all(home[v] == _ANY for v in reads):
-            part = _ANY
+            action = _ANY
         elif not needed[_FORWARD].isdisjoint(eqn.outvars):
-            part = _FORWARD
+            action = _FORWARD
         elif recompute and after_dy.isdisjoint(eqn.outvars):
-            part = _RECOMPUTE
+            action = _RECOMPUTE
         else:
-            part = _WEIGHTS if needed[_BACKWARD].isdisjoint(eqn.outvars) else _BACKWARD
-        home.update(dict.fromkeys(eqn.outvars, part))
+            action = _WEIGHTS if needed[_BACKWARD].isdisjoint(eqn.outvars) else _BACKWARD
+        home.update(dict.fromkeys(eqn.outvars, action))
     return home
 
 
 def _ancestors(jaxpr, outputs):
-    """The variables that outputs are computed from, with themselves."""
+    """Returns the variables that the outputs are computed from, and the outputs."""
     needed = {v for v in outputs if isinstance(v, core.Var)}
     for eqn in reversed(jaxpr.eqns):
         if not needed.isdisjoint(eqn.outvars):
@@ -170,21 +173,21 @@ def _ancestors(jaxpr, outputs):
     return needed
 
 
-def _slice(jaxpr, home, part, outputs):
-    """(equations that make outputs in a part, variables that they read from other parts)."""
+def _slice(jaxpr, home, action, outputs):
+    """Returns (equations of an action for these outputs, variables read from other actions)."""
     needed = {v for v in outputs if isinstance(v, core.Var)}
     equations = []
     for eqn in reversed(jaxpr.eqns):
-        here = home[eqn.outvars[0]] in (part, _ANY) or _is_view(eqn)
-        if here and not needed.isdisjoint(eqn.outvars):
+        computed = home[eqn.outvars[0]] in (action, _ANY) or _is_view(eqn)
+        if computed and not needed.isdisjoint(eqn.outvars):
             equations.append(eqn)
             needed.difference_update(eqn.outvars)
             needed.update(v for v in eqn.invars if isinstance(v, core.Var))
-    return equations[::-1], {v for v in needed if home[v] not in (part, _ANY)}
+    return equations[::-1], {v for v in needed if home[v] not in (action, _ANY)}
 
 
 def _is_view(eqn):
-    """Whether an equation makes no less data than it reads, for next to nothing."""
+    """Returns whether an equation is nearly free and its output is no smaller than its input."""
     if eqn.primitive.name not in _VIEWS:
         return False
     size = lambda v: math.prod(v.aval.shape) * v.aval.dtype.itemsize  # noqa: E731

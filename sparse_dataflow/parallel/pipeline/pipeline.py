@@ -1,13 +1,13 @@
-"""Micro-batches stream through the stages of a pipeline, each of which holds some blocks.
+"""Pipeline execution: micro-batches stream through stages that hold some blocks each.
 
-One program for all stages: a loop over the ticks of a schedule's table (`schedules`).  In a tick a
-stage takes in what its neighbours have sent and does one action: F, the forward of a part of the
-blocks; R, its recomputation under remat=full; B, the gradient of its input; W, that of its weights
-(`layer_actions`: nothing else is computed twice).  Everything kept between them lies in buffers
-with the table's own number of slots, so memory follows the schedule and not the micro-batches.
+All stages run one program: a loop over the ticks of a schedule (`schedules`). In a tick, a stage
+receives from its neighbours and does one action: F, the forward pass of a virtual stage; R, its
+recomputation under remat=full; B, the gradient of its input; W, that of its weights (see
+`layer_actions`). Values that later ticks need lie in buffers with the schedule's number of slots,
+so memory follows the schedule and not the number of micro-batches.
 
-The first part's F embeds, and its B adds the embedding's gradient; the last part's F runs the head
-and leaves the gradient of the loss where its B looks for one.
+The F of the first virtual stage embeds tokens, and its B adds the embedding's gradient. The F of
+the last one runs the head and writes the gradient of the loss to the buffer that its B reads.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ from sparse_dataflow.parallel.pipeline.stages import Division
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """What runs where and when.
+    """Assignment of work to stages and ticks.
 
     Attributes:
-      division: of the model's blocks.
-      schedule: the table.
-      slots: of its buffers.
+      division: assignment of blocks to stages.
+      schedule: action of each stage and tick.
+      slots: buffer slots of the schedule.
     """
 
     division: Division
@@ -48,7 +48,7 @@ class Plan:
 
 
 def make_plan(division: Division, schedule: Schedule) -> Plan:
-    """The plan of a division and a schedule of as many stages and chunks."""
+    """Creates the plan of a division and a schedule with equal stages and chunks."""
     if (division.stages, division.chunks) != (schedule.stages, schedule.chunks):
         raise ValueError("The division and the schedule differ in stages or chunks.")
     return Plan(division, schedule, allocate(schedule))
@@ -60,37 +60,36 @@ BLOCKS = {
     BACKWARD: "backward_blocks",
     WEIGHTS: "weight_blocks",
 }
-"""Action -> the named scope of its loop over blocks."""
+"""Action -> named scope of its loop over blocks."""
 
 TICKS, HEAD, EMBED, EMBEDDING = "pipeline_ticks", "head", "embed_input", "embedding_gradient"
-"""Other scopes: all ticks, the head with its gradient, the embedding, the embedding's gradient."""
+"""Other named scopes: all ticks, head and its gradient, embedding, gradient of the embedding."""
 
 
-def rounds(plan: Plan) -> dict[str, float]:
-    """Named scope -> how often a step goes through it on the stage that does so most."""
-    schedule, held = plan.schedule, plan.division.held
-    found = {EMBED: float(schedule.micro_batches), HEAD: float(schedule.micro_batches)}
-    found[EMBEDDING] = float(schedule.micro_batches)
+def trip_counts(plan: Plan) -> dict[str, float]:
+    """Returns {named scope: trip count per step on the busiest stage}."""
+    schedule, layers = plan.schedule, plan.division.chunk_layers
+    counts = dict.fromkeys((EMBED, HEAD, EMBEDDING), float(schedule.micro_batches))
     stages = np.arange(schedule.stages)[:, None]
     for action, name in BLOCKS.items():
-        blocks = np.where(schedule.action == action, held[stages, schedule.chunk], 0)
-        found[name] = float(blocks.sum(axis=1).max())
+        blocks = np.where(schedule.action == action, layers[stages, schedule.chunk], 0)
+        counts[name] = float(blocks.sum(axis=1).max())
     for name in ("activation", "gradient"):
         arrives = (getattr(plan.slots, f"{name}_arrives") >= 0).any(axis=0)
-        found[f"send_{name}"] = float(arrives.sum())
-    return found
+        counts[f"send_{name}"] = float(arrives.sum())
+    return counts
 
 
 class Work(NamedTuple):
-    """One stage's part of a model and of a batch.
+    """Model functions, params and batch of one stage.
 
     Attributes:
       embed: (params of `embed`, int32 [B, T] tokens) -> x.
-      layer: (trained, held, x) -> x, of one block.
+      layer: (params, constants, x) -> x, of one block.
       head_loss: (params of `embed`, params of `head`, x, [B, T] targets, [B, T] weights) -> loss.
-      params: {"embed", "blocks", "head"}, to be differentiated; leaves of "blocks" are
-        [chunks * room, ...], this stage's own as `stages.to_stages` has put them.
-      held: what blocks need beside, likewise.
+      params: {"embed", "blocks", "head"}, to differentiate; leaves of "blocks" are
+        [chunks * capacity, ...], this stage's shard of `stages.to_stages`.
+      constants: other inputs of the blocks, [chunks * capacity, ...].
       tokens: int32 [micro_batches, B, T + 1].
       weights: float32 [micro_batches, B, T].
     """
@@ -99,13 +98,13 @@ class Work(NamedTuple):
     layer: Callable
     head_loss: Callable
     params: dict
-    held: Any
+    constants: Any
     tokens: jax.Array
     weights: jax.Array
 
 
 class _State(NamedTuple):
-    """What a stage carries from tick to tick; arrays of buffers begin with their slots."""
+    """Loop state of a stage; the first axis of a buffer is its slots."""
 
     loss: Any
     gradients: Any
@@ -119,7 +118,7 @@ class _State(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What one stage does in one tick, int32 [] each; see `Schedule` and `Slots`."""
+    """One stage's table entry of one tick, int32 [] each; see `Schedule` and `Slots`."""
 
     action: Any
     micro_batch: Any
@@ -136,11 +135,11 @@ class Row(NamedTuple):
 
 
 def rows(plan: Plan) -> np.ndarray:
-    """The plan's table as data: int32 [stages, ticks, fields of `Row`]."""
+    """Returns the plan as int32 [stages, ticks, fields of `Row`]."""
     columns = []
     for name in Row._fields:
-        at = plan.schedule if hasattr(plan.schedule, name) else plan.slots
-        column = getattr(at, name.removeprefix("any_"))
+        source = plan.schedule if hasattr(plan.schedule, name) else plan.slots
+        column = getattr(source, name.removeprefix("any_"))
         if name.startswith("any_"):
             column = np.broadcast_to((column >= 0).any(axis=0), column.shape)
         columns.append(column)
@@ -148,20 +147,20 @@ def rows(plan: Plan) -> np.ndarray:
 
 
 def run_stage(plan: Plan, table: jax.Array, work: Work, axis: str = "stage"):
-    """Does one stage's work, inside a `shard_map` over the stages.
+    """Runs one stage, inside a `shard_map` over the stages.
 
     Args:
-      plan: what runs where and when.
-      table: int32 [ticks, fields of `Row`], this stage's own `rows`.
-      work: what is done.
-      axis: of the mesh, over the stages.
+      plan: assignment of work to stages and ticks.
+      table: int32 [ticks, fields of `Row`], this stage's shard of `rows`.
+      work: model functions, params and batch of this stage.
+      axis: mesh axis of the stages.
 
     Returns:
-      (loss, gradients in work.params), float32: this stage's share of both.  Without backwards in
-      the schedule the gradients are zeros.
+      (loss, gradients in work.params), float32, this stage's share of both. Gradients are zeros if
+      the schedule has no backward actions.
     """
     stage = _Stage(plan, work, axis)
-    acts = {
+    run = {
         FORWARD: stage.forward,
         RECOMPUTE: stage.recompute,
         BACKWARD: stage.backward,
@@ -172,7 +171,7 @@ def run_stage(plan: Plan, table: jax.Array, work: Work, axis: str = "stage"):
         row = Row(*row)
         state = stage.receive(state, row)
         for action in plan.schedule.actions:
-            state = acts[action](state, row)
+            state = run[action](state, row)
         return state, None
 
     with jax.named_scope(TICKS):
@@ -181,23 +180,23 @@ def run_stage(plan: Plan, table: jax.Array, work: Work, axis: str = "stage"):
 
 
 class _Stage:
-    """What a stage does in a tick: (state, row of the table) -> state.
+    """Actions of a stage: (state, row of the table) -> state.
 
-    Each action is a loop that runs zero times where it is not the row's: unlike a branch, a loop
-    never copies the buffers that it carries.
+    Each action is a loop with trip count zero unless it is the row's action. Unlike a branch, a
+    loop never copies its buffers.
     """
 
     def __init__(self, plan, work, axis):
         self.plan, self.work, self.axis = plan, work, axis
         self.stage = lax.axis_index(axis)
-        self.layers = jnp.asarray(plan.division.held)[self.stage]
+        self.layers = jnp.asarray(plan.division.chunk_layers)[self.stage]
         self.trains = BACKWARD in plan.schedule.actions
-        self.blocks = work.params["blocks"], work.held
+        self.blocks = work.params["blocks"], work.constants
         self.x = jax.eval_shape(lambda: self.embed(work.params["embed"], 0))
-        self.one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.blocks)
-        again = RECOMPUTE in plan.schedule.actions
-        params, tables = self.one
-        self.actions = layer_actions(work.layer, params, tables, self.x, again)
+        self.block = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.blocks)
+        recompute = RECOMPUTE in plan.schedule.actions
+        params, constants = self.block
+        self.actions = layer_actions(work.layer, params, constants, self.x, recompute)
 
     def embed(self, params, micro_batch):
         return self.work.embed(params, self.work.tokens[micro_batch, :, :-1])
@@ -207,11 +206,11 @@ class _Stage:
         return self.work.head_loss(embed, head, x, targets, weights)
 
     def start(self):
-        """Empty buffers and zero gradients."""
-        room, peak, actions = self.plan.division.room, self.plan.slots.peak, self.actions
-        _, saved = jax.eval_shape(actions.forward, *self.one, self.x)
-        recomputed = jax.eval_shape(actions.recompute, *self.one, saved)
-        _, pending = jax.eval_shape(actions.backward, *self.one, saved, recomputed, self.x)
+        """Returns empty buffers and zero gradients."""
+        capacity, peak, actions = self.plan.division.capacity, self.plan.slots.peak, self.actions
+        _, saved = jax.eval_shape(actions.forward, *self.block, self.x)
+        recomputed = jax.eval_shape(actions.recompute, *self.block, saved)
+        _, pending = jax.eval_shape(actions.backward, *self.block, saved, recomputed, self.x)
 
         def buffer(name, content, *inside):
             slots = int(peak[name].max())
@@ -220,9 +219,9 @@ class _Stage:
         return _State(
             jnp.zeros(()),
             jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.work.params),
-            buffer("saved", saved, room),
-            buffer("recomputed", recomputed, room),
-            buffer("pending", pending, room),
+            buffer("saved", saved, capacity),
+            buffer("recomputed", recomputed, capacity),
+            buffer("pending", pending, capacity),
             buffer("activation", self.x),
             buffer("gradient", self.x),
             jnp.zeros(self.x.shape, self.x.dtype),
@@ -230,7 +229,7 @@ class _Stage:
         )
 
     def receive(self, state, row):
-        """Takes in what the neighbours have sent; nothing travels in a tick that needs nothing."""
+        """Receives from the neighbours; ticks without arrivals send nothing."""
         stages = self.plan.schedule.stages
         slots = self.plan.slots
 
@@ -250,20 +249,20 @@ class _Stage:
         )
 
     def forward(self, state, row):
-        """F of the row's part, with the embedding before the first and the head after the last."""
+        """F of a virtual stage, with the embedding before the first and the head after the last."""
         params = self.work.params
         x = self.embed_or_read(state, row)
 
         def layer(number, carry):
             x, saved = carry
-            y, keep = self.actions.forward(*_here(number, (*self.layer(row, number), x)))
-            return y, _write(saved, keep, row.saved, number) if self.trains else saved
+            y, values = self.actions.forward(*_tied(number, (*self.layer(row, number), x)))
+            return y, _write(saved, values, row.saved, number) if self.trains else saved
 
-        x, saved = _loop(BLOCKS[FORWARD], self.times(row, FORWARD), layer, (x, state.saved))
+        x, saved = _loop(BLOCKS[FORWARD], self.trips(row, FORWARD), layer, (x, state.saved))
 
         def head(number, carry):
             loss, embed, head, gradient = carry
-            operands = _here(number, (params["embed"], params["head"], x, row.micro_batch))
+            operands = _tied(number, (params["embed"], params["head"], x, row.micro_batch))
             if not self.trains:
                 return loss + self.head_loss(*operands), embed, head, gradient
             more, (dembed, dhead, dx) = jax.value_and_grad(self.head_loss, (0, 1, 2))(*operands)
@@ -271,7 +270,9 @@ class _Stage:
             return loss + more, embed, head, _write(gradient, dx, row.gradient)
 
         ends = state.loss, state.gradients["embed"], state.gradients["head"], state.gradient
-        loss, embed, head, gradient = _loop(HEAD, self.times(row, FORWARD, part=-1), head, ends)
+        loss, embed, head, gradient = _loop(
+            HEAD, self.trips(row, FORWARD, virtual_stage=-1), head, ends
+        )
         return state._replace(
             loss=loss,
             gradients=state.gradients | {"embed": embed, "head": head},
@@ -281,119 +282,122 @@ class _Stage:
         )
 
     def embed_or_read(self, state, row):
-        """The input of the row's forward."""
+        """Returns the input of the row's forward."""
         embed = lambda: self.embed(self.work.params["embed"], row.micro_batch)  # noqa: E731
-        if self.plan.schedule.parts == 1:
+        if self.plan.schedule.virtual_stages == 1:
             return embed()
         read = lambda: _read(state.activation, row.activation)  # noqa: E731
         with jax.named_scope(EMBED):
-            return lax.cond(self.times(row, FORWARD, part=0) > 0, embed, read)
+            return lax.cond(self.trips(row, FORWARD, virtual_stage=0) > 0, embed, read)
 
     def recompute(self, state, row):
-        """R of the row's part."""
+        """R of a virtual stage."""
 
         def layer(number, recomputed):
             saved = _read(state.saved, row.saved, number)
-            operands = _here(number, (*self.layer(row, number), saved))
-            again = self.actions.recompute(*operands)
-            return _write(recomputed, again, row.recomputed, number)
+            operands = _tied(number, (*self.layer(row, number), saved))
+            values = self.actions.recompute(*operands)
+            return _write(recomputed, values, row.recomputed, number)
 
-        times = self.times(row, RECOMPUTE)
-        recomputed = _loop(BLOCKS[RECOMPUTE], times, layer, state.recomputed)
+        trips = self.trips(row, RECOMPUTE)
+        recomputed = _loop(BLOCKS[RECOMPUTE], trips, layer, state.recomputed)
         return state._replace(recomputed=recomputed)
 
     def backward(self, state, row):
-        """B of the row's part, with the embedding's gradient after the first."""
-        times = self.times(row, BACKWARD)
+        """B of a virtual stage, with the embedding's gradient after the first."""
+        trips = self.trips(row, BACKWARD)
 
-        def layer(done, carry):
+        def layer(trip, carry):
             dy, pending = carry
-            number = times - 1 - done
+            number = trips - 1 - trip
             saved = _read(state.saved, row.saved, number)
-            again = _read(state.recomputed, row.recomputed, number)
-            operands = _here(number, (*self.layer(row, number), saved, again, dy))
-            dx, keep = self.actions.backward(*operands)
-            return dx, _write(pending, keep, row.pending, number)
+            recomputed = _read(state.recomputed, row.recomputed, number)
+            operands = _tied(number, (*self.layer(row, number), saved, recomputed, dy))
+            dx, values = self.actions.backward(*operands)
+            return dx, _write(pending, values, row.pending, number)
 
         dy = _read(state.gradient, row.gradient)
-        dx, pending = _loop(BLOCKS[BACKWARD], times, layer, (dy, state.pending))
+        dx, pending = _loop(BLOCKS[BACKWARD], trips, layer, (dy, state.pending))
 
         def embedding(number, gradient):
-            own, dy = _here(number, (self.work.params["embed"], dx))
-            _, pullback = jax.vjp(lambda params: self.embed(params, row.micro_batch), own)
+            params, dy = _tied(number, (self.work.params["embed"], dx))
+            _, pullback = jax.vjp(lambda params: self.embed(params, row.micro_batch), params)
             return jax.tree.map(jnp.add, gradient, pullback(dy)[0])
 
-        first = self.times(row, BACKWARD, part=0)
+        first = self.trips(row, BACKWARD, virtual_stage=0)
         embed = _loop(EMBEDDING, first, embedding, state.gradients["embed"])
         gradients = state.gradients | {"embed": embed}
         return state._replace(gradients=gradients, pending=pending, sent_backward=dx)
 
     def weights(self, state, row):
-        """W of the row's part."""
+        """W of a virtual stage."""
 
         def layer(number, gradients):
             saved = _read(state.saved, row.saved, number)
-            again = _read(state.recomputed, row.recomputed, number)
+            recomputed = _read(state.recomputed, row.recomputed, number)
             pending = _read(state.pending, row.pending, number)
-            operands = _here(number, (*self.layer(row, number), saved, again, pending))
+            operands = _tied(number, (*self.layer(row, number), saved, recomputed, pending))
             new = self.actions.weights(*operands)
-            place = self.place(row, number)
-            return jax.tree.map(lambda total, g: total.at[place].add(g), gradients, new)
+            index = self.block_index(row, number)
+            return jax.tree.map(lambda total, g: total.at[index].add(g), gradients, new)
 
-        times = self.times(row, WEIGHTS)
-        blocks = _loop(BLOCKS[WEIGHTS], times, layer, state.gradients["blocks"])
+        trips = self.trips(row, WEIGHTS)
+        blocks = _loop(BLOCKS[WEIGHTS], trips, layer, state.gradients["blocks"])
         return state._replace(gradients=state.gradients | {"blocks": blocks})
 
-    def times(self, row, action, part=None):
-        """How many blocks the action has in this row; of one part alone, whether it has any."""
-        if part is None:
+    def trips(self, row, action, virtual_stage=None):
+        """Returns the trip count of an action in this row.
+
+        It is the number of blocks; with a virtual stage, 1 if the row belongs to it, else 0.
+        """
+        if virtual_stage is None:
             return jnp.where(row.action == action, self.layers[row.chunk], 0)
         schedule = self.plan.schedule
-        own = row.chunk * schedule.stages + self.stage
-        has = (row.action == action) & (own == part % schedule.parts)
-        return has.astype(jnp.int32)
+        current = row.chunk * schedule.stages + self.stage
+        runs = (row.action == action) & (current == virtual_stage % schedule.virtual_stages)
+        return runs.astype(jnp.int32)
 
-    def place(self, row, number):
-        return row.chunk * self.plan.division.room + number
+    def block_index(self, row, number):
+        return row.chunk * self.plan.division.capacity + number
 
     def layer(self, row, number):
-        """(params, tables) of a block of the row's part."""
-        return _read(self.blocks, self.place(row, number))
+        """Returns (params, constants) of a block of the row's virtual stage."""
+        return _read(self.blocks, self.block_index(row, number))
 
 
-def _loop(scope, times, body, carry):
-    """A loop whose length is data, under the name by which `rounds` tells how long it is."""
+def _loop(scope, trips, body, carry):
+    """Runs a loop with a traced trip count, in the named scope that `trip_counts` uses."""
     with jax.named_scope(scope):
-        return lax.fori_loop(0, times, body, carry)
+        return lax.fori_loop(0, trips, body, carry)
 
 
-def _here(number, operands):
-    """The operands of a round of a loop, tied to its number.
+def _tied(number, operands):
+    """Ties the operands of a loop body to the loop index.
 
-    What does not change from round to round the compiler would compute before the loop, and so in
-    every tick in which the loop has no round.
+    Otherwise the compiler would hoist loop-invariant code out of the loop, and run it even if the
+    trip count is zero.
     """
     return lax.optimization_barrier((number, operands))[1]
 
 
 def _read(buffers, *indices):
-    """Each leaf's content at the indices, of which negative ones are taken for 0."""
+    """Returns each leaf at the indices; negative ones read index 0."""
     at: list[ArrayLike] = [jnp.maximum(i, 0) for i in indices]
 
-    def one(leaf):
+    def read(leaf):
         start = (*at, *[0] * (leaf.ndim - len(at)))
         sizes = (*[1] * len(at), *leaf.shape[len(at) :])
         return lax.dynamic_slice(leaf, start, sizes).reshape(leaf.shape[len(at) :])
 
-    return jax.tree.map(one, buffers)
+    return jax.tree.map(read, buffers)
 
 
 def _write(buffers, content, *indices):
-    """The buffers with the content at the indices, negative ones as in `_read`."""
+    """Returns the buffers with the content at the indices; negative ones write index 0."""
     at: list[ArrayLike] = [jnp.maximum(i, 0) for i in indices]
 
-    def one(leaf, new):
+    def write(leaf, new):
         start = (*at, *[0] * (leaf.ndim - len(at)))
         return lax.dynamic_update_slice(leaf, new.reshape(*[1] * len(at), *new.shape), start)
 
-    return jax.tree.map(one, buffers, content)
+    return jax.tree.map(write, buffers, content)

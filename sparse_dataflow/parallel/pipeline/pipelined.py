@@ -1,4 +1,4 @@
-"""The `pipeline` executor over a mesh: the stages of "stage", each cut over the other axes."""
+"""The `pipeline` executor over a mesh: blocks split over "stage", stages as in `Sharded`."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.mesh import BATCH_AXES
 from sparse_dataflow.parallel.pipeline import pipeline, schedules
 from sparse_dataflow.parallel.pipeline.stages import Division, divide, from_stages, to_stages
-from sparse_dataflow.parallel.sharded import TABLES, Sharded, own_tables
+from sparse_dataflow.parallel.sharded import TABLES, Sharded, local_tables
 from sparse_dataflow.parallel.sharding import COLUMN_PARALLEL
 
 EVERY_AXIS = tuple(meshes.AXES)
@@ -27,14 +27,14 @@ STAGED = P("stage")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pipelined(Sharded):
-    """Blocks cut over "stage", and every stage as `Sharded` cuts the whole.
+    """Blocks split over "stage", with every stage sharded as in `Sharded`.
 
-    A stage gathers what "fsdp" dealt out of its own blocks once a step, and sums their gradients
-    over the other axes once.  Embedding and head take part in the first and last stage alone, and
-    are kept by all.
+    A stage all-gathers the params of its blocks over "fsdp" once per step, and reduces their
+    gradients over the other axes once. All stages hold embedding and head; the first and the last
+    stage use them.
 
     Attributes:
-      division: of the model's blocks; its stages are the mesh's.
+      division: assignment of the model's blocks to the mesh's stages.
       schedule: name in `schedules.SCHEDULES`.
     """
 
@@ -43,85 +43,80 @@ class Pipelined(Sharded):
 
     def describe(self):
         """See `Executor`."""
-        schedule = schedules.written(self.schedule, self.division.chunks)
+        schedule = schedules.format_schedule(self.schedule, self.division.chunks)
         return f"{super().describe()} --executor=pipeline --set parallel.schedule={schedule}"
 
     def check(self, model, training):
         """See `Executor`."""
         if model.density_by_depth:
             raise UserError(
-                "--executor=pipeline needs layers that store equally much, and "
-                "--set sparsity.budget=depth gives them other densities; legal: --executor=whole "
-                "or "
-                "relay, or another sparsity.budget."
+                "--executor=pipeline needs the same density in every layer, and "
+                "--set sparsity.budget=depth varies it; legal: --executor=whole or relay, or "
+                "another sparsity.budget."
             )
         super().check(model, training)
         self._plan(model, training.micro_batches)
 
     def loss(self, model, params, tables, tokens, weights):
         """See `Executor`."""
-        rows = len(tokens) // meshes.batch_parts(self.mesh)
-        # Evaluations come in batches of any size; this fills the stages where it can.
+        rows = len(tokens) // meshes.batch_shards(self.mesh)
+        # Evaluation batches have any size; this fills the stages if possible.
         micro_batches = math.gcd(rows, 4 * self.division.stages)
         stages, chunks = self.division.stages, self.division.chunks
         schedule = schedules.forward_only(stages, micro_batches, chunks)
-        member, kept, _ = self._member(model, params)
-
-        def work(params, tables, tokens, weights):
-            full = self._fetched(model, params, kept)
-            layer = functools.partial(_block, model, member.shard)
-            return self._work(model, member, full, tables, tokens, weights, layer)
+        member, specs, _ = self._member(model, params)
+        plan = pipeline.make_plan(self.division, schedule)
 
         def local(table, params, tables, tokens, weights):
             split = lambda a: a.reshape(micro_batches, -1, a.shape[1])  # noqa: E731
-            done = work(params, own_tables(tables), split(tokens), split(weights))
-            share, _ = pipeline.run_stage(plan, table[0], done)
+            full, tables = self._gathered(model, params, specs), local_tables(tables)
+            layer = functools.partial(_block, model, member.shard)
+            work = self._work(model, member, full, tables, split(tokens), split(weights), layer)
+            share, _ = pipeline.run_stage(plan, table[0], work)
             return lax.psum(share, EVERY_AXIS)
 
-        plan = pipeline.make_plan(self.division, schedule)
-        specs = STAGED, kept, TABLES, P(BATCH_AXES), P(BATCH_AXES)
-        return self._mapped(local, specs, P())(pipeline.rows(plan), params, tables, tokens, weights)
+        in_specs = STAGED, specs, TABLES, P(BATCH_AXES), P(BATCH_AXES)
+        return self._mapped(local, in_specs, P())(
+            pipeline.rows(plan), params, tables, tokens, weights
+        )
 
     def loss_and_gradients(self, model, params, tables, tokens, micro_batches, dtype="float32"):
-        """See `Executor`; a stage sums the gradients of all micro-batches, in float32."""
+        """See `Executor`; a stage accumulates all gradients in float32, whatever the dtype."""
         plan = self._plan(model, micro_batches)
-        member, kept, wanted = self._member(model, params)
+        member, specs, gradient_specs = self._member(model, params)
 
         def local(table, params, tables, tokens):
-            full = self._fetched(model, params, kept)
-            weight = 1 / (tokens[:, 1:].size * member.batch_parts)
+            full = self._gathered(model, params, specs)
+            weight = 1 / (tokens[:, 1:].size * member.batch_shards)
             tokens = tokens.reshape(micro_batches, -1, tokens.shape[1])
             weights = jnp.full(tokens[..., 1:].shape, weight, jnp.float32)
             layer = whole.rematerialised(model, functools.partial(_block, model, member.shard))
-            work = self._work(model, member, full, own_tables(tables), tokens, weights, layer)
+            work = self._work(model, member, full, local_tables(tables), tokens, weights, layer)
             share, gradients = pipeline.run_stage(plan, table[0], work)
             ends = {name: gradients[name] for name in ("embed", "head")}
             gradients = gradients | lax.psum(ends, "stage")
-            return lax.psum(share, EVERY_AXIS), jax.tree.map(collect, gradients, wanted)
+            return lax.psum(share, EVERY_AXIS), jax.tree.map(collect, gradients, gradient_specs)
 
         def collect(gradient, spec):
-            dealt = sharding.scattered(gradient, P(), spec)
-            return sharding.summed(dealt, spec, self.mesh)
+            shard = sharding.reduce_scatter(gradient, P(), spec)
+            return sharding.all_reduce(shard, spec, self.mesh)
 
-        specs = STAGED, kept, TABLES, P(BATCH_AXES)
-        return self._mapped(local, specs, (P(), wanted))(
+        in_specs = STAGED, specs, TABLES, P(BATCH_AXES)
+        return self._mapped(local, in_specs, (P(), gradient_specs))(
             pipeline.rows(plan), params, tables, tokens
         )
 
     def block_gradient_norms(self, model, params, tables, tokens):
         """See `Executor`."""
-        stages, chunks = self.division.stages, self.division.chunks
-        again = model.remat == "full"
-        schedule = schedules.make("gpipe", stages, 1, chunks, again)
-        plan = pipeline.make_plan(self.division, schedule)
-        member, kept, _ = self._member(model, params)
-        # Rows too few for all devices are measured by each.
-        axes = () if len(tokens) % meshes.batch_parts(self.mesh) else BATCH_AXES
-        parts = math.prod(self.mesh.shape[axis] for axis in axes)
+        plan = self._plan(model, 1, "gpipe")
+        member, specs, _ = self._member(model, params)
+        # Every device measures the same rows if they are too few to shard.
+        axes = () if len(tokens) % meshes.batch_shards(self.mesh) else BATCH_AXES
+        shards = math.prod(self.mesh.shape[axis] for axis in axes)
 
         def local(table, params, tables, tokens):
-            full, tables = self._fetched(model, params, kept), own_tables(tables)
-            weights = jnp.full((1, *tokens[:, 1:].shape), 1 / (parts * tokens[:, 1:].size))
+            full, tables = self._gathered(model, params, specs), local_tables(tables)
+            weights = jnp.full((1, *tokens[:, 1:].shape), 1 / (shards * tokens[:, 1:].size))
             norms = {
                 name: jnp.zeros((len(t.in_index), t.out_index.shape[1], t.in_index.shape[1]))
                 for name, t in tables.items()
@@ -140,39 +135,40 @@ class Pipelined(Sharded):
             return pipeline.run_stage(plan, table[0], work)[1]["blocks"]
 
         column, row = P("stage", None, "tensor"), P("stage", "tensor")
-        found = {name: column if name in COLUMN_PARALLEL else row for name in tables}
-        specs = STAGED, kept, TABLES, P(axes or None)
-        norms = self._mapped(local, specs, found)(pipeline.rows(plan), params, tables, tokens)
+        out_specs = {name: column if name in COLUMN_PARALLEL else row for name in tables}
+        in_specs = STAGED, specs, TABLES, P(axes or None)
+        norms = self._mapped(local, in_specs, out_specs)(
+            pipeline.rows(plan), params, tables, tokens
+        )
         return from_stages(self.division, norms)
 
     def _gradients_like(self, state):
         return state.params
 
-    def rounds(self, model, micro_batches):
+    def trip_counts(self, model, micro_batches):
         """See `Executor`."""
-        return pipeline.rounds(self._plan(model, micro_batches))
+        return pipeline.trip_counts(self._plan(model, micro_batches))
 
-    def _plan(self, model, micro_batches):
+    def _plan(self, model, micro_batches, name=None):
         stages, chunks = self.division.stages, self.division.chunks
-        again = model.remat == "full"
-        schedule = schedules.make(self.schedule, stages, micro_batches, chunks, again)
+        recompute = model.remat == "full"
+        schedule = schedules.make(name or self.schedule, stages, micro_batches, chunks, recompute)
         return pipeline.make_plan(self.division, schedule)
 
-    def _fetched(self, model, params, kept):
+    def _gathered(self, model, params, specs):
         return {
-            name: sharding.fetch(own, kept[name], model.compute_dtype)
-            for name, own in params.items()
+            name: sharding.gather(section, specs[name], model.compute_dtype)
+            for name, section in params.items()
         }
 
-    def _work(self, model, member, params, held, tokens, weights, layer):
+    def _work(self, model, member, params, constants, tokens, weights, layer):
         def head_loss(embed, head, x, targets, weights):
             return gpt.head_loss(model, head, embed["tokens"], x, targets, weights, member.shard)
 
         embed = lambda params, tokens: gpt.embed(model, params, tokens, member.shard)  # noqa: E731
-        return pipeline.Work(embed, layer, head_loss, params, held, tokens, weights)
+        return pipeline.Work(embed, layer, head_loss, params, constants, tokens, weights)
 
     def _mapped(self, local, specs, out_specs):
-        # What is summed over which axis is written out.
         return jax.shard_map(
             local, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False
         )
@@ -199,9 +195,9 @@ class Pipelined(Sharded):
 
     @property
     def _moves(self):
-        """Whether blocks lie elsewhere than in their canonical order."""
-        places = self.division.places
-        return not np.array_equal(places, np.arange(len(places)))
+        """Whether the order of the stages differs from the canonical order of the blocks."""
+        blocks = self.division.block_indices
+        return not np.array_equal(blocks, np.arange(len(blocks)))
 
     def _run(self, move, state):
         if not self._moves:
@@ -212,24 +208,24 @@ class Pipelined(Sharded):
         return _mover(self, move, structure, shapes)(arrays)._replace(tables=state.tables)
 
     def _cut_tables(self, tables, changing):
-        """Stages share one program, so no layout is part of it."""
-        found = cuts.cut(tables, self.mesh.shape["tensor"], changing)
-        return {name: to_stages(self.division, cut.tables) for name, cut in found.items()}
+        """Stages share one program, so it cannot be specialised to layouts."""
+        sharded = cuts.cut(tables, self._tensor, changing)
+        return {name: to_stages(self.division, cut.tables) for name, cut in sharded.items()}
 
 
 def _moved(division, move, arrays):
-    """The arrays of a state, with all that is stacked over blocks moved to the stages or back."""
+    """Moves all arrays of a state that are stacked over blocks to the stages, or back."""
 
-    def one(path, leaf):
+    def move_leaf(path, leaf):
         stacked = any(getattr(key, "key", None) == "blocks" for key in path)
         return move(division, leaf) if stacked else leaf
 
-    return jax.tree_util.tree_map_with_path(one, arrays)
+    return jax.tree_util.tree_map_with_path(move_leaf, arrays)
 
 
 @functools.cache
 def _mover(executor, move, structure, shapes):
-    """`_moved` as a program."""
+    """Returns `_moved` as a jitted function."""
     function = functools.partial(_moved, executor.division, move)
     moved = jax.eval_shape(function, jax.tree.unflatten(structure, shapes))
     return jax.jit(function, out_shardings=executor.shardings(moved))
@@ -239,23 +235,23 @@ def _block(model, shard, params, tables, x):
     return gpt.block(model, params, tables, x, shard)
 
 
-def _probed_block(model, shard, axes, norms, held, x):
-    params, tables = held
+def _probed_block(model, shard, axes, norms, constants, x):
+    params, tables = constants
     probes = {name: Probe(tables[name], norms[name], axes) for name in tables}
     return gpt.block(model, params, probes, x, shard)
 
 
 def executor_over(mesh: meshes.AnyMesh, zero: int, num_layers: int, schedule: str) -> Sharded:
-    """`Pipelined` where the mesh has stages, else `Sharded`.
+    """Returns `Pipelined` if the mesh has stages, else `Sharded`.
 
     Args:
       mesh: with all of `mesh.AXES`.
       zero: see `sharding.ZERO`.
-      num_layers: of the model.
-      schedule: of a pipeline, as `schedules.parse` takes it.
+      num_layers: layers of the model.
+      schedule: pipeline schedule, as for `schedules.parse`.
 
     Raises:
-      UserError: no such schedule, or the layers cannot be divided over the stages.
+      UserError: an unknown schedule, or the layers cannot be divided over the stages.
     """
     if mesh.shape["stage"] == 1:
         return Sharded(mesh, zero)

@@ -1,11 +1,11 @@
-"""Pipeline schedules as data: what every stage does at every tick.
+"""Pipeline schedules as data: the action of every stage at every tick.
 
-A tick is one action of one stage on one micro-batch and one chunk of layers, and all stages tick
-together, so actions are made about equally long: a backward is two of them, the input gradient and
-the weight gradients.  Chunk c of stage s holds part c * stages + s of the model's layers.
+In a tick, a stage does one action on one micro-batch and one chunk of layers. All stages tick
+together, so actions should take equally long: a backward pass is two actions, input gradient and
+weight gradients. Chunk c of stage s is virtual stage c * stages + s of the model.
 
-Bubbles and memory follow from the table; the closed forms of the bubble, (p - 1) / (m + p - 1) for
-`gpipe` and `1f1b` and (p - 1) / (m v + p - 1) for `interleaved`, are arXiv 2104.04473, section 2.2.
+Bubbles and memory follow from the table. Closed forms of the bubble (arXiv 2104.04473, section
+2.2): (p - 1) / (m + p - 1) for `gpipe` and `1f1b`, (p - 1) / (m v + p - 1) for `interleaved`.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import numpy as np
 from sparse_dataflow.files.errors import UserError
 
 IDLE, FORWARD, RECOMPUTE, BACKWARD, WEIGHTS = range(5)
-"""Actions; BACKWARD is the gradient of a part's input, WEIGHTS that of its weights."""
+"""Actions; BACKWARD computes the gradient of the input, WEIGHTS that of the weights."""
 
 LETTERS = ".FRBW"
 
@@ -29,16 +29,16 @@ Action = tuple[int, int, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """A checked table.
+    """A validated schedule table.
 
     Attributes:
-      name: of the rule that made it.
-      micro_batches: of one optimizer step.
-      chunks: parts of the model that a stage holds.
-      actions: that each part does once a micro-batch, in this order.
+      name: name of its rule.
+      micro_batches: micro-batches per optimizer step.
+      chunks: virtual stages per stage.
+      actions: actions that each virtual stage does once per micro-batch, in this order.
       action: int32 [stages, ticks], one of the actions above.
-      micro_batch: int32 [stages, ticks], 0 where idle.
-      chunk: int32 [stages, ticks], 0 where idle.
+      micro_batch: int32 [stages, ticks], 0 if idle.
+      chunk: int32 [stages, ticks], 0 if idle.
     """
 
     name: str
@@ -54,71 +54,71 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Devices in a row."""
+        """Number of pipeline stages."""
         return self.action.shape[0]
 
     @property
     def ticks(self) -> int:
-        """Ticks of one optimizer step."""
+        """Ticks per optimizer step."""
         return self.action.shape[1]
 
     @property
-    def parts(self) -> int:
-        """Parts that the model's layers are divided into."""
+    def virtual_stages(self) -> int:
+        """Number of virtual stages: stages times chunks."""
         return self.stages * self.chunks
 
     def duration(self, seconds: Sequence[float] = (0, 1, 1, 1, 1)) -> float:
-        """Length of the step where each tick lasts as long as its longest action.
+        """Returns the duration of a step; each tick takes as long as its longest action.
 
         Args:
-          seconds: of each action on one chunk, from IDLE to WEIGHTS.
+          seconds: duration of each action on one chunk, from IDLE to WEIGHTS.
         """
         return float(np.asarray(seconds, np.float64)[self.action].max(axis=0).sum())
 
     def bubble(self, seconds: Sequence[float] = (0, 1, 1, 1, 1)) -> float:
-        """Fraction of the stages' time in which they do nothing, in [0, 1); seconds as above."""
+        """Returns the idle fraction of the stages' time, in [0, 1); seconds as in `duration`."""
         busy = np.asarray(seconds, np.float64)[self.action].sum()
         return float(1 - busy / (self.stages * self.duration(seconds)))
 
     @functools.cached_property
     def when(self) -> dict[int, np.ndarray]:
-        """Action -> int32 [micro_batches, parts], the tick of each; -1 where it never happens."""
+        """Action -> int32 [micro_batches, virtual_stages], its tick; -1 if it never happens."""
         ticks = {}
         for action in range(1, len(LETTERS)):
-            ticks[action] = np.full((self.micro_batches, self.parts), -1, np.int32)
+            ticks[action] = np.full((self.micro_batches, self.virtual_stages), -1, np.int32)
             stage, tick = np.nonzero(self.action == action)
-            part = self.chunk[stage, tick] * self.stages + stage
-            ticks[action][self.micro_batch[stage, tick], part] = tick
+            virtual_stage = self.chunk[stage, tick] * self.stages + stage
+            ticks[action][self.micro_batch[stage, tick], virtual_stage] = tick
         return ticks
 
 
 def make(
     name: str, stages: int, micro_batches: int, chunks: int = 1, recompute: bool = False
 ) -> Schedule:
-    """The schedule of a name in SCHEDULES.
+    """Creates the schedule of a rule in SCHEDULES.
 
     Args:
-      name: of the rule.
-      stages: devices in a row, p.
-      micro_batches: of one optimizer step, m.
-      chunks: parts of the model that a stage holds, v; above 1 for `interleaved` and `gpipe` only.
-      recompute: whether activations are computed again before their gradient.
+      name: name of the rule.
+      stages: number of pipeline stages, p.
+      micro_batches: micro-batches per optimizer step, m.
+      chunks: virtual stages per stage, v; above 1 for `interleaved` and `gpipe` only.
+      recompute: whether activations are recomputed before their gradient.
 
     Raises:
-      UserError: if the rule has no schedule for these counts; the legal ones are named.
+      UserError: the rule has no schedule for these counts; names the legal ones.
     """
     if min(stages, micro_batches, chunks) < 1:
         raise UserError(
             f"{stages} stages, {micro_batches} micro-batches and {chunks} chunks; legal: each at "
             "least 1."
         )
-    parse(written(name, chunks))
+    parse(format_schedule(name, chunks))
     if name == "interleaved" and micro_batches % stages:
         nearest = max(1, round(micro_batches / stages)) * stages
         raise UserError(
             f"--set parallel.schedule=interleaved over {stages} stages cannot run "
-            f"{micro_batches} micro-batches "
-            f"(training.micro_batches); legal: multiples of {stages}, such as {nearest}."
+            f"{micro_batches} micro-batches (training.micro_batches); legal: multiples of "
+            f"{stages}, such as {nearest}."
         )
     rule = SCHEDULES[name]
     orders = [rule.order(stages, micro_batches, chunks, stage) for stage in range(stages)]
@@ -126,30 +126,30 @@ def make(
     if recompute:
         actions = (FORWARD, RECOMPUTE, BACKWARD, WEIGHTS)
         orders = [_with_recompute(order) for order in orders]
-    columns = _placed(orders, WEIGHTS if rule.whole else BACKWARD)
+    columns = _table(orders, WEIGHTS if rule.whole_backward else BACKWARD)
     return Schedule(name, micro_batches, chunks, actions, *columns)
 
 
 def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """The forwards of `gpipe`, to evaluate a model; arguments as in `make`."""
+    """Returns the forward actions of `gpipe`, for evaluation; arguments as in `make`."""
     orders = [
         [act for act in gpipe(stages, micro_batches, chunks, stage) if act[0] == FORWARD]
         for stage in range(stages)
     ]
-    return Schedule("forward_only", micro_batches, chunks, (FORWARD,), *_placed(orders, FORWARD))
+    return Schedule("forward_only", micro_batches, chunks, (FORWARD,), *_table(orders, FORWARD))
 
 
 class Rule(NamedTuple):
-    """What makes a schedule.
+    """Rule of a schedule.
 
     Attributes:
       order: (stages, micro-batches, chunks, stage) -> the stage's actions in order.
-      whole: whether the stage before is served only after the weight gradients, as the closed forms
-        of the bubble have it, or as soon as its gradient is there.
+      whole_backward: whether the previous stage gets its gradient only after the weight gradients,
+        as the closed forms of the bubble assume, or right after the input gradient.
     """
 
     order: Callable[[int, int, int, int], list[Action]]
-    whole: bool = True
+    whole_backward: bool = True
 
 
 def gpipe(stages: int, micro_batches: int, chunks: int, stage: int) -> list[Action]:
@@ -160,13 +160,13 @@ def gpipe(stages: int, micro_batches: int, chunks: int, stage: int) -> list[Acti
 
 
 def one_f_one_b(stages: int, micro_batches: int, chunks: int, stage: int) -> list[Action]:
-    """A backward as soon as there is one (arXiv 1806.03377): stores at most stages - stage."""
+    """A backward as early as possible (arXiv 1806.03377): stores at most stages - stage."""
     work = [(micro_batch, 0) for micro_batch in range(micro_batches)]
     return _by_turns(work, work, ahead=stages - stage)
 
 
 def interleaved(stages: int, micro_batches: int, chunks: int, stage: int) -> list[Action]:
-    """1F1B over chunks; `stages` micro-batches pass each chunk in turn (arXiv 2104.04473)."""
+    """1F1B over chunks: `stages` micro-batches per chunk in turn (arXiv 2104.04473)."""
     groups = [range(first, first + stages) for first in range(0, micro_batches, stages)]
     forward = [(i, c) for group in groups for c in range(chunks) for i in group]
     backward = [(i, c) for group in groups for c in reversed(range(chunks)) for i in group]
@@ -175,9 +175,9 @@ def interleaved(stages: int, micro_batches: int, chunks: int, stage: int) -> lis
 
 
 def zero_bubble(stages: int, micro_batches: int, chunks: int, stage: int) -> list[Action]:
-    """1F1B whose weight gradients fill the gaps (ZB-H1, arXiv 2401.10241).
+    """1F1B whose weight gradients fill the bubbles (ZB-H1, arXiv 2401.10241).
 
-    Stores at most as many micro-batches as the first stage of 1F1B, and takes 3 m + p - 1 ticks.
+    Stores at most as many micro-batches as the first stage of 1F1B; takes 3 m + p - 1 ticks.
     """
     work = [(micro_batch, 0) for micro_batch in range(micro_batches)]
     return _by_turns(work, work, ahead=stages - stage, behind=stage)
@@ -187,25 +187,24 @@ SCHEDULES: dict[str, Rule] = {
     "gpipe": Rule(gpipe),
     "1f1b": Rule(one_f_one_b),
     "interleaved": Rule(interleaved),
-    "zero_bubble": Rule(zero_bubble, whole=False),
+    "zero_bubble": Rule(zero_bubble, whole_backward=False),
 }
 
 CHUNKED = ("interleaved", "gpipe")
-"""Schedules whose stages may hold several chunks."""
+"""Schedules that allow several chunks per stage."""
 
 
 def parse(text: str) -> tuple[str, int]:
-    """(name, chunks of a stage) of a schedule as it is written, "1f1b" or "interleaved:2".
+    """Parses a schedule such as "1f1b" or "interleaved:2" to (name, chunks per stage).
 
     Raises:
-      UserError: no such schedule, or no such number.
+      UserError: an unknown schedule or an illegal number of chunks.
     """
     name, colon, chunks = text.partition(":")
     if name not in SCHEDULES or (colon and not (chunks.isdecimal() and int(chunks))):
         raise UserError(
             f"--set parallel.schedule={text} is unknown; legal: {', '.join(SCHEDULES)}, or "
-            "interleaved:2 for "
-            "two chunks a stage."
+            "interleaved:2 for two chunks per stage."
         )
     if colon and int(chunks) > 1 and name not in CHUNKED:
         raise UserError(
@@ -215,13 +214,13 @@ def parse(text: str) -> tuple[str, int]:
     return name, int(chunks) if colon else 1
 
 
-def written(name: str, chunks: int) -> str:
-    """The inverse of `parse`."""
+def format_schedule(name: str, chunks: int) -> str:
+    """Inverts `parse`."""
     return f"{name}:{chunks}" if chunks > 1 else name
 
 
 def _by_turns(forward, backward, ahead, behind=0):
-    """`ahead` forwards; then backward and forward by turns; W follows `behind` backwards later."""
+    """Orders `ahead` forwards, then alternates; W follows its B after `behind` more backwards."""
     forward = [(FORWARD, *work) for work in forward]
     weights = [(WEIGHTS, *work) for work in backward]
     order = forward[:ahead]
@@ -233,7 +232,7 @@ def _by_turns(forward, backward, ahead, behind=0):
 
 
 def _with_recompute(order):
-    """The order with a recomputation before each backward."""
+    """Inserts a recomputation before each backward."""
     return [
         act
         for action, *work in order
@@ -241,9 +240,11 @@ def _with_recompute(order):
     ]
 
 
-def _placed(orders, serves):
-    """The table's three columns, in which each stage does its actions in order, each as soon as its
-    inputs are there; `serves` is the action after which the stage before may do its backward."""
+def _table(orders, releases):
+    """Returns the arrays (action, micro_batch, chunk); each action runs once its inputs exist.
+
+    `releases` is the action after which the previous stage may run its backward.
+    """
     stages = len(orders)
     last = stages * (1 + max(chunk for order in orders for _, _, chunk in order)) - 1
     ended: set[Action] = set()
@@ -253,15 +254,15 @@ def _placed(orders, serves):
         ending = []
         for stage, order in enumerate(waiting):
             action, micro_batch, chunk = order[-1] if order else (IDLE, 0, 0)
-            part = chunk * stages + stage
+            number = chunk * stages + stage
             needs = None
-            if action == FORWARD and part:
-                needs = FORWARD, micro_batch, part - 1
-            elif action == BACKWARD and part < last:
-                needs = serves, micro_batch, part + 1
+            if action == FORWARD and number:
+                needs = FORWARD, micro_batch, number - 1
+            elif action == BACKWARD and number < last:
+                needs = releases, micro_batch, number + 1
             if order and (needs is None or needs in ended):
                 table[stage].append(order.pop())
-                ending.append((action, micro_batch, part))
+                ending.append((action, micro_batch, number))
             else:
                 table[stage].append((IDLE, 0, 0))
         if not ending:
@@ -271,17 +272,19 @@ def _placed(orders, serves):
 
 
 def _check(schedule):
-    """Raises ValueError where an action is missing, doubled or precedes what it needs."""
+    """Raises ValueError if an action is missing, repeated or before its inputs."""
     when, needed = schedule.when, schedule.actions
     for action in range(1, len(LETTERS)):
         times = np.sum(schedule.action == action)
-        wanted = schedule.micro_batches * schedule.parts if action in needed else 0
-        if times != wanted or (wanted and when[action].min() < 0):
-            raise ValueError(f"{LETTERS[action]} does not happen once a micro-batch and part.")
+        expected = schedule.micro_batches * schedule.virtual_stages if action in needed else 0
+        if times != expected or (expected and when[action].min() < 0):
+            raise ValueError(
+                f"{LETTERS[action]} does not happen once per micro-batch and virtual stage."
+            )
     for earlier, later in itertools.pairwise(needed):
         if np.any(when[earlier] >= when[later]):
             raise ValueError(f"{LETTERS[later]} comes before its {LETTERS[earlier]}.")
     if np.any(np.diff(when[FORWARD], axis=1) <= 0):
-        raise ValueError("F comes before the part before it has sent its activations.")
+        raise ValueError("F comes before the previous virtual stage has sent its activations.")
     if BACKWARD in needed and np.any(np.diff(when[BACKWARD], axis=1) >= 0):
-        raise ValueError("B comes before the part after it has sent its gradient.")
+        raise ValueError("B comes before the next virtual stage has sent its gradient.")

@@ -1,4 +1,4 @@
-"""Which blocks of a model lie on which stage of a pipeline."""
+"""Assignment of a model's blocks to the stages of a pipeline."""
 
 import dataclasses
 from typing import Any
@@ -11,12 +11,12 @@ from sparse_dataflow.files.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """A model's blocks, divided into parts; chunk c of stage s holds part c * stages + s.
+    """A model's blocks, divided into virtual stages; chunk c of stage s is number c * stages + s.
 
     Attributes:
-      stages: devices in a row.
-      chunks: parts that each of them holds.
-      layers: blocks of each part, in the model's order.
+      stages: number of pipeline stages.
+      chunks: virtual stages per stage.
+      layers: blocks of each virtual stage, in the model's order.
     """
 
     stages: int
@@ -24,70 +24,70 @@ class Division:
     layers: tuple[int, ...]
 
     @property
-    def room(self) -> int:
-        """Blocks that every part has room for."""
+    def capacity(self) -> int:
+        """Blocks that the arrays of every virtual stage have room for."""
         return max(self.layers)
 
     @property
-    def held(self) -> np.ndarray:
-        """int32 [stages, chunks], blocks of each part."""
+    def chunk_layers(self) -> np.ndarray:
+        """int32 [stages, chunks], number of blocks of each chunk."""
         return np.array(self.layers, np.int32).reshape(self.chunks, self.stages).T
 
     @property
-    def places(self) -> np.ndarray:
-        """int32 [stages * chunks * room], the block in each place, stage by stage; -1: none."""
+    def block_indices(self) -> np.ndarray:
+        """int32 [stages * chunks * capacity], index of each block by stage; -1 for padding."""
         first = np.concatenate([[0], np.cumsum(self.layers)[:-1]])
         first = first.reshape(self.chunks, self.stages).T[..., None]
-        number = np.arange(self.room)
-        return np.where(number < self.held[..., None], first + number, -1).reshape(-1)
+        number = np.arange(self.capacity)
+        return np.where(number < self.chunk_layers[..., None], first + number, -1).reshape(-1)
 
 
 def divide(num_layers: int, stages: int, chunks: int = 1, layers: tuple[int, ...] = ()) -> Division:
-    """The division of a model's blocks.
+    """Divides a model's blocks over the stages.
 
     Args:
       num_layers: blocks of the model.
-      stages: devices in a row.
-      chunks: parts that each of them holds.
-      layers: blocks of each part, in the model's order; evenly where empty, what is left over going
-        to the first parts, as the last has the head.
+      stages: number of pipeline stages.
+      chunks: virtual stages per stage.
+      layers: blocks of each virtual stage, in the model's order. If empty, they are divided
+        evenly; the first ones get the remainder, because the last has the head.
 
     Raises:
-      UserError: if the blocks cannot be divided so.
+      UserError: the blocks cannot be divided like this.
     """
-    parts = stages * chunks
-    if num_layers < parts:
+    virtual_stages = stages * chunks
+    if num_layers < virtual_stages:
         legal = ", ".join(str(n) for n in range(1, num_layers // chunks + 1)) or "fewer chunks"
         raise UserError(
-            f"{num_layers} layers cannot be divided over stage:{stages} with {chunks} chunks a "
+            f"{num_layers} layers cannot be divided over stage:{stages} with {chunks} chunks per "
             f"stage; legal stages: {legal}."
         )
     if not layers:
-        each, left = divmod(num_layers, parts)
-        layers = tuple(each + (part < left) for part in range(parts))
-    if len(layers) != parts or min(layers) < 1 or sum(layers) != num_layers:
+        each, remainder = divmod(num_layers, virtual_stages)
+        layers = tuple(each + (number < remainder) for number in range(virtual_stages))
+    if len(layers) != virtual_stages or min(layers) < 1 or sum(layers) != num_layers:
         raise UserError(
-            f"A division into {list(layers)} layers; legal: {parts} numbers of at least 1 whose "
-            f"sum is {num_layers}."
+            f"{list(layers)} layers per virtual stage are illegal; legal: {virtual_stages} numbers "
+            f"of at least 1 whose sum is {num_layers}."
         )
     return Division(stages, chunks, layers)
 
 
 def to_stages(division: Division, blocks: Any) -> Any:
-    """Leaves [num_layers, ...] -> [stages * chunks * room, ...], to be cut into stages.
+    """Reorders leaves [num_layers, ...] to [stages * chunks * capacity, ...], stage by stage.
 
-    Places without a block hold copies of the first, which nothing reads.
+    Padding entries are copies of the first block; nothing reads them.
     """
-    places = division.places
-    if np.array_equal(places, np.arange(len(places))):
+    indices = division.block_indices
+    if np.array_equal(indices, np.arange(len(indices))):
         return blocks
-    return jax.tree.map(lambda leaf: leaf[np.maximum(places, 0)], blocks)
+    return jax.tree.map(lambda leaf: leaf[np.maximum(indices, 0)], blocks)
 
 
 def from_stages(division: Division, blocks: Any) -> Any:
-    """The inverse of `to_stages`."""
-    places = division.places
-    if np.array_equal(places, np.arange(len(places))):
+    """Inverts `to_stages`."""
+    indices = division.block_indices
+    if np.array_equal(indices, np.arange(len(indices))):
         return blocks
-    order = np.argsort(places, kind="stable")[np.sum(places < 0) :]
+    order = np.argsort(indices, kind="stable")[np.sum(indices < 0) :]
     return jax.tree.map(lambda leaf: leaf[order], blocks)

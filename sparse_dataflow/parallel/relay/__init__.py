@@ -1,1 +1,1 @@
-"""One block at a time on the device; parameters and moments in host memory."""
+"""The relay executor: one block at a time on the device, parameters and moments on the host."""

@@ -1,8 +1,4 @@
-"""The relay as an `Executor`: what training asks of it, beside `relay.Relay`.
-
-It is no single program, so it brings its own states and programs where others give functions to be
-traced; see `executor.Executor` and `executor.OwnPrograms`.
-"""
+"""The relay as an `Executor`: its states, programs and folder of mapped files."""
 
 import dataclasses
 import functools
@@ -19,23 +15,24 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.block_gradients import probed_rows
+from sparse_dataflow.parallel.executor import MultiProgramExecutor
 from sparse_dataflow.parallel.relay import host_optimizer, host_state, server_files
 from sparse_dataflow.parallel.relay import programs as relay_programs
 from sparse_dataflow.parallel.relay.host_state import all_sections, depth_of, view
 from sparse_dataflow.parallel.relay.parameter_server import group_norms
 from sparse_dataflow.parallel.relay.probe import block_gradient_norms
-from sparse_dataflow.parallel.relay.relay import Relay, RelayConfig, device_errors_told
+from sparse_dataflow.parallel.relay.relay import Relay, RelayConfig, translated_device_errors
 from sparse_dataflow.parallel.relay.server_files import MappedFiles
 
 
 @dataclasses.dataclass(frozen=True)
-class RelayExecutor:
+class RelayExecutor(MultiProgramExecutor):
     """One block at a time on the device; states are numpy arrays in host memory.
 
     Attributes:
-      config: of the relay.
-      server_dir: folder of mapped files for masters and moments; host memory where empty.
-      mesh: whose axis "data" each micro-batch is cut over; one device where None.
+      config: options of the relay.
+      server_dir: folder of mapped files for masters and moments; host memory if empty.
+      mesh: its axis "data" shards each micro-batch; a single device if None.
     """
 
     config: RelayConfig = dataclasses.field(default_factory=RelayConfig)
@@ -53,10 +50,10 @@ class RelayExecutor:
 
     def check(self, model: ModelConfig, training: TrainingConfig) -> None:
         """See `Executor`."""
-        relay_programs.refuse_uncut(training, self.devices)
+        relay_programs.refuse_unsupported(training, self.devices)
 
     def refuse_unusable_files(self, needs: Mapping[str, int]) -> None:
-        """Refuses a `server_dir` that cannot take what the trainings need.
+        """Refuses a `server_dir` without room for the files of all trainings.
 
         Args:
           needs: name of each variant -> bytes of its files.
@@ -69,24 +66,21 @@ class RelayExecutor:
             server_files.refuse_unusable(Path(self.server_dir).absolute(), folders)
 
     def _folder(self, name):
-        # The first has the same folder however many there are, so that any number may go on.
-        own = "" if processes.first() else f"-process{jax.process_index()}"
-        return Path(self.server_dir).absolute() / f"{name}{own}"
+        # The folder of process 0 does not depend on the number of processes, so that a run can
+        # resume with another number.
+        suffix = "" if processes.is_first() else f"-process{jax.process_index()}"
+        return Path(self.server_dir).absolute() / f"{name}{suffix}"
 
     def arrays(self, state, tables, changing, batch):
-        """See `Executor`: of what stays on a device between programs; `planning.relay` has all."""
+        """Returns the arrays that stay on a device between programs; `planning.relay` has all."""
         return {"batch": batch}
 
-    def placed_shapes(self, state):
-        """See `Executor`."""
-        return state
-
     def initial_state(self, model: ModelConfig, training: TrainingConfig) -> TrainState:
-        """See `OwnPrograms`: in host memory."""
-        return host_state.fresh_state(model, training, None, self._starting(model))
+        """See `MultiProgramExecutor`; in host memory."""
+        return host_state.fresh_state(model, training, None, self._starting_blocks(model))
 
     def abstract_state(self, model: ModelConfig, training: TrainingConfig) -> TrainState:
-        """See `OwnPrograms`: numpy arrays whose memory is not taken before a checkpoint is read."""
+        """See `MultiProgramExecutor`; zeroed numpy arrays, allocated when a checkpoint is read."""
         shapes = host_state.abstract_state(model, training)
         arrays = jax.tree.map(
             lambda leaf: np.zeros(leaf.shape, leaf.dtype), (shapes.params, shapes.moments)
@@ -95,7 +89,7 @@ class RelayExecutor:
         return shapes._replace(step=step, params=arrays[0], moments=arrays[1])
 
     def programs(self, model: ModelConfig, training: TrainingConfig, data) -> dict[str, Any]:
-        """See `OwnPrograms`."""
+        """See `MultiProgramExecutor`."""
         held_out = data.validation[0]["weights"].shape
         relay = Relay(model, training, self.config, eval_shape=held_out, mesh=self.mesh)
         return {
@@ -104,11 +98,11 @@ class RelayExecutor:
             "tables": lambda tables: tables,
             "gradient_norms": functools.partial(_gradient_norms, relay),
             "parameter_norms": parameter_norms,
-            "begin": functools.partial(self._begin, relay),
+            "begin": functools.partial(self._start, relay),
             "timeline": lambda: relay.timeline.spans,
         }
 
-    def _begin(
+    def _start(
         self,
         relay: Relay,
         name: str,
@@ -118,68 +112,49 @@ class RelayExecutor:
         state: Callable[[], TrainState],
         drawn: bool,
     ) -> TrainState:
-        """The state that a run goes on with, and the relay made ready for its length.
+        """Sets the relay's run length and returns the state to continue from.
 
         Args:
-          relay: whose steps follow.
-          name: of the variant.
-          training: of the run, whose length is known now.
-          identity: of its checkpoints.
-          saved: step of its newest checkpoint; None where there is none.
-          state: reads that checkpoint, or gives the initial state.
-          drawn: whether the initial state is `initial_state`'s.
+          relay: relay of the run.
+          name: name of the variant.
+          training: training config with the final number of steps.
+          identity: identity of the run's checkpoints.
+          saved: step of the newest checkpoint; None without one.
+          state: reads that checkpoint, or returns the initial state.
+          drawn: whether the initial state is that of `initial_state`.
         """
-        relay.begin(training)
+        relay.start(training)
         if not self.server_dir:
             return self.place(state())
         model = relay.model
         abstract = host_state.abstract_state(model, training)
         files = MappedFiles(self._folder(name), abstract, identity)
         relay.server.storage = files
-        kept = _restored_together(files, host_state.training_key(training))
-        if kept is not None and (saved is None or int(kept.step) >= saved):
-            return kept
+        restored = _restore_common_step(files, host_state.training_key(training))
+        if restored is not None and (saved is None or int(restored.step) >= saved):
+            return restored
         if saved is None and drawn:
+            blocks = self._starting_blocks(model)
             return files.new_state(
-                lambda *trees: host_state.fresh_state(model, training, trees, self._starting(model))
+                lambda *trees: host_state.fresh_state(model, training, trees, blocks)
             )
         return files.new_state(lambda *trees: host_state.copied_state(state(), trees))
 
-    def _starting(self, model):
+    def _starting_blocks(self, model):
         return self.config.depth.starting_blocks(model.num_layers)
 
-    def shardings(self, state):
-        """See `Executor`."""
-        return None
-
-    def replicated(self):
-        """See `Executor`."""
-        return None
-
     def place(self, state):
-        """Every array in numpy, writable."""
-        arrays = jax.tree.map(_owned, (state.step, state.params, state.moments))
+        """Converts every array to writable numpy."""
+        arrays = jax.tree.map(_writable, (state.step, state.params, state.moments))
         return state._replace(step=arrays[0], params=arrays[1], moments=arrays[2])
-
-    def canonical(self, state, model):
-        """See `Executor`."""
-        return state
 
     def tables(self, tables, changing):
         """See `Executor`."""
         return tables
 
-    def rows(self, batch):
-        """See `Executor`."""
-        return None
-
-    def put(self, batch, rows):
-        """See `Executor`."""
-        return batch
-
 
 def parameter_norms(params: dict) -> dict[str, float]:
-    """As `optim.train_state.group_norms`, of host arrays."""
+    """Returns `optim.train_state.group_norms` of host arrays."""
     return group_norms(
         {
             section: {
@@ -191,24 +166,24 @@ def parameter_norms(params: dict) -> dict[str, float]:
     )
 
 
-def _restored_together(files, key):
-    """The newest step that the files of every process have; None where there is none."""
-    kept = files.restore(key)
-    step = processes.least(-1 if kept is None else int(kept.step))
-    if kept is not None and int(kept.step) > step:
-        kept = files.restore(key, step)
-    missing = kept is None or int(kept.step) != step
-    return None if processes.anywhere(missing) else kept
+def _restore_common_step(files, key):
+    """Restores the newest step that the files of every process have; None if there is none."""
+    state = files.restore(key)
+    step = processes.minimum(-1 if state is None else int(state.step))
+    if state is not None and int(state.step) > step:
+        state = files.restore(key, step)
+    missing = state is None or int(state.step) != step
+    return None if processes.any_process(missing) else state
 
 
 def _gradient_norms(relay, params, tables, tokens):
     rows = np.asarray(tokens)[: probed_rows(relay.training)]
-    # The rows are too few to cut: every process asks its own device for the same norms.
-    fetch = functools.partial(relay.bring_to_one, params)
-    with device_errors_told("an update of the layouts"):
+    # The rows are too few to shard: the first device of every process computes the same norms.
+    fetch = functools.partial(relay.to_first_device, params)
+    with translated_device_errors("an update of the layouts"):
         return block_gradient_norms(relay.model, fetch, tables, rows)
 
 
-def _owned(leaf):
+def _writable(leaf):
     writable = isinstance(leaf, np.ndarray) and leaf.flags.writeable
     return leaf if writable else np.array(leaf)

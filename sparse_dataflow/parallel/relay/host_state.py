@@ -1,7 +1,7 @@
-"""A training state in host memory, and its sections as views of it.
+"""A training state in host memory, and views of its sections.
 
-The state is that of every executor, with numpy arrays for leaves: blocks are stacked by groups (see
-`models.groups`), and a block's view is its slice of each stack.
+The state has the structure of every executor, with numpy arrays as leaves. Blocks are stacked by
+layer group (see `models.groups`); the view of a block is its slice of each stack.
 """
 
 import functools
@@ -26,51 +26,51 @@ Section = str | int
 """EMBED, HEAD, or the number of a block."""
 
 RESIDUAL = ("attn_out", "mlp_out")
-"""Projections behind which a block's result is added to its input."""
+"""Projections whose output is added to the residual stream."""
 
 
 def section_name(section: Section) -> str:
-    """As people read it."""
+    """Returns the name of a section for messages."""
     return f"block {section}" if isinstance(section, int) else section
 
 
 def all_sections(num_layers: int) -> list[Section]:
-    """Every section, in the order of execution."""
+    """Returns all sections in the order of execution."""
     return [EMBED, *range(num_layers), HEAD]
 
 
 def view(tree: dict, section: Section) -> Any:
-    """One section of a tree that is shaped like the parameters; writing to it writes to both."""
-    return one_layer(tree["blocks"], section) if isinstance(section, int) else tree[section]
+    """Returns views of one section of a tree like the params; writes go to the tree."""
+    return layer_view(tree["blocks"], section) if isinstance(section, int) else tree[section]
 
 
-def one_layer(stacked: Any, layer: int) -> Any:
-    """One layer's view of blocks, or of layout tables, that are stacked by groups of layers."""
-    for part in split_groups(stacked):
-        leaves = jax.tree.leaves(part)
+def layer_view(stacked: Any, layer: int) -> Any:
+    """Returns views of one layer of blocks or tables that are stacked by layer group."""
+    for group in split_groups(stacked):
+        leaves = jax.tree.leaves(group)
         if not leaves or layer < len(leaves[0]):
-            return jax.tree.map(lambda stack, i=layer: stack[i, ...], part)
+            return jax.tree.map(lambda stack, i=layer: stack[i, ...], group)
         layer -= len(leaves[0])
-    raise IndexError("there is no such layer")
+    raise IndexError("no such layer")
 
 
 def depth_of(params: dict) -> int:
-    """The number of layers."""
-    return sum(len(jax.tree.leaves(part)[0]) for part in split_groups(params["blocks"]))
+    """Returns the number of layers."""
+    return sum(len(jax.tree.leaves(group)[0]) for group in split_groups(params["blocks"]))
 
 
 def with_adam(moments: Any, count: int, mu: dict, nu: dict) -> Any:
-    """The optimizer's state with these."""
+    """Returns the optimizer state with another count and other moments."""
     return tuple(
-        part._replace(count=np.asarray(count, np.int32), mu=mu, nu=nu)
-        if hasattr(part, "mu")
-        else part
-        for part in moments
+        state._replace(count=np.asarray(count, np.int32), mu=mu, nu=nu)
+        if hasattr(state, "mu")
+        else state
+        for state in moments
     )
 
 
 def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
-    """Shapes and dtypes of the state; its tables are the model's own layouts, in numpy."""
+    """Returns the shapes and dtypes of the state; its tables are the model's layouts, in numpy."""
 
     def draw():
         key = jax.random.key(training.seed)
@@ -82,7 +82,7 @@ def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
 
 
 def zeros(model: ModelConfig, training: TrainingConfig) -> tuple[dict, dict, dict]:
-    """Parameters and both moments, zeroed, in memory that is taken as it is written to."""
+    """Returns zeroed (params, mu, nu); the system allocates their pages at the first write."""
     shapes = abstract_state(model, training)
     moments = adam(shapes.moments)
     return jax.tree.map(
@@ -96,33 +96,33 @@ def fresh_state(
     trees: tuple[dict, dict, dict] | None = None,
     starting_blocks: int | None = None,
 ) -> TrainState:
-    """The state that `training.step.initial_state` draws, section by section, in host memory.
+    """Initializes the state of `training.step.initial_state` section by section in host memory.
 
     Args:
-      model: its config.
+      model: model config.
       training: gives the seed.
-      trees: zeroed parameters and moments to fill; those of `zeros` where None.
-      starting_blocks: blocks from this number on start as the identity (their residual branches
-        are zero), so that they join a growing network without changing its function.
+      trees: zeroed (params, mu, nu) to fill; `zeros` if None.
+      starting_blocks: blocks from this index on start as the identity (zero residual branches), so
+        that they join a growing network without changing its function.
     """
     params, mu, nu = trees or zeros(model, training)
     shapes = abstract_state(model, training)
     init_key, key = jax.random.split(jax.random.key(training.seed))
     keys = gpt.init_keys(model, init_key)
     for section in (EMBED, HEAD):
-        _fill(params[section], _drawing(model, section)(keys[section]))
+        _fill(params[section], _initializer(model, section)(keys[section]))
     for number in range(model.num_layers):
-        own = layer_groups(model)[group_index(model, number)].model
-        drawn = dict(_drawing(own, "block")(keys["blocks"][number]))
+        group_model = layer_groups(model)[group_index(model, number)].model
+        block = dict(_initializer(group_model, "block")(keys["blocks"][number]))
         if starting_blocks is not None and number >= starting_blocks:
-            drawn |= {name: jax.tree.map(np.zeros_like, drawn[name]) for name in RESIDUAL}
-        _fill(view(params, number), drawn)
+            block |= {name: jax.tree.map(np.zeros_like, block[name]) for name in RESIDUAL}
+        _fill(view(params, number), block)
     moments = with_adam(shapes.moments, 0, mu, nu)
     return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key)
 
 
 def copied_state(state: TrainState, trees: tuple[dict, dict, dict]) -> TrainState:
-    """The state with its parameters and moments copied into these trees."""
+    """Copies params and moments of a state into the trees (params, mu, nu); returns that state."""
     moments = adam(state.moments)
     jax.tree.map(
         lambda to, leaf: np.copyto(to, leaf), trees, (state.params, moments.mu, moments.nu)
@@ -133,14 +133,14 @@ def copied_state(state: TrainState, trees: tuple[dict, dict, dict]) -> TrainStat
 
 
 def training_key(training: TrainingConfig) -> jax.Array:
-    """The key of every state of a training."""
+    """Returns the PRNG key of every state of a training."""
     return jax.random.split(jax.random.key(training.seed))[1]
 
 
 @functools.cache
-def _drawing(model, section):
+def _initializer(model, section):
     return jax.jit(lambda key: gpt.init_section(model, section, key))
 
 
-def _fill(views, drawn):
-    jax.tree.map(lambda to, leaf: np.copyto(to, np.asarray(leaf)), views, jax.device_get(drawn))
+def _fill(views, values):
+    jax.tree.map(lambda to, leaf: np.copyto(to, np.asarray(leaf)), views, jax.device_get(values))

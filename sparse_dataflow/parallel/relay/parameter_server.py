@@ -1,15 +1,15 @@
-"""The eager parameter server (L2L, arXiv 2002.05645, section 3): parameters, gradients and moments
-live in host memory; one section at a time goes to the device, and its update is made beside the
-device's work as soon as its gradient is there.
+"""The eager parameter server (L2L, arXiv 2002.05645, section 3).
 
-Threads: one fetches, one takes gradients back, several update.  A gradient is clipped in one of two
-ways:
+Parameters, gradients and moments live in host memory. One section at a time moves to the device;
+its update runs on the host as soon as its gradient arrives, while the device computes.
 
-- "exact": by the global norm, as every executor does.  No gradient may be applied before the last
-  one is there, so all of them are held in host memory (as large as the device's copy of the
-  parameters) and the updates follow the backward pass: one more pass over them, hidden by nothing.
-- "eager": each section by its own norm, to `clip` / sqrt(sections), so that the global norm is
-  never above `clip`; updates run while the device computes.
+One thread fetches, one returns gradients, several update. Gradients are clipped in one of two ways:
+
+- "exact": by the global norm, as in every executor. No update may start before the last gradient
+  arrives. Host memory holds all gradients (as much as the device's copies of the parameters), and
+  the updates follow the backward pass: one extra host pass that does not overlap with compute.
+- "eager": each section by its own norm, to `clip` / sqrt(sections), which keeps the global norm
+  below `clip`; updates overlap with compute.
 """
 
 import collections
@@ -43,25 +43,25 @@ from sparse_dataflow.parallel.relay.timeline import Timeline
 
 CLIPPINGS = ("exact", "eager")
 IN_FLIGHT = 2
-"""Sections whose gradients may be on the device at once: one computed, one on its way from it."""
+"""Sections with gradients on the device at once: one is computed, one is returned to the host."""
 
 
 class InMemory:
-    """Where updates go: to the arrays that they read."""
+    """Storage in which updates overwrite the arrays that they read."""
 
     def target(self, params: dict, mu: dict, nu: dict) -> tuple[dict, dict, dict]:
-        """Trees that take the results of an update of these."""
+        """Returns the trees for the results of an update of these trees."""
         return params, mu, nu
 
     def updated(self, section: Section, views: tuple) -> None:
-        """Told when the three views of a section hold its results."""
+        """Called when the three views of a section hold its results."""
 
     def commit(self, state: TrainState) -> None:
-        """Told when a step is complete."""
+        """Called when a step is complete."""
 
 
 class ParameterServer:
-    """Holds what outlasts a step: threads, the device's copies, room for gradients."""
+    """State that outlives a step: threads, the device's copies, gradient buffers."""
 
     def __init__(
         self,
@@ -72,19 +72,17 @@ class ParameterServer:
         clipping: str = "exact",
         storage: Any = None,
         pinned: jax.sharding.Sharding | None = None,
-        threads: int | None = None,
     ):
-        """Starts its threads.
+        """Starts the threads.
 
         Args:
-          model: decides what the device holds of a parameter.
-          training: clip and weight decay.
-          put: a tree of host arrays -> the same on the device, a copy.
+          model: gives the dtype of the device's copies.
+          training: gives clip and weight decay.
+          put: copies a tree of host arrays to the device.
           clipping: one of CLIPPINGS.
-          storage: takes updates; `InMemory` where None.
-          pinned: page-locked host memory in which the device's copies wait, where the backend has
-            it; pageable where None.
-          threads: that update; one a core where None.
+          storage: receives updates; `InMemory` if None.
+          pinned: sharding in page-locked host memory for the device's copies; pageable memory if
+            None.
 
         Raises:
           UserError: an unknown clipping.
@@ -93,40 +91,42 @@ class ParameterServer:
             raise UserError(f"clipping {clipping!r} is unknown; legal: {', '.join(CLIPPINGS)}.")
         self.model, self.training, self.put = model, training, put
         self.clipping, self.storage, self.pinned = clipping, storage or InMemory(), pinned
-        self.threads = threads or len(getattr(os, "sched_getaffinity", lambda _: range(4))(0))
+        self.threads = len(getattr(os, "sched_getaffinity", lambda _: range(4))(0))  # One per core.
         self.fetching = ThreadPoolExecutor(1, "fetch")
         self.returning = ThreadPoolExecutor(1, "return")
         self.updating = ThreadPoolExecutor(self.threads, "update")
-        self.room: dict[Section, list[np.ndarray]] = {}
+        self.buffers: dict[Section, list[np.ndarray]] = {}
         self._copies: dict[Section, Any] = {}
         self._copied: dict | None = None
 
     def copy(self, params: dict, section: Section) -> Any:
-        """The host arrays that a section's parameters on the device are read from: its masters,
-        where they have the same dtype and need no page-locked memory."""
+        """Returns the host arrays from which the device reads a section's parameters.
+
+        These are the masters if they have the same dtype and need no page-locked memory.
+        """
         if params is not self._copied:
             self._copies, self._copied = {}, params
         if section not in self._copies:
-            self._copies[section] = self._made_copy(view(params, section))
+            self._copies[section] = self._new_copy(view(params, section))
         return self._copies[section]
 
     def adopt(self, params: dict, copies: dict[Section, Any]) -> None:
-        """Takes the copies that updates have brought up to date for new parameters."""
+        """Sets the copies of new parameters, which the updates wrote."""
         self._copied, self._copies = params, copies
 
-    def published(self, copy: Any) -> Any:
-        """A copy that an update has finished, where the device reads it from."""
+    def pin(self, copy: Any) -> Any:
+        """Moves a finished copy to page-locked memory if the device reads from there."""
         return copy if self.pinned is None else jax.device_put(copy, self.pinned)
 
-    def returned(self, gradient: jax.Array) -> np.ndarray:
-        """A gradient in host memory; through page-locked memory where copies wait there."""
-        own = gradient.addressable_data(0)
+    def to_host(self, gradient: jax.Array) -> np.ndarray:
+        """Copies a gradient to host memory, through page-locked memory if it is used."""
+        local = gradient.addressable_data(0)
         if self.pinned is not None:
-            own = jax.device_put(own, own.sharding.with_memory_kind("pinned_host"))
-        return np.asarray(own)
+            local = jax.device_put(local, local.sharding.with_memory_kind("pinned_host"))
+        return np.asarray(local)
 
-    def _made_copy(self, masters):
-        def one(path, master):
+    def _new_copy(self, masters):
+        def copy(path, master):
             dtype = device_dtype(self.model, path)
             if dtype == master.dtype:
                 return master
@@ -134,11 +134,11 @@ class ParameterServer:
             host_optimizer.narrow(master.reshape(-1), out.reshape(-1))
             return out
 
-        return self.published(jax.tree_util.tree_map_with_path(one, masters))
+        return self.pin(jax.tree_util.tree_map_with_path(copy, masters))
 
 
 class ServerStep:
-    """The server during one step: sections are fetched, gradients given, all updates finished."""
+    """The server during one step: fetches sections, receives gradients, finishes all updates."""
 
     def __init__(
         self,
@@ -148,14 +148,14 @@ class ServerStep:
         learning_rate: float,
         timeline: Timeline,
     ):
-        """Begins a step.
+        """Starts a step.
 
         Args:
-          server: whose threads work.
-          state: with host arrays; they are given up, as donated ones.
-          sections: that take part; the others stay as they are.
-          learning_rate: of the step.
-          timeline: is told of all work.
+          server: the parameter server.
+          state: state with host arrays, which are donated.
+          sections: sections that take part; the others stay unchanged.
+          learning_rate: learning rate of the step.
+          timeline: receives the spans of all work.
         """
         self._server, self._state, self._timeline = server, state, timeline
         self._sections, self._learning_rate = sections, float(learning_rate)
@@ -163,14 +163,14 @@ class ServerStep:
         self._count = int(moments.count) + 1
         self._before = state.params, moments.mu, moments.nu
         self._after = server.storage.target(*self._before)
-        self._taken: collections.deque[Future] = collections.deque()
-        self._held: dict[Section, list[np.ndarray]] = {}
+        self._in_flight: collections.deque[Future] = collections.deque()
+        self._gradients: dict[Section, list[np.ndarray]] = {}
         self._squares: dict[Section, dict[str, float]] = {}
         self._updates: dict[Section, list[Future]] = {}
         self._copies: dict[Section, Any] = {}
 
     def fetch(self, section: Section, *more: Any) -> Future:
-        """Starts to bring a section's parameters, and other host arrays, to the device."""
+        """Starts copying a section's parameters, and other host arrays, to the device."""
         return self._server.fetching.submit(self._fetch, section, more)
 
     def _fetch(self, section, more):
@@ -178,48 +178,48 @@ class ServerStep:
         with self._timeline.span("fetch", section_name(section)):
             return jax.block_until_ready(self._server.put((copy, *more)))
 
-    def give(self, section: Section, gradient: Any) -> None:
-        """Takes a gradient from the device as soon as it is there.
+    def push(self, section: Section, gradient: Any) -> None:
+        """Starts returning a gradient to the host.
 
-        Waits until the next one has room beside those still on their way: however slow the host
-        is, no more than `IN_FLIGHT` of them are on the device.
+        Blocks while `IN_FLIGHT` gradients are on the device, however slow the host is.
         """
         paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(gradient))
-        self._taken.append(self._server.returning.submit(self._take, section, paths, [*leaves]))
-        while len(self._taken) >= IN_FLIGHT:
-            self._taken.popleft().result()
+        job = self._server.returning.submit(self._return, section, paths, [*leaves])
+        self._in_flight.append(job)
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._in_flight.popleft().result()
 
-    def _take(self, section, paths, leaves):
+    def _return(self, section, paths, leaves):
         jax.block_until_ready(leaves)
         with self._timeline.span("return", section_name(section)):
-            held = self._room(section, leaves)
-            # A leaf that is read is let go: the thread's own arguments outlive the work.
-            for to in held:
-                np.copyto(to, self._server.returned(leaves.pop(0)))
+            gradients = self._buffers(section, leaves)
+            # `pop` frees each leaf on the device at once: this thread still references the list.
+            for to in gradients:
+                np.copyto(to, self._server.to_host(leaves.pop(0)))
         self._squares[section] = {
             jax.tree_util.keystr(path, simple=True, separator="."): host_optimizer.square_sum(g)
-            for path, g in zip(paths, held)
+            for path, g in zip(paths, gradients)
         }
         if self._server.clipping == "exact":
-            self._held[section] = held
+            self._gradients[section] = gradients
             return
         limit = self._server.training.clip / math.sqrt(len(self._sections))
         norm = math.sqrt(sum(self._squares[section].values()))
-        self._update(section, held, _clip_factor(norm, limit))
+        self._update(section, gradients, _clip_factor(norm, limit))
         for other in list(self._updates)[:-IN_FLIGHT]:
             self._finish_update(other)
 
-    def _room(self, section, leaves):
-        """Host arrays for a gradient; kept from step to step where all are held at once."""
+    def _buffers(self, section, leaves):
+        """Returns host arrays for a gradient; exact clipping reuses them in every step."""
         if self._server.clipping == "eager":
             return [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
-        room = self._server.room
-        if section not in room:
-            room[section] = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
-        return room[section]
+        buffers = self._server.buffers
+        if section not in buffers:
+            buffers[section] = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+        return buffers[section]
 
     def _update(self, section, gradients, factor):
-        """Starts the update of a section on the server's threads."""
+        """Starts the update of a section on the update threads."""
         server = self._server
         masters = view(self._before[0], section)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(masters)]
@@ -230,14 +230,15 @@ class ServerStep:
         multipliers = jax.tree.leaves(learning_rate_multipliers(model, server.training, masters))
         before = zip(*(jax.tree.leaves(view(tree, section)) for tree in self._before))
         after = list(zip(*(jax.tree.leaves(view(tree, section)) for tree in self._after)))
-        room = jax.tree.leaves(server.copy(self._state.params, section))
+        old_copies = jax.tree.leaves(server.copy(self._state.params, section))
         copies, jobs = [], []
         for number, old in enumerate(before):
             new, gradient = Leaf(*after[number]), gradients[number]
             narrow = None
             if device_dtype(server.model, paths[number]) != new.parameter.dtype:
-                pageable = isinstance(room[number], np.ndarray)
-                narrow = room[number] if pageable else np.empty(room[number].shape, jnp.bfloat16)
+                narrow = old_copies[number]
+                if not isinstance(narrow, np.ndarray):  # A page-locked copy is a jax array.
+                    narrow = np.empty(narrow.shape, jnp.bfloat16)
             copies.append(new.parameter if narrow is None else narrow)
             rates = Rates(
                 self._count,
@@ -246,9 +247,9 @@ class ServerStep:
                 server.training.weight_decay if decayed[number] else 0.0,
             )
             for where in host_optimizer.pieces(gradient.size, server.threads):
-                part = None if narrow is None else narrow.reshape(-1)[where]
+                copy = None if narrow is None else narrow.reshape(-1)[where]
                 flat = gradient.reshape(-1)[where]
-                job = (Leaf(*old).piece(where), flat, rates, new.piece(where), part)
+                job = (Leaf(*old).piece(where), flat, rates, new.piece(where), copy)
                 jobs.append(server.updating.submit(self._timed, section, job))
         self._copies[section] = jax.tree.unflatten(jax.tree.structure(masters), copies)
         self._updates[section] = jobs
@@ -258,13 +259,13 @@ class ServerStep:
             host_optimizer.update(*job)
 
     def _finish_update(self, section):
-        """Waits for a section's update; its copy and its files are then ready."""
+        """Waits for a section's update, then pins its copy and notifies the storage."""
         if jobs := self._updates.get(section):
             wait(jobs)
             for job in jobs:
                 job.result()
             self._updates[section] = []
-            self._copies[section] = self._server.published(self._copies[section])
+            self._copies[section] = self._server.pin(self._copies[section])
             views = tuple(view(tree, section) for tree in self._after)
             self._server.storage.updated(section, views)
 
@@ -272,21 +273,21 @@ class ServerStep:
         """Waits for all gradients and updates.
 
         Returns:
-          (the state after the step, norm of the gradient by parameter group).
+          (state after the step, gradient norm by parameter group).
         """
-        while self._taken:
-            self._taken.popleft().result()
+        while self._in_flight:
+            self._in_flight.popleft().result()
         if self._server.clipping == "exact":
             norm = math.sqrt(
                 sum(sum(self._squares[section].values()) for section in self._sections)
             )
             factor = _clip_factor(norm, self._server.training.clip)
             for section in self._sections:
-                self._update(section, self._held[section], factor)
+                self._update(section, self._gradients[section], factor)
         for section in self._sections:
             self._finish_update(section)
         for section in set(all_sections(self._server.model.num_layers)) - set(self._sections):
-            self._keep(section)
+            self._copy_unchanged(section)
         params, mu, nu = self._after
         params = dict(params)
         state = self._state._replace(
@@ -298,8 +299,8 @@ class ServerStep:
         self._server.storage.commit(state)
         return state, group_norms(self._squares)
 
-    def _keep(self, section):
-        """A section that took no part is after the step as it was before."""
+    def _copy_unchanged(self, section):
+        """Copies a section that took no part to the trees of the results."""
         views = []
         for old, new in zip(self._before, self._after):
             views.append(view(new, section))
@@ -309,7 +310,7 @@ class ServerStep:
 
 
 def group_norms(squares: dict[Section, dict[str, float]]) -> dict[str, float]:
-    """Euclidean norm by parameter group, as `optim.train_state.group_norms`, of sums of squares."""
+    """Returns the norm by parameter group from sums of squares; see `train_state.group_norms`."""
     total: dict[str, float] = collections.defaultdict(float)
     for section in sorted(squares, key=str):
         for leaf, value in squares[section].items():
@@ -319,5 +320,5 @@ def group_norms(squares: dict[Section, dict[str, float]]) -> dict[str, float]:
 
 
 def _clip_factor(norm, limit):
-    """As `optax.clip_by_global_norm`; not finite where the norm is not."""
+    """Returns the factor of `optax.clip_by_global_norm`; not finite if the norm is not."""
     return 1.0 if norm < limit else limit / norm

@@ -1,4 +1,4 @@
-"""Block norms of the dense gradient, one block at a time on the device; see `block_gradients`."""
+"""Block gradient norms with one block at a time on the device; see `block_gradients`."""
 
 import dataclasses
 import functools
@@ -14,12 +14,14 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.models.groups import group_index, layer_groups
 from sparse_dataflow.models.linear import Probe
 from sparse_dataflow.parallel.relay import programs
-from sparse_dataflow.parallel.relay.host_state import one_layer
+from sparse_dataflow.parallel.relay.host_state import layer_view
 
 
 class ProbePrograms(NamedTuple):
-    """As `programs.Programs`; `backward`: (params, tables, x, dy) -> (dx, {projection:
-    float32 [in_blocks, out_blocks]})."""
+    """Compiled programs, as `programs.Programs`.
+
+    `backward` is (params, tables, x, dy) -> (dx, {projection: float32 [in_blocks, out_blocks]}).
+    """
 
     embed: Callable
     forward: Callable
@@ -30,12 +32,11 @@ class ProbePrograms(NamedTuple):
 def block_gradient_norms(
     model: ModelConfig, fetch: Callable, tables: dict, tokens: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Norms of the dense gradient's blocks of the mean loss over these tokens.
+    """Returns the block norms of the dense gradient of the mean loss over the tokens.
 
     Args:
-      model: its config.
-      fetch: (section, host arrays...) -> tuple of the section's parameters and of these, on the
-        device.
+      model: model config.
+      fetch: (section, host arrays...) -> (params of the section, these arrays...) on the device.
       tables: numpy, stacked over layers.
       tokens: int32 [rows, sequence + 1].
 
@@ -43,33 +44,35 @@ def block_gradient_norms(
       {block-sparse projection: float32 [layers, in_blocks, out_blocks]}.
     """
     rows, length = tokens.shape[0], tokens.shape[1] - 1
-    runs = [
+    group_programs = [
         _compiled(dataclasses.replace(group.model, num_layers=1), (1, rows, length))
         for group in layer_groups(model)
     ]
-    run, of_block = runs[0], lambda layer: runs[group_index(model, layer)]
+    block_programs = lambda layer: group_programs[group_index(model, layer)]  # noqa: E731
     inputs, targets = tokens[None, :, :-1], tokens[None, :, 1:]
     weights = np.full(targets.shape, 1 / targets.size, np.float32)
     layers = range(model.num_layers)
-    of = lambda layer: jax.tree.map(np.asarray, one_layer(tables, layer))  # noqa: E731
+    layer_tables = lambda layer: jax.tree.map(np.asarray, layer_view(tables, layer))  # noqa: E731
     (embed,) = fetch("embed")
-    stash = [run.embed(embed, inputs)]
+    stash = [group_programs[0].embed(embed, inputs)]
     for layer in layers:
-        stash.append(of_block(layer).forward(*fetch(layer, of(layer)), stash[-1]))
+        operands = fetch(layer, layer_tables(layer))
+        stash.append(block_programs(layer).forward(*operands, stash[-1]))
     (head,) = fetch("head")
-    _, dx, _ = run.head(head, embed["tokens"], stash.pop(), targets, weights)
-    found = []
+    _, dx, _ = group_programs[0].head(head, embed["tokens"], stash.pop(), targets, weights)
+    norms = []
     for layer in reversed(layers):
-        dx, norms = of_block(layer).backward(*fetch(layer, of(layer)), stash.pop(), dx)
-        found.append(jax.device_get(norms))
-    return {name: np.stack([norms[name] for norms in found[::-1]]) for name in found[0]}
+        operands = fetch(layer, layer_tables(layer))
+        dx, block_norms = block_programs(layer).backward(*operands, stash.pop(), dx)
+        norms.append(jax.device_get(block_norms))
+    return {name: np.stack([block[name] for block in norms[::-1]]) for name in norms[0]}
 
 
 @functools.cache
 def _compiled(model, shape):
-    made = programs.functions(model)
+    functions = programs.functions(model)
     tables = programs.layer_tables(model)
-    given = programs.arguments(model, tables, shape)
+    arguments = programs.arguments(model, tables, shape)
     zeros = {
         name: np.zeros((table.out_index.shape[0], table.in_index.shape[0]), np.float32)
         for name, table in tables.items()
@@ -84,10 +87,10 @@ def _compiled(model, shape):
         dx, norms = pull(dy[0])
         return dx[None], norms
 
-    functions = ProbePrograms(made.embed, made.forward, made.head, backward)
+    probes = ProbePrograms(functions.embed, functions.forward, functions.head, backward)
     return ProbePrograms(
         *(
-            jax.jit(function).lower(*getattr(given, name)).compile()
-            for name, function in functions._asdict().items()
+            jax.jit(function).lower(*getattr(arguments, name)).compile()
+            for name, function in probes._asdict().items()
         )
     )

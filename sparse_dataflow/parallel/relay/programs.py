@@ -1,9 +1,8 @@
-"""The relay's programs: one for each kind of section and direction, whatever the depth.
+"""The relay's programs: one per kind of section and direction, independent of depth.
 
-Layers that store unequally much (`models.groups`) are of several kinds: each group has its own
-programs of a block.
-
-Each takes one section's parameters, as the device holds them, and all micro-batches of a step.
+Layers of different density form several layer groups (`models.groups`); each group has its own
+block programs. A program takes the device's copy of one section's parameters and all micro-batches
+of a step.
 
 Shapes in names: M micro-batches, B their batch, T tokens, D d_model, V vocabulary.
 """
@@ -32,17 +31,17 @@ T = TypeVar("T")
 
 
 class Programs(NamedTuple, Generic[T]):
-    """What a training step runs on the device, or a T for each of it.
+    """The device programs of a training step, or a T for each of them.
 
     Attributes:
       embed: (embed params, int32 inputs [M, B, T]) -> x [M, B, T, D].
-      forward: (block params, its tables, x) -> x of the next boundary.
+      forward: (block params, its tables, x) -> x after the block.
       head: (head params, embedding [V, D], x, int32 targets, float32 weights [M, B, T]) ->
         (float32 [] loss, dx, (gradient of the head, of the embedding)).
-      backward: (block params, its tables, x, dy) -> (dx, gradient); dy is donated. The block's
-        forward is computed again.
+      backward: (block params, its tables, x, dy) -> (dx, gradient); recomputes the forward pass and
+        donates dy.
       embed_backward: (inputs, dx, the head's gradient of the embedding) -> gradient of the embed
-        section; the embedding is tied, so both of its gradients are summed.
+        section; the embedding is tied, so it is the sum of both gradients.
     """
 
     embed: T
@@ -53,7 +52,7 @@ class Programs(NamedTuple, Generic[T]):
 
 
 class EvalPrograms(NamedTuple, Generic[T]):
-    """What an evaluation runs: as in `Programs`; `head` gives the loss alone."""
+    """The device programs of an evaluation, as in `Programs`; `head` returns the loss alone."""
 
     embed: T
     forward: T
@@ -61,40 +60,40 @@ class EvalPrograms(NamedTuple, Generic[T]):
 
 
 def device_dtype(model: ModelConfig, path: tuple) -> jnp.dtype:
-    """What the device holds of a parameter: the compute dtype, but norms stay float32, as the
-    model reads them."""
+    """Returns the dtype of the device's copy of a parameter: float32 for norms, else the compute
+    dtype."""
     norm = any(getattr(key, "key", "").startswith("norm") for key in path)
     return jnp.dtype("float32" if norm else model.compute_dtype)
 
 
 def device_params(model: ModelConfig, params: Any) -> Any:
-    """Shapes and dtypes of parameters as the device holds them."""
+    """Returns shapes and dtypes of the device's copies of parameters."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, device_dtype(model, path)), params
     )
 
 
 def section_shapes(model: ModelConfig) -> tuple[Any, Any, Any]:
-    """(embed, one block, head) float32 parameters' shapes; nothing is drawn."""
-    drawn = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+    """Returns the shapes of the float32 params of (embed, one block, head)."""
+    shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
     block = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), drawn["blocks"]
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes["blocks"]
     )
-    return drawn["embed"], block, drawn["head"]
+    return shapes["embed"], block, shapes["head"]
 
 
 def functions(model: ModelConfig) -> Programs[Callable]:
-    """The programs before compiling, as pure functions."""
+    """Returns the training programs as pure functions."""
     embed_params = device_params(model, section_shapes(model)[0])
 
     def embed(params, inputs):
-        return _each(lambda tokens: gpt.embed(model, params, tokens), inputs)
+        return _map(lambda tokens: gpt.embed(model, params, tokens), inputs)
 
     def forward(params, tables, x):
-        return _each(lambda x: gpt.block(model, params, tables, x), x)
+        return _map(lambda x: gpt.block(model, params, tables, x), x)
 
     def head(params, embedding, x, targets, weights):
-        def one(x, targets, weights):
+        def micro_batch(x, targets, weights):
             loss, pull = jax.vjp(
                 lambda p, e, x: gpt.head_loss(model, p, e, x, targets, weights),
                 params,
@@ -104,39 +103,39 @@ def functions(model: ModelConfig) -> Programs[Callable]:
             head, embedding_gradient, dx = pull(jnp.ones_like(loss))
             return dx, (loss, head, embedding_gradient)
 
-        dx, (loss, head, embedding_gradient) = _summed(one, x, targets, weights)
-        return loss, dx, _returned((params, embedding), (head, embedding_gradient))
+        dx, (loss, head, embedding_gradient) = _accumulated(micro_batch, x, targets, weights)
+        return loss, dx, _cast_like((params, embedding), (head, embedding_gradient))
 
     def backward(params, tables, x, dy):
-        def one(x, dy):
+        def micro_batch(x, dy):
             _, pull = jax.vjp(lambda p, x: gpt.block(model, p, tables, x), params, x)
             gradient, dx = pull(dy)
             return dx, gradient
 
-        dx, gradient = _summed(one, x, dy)
-        return dx, _returned(params, gradient)
+        dx, gradient = _accumulated(micro_batch, x, dy)
+        return dx, _cast_like(params, gradient)
 
     def embed_backward(inputs, dx, embedding_gradient):
-        # Embedding is linear in its parameters: their values play no part in the gradient.
+        # Embedding is linear in its params, so its gradient does not depend on them.
         params = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), embed_params)
 
-        def one(tokens, dx):
+        def micro_batch(tokens, dx):
             _, pull = jax.vjp(lambda p: gpt.embed(model, p, tokens), params)
             return (), pull(dx)[0]
 
-        gradient = dict(_summed(one, inputs, dx)[1])
+        gradient = dict(_accumulated(micro_batch, inputs, dx)[1])
         gradient["tokens"] += embedding_gradient.astype(gradient["tokens"].dtype)
-        return _returned(params, gradient)
+        return _cast_like(params, gradient)
 
     return Programs(embed, forward, head, backward, embed_backward)
 
 
 def eval_functions(model: ModelConfig) -> EvalPrograms[Callable]:
-    """The same for an evaluation."""
+    """Returns the evaluation programs as pure functions."""
     training = functions(model)
 
     def head(params, embedding, x, targets, weights):
-        losses = _each(
+        losses = _map(
             lambda x, t, w: gpt.head_loss(model, params, embedding, x, t, w), x, targets, weights
         )
         return jnp.sum(losses)
@@ -145,14 +144,14 @@ def eval_functions(model: ModelConfig) -> EvalPrograms[Callable]:
 
 
 def arguments(model: ModelConfig, tables: dict, shape: tuple[int, int, int]) -> Programs[tuple]:
-    """Shapes and dtypes of each program's arguments.
+    """Returns the shapes and dtypes of each program's arguments.
 
     Args:
-      model: its config; its depth plays no part.
-      tables: of one layer, or their shapes.
+      model: model config of any depth.
+      tables: tables of one layer, or their shapes.
       shape: (micro-batches, sequences in each, tokens in a sequence).
     """
-    embed, block, head = (device_params(model, part) for part in section_shapes(model))
+    embed, block, head = (device_params(model, section) for section in section_shapes(model))
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
     weights = jax.ShapeDtypeStruct(shape, jnp.float32)
     x = jax.ShapeDtypeStruct((*shape, model.d_model), jnp.dtype(model.compute_dtype))
@@ -166,125 +165,130 @@ def arguments(model: ModelConfig, tables: dict, shape: tuple[int, int, int]) -> 
     )
 
 
-def lowered(
-    programs: Programs | EvalPrograms, given: Programs[tuple], mesh: Mesh | None = None, **options
+def lower(
+    programs: Programs | EvalPrograms,
+    arguments: Programs[tuple],
+    mesh: Mesh | None = None,
+    **options,
 ) -> Programs | EvalPrograms:
-    """Each program lowered for its arguments.
+    """Lowers each program for its arguments.
 
-    With a mesh the batch of every micro-batch is cut over its axis `DATA_AXIS`, parameters and
-    gradients are whole on every device, and the programs reduce the gradients.
+    With a mesh, `DATA_AXIS` shards the rows of every micro-batch, params and gradients are
+    replicated, and the programs reduce the gradients.
 
     Args:
-      programs: of `functions` or `eval_functions`.
-      given: of `arguments`.
-      mesh: of the devices; the default device where None.
-      options: of `jax.stages.Traced.lower`.
+      programs: result of `functions` or `eval_functions`.
+      arguments: result of `arguments`.
+      mesh: mesh of the devices; the default device if None.
+      options: options of `jax.stages.Traced.lower`.
     """
-    found = {}
+    lowered = {}
     for name, function in programs._asdict().items():
-        structs, out = getattr(given, name), None
+        structs, out = getattr(arguments, name), None
         if mesh is not None:
             structs, out = _sharded(name, structs, mesh, isinstance(programs, EvalPrograms))
         donated = (3,) if name == "backward" else ()
         jitted = jax.jit(function, donate_argnums=donated, out_shardings=out)
-        found[name] = jitted.trace(*structs).lower(**options)
-    return type(programs)(**found)
+        lowered[name] = jitted.trace(*structs).lower(**options)
+    return type(programs)(**lowered)
 
 
-def compiled(
+def compile_groups(
     model: ModelConfig,
     shape: tuple[int, int, int],
     mesh: Mesh | None = None,
     evaluation: bool = False,
 ) -> tuple[Programs[Compiled] | EvalPrograms[Compiled], ...]:
-    """Each group's programs for the default backend, the same ones for every depth of a model.
+    """Compiles the programs of each layer group for the default backend.
+
+    Programs are cached; models that differ in depth alone share them.
 
     Args:
-      model: its config.
+      model: model config.
       shape: (micro-batches, sequences in each, tokens in a sequence).
-      mesh: as in `lowered`.
-      evaluation: whether those of an evaluation.
+      mesh: as in `lower`.
+      evaluation: whether to compile the evaluation programs.
     """
     first, *others = (
         dataclasses.replace(group.model, num_layers=1) for group in layer_groups(model)
     )
-    whole = _compiled(first, shape, mesh, evaluation)
-    return whole, *(_compiled(own, shape, mesh, evaluation, whole) for own in others)
+    shared = _compiled(first, shape, mesh, evaluation)
+    return shared, *(_compiled(group, shape, mesh, evaluation, shared) for group in others)
 
 
 @functools.cache
 def _compiled(model, shape, mesh, evaluation, shared=None):
-    """The programs of a model of one group; all but a block's own are `shared`, where given."""
-    made = (eval_functions if evaluation else functions)(model)
-    programs = lowered(made, arguments(model, layer_tables(model), shape), mesh)
-    found = {
+    """Compiles a model of one layer group; only its block programs if others are `shared`."""
+    pure = (eval_functions if evaluation else functions)(model)
+    programs = lower(pure, arguments(model, layer_tables(model), shape), mesh)
+    compiled = {
         name: program.compile()
         for name, program in programs._asdict().items()
         if shared is None or name in ("forward", "backward")
     }
-    return type(programs)(**found) if shared is None else shared._replace(**found)
+    return type(programs)(**compiled) if shared is None else shared._replace(**compiled)
 
 
 def layer_tables(model: ModelConfig) -> dict:
-    """Tables of the first layer's own layouts, in numpy; every layer's have these shapes."""
+    """Returns the numpy tables of the first layer; those of every layer have these shapes."""
     first = gpt.layout_tables(gpt.layouts(dataclasses.replace(model, num_layers=1)))
     return jax.tree.map(lambda stacked: stacked[0], first)
 
 
-def refuse_uncut(training: TrainingConfig, devices: int) -> None:
-    """Refuses a micro-batch that does not cut over the devices, and a state that is not float32.
+def refuse_unsupported(training: TrainingConfig, devices: int) -> None:
+    """Refuses micro-batches that the devices do not divide, and a state that is not float32.
 
     Raises:
-      UserError: naming what would do.
+      UserError: naming the legal values.
     """
     if training.state_dtype != "float32":
         raise UserError(
             f"The relay updates float32 moments in host memory, not {training.state_dtype} ones; "
-            "legal with it: --set training.state_dtype=float32."
+            "legal: --set training.state_dtype=float32."
         )
     rows = training.batch // training.micro_batches
     if rows % devices:
         raise UserError(
-            f"A micro-batch of {rows} sequences does not cut over {devices} devices; legal: a "
-            f"--batch and an training.micro_batches whose quotient is a multiple of {devices}."
+            f"A micro-batch of {rows} sequences cannot be sharded over {devices} devices; legal: a "
+            f"--batch and a training.micro_batches whose quotient is a multiple of {devices}."
         )
 
 
 def data_shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
-    """(of [M, B, ...] arrays, of parameters) on a mesh."""
-    cut = NamedSharding(mesh, PartitionSpec(None, DATA_AXIS))
-    return cut, NamedSharding(mesh, PartitionSpec())
+    """Returns the shardings of ([M, B, ...] arrays, params) on a mesh."""
+    rows = NamedSharding(mesh, PartitionSpec(None, DATA_AXIS))
+    return rows, NamedSharding(mesh, PartitionSpec())
 
 
 def _sharded(name, structs, mesh, evaluation):
-    cut, whole = data_shardings(mesh)
-    parameters = {"embed": 1, "forward": 2, "head": 2, "backward": 2, "embed_backward": 0}[name]
-    placed = [whole if n < parameters else cut for n in range(len(structs))]
+    rows, replicated = data_shardings(mesh)
+    params = {"embed": 1, "forward": 2, "head": 2, "backward": 2, "embed_backward": 0}[name]
+    shardings = [replicated if n < params else rows for n in range(len(structs))]
     if name == "embed_backward":
-        placed[-1] = whole
+        shardings[-1] = replicated
     structs = tuple(
-        jax.tree.map(lambda s, to=to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), part)
-        for part, to in zip(structs, placed)
+        jax.tree.map(lambda s, to=to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), tree)
+        for tree, to in zip(structs, shardings)
     )
     out = {
-        "embed": cut,
-        "forward": cut,
-        "head": whole if evaluation else (whole, cut, whole),
-        "backward": (cut, whole),
-        "embed_backward": whole,
+        "embed": rows,
+        "forward": rows,
+        "head": replicated if evaluation else (replicated, rows, replicated),
+        "backward": (rows, replicated),
+        "embed_backward": replicated,
     }[name]
     return structs, out
 
 
-def _each(function, *batches):
-    """`function` of each micro-batch; alone, one needs no loop."""
+def _map(function, *batches):
+    """Maps `function` over micro-batches; without a loop for a single one."""
     if len(batches[0]) == 1:
         return function(*(batch[0] for batch in batches))[None]
     return lax.map(lambda micro: function(*micro), batches)
 
 
-def _summed(function, *batches):
-    """`function` -> (y, gradient) of each micro-batch: every y, and the gradients' float32 sum."""
+def _accumulated(function, *batches):
+    """Maps `function` -> (y, gradient) over micro-batches; returns (all y, sum of gradients)."""
     if len(batches[0]) == 1:
         y, gradient = function(*(batch[0] for batch in batches))
         return jax.tree.map(lambda leaf: leaf[None], y), gradient
@@ -299,6 +303,6 @@ def _summed(function, *batches):
     return y, total
 
 
-def _returned(params, gradient):
-    """Gradients leave the device in the dtype that parameters came in."""
+def _cast_like(params, gradient):
+    """Casts gradients to the dtypes of the params."""
     return jax.tree.map(lambda p, g: g.astype(p.dtype), params, gradient)

@@ -1,9 +1,9 @@
-"""The `relay` executor: sections laid out in time (L2L, arXiv 2002.05645).
+"""The `relay` executor: sections run one after the other (L2L, arXiv 2002.05645).
 
-One block at a time is on the device, and the next on its way to it.  All micro-batches of a step
-pass through a block before the next one comes; what enters a block is stashed; the backward pass
-walks the blocks in reverse, fetches each again and computes its forward again.  A gradient leaves
-the device as soon as it is there, and the parameter server updates it on the host.
+The device holds one block while it prefetches the next. All micro-batches of a step pass through a
+block before the next one, and the input of each block is stashed. The backward pass visits the
+blocks in reverse, fetches each again and recomputes its forward pass. Each gradient returns to the
+host as soon as it is computed, where the parameter server updates its section.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from sparse_dataflow.models.groups import group_index
 from sparse_dataflow.optim.train_state import StepReport, TrainState
 from sparse_dataflow.parallel.relay import programs as relay_programs
 from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule
-from sparse_dataflow.parallel.relay.host_state import EMBED, HEAD, Section, one_layer, section_name
+from sparse_dataflow.parallel.relay.host_state import EMBED, HEAD, Section, layer_view, section_name
 from sparse_dataflow.parallel.relay.parameter_server import ParameterServer, ServerStep
 from sparse_dataflow.parallel.relay.timeline import Timeline
 from sparse_dataflow.planning.relay import PINNED_SETTING
@@ -36,13 +36,13 @@ STASHES = ("device", "host")
 
 @dataclasses.dataclass(frozen=True)
 class RelayConfig:
-    """How the relay runs.
+    """Options of the relay.
 
     Attributes:
-      stash: where what enters each block waits for the backward pass: on the "device" (grows with
-        the depth) or on the "host" (the device's memory does not depend on the depth).
+      stash: where block inputs wait for the backward pass: on the "device" (memory grows with
+        depth) or on the "host" (device memory is independent of depth).
       clipping: see `parameter_server`.
-      depth: which blocks take part in which step.
+      depth: blocks that take part in each step.
     """
 
     stash: str = "device"
@@ -52,17 +52,21 @@ class RelayConfig:
     def __post_init__(self):
         for name, legal in (("stash", STASHES), ("clipping", CLIPPINGS)):
             if getattr(self, name) not in legal:
-                raise UserError(f"{name} {getattr(self, name)!r}: legal are {', '.join(legal)}.")
+                raise UserError(
+                    f"{name} {getattr(self, name)!r} is unknown; legal: {', '.join(legal)}."
+                )
 
 
 class Relay:
-    """Programs, server and placement of one model's training; `train_step` and `eval_step` have
-    the meaning of those of `training.programs.Compiled`.
+    """Programs and parameter server of one model's training.
+
+    `train_step` and `eval_step` are those of `training.programs.Compiled`.
 
     Attributes:
-      programs: of each group of layers; `eval_programs` likewise, where something is evaluated.
-      timeline: of the last training step.
-      observe: called with a program's name before each dispatch, for accounts of memory.
+      programs: programs of each layer group.
+      eval_programs: evaluation programs of each layer group, if `eval_shape` is given.
+      timeline: timeline of the last training step.
+      observe: called with a program's name before each dispatch, to measure memory.
     """
 
     def __init__(
@@ -79,82 +83,80 @@ class Relay:
         """Compiles the programs.
 
         Args:
-          model: what is trained.
+          model: model config.
           training: batch shape and optimizer.
-          config: how.
-          eval_shape: (sequences, tokens) of an evaluation's batch; nothing is evaluated where None.
-          mesh: whose axis "data" the batch is cut over; the default device alone where None.
-          storage: of the masters and moments, see `parameter_server`.
-          pinned: whether the device's copies wait in page-locked memory; where None they do on a
-            backend other than the CPU.
+          config: options of the relay.
+          eval_shape: (sequences, tokens) of an evaluation batch; None without evaluations.
+          mesh: its axis "data" shards the batch; the default device if None.
+          storage: storage of masters and moments, see `parameter_server`.
+          pinned: whether the device's copies are in page-locked memory; if None, on every backend
+            but the CPU.
 
         Raises:
-          UserError: a batch that does not cut over the mesh.
+          UserError: the mesh does not divide the batch.
         """
         self.model, self.training, self.config = model, training, config or RelayConfig()
         self.mesh = mesh
-        self._cut: Sharding
-        self._whole: Sharding
+        self._rows: Sharding
+        self._replicated: Sharding
         if mesh is not None:
-            self._cut, self._whole = relay_programs.data_shardings(mesh)
+            self._rows, self._replicated = relay_programs.data_shardings(mesh)
         else:
-            self._cut = self._whole = SingleDeviceSharding(jax.local_devices()[0])
-        # Between processes on CPUs, collectives of two programs at once meet in any order, and may
-        # wait for each other for ever.
-        self._one_at_a_time = jax.process_count() > 1 and jax.default_backend() == "cpu"
-        relay_programs.refuse_uncut(training, self._cut.num_devices)
+            self._rows = self._replicated = SingleDeviceSharding(jax.local_devices()[0])
+        # On CPUs, collectives of two concurrent programs run in any order on each process, and may
+        # deadlock.
+        self._serial = jax.process_count() > 1 and jax.default_backend() == "cpu"
+        relay_programs.refuse_unsupported(training, self._rows.num_devices)
         rows = training.batch // training.micro_batches
         self._train_shape = (training.micro_batches, rows, training.sequence)
-        self.programs = relay_programs.compiled(model, self._train_shape, mesh)
+        self.programs = relay_programs.compile_groups(model, self._train_shape, mesh)
         self._eval_shape = (1, *eval_shape) if eval_shape else None
         if self._eval_shape:
-            self.eval_programs = relay_programs.compiled(model, self._eval_shape, mesh, True)
-        locked = jax.default_backend() != "cpu" if pinned is None else pinned
-        self._pinned = self._whole.with_memory_kind("pinned_host")
+            self.eval_programs = relay_programs.compile_groups(model, self._eval_shape, mesh, True)
+        pinned = jax.default_backend() != "cpu" if pinned is None else pinned
         self.server = ParameterServer(
             model,
             training,
             self._put,
             clipping=self.config.clipping,
             storage=storage,
-            pinned=self._pinned if locked else None,
+            pinned=self._replicated.with_memory_kind("pinned_host") if pinned else None,
         )
         self._depth = DepthSchedule()
         self._watching = ThreadPoolExecutor(1, "watch")
         self.timeline = Timeline()
         self.observe: Callable[[str], None] = lambda program: None
 
-    def begin(self, training: TrainingConfig) -> None:
-        """Settles the run's length and seed, on which the depth of a step depends; before, all
-        blocks take part in every step."""
+    def start(self, training: TrainingConfig) -> None:
+        """Sets the run's length and seed, and enables its depth schedule."""
         self.training, self._depth = training, self.config.depth
 
-    def bring(self, params: dict, section: Section, *more: Any) -> tuple:
-        """A section's parameters, and other host arrays, on the device."""
+    def to_device(self, params: dict, section: Section, *more: Any) -> tuple:
+        """Copies a section's parameters, and other host arrays, to the device."""
         return jax.block_until_ready(self._put((self.server.copy(params, section), *more)))
 
-    def bring_to_one(self, params: dict, section: Section, *more: Any) -> tuple:
-        """As `bring`, on this process's first device alone."""
+    def to_first_device(self, params: dict, section: Section, *more: Any) -> tuple:
+        """Copies as `to_device`, to this process's first device alone."""
         device = SingleDeviceSharding(jax.local_devices()[0])
 
-        def one(leaf):
-            own = leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf
-            return jax.device_put(own, device, may_alias=False)
+        def put(leaf):
+            local = leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf
+            return jax.device_put(local, device, may_alias=False)
 
-        return jax.block_until_ready(jax.tree.map(one, (self.server.copy(params, section), *more)))
+        return jax.block_until_ready(jax.tree.map(put, (self.server.copy(params, section), *more)))
 
     def train_step(
         self, state: TrainState, tokens: np.ndarray, learning_rate: float
     ) -> tuple[TrainState, StepReport]:
-        """One optimizer step; the state's arrays are given up.
+        """Runs one optimizer step; donates the state.
 
         Args:
-          state: with host arrays, of `host_state.fresh_state`.
-          tokens: int32 [batch, sequence + 1], the whole batch in every process.
-          learning_rate: of the step.
+          state: state with host arrays, as of `host_state.fresh_state`.
+          tokens: int32 [batch, sequence + 1], the whole batch on every process.
+          learning_rate: learning rate of the step.
 
         Raises:
-          UserError: the device failed; what was saved before stays whole.
+          UserError: the device failed; earlier checkpoints stay valid.
         """
         step = int(state.step)
         self.timeline = Timeline()
@@ -162,15 +164,17 @@ class Relay:
             self.model.num_layers, step, self.training.steps, self.training.seed
         )
         sections: list[Section] = [EMBED, *blocks, HEAD]
-        with device_errors_told(f"step {step + 1}"):
+        with translated_device_errors(f"step {step + 1}"):
             server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
             batch = self._batch(tokens, None, self._train_shape)
-            loss = self._pass(server, state.tables, blocks, batch)
+            loss = self._forward_backward(server, state.tables, blocks, batch)
             after, norms = server.finish()
         return after, StepReport(np.float32(loss), norms)
 
-    def _pass(self, server: ServerStep, tables, blocks: tuple[int, ...], batch) -> jax.Array:
-        """Forward and backward through the sections in time."""
+    def _forward_backward(
+        self, server: ServerStep, tables, blocks: tuple[int, ...], batch
+    ) -> jax.Array:
+        """Runs the forward and the backward pass; returns the loss."""
         run, stash = self._run, []
         inputs, targets, weights = batch
         (params,) = server.fetch(EMBED).result()
@@ -182,131 +186,132 @@ class Relay:
             x, done = run(block, "forward", *fetched, x)
             return done
 
-        _walk(blocks, lambda block: server.fetch(block, _one_layer(tables, block)), forward)
+        _prefetch_loop(blocks, lambda block: server.fetch(block, _layer(tables, block)), forward)
 
         params, embed = (server.fetch(section).result()[0] for section in (HEAD, EMBED))
         (loss, dx, (head, embedding)), _ = run(
             HEAD, "head", params, embed["tokens"], x, targets, weights
         )
         del x, params, embed
-        server.give(HEAD, head)
+        server.push(HEAD, head)
         del head
 
         def backward(block, fetched):
             nonlocal dx
             (dx, gradient), done = run(block, "backward", *fetched, dx)
-            server.give(block, gradient)
+            server.push(block, gradient)
             return done
 
-        _walk(
+        _prefetch_loop(
             blocks[::-1],
-            lambda block: server.fetch(block, _one_layer(tables, block), stash.pop()),
+            lambda block: server.fetch(block, _layer(tables, block), stash.pop()),
             backward,
         )
         gradient, _ = run(EMBED, "embed_backward", inputs, dx, embedding)
-        server.give(EMBED, gradient)
+        server.push(EMBED, gradient)
         return jax.device_get(loss)
 
     def _run(self, section: Section, name: str, *arguments) -> tuple[Any, Future]:
-        """(what a program gives, told when it is ready)."""
+        """Runs a program; returns (its results, a future that is done when they are ready)."""
         self.observe(name)
         dispatched = time.perf_counter()
-        found = getattr(self._of(self.programs, section), name)(*arguments)
-        if self._one_at_a_time:
-            jax.block_until_ready(found)
-        # All of a program's results are ready at once, and the watch keeps what it waits for alive:
-        # it takes a small one.  What the next program takes over (dx) cannot be waited for.
-        kept = min(jax.tree.leaves(found[1] if name == "backward" else found), key=lambda a: a.size)
-        done = self._watching.submit(_watch, kept, dispatched, section_name(section), self.timeline)
-        return found, done
+        results = getattr(self._group_programs(self.programs, section), name)(*arguments)
+        if self._serial:
+            jax.block_until_ready(results)
+        # All results are ready at once. Wait for a small one, because the watch keeps it alive;
+        # not for dx, because the next program donates it.
+        candidates = results[1] if name == "backward" else results
+        smallest = min(jax.tree.leaves(candidates), key=lambda a: a.size)
+        span = dispatched, section_name(section), self.timeline
+        return results, self._watching.submit(_watch, smallest, *span)
 
-    def _of(self, programs, section):
-        """Of each group's programs those of a section."""
+    def _group_programs(self, programs, section):
+        """Returns the programs of a section's layer group."""
         return programs[group_index(self.model, section) if isinstance(section, int) else 0]
 
     def eval_step(self, params: dict, tables: dict, tokens, weights) -> np.ndarray:
-        """Float32 [] sum of weighted losses in nats, over int32 [B, T + 1] tokens; all blocks take
-        part.
+        """Returns the float32 [] sum of weighted losses in nats of int32 [B, T + 1] tokens.
+
+        All blocks take part.
 
         Raises:
           UserError: the device failed.
         """
-        with device_errors_told("an evaluation"):
-            return self._evaluated(params, tables, tokens, weights)
+        with translated_device_errors("an evaluation"):
+            return self._evaluate(params, tables, tokens, weights)
 
-    def _evaluated(self, params, tables, tokens, weights):
+    def _evaluate(self, params, tables, tokens, weights):
         run, timeline = self.eval_programs[0], Timeline()
         inputs, targets, weights = self._batch(tokens, weights, self._eval_shape)
         fetch = lambda section, *more: self.server.fetching.submit(  # noqa: E731
-            self.bring, params, section, *more
+            self.to_device, params, section, *more
         )
         x = run.embed(*fetch(EMBED).result(), inputs)
 
         def forward(block, fetched):
             nonlocal x
-            x = self._of(self.eval_programs, block).forward(*fetched, x)
+            x = self._group_programs(self.eval_programs, block).forward(*fetched, x)
             return self._watching.submit(_watch, x, 0.0, section_name(block), timeline)
 
         blocks = range(self.model.num_layers)
-        _walk(blocks, lambda block: fetch(block, _one_layer(tables, block)), forward)
+        _prefetch_loop(blocks, lambda block: fetch(block, _layer(tables, block)), forward)
         (head,), (embed,) = (fetch(section).result() for section in (HEAD, EMBED))
         return jax.device_get(run.head(head, embed["tokens"], x, targets, weights))
 
     def _stashed(self, x):
-        return jax.device_put(x, self._host_of(x)) if self.config.stash == "host" else x
-
-    def _host_of(self, x):
-        return x.sharding.with_memory_kind("pinned_host")
+        if self.config.stash == "device":
+            return x
+        return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
 
     def _batch(self, tokens, weights, shape):
-        """(inputs, targets, weights) on the device, cut into micro-batches."""
+        """Returns (inputs, targets, weights) on the device, split into micro-batches."""
         if weights is None:
             weights = np.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size, np.float32)
-        parts = tokens[:, :-1], tokens[:, 1:], weights
-        return tuple(_placed(np.ascontiguousarray(p).reshape(shape), self._cut) for p in parts)
+        arrays = tokens[:, :-1], tokens[:, 1:], weights
+        return tuple(_placed(np.ascontiguousarray(a).reshape(shape), self._rows) for a in arrays)
 
     def _put(self, tree):
-        """Host arrays, and what is stashed on the host, on the device."""
+        """Copies host arrays, and activations stashed on the host, to the device."""
 
-        def one(leaf):
+        def put(leaf):
             if isinstance(leaf, jax.Array):
                 return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
-            return _placed(leaf, self._whole)
+            return _placed(leaf, self._replicated)
 
-        return jax.tree.map(one, tree)
+        return jax.tree.map(put, tree)
 
 
 @contextlib.contextmanager
-def device_errors_told(where: str) -> Iterator[None]:
-    """Inside, the runtime's errors are told in words.
+def translated_device_errors(activity: str) -> Iterator[None]:
+    """Turns errors of jax's runtime into a UserError in a block.
 
     Raises:
-      UserError: the device failed `where`, or page-locked memory is at its limit.
+      UserError: the device failed in `activity`, or page-locked memory is exhausted.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        saved = "what was saved before is whole: go on with --resume."
-        # XLA calls its pool of page-locked memory "host memory", and the device's by other names.
+        saved = "earlier checkpoints are valid: continue with --resume."
+        # XLA calls its pool of page-locked memory "host memory".
         if "host memory" in str(error):
             raise UserError(
-                f"Page-locked host memory is at its limit in {where} ({first_line(error)}). Set "
+                f"Page-locked host memory is exhausted in {activity} ({first_line(error)}). Set "
                 f"{PINNED_SETTING} to more GiB in the environment; {saved}"
             ) from error
         raise UserError(
-            f"The device failed in {where} ({first_line(error)}). The run ends here; {saved}"
+            f"The device failed in {activity} ({first_line(error)}). The run ends here; {saved}"
         ) from error
 
 
-def _walk(
+def _prefetch_loop(
     blocks: Iterable[int],
     fetch: Callable[[int], Future],
     compute: Callable[[int, Any], Future],
 ) -> None:
-    """Computes block after block while the next one is fetched.
+    """Computes block after block while it prefetches the next one.
 
-    A fetch begins when the computation before the last one is done, so that no more than two
-    blocks are on the device, and the device has always one more computation to go on with.
+    A fetch starts when the computation before the last one is done. So at most two blocks are on
+    the device, and the device always has a queued computation.
     """
     blocks = list(blocks)
     before, ahead = None, fetch(blocks[0])
@@ -320,19 +325,19 @@ def _walk(
 
 
 def _watch(result, dispatched, section, timeline):
-    """Waits for a program's result; programs run one after the other."""
+    """Waits for a program's result and adds its span; programs run one after the other."""
     earlier = [span.stop for span in timeline.spans if span.kind == "compute"]
     start = max([dispatched, *earlier[-1:]])
     jax.block_until_ready(result)
     timeline.add("compute", section, start, time.perf_counter())
 
 
-def _one_layer(tables, layer):
-    return jax.tree.map(np.asarray, one_layer(tables, layer))
+def _layer(tables, layer):
+    return jax.tree.map(np.asarray, layer_view(tables, layer))
 
 
 def _placed(array, sharding):
-    """A copy of a host array, the same in every process."""
+    """Copies a host array, equal on every process, to the devices of a sharding."""
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding, may_alias=False)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

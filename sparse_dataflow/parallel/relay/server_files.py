@@ -1,13 +1,13 @@
-"""Masters and moments of the parameter server in mapped files, safe against a crash at any moment.
+"""Mapped files for masters and moments of the parameter server, safe against crashes.
 
     <folder>/server.json     the last two complete steps: slot and digests of each, newest first
-    <folder>/slot0, slot1    all leaves, one after the other, each on a boundary of ALIGNMENT
-    <folder>/lock            held by the process that trains
-    <folder>/.sparse_dataflow    the mark of `folders`, without which none of these is touched
+    <folder>/slot0, slot1    all leaves, one after the other, each aligned to ALIGNMENT bytes
+    <folder>/lock            locked by the training process
+    <folder>/.sparse_dataflow    the mark of `folders`, without which no file is touched
 
-An update reads one slot and writes the other, and `server.json` is replaced, by one rename, only
-once every byte of the new slot is on disk.  A step that was cut short has written to the slot that
-`server.json` does not name first: it is as if it had never begun.
+An update reads one slot and writes the other. `server.json` is replaced by an atomic rename once
+every byte of the new slot is on disk. An interrupted step has only written to the free slot, so the
+last complete step stays valid.
 """
 
 import contextlib
@@ -47,25 +47,25 @@ RECORD = "server.json"
 _NAMES = {folders.MARK, "lock", RECORD, f".{RECORD}", *(f"slot{slot}" for slot in SLOTS)}
 _OWNER, _ROOT, _FLAG = "parameter server", "parameter servers", "parallel.server_dir"
 SLOW_SECONDS = 10.0
-"""That keeping a step may take before a run says that its disk is slow."""
+"""Seconds per flush of a step above which a run warns of a slow disk."""
 
 
 class MappedFiles:
-    """Two slots of mapped arrays and the record of which one holds the last complete step.
+    """Two slots of mapped arrays, and a record of which one has the last complete step.
 
-    The `storage` of a `ParameterServer`.
+    A `storage` of `ParameterServer`.
     """
 
     def __init__(self, folder: Path, abstract: TrainState, identity: Mapping[str, Any]):
-        """Opens the folder, or makes it, with room for both slots.
+        """Opens or creates the folder, and reserves space for both slots.
 
         Args:
-          folder: of one training.
-          abstract: of `host_state.abstract_state`.
-          identity: JSON-able; what must be the same for the folder to fit.
+          folder: folder of one training.
+          abstract: result of `host_state.abstract_state`.
+          identity: JSON-able settings that must equal those of the saved steps.
 
         Raises:
-          UserError: it cannot be written, has no room, is in use, or holds another training.
+          UserError: the folder cannot be written, has no space, is in use or has other files.
         """
         self.folder, self._abstract = Path(folder).absolute(), abstract
         self._identity = json.loads(json.dumps(identity))
@@ -73,24 +73,24 @@ class MappedFiles:
         self._shapes = abstract.params, moments.mu, moments.nu, abstract.tables
         self._sections = all_sections(depth_of(abstract.params))
         self._digests: dict[Section, int] = {}
-        self._lock, self._told = threading.Lock(), False
-        with _in_words(self.folder):
-            self._held = _taken(self.folder)
+        self._lock, self._warned = threading.Lock(), False
+        with _user_errors(self.folder):
+            self._folder_lock = _lock(self.folder)
             self._commits = self._read_record()
             self._reserve()
             self._trees = {slot: self._map(slot) for slot in SLOTS}
 
     @property
     def bytes(self) -> int:
-        """What the folder needs on disk: both slots."""
+        """Bytes on disk of both slots."""
         return len(SLOTS) * self._slot_bytes()
 
-    def new_state(self, draw) -> TrainState:
-        """Begins afresh: `draw(trees)` fills the zeroed (params, mu, nu) and gives the state."""
+    def new_state(self, init) -> TrainState:
+        """Starts at a new state: `init(params, mu, nu)` fills the zeroed trees and returns it."""
         params, mu, nu, _ = self._trees[0]
         for leaf in jax.tree.leaves((params, mu, nu)):
             leaf[...] = 0
-        state = draw(params, mu, nu)
+        state = init(params, mu, nu)
         self._commits = []
         for section in self._sections:
             self.updated(section, tuple(view(tree, section) for tree in (params, mu, nu)))
@@ -98,41 +98,41 @@ class MappedFiles:
         return state
 
     def restore(self, key: jax.Array, latest: int | None = None) -> TrainState | None:
-        """The last complete step, checked by its digests; None where there is none.
+        """Restores the last complete step and checks its digests; None if there is none.
 
         Args:
-          key: of the state, which no step changes.
-          latest: of the steps that are wanted; any where None.
+          key: PRNG key of the state, the same in every step.
+          latest: latest step to restore; any if None.
 
         Raises:
-          UserError: no complete step is whole, or the folder holds another training.
+          UserError: all complete steps are damaged, or the folder holds another training.
         """
-        wanted = [c for c in self._commits if latest is None or c["step"] <= latest]
-        if not wanted:
+        commits = [c for c in self._commits if latest is None or c["step"] <= latest]
+        if not commits:
             return None
-        for number, commit in enumerate(wanted):
-            found = list(differences(commit["identity"], self._identity))
-            if found:
-                name, was, now = found[0]
+        for number, commit in enumerate(commits):
+            changes = list(differences(commit["identity"], self._identity))
+            if changes:
+                name, was, now = changes[0]
                 raise UserError(
                     f"{self.folder} holds another training: {name} is {was} there and {now} here. "
                     "Name another parallel.server_dir."
                 )
             params, mu, nu, tables = self._trees[commit["slot"]]
             views = {s: tuple(view(t, s) for t in (params, mu, nu)) for s in self._sections}
-            wrong = [
+            damaged = [
                 section_name(s)
                 for s in self._sections
                 if _digest(views[s]) != commit["digests"][section_name(s)]
             ]
             if _digest(tables) != commit["digests"]["tables"]:
-                wrong.append("tables")
-            if wrong:
+                damaged.append("tables")
+            if damaged:
                 logging.warning(
-                    "Step %d in %s is damaged in %s.", commit["step"], self.folder, wrong[0]
+                    "Step %d in %s is damaged in %s.", commit["step"], self.folder, damaged[0]
                 )
                 continue
-            self._commits = wanted[number:]
+            self._commits = commits[number:]
             return TrainState(
                 np.asarray(commit["step"], np.int32),
                 params,
@@ -141,25 +141,25 @@ class MappedFiles:
                 key,
             )
         raise UserError(
-            f"No complete step in {self.folder} is whole; remove the folder to go on from the "
-            "run's last checkpoint."
+            f"All complete steps in {self.folder} are damaged; remove the folder to continue from "
+            "the run's last checkpoint."
         )
 
     def target(self, params: dict, mu: dict, nu: dict) -> tuple[dict, dict, dict]:
-        """The trees of the slot that does not hold the last complete step."""
+        """Returns the trees of the free slot."""
         return self._trees[self._free_slot()][:3]
 
     def updated(self, section: Section, views: tuple) -> None:
-        """Takes the digest of a section that holds its results."""
+        """Records the digest of an updated section."""
         digest = _digest(views)
         with self._lock:
             self._digests[section] = digest
 
     def commit(self, state: TrainState) -> None:
-        """Makes the step that was written the last complete one.
+        """Makes the written step the last complete one.
 
         Raises:
-          UserError: the disk refuses; the step before stays the last complete one.
+          UserError: it cannot be written; the previous step stays the last complete one.
         """
         slot = self._free_slot()
         *_, tables = self._trees[slot]
@@ -185,23 +185,23 @@ class MappedFiles:
             manifest.flush_folder(self.folder)
         except OSError as error:
             raise UserError(
-                f"Step {int(state.step)} cannot be kept in {self.folder} "
-                f"({error.strerror or error}); step {int(state.step) - 1} is whole there. Make "
-                "room, then go on with --resume."
+                f"Step {int(state.step)} cannot be written to {self.folder} "
+                f"({error.strerror or error}); step {int(state.step) - 1} is complete there. Make "
+                "room, then continue with --resume."
             ) from error
         self._commits = commits
 
     def _flush(self, slot):
-        """Brings a slot to the disk, and says once where that is what a run waits for."""
+        """Flushes a slot to disk; warns once if that is slow."""
         start = time.perf_counter()
         with (self.folder / f"slot{slot}").open("r+b") as file:
             os.fsync(file.fileno())
         seconds = time.perf_counter() - start
-        if seconds > SLOW_SECONDS and not self._told:
-            self._told = True
+        if seconds > SLOW_SECONDS and not self._warned:
+            self._warned = True
             logging.warning(
-                "The disk of %s takes %.0f s to keep a step (%.2f GiB at %.2f GiB/s); a larger "
-                "--batch does so less often, a faster disk in less time.",
+                "The disk of %s takes %.0f s to write a step (%.2f GiB at %.2f GiB/s); use a "
+                "larger --batch or a faster disk.",
                 self.folder,
                 seconds,
                 self._slot_bytes() / GIB,
@@ -209,8 +209,8 @@ class MappedFiles:
             )
 
     def close(self) -> None:
-        """Lets another process use the folder."""
-        self._held.close()
+        """Releases the lock on the folder."""
+        self._folder_lock.close()
 
     def _free_slot(self) -> int:
         return 1 - self._commits[0]["slot"] if self._commits else 0
@@ -219,7 +219,7 @@ class MappedFiles:
         return sum(_aligned(_bytes(leaf)) for leaf in jax.tree.leaves(self._shapes))
 
     def _reserve(self):
-        """Makes room now: a full disk would end a process that writes to a mapped file."""
+        """Reserves disk space: a write to a mapped file kills the process if the disk is full."""
         size, paths = self._slot_bytes(), _slots(self.folder)
         _refuse_small_disk(self.folder, self.bytes, paths)
         for path in paths:
@@ -229,7 +229,7 @@ class MappedFiles:
                     os.posix_fallocate(file.fileno(), 0, size)
 
     def _map(self, slot):
-        """The trees of one slot."""
+        """Maps the trees of one slot."""
         mapped = np.memmap(self.folder / f"slot{slot}", np.uint8, "r+")
         start = 0
 
@@ -242,7 +242,7 @@ class MappedFiles:
         return jax.tree.map(take, self._shapes)
 
     def _read_record(self):
-        """The commits, newest first; none where no step was ever complete."""
+        """Returns the commits, newest first."""
         path = self.folder / RECORD
         if not path.exists():
             return []
@@ -252,33 +252,35 @@ class MappedFiles:
                 return body["commits"]
         except (manifest.Damaged, KeyError, TypeError):
             pass
-        raise UserError(f"{path} is damaged; remove the folder to go on from the last checkpoint.")
+        raise UserError(
+            f"{path} is damaged; remove the folder to continue from the last checkpoint."
+        )
 
 
 def refuse_unusable(root: Path, needs: Mapping[Path, int]) -> None:
-    """Refuses, before anything else is done, folders that `MappedFiles` could not use.
+    """Refuses folders that `MappedFiles` could not use.
 
-    Makes them where they are missing; reserves nothing.
+    Creates missing folders; reserves no space.
 
     Args:
-      root: of all of them, on one disk.
+      root: parent of all folders, on one disk.
       needs: folder of each training -> bytes of its files.
 
     Raises:
-      UserError: one cannot be made or written, is in use or holds something else; or the disk has
-        no room for all.
+      UserError: a folder cannot be written, is in use or has other files, or the disk has no space
+        for all.
     """
     folders.claim(root, _ROOT, _FLAG)
     for folder in needs:
-        with _in_words(folder):
-            _taken(folder).close()
-    with _in_words(root):
+        with _user_errors(folder):
+            _lock(folder).close()
+    with _user_errors(root):
         paths = [path for folder in needs for path in _slots(folder)]
         _refuse_small_disk(root, sum(needs.values()), paths)
 
 
 @contextlib.contextmanager
-def _in_words(folder: Path) -> Iterator[None]:
+def _user_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except BlockingIOError:
@@ -287,18 +289,18 @@ def _in_words(folder: Path) -> Iterator[None]:
         ) from None
     except OSError as error:
         raise UserError(
-            f"The server's files cannot be kept in {folder}: "
+            f"The server's files cannot be written to {folder}: "
             f"{error.strerror or error}; name another parallel.server_dir."
         ) from error
 
 
-def _taken(folder: Path) -> IO:
-    """The lock on a folder, which is made where it is missing; held until it is closed."""
+def _lock(folder: Path) -> IO:
+    """Locks a folder, created if missing, until the returned file is closed."""
     folders.claim(folder, _OWNER, _FLAG, _NAMES)
     _refuse_another_folder(folder)
-    held = (folder / "lock").open("w")
-    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return held
+    file = (folder / "lock").open("w")
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
 
 
 def _slots(folder: Path) -> list[Path]:
@@ -306,34 +308,33 @@ def _slots(folder: Path) -> list[Path]:
 
 
 def _refuse_small_disk(folder: Path, needed: int, paths: Iterable[Path]) -> None:
-    """What these files occupy already is room as well."""
-    have = sum(path.stat().st_blocks * 512 for path in paths if path.exists())
+    """Refuses a disk without space for these files; their present size counts as free."""
+    occupied = sum(path.stat().st_blocks * 512 for path in paths if path.exists())
     free = shutil.disk_usage(folder).free
-    if needed - have > free:
+    if needed - occupied > free:
         raise UserError(
             f"--set parallel.server_dir={folder} needs {needed / GIB:,.2f} GiB and its disk has "
-            f"{(have + free) / GIB:,.2f}; name a folder on a larger disk."
+            f"{(occupied + free) / GIB:,.2f}; name a folder on a larger disk."
         )
 
 
 def _refuse_another_folder(folder: Path) -> None:
-    """Keeps a path, such as one in someone else's config.json, from naming a folder of other use.
+    """Refuses a folder of another use, which an untrusted config.json may name.
 
     Raises:
-      UserError: something else lies in it, or a link.
+      UserError: the folder has other files, or a link.
     """
     other = [p.name for p in folder.iterdir() if p.name not in _NAMES or not p.is_file()]
     links = [path.name for path in folder.iterdir() if path.is_symlink()]
-    if found := sorted({*other, *links}):
+    if names := sorted({*other, *links}):
         raise UserError(
-            f"--set parallel.server_dir={folder} holds {found[0]}, which is none of the server's "
-            "own files; "
-            "name a folder for them alone."
+            f"--set parallel.server_dir={folder} holds {names[0]}, which is not a file of the "
+            "parameter server; name a folder for its files alone."
         )
 
 
 def _digest(tree) -> int:
-    """CRC-32 over the bytes of all leaves: it finds torn and flipped bytes, and is no signature."""
+    """Returns the CRC-32 of all leaves; it detects torn and flipped bytes, and is no signature."""
     value = 0
     for leaf in jax.tree.leaves(tree):
         value = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, value)

@@ -1,4 +1,4 @@
-"""When what happened in a step: spans with real timestamps, and how much transfer was hidden."""
+"""Timeline of a step: spans with real timestamps, and the fraction of hidden transfer."""
 
 import threading
 import time
@@ -10,13 +10,13 @@ KINDS = ("fetch", "compute", "return", "update")
 
 
 class Span(NamedTuple):
-    """One piece of work.
+    """Time span of one piece of work.
 
     Attributes:
       kind: one of KINDS.
-      section: "embed", "block 3", "head".
+      section: such as "embed", "block 3" or "head".
       start: seconds of `time.perf_counter`.
-      stop: likewise.
+      stop: seconds of `time.perf_counter`.
     """
 
     kind: str
@@ -26,44 +26,44 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Collects spans from several threads."""
+    """Collects spans; thread-safe."""
 
     def __init__(self):
         self.spans: list[Span] = []
         self._lock = threading.Lock()
 
     def add(self, kind: str, section: str, start: float, stop: float) -> None:
-        """Notes one span."""
+        """Adds a span."""
         with self._lock:
             self.spans.append(Span(kind, section, start, stop))
 
     @contextmanager
     def span(self, kind: str, section: str):
-        """Notes the time that the block takes."""
+        """Adds a span for a block of code."""
         start = time.perf_counter()
         yield
         self.add(kind, section, start, time.perf_counter())
 
 
 def seconds(spans: Iterable[Span], kind: str) -> float:
-    """Time in which at least one span of a kind was under way."""
+    """Returns the seconds during which at least one span of a kind was active."""
     return sum(stop - start for start, stop in _union(spans, (kind,)))
 
 
 def hidden_share(spans: Iterable[Span], kinds: tuple[str, ...] = ("fetch", "return")) -> float:
-    """Fraction, in [0, 1], of the time of `kinds` during which the device computed as well.
+    """Returns the fraction in [0, 1] of the time of `kinds` that overlaps with device compute.
 
-    1 where there was none.
+    It is 1 if there are no spans of these kinds.
     """
     spans = list(spans)
-    wanted, computing = _union(spans, kinds), _union(spans, ("compute",))
-    total = sum(stop - start for start, stop in wanted)
-    both = sum(
-        max(0.0, min(stop, end) - max(start, begin))
-        for start, stop in wanted
-        for begin, end in computing
+    selected, computing = _union(spans, kinds), _union(spans, ("compute",))
+    total = sum(stop - start for start, stop in selected)
+    overlap = sum(
+        max(0.0, min(stop, compute_stop) - max(start, compute_start))
+        for start, stop in selected
+        for compute_start, compute_stop in computing
     )
-    return both / total if total else 1.0
+    return overlap / total if total else 1.0
 
 
 def _union(spans, kinds):

@@ -63,7 +63,7 @@ def run(options) -> None:
     elif here:
         raise UserError("--hardware=this is known by measuring; legal: --measure=yes, or a chip.")
     known = measured.get((True, "serial"), {})
-    chip = Chip(**known["chip"]) if here else chips.named(options.hardware)
+    chip = Chip(**known["chip"]) if here else chips.lookup(options.hardware)
     rows, rooflines = [], {}
     for density in DENSITIES:
         for fused in (False, True):

@@ -15,7 +15,7 @@ from sparse_dataflow.distributed.cluster import Membership
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.parallel import mesh
-from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.parallel.pipeline.pipelined import executor_over
 from sparse_dataflow.runs.benchmarks import prediction
 from sparse_dataflow.runs.benchmarks.benchmark import named_model
@@ -67,7 +67,7 @@ def main(work: Work) -> dict:
 
 
 def _measured(work):
-    executor: Executor = ONE_DEVICE
+    executor: Executor = SINGLE_DEVICE
     if work.stages > 1:
         stages = mesh.make(mesh.parse(f"stage:{work.stages}", work.stages))
         layers = named_model(work.scale).num_layers

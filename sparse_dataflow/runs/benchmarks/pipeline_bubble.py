@@ -88,7 +88,7 @@ def _write_page(path, page):
     """Writes the page; UserError where the path holds a file that is not such a page."""
     head = page[: page.index("</title>")].encode()
     try:
-        if os.path.lexists(path) and not json_files.content(path).startswith(head):
+        if os.path.lexists(path) and not json_files.read_bytes(path).startswith(head):
             raise UserError(f"--page={path} is a file that this experiment did not write.")
         path.write_text(page)
     except UserError:
@@ -131,7 +131,7 @@ def sleeping_step(schedule: Schedule) -> tuple[Callable[[float], float], list[fl
 
     if schedule.actions[1] == pipeline.RECOMPUTE:
         block = jax.checkpoint(block)
-    division = divide(schedule.parts, schedule.stages, schedule.chunks)
+    division = divide(schedule.virtual_stages, schedule.stages, schedule.chunks)
     plan = pipeline.make_plan(division, schedule)
     mesh = Mesh(np.array(jax.devices()[: schedule.stages]), ("stage",))
 
@@ -155,7 +155,7 @@ def sleeping_step(schedule: Schedule) -> tuple[Callable[[float], float], list[fl
         out_specs=P(),
         check_vma=False,
     )
-    params = {"embed": np.float32(1), "blocks": np.ones(schedule.parts, np.float32)}
+    params = {"embed": np.float32(1), "blocks": np.ones(schedule.virtual_stages, np.float32)}
     tokens = np.zeros((schedule.micro_batches, 1, 3), np.int32)
     run = functools.partial(
         jax.jit(program), pipeline.rows(plan), params | {"head": np.float32(1)}, tokens

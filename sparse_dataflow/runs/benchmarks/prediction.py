@@ -10,7 +10,9 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
-from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.models import gpt
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.efficiency import PRIOR
 from sparse_dataflow.planning.run_layout import ParallelPlan
@@ -124,7 +126,7 @@ def measured_rates(config: ModelConfig, training: TrainingConfig, chip: Chip) ->
 
 
 def measured_seconds(
-    config: ModelConfig, training: TrainingConfig, rounds: int, executor: Executor = ONE_DEVICE
+    config: ModelConfig, training: TrainingConfig, rounds: int, executor: Executor = SINGLE_DEVICE
 ) -> float:
     """Median seconds of a whole training step; in several processes each calls this."""
     step = compiled_step(config, training, random_tokens(config, training), executor)

@@ -9,7 +9,7 @@ import numpy as np
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.parallel.executor import ONE_DEVICE, Executor
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark, step_peers
@@ -128,7 +128,7 @@ def compiled_step(
     model: ModelConfig,
     training: TrainingConfig,
     tokens: np.ndarray,
-    executor: Executor = ONE_DEVICE,
+    executor: Executor = SINGLE_DEVICE,
 ) -> Step:
     """A training step on its own state.
 

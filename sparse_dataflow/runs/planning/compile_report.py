@@ -11,7 +11,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.parallel import mesh as meshes
-from sparse_dataflow.parallel.executor import ONE_DEVICE
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.parallel.pipeline.pipelined import executor_over
 from sparse_dataflow.planning import cost, layout_memory, nearest, search
@@ -64,7 +64,7 @@ class CompilePlan:
             "remat": parallel.remat,
         }
         if parallel.stage > 1:
-            flags |= {"schedule": schedules.written(parallel.schedule, int(parallel.chunks))}
+            flags |= {"schedule": schedules.format_schedule(parallel.schedule, int(parallel.chunks))}
         if parallel.state_dtype != "float32":
             flags |= {"state_dtype": parallel.state_dtype}
         return " ".join(f"--{name}={text}" for name, text in flags.items())
@@ -193,9 +193,9 @@ def _fastest(options, topology) -> ParallelPlan:
 def _executor(plan: CompilePlan, devices):
     parallel = plan.parallel
     if parallel.chips == 1:
-        return ONE_DEVICE
+        return SINGLE_DEVICE
     mesh = meshes.make({axis: getattr(parallel, axis) for axis in meshes.AXES}, devices)
-    schedule = schedules.written(parallel.schedule, int(parallel.chunks))
+    schedule = schedules.format_schedule(parallel.schedule, int(parallel.chunks))
     return executor_over(mesh, parallel.zero, plan.config.num_layers, schedule)
 
 

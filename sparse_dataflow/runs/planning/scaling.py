@@ -33,7 +33,7 @@ def run(options) -> None:
     Raises:
       UserError: no such chip, no study, no point, or the folder holds other files.
     """
-    hardware = [chips.named(name.strip()) for name in options.hardware.split(",")]
+    hardware = [chips.lookup(name.strip()) for name in options.hardware.split(",")]
     counts = [n for n in CHIP_COUNTS if n <= options.most]
     if not counts:
         raise UserError(f"--most={options.most} leaves no point; legal: {CHIP_COUNTS[0]} or more.")

@@ -36,7 +36,7 @@ def run(options) -> None:
         options.model,
         options.tokens,
         options.batch or options.scale_batch,
-        chips.named(options.hardware),
+        chips.lookup(options.hardware),
         options.chips,
     )
     with folders.claimed(Path(options.out), "layout_search") as folder:
@@ -80,7 +80,7 @@ def command(options: ModelOptions, plan: ParallelPlan) -> str:
         "parallel.zero": plan.zero,
     }
     if plan.stage > 1:
-        values["parallel.schedule"] = schedules.written(plan.schedule, int(plan.chunks))
+        values["parallel.schedule"] = schedules.format_schedule(plan.schedule, int(plan.chunks))
     if options.density < 1:
         values |= {"sparsity.density": options.density, "sparsity.block": options.block}
     experiment = "gpt13b_dense" if options.density == 1 else "gpt13b_sparse"

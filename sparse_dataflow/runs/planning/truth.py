@@ -110,7 +110,7 @@ def _print_scalings(constants: Constants) -> None:
 
 
 def _print_sparse(constants: Constants) -> None:
-    chip = chips.named("a100-80gb")
+    chip = chips.lookup("a100-80gb")
     print("\n13B on a100-80gb, one micro-batch of 8 sequences, ms: dense, 1/8 of the blocks, ratio")
     for fused in (True, False):
         dense, sparse = (

@@ -179,7 +179,7 @@ def read_runs(path: Path) -> tuple[Runs, np.ndarray]:
       UserError: no such file, a missing column, a value that is no number, an illegal value.
     """
     try:
-        text = json_files.content(path).decode("utf-8")
+        text = json_files.read_bytes(path).decode("utf-8")
         rows = list(csv.DictReader(io.StringIO(text, newline="")))
     except (OSError, ValueError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error

@@ -1,4 +1,4 @@
-"""A layer cut in four programs: together they are the layer and its gradient, and no more work."""
+"""A layer split in four programs computes the layer and its gradient, without extra work."""
 
 import dataclasses
 import functools
@@ -17,8 +17,8 @@ from sparse_dataflow.parallel.pipeline.layer_actions import layer_actions
 NIGHTLY = pytest.mark.nightly
 
 
-def one_layer(model):
-    """(params, tables, x, dy) of the second layer."""
+def second_layer(model):
+    """Returns (params, tables, x, dy) of the second layer."""
     params, tables = arbitrary_params(model)["blocks"], tables_of(model)
     rng = np.random.default_rng(0)
     x, dy = rng.normal(size=(2, 4, 10, model.d_model)).astype(np.float32)
@@ -26,8 +26,8 @@ def one_layer(model):
 
 
 def run(model, recompute):
-    """(y, dx, dparams), what is kept, and FLOPs of each program."""
-    params, tables, x, dy = one_layer(model)
+    """Returns (results, stored values, FLOPs of each program)."""
+    params, tables, x, dy = second_layer(model)
     layer = whole.rematerialised(model, functools.partial(gpt.block, model))
     actions = layer_actions(layer, params, tables, x, recompute)
     flops = []
@@ -45,7 +45,7 @@ def run(model, recompute):
 
 
 def whole_layer(model):
-    params, tables, x, dy = one_layer(model)
+    params, tables, x, dy = second_layer(model)
 
     def both(params, x, dy):
         y, pullback = jax.vjp(lambda p, x: gpt.block(model, p, tables, x), params, x)
@@ -60,39 +60,41 @@ def whole_layer(model):
     ("remat", "recompute"),
     [("none", False), ("dots", False), ("full", True), pytest.param("dots", True, marks=NIGHTLY)],
 )
-def test_the_four_together_are_the_layer_and_its_gradient(remat, recompute):
+def test_the_programs_compute_the_layer_and_its_gradient(remat, recompute):
     model = dataclasses.replace(MODEL, remat=remat)
-    found, (_, recomputed, _), _ = run(model, recompute)
+    results, (_, recomputed, _), _ = run(model, recompute)
     assert recompute or not recomputed
-    assert_same(whole_layer(MODEL)[0], found, 2e-6)
+    assert_same(whole_layer(MODEL)[0], results, 2e-6)
 
 
-def test_nothing_is_computed_twice_and_the_thirds_are_alike():
-    _, _, (forward, again, backward, weights) = run(DENSE, recompute=False)
+def test_no_work_is_repeated_and_actions_cost_alike():
+    _, _, (forward, recompute_flops, backward, weights) = run(DENSE, recompute=False)
     _, together = whole_layer(DENSE)
-    assert again == 0
+    assert recompute_flops == 0
     assert forward + backward + weights == pytest.approx(together, rel=0.02)
     assert max(forward, backward, weights) < 1.3 * min(forward, backward, weights)
 
 
-def test_full_remat_keeps_the_input_alone_and_recomputes_once():
+def test_full_remat_stores_the_input_alone_and_recomputes_once():
     model = dataclasses.replace(DENSE, remat="full")
-    _, (saved, _, _), (forward, again, backward, weights) = run(model, recompute=True)
+    _, (saved, _, _), (forward, recompute_flops, backward, weights) = run(model, recompute=True)
     assert [leaf.shape for leaf in saved] == [(4, 10, model.d_model)]
     _, together = whole_layer(DENSE)
-    # Computing twice what one recomputation gives would add a third.
-    assert forward + again + backward + weights == pytest.approx(together + forward, rel=0.1)
+    # A second recomputation would add a third.
+    assert forward + recompute_flops + backward + weights == pytest.approx(
+        together + forward, rel=0.1
+    )
 
 
-def test_weights_are_not_kept():
-    """What is kept is as large for wide weights that store as many blocks as for narrow ones."""
+def test_weights_are_not_stored():
+    """The stored values do not grow with the density."""
     wide = dataclasses.replace(SPARSE, density=0.5)
-    kept = []
+    sizes = []
     for spec in (SPARSE, wide):
         model = dataclasses.replace(DENSE, linears=dict.fromkeys(PROJECTIONS, spec))
-        params, tables, x, dy = one_layer(model)
+        params, tables, x, dy = second_layer(model)
         layer = whole.rematerialised(model, functools.partial(gpt.block, model))
-        # Traced tables, as layouts of one shape share a program.
+        # Traced tables: layouts of one shape share a program.
         operands = jax.tree.map(jnp.asarray, (params, tables))
         actions = layer_actions(layer, *operands, x, recompute=False)
 
@@ -102,5 +104,5 @@ def test_weights_are_not_kept():
             return saved, pending
 
         shapes = jax.eval_shape(everything, *operands, x, dy)
-        kept.append(sum(leaf.size for leaf in jax.tree.leaves(shapes)))
-    assert kept[0] == kept[1]
+        sizes.append(sum(leaf.size for leaf in jax.tree.leaves(shapes)))
+    assert sizes[0] == sizes[1]

@@ -1,4 +1,4 @@
-"""Pipelines over eight virtual devices: training as on one device, in the memory of the table."""
+"""Pipelines over eight virtual devices train like a single device, in the schedule's memory."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mesh_trainings import (
     assert_layouts_evolve_alike,
-    assert_like_one_device,
+    assert_like_single_device,
     mesh_training,
 )
 
@@ -18,8 +18,8 @@ from sparse_dataflow.parallel.pipeline import pipeline, schedules, stages
 @pytest.mark.parametrize(
     ("model", "texts"),
     [
-        # Each schedule (the gradient of 1f1b is compared below), each way to cut a stage, layers
-        # that divide and layers that do not.
+        # Each schedule (1f1b is compared below), each sharding of a stage, even and uneven
+        # divisions.
         pytest.param(
             "dense_deep",
             ["stage:2,data:2,tensor:2/3/4/gpipe/1"],
@@ -64,14 +64,14 @@ from sparse_dataflow.parallel.pipeline import pipeline, schedules, stages
         ),
     ],
 )
-def test_stages_train_like_one_device(model, texts):
+def test_stages_train_like_a_single_device(model, texts):
     """Three optimizer steps and an evaluation."""
-    assert_like_one_device(mesh_training("compare", model, *texts))
+    assert_like_single_device(mesh_training("compare", model, *texts))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", ["rigl", "set", "sparse_to_dense"])
-def test_layouts_evolve_over_stages_as_on_one_device(method):
+def test_layouts_evolve_over_stages_as_on_a_single_device(method):
     text = "stage:2,data:2,tensor:2/3/1/zero_bubble/1"
     assert_layouts_evolve_alike(mesh_training("evolve", method, text))
 
@@ -83,13 +83,13 @@ def test_a_state_moves_between_pipelines_and_other_meshes_to_the_bit():
         "data:2,fsdp:4/3/1",
         "stage:2,fsdp:4/3/4/interleaved/2",
     ]
-    found = mesh_training("move", "sparse_deep", *texts)
-    assert all(found[text] for text in (*texts, "None"))
+    results = mesh_training("move", "sparse_deep", *texts)
+    assert all(results[text] for text in (*texts, "None"))
 
 
 @pytest.mark.slow
-def test_gradients_of_absent_blocks_are_those_of_one_device():
-    """So methods that grow blocks by gradient work over stages."""
+def test_block_gradient_norms_equal_those_of_a_single_device():
+    """Methods that grow blocks by gradient use them."""
     (error,) = on_eight_devices(
         "parallel/pipeline_runs.py", "norms", "stage:2,data:2,tensor:2/3/1/1f1b/1"
     ).values()
@@ -101,24 +101,24 @@ def test_memory_follows_the_schedule_and_not_the_micro_batches():
     """Temporaries of compiled programs for 8, 16 and 32 micro-batches."""
     texts = [f"stage:8/3/{m}/1f1b/1" for m in (8, 16, 32)]
     texts += [f"stage:8/3/{m}/gpipe/1" for m in (8, 32)]
-    found = on_eight_devices("parallel/pipeline_runs.py", "memory", *texts)
-    *flat, few, many = (found[text] for text in texts)
+    results = on_eight_devices("parallel/pipeline_runs.py", "memory", *texts)
+    *flat, few, many = (results[text] for text in texts)
     assert np.ptp(flat) < 0.05 * flat[0]
     assert many > 1.9 * few
 
 
 @pytest.mark.slow
-def test_a_tick_computes_nothing_but_its_action():
-    """Counts what blocks do: the compiler moves nothing out of loops that have no round."""
+def test_a_tick_computes_its_action_alone():
+    """The compiler hoists no block out of a loop with trip count zero."""
     assert on_eight_devices("parallel/pipeline_runs.py", "calls", "4x4") == {"4x4": 3 * 4 * 4}
 
 
 @pytest.mark.slow
-def test_weights_are_gathered_once_a_step():
-    (found,) = on_eight_devices(
+def test_weights_are_gathered_once_per_step():
+    (results,) = on_eight_devices(
         "parallel/pipeline_runs.py", "gathers", "stage:2,fsdp:4/3/4/1f1b/1"
     ).values()
-    assert found["inside"] == 0 and found["outside"] > 0
+    assert results["inside"] == 0 and results["outside"] > 0
 
 
 @st.composite
@@ -135,9 +135,9 @@ def test_blocks_go_to_their_stages_and_back(drawn):
     total, division = drawn
     blocks = {"a": np.arange(total), "b": np.random.default_rng(0).normal(size=(total, 2))}
     placed = stages.to_stages(division, blocks)
-    own = np.reshape(placed["a"], (division.stages, division.chunks, division.room))
+    by_stage = np.reshape(placed["a"], (division.stages, division.chunks, division.capacity))
     in_order = [
-        own[stage, chunk, : division.held[stage, chunk]]
+        by_stage[stage, chunk, : division.chunk_layers[stage, chunk]]
         for chunk in range(division.chunks)
         for stage in range(division.stages)
     ]
@@ -147,20 +147,20 @@ def test_blocks_go_to_their_stages_and_back(drawn):
         np.testing.assert_array_equal(back[name], leaf)
 
 
-def test_an_even_division_leaves_no_place_empty_and_the_last_stage_has_the_head():
+def test_the_first_stages_get_the_remainder():
     assert stages.divide(12, 2, 2).layers == (3, 3, 3, 3)
     assert stages.divide(14, 4).layers == (4, 4, 3, 3)
 
 
-def test_divisions_that_cannot_be_are_refused_in_words():
+def test_illegal_divisions_are_refused():
     with pytest.raises(UserError, match=r"5 layers.*stage:4 with 2 chunks.*legal stages: 1, 2\."):
         stages.divide(5, 4, 2)
     with pytest.raises(UserError, match="legal: 2 numbers of at least 1 whose sum is 5"):
         stages.divide(5, 2, 1, (2, 2))
 
 
-def test_a_table_is_data():
-    """Schedules of equal shape and buffers have rows alike, so that one program runs them."""
+def test_schedules_of_equal_shape_share_a_program():
+    """Their tables differ in values alone."""
     division = stages.divide(4, 4)
     for name in schedules.SCHEDULES:
         plan = pipeline.make_plan(division, schedules.make(name, 4, 8))

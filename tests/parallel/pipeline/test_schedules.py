@@ -1,4 +1,4 @@
-"""Tables of pipeline schedules: right, as short as the closed forms say, in as little memory."""
+"""Pipeline schedules: correct, with the bubble and memory of the closed forms."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ from sparse_dataflow.parallel.pipeline.schedules import (
 
 @st.composite
 def counts(draw, name=None, recompute=None):
-    """Arguments of `make` that are legal."""
+    """Legal arguments of `make`."""
     name = name or draw(st.sampled_from(sorted(SCHEDULES)))
     stages, chunks = draw(st.integers(1, 6)), 1
     micro_batches = draw(st.integers(1, 14))
@@ -31,47 +31,47 @@ def counts(draw, name=None, recompute=None):
         chunks = draw(st.integers(1, 3))
     if name == "interleaved":
         micro_batches = stages * draw(st.integers(1, 3))
-    again = draw(st.booleans()) if recompute is None else recompute
-    return name, stages, micro_batches, chunks, again
+    recompute = draw(st.booleans()) if recompute is None else recompute
+    return name, stages, micro_batches, chunks, recompute
 
 
-def done(schedule):
-    """{(action, micro-batch, part): tick}, read from the table cell by cell."""
+def ticks_of(schedule):
+    """Returns {(action, micro-batch, virtual stage): tick}, read from the table cell by cell."""
     ticks = {}
     for stage, tick in np.ndindex(schedule.action.shape):
         cell = [int(t[stage, tick]) for t in (schedule.action, schedule.micro_batch)]
-        part = int(schedule.chunk[stage, tick]) * schedule.stages + stage
+        number = int(schedule.chunk[stage, tick]) * schedule.stages + stage
         if cell[0] != IDLE:
-            assert (*cell, part) not in ticks, "twice"
-            ticks[*cell, part] = tick
+            assert (*cell, number) not in ticks, "twice"
+            ticks[*cell, number] = tick
     return ticks
 
 
 @given(counts())
-def test_every_stage_has_what_it_needs_when_it_needs_it(arguments):
+def test_every_action_comes_after_its_inputs(arguments):
     schedule = make(*arguments)
-    ticks, last = done(schedule), schedule.parts - 1
+    ticks, last = ticks_of(schedule), schedule.virtual_stages - 1
     recompute = RECOMPUTE in schedule.actions
     assert recompute == arguments[-1]
-    assert len(ticks) == (3 + recompute) * schedule.micro_batches * schedule.parts
-    for (action, i, part), tick in ticks.items():
+    assert len(ticks) == (3 + recompute) * schedule.micro_batches * schedule.virtual_stages
+    for (action, i, number), tick in ticks.items():
         before = []
-        if action == FORWARD and part:
-            before.append((FORWARD, i, part - 1))
+        if action == FORWARD and number:
+            before.append((FORWARD, i, number - 1))
         if action != FORWARD:
-            before.append((FORWARD, i, part))
-        if action == BACKWARD and part < last:
-            before.append((BACKWARD, i, part + 1))
+            before.append((FORWARD, i, number))
+        if action == BACKWARD and number < last:
+            before.append((BACKWARD, i, number + 1))
         if action == BACKWARD and recompute:
-            before.append((RECOMPUTE, i, part))
+            before.append((RECOMPUTE, i, number))
         if action == WEIGHTS:
-            before.append((BACKWARD, i, part))
+            before.append((BACKWARD, i, number))
         assert all(ticks[other] < tick for other in before)
 
 
 @given(counts(recompute=False))
-def test_the_bubble_is_that_of_the_closed_forms(arguments):
-    """Of actions of one tick each: a backward, B and W, is twice a forward."""
+def test_the_bubble_equals_the_closed_forms(arguments):
+    """With actions of equal length, so that a backward (B and W) is twice a forward."""
     name, p, m, v, _ = arguments
     bubble = make(*arguments).bubble()
     if name == "gpipe" and m < p:
@@ -87,7 +87,7 @@ def test_the_bubble_is_that_of_the_closed_forms(arguments):
 
 
 @given(counts(recompute=True))
-def test_recomputing_while_waiting_costs_no_bubble(arguments):
+def test_recomputing_in_the_bubble_costs_no_time(arguments):
     _, p, m, v, _ = arguments
     v = v if m >= p else 1
     assert make(*arguments).bubble() <= (p - 1) / (m * v + p - 1) + 1e-9
@@ -113,7 +113,7 @@ def test_a_tick_lasts_as_long_as_its_longest_action(arguments, lengths):
 
 
 def stored(schedule):
-    """Most micro-batches and parts at once between F and W, by stage; by counting."""
+    """Returns the maximum number of stored (micro-batch, virtual stage) pairs of each stage."""
     most = []
     for stage in range(schedule.stages):
         delta = np.zeros(schedule.ticks + 1, int)
@@ -144,10 +144,10 @@ def test_stored_activations_are_as_few_as_the_schedule_allows(arguments):
 
 
 @given(counts())
-def test_slots_bring_each_action_its_own_content(arguments):
-    """Runs the table on names in place of arrays, as the executor runs it on arrays."""
+def test_slots_hold_the_content_that_actions_read(arguments):
+    """Runs the table on labels instead of arrays."""
     schedule = make(*arguments)
-    slots, last = allocate(schedule), schedule.parts - 1
+    slots, last = allocate(schedule), schedule.virtual_stages - 1
     empty = lambda name: [dict() for _ in range(schedule.stages)]  # noqa: E731
     buffers = {name: empty(name) for name in slots.peak}
     sent = {name: [(-1, -1)] * schedule.stages for name in ("activation", "gradient")}
@@ -164,31 +164,31 @@ def test_slots_bring_each_action_its_own_content(arguments):
                 if at(name + "_arrives") >= 0:
                     buffers[name][stage][at(name + "_arrives")] = arriving[name][stage]
             action, i = schedule.action[stage, tick], schedule.micro_batch[stage, tick]
-            part = schedule.chunk[stage, tick] * schedule.stages + stage
-            own = lambda name: buffers[name][stage][at(name)]  # noqa: B023, E731
+            number = schedule.chunk[stage, tick] * schedule.stages + stage
+            slot = lambda name: buffers[name][stage][at(name)]  # noqa: B023, E731
             if action == FORWARD:
-                assert part == 0 or list(own("activation")) == [i, part - 1]
-                buffers["saved"][stage][at("saved")] = (i, part)
-                sent["activation"][stage] = (i, part)
-                if part == last:
-                    buffers["gradient"][stage][at("gradient")] = (i, part + 1)
+                assert number == 0 or list(slot("activation")) == [i, number - 1]
+                buffers["saved"][stage][at("saved")] = (i, number)
+                sent["activation"][stage] = (i, number)
+                if number == last:
+                    buffers["gradient"][stage][at("gradient")] = (i, number + 1)
             if action == RECOMPUTE:
-                assert own("saved") == (i, part)
-                buffers["recomputed"][stage][at("recomputed")] = (i, part)
+                assert slot("saved") == (i, number)
+                buffers["recomputed"][stage][at("recomputed")] = (i, number)
             if action == BACKWARD:
-                assert tuple(own("gradient")) == (i, part + 1) and own("saved") == (i, part)
-                assert RECOMPUTE not in schedule.actions or own("recomputed") == (i, part)
-                buffers["pending"][stage][at("pending")] = (i, part)
-                sent["gradient"][stage] = (i, part)
+                assert tuple(slot("gradient")) == (i, number + 1) and slot("saved") == (i, number)
+                assert RECOMPUTE not in schedule.actions or slot("recomputed") == (i, number)
+                buffers["pending"][stage][at("pending")] = (i, number)
+                sent["gradient"][stage] = (i, number)
             if action == WEIGHTS:
-                assert own("pending") == own("saved") == (i, part)
-                assert RECOMPUTE not in schedule.actions or own("recomputed") == (i, part)
+                assert slot("pending") == slot("saved") == (i, number)
+                assert RECOMPUTE not in schedule.actions or slot("recomputed") == (i, number)
     for name, contents in buffers.items():
         assert [len(c) for c in contents] == list(slots.peak[name])
 
 
 @given(st.integers(1, 6), st.integers(1, 14), st.integers(1, 3))
-def test_an_evaluation_has_forwards_alone(p, m, v):
+def test_an_evaluation_has_forward_actions_alone(p, m, v):
     schedule = schedules.forward_only(p, m, v)
     slots = allocate(schedule)
     assert set(np.unique(schedule.action)) <= {IDLE, FORWARD}
@@ -211,7 +211,7 @@ def test_a_damaged_table_is_refused(arguments, data):
 
 
 @given(counts())
-def test_a_table_run_backwards_is_refused(arguments):
+def test_a_reversed_table_is_refused(arguments):
     schedule = make(*arguments)
     turned = {name: getattr(schedule, name)[:, ::-1] for name in ("action", "micro_batch", "chunk")}
     with pytest.raises(ValueError, match="comes before"):
@@ -228,6 +228,6 @@ def test_a_table_run_backwards_is_refused(arguments):
         (("interleaved", 4, 2, 2), "2 micro-batches.*legal: multiples of 4, such as 4"),
     ],
 )
-def test_counts_without_a_schedule_are_refused_in_words(arguments, message):
+def test_illegal_counts_are_refused(arguments, message):
     with pytest.raises(UserError, match=message):
         make(*arguments)

@@ -1,4 +1,4 @@
-"""The relay's losses over a mesh of all devices, printed; as one of several processes.
+"""Prints the relay's losses over a mesh of all devices, as one of several processes.
 
 python relay_process.py PROCESSES NUMBER PORT
 """
@@ -25,16 +25,15 @@ TRAINING = TrainingConfig(
 
 
 def losses(mesh, ready=lambda: None):
-    """Of all steps at a constant learning rate; `ready` is called between compiling and
-    them."""
+    """Returns the losses of all steps; calls `ready` after compiling."""
     relay = Relay(MODEL, TRAINING, mesh=mesh)
     ready()
-    state, found = fresh_state(MODEL, TRAINING), []
+    state, values = fresh_state(MODEL, TRAINING), []
     for step in range(TRAINING.steps):
         tokens = np.random.default_rng(step).integers(0, MODEL.vocab_size, (8, 12), np.int32)
         state, report = relay.train_step(state, tokens, 5e-3)
-        found.append(float(report.loss))
-    return found
+        values.append(float(report.loss))
+    return values
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Advances a parameter server without a device; as a process it may be killed at a chosen moment.
+"""Advances a parameter server without a device; as a process, kills itself at a chosen moment.
 
     python server_process.py FOLDER STEPS WHERE N
 
@@ -30,7 +30,7 @@ IDENTITY = {"model": MODEL.to_json()}
 
 
 def first_state(params, mu, nu):
-    """A state whose parameters are some numbers."""
+    """Returns a state with random params."""
     rng = np.random.default_rng(0)
     for leaf in jax.tree.leaves(params):
         leaf[...] = rng.normal(size=leaf.shape)
@@ -48,7 +48,7 @@ def open_files(folder):
 
 
 def advance(state, storage, steps, clipping="exact"):
-    """The state after `steps` steps, whose gradients are drawn by step and section."""
+    """Returns the state after `steps` steps with random gradients."""
     server = ParameterServer(MODEL, TRAINING, None, clipping=clipping, storage=storage)
     sections = host_state.all_sections(MODEL.num_layers)
     while state.step < steps:
@@ -59,7 +59,7 @@ def advance(state, storage, steps, clipping="exact"):
             draw = lambda leaf, rng=rng: jax.numpy.asarray(  # noqa: E731
                 rng.normal(size=leaf.shape).astype(np.float32)
             )
-            step.give(section, jax.tree.map(draw, views))
+            step.push(section, jax.tree.map(draw, views))
         state, _ = step.finish()
     return state
 
@@ -99,10 +99,10 @@ def kill_at_files(pattern, count):
 if __name__ == "__main__":
     folder, steps, where, count = sys.argv[1:]
     files = open_files(folder)
-    begun = files.restore(key()) or files.new_state(first_state)
-    print(int(begun.step), flush=True)
+    state = files.restore(key()) or files.new_state(first_state)
+    print(int(state.step), flush=True)
     if where == "update":
         kill_in_update(int(count))
     elif where != "never":
         kill_at_files(where, int(count))
-    advance(begun, files, int(steps))
+    advance(state, files, int(steps))

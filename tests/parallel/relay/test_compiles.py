@@ -1,4 +1,4 @@
-"""Depth is free: the relay for 4 and for 400 blocks, compiled for a TPU v5e with 16 GB."""
+"""Depth costs nothing: the relay for 4 and 400 blocks, compiled for a TPU v5e with 16 GB."""
 
 import dataclasses
 
@@ -41,20 +41,20 @@ def mesh():
     return Mesh(np.array(chips[:1]), (relay_programs.DATA_AXIS,))
 
 
-def lowered(model, mesh):
-    given = relay_programs.arguments(model, relay_programs.layer_tables(model), SHAPE)
-    return relay_programs.lowered(
-        relay_programs.functions(model), given, mesh, lowering_platforms=("tpu",)
+def lower(model, mesh):
+    arguments = relay_programs.arguments(model, relay_programs.layer_tables(model), SHAPE)
+    return relay_programs.lower(
+        relay_programs.functions(model), arguments, mesh, lowering_platforms=("tpu",)
     )
 
 
 def sizes_of(program):
-    """(arguments, results, temporaries) in bytes."""
-    found = program.memory_analysis()
+    """Returns (arguments, results, temporaries) in bytes."""
+    analysis = program.memory_analysis()
     return (
-        found.argument_size_in_bytes,
-        found.output_size_in_bytes - found.alias_size_in_bytes,
-        found.temp_size_in_bytes,
+        analysis.argument_size_in_bytes,
+        analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+        analysis.temp_size_in_bytes,
     )
 
 
@@ -63,7 +63,7 @@ def test_programs_and_memory_do_not_depend_on_the_depth(name, mesh):
     programs = {}
     for layers in (4, 400):
         model = dataclasses.replace(MODELS[name], num_layers=layers)
-        programs[layers] = lowered(model, mesh)
+        programs[layers] = lower(model, mesh)
     shallow, deep = ([p.as_text() for p in programs[layers]] for layers in (4, 400))
     assert len(shallow) == len(relay_programs.Programs._fields) == 5
     assert shallow == deep
@@ -75,6 +75,6 @@ def test_programs_and_memory_do_not_depend_on_the_depth(name, mesh):
     planned = relay.estimate(
         dataclasses.replace(MODELS[name], num_layers=400), 8, 2048, 8, stash="host"
     ).device_total
-    # The plan also has the next block on its way and what stands at other boundaries.
+    # The plan also counts the prefetched block and other boundaries.
     assert most < planned < 16 * GIGA
     assert jax.default_backend() == "cpu"

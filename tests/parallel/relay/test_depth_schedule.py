@@ -25,7 +25,7 @@ def test_active_blocks_ascend_within_the_model(text, layers, steps, seed):
 
 
 @given(st.integers(1, 40), st.integers(1, 60))
-def test_a_growing_network_only_grows_and_ends_whole(layers, steps):
+def test_a_growing_network_grows_to_full_depth(layers, steps):
     schedule = DepthSchedule.parse("grow:0.25")
     depths = [len(schedule.active(layers, step, steps, 0)) for step in range(steps)]
     assert depths == sorted(depths) and depths[0] == schedule.starting_blocks(layers)
@@ -34,14 +34,14 @@ def test_a_growing_network_only_grows_and_ends_whole(layers, steps):
         assert set(late) == {layers}
 
 
-def test_blocks_are_dropped_as_often_as_asked():
+def test_blocks_are_dropped_with_the_given_probability():
     schedule = DepthSchedule.parse("drop:0.2")
-    kept = [len(schedule.active(50, step, 200, 3)) for step in range(200)]
-    assert np.mean(kept) == pytest.approx(40, abs=1)
+    counts = [len(schedule.active(50, step, 200, 3)) for step in range(200)]
+    assert np.mean(counts) == pytest.approx(40, abs=1)
     assert schedule.active(50, 0, 200, 3) != schedule.active(50, 0, 200, 4)
 
 
 @pytest.mark.parametrize("text", ["", "drop", "drop:", "drop:1", "grow:0", "grow:x", "shrink:0.5"])
-def test_other_texts_are_refused_with_the_legal_ones(text):
+def test_illegal_texts_are_refused_with_the_legal_ones(text):
     with pytest.raises(UserError, match=r"legal: constant, drop:P .* grow:F"):
         DepthSchedule.parse(text)

@@ -1,4 +1,4 @@
-"""The relay over several devices, and several processes: the losses of one device."""
+"""The relay over several devices or processes has the losses of a single device."""
 
 import json
 import os
@@ -50,11 +50,11 @@ def test_several_devices_share_each_micro_batch(alone):
 def test_several_processes_train_one_model(alone):
     ports = free_port(), free_port()
     both = [start(2, number, ports, devices=1) for number in range(2)]
-    found = [printed(process) for process in both]
-    assert found[0] == found[1]
-    np.testing.assert_allclose(found[0], alone, rtol=2e-6)
+    losses = [printed(process) for process in both]
+    assert losses[0] == losses[1]
+    np.testing.assert_allclose(losses[0], alone, rtol=2e-6)
 
 
-def test_a_micro_batch_that_does_not_cut_is_refused():
-    with pytest.raises(UserError, match="4 sequences does not cut over 3 devices"):
-        programs.refuse_uncut(relay_process.TRAINING, 3)
+def test_an_indivisible_micro_batch_is_refused():
+    with pytest.raises(UserError, match="4 sequences cannot be sharded over 3 devices"):
+        programs.refuse_unsupported(relay_process.TRAINING, 3)

@@ -1,4 +1,4 @@
-"""AdamW on the host is optax's, element by element."""
+"""AdamW on the host equals that of optax."""
 
 import itertools
 
@@ -17,7 +17,7 @@ from sparse_dataflow.parallel.relay.host_optimizer import Leaf, Rates
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("size", [1, 1000, host_optimizer.PIECE + 3])
-def test_updates_are_those_of_optax(size, in_place):
+def test_updates_equal_those_of_optax(size, in_place):
     rng = np.random.default_rng(size)
     draw = lambda: rng.normal(size=size).astype(np.float32)  # noqa: E731
     leaf = Leaf(draw(), np.zeros(size, np.float32), np.zeros(size, np.float32))
@@ -37,10 +37,10 @@ def test_updates_are_those_of_optax(size, in_place):
 
 
 @given(st.integers(1, 10**7), st.integers(1, 9))
-def test_pieces_cover_all_elements_once(size, parts):
-    found = list(host_optimizer.pieces(size, parts))
-    assert found[0].start == 0 and found[-1].stop == size
-    assert all(one.stop == other.start for one, other in itertools.pairwise(found))
+def test_pieces_cover_all_elements_once(size, count):
+    slices = list(host_optimizer.pieces(size, count))
+    assert slices[0].start == 0 and slices[-1].stop == size
+    assert all(first.stop == second.start for first, second in itertools.pairwise(slices))
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -52,7 +52,7 @@ def test_rounding_to_bfloat16_is_numpys(bits):
     host_optimizer.narrow(value, out)
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(out, value.astype(ml_dtypes.bfloat16))
-    np.testing.assert_array_equal(host_optimizer.widened(out), out.astype(np.float32))
+    np.testing.assert_array_equal(host_optimizer.widen(out), out.astype(np.float32))
 
 
 def test_square_sums_read_both_dtypes():

@@ -1,4 +1,4 @@
-"""The relay executor: the whole executor's losses from one block at a time."""
+"""The relay executor has the losses of the whole executor, with one block at a time."""
 
 import dataclasses
 import functools
@@ -52,28 +52,28 @@ def tokens_of(seed, rows=4):
 
 @functools.cache
 def whole_run(model, training, steps=STEPS):
-    """[(loss, gradient norms)] of the whole executor."""
+    """Returns [(loss, gradient norms)] of the whole executor."""
     state, rate = initial_state(model, training), learning_rate_schedule(training)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole, "UNROLL_CHANGING_LAYERS", 0)  # A loop compiles sooner.
+        patch.setattr(whole, "UNROLL_CHANGING_LAYERS", 0)  # A loop compiles faster.
         step = (
             jax.jit(make_train_step(model, training))
             .lower(state, tokens_of(0), np.float32(0))
             .compile()
         )
-    found = []
+    reports = []
     for number in range(steps):
         state, report = step(state, tokens_of(number), np.float32(rate(number)))
-        found.append((float(report.loss), jax.device_get(report.gradient_norms)))
-    return found
+        reports.append((float(report.loss), jax.device_get(report.gradient_norms)))
+    return reports
 
 
 def relay_run(relay, state, steps=STEPS):
-    rate, found = learning_rate_schedule(relay.training), []
+    rate, reports = learning_rate_schedule(relay.training), []
     for number in range(steps):
         state, report = relay.train_step(state, tokens_of(number), rate(number))
-        found.append((float(report.loss), report.gradient_norms))
-    return state, found
+        reports.append((float(report.loss), report.gradient_norms))
+    return state, reports
 
 
 def assert_same_reports(mine, theirs, rtol):
@@ -88,31 +88,31 @@ def assert_same_reports(mine, theirs, rtol):
 @pytest.mark.parametrize(
     "name", ["dense", *(pytest.param(name, marks=pytest.mark.slow) for name in list(MODELS)[1:])]
 )
-def test_losses_are_those_of_the_whole_executor(name, stash):
-    """Embeddings are tied in all; clipping is at work, and rates go by density."""
+def test_losses_equal_those_of_the_whole_executor(name, stash):
+    """With tied embeddings, clipping, and learning rates by density."""
     same = training(sparse_rate=2.0)
     model, how = MODELS[name], dataclasses.replace(same, micro_batches=1 + (stash == "host"))
     relay = Relay(model, how, RelayConfig(stash=stash))
-    _, found = relay_run(relay, fresh_state(model, how))
+    _, mine = relay_run(relay, fresh_state(model, how))
     theirs = whole_run(model, same)
     assert max(max(norms.values()) for _, norms in theirs) > how.clip
-    assert_same_reports(found, theirs, rtol=2e-6)
+    assert_same_reports(mine, theirs, rtol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["mixed", "by_depth"])
-def test_drawn_as_the_whole_executor_draws(name):
+def test_initial_state_equals_that_of_the_whole_executor(name):
     model, how = MODELS[name], training()
     mine, theirs = fresh_state(model, how), initial_state(model, how)
     assert jax.tree.structure(mine) == jax.tree.structure(theirs)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), mine) == jax.tree.map(
         lambda a: (a.shape, a.dtype), theirs
     )
-    for one, other in zip(jax.tree.leaves(mine.params), jax.tree.leaves(theirs.params)):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+    for actual, expected in zip(jax.tree.leaves(mine.params), jax.tree.leaves(theirs.params)):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["sparse", "by_depth"])
-def test_evaluation_is_that_of_the_whole_executor(name):
+def test_evaluation_equals_that_of_the_whole_executor(name):
     model, how = MODELS[name], training()
     relay = Relay(model, how, eval_shape=(2, 11))
     state = fresh_state(model, how)
@@ -127,15 +127,15 @@ def test_evaluation_is_that_of_the_whole_executor(name):
 def test_bfloat16_keeps_float32_masters_and_its_copies_follow_them():
     model, how = dataclasses.replace(DENSE, compute_dtype="bfloat16"), training()
     relay = Relay(model, how)
-    state, found = relay_run(relay, fresh_state(model, how), steps=6)
+    state, mine = relay_run(relay, fresh_state(model, how), steps=6)
     theirs = whole_run(model, how, steps=6)
-    np.testing.assert_allclose([loss for loss, _ in found], [loss for loss, _ in theirs], rtol=0.01)
+    np.testing.assert_allclose([loss for loss, _ in mine], [loss for loss, _ in theirs], rtol=0.01)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
-    # A server that knows nothing of the state makes its copies anew, to the same bits.
+    # A new server makes the same copies.
     again = Relay(model, how)
     copied, fresh = (r.server.copy(state.params, 1) for r in (relay, again))
-    for one, other in zip(jax.tree.leaves(copied), jax.tree.leaves(fresh), strict=True):
-        assert one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    for copy, expected in zip(jax.tree.leaves(copied), jax.tree.leaves(fresh), strict=True):
+        assert copy.dtype == expected.dtype and copy.tobytes() == expected.tobytes()
 
 
 def test_page_locked_copies_change_nothing():
@@ -149,7 +149,7 @@ def test_page_locked_copies_change_nothing():
 
 @pytest.mark.slow
 def test_eager_clipping_keeps_the_global_norm_below_the_limit():
-    """Each section may give its share; where none is above it, eager is exact."""
+    """Each section has an equal share; if none exceeds it, eager equals exact."""
     model = DENSE
     loose = training(clip=1e3)
     _, eager = relay_run(
@@ -162,21 +162,21 @@ def test_eager_clipping_keeps_the_global_norm_below_the_limit():
         state, tokens_of(0), 0.0
     )
     # After one step the first moments are 0.1 of the clipped gradients.
-    mu = next(part.mu for part in state.moments if hasattr(part, "mu"))
+    mu = next(moments.mu for moments in state.moments if hasattr(moments, "mu"))
     norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(mu)))
     assert 0.5 * tight.clip < 10 * norm <= tight.clip * 1.0001
 
 
-# Of blocks that are large beside what stands between them.
+# Blocks that are large relative to the activations between them.
 WIDE = dataclasses.replace(DENSE, d_ff=1024)
 
 
-# Of one micro-batch.
+# Activations of one micro-batch.
 BOUNDARY = (1, 4, 11, WIDE.d_model)
 
 
 def device_bytes(shape=None):
-    """Of the arrays of this shape, or of all."""
+    """Returns the bytes of device arrays of this shape, or of all."""
     return sum(
         a.nbytes
         for a in jax.live_arrays()
@@ -185,8 +185,10 @@ def device_bytes(shape=None):
 
 
 def most_device_bytes(layers, config, slow=None, shape=None):
-    """The most that is alive when a program starts, beyond what was before; with None, "fetch",
-    "return", "update" or "watch" of the host taking longer than the device computes."""
+    """Returns the peak of new device bytes at program starts.
+
+    `slow` is "fetch", "return", "update", "watch" or None: host work slower than the device.
+    """
     model, how = dataclasses.replace(WIDE, num_layers=layers), training(steps=2)
     relay, state = Relay(model, how, config), fresh_state(model, how)
     before, most = device_bytes(shape), 0
@@ -206,7 +208,7 @@ def most_device_bytes(layers, config, slow=None, shape=None):
     with pytest.MonkeyPatch.context() as patch:
         owner, name = {
             "fetch": (relay.server, "put"),
-            "return": (parameter_server.ServerStep, "_room"),
+            "return": (parameter_server.ServerStep, "_buffers"),
             "update": (host_optimizer, "square_sum"),
             "watch": (relay_module, "_watch"),
             None: (relay, "_put"),
@@ -220,40 +222,40 @@ def most_device_bytes(layers, config, slow=None, shape=None):
 
 @pytest.mark.parametrize("clipping", ["exact", "eager"])
 @pytest.mark.parametrize("slow", [None, "fetch", "return", "update", "watch"])
-def test_the_device_holds_what_is_planned_however_slow_the_host_is(slow, clipping):
+def test_device_memory_is_as_planned_however_slow_the_host_is(slow, clipping):
     most = most_device_bytes(8, RelayConfig("host", clipping), slow)
     plan = planning.estimate(WIDE, 4, 11, stash="host").device
-    # What a program makes inside itself is alive only while it runs.
+    # Temporaries of a program live only while it runs.
     assert most <= sum(plan.values()) - plan["inside a block"]
 
 
 def test_a_stash_on_the_device_grows_with_the_depth():
-    # Boundaries alone: how many gradients are alive at once is a matter of timing.
+    # Boundaries alone: the number of live gradients depends on timing.
     boundary = 4 * math.prod(BOUNDARY)
     for layers in (3, 23):
-        held = most_device_bytes(layers, RelayConfig("device"), shape=BOUNDARY) / boundary
-        assert layers <= held <= layers + 4
+        boundaries = most_device_bytes(layers, RelayConfig("device"), shape=BOUNDARY) / boundary
+        assert layers <= boundaries <= layers + 4
     assert most_device_bytes(23, RelayConfig("host"), shape=BOUNDARY) <= 6 * boundary
 
 
 def test_one_set_of_programs_serves_any_depth():
-    """4 and 400 blocks: the same programs to the last character."""
+    """4 and 400 blocks have the same program text."""
     texts = []
     for layers in (4, 400):
         model = dataclasses.replace(MODELS["sparse"], num_layers=layers)
         shape = (2, 2, 11)
-        given = programs.arguments(model, programs.layer_tables(model), shape)
-        lowered = programs.lowered(programs.functions(model), given)
+        arguments = programs.arguments(model, programs.layer_tables(model), shape)
+        lowered = programs.lower(programs.functions(model), arguments)
         texts.append([program.as_text() for program in lowered])
     assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("spec", ["drop:0.5", "grow:0.34"])
-def test_blocks_left_out_stay_and_the_others_learn(spec):
+def test_only_active_blocks_change(spec):
     model, how = MODELS["sparse"], training(steps=6)
     depth = DepthSchedule.parse(spec)
     relay = Relay(model, how, RelayConfig(depth=depth))
-    relay.begin(how)
+    relay.start(how)
     state = fresh_state(model, how, starting_blocks=depth.starting_blocks(3))
     for number in range(6):
         before = jax.tree.map(np.copy, state.params["blocks"])
@@ -261,8 +263,8 @@ def test_blocks_left_out_stay_and_the_others_learn(spec):
         active = depth.active(3, number, 6, how.seed)
         for block in range(3):
             changed = any(
-                np.any(one[block] != other[block])
-                for one, other in zip(
+                np.any(old[block] != new[block])
+                for old, new in zip(
                     jax.tree.leaves(before), jax.tree.leaves(state.params["blocks"])
                 )
             )
@@ -271,7 +273,7 @@ def test_blocks_left_out_stay_and_the_others_learn(spec):
 
 
 def test_a_growing_network_starts_with_identities():
-    """Blocks that have not joined change nothing, so evaluation may run them all."""
+    """Blocks that have not joined are identities, so evaluation may run them all."""
     model, how = DENSE, training()
     state = fresh_state(model, how, starting_blocks=1)
     shallow = dataclasses.replace(model, num_layers=1)
@@ -282,7 +284,7 @@ def test_a_growing_network_starts_with_identities():
     assert deep == alone
 
 
-def test_the_timeline_tells_all_work_of_every_section():
+def test_the_timeline_has_all_work_of_every_section():
     model, how = DENSE, training()
     relay = Relay(model, how)
     relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3)
@@ -294,7 +296,7 @@ def test_the_timeline_tells_all_work_of_every_section():
     assert 0 <= hidden_share(spans) <= 1
 
 
-def test_a_lost_device_ends_the_run_in_words():
+def test_a_lost_device_is_a_user_error():
     model, how = DENSE, training()
     relay = Relay(model, how)
 
@@ -306,7 +308,7 @@ def test_a_lost_device_ends_the_run_in_words():
         relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3)
 
 
-def test_a_device_lost_in_an_evaluation_ends_the_run_in_words():
+def test_a_device_lost_in_an_evaluation_is_a_user_error():
     model, how = DENSE, training()
     relay, state = Relay(model, how, eval_shape=(4, 11)), fresh_state(model, how)
 
@@ -319,8 +321,8 @@ def test_a_device_lost_in_an_evaluation_ends_the_run_in_words():
         relay.eval_step(state.params, {}, tokens_of(0), weights)
 
 
-def test_a_device_lost_in_mid_step_leaves_the_step_before_in_the_files(tmp_path):
-    """Eager updates have reached some sections by then, in the slot that no record names."""
+def test_a_device_lost_in_mid_step_keeps_the_previous_step_in_the_files(tmp_path):
+    """By then, eager updates have written some sections of the free slot."""
     model, how = DENSE, training()
     shapes = abstract_state(model, how)
     files = MappedFiles(tmp_path, shapes, {})
@@ -334,55 +336,55 @@ def test_a_device_lost_in_mid_step_leaves_the_step_before_in_the_files(tmp_path)
         if next(calls) == model.num_layers:
             # A block above this one was updated by now.
             deadline = time.monotonic() + 60
-            while not files.told and time.monotonic() < deadline:
+            while not sections and time.monotonic() < deadline:
                 time.sleep(0.01)
             raise jax.errors.JaxRuntimeError("INTERNAL: device lost")
         return backward(*arguments)
 
-    files.told, kept = [], files.updated
-    files.updated = lambda section, views: (kept(section, views), files.told.append(section))
+    sections, updated = [], files.updated
+    files.updated = lambda section, views: (updated(section, views), sections.append(section))
     relay.programs = (relay.programs[0]._replace(backward=lost),)
     with pytest.raises(UserError, match=r"failed in step 3"):
         relay.train_step(state, tokens_of(2), 1e-3)
-    assert files.told
+    assert sections
     files.close()
     again = MappedFiles(tmp_path, shapes, {}).restore(state.key)
     assert int(again.step) == 2
-    for one, other in zip(
+    for old, new in zip(
         jax.tree.leaves(before), jax.tree.leaves((again.params, again.moments)), strict=True
     ):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+        assert np.asarray(old).tobytes() == np.asarray(new).tobytes()
 
 
-def test_page_locked_memory_at_its_limit_names_the_setting():
+def test_exhausted_page_locked_memory_names_the_setting():
     model, how = dataclasses.replace(DENSE, compute_dtype="bfloat16"), training()
     relay = Relay(model, how, pinned=True)
 
     def full(copy):
-        # The words of XLA's allocator of page-locked memory.
+        # Message of XLA's allocator of page-locked memory.
         raise jax.errors.JaxRuntimeError(
             "RESOURCE_EXHAUSTED: Out of host memory while trying to allocate 512 bytes with "
             "allocator xla_gpu_host_bfc on device 0."
         )
 
-    relay.server.published = full
-    with pytest.raises(UserError, match=rf"limit in step 1 .*Set {planning.PINNED_SETTING} to"):
+    relay.server.pin = full
+    with pytest.raises(UserError, match=rf"exhausted in step 1 .*Set {planning.PINNED_SETTING} to"):
         relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3)
 
 
 @pytest.mark.parametrize("field", ["stash", "clipping"])
-def test_unknown_settings_are_refused_in_words(field):
-    with pytest.raises(UserError, match="legal are"):
+def test_unknown_settings_are_refused(field):
+    with pytest.raises(UserError, match="is unknown; legal: "):
         RelayConfig(**{field: "nowhere"})
 
 
 @pytest.mark.parametrize("name", ["sparse", "by_depth"])
-def test_block_gradients_are_those_of_one_program(name):
+def test_block_gradients_equal_those_of_the_whole_executor(name):
     model, how = MODELS[name], training()
     state = fresh_state(model, how)
-    bring = functools.partial(Relay(model, how).bring, state.params)
+    fetch = functools.partial(Relay(model, how).to_device, state.params)
     tokens = tokens_of(3, rows=2)
-    mine = probe.block_gradient_norms(model, bring, state.tables, tokens)
+    mine = probe.block_gradient_norms(model, fetch, state.tables, tokens)
     program = jax.jit(functools.partial(block_gradients.block_gradient_norms, model))
     theirs = program(state.params, state.tables, tokens)
     assert mine.keys() == theirs.keys()

@@ -1,4 +1,4 @@
-"""The server's files: a step is there whole, or it never was."""
+"""The server's files: a step is complete, or rolled back."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ IMPORTED = (
     "sparse_dataflow.parallel.relay.server_files",
     "sparse_dataflow.parallel.relay.parameter_server",
 )
-# The update's pieces in one step: one a leaf.
+# Pieces per step: one per leaf.
 PIECES = 3 * 16 + 4
 
 
@@ -33,17 +33,17 @@ def in_memory(steps):
 
 def assert_same_bits(mine, theirs):
     assert int(mine.step) == int(theirs.step)
-    for one, other in zip(
+    for actual, expected in zip(
         jax.tree.leaves((mine.params, mine.moments, mine.tables)),
         jax.tree.leaves((theirs.params, theirs.moments, theirs.tables)),
         strict=True,
     ):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+        assert np.asarray(actual).tobytes() == np.asarray(expected).tobytes()
 
 
 @pytest.fixture
 def process(tmp_path_factory):
-    """process(folder, steps, where, count) -> (exit status, the step that it went on after)."""
+    """Function (folder, steps, where, count) -> (exit status, restored step)."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     forks = Forks(environment, tmp_path_factory.mktemp("forks"), IMPORTED)
 
@@ -57,7 +57,7 @@ def process(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on_from_the_last_complete_step(process, tmp_path):
+def test_a_killed_process_resumes_from_the_last_complete_step(process, tmp_path):
     """In the first update, between two steps, before the record and before its rename."""
     killed = -signal.SIGKILL
     assert process(tmp_path, 8, "update", PIECES // 2) == (killed, 0)
@@ -77,7 +77,7 @@ def test_files_change_no_bit(tmp_path, clipping):
     assert_same_bits(mine, advance(state, InMemory(), 3, clipping))
 
 
-def kept_until(folder, steps):
+def run_until(folder, steps):
     files = open_files(folder)
     advance(files.new_state(first_state), files, steps)
     slot = files._commits[0]["slot"]
@@ -93,8 +93,8 @@ def flip(path, offset):
         file.write(bytes([byte[0] ^ 1]))
 
 
-def test_a_damaged_step_is_rolled_back_to_the_one_before(tmp_path):
-    slot = kept_until(tmp_path, 3)
+def test_a_damaged_step_is_rolled_back(tmp_path):
+    slot = run_until(tmp_path, 3)
     flip(tmp_path / f"slot{slot}", 5000)
     files = open_files(tmp_path)
     state = files.restore(key())
@@ -102,40 +102,40 @@ def test_a_damaged_step_is_rolled_back_to_the_one_before(tmp_path):
     assert_same_bits(advance(state, files, 5), in_memory(5))
 
 
-def test_a_step_that_another_process_lacks_is_given_up(tmp_path, monkeypatch):
-    """Both steps that are kept are whole; processes go on from the newest that all of them have."""
-    kept_until(tmp_path, 3)
-    for least, step in ((3, 3), (2, 2), (1, None), (-1, None)):
+def test_a_step_that_another_process_lacks_is_rolled_back(tmp_path, monkeypatch):
+    """Processes continue from the newest step that all of them have."""
+    run_until(tmp_path, 3)
+    for minimum, step in ((3, 3), (2, 2), (1, None), (-1, None)):
         files = open_files(tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(processes, "least", lambda own, least=least: min(own, least))
-            state = executor._restored_together(files, key())
+            patch.setattr(processes, "minimum", lambda step, minimum=minimum: min(step, minimum))
+            state = executor._restore_common_step(files, key())
         assert (None if state is None else int(state.step)) == step
         if step == 2:
             assert_same_bits(state, in_memory(2))
             assert_same_bits(advance(state, files, 5), in_memory(5))
             files.close()
-            kept_until(tmp_path, 3)
+            run_until(tmp_path, 3)
         files.close()
 
 
-def test_where_no_step_is_whole_it_says_so(tmp_path):
-    kept_until(tmp_path, 3)
+def test_damage_of_all_steps_is_refused(tmp_path):
+    run_until(tmp_path, 3)
     for slot in (0, 1):
         flip(tmp_path / f"slot{slot}", 5000)
-    with pytest.raises(UserError, match=r"No complete step in .* is whole"):
+    with pytest.raises(UserError, match=r"All complete steps in .* are damaged"):
         open_files(tmp_path).restore(key())
 
 
-def test_a_damaged_record_is_found(tmp_path):
-    kept_until(tmp_path, 2)
+def test_a_damaged_record_is_refused(tmp_path):
+    run_until(tmp_path, 2)
     flip(tmp_path / "server.json", 60)
     with pytest.raises(UserError, match=r"server\.json is damaged"):
         open_files(tmp_path)
 
 
 def test_another_training_is_refused(tmp_path):
-    kept_until(tmp_path, 1)
+    run_until(tmp_path, 1)
     other = IDENTITY | {"model": IDENTITY["model"] | {"seed": 9}}
     files = MappedFiles(tmp_path, host_state.abstract_state(MODEL, TRAINING), other)
     with pytest.raises(UserError, match=r"another training: model\.seed is 0 there and 9 here"):
@@ -150,14 +150,14 @@ def test_two_runs_cannot_share_a_folder(tmp_path):
     open_files(tmp_path).close()
 
 
-def test_a_disk_too_small_is_told_before_the_first_step(tmp_path, monkeypatch):
+def test_a_small_disk_is_refused_before_the_first_step(tmp_path, monkeypatch):
     small = shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000)
     monkeypatch.setattr(server_files.shutil, "disk_usage", lambda path: small)
     with pytest.raises(UserError, match=r"needs .* GiB and its disk has .*larger disk"):
         open_files(tmp_path)
 
 
-def test_a_disk_that_refuses_a_step_leaves_the_one_before(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_previous_step(tmp_path, monkeypatch):
     files = open_files(tmp_path)
     state = advance(files.new_state(first_state), files, 2)
 
@@ -166,13 +166,13 @@ def test_a_disk_that_refuses_a_step_leaves_the_one_before(tmp_path, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(server_files.os, "fsync", full)
-        with pytest.raises(UserError, match=r"Step 3 cannot be kept .*step 2 is whole"):
+        with pytest.raises(UserError, match=r"Step 3 cannot be written .*step 2 is complete"):
             advance(state, files, 3)
     files.close()
     assert_same_bits(open_files(tmp_path).restore(key()), in_memory(2))
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+def test_an_illegal_folder_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
         UserError, match=r"cannot be written.*name another with parallel.server_dir"
@@ -180,8 +180,8 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
         open_files(tmp_path / "file")
 
 
-def test_folders_are_refused_before_anything_is_kept_in_them(tmp_path, monkeypatch):
-    """What cannot be made or written, is in use, holds something else, or is too small for all."""
+def test_unusable_folders_are_refused(tmp_path, monkeypatch):
+    """Folders that cannot be written, are in use, have other files, or lack space."""
     needs = {tmp_path / "server" / name: 600 * 2**20 for name in ("sparse", "dense")}
     roomy = shutil._ntuple_diskusage(2**40, 0, 2**40)
     monkeypatch.setattr(server_files.shutil, "disk_usage", lambda path: roomy)
@@ -190,9 +190,11 @@ def test_folders_are_refused_before_anything_is_kept_in_them(tmp_path, monkeypat
     with pytest.raises(UserError, match=r"sparse is in use by another run"):
         server_files.refuse_unusable(tmp_path / "server", needs)
     files.close()
-    # Each has room, and both have not; what files occupy already is room.
-    taken = sum(path.stat().st_blocks * 512 for path in (tmp_path / "server/sparse").glob("slot*"))
-    small = shutil._ntuple_diskusage(2**40, 2**40, 2 * 600 * 2**20 - taken)
+    # Each folder has space, both together have not; the present files count as free.
+    occupied = sum(
+        path.stat().st_blocks * 512 for path in (tmp_path / "server/sparse").glob("slot*")
+    )
+    small = shutil._ntuple_diskusage(2**40, 2**40, 2 * 600 * 2**20 - occupied)
     monkeypatch.setattr(server_files.shutil, "disk_usage", lambda path: small)
     server_files.refuse_unusable(tmp_path / "server", needs)
     small = small._replace(free=small.free - 1)
@@ -215,8 +217,8 @@ def test_folders_are_refused_before_anything_is_kept_in_them(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("name", ["lock", "slot0", "server.json", ".server.json"])
-def test_files_of_others_stay(tmp_path, name):
-    """In a folder of a training as in the one around them, such as /etc."""
+def test_foreign_files_stay(tmp_path, name):
+    """In the folder of a training and in its parent, such as /etc."""
     for folder in (tmp_path / "sparse", tmp_path):
         folder.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"mine")
@@ -227,9 +229,9 @@ def test_files_of_others_stay(tmp_path, name):
         assert (folder / name).read_bytes() == b"mine"
 
 
-def test_a_slow_disk_is_told_once(tmp_path, monkeypatch, caplog):
+def test_a_slow_disk_is_reported_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(server_files, "SLOW_SECONDS", 0.0)
     files = open_files(tmp_path)
     advance(files.new_state(first_state), files, 3)
-    told = [record for record in caplog.records if "to keep a step" in record.getMessage()]
-    assert len(told) == 1
+    warnings = [record for record in caplog.records if "to write a step" in record.getMessage()]
+    assert len(warnings) == 1

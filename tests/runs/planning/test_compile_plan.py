@@ -126,11 +126,11 @@ def test_the_flags_of_a_plan_describe_it():
 
 
 def test_a_search_names_what_was_compiled_and_what_was_not(monkeypatch):
-    request = search.Request(named_model("1.3b"), 2048, 512, chips.named("tpu-v5e"), 16)
+    request = search.Request(named_model("1.3b"), 2048, 512, chips.lookup("tpu-v5e"), 16)
     plans = nearest.fitting_plans(request, None)[:3]
     words = verify.verdicts("1.3b", request, plans, 0)
     assert words == ["not compiled: --verify=0 asks for none"] * 3
-    elsewhere = dataclasses.replace(request, chip=chips.named("mi250x"))
+    elsewhere = dataclasses.replace(request, chip=chips.lookup("mi250x"))
     assert "no compiler here knows" in verify.verdicts("1.3b", elsewhere, plans, 1)[0]
     monkeypatch.setattr(topologies, "missing_compiler", lambda _: "not installed: make aot-tpu")
     assert "make aot-tpu" in verify.verdicts("1.3b", request, plans, 1)[0]
