@@ -1,4 +1,4 @@
-"""What the tests of the exchange share: models, and weights changed on disk."""
+"""Models for the tests of import and export, and a helper that changes saved weights."""
 
 import dataclasses
 
@@ -22,8 +22,8 @@ LOW_RANK = SPARSE.with_linears(
 DEPTH = dataclasses.replace(LOW_RANK, density_by_depth=(2.0, 1.0))
 
 
-def drawn(config, seed=0):
-    """Arbitrary parameters, none of them zero, and tables."""
+def random_model(config, seed=0):
+    """Returns (random nonzero parameters, layout tables)."""
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     params = jax.tree.map(lambda s: rng.normal(size=s.shape, scale=0.3).astype("f4"), shapes)
@@ -31,8 +31,8 @@ def drawn(config, seed=0):
 
 
 def export(folder, form, config, seed=0):
-    """The parameters and tables that were written into the folder."""
-    params, tables = drawn(config, seed)
+    """Exports a random model and returns its (parameters, layout tables)."""
+    params, tables = random_model(config, seed)
     huggingface.write(
         folder, form, config, params, tables, BYTES, context=config.max_len, card="# A model\n"
     )
@@ -40,7 +40,7 @@ def export(folder, form, config, seed=0):
 
 
 def change_tensors(folder, change):
-    """`change` of the dict of a folder's tensors, in place."""
+    """Applies `change` to the dict of the folder's tensors."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
