@@ -252,10 +252,14 @@ def gpt2_tokenizer() -> Tokenizer:
     folder = Path(package.submodule_search_locations[0]) / "data"
     vocab = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
     tokens = sorted(vocab, key=vocab.get)
-    lines = (folder / "vocab.bpe").read_text(encoding="utf-8").splitlines()
-    pairs = (line.split(" ") for line in lines if line and line[:8] != "#version")
-    merges = tuple((left, right) for left, right in pairs)
+    merges = parse_merges((folder / "vocab.bpe").read_text(encoding="utf-8"))
     return Tokenizer(tuple(tokens[:-1]), merges, GPT2_VOCAB_SIZE)
+
+
+def parse_merges(text: str) -> tuple[tuple[str, str], ...]:
+    """Returns the merges in a merges.txt; raises ValueError unless a line has two tokens."""
+    pairs = (line.split(" ") for line in text.splitlines() if line and line[:8] != "#version")
+    return tuple((left, right) for left, right in pairs)
 
 
 def to_byte_alphabet(text: str) -> str:

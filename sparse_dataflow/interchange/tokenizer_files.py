@@ -19,6 +19,7 @@ from sparse_dataflow.data.tokenizer import (
     GPT2_VOCAB_SIZE,
     Tokenizer,
     gpt2_tokenizer,
+    parse_merges,
     to_byte_alphabet,
 )
 from sparse_dataflow.files import json_files
@@ -110,8 +111,7 @@ def _parse_json(folder):
 
 def _parse_lists(folder):
     vocab = json_files.load(folder / "vocab.json")
-    lines = json_files.content(folder / "merges.txt").decode("utf-8").splitlines()
-    merges = [tuple(line.split(" ")) for line in lines if line and line[:8] != "#version"]
+    merges = parse_merges(json_files.content(folder / "merges.txt").decode("utf-8"))
     return vocab, merges, set(), set()
 
 

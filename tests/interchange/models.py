@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.models import gpt
+from sparse_dataflow.parallel import whole
 
 DENSE = ModelConfig(
     num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=BYTES.vocab_size, max_len=16
@@ -28,6 +29,11 @@ def random_model(config, seed=0):
     shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     params = jax.tree.map(lambda s: rng.normal(size=s.shape, scale=0.3).astype("f4"), shapes)
     return params, gpt.layout_tables(gpt.layouts(config))
+
+
+def logits(config, params, tables, ids):
+    run = jax.jit(lambda params, ids: whole.logits(config, params, tables, ids))
+    return np.asarray(run(params, ids))
 
 
 def export(folder, form, config, seed=0):

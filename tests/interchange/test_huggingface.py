@@ -11,19 +11,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from make_fixture import BYTES, FOLDER, OPT_FOLDER, OPT_SPECIALS
-from models import DENSE, DEPTH, LOW_RANK, SPARSE, SUPAR, change_tensors, export, random_model
+from models import (
+    DENSE,
+    DEPTH,
+    LOW_RANK,
+    SPARSE,
+    SUPAR,
+    change_tensors,
+    export,
+    logits,
+    random_model,
+)
 from safetensors.numpy import load_file
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import architectures, huggingface, sparse_form
-from sparse_dataflow.parallel import whole
 
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
-
-
-def logits(config, params, tables, ids=IDS):
-    run = jax.jit(lambda params, ids: whole.logits(config, params, tables, ids))
-    return np.asarray(run(params, ids))
 
 
 def equal_bits(left, right):
@@ -83,7 +87,9 @@ def test_the_dense_form_has_the_logits_of_the_sparse_model(tmp_path, config):
     imported = huggingface.read(tmp_path / "model")
     assert not imported.model.sparse_projections
     np.testing.assert_allclose(
-        logits(imported.model, imported.params, {}), logits(config, params, tables), atol=1e-4
+        logits(imported.model, imported.params, {}, IDS),
+        logits(config, params, tables, IDS),
+        atol=1e-4,
     )
 
 
@@ -312,7 +318,9 @@ def test_transformers_loads_an_export(tmp_path, library, config):
     export(tmp_path / "model", "dense", config)
     library_logits = torch_logits if library == "torch" else flax_logits
     actual = library_logits(tmp_path / "model", IDS)
-    np.testing.assert_allclose(actual, logits(config, *random_model(config)), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        actual, logits(config, *random_model(config), IDS), rtol=0, atol=1e-4
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     for text in ("hello", "héllo\n 🙂", "a  b"):
         assert tokenizer(text).input_ids == BYTES.encode(text).tolist()

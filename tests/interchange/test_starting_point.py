@@ -6,6 +6,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from models import logits, random_model
 
 from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
@@ -14,7 +15,6 @@ from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
 from sparse_dataflow.models import gpt
-from sparse_dataflow.parallel import whole
 from sparse_dataflow.sparsity.evolution import phase_specs
 
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
@@ -23,16 +23,11 @@ TRAINING = TrainingConfig(steps=2, batch=2, sequence=8, learning_rate=1e-3)
 NO_TOKENIZER = Tokenizer(tuple(chr(300 + n) for n in range(256)), (), 257)
 
 
+TOKENS = np.arange(16, dtype=np.int32).reshape(2, 8)
+
+
 def start_of(config):
-    rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
-    params = jax.tree.map(lambda s: rng.normal(size=s.shape, scale=0.3).astype("f4"), shapes)
-    return StartingPoint(config, params, gpt.layout_tables(gpt.layouts(config)), NO_TOKENIZER, {})
-
-
-def logits(config, params, tables):
-    tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
-    return jax.jit(lambda params: whole.logits(config, params, tables, tokens))(params)
+    return StartingPoint(config, *random_model(config), NO_TOKENIZER, {})
 
 
 @pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
@@ -40,8 +35,8 @@ def test_the_dense_model_starts_with_the_same_function(config):
     start = start_of(config)
     state = initial_state_from(start, DENSE, TRAINING)
     np.testing.assert_allclose(
-        logits(DENSE, state.params, {}),
-        logits(config, start.params, start.tables),
+        logits(DENSE, state.params, {}, TOKENS),
+        logits(config, start.params, start.tables, TOKENS),
         rtol=1e-4,
         atol=1e-4,
     )
