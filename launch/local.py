@@ -154,7 +154,7 @@ class Run:
             seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
             event = self._next_event(seconds)
             if event is None:
-                say(f"timeout: killing process {', '.join(map(str, sorted(running)))}")
+                say(f"timeout: terminating process {', '.join(map(str, sorted(running)))}")
                 return status or 1
             if event < 0:
                 if signal_time and time.monotonic() - signal_time < ECHO_SECONDS:
@@ -272,25 +272,10 @@ def _parse(argv):
     )
     add = parser.add_argument
     add("--processes", type=int, default=2, help="number of processes (default 2)")
-    add(
-        "--gpus",
-        type=int,
-        default=0,
-        help="GPUs per process; 0: all processes see all GPUs (default)",
-    )
+    add("--gpus", type=int, default=0, help="GPUs per process; 0 (default): each sees all GPUs")
     add("--stop", type=float, default=limits.stop, help="seconds to save after a signal")
-    add(
-        "--others",
-        type=float,
-        default=limits.others,
-        help="seconds that others run on after a failure",
-    )
-    add(
-        "--finish",
-        type=float,
-        default=limits.finish,
-        help="seconds between the first and the last end",
-    )
+    add("--others", type=float, default=limits.others, help="seconds for others after a failure")
+    add("--finish", type=float, default=limits.finish, help="seconds for others after a success")
     add("--kill", type=float, default=limits.kill, help="seconds between SIGTERM and SIGKILL")
     split = next((i for i, word in enumerate(argv) if word[:2] != "--" and word != "-h"), len(argv))
     values = parser.parse_args(argv[:split])

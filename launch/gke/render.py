@@ -122,16 +122,8 @@ def render(argv: Sequence[str]) -> str:
     add = parser.add_argument
     add("--platform", choices=("tpu", "gpu"), required=True)
     add("--name", required=True, help="name of the JobSet and of its folder in the volume")
-    add(
-        "--image",
-        required=True,
-        help="image of launch/docker, in a registry that the cluster can read",
-    )
-    add(
-        "--claim",
-        required=True,
-        help="PersistentVolumeClaim that several pods can write (ReadWriteMany)",
-    )
+    add("--image", required=True, help="image of launch/docker in a registry of the cluster")
+    add("--claim", required=True, help="ReadWriteMany PersistentVolumeClaim")
     add(
         "--accelerator", required=True, help=f"{', '.join(CHIPS_PER_HOST)}, or nvidia-h100-80gb ..."
     )

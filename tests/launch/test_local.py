@@ -116,7 +116,7 @@ time.sleep(600)
 """
     actual, _, err = Launched(tmp_path, text, "--others=0.5").end()
     assert actual == status and words in err, err
-    assert "timeout: killing process 0, 2" in err
+    assert "timeout: terminating process 0, 2" in err
 
 
 def test_other_processes_may_print_their_errors(tmp_path):
@@ -183,13 +183,13 @@ time.sleep(600)
     run.wait_ready()
     run.process.send_signal(signal.SIGTERM)
     status, _, err = run.end()
-    assert status == 143 and "timeout: killing process 1" in err
+    assert status == 143 and "timeout: terminating process 1" in err
 
 
 def test_a_process_that_runs_on_after_the_others_is_ended(tmp_path):
     text = "if me: time.sleep(600)"
     status, _, err = Launched(tmp_path, text, "--finish=0.5").end()
-    assert status == 1 and "timeout: killing process 1, 2" in err
+    assert status == 1 and "timeout: terminating process 1, 2" in err
 
 
 def test_a_killed_launcher_leaves_no_process(tmp_path):
