@@ -147,8 +147,8 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         """Writes canonical JSON; replaces the file atomically."""
         path = Path(path)
-        mkdir = functools.partial(path.parent.mkdir, parents=True, exist_ok=True)
-        storage.retried(f"Making {path.parent}", mkdir)
+        make = functools.partial(path.parent.mkdir, parents=True, exist_ok=True)
+        storage.retried(f"Making {path.parent}", make)
         storage.replace(path, self._canonical())
 
     @classmethod
