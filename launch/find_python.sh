@@ -1,17 +1,17 @@
 #!/bin/sh
-# Prints the path of the newest Python that this project can use.
+# Prints the path of the newest Python that this project supports.
 #
-#   find_python.sh          the newest of all supported versions
-#   find_python.sh 3.11     the newest 3.11
+#   find_python.sh          newest of all supported versions
+#   find_python.sh 3.11     newest 3.11
 #
-# With $PYTHON set, only that one is considered: a path, or a name such as python3.11, which means
-# any Python 3.11.  Every candidate is started, because a file that is there may be a version
-# manager's shim with nothing behind it, or a system Python that cannot make environments.
+# $PYTHON restricts the search: a path means that file, a name such as python3.11 means any Python
+# 3.11. Every candidate is started, because a file may be a version manager's shim without a Python,
+# or a system Python that cannot create environments.
 
 supported='3.13 3.12 3.11'
-root=${FIND_PYTHON_ROOT:-} # before the machine-wide folders; empty but in a test
+root=${FIND_PYTHON_ROOT:-} # Prefix of the machine-wide folders; only tests set it.
 
-# Answers in three lines: version, what is missing, and the interpreter outside of any environment.
+# Prints three lines: version, missing features, and the interpreter outside any environment.
 # Runs on Python 2 too.
 probe='
 import sys
@@ -24,31 +24,31 @@ for name in ("venv", "ensurepip", "ssl"):
 if not hasattr(sys, "implementation") or sys.implementation.name != "cpython":
     missing.append("CPython")
 elif sys.version_info >= (3, 13) and not sys._is_gil_enabled():
-    missing.append("the global lock, without which few packages are built")
+    missing.append("the global interpreter lock, which most packages need")
 print("%d.%d" % sys.version_info[:2])
 print(", ".join(missing))
 print(getattr(sys, "_base_executable", None) or sys.executable)
 '
 
-wanted=${1:-$supported}
+versions=${1:-$supported}
 request=${PYTHON:-}
 case $request in
     python3.[0-9] | python3.[0-9][0-9])
-        wanted=${request#python}
+        versions=${request#python}
         request=
         ;;
 esac
-for each in $wanted; do
+for each in $versions; do
     case " $supported " in
         *" $each "*) ;;
         *)
-            echo "error: Python $each is not supported; use one of $supported." >&2
+            echo "error: Python $each is not supported; legal: $supported." >&2
             exit 1
             ;;
     esac
 done
 
-# One candidate a line, the user's own PATH first.
+# Prints one candidate per line, those of the user's PATH first.
 candidates() {
     if [ -n "$request" ]; then
         command -v -- "$request" || printf '%s\n' "$request"
@@ -80,7 +80,7 @@ candidates() {
     done
 }
 
-# Sets $version, $missing and $base from one candidate; fails where it cannot be started.
+# Sets $version, $missing and $base from one candidate; fails if it cannot be started.
 start() {
     answer=$("$1" -c "$probe" 2>/dev/null </dev/null) || return 1
     { read -r version && read -r missing && read -r base; } <<EOF
@@ -88,76 +88,76 @@ $answer
 EOF
 }
 
-# Where $1 stands among the wanted versions, 1 for the newest; 0 where it is none of them.
-place() {
+# Prints the position of $1 in $versions, 1 for the first; 0 if it is not there.
+rank() {
     n=0
-    for each in $wanted; do
+    for each in $versions; do
         n=$((n + 1))
         [ "$each" = "$1" ] && echo "$n" && return
     done
     echo 0
 }
 
-found=
-found_place=99
-tried=
-seen='
+best=
+best_rank=99
+rejected=
+tested='
 '
 all=$(candidates)
 while IFS= read -r candidate; do
-    case $seen in *"
+    case $tested in *"
 $candidate
 "*) continue ;; esac
-    seen="$seen$candidate
+    tested="$tested$candidate
 "
-    # Without its developer tools, macOS answers this one by opening a window.
+    # macOS without its developer tools opens a window when this file is started.
     [ "$candidate" = /usr/bin/python3 ] && [ -d /System/Library ] &&
         ! xcode-select -p >/dev/null 2>&1 && continue
     if [ ! -f "$candidate" ] || [ ! -x "$candidate" ]; then
-        [ -n "$request" ] && tried="  $candidate is not a program"
+        [ -n "$request" ] && rejected="  $candidate is not a program"
         continue
     fi
     if ! start "$candidate"; then
-        why='cannot be started'
-    elif [ "$(place "$version")" = 0 ]; then
-        why="is Python $version"
+        reason='cannot be started'
+    elif [ "$(rank "$version")" = 0 ]; then
+        reason="is Python $version"
     elif [ -n "$missing" ]; then
-        why="is Python $version without $missing"
+        reason="is Python $version without $missing"
     else
-        here=$(place "$version")
-        if [ "$here" -lt "$found_place" ]; then
-            found=$base
-            found_place=$here
+        new_rank=$(rank "$version")
+        if [ "$new_rank" -lt "$best_rank" ]; then
+            best=$base
+            best_rank=$new_rank
         fi
-        [ "$found_place" = 1 ] && break
+        [ "$best_rank" = 1 ] && break
         continue
     fi
-    tried="$tried
-  $candidate $why"
+    rejected="$rejected
+  $candidate $reason"
 done <<EOF
 $all
 EOF
 
-if [ -n "$found" ]; then
-    printf '%s\n' "$found"
+if [ -n "$best" ]; then
+    printf '%s\n' "$best"
     exit 0
 fi
 
-newest=${wanted%% *}
+newest=${versions%% *}
 {
     if [ "$request" ]; then
         echo "error: PYTHON=$PYTHON cannot be used."
     else
-        echo "error: found no Python $(echo "$wanted" | sed 's/ /, /g') that can make an environment."
+        echo "error: found no Python $(echo "$versions" | sed 's/ /, /g') that can create an environment."
     fi
-    [ -n "$tried" ] && printf 'Looked at:\n%s\n' "$tried" | sed '/^$/d'
+    [ -n "$rejected" ] && printf 'Candidates:\n%s\n' "$rejected" | sed '/^$/d'
     cat <<EOF
 What to do, then run make again:
   Debian, Ubuntu   apt install python3 python3-venv
   Fedora           dnf install python$newest
   macOS            brew install python@$newest
   any system       uv python install $newest, or pyenv install $newest
-  already there    make PYTHON=/path/to/python$newest
+  installed        make PYTHON=/path/to/python$newest
 EOF
 } >&2
 exit 1

@@ -1,9 +1,9 @@
-"""Starts the processes of one run on this machine, and ends with all of them.
+"""Starts the processes of one run on this machine and waits for all of them.
 
     python launch/local.py --processes=2 -m experiments.gpt13b_sparse --mesh=data:2
 
-The words after the options are what each process runs: a program, or "-m module" and ".py" files
-for this Python.  Every line they print comes out with the number of its process.  See local.md.
+After the options comes the command of each process: a program, or "-m module" or a ".py" file for
+this Python. Each line of output is prefixed with the number of its process. See local.md.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_SECONDS = 1.0
-"""In which a signal that comes again is the same one: some send it to a process and its group."""
+"""A signal repeated within this time counts once: some senders signal a process and its group."""
 
 _GUARD = """
 import os, signal, sys, time
@@ -43,13 +43,13 @@ for number, seconds in ((signal.SIGTERM, {seconds}), (signal.SIGKILL, 0)):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Seconds that the launcher waits.
+    """Timeouts of the launcher in seconds.
 
     Attributes:
-      stop: after a signal, for all processes to save and end.
-      others: after a process failed, for the others to say so and end.
-      finish: after a process ended well, for the others to.
-      kill: between SIGTERM and SIGKILL for those that ought to be gone already.
+      stop: after a signal, until all processes have saved and ended.
+      others: after a process failed, until the others have printed their errors and ended.
+      finish: after a process succeeded, until the others have ended.
+      kill: between SIGTERM and SIGKILL to remaining processes.
     """
 
     stop: float = 120.0
@@ -59,13 +59,13 @@ class Limits:
 
 
 class Run:
-    """Processes that live and die together; one that `wait` left running dies with `close`."""
+    """The processes of one run; `close` ends those that still run after `wait`."""
 
     def __init__(self, commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], limits: Limits):
-        """Starts (words, variables) in order, each as a session of its own."""
+        """Starts a process for each (command, environment variables), each in a new session."""
         self._limits = limits
-        # A pipe, as a signal's handler may write to it whatever the code that it interrupts holds,
-        # and one that wakes the main thread where another thread was given the signal.
+        # A signal handler may write to a pipe whatever locks the interrupted code holds. The second
+        # pipe wakes the main thread if the system delivered the signal to another thread.
         self._events, self._to_events = os.pipe()
         self._wake, to_wake = os.pipe()
         os.set_blocking(to_wake, False)
@@ -73,27 +73,27 @@ class Run:
         self._lock = threading.Lock()
         self._readers: list[threading.Thread] = []
         self.processes: list[subprocess.Popen[bytes]] = []
-        # Should this process be killed, its guard ends what it started.
-        end, self._to_guard = os.pipe()
+        # The guard ends the processes if this launcher is killed.
+        read_end, self._to_guard = os.pipe()
         self._guard = subprocess.Popen(
             [sys.executable, "-c", _GUARD.format(seconds=limits.kill)],
-            stdin=end,
+            stdin=read_end,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        os.close(end)
+        os.close(read_end)
         try:
-            for words, variables in commands:
-                self._start(words, variables)
+            for command, variables in commands:
+                self._start(command, variables)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, words, variables):
+    def _start(self, command, variables):
         number = len(self.processes)
         process = subprocess.Popen(
-            words,
+            command,
             env=os.environ | variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -117,17 +117,17 @@ class Run:
 
     def _watch(self, number):
         self.processes[number].wait()
-        self._note(number)
+        self._add_event(number)
 
-    def note(self, number: int, frame: object = None) -> None:
-        """Has `wait` hear of a signal; fit to be its handler."""
-        self._note(-number)
+    def on_signal(self, number: int, frame: object = None) -> None:
+        """Signal handler that passes a signal to `wait`."""
+        self._add_event(-number)
 
-    def _note(self, event):
+    def _add_event(self, event):
         os.write(self._to_events, struct.pack("i", event))
 
-    def _event(self, seconds):
-        """The next event: the number of a process that ended, or -signal; None for none in time."""
+    def _next_event(self, seconds):
+        """Returns the number of a process that ended, or -signal; None after a timeout."""
         while True:
             ready, _, _ = select.select([self._events, self._wake], [], [], seconds)
             if not ready:
@@ -138,47 +138,53 @@ class Run:
         return struct.unpack("i", os.read(self._events, struct.calcsize("i")))[0]
 
     def wait(self, say: Callable[[str], None]) -> int:
-        """Returns once all have ended: 0, or the status of the first that failed.
+        """Waits until all processes have ended.
 
-        The first signal is handed on to each process, a later one kills all. A process that a
-        signal ended has the status 128 + its number, as in a shell.
+        The first signal is forwarded to each process; a second one kills them.
+
+        Args:
+          say: prints a message of the launcher.
+
+        Returns:
+          0, or the status of the first process that failed; 128 + signal if a signal ended it.
         """
-        status, deadline, asked, left = 0, None, 0.0, set(range(len(self.processes)))
-        while left:
+        status, deadline, signal_time = 0, None, 0.0
+        running = set(range(len(self.processes)))
+        while running:
             seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
-            event = self._event(seconds)
+            event = self._next_event(seconds)
             if event is None:
-                say(f"ending process {', '.join(map(str, sorted(left)))}, which did not end itself")
+                say(f"timeout: terminating process {', '.join(map(str, sorted(running)))}")
                 return status or 1
             if event < 0:
-                if asked and time.monotonic() - asked < ECHO_SECONDS:
+                if signal_time and time.monotonic() - signal_time < ECHO_SECONDS:
                     continue
-                if asked:
-                    say("killing all")
+                if signal_time:
+                    say("second signal: killing all processes")
                     self._signal_groups(signal.SIGKILL)
                     return status or 128 - event
-                asked = time.monotonic()
-                deadline = asked + self._limits.stop
-                say(f"handing {signal.Signals(-event).name} on; a second one kills")
-                self._send(-event, left)
+                signal_time = time.monotonic()
+                deadline = signal_time + self._limits.stop
+                say(f"forwarding {signal.Signals(-event).name}; a second signal kills")
+                self._send(-event, running)
                 continue
-            left.discard(event)
+            running.discard(event)
             code = self.processes[event].returncode
             if code and not status:
                 status = code if code > 0 else 128 - code
-                ended = f"with {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
-                say(f"process {event} ended {ended}" + ("; ending the others" if left else ""))
-                deadline = _sooner(deadline, self._limits.others)
-            deadline = _sooner(deadline, self._limits.finish)
+                cause = f"with {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
+                say(f"process {event} ended {cause}" + ("; ending the others" if running else ""))
+                deadline = _earlier(deadline, self._limits.others)
+            deadline = _earlier(deadline, self._limits.finish)
         return status
 
     def _send(self, number, processes):
-        for each in processes:
+        for index in processes:
             with contextlib.suppress(ProcessLookupError):
-                self.processes[each].send_signal(number)
+                self.processes[index].send_signal(number)
 
     def close(self) -> None:
-        """Ends whatever is left of every process and of what it started: SIGTERM, then SIGKILL."""
+        """Ends all processes and their children that still run: SIGTERM, then SIGKILL."""
         end = time.monotonic() + self._limits.kill
         self._signal_groups(signal.SIGTERM)
         while time.monotonic() < end and self._signal_groups(0):
@@ -195,47 +201,50 @@ class Run:
             self._guard.kill()
 
     def _signal_groups(self, number):
-        """Whether there was anyone to hear it."""
-        heard = False
+        """Signals each process group; returns whether any still exists."""
+        exists = False
         for process in self.processes:
-            process.poll()  # One that has ended and was not asked for is still there to signal.
+            process.poll()  # Reaps a zombie, which would still receive the signal.
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, number)
-                heard = True
-        return heard
+                exists = True
+        return exists
 
 
-def _sooner(deadline, seconds):
-    then = time.monotonic() + seconds
-    return then if deadline is None else min(deadline, then)
+def _earlier(deadline, seconds):
+    """Returns the earlier of a deadline, if there is one, and `seconds` from now."""
+    new = time.monotonic() + seconds
+    return new if deadline is None else min(deadline, new)
 
 
 def commands(
-    words: Sequence[str], processes: int, gpus: int, environment: Mapping[str, str], port: int
+    command: Sequence[str], processes: int, gpus: int, environment: Mapping[str, str], port: int
 ) -> list[tuple[list[str], dict[str, str]]]:
-    """What each process runs and its variables: those by which `distributed/cluster.py` knows it.
+    """Returns (command, environment variables) of each process.
+
+    `distributed/cluster.py` reads the variables.
 
     Args:
-      words: of the command line.
-      processes: how many.
-      gpus: of each process; 0 leaves them as they are.
-      environment: CUDA_VISIBLE_DEVICES there are the GPUs to deal out, else they count from 0.
-      port: for the first process to listen at.
+      command: command line of each process.
+      processes: number of processes.
+      gpus: GPUs per process; 0 does not assign GPUs.
+      environment: CUDA_VISIBLE_DEVICES lists the GPUs to assign; without it they count from 0.
+      port: port of the first process, the coordinator.
 
     Raises:
-      ValueError: there are not GPUs enough.
+      ValueError: there are too few GPUs.
     """
-    words = list(words)
-    if words[0] == "-m" or words[0].endswith(".py"):
-        words = [sys.executable, *words]
-    listed = [gpu for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
-    if gpus and listed and len(listed) < processes * gpus:
+    command = list(command)
+    if command[0] == "-m" or command[0].endswith(".py"):
+        command = [sys.executable, *command]
+    available = [gpu for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    if gpus and available and len(available) < processes * gpus:
         raise ValueError(
-            f"CUDA_VISIBLE_DEVICES names {len(listed)} GPUs; {processes} processes of {gpus} need "
-            f"{processes * gpus}."
+            f"CUDA_VISIBLE_DEVICES lists {len(available)} GPUs; {processes} processes with {gpus} "
+            f"each need {processes * gpus}."
         )
-    listed = listed or [str(n) for n in range(processes * gpus)]
-    found = []
+    available = available or [str(n) for n in range(processes * gpus)]
+    result = []
     for number in range(processes):
         variables = {
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
@@ -243,10 +252,10 @@ def commands(
             "JAX_PROCESS_ID": str(number),
         }
         if gpus:
-            mine = listed[number * gpus : (number + 1) * gpus]
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-        found.append((words, variables))
-    return found
+            assigned = available[number * gpus : (number + 1) * gpus]
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(assigned)
+        result.append((command, variables))
+    return result
 
 
 def _free_port():
@@ -254,7 +263,7 @@ def _free_port():
         return server.getsockname()[1]
 
 
-def _parsed(argv):
+def _parse(argv):
     limits = Limits()
     parser = argparse.ArgumentParser(
         usage="python launch/local.py [--NAME=VALUE ...] COMMAND ...",
@@ -262,36 +271,36 @@ def _parsed(argv):
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--processes", type=int, default=2, help="how many (default 2)")
-    add("--gpus", type=int, default=0, help="GPUs of each process; 0: each sees all (default)")
-    add("--stop", type=float, default=limits.stop, help="seconds to save in after a signal")
-    add("--others", type=float, default=limits.others, help="seconds that outlive a failure")
-    add("--finish", type=float, default=limits.finish, help="seconds between first and last end")
+    add("--processes", type=int, default=2, help="number of processes (default 2)")
+    add("--gpus", type=int, default=0, help="GPUs per process; 0 (default): each sees all GPUs")
+    add("--stop", type=float, default=limits.stop, help="seconds to save after a signal")
+    add("--others", type=float, default=limits.others, help="seconds for others after a failure")
+    add("--finish", type=float, default=limits.finish, help="seconds for others after a success")
     add("--kill", type=float, default=limits.kill, help="seconds between SIGTERM and SIGKILL")
-    begin = next((i for i, word in enumerate(argv) if word[:2] != "--" and word != "-h"), len(argv))
-    values = parser.parse_args(argv[:begin])
-    if begin == len(argv) or values.processes < 1 or values.gpus < 0:
+    split = next((i for i, word in enumerate(argv) if word[:2] != "--" and word != "-h"), len(argv))
+    values = parser.parse_args(argv[:split])
+    if split == len(argv) or values.processes < 1 or values.gpus < 0:
         parser.error("give a command, --processes=1 or more, and --gpus=0 or more")
-    return values, argv[begin:]
+    return values, argv[split:]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`; returns the exit status."""
-    values, words = _parsed(list(sys.argv[1:] if argv is None else argv))
+    values, command = _parse(list(sys.argv[1:] if argv is None else argv))
 
     def say(text):
         with contextlib.suppress(OSError):
             print(f"[launcher] {text}", file=sys.stderr, flush=True)
 
     try:
-        started = commands(words, values.processes, values.gpus, os.environ, _free_port())
-        run = Run(started, Limits(values.stop, values.others, values.finish, values.kill))
+        each = commands(command, values.processes, values.gpus, os.environ, _free_port())
+        run = Run(each, Limits(values.stop, values.others, values.finish, values.kill))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
         for number in FORWARDED:
-            signal.signal(number, run.note)
+            signal.signal(number, run.on_signal)
         return run.wait(say)
     finally:
         run.close()

@@ -1,9 +1,9 @@
 #!/bin/sh
-# lock.sh PYTHON: renews constraints.txt, the one set of versions that CI and the images install, for
-# every supported Python on Linux and macOS.  PYTHON is of an environment with uv in it.
+# lock.sh PYTHON: updates constraints.txt, the versions that CI and the images install, for every
+# supported Python on Linux and macOS. PYTHON belongs to an environment with uv.
 #
-# A marker such as `python_full_version < '3.12'` keeps the sets apart.  Users are not bound by it:
-# `make env` takes it only with LOCKED=1.
+# Markers such as `python_full_version < '3.12'` select the versions of one Python. `make env` uses
+# the file only with LOCKED=1.
 
 set -eu
 cd "$(dirname "$0")/.."

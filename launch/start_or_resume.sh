@@ -1,11 +1,13 @@
 #!/bin/sh
-# start_or_resume.sh FOLDER EXPERIMENT [--flag=value ...]: goes on with the run in FOLDER where one
-# has begun there, else begins it; so a launcher has one command for both.
+# start_or_resume.sh FOLDER EXPERIMENT [--flag=value ...]: resumes the run in FOLDER if it exists,
+# else starts it, so that a launcher needs one command for both.
 #
-# EXPERIMENT trains (gpt13b_sparse, gpt13b_dense); FOLDER must be the same on every host; $PYTHON is
-# the Python that runs it (python).  SIGTERM and SIGINT have the run save and end.  Then, with no
-# report written yet, the status is 75 (EX_TEMPFAIL of sysexits.h), also after a SIGINT, which the
-# run itself ends with 0: a scheduler which starts failed jobs again must not take it for finished.
+# EXPERIMENT is an experiment that trains (gpt13b_sparse, gpt13b_dense). FOLDER must be the same on
+# every host. $PYTHON is the Python that runs it (default: python).
+#
+# On SIGTERM and SIGINT the run saves and ends. The status is then 75 (EX_TEMPFAIL of sysexits.h) if
+# the run has no report yet, even after a SIGINT, for which the run's own status is 0: a scheduler
+# that restarts failed jobs must not count the run as finished.
 
 set -eu
 if [ $# -lt 2 ]; then
@@ -21,17 +23,17 @@ else
     set -- "--out=$folder" "$@"
 fi
 
-# A signal that comes before the run is known waits for it: nothing is left behind.
-run='' early='' heard=''
-trap 'heard=1; if [ -n "$run" ]; then kill -TERM "$run" 2>/dev/null || :; else early=1; fi' TERM INT
+# A signal before the run has a process id is sent once it has one.
+run='' early='' signal=''
+trap 'signal=1; if [ -n "$run" ]; then kill -TERM "$run" 2>/dev/null || :; else early=1; fi' TERM INT
 "${PYTHON:-python}" -m "experiments.$experiment" "$@" &
 run=$!
 [ -z "$early" ] || kill -TERM "$run" 2>/dev/null || :
-# A trapped signal ends a wait early, with a status of its own; the run's is told once only, and
-# after that each wait says 127.
+# A trapped signal ends `wait` early with a status of its own. `wait` returns the run's status only
+# once; after that it returns 127.
 wait "$run" && status=0 || status=$?
-while [ -n "$heard" ]; do
-    heard=''
+while [ -n "$signal" ]; do
+    signal=''
     wait "$run" 2>/dev/null && again=0 || again=$?
     [ "$again" = 127 ] || status=$again
 done

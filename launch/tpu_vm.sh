@@ -1,10 +1,10 @@
 #!/bin/sh
-# All workers of a TPU VM, from your own machine; see tpu_vm.md.
+# Controls a run on all workers of a TPU VM from your own machine; see tpu_vm.md.
 #
-#   tpu_vm.sh setup NAME ZONE                                    this checkout and an environment
-#   tpu_vm.sh start NAME ZONE FOLDER EXPERIMENT [--flag=value ...]   a run, or go on with it
-#   tpu_vm.sh watch NAME ZONE                                    what worker 0 prints
-#   tpu_vm.sh stop  NAME ZONE                                    save and end, on all workers
+#   tpu_vm.sh setup NAME ZONE                  copy this checkout and make an environment
+#   tpu_vm.sh start NAME ZONE FOLDER EXPERIMENT [--flag=value ...]   start or resume a run
+#   tpu_vm.sh watch NAME ZONE                  show the output of worker 0
+#   tpu_vm.sh stop  NAME ZONE                  save and end the run, on all workers
 
 set -eu
 
@@ -23,7 +23,7 @@ on_workers() {
     gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker="$1" --command="$2"
 }
 
-# Words as a shell reads them back.
+# Prints the arguments quoted for a shell.
 quoted() {
     for word; do
         printf " '%s'" "$(printf '%s' "$word" | sed "s/'/'\\\\''/g")"
@@ -37,7 +37,7 @@ case $verb in
         git -C "$(dirname "$0")/.." archive --format=tar.gz -o "$archive" HEAD
         gcloud compute tpus tpu-vm scp "$archive" "$name:sparse_dataflow.tar.gz" \
             --zone="$zone" --worker=all
-        # The base images are Ubuntu 22.04, whose own Python is too old.
+        # The base images are Ubuntu 22.04, whose Python is too old.
         on_workers all 'set -e
             mkdir -p sparse_dataflow && cd sparse_dataflow && tar -xzf ../sparse_dataflow.tar.gz
             sh launch/find_python.sh >/dev/null 2>&1 || {
@@ -49,7 +49,7 @@ case $verb in
         on_workers all "set -e
             cd sparse_dataflow
             if [ -e run.pid ] && kill -0 \"\$(cat run.pid)\" 2>/dev/null; then
-                echo 'error: a run is still going on here; tpu_vm.sh stop ends it.' >&2
+                echo 'error: a run is still active; end it with tpu_vm.sh stop.' >&2
                 exit 1
             fi
             PYTHON=.venv/bin/python nohup setsid sh launch/start_or_resume.sh$(quoted "$@") \
@@ -60,10 +60,10 @@ case $verb in
         on_workers 0 'cd sparse_dataflow && tail -n 50 -F run.log'
         ;;
     stop)
-        # shellcheck disable=SC2016 # The worker's shell expands it.
+        # shellcheck disable=SC2016 # The worker's shell expands the variables.
         on_workers all 'cd sparse_dataflow
             pid=$(cat run.pid 2>/dev/null) && kill -TERM "$pid" 2>/dev/null || {
-                echo "nothing runs here"; exit 0; }
+                echo "no run is active"; exit 0; }
             while kill -0 "$pid" 2>/dev/null; do sleep 1; done
             tail -n 2 run.log'
         ;;

@@ -11,44 +11,42 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-# A machine that is busy with other things is slow, and no test is wrong for that.
+# A busy machine is slow, which is no failure of a test.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")
 
-# The interpreter of GPU kernels blocks threads of XLA's pool, which has one a core, while other
-# threads of the same kernel wait for one: with two cores it sometimes waits for ever.  XLA reads
-# the size of the pool here, once.
+# The interpreter of GPU kernels blocks threads of XLA's pool, which has one thread per core. With
+# two cores all threads can block, a deadlock. XLA reads the size of the pool from NPROC once.
 os.environ.setdefault("NPROC", "16")
 
-# On a machine without a driver CUPTI does not tell its version, and jax would then not load the
-# compiler for GPUs at all.
+# Without a driver CUPTI has no version, and jax would then not load the GPU compiler.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
-# The interpreter of TPU kernels runs on the threads that dispatched work would occupy: with two
-# cores it sometimes waits for itself.  Read once, when the CPU client starts.
+# The interpreter of TPU kernels needs the threads that asynchronously dispatched work occupies, a
+# deadlock with two cores. jax reads this once, when the CPU client starts.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
-# A shell starts what it puts in the background with Ctrl-C ignored, and so would be the processes
-# that tests interrupt.
+# A shell starts background jobs with SIGINT ignored. Processes that tests interrupt would inherit
+# that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What jax keeps of each program makes every collection of a long-lived worker slower.
+# jax keeps many objects per program, which slow every garbage collection of a long-lived worker.
 gc.set_threshold(200_000, 50, 1000)
 
-# Programs compile in half the time and run slower; what they compute stays.
+# Compiles in half the time; the programs are slower and their results stay.
 jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="session")
 def array_sizes():
-    """array_sizes(function, *arguments) -> elements of each array in the function's program.
+    """Returns array_sizes(function, *arguments), the element count of each array in its program.
 
-    Reads the jaxpr and all jaxprs inside it, so it counts what loops, custom gradients and remat
-    make; nothing runs, and arguments may be ShapeDtypeStructs.  Inside a Pallas kernel it does not
-    look: what is made there lies on the chip, in memory that the kernel's tuning bounds.
+    It reads the jaxpr and its inner jaxprs, so arrays of loops, custom gradients and remat count.
+    Nothing runs, and arguments may be ShapeDtypeStructs. Arrays inside Pallas kernels do not count:
+    they are in on-chip memory, which the kernel's tuning bounds.
     """
 
     def sizes(function, *arguments):
@@ -60,7 +58,7 @@ def array_sizes():
 
 @pytest.fixture(scope="module")
 def optimized():
-    """Programs of this module are compiled as a user's."""
+    """Compiles the programs of this module with all optimizations, as for a user."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)

@@ -1,4 +1,4 @@
-"""Which test runs what the documentation tells a reader to type."""
+"""Commands of the documentation and the tests that run them."""
 
 E = "tests/experiments/"
 RUN = {
@@ -30,18 +30,19 @@ RUN = {
     "launch/find_python.sh": "tests/launch/test_find_python.py::test_the_newest_wins",
     "launch/gke/render.py": "tests/launch/test_gke.py::test_the_page_shows_commands_that_render",
     "launch/local.py": E + "test_small_studies.py::test_two_processes_are_launched",
-    "launch/make_env.sh": "tests/launch/test_make_env.py::test_it_is_made_once",
+    "launch/make_env.sh": "tests/launch/test_make_env.py::test_it_is_created_once",
     "launch/tpu_vm.sh": "tests/launch/test_scripts.py::test_a_tpu_vm_is_set_up",
     "tests/experiments/fault_records.py": E + "test_fault_records.py::test_a_test_that_fails",
     "tests/experiments/test_golden.py": E + "test_golden.py::test_",
-    "tests/launch/test_gke.py": "tests/launch/test_gke.py::test_they_are_the_golden_ones",
+    "tests/launch/test_gke.py": "tests/launch/test_gke.py::test_manifests_equal_the_golden_ones",
     "build": "tests/test_wheel.py::wheel",
     "make aot-gpu": "tests/kernels/test_pallas_hopper_compiles.py::test_",
     "make bench": E + "test_benches.py::test_step_bench",
     "make docs": "tests/test_documentation.py::test_the_site_is_whole",
     "make faults": E + "test_faults.py::test_kills",
 }
-"""{module, script or target: FILE::what the name of the test, or fixture, begins with}."""
+"""Module, script or make target -> FILE::PREFIX of the test or fixture that runs it."""
 
 NOT_RUN = ("clean", "format", "lock", "nightly")
-"""Targets that delete, rewrite, ask the network and take hours; a test reads their recipes."""
+"""Targets that delete or rewrite files, need the network or take hours; only their recipes are
+read."""

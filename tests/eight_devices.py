@@ -1,4 +1,4 @@
-"""Runs a script of the tests in a process of eight virtual CPU devices."""
+"""Runs a script of the tests in a process with eight virtual CPU devices."""
 
 import atexit
 import functools
@@ -14,11 +14,11 @@ IMPORTED = (
     "sparse_dataflow.data.batches", "sparse_dataflow.parallel.pipeline.pipelined",
     "sparse_dataflow.checkpoint.checkpoint", "sparse_dataflow.training.loop",
 )  # fmt: skip
-"""What most of the scripts import."""
+"""Modules that most scripts import."""
 
 
 def on_eight_devices(script, *arguments):
-    """What the script, named from the tests' folder, prints as JSON in its last line."""
+    """Runs a script, relative to tests/, and returns the JSON value in its last line of output."""
     run = _forks().start(ROOT / "tests" / script, *arguments)
     assert run.wait(1500) == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
@@ -30,9 +30,9 @@ def _forks():
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "PYTHONPATH": str(ROOT),
-        # Threads of XLA's pool: devices wait for each other, each on one.
+        # Threads of XLA's pool: each device blocks one while it waits for the others.
         "NPROC": "32",
-        # As in the tests' own process.
+        # As in conftest.py.
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     folder = tempfile.TemporaryDirectory()

@@ -1,13 +1,13 @@
-"""Programs as forks of one process that has imported what they need: seconds less for each.
+"""Runs programs as forks of a server process that has imported their modules.
 
-As a program, the process that forks: it imports the modules that its arguments name; each line of
-its input, a JSON object as `Forks.start` writes it, then starts a fork and is answered by its
-number.  What a fork prints goes to `log` + ".out" and ".err", and once it has ended its status, as
-`subprocess.Popen.returncode` has it, to ".status".
+A fork saves the seconds of these imports. It is a full process: its jax runtime starts after the
+fork, and signals reach it alone. Only the start and the end of Python are not tested this way; a
+few tests start real processes for that.
 
-A fork is a process like any other: it has its own jax, whose runtime starts after the fork, and
-signals and kills reach it alone.  What it does not do is to start Python and to end it; a few tests
-run real processes for that.
+As a program, this file is the server. It imports the modules in its arguments. Each line of its
+stdin is a JSON request of `Forks.start`; the server answers with the process id of the new fork.
+The fork's output goes to LOG.out and LOG.err, and its status (as in `subprocess.Popen.returncode`)
+to LOG.status when it has ended.
 """
 
 import contextlib
@@ -23,57 +23,58 @@ import sys
 import time
 from pathlib import Path
 
-GUARD = 600
-"""Seconds after which something hangs, on a machine that is busy with other things."""
+TIMEOUT_SECONDS = 600
+"""A process that takes longer hangs, even on a busy machine."""
 
 
 class Fork:
-    """One run."""
+    """A program that runs in a fork."""
 
     def __init__(self, pid, log):
         self.pid = pid
-        self._out, self._err, self._status = (_with(log, end) for end in ("out", "err", "status"))
+        self._out, self._err, self._status = (
+            _with_suffix(log, suffix) for suffix in ("out", "err", "status")
+        )
 
     @property
     def stdout(self):
-        """What it has printed so far."""
+        """Standard output so far."""
         return self._out.read_text(errors="replace") if self._out.exists() else ""
 
     @property
     def stderr(self):
-        """What it has said so far."""
+        """Standard error so far."""
         return self._err.read_text(errors="replace") if self._err.exists() else ""
 
     @property
     def text(self):
-        """Both."""
+        """Standard output and standard error so far."""
         return self.stdout + self.stderr
 
     @property
     def returncode(self):
-        """Its status; None while it runs."""
+        """Exit status, negative for a signal; None while the fork runs."""
         return int(self._status.read_text()) if self._status.exists() else None
 
     def signal(self, number):
-        """Sends it a signal, if it still runs."""
+        """Sends a signal if the fork still runs."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def wait(self, seconds=GUARD):
-        """Its status, once it has ended; it is killed if it never does."""
+    def wait(self, seconds=TIMEOUT_SECONDS):
+        """Waits for the end and returns the status; kills the fork after a timeout."""
         end = time.monotonic() + seconds
         while self.returncode is None:
             if time.monotonic() > end:
                 self.signal(signal.SIGKILL)
-                raise AssertionError(f"it hangs: {self.text}")
+                raise AssertionError(f"the process hangs: {self.text}")
             time.sleep(0.02)
         return self.returncode
 
 
 class Forks:
-    """The process that forks: it begins with the first fork that is asked for, and `close` ends it
-    and all that still runs."""
+    """The server process: `start` starts it when first called, `close` ends it and all forks."""
 
     def __init__(self, environment, folder, modules):
         self._environment, self._folder, self._modules = environment, Path(folder), modules
@@ -82,15 +83,20 @@ class Forks:
     def close(self):
         if self._process is not None:
             self._process.stdin.close()
-            self._process.wait(GUARD)
+            self._process.wait(TIMEOUT_SECONDS)
 
     def start(self, program, *arguments, environment=None, cwd=None, log=None):
-        """A run of `python PROGRAM ARGUMENTS`.
+        """Runs `python PROGRAM ARGUMENTS` in a fork.
 
         Args:
-          environment: variables that it alone has; of no use to what reads them when imported.
-          cwd: the folder that it runs in; one of the tests if None.
-          log: what files of its output are called; one of its own in that folder if None.
+          program: path of a Python file.
+          *arguments: command-line arguments.
+          environment: additional variables; modules that the server imported do not see them.
+          cwd: working folder; the folder of the server if None.
+          log: path of the output files without suffix; a new one in that folder if None.
+
+        Returns:
+          The `Fork`.
         """
         if self._process is None:
             self._process = subprocess.Popen(
@@ -103,31 +109,31 @@ class Forks:
             )
         self._count += 1
         log = Path(log or self._folder / str(self._count))
-        asked = {
+        request = {
             "argv": [str(program), *map(str, arguments)],
             "environment": environment or {},
             "cwd": str(cwd or self._folder),
             "log": str(log),
         }
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return Fork(int(self._process.stdout.readline()), log)
 
 
-def _with(log, end):
-    return log.with_name(f"{log.name}.{end}")
+def _with_suffix(log, suffix):
+    return log.with_name(f"{log.name}.{suffix}")
 
 
 def serve():
-    """Forks what is asked for until its input ends."""
-    running, rest = {}, b""
+    """Serves requests until stdin ends."""
+    logs, rest = {}, b""
     while True:
         ready, _, _ = select.select([0], [], [], 0.02)
-        while running:
+        while logs:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 break
-            log = running.pop(pid)
+            log = logs.pop(pid)
             new = Path(f"{log}.status.new")
             new.write_text(str(os.waitstatus_to_exitcode(status)))
             new.rename(f"{log}.status")
@@ -138,26 +144,26 @@ def serve():
             break
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            asked = json.loads(line)
+            request = json.loads(line)
             if (pid := os.fork()) == 0:
-                _become(asked)
-            running[pid] = asked["log"]
+                _run_request(request)
+            logs[pid] = request["log"]
             os.write(1, f"{pid}\n".encode())
-    for pid in running:
+    for pid in logs:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _become(asked):
+def _run_request(request):
     status = 70
     try:
-        for number, end in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{asked['log']}.{end}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.chdir(asked["cwd"])
-        os.environ.update(asked["environment"])
-        sys.argv = asked["argv"]
+        for number, suffix in ((1, "out"), (2, "err")):
+            path = f"{request['log']}.{suffix}"
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.chdir(request["cwd"])
+        os.environ.update(request["environment"])
+        sys.argv = request["argv"]
         sys.path.insert(0, str(Path(sys.argv[0]).parent))
         runpy.run_path(sys.argv[0], run_name="__main__")
         status = 0
@@ -174,9 +180,9 @@ def _become(asked):
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:]:
-        importlib.import_module(wanted)
-    # What is not there when a fork begins is not copied into it either.
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    # Frees garbage and freezes the rest, so that forks share its memory pages.
     gc.collect()
     gc.freeze()
     serve()

@@ -1,21 +1,21 @@
-"""Ports of this machine on which processes of the tests meet."""
+"""Free ports of this machine for processes that tests start."""
 
 import random
 import socket
 
 
 def free_port():
-    """A port that nothing listens at.
+    """Returns a port that no process listens on.
 
-    It is below those that systems hand out to outgoing connections (from 32768 on, on Linux), as
-    one of these could take it before the test's processes do.
+    It is below the ephemeral ports (from 32768 on Linux): an outgoing connection could take one of
+    those before the test's processes do.
     """
-    draw = random.SystemRandom()
+    rng = random.SystemRandom()
     while True:
-        port = draw.randrange(10_000, 32_000)
-        with socket.socket() as found:
+        port = rng.randrange(10_000, 32_000)
+        with socket.socket() as server:
             try:
-                found.bind(("", port))
+                server.bind(("", port))
             except OSError:
                 continue
         return port

@@ -1,4 +1,4 @@
-"""File operations of the tests' own process that fail for a moment."""
+"""Transient failures of file operations in the tests' process."""
 
 import contextlib
 import os
@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 OPERATIONS = ("open", "os.listdir", "os.mkdir", "os.rename", "os.scandir")
-_watching: list = []
+_watchers: list = []
 
 
 def _hook(event, arguments):
-    if _watching and event in OPERATIONS:
-        _watching[-1](arguments)
+    if _watchers and event in OPERATIONS:
+        _watchers[-1](arguments)
 
 
 sys.addaudithook(_hook)
@@ -19,22 +19,31 @@ sys.addaudithook(_hook)
 
 @contextlib.contextmanager
 def failing(folder: Path, first: int, times: int, number: int):
-    """Within it, of the operations on what lies under `folder`, the `times` from number `first` on
-    (counted from 0) fail with the error `number`; yields what failed, as paths."""
-    inside, seen, failed = str(folder), 0, []
+    """Makes file operations under a folder fail while the context is active.
+
+    Args:
+      folder: folder whose operations count.
+      first: index of the first operation that fails, from 0.
+      times: number of successive failures.
+      number: errno of the failures.
+
+    Yields:
+      A list of the paths of each failed operation, which grows with the failures.
+    """
+    prefix, count, failed = str(folder), 0, []
 
     def watch(arguments):
-        nonlocal seen
-        named = [str(a) for a in arguments if isinstance(a, str | os.PathLike)]
-        if not any(name.startswith(inside) for name in named):
+        nonlocal count
+        paths = [str(a) for a in arguments if isinstance(a, str | os.PathLike)]
+        if not any(path.startswith(prefix) for path in paths):
             return
-        seen += 1
-        if first < seen <= first + times:
-            failed.append(named)
+        count += 1
+        if first < count <= first + times:
+            failed.append(paths)
             raise OSError(number, os.strerror(number))
 
-    _watching.append(watch)
+    _watchers.append(watch)
     try:
         yield failed
     finally:
-        _watching.remove(watch)
+        _watchers.remove(watch)

@@ -27,94 +27,95 @@ from sparse_dataflow.runs.request import NAMED, Request
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted(page for where in ("", "docs/", "launch/") for page in ROOT.glob(f"{where}*.md"))
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
-# Clusters and clouds, whose commands need "# needs ..." beside them.
-ELSEWHERE = ("docker", "sbatch", "scancel", "squeue", "kubectl", "gcloud")
-# Not ours: what gets the source, and what the reader's own file is called.
-OTHERS = ("git clone", "cd ", "python mine.py", "python -m build", "python -m venv")
+# Commands of clusters and clouds must have a comment "# needs ...".
+CLUSTER_COMMANDS = ("docker", "sbatch", "scancel", "squeue", "kubectl", "gcloud")
+# Legal commands that are not part of this project.
+FOREIGN = ("git clone", "cd ", "python mine.py", "python -m build", "python -m venv")
 SETTINGS = settings.by_path(RunConfig)
 CONFIGS = "|".join(sorted({path.partition(".")[0] for path in SETTINGS}))
 README_WORDS = 900
 LINE = 100
 CELL_WORDS = 25
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-IN_CI = re.findall(r"^ *make ([a-z-]+)", (ROOT / ".ci" / "run").read_text(), re.M)
-
-
+CI_TARGETS = re.findall(r"^ *make ([a-z-]+)", (ROOT / ".ci" / "run").read_text(), re.M)
 RUN_CONFIG = preset("pico")
 
 
-def joined(text):
-    """With lines that are continued on the next one in one."""
+def join_continued_lines(text):
+    """Joins lines that end with a backslash with the next line."""
     return re.sub(r" *\\\n *", " ", text)
 
 
-def fenced(page):
-    """The lines of the fenced blocks without a language."""
-    text = joined(page.read_text(encoding="utf-8"))
+def fenced_commands(page):
+    """Yields the lines of fenced blocks without a language."""
+    text = join_continued_lines(page.read_text(encoding="utf-8"))
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
         if not language:
             yield from (line.strip() for line in block.splitlines() if line.strip())
 
 
-def inline(page):
-    """Commands between backticks."""
+def inline_commands(page):
+    """Yields the commands between backticks."""
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     for span in re.findall(r"`([^`]+)`", text.replace("\n", " ")):
-        # A cluster's own tools in a sentence of its own page need no remark.
+        # Cluster commands within a sentence need no comment.
         if re.match(r"(python|make|sh|\.ci/run)( |$)", span):
             yield span
 
 
-def refused(line):
-    """Why a command is none; empty where it is one."""
-    command, _, remark = line.partition(" #")
-    for part in re.split(r" (?:\||&&) ", command):
-        if reason := _refused(part.strip(), remark):
-            return reason
-    return ""
+def split_commands(line):
+    """Returns (commands joined by | or &&, comment) of a line."""
+    commands, _, comment = line.partition(" #")
+    return [c.strip() for c in re.split(r" (?:\||&&) ", commands)], comment
 
 
-def _refused(command, remark):
-    if command.startswith(OTHERS):
+def problem(line):
+    """Returns why a line of commands is illegal; "" if it is legal."""
+    commands, comment = split_commands(line)
+    return next((text for c in commands if (text := command_problem(c, comment))), "")
+
+
+def command_problem(command, comment):
+    if command.startswith(FOREIGN):
         return ""
     words = shlex.split(command)
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         del words[0]
-    if words[0] in ELSEWHERE:
-        return "" if "needs" in remark else "say what it needs"
+    if words[0] in CLUSTER_COMMANDS:
+        return "" if "needs" in comment else "add a comment with what it needs"
     if words[0] == "make":
         named = [word for word in words[1:] if "=" not in word]
         return "" if set(named) <= set(TARGETS) else f"no such target: {named}"
     if words[:2] == ["python", "-m"] and words[2].startswith("experiments."):
-        return _refused_experiment(words[2], words[3:])
+        return experiment_problem(words[2], words[3:])
     if words[0] in ("python", "sh"):
         if not (ROOT / words[1]).exists():
             return f"no such file: {words[1]}"
         if words[1] == "launch/local.py":
             rest = words[words.index("-m") :]
-            return _refused(shlex.join(["python", *rest]), remark)
+            return command_problem(shlex.join(["python", *rest]), comment)
         return ""
     return "" if (ROOT / words[0]).exists() else f"no such program: {words[0]}"
 
 
 def experiment(name):
-    """An experiment's module; None where its flags are not settings yet."""
+    """Returns an experiment's module; None if its flags are not settings."""
     spec = importlib.util.find_spec(name)
     if spec and "command_line.run(" not in pathlib.Path(spec.origin).read_text(encoding="utf-8"):
         return None
     return importlib.import_module(name)
 
 
-def _refused_experiment(name, arguments):
+def experiment_problem(name, arguments):
     module = experiment(name)
-    given = [a for a in arguments if a != "..." and not a.startswith(("--help", "--resume="))]
+    flags = [a for a in arguments if a != "..." and not a.startswith(("--help", "--resume="))]
     try:
         if module is None:
-            sets = [b for a, b in itertools.pairwise(given) if a == "--set"]
+            sets = [b for a, b in itertools.pairwise(flags) if a == "--set"]
             settings.changed(RUN_CONFIG, {p: v for p, _, v in (t.partition("=") for t in sets)})
             return ""
         shared, options = getattr(module, "SHARED", ()), getattr(module, "Options", None)
-        for argument in command_line.arguments([name, *given], shared, options):
+        for argument in command_line.arguments([name, *flags], shared, options):
             if isinstance(argument, Request) and not argument.changes.get("run.init_from"):
                 argument.config()
     except UserError as error:
@@ -123,45 +124,48 @@ def _refused_experiment(name, arguments):
 
 
 def runners(line):
-    """What is run by a line that says nothing of hardware: keys that RUN should have."""
-    command, _, remark = line.partition(" #")
-    if "needs" in remark:
+    """Returns the modules, scripts and targets that a line runs, the keys of RUN; none if it needs
+    special hardware."""
+    commands, comment = split_commands(line)
+    if "needs" in comment:
         return []
-    found = []
-    for part in re.split(r" (?:\||&&) ", command):
-        words = [w for w in shlex.split(part) if not re.fullmatch(r"[A-Z_]+=.*", w)]
+    keys = []
+    for command in commands:
+        words = [w for w in shlex.split(command) if not re.fullmatch(r"[A-Z_]+=.*", w)]
         if words[0] == "make":
             named = [f"make {word}" for word in words[1:]]
-            found += [n for n in named if n[5:] not in (*IN_CI, *NOT_RUN)]
+            keys += [n for n in named if n[5:] not in (*CI_TARGETS, *NOT_RUN)]
         elif words[0] in ("python", "sh"):
             script = [word for word in words[1:] if not word.startswith("-")][:1]
             modules = [after for word, after in itertools.pairwise(words) if word == "-m"]
-            found += dict.fromkeys([*script, *modules])
-    return found
+            keys += dict.fromkeys([*script, *modules])
+    return keys
 
 
 @each_page
-def test_every_command_is_one_and_is_run_by_a_test_or_says_what_it_needs(page):
-    found = [*fenced(page), *inline(page)]
-    wrong = {line: reason for line in found if (reason := refused(line))}
+def test_every_command_is_legal_and_run_by_a_test_or_has_its_needs(page):
+    lines = [*fenced_commands(page), *inline_commands(page)]
+    wrong = {line: reason for line in lines if (reason := problem(line))}
     assert not wrong
-    assert {line: run for line in found for run in runners(line) if run not in RUN} == {}
+    assert {line: run for line in lines for run in runners(line) if run not in RUN} == {}
 
 
-def test_the_experiments_docstrings_name_commands():
+def test_commands_in_the_experiments_docstrings_are_legal():
     lines = [
         re.split(r"  ", line.strip())[0]
         for path in sorted((ROOT / "experiments").glob("*.py"))
-        for line in joined(ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
+        for line in join_continued_lines(
+            ast.get_docstring(ast.parse(path.read_text())) or ""
+        ).splitlines()
         if line.startswith("    python -m ")
     ]
     assert len(lines) > 20
-    assert {line: reason for line in lines if (reason := refused(line))} == {}
+    assert {line: reason for line in lines if (reason := problem(line))} == {}
     assert {line: run for line in lines for run in runners(line) if run not in RUN} == {}
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_the_test_that_runs_it_is_there(name):
+def test_the_test_that_runs_a_command_exists(name):
     file, _, function = RUN[name].partition("::")
     source = (ROOT / file).read_text()
     assert re.search(rf"^def {function}", source, re.M), RUN[name]
@@ -170,8 +174,8 @@ def test_the_test_that_runs_it_is_there(name):
 
 
 @pytest.mark.parametrize("target", sorted({*TARGETS} - {"env"}))
-def test_the_recipe_of_a_target_names_what_is_there(target):
-    """Python files, folders and scripts, read from a dry run."""
+def test_the_recipe_of_a_target_names_existing_files(target):
+    """The names of files and folders come from a dry run."""
     done = subprocess.run(
         ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
@@ -182,7 +186,7 @@ def test_the_recipe_of_a_target_names_what_is_there(target):
         assert importlib.util.find_spec(module)
 
 
-def test_the_check_can_refuse():
+def test_illegal_commands_are_found():
     for line in (
         "python -m experiments.gpt13b_sparse --densty=0.5",
         "python -m experiments.gpt13b_sparse --density=7",
@@ -194,34 +198,34 @@ def test_the_check_can_refuse():
         "sh launch/nowhere.sh | cat",
         "docker build .",
     ):
-        assert refused(line), line
+        assert problem(line), line
     with pytest.raises(ModuleNotFoundError):
-        refused("python -m experiments.nothing")
-    assert sum(1 for page in PAGES for _ in fenced(page)) > 15
+        problem("python -m experiments.nothing")
+    assert sum(1 for page in PAGES for _ in fenced_commands(page)) > 15
     assert runners("python mine.py --pattern=x") == ["mine.py"]
     assert runners("A=1 make bench && make test") == ["make bench"]
     assert runners("python launch/local.py --processes=2 -m experiments.x") == [
         "launch/local.py", "experiments.x"
     ]  # fmt: skip
     assert runners("python -m experiments.x   # needs a TPU") == []
-    assert {*NOT_RUN} <= {*TARGETS} and IN_CI
+    assert {*NOT_RUN} <= {*TARGETS} and CI_TARGETS
 
 
-def test_no_fence_escapes_the_checks():
+def test_every_fenced_block_is_checked():
     for page in PAGES:
         opened = re.findall(r"^ *```(\w*)$", page.read_text(encoding="utf-8"), re.M)
         assert set(opened[::2]) <= {"", "python"} and set(opened[1::2]) <= {""}, page
 
 
 def anchors(page):
-    """The anchors of a page's headings."""
+    """Returns the anchors of a page's headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     titles = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
 @each_page
-def test_every_link_leads_somewhere(page):
+def test_every_link_resolves(page):
     for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text("utf-8")):
         if "://" not in target:
             path = page.parent / target if target else page
@@ -230,7 +234,7 @@ def test_every_link_leads_somewhere(page):
 
 
 def legal_flags():
-    """Names of all flags: shared ones, those of each experiment, those of the launchers."""
+    """Returns the names of all flags: shared ones, those of experiments and of launchers."""
     names = {*NAMED, "set", "help", "flagfile"}
     for path in (ROOT / "experiments").glob("[a-z]*.py"):
         if "__main__" not in path.read_text(encoding="utf-8"):
@@ -247,7 +251,7 @@ def legal_flags():
 
 
 @each_page
-def test_every_flag_and_setting_that_it_names_is_legal(page):
+def test_every_flag_and_setting_is_legal(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
     named = {name for span in spans for name in re.findall(r"(?:^| )--([a-z]\w*)", span)}
@@ -275,7 +279,7 @@ def test_lines_and_cells_are_short(page):
 
 @each_page
 def test_a_list_follows_an_empty_line(page):
-    """mkdocs takes it for a part of the paragraph else."""
+    """Without it mkdocs renders the list as part of the paragraph."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     item = re.compile(r"(- |\d+\. |  )")
     wrong = [
@@ -286,7 +290,7 @@ def test_a_list_follows_an_empty_line(page):
     assert wrong == []
 
 
-def test_the_layer_of_the_readme_runs():
+def test_the_readme_example_runs():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     block = re.search(r"## A sparse layer\n\n```python\n(.*?)^```", text, re.M | re.S)[1]
     names = {}
@@ -306,7 +310,7 @@ def test_python_in_the_pages_compiles():
 
 
 class Links(html.parser.HTMLParser):
-    """Addresses and anchors of a page, and addresses of what it loads by itself."""
+    """Link targets and anchors of a page, and URLs of resources that it loads."""
 
     def __init__(self, text):
         super().__init__()
@@ -319,12 +323,12 @@ class Links(html.parser.HTMLParser):
         target = attributes.get("href") or attributes.get("src")
         if target:
             self.targets.append(target)
-            if tag not in ("a",):
+            if tag != "a":
                 self.loaded.append(target)
 
 
-def built(folder):
-    """The process that built the site in `folder`."""
+def build_site(folder):
+    """Builds the site in `folder`; returns the completed process."""
     pytest.importorskip("mkdocstrings")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
@@ -339,14 +343,14 @@ def built(folder):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site") / "docs"
-    done = built(folder)
+    done = build_site(folder)
     assert done.returncode == 0, done.stderr
     return folder
 
 
 @pytest.mark.slow
 def test_the_site_is_whole(site):
-    """Every link resolves, no page loads anything from the network, search knows every page."""
+    """Every link resolves, no page loads resources from the network, search has every page."""
     pages = {
         path: Links(path.read_text(encoding="utf-8"))
         for path in site.rglob("*.html")
@@ -356,17 +360,17 @@ def test_the_site_is_whole(site):
     for path, links in pages.items():
         assert [target for target in links.loaded if "://" in target] == []
         for target in links.targets:
-            where, _, anchor = target.partition("#")
-            if "://" in where or where.startswith(("mailto:", "data:")):
+            address, _, anchor = target.partition("#")
+            if "://" in address or address.startswith(("mailto:", "data:")):
                 continue
-            linked = (path.parent / where).resolve() if where else path
+            linked = (path.parent / address).resolve() if address else path
             linked = linked / "index.html" if linked.is_dir() else linked
             assert linked.exists(), f"{path.name}: {target}"
             if anchor and linked in pages:
                 assert anchor in pages[linked].anchors, f"{path.name}: {target}"
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
-    found = {entry["location"].partition("#")[0] for entry in index["docs"]}
-    assert {page.relative_to(site).as_posix() for page in pages} <= found
+    indexed = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    assert {page.relative_to(site).as_posix() for page in pages} <= indexed
 
 
 @pytest.mark.slow
@@ -382,14 +386,14 @@ def test_the_reference_has_the_public_names_and_every_module(site):
             assert f'id="{name}"' in text
 
 
-def test_the_site_replaces_no_page_of_others(tmp_path):
-    (tmp_path / "index.html").write_text("mine")
-    done = built(tmp_path)
+def test_the_site_does_not_replace_other_files(tmp_path):
+    (tmp_path / "index.html").write_text("other")
+    done = build_site(tmp_path)
     assert done.returncode == 1 and "may not replace (index.html)" in done.stderr
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["other"]
 
 
-def test_citation_and_licence_are_there():
+def test_citation_and_licence_exist():
     import yaml
 
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Names say what they mean; `python tests/names.py PLACE --list` shows those that do not."""
+"""At most one name in a hundred is vague; `python tests/names.py PLACE --list` lists them."""
 
 import names
 import pytest
@@ -13,10 +13,10 @@ def test_few_names_are_vague(place):
 
 
 @pytest.mark.parametrize("name", ["found", "_kept", "step_told", "PARTS", "what_is", "OneDevice"])
-def test_a_vague_word_is_noticed_in_any_spelling(name):
+def test_a_vague_word_is_found_in_any_spelling(name):
     assert names.vague(name)
 
 
 @pytest.mark.parametrize("name", ["partition", "held_out", "apart", "test_what_is_told", "keep"])
-def test_other_words_pass(name):
+def test_other_words_are_legal(name):
     assert not names.vague(name)

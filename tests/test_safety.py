@@ -1,4 +1,4 @@
-"""Nothing that is read is executed, and nothing in a run folder leads out of it."""
+"""No input is executed, and no path in a run folder leads out of it."""
 
 import ast
 import json
@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
-from sparse_dataflow.evaluation import trained
+from sparse_dataflow.config.presets import preset
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.links import refuse_outside_links
 from sparse_dataflow.parallel.relay.server_files import _refuse_another_folder
+from sparse_dataflow.training.run_files import RunRecord, read_record
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = [
@@ -24,36 +25,36 @@ EXECUTING = {
     "_pickle", "cPickle", "cloudpickle", "code", "codeop", "dill", "joblib", "marshal",
     "pickle", "shelve",
 }  # fmt: skip
-"""Modules that make objects, or run code, from bytes."""
+"""Modules that create objects or run code from bytes."""
 
 
-def called(node):
-    """The dotted name of what a call calls, as far as it is one."""
-    parts, here = [], node.func
-    while isinstance(here, ast.Attribute):
-        parts.append(here.attr)
-        here = here.value
-    return ".".join(reversed([*parts, here.id] if isinstance(here, ast.Name) else parts))
+def dotted_name(node):
+    """Returns the dotted name of a called function; "" or its last words if it has none."""
+    names, function = [], node.func
+    while isinstance(function, ast.Attribute):
+        names.append(function.attr)
+        function = function.value
+    return ".".join(reversed([*names, function.id] if isinstance(function, ast.Name) else names))
 
 
 def offences(source):
-    """What a source does that may execute what it reads."""
-    found = []
+    """Returns the imports and calls of a source that could execute input."""
+    result = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names if alias.name in EXECUTING]
+            result += [alias.name for alias in node.names if alias.name in EXECUTING]
         elif isinstance(node, ast.ImportFrom) and node.module in EXECUTING:
-            found.append(node.module)
+            result.append(node.module)
         elif isinstance(node, ast.Call):
-            name = called(node)
+            name = dotted_name(node)
             options = {o.arg: getattr(o.value, "value", None) for o in node.keywords}
             if name in ("eval", "exec", "__import__") or name.endswith("yaml.load"):
-                found.append(name)
+                result.append(name)
             if name in ("np.load", "numpy.load") and options.get("allow_pickle", 0) is not False:
-                found.append(f"{name} without allow_pickle=False")
+                result.append(f"{name} without allow_pickle=False")
             if options.get("allow_pickle") is True or options.get("shell") is True:
-                found.append(f"{name} with allow_pickle or shell")
-    return found
+                result.append(f"{name} with allow_pickle or shell")
+    return result
 
 
 @pytest.mark.parametrize(
@@ -63,17 +64,17 @@ def offences(source):
         "np.load(path, allow_pickle=True)", "subprocess.run(words, shell=True)", "yaml.load(file)",
     ],
 )  # fmt: skip
-def test_what_executes_is_found(source):
+def test_code_that_executes_input_is_found(source):
     assert offences(source)
 
 
-def test_no_source_executes_what_it_reads():
+def test_no_source_executes_input():
     assert len(SOURCES) > 200
     assert {str(p): o for p in SOURCES if (o := offences(p.read_text()))} == {}
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c/d"]), max_size=3), st.booleans())
-def test_a_link_out_of_the_folder_is_refused_and_one_within_is_not(tmp_path_factory, names, out):
+def test_links_out_of_the_run_folder_are_refused(tmp_path_factory, names, out):
     base = tmp_path_factory.mktemp("links")
     run, outside = base / "run", base / "outside"
     outside.mkdir()
@@ -91,14 +92,13 @@ def test_a_link_out_of_the_folder_is_refused_and_one_within_is_not(tmp_path_fact
 
 
 @pytest.mark.parametrize("name", ["..", "../other", "/etc", "a/b", "", "sparse\0", "."])
-def test_a_variant_names_no_place_elsewhere(tmp_path, name):
-    model = ModelConfig(1, 8, 1, 32, 300, 4).to_json()
-    training = {"steps": 1, "batch": 1, "sequence": 4}
-    variants = {name: {"model": model, "training": training, "evolution": {}}}
-    config = {"variants": variants, "corpus": {"name": "sotu"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="not a legal variant name"):
-        trained.read_config(tmp_path)
+def test_a_variant_name_cannot_leave_the_run_folder(tmp_path, name):
+    texts = dict.fromkeys(("date", "machine", "corpus", "corpus_hash", "tokenizer"), "x")
+    record = RunRecord("gpt13b_sparse", ("python",), versions={}, vocab_size=300, steps={}, **texts)
+    fields = record.to_json() | {"steps": {name: 1}}
+    (tmp_path / "run.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match="steps do not fit the models"):
+        read_record(tmp_path, preset("pico"))
 
 
 @pytest.mark.parametrize(
@@ -108,19 +108,19 @@ def test_a_variant_names_no_place_elsewhere(tmp_path, name):
         (1, 8, 1, 32, 10**18, 4), (1, 8, 1, 32, 300, 2**40),
     ],
 )  # fmt: skip
-def test_sizes_are_bounded_before_anything_is_made(sizes):
-    with pytest.raises(UserError, match="at most"):
+def test_sizes_are_checked_before_any_allocation(sizes):
+    with pytest.raises(UserError, match="legal: whole numbers from 1 to"):
         ModelConfig(*sizes)
 
 
-def test_blocks_are_bounded_before_any_layout_is_made():
+def test_block_counts_are_checked_before_any_layout_exists():
     wide = 2**21
     with pytest.raises(UserError, match="larger blocks"):
         ModelConfig(8, wide, 1, wide, 300, 4, {"qkv": LinearSpec("block_sparse", block=1)})
 
 
 @pytest.mark.parametrize("name", ["thesis.txt", "lock/", "slot0 ->"])
-def test_the_relay_s_files_go_to_a_folder_of_their_own_alone(tmp_path, name):
+def test_the_relay_refuses_a_folder_with_other_files(tmp_path, name):
     if name.endswith("->"):
         (tmp_path / "folder").mkdir()
         (tmp_path / "precious").write_text("mine")
@@ -136,15 +136,15 @@ def test_the_relay_s_files_go_to_a_folder_of_their_own_alone(tmp_path, name):
     assert sorted((p.name, p.is_dir()) for p in tmp_path.rglob("*")) == before
 
 
-def test_a_pipe_a_giant_and_a_tower_are_no_json_files(tmp_path):
+def test_a_pipe_a_large_file_and_deep_nesting_are_not_json_files(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_text(json.dumps("x" * 2000))
     (tmp_path / "tower").write_text("[" * 100_000)
-    wanted = {
+    messages = {
         "pipe": "not a regular file",
         "large": "larger than 1000",
         "tower": "nested too deeply",
     }
-    for name, words in wanted.items():
+    for name, words in messages.items():
         with pytest.raises(ValueError, match=words):
             json_files.load(tmp_path / name, 1000 if name == "large" else 10**6)

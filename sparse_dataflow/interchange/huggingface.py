@@ -1,7 +1,9 @@
-"""Models from and to Hugging Face directories: config.json, safetensors, tokenizer.
+"""Reader and writer of Hugging Face directories: config.json, safetensors and tokenizer files.
 
-Read are GPT-2 and OPT; written are GPT-2 (the dense form, which `transformers` loads) and the
-sparse form of `sparse_form`. A directory is written beside its place and renamed when it is whole.
+- Import: GPT-2, OPT, and the sparse form of `sparse_form`.
+- Export: GPT-2 (the dense form, which `transformers` loads) and the sparse form.
+
+An export is written to a temporary folder, which is renamed when it is complete.
 """
 
 import contextlib
@@ -28,14 +30,14 @@ FORMS = ("dense", "sparse")
 
 
 class Imported(NamedTuple):
-    """A model from elsewhere.
+    """An imported model.
 
     Attributes:
-      model: its config.
-      params: numpy float32; see `gpt`.
-      tables: layout tables; empty where it is dense.
-      tokenizer: of the model's vocabulary, whose ids are in this project's order.
-      digest: sha256 (hex) of the weights' files.
+      model: config of the model.
+      params: parameter tree in numpy float32; see `gpt`.
+      tables: layout tables; empty if the model is dense.
+      tokenizer: tokenizer with this project's order of ids, as the embedding of `params`.
+      digest: sha256 (hex) of the weight files.
     """
 
     model: ModelConfig
@@ -46,7 +48,7 @@ class Imported(NamedTuple):
 
 
 def is_directory(folder: str | Path) -> bool:
-    """Whether a folder's config.json names a model's architecture, as a run's does not."""
+    """Returns whether the folder's config.json has a model_type; that of a run folder has none."""
     try:
         fields = json_files.load(Path(folder) / CONFIG)
     except (OSError, ValueError):
@@ -55,11 +57,11 @@ def is_directory(folder: str | Path) -> bool:
 
 
 def read(folder: str | Path) -> Imported:
-    """The model of a Hugging Face directory, of GPT-2 or OPT, or of an export of the sparse form.
+    """Reads a Hugging Face directory of GPT-2, OPT or the sparse form.
 
     Raises:
-      UserError: there is none, its architecture is another, or a tensor or the tokenizer is
-        missing, misshaped or damaged.
+      UserError: the folder has no model, the architecture is not supported, or a tensor or the
+        tokenizer is missing, damaged or of another shape.
     """
     folder = Path(folder).expanduser()
     fields = _read_config(folder)
@@ -72,7 +74,7 @@ def read(folder: str | Path) -> Imported:
         return Imported(model, params, tables, tokenizer, tensors.Tensors(folder).digest())
     if kind not in architectures.ARCHITECTURES:
         raise UserError(
-            f"{folder} holds a model of type {kind!r}; legal: "
+            f"{folder} has a model of type {kind!r}; legal: "
             f"{', '.join(architectures.ARCHITECTURES)}."
         )
     architecture = architectures.ARCHITECTURES[kind]
@@ -95,15 +97,15 @@ def read(folder: str | Path) -> Imported:
 def _read_config(folder):
     path = folder / CONFIG
     if not path.exists():
-        raise UserError(f"{folder} is no Hugging Face directory: it has no {CONFIG}.")
+        raise UserError(f"{folder} is not a Hugging Face directory: it has no {CONFIG}.")
     try:
         fields = json_files.load(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}).") from None
     if not isinstance(fields, dict):
-        raise UserError(f"{path} is damaged: it is no JSON object.")
+        raise UserError(f"{path} is damaged: it is not a JSON object.")
     if not isinstance(fields.get("model_type"), str):
-        raise UserError(f"{path} is damaged: it names no model_type.")
+        raise UserError(f"{path} is damaged: model_type is missing or is not a string.")
     return fields
 
 
@@ -113,7 +115,7 @@ def _prefix(files, architecture):
             return prefix
     raise UserError(
         f"{files.folder} has no tensor {architecture.prefixes[0]}{architecture.probe}; the weights "
-        "are incomplete, or of another architecture than its config.json says."
+        "are incomplete or do not match the architecture in its config.json."
     )
 
 
@@ -128,31 +130,34 @@ def write(
     context: int,
     card: str,
 ) -> Path:
-    """Writes a directory, whole or not at all.
+    """Exports a model to a Hugging Face directory. If it fails, no folder is left.
 
     Args:
-      folder: to make; it must not be there.
-      form: "dense": `transformers` loads it as GPT2LMHeadModel; "sparse": the stored blocks.
-      model: the model's config.
-      params: its parameters.
-      tables: its concrete layout tables.
-      tokenizer: its tokenizer; an original's ids become those of the folder.
-      context: tokens that it was trained to see at once.
+      folder: folder to create; it must not exist.
+      form: "dense": `transformers` loads it as GPT2LMHeadModel; "sparse": only stored blocks.
+      model: config of the model.
+      params: parameter tree; see `gpt`.
+      tables: concrete layout tables.
+      tokenizer: tokenizer of the model. If it was imported, the export has its original ids.
+      context: sequence length of the training, in tokens.
       card: text of README.md.
 
+    Returns:
+      The path of the new folder.
+
     Raises:
-      UserError: GPT-2 has no such model, or the folder exists or cannot be written.
+      UserError: GPT-2 cannot represent the model, or the folder exists or cannot be written.
     """
     if form not in FORMS:
-        raise UserError(f"The form {form!r} is unknown; legal: {', '.join(FORMS)}.")
+        raise UserError(f"The export form {form!r} is unknown; legal: {', '.join(FORMS)}.")
     if form == "dense" and (model.norm, model.positions) != ("layernorm", "learned"):
         raise UserError(
-            f"GPT-2 has no {model.norm} with {model.positions} positions, so there is no dense "
-            "form that transformers loads; legal: the sparse form, or a model with layernorm and "
-            "learned positions."
+            f"GPT-2 has no {model.norm} with {model.positions} positions, so transformers cannot "
+            "load a dense form; legal: the sparse form, or a model with layernorm and learned "
+            "positions."
         )
     embed = params["embed"]
-    tokens = np.asarray(embed["tokens"])[tokenizer.from_original]
+    tokens = np.asarray(embed["tokens"])[tokenizer.ids_from_original]
     params = {**params, "embed": {**embed, "tokens": tokens}}
     ids = tokenizer.original_ids
     end_of_text = ids[tokenizer.eot_id] if ids else tokenizer.eot_id
@@ -161,11 +166,10 @@ def write(
             dense, weights = dense_form(model, params, tables)
             config = architectures.gpt2_config(dense, end_of_text)
             (partial / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-            found = architectures.gpt2_tensors(dense, weights)
-            tensors.write(partial / tensors.FILE, found, {})
+            tensors.write(partial / tensors.FILE, architectures.gpt2_tensors(dense, weights), {})
         else:
             sparse_form.write(partial, model, params, tables, context, end_of_text)
-        # safetensors makes files that their owner alone may read.
+        # safetensors creates files that only their owner can read.
         shutil.copymode(partial / CONFIG, partial / tensors.FILE)
         tokenizer_files.write(partial, tokenizer, context)
         (partial / CARD).write_text(card, encoding="utf-8")
@@ -174,28 +178,28 @@ def write(
 
 @contextlib.contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` that takes its name if the block succeeds, and else is removed.
+    """Yields a temporary folder that is renamed to `folder` on success and removed on failure.
 
-    Its name is new: a folder that a killed export left, or anybody else, stays.
+    Its name is random, so it never replaces a folder of a killed export or of another program.
     """
     if os.path.lexists(folder):
         raise UserError(f"{folder} exists already; name a new folder.")
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
     created = [path for path in partial.parents if not path.exists()]
-    made = False
+    remove = False
     try:
         partial.mkdir(parents=True)
-        made = True
+        remove = True
         yield partial
-        # POSIX renames over an empty folder alone.
+        # POSIX replaces an existing folder only if it is empty.
         partial.rename(folder)
-        made = False
+        remove = False
     except OSError as error:
         raise UserError(
-            f"{folder} cannot be written: {error.strerror or error}; nothing was left."
+            f"{folder} cannot be written: {error.strerror or error}. No partial export is left."
         ) from error
     finally:
-        if made:
+        if remove:
             shutil.rmtree(partial, ignore_errors=True)
             with contextlib.suppress(OSError):
                 for path in created:

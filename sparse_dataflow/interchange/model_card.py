@@ -1,4 +1,4 @@
-"""The README.md of an exported model: what it is, what it learned and how well it does."""
+"""README.md of an exported model: its sizes, training data, losses and task scores."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,12 +37,12 @@ Without that package, with numpy and safetensors:
 
 
 def model_card(trained: Trained, form: str, versions: Mapping[str, str]) -> str:
-    """Markdown for a trained model in one of `huggingface.FORMS`.
+    """Returns the Markdown of a trained model's card.
 
     Args:
-      trained: the model; its run's metrics and evaluation are read where they are.
-      form: "dense" or "sparse".
-      versions: name -> version of what the export was made with.
+      trained: trained model; its losses and scores are read from its run folder.
+      form: form of the export, one of `huggingface.FORMS`.
+      versions: versions of the exporting packages, by name.
     """
     record = trained.record
     assert record is not None, "an exported model comes from a run folder"
@@ -56,7 +56,7 @@ def model_card(trained: Trained, form: str, versions: Mapping[str, str]) -> str:
             f"## Use\n{_use(form)}",
             f"## Held-out loss\n{_losses(trained)}",
             f"## Tasks\n{_tasks(trained)}",
-            _made(record, versions),
+            _provenance(record, versions),
         ]
     ).lstrip("\n")
 
@@ -137,8 +137,7 @@ def _losses(trained):
 
 
 def _tasks(trained):
-    """Of RUN/evaluation.json where it judged this very checkpoint; the project writes the file, so
-    it is whole or not there."""
+    """Returns the scores in RUN/evaluation.json, if they are of this checkpoint."""
     path = trained.folder / EVALUATION
     if not path.exists():
         return _NO_TASK
@@ -172,13 +171,13 @@ def _number(value):
     return "" if value is None else f"{value:.4g}"
 
 
-def _made(record, versions):
+def _provenance(record, versions):
     command = " ".join(record.command)
-    made = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    trained_with = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     exported = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f"## How it was made\n`{command}`\n\nTrained {record.date} on {record.machine} with "
-        f"{made}. Exported with {exported}.\n"
+        f"{trained_with}. Exported with {exported}.\n"
     )
 
 

@@ -1,6 +1,6 @@
-"""A forward pass of the sparse form with numpy alone; the model card prints this file.
+"""Forward pass of the sparse form in numpy; the model card prints this file.
 
-The card is read where this package is not installed, so nothing of it is imported here.
+Readers of the card may not have sparse_dataflow, so this file does not import it.
 """
 
 import json

@@ -1,9 +1,10 @@
-"""A model with its stored blocks and layout tables alone, in one safetensors file.
+"""File format of a model that stores only its blocks and layout tables, in one safetensors file.
 
 config.json has {"format": FORMAT, "model": the fields of `ModelConfig`, "context", "end_of_text"}.
-Tensors are named as parameters are, a layer apart: "embed.tokens", "blocks.0.qkv.values",
-"head.norm.scale"; layout tables lie beside the values they belong to: "blocks.0.qkv.in_index" and
-so on (int32; `LayoutTables` says what they hold).  `numpy_reader` is a complete reader without jax.
+Tensors have the dotted names of their parameters, with one entry per layer: "embed.tokens",
+"blocks.0.qkv.values", "head.norm.scale". Layout tables have the prefix of their values, for
+example "blocks.0.qkv.in_index" (int32; see `LayoutTables`). `numpy_reader` is a complete reader
+without jax.
 """
 
 import json
@@ -27,53 +28,63 @@ CONFIG = "config.json"
 def write(
     folder: Path, model: ModelConfig, params: dict, tables: dict, context: int, end_of_text: int
 ) -> None:
-    """Writes config.json and model.safetensors into a folder that is there."""
-    about = {
+    """Writes config.json and model.safetensors into an existing folder."""
+    fields = {
         "model_type": "sparse_dataflow",
         "format": FORMAT,
         "model": model.to_json(),
         "context": context,
         "end_of_text": end_of_text,
     }
-    (folder / CONFIG).write_text(json.dumps(about, indent=1) + "\n")
-    ends = {name: section for name, section in params.items() if name != "blocks"}
-    named = {name: np.asarray(leaf, np.float32) for name, leaf in flatten(ends).items()}
-    for i, (own, of_layer) in enumerate(gpt.layers(params["blocks"], tables)):
-        for name, leaf in flatten(own).items():
-            named[f"blocks.{i}.{name}"] = np.asarray(leaf, np.float32)
-        for name, table in flatten(of_layer).items():
-            named[f"blocks.{i}.{name}"] = np.asarray(table)
-    tensors.write(folder / tensors.FILE, named, {"sparse_dataflow": FORMAT})
+    (folder / CONFIG).write_text(json.dumps(fields, indent=1) + "\n")
+    other_sections = {name: section for name, section in params.items() if name != "blocks"}
+    arrays = {name: np.asarray(leaf, np.float32) for name, leaf in flatten(other_sections).items()}
+    for i, (layer_params, layer_tables) in enumerate(gpt.layers(params["blocks"], tables)):
+        for name, leaf in flatten(layer_params).items():
+            arrays[f"blocks.{i}.{name}"] = np.asarray(leaf, np.float32)
+        for name, table in flatten(layer_tables).items():
+            arrays[f"blocks.{i}.{name}"] = np.asarray(table)
+    tensors.write(folder / tensors.FILE, arrays, {"sparse_dataflow": FORMAT})
 
 
 def read(folder: str | Path) -> tuple[ModelConfig, dict, dict]:
-    """The model that `write` wrote: its config, parameters (numpy float32) and layout tables.
+    """Reads the model that `write` wrote.
+
+    Returns:
+      (config, parameter tree in numpy float32, layout tables in numpy int32).
 
     Raises:
-      UserError: the folder is of another format, or a tensor is missing, misshaped or damaged.
+      UserError: the folder has another format, or a tensor is missing, damaged or of another
+        shape.
     """
     folder = Path(folder)
     model = read_config(folder)
     files = tensors.Tensors(folder)
     shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
     expected = gpt.layout_tables(gpt.layouts(model))
-    apart = jax.eval_shape(lambda *stacked: list(gpt.layers(*stacked)), shapes["blocks"], expected)
+    layer_shapes = jax.eval_shape(
+        lambda *stacked: list(gpt.layers(*stacked)), shapes["blocks"], expected
+    )
     layers = [
         (
-            _read(files.read, own, f"blocks.{i}."),
-            _read(files.read_integers, of_layer, f"blocks.{i}."),
+            _read_tree(files.read, param_shapes, f"blocks.{i}."),
+            _read_tree(files.read_integers, table_shapes, f"blocks.{i}."),
         )
-        for i, (own, of_layer) in enumerate(apart)
+        for i, (param_shapes, table_shapes) in enumerate(layer_shapes)
     ]
     blocks, tables = (gpt.stacked_layers(model, trees) for trees in zip(*layers))
-    ends = {name: section for name, section in shapes.items() if name != "blocks"}
-    params = {**_read(files.read, ends), "blocks": blocks}
-    gpt.layouts_from_tables(model, tables)  # Refuses tables that are no layout's.
+    other_sections = {name: section for name, section in shapes.items() if name != "blocks"}
+    params = {**_read_tree(files.read, other_sections), "blocks": blocks}
+    gpt.layouts_from_tables(model, tables)  # Raises UserError for tables of no legal layout.
     return model, params, tables
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model of config.json; UserError where it is of another format or damaged."""
+    """Reads the model config in config.json.
+
+    Raises:
+      UserError: the file is damaged or has another format.
+    """
     path = Path(folder) / CONFIG
     try:
         fields: dict[str, Any] = json_files.load(path)
@@ -81,14 +92,14 @@ def read_config(folder: Path) -> ModelConfig:
             raise ValueError(f"its format is {fields['format']!r}, not {FORMAT!r}")
         return ModelConfig.from_json(fields["model"])
     except json_files.MALFORMED as error:
-        raise UserError(f"{path} is no export of a sparse model ({error}).") from None
+        raise UserError(f"{path} is not a sparse export that can be read ({error}).") from None
 
 
-def _read(read, shapes, prefix=""):
-    """The tensors of a tree of shapes, each by its dotted name."""
+def _read_tree(read, shapes, prefix=""):
+    """Reads a tensor for each leaf of a tree of shapes, by its dotted name."""
 
-    def one(path, leaf):
+    def read_leaf(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         return read(prefix + name, leaf.shape)
 
-    return jax.tree_util.tree_map_with_path(one, shapes)
+    return jax.tree_util.tree_map_with_path(read_leaf, shapes)

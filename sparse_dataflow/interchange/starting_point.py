@@ -1,7 +1,7 @@
-"""Weights that a training begins with: those of another run, GPT-2 or OPT, or an export.
+"""Initial weights of a training: from another run, from GPT-2 or OPT, or from an export.
 
-What gets sparser on the way keeps its largest blocks (one-shot pruning by magnitude); what gets
-denser keeps its function.  The optimizer begins anew.
+A projection that becomes sparser keeps its largest blocks (one-shot magnitude pruning). A
+projection that becomes denser computes the same function. The optimizer state is new.
 """
 
 import dataclasses
@@ -27,29 +27,28 @@ from sparse_dataflow.training.transitions import change_model
 
 
 class StartingPoint(NamedTuple):
-    """A model whose weights another begins with.
+    """A model that provides initial weights.
 
     Attributes:
-      model: its config.
-      params: on the host; see `gpt`.
-      tables: numpy layout tables.
-      tokenizer: its tokenizer, which the new training keeps.
-      about: JSON-able, for config.json: where it is from, and what it is.
+      model: config of the model.
+      params: parameter tree on the host; see `gpt`.
+      tables: layout tables in numpy.
+      tokenizer: tokenizer of the model; the new training uses it too.
+      provenance: source and config of the model, as JSON values for a run's config.json.
     """
 
     model: ModelConfig
     params: dict
     tables: dict
     tokenizer: Tokenizer
-    about: dict[str, Any]
+    provenance: dict[str, Any]
 
 
-def shape(folder: str | Path) -> ModelConfig:
-    """The dense model of the shape that a run, or a Hugging Face directory, holds; reads no weights
-    of a run.
+def dense_config(folder: str | Path) -> ModelConfig:
+    """Returns the config, made dense, of a run or a Hugging Face directory.
 
     Raises:
-      UserError: it holds none.
+      UserError: the folder has no model.
     """
     _refuse_missing(folder)
     if huggingface.is_directory(folder):
@@ -61,23 +60,26 @@ def shape(folder: str | Path) -> ModelConfig:
 
 @functools.lru_cache(maxsize=1)
 def read(folder: str) -> StartingPoint:
-    """The newest checkpoint of a run, of its dense model where it has one, or a Hugging Face
-    directory.
+    """Reads a Hugging Face directory, or the newest checkpoint of a run.
+
+    A run with a dense variant provides the dense model, else its first variant.
 
     Raises:
-      UserError: there is none, or it is damaged.
+      UserError: the folder has no model or is damaged.
     """
     _refuse_missing(folder)
-    about: dict[str, Any] = {"path": str(Path(folder).expanduser().absolute())}
+    provenance: dict[str, Any] = {"path": str(Path(folder).expanduser().absolute())}
     if huggingface.is_directory(folder):
-        found = huggingface.read(folder)
-        about |= {"model": found.model.to_json(), "weights": found.digest}
-        return StartingPoint(found.model, found.params, found.tables, found.tokenizer, about)
+        model, params, tables, tokenizer, digest = huggingface.read(folder)
+        provenance |= {"model": model.to_json(), "weights": digest}
+        return StartingPoint(model, params, tables, tokenizer, provenance)
     names = read_config(folder).variants
     variant = "dense" if "dense" in names else names[0]
     run = trained.load(folder, variant)
-    about |= {"model": run.model.to_json(), "variant": variant, "step": run.step}
-    return StartingPoint(run.model, jax.device_get(run.params), run.tables, run.tokenizer, about)
+    provenance |= {"model": run.model.to_json(), "variant": variant, "step": run.step}
+    return StartingPoint(
+        run.model, jax.device_get(run.params), run.tables, run.tokenizer, provenance
+    )
 
 
 def _refuse_missing(folder):
@@ -88,18 +90,18 @@ def _refuse_missing(folder):
         )
 
 
-def begun_state(
+def initial_state_from(
     start: StartingPoint,
     model: ModelConfig,
     training: TrainingConfig,
     executor: Executor = SINGLE_DEVICE,
 ) -> TrainState:
-    """The state before the first step of `model`, with the weights of `start`.
+    """Returns the training state at step 0 of `model`, with the weights of `start`.
 
     Raises:
-      UserError: the two models differ in more than what is stored of their projections.
+      UserError: the weights of `start` do not fit `model`.
     """
-    refuse_other_shape(start.model, model)
+    _refuse_mismatch(start.model, model)
     step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)
     params = jax.tree.map(jnp.array, start.params)
     state = change_model(TrainState(step, params, (), start.tables, key), start.model, model)
@@ -107,41 +109,44 @@ def begun_state(
     return executor.place(state._replace(moments=moments))
 
 
-def refuse_other_shape(start: ModelConfig, model: ModelConfig) -> None:
-    """Raises UserError, naming what differs, unless `model` can begin with weights of `start`."""
-    free = ("linears", "density_by_depth", "remat", "compute_dtype", "seed")
+def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:
+    """Raises UserError with each difference that stops `model` from using weights of `start`."""
+    may_differ = ("linears", "density_by_depth", "remat", "compute_dtype", "seed")
     differences = [
-        f"{field.name} is {getattr(start, field.name)} there and {getattr(model, field.name)} here"
+        _difference(field.name, getattr(start, field.name), getattr(model, field.name))
         for field in dataclasses.fields(model)
-        if field.name not in free and getattr(start, field.name) != getattr(model, field.name)
+        if field.name not in may_differ and getattr(start, field.name) != getattr(model, field.name)
     ]
     for name in PROJECTIONS:
         before, after = start.linear(name), model.linear(name)
         if before.rank and after.rank != before.rank:
-            differences.append(f"{name} has rank {before.rank} there and {after.rank} here")
+            differences.append(_difference(f"{name}: rank", before.rank, after.rank))
         if before.kind == after.kind == "block_sparse":
             if before.hadamard != after.hadamard:
-                differences.append(
-                    f"{name} has --set sparsity.hadamard={before.hadamard} there and "
-                    f"{after.hadamard} here"
-                )
+                setting = f"{name}: --set sparsity.hadamard"
+                differences.append(_difference(setting, before.hadamard, after.hadamard))
             if before.block != after.block:
-                differences.append(f"{name} has blocks of {before.block} there, {after.block} here")
+                differences.append(_difference(f"{name}: block size", before.block, after.block))
             if start.num_layers == model.num_layers:
-                differences += _denser(start, model, name)
+                differences += _first_denser_layer(start, model, name)
     if differences:
         raise UserError(
-            f"The weights to begin with do not fit: {'; '.join(differences)}. Give the values there"
-            ", or other weights."
+            f"The initial weights do not fit this run: {'; '.join(differences)}. Use the values of "
+            "the initial weights, or other weights."
         )
 
 
-def _denser(start, model, name):
-    """Words for the first layer of one projection that is denser in `model` than in `start`."""
+def _difference(setting, before, after):
+    return f"{setting} is {before} in the initial weights and {after} in this run"
+
+
+def _first_denser_layer(start, model, name):
+    """Returns a list with the first layer whose projection is denser in `model`, or an empty
+    list."""
     uniform = not start.density_by_depth and not model.density_by_depth
     for layer in range(model.num_layers):
-        before, after = (layer_linear(each, name, layer).density for each in (start, model))
+        before, after = (layer_linear(m, name, layer).density for m in (start, model))
         if before < after:
-            where = name if uniform else f"{name} of layer {layer + 1}"
-            return [f"{where} has density {before:g} there and {after:g} here"]
+            place = name if uniform else f"{name} of layer {layer + 1}"
+            return [_difference(f"{place}: density", f"{before:g}", f"{after:g}")]
     return []

@@ -1,4 +1,4 @@
-"""Named tensors in safetensors files: one file, or several with an index."""
+"""Reader and writer of named tensors in one safetensors file, or in several with an index."""
 
 import hashlib
 import json
@@ -18,18 +18,18 @@ INDEX = "model.safetensors.index.json"
 
 
 class Tensors:
-    """The tensors of a folder, read one at a time; float ones come as float32.
+    """Reader of the tensors of a folder, one tensor at a time.
 
     Attributes:
-      folder: where they lie.
-      names: of all tensors.
+      folder: the folder of the files.
+      names: names of all tensors.
     """
 
     def __init__(self, folder: Path):
-        """Opens the files; nothing is read yet.
+        """Reads the header of each file.
 
         Raises:
-          UserError: there is no such file, or one cannot be read.
+          UserError: a file is missing or cannot be read.
         """
         self.folder = Path(folder)
         self._file_of: dict[str, Path] = {}
@@ -38,61 +38,65 @@ class Tensors:
                 with safe_open(path, framework="numpy") as file:
                     self._file_of |= dict.fromkeys(file.keys(), path)
             except (OSError, SafetensorError) as error:
-                raise UserError(f"{path} is no whole safetensors file ({error}).") from None
+                raise UserError(f"{path} is not a complete safetensors file ({error}).") from None
         self.names = set(self._file_of)
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Float32 array of a tensor whose shape is known.
+        """Reads a tensor of floats and converts it to float32.
 
         Raises:
-          UserError: it is missing, of another shape, not of floats, or not finite.
+          UserError: the tensor is missing, has another shape or dtype, or is not finite.
         """
-        found = self._open(name, shape)
-        if found.dtype.kind != "f":
-            raise UserError(f"{self.folder}: {name} is {found.dtype}; legal: floats.")
-        found = found.astype(np.float32)
-        if not np.isfinite(found).all():
+        tensor = self._read(name, shape)
+        if tensor.dtype.kind != "f":
+            raise UserError(f"{self.folder}: {name} is {tensor.dtype}; legal: floats.")
+        tensor = tensor.astype(np.float32)
+        if not np.isfinite(tensor).all():
             raise UserError(f"{self.folder}: {name} has values that are not finite.")
-        return found
+        return tensor
 
-    def read_integers(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """Int32 array of a tensor, of this shape if one is given; raises as `read`."""
-        found = self._open(name, shape)
-        if found.dtype != np.int32:
-            raise UserError(f"{self.folder}: {name} is {found.dtype}; legal: int32.")
-        return found
+    def read_integers(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Reads an int32 tensor.
 
-    def _open(self, name, shape):
+        Raises:
+          UserError: the tensor is missing, or has another shape or dtype.
+        """
+        tensor = self._read(name, shape)
+        if tensor.dtype != np.int32:
+            raise UserError(f"{self.folder}: {name} is {tensor.dtype}; legal: int32.")
+        return tensor
+
+    def _read(self, name, shape):
         if name not in self.names:
             raise UserError(f"{self.folder} has no tensor {name}; the weights are incomplete.")
         try:
             with safe_open(self._file_of[name], framework="numpy") as file:
-                part = file.get_slice(name)
-                there = tuple(part.get_shape())
-                if shape is not None and there != tuple(shape):
+                header = file.get_slice(name)
+                stored_shape = list(header.get_shape())
+                if stored_shape != list(shape):
                     raise UserError(
-                        f"{self.folder}: {name} has shape {list(there)}; its config.json asks for "
-                        f"{list(shape)}."
+                        f"{self.folder}: {name} has shape {stored_shape}; its config.json "
+                        f"requires {list(shape)}."
                     )
-                if part.get_dtype() == "BF16":
-                    return _widened(self._file_of[name], name)
+                if header.get_dtype() == "BF16":
+                    return _read_bfloat16(self._file_of[name], name)
                 return file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{self._file_of[name]} cannot be read ({error}).") from None
 
     def digest(self) -> str:
-        """Sha256 (hex) over the files, in the order of their names."""
-        whole = hashlib.sha256()
+        """Returns the sha256 (hex) of the files' sha256 digests, in the order of file names."""
+        combined = hashlib.sha256()
         for path in _files(self.folder):
             with path.open("rb") as file:
-                whole.update(hashlib.file_digest(file, "sha256").digest())
-        return whole.hexdigest()
+                combined.update(hashlib.file_digest(file, "sha256").digest())
+        return combined.hexdigest()
 
 
-def write(path: Path, tensors: Mapping[str, Any], about: Mapping[str, str]) -> None:
-    """Writes one safetensors file; `about` goes into its header."""
-    plain = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
-    save_file(plain, path, metadata={"format": "pt", **about})
+def write(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Writes one safetensors file; `metadata` goes into its header."""
+    arrays = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
+    save_file(arrays, path, metadata={"format": "pt", **metadata})
 
 
 def _files(folder):
@@ -101,7 +105,7 @@ def _files(folder):
         try:
             names = sorted(set(json_files.load(index)["weight_map"].values()))
             if not names or any(Path(name).name != name for name in names):
-                raise ValueError("its weight_map names no files of this folder")
+                raise ValueError("weight_map must name files of this folder")
         except json_files.MALFORMED as error:
             raise UserError(f"{index} is damaged ({type(error).__name__}: {error}).") from None
         missing = [name for name in names if not (folder / name).exists()]
@@ -109,16 +113,17 @@ def _files(folder):
             raise UserError(f"{folder} lacks {', '.join(missing)}, which its index names.")
         return [folder / name for name in names]
     if not (folder / FILE).exists():
-        raise UserError(f"{folder} has no {FILE} and no {INDEX}; other formats are not read.")
+        raise UserError(f"{folder} has no weights; legal: {FILE}, or {INDEX} with its files.")
     return [folder / FILE]
 
 
-def _widened(path, name):
-    """A bfloat16 tensor, which numpy does not know, as float32: its bytes are the upper half."""
+def _read_bfloat16(path, name):
+    """Reads a bfloat16 tensor as float32. numpy has no bfloat16, which is the upper half of a
+    float32."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         entry = json.loads(file.read(length))[name]
-        start, stop = entry["data_offsets"]
+        start, end = entry["data_offsets"]
         file.seek(8 + length + start)
-        upper = np.frombuffer(file.read(stop - start), "<u2").astype(np.uint32)
+        upper = np.frombuffer(file.read(end - start), "<u2").astype(np.uint32)
     return (upper << 16).view(np.float32).reshape(entry["shape"])

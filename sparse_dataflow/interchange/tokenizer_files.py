@@ -1,8 +1,9 @@
-"""A tokenizer as Hugging Face's libraries keep it: tokenizer.json, or vocab.json and merges.txt.
+"""Hugging Face tokenizer files: tokenizer.json, or vocab.json and merges.txt.
 
-Their byte-level BPE may put special tokens anywhere; here the ids of text come first and the end of
-text is last, so an import reorders the vocabulary. A tokenizer.json is kept whole, for its
-settings: it encodes and decodes, and an export writes it back with its own ids.
+Hugging Face vocabularies may have special tokens at any id. In this project the ids of text come
+first and the end-of-text id is last, so an import reorders the vocabulary. An imported
+tokenizer.json is stored unchanged: it encodes and decodes, and an export writes it back with its
+original ids.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ from sparse_dataflow.data.tokenizer import (
     GPT2_VOCAB_SIZE,
     Tokenizer,
     gpt2_tokenizer,
-    in_alphabet,
+    parse_merges,
+    to_byte_alphabet,
 )
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
@@ -30,11 +32,11 @@ _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
 
 class Read(NamedTuple):
-    """A tokenizer and where its ids come from.
+    """An imported tokenizer and the order of its ids.
 
     Attributes:
-      tokenizer: of the model's vocabulary size.
-      order: int [vocab_size], the id there of each id here.
+      tokenizer: tokenizer with the model's vocabulary size.
+      order: the Hugging Face id of each id of `tokenizer`, int [vocab_size].
     """
 
     tokenizer: Tokenizer
@@ -42,21 +44,21 @@ class Read(NamedTuple):
 
 
 def read(folder: Path, config: Mapping[str, Any]) -> Read:
-    """The tokenizer of a Hugging Face directory.
+    """Reads the tokenizer of a Hugging Face directory.
 
     Args:
-      folder: with tokenizer.json, or vocab.json and merges.txt. A model of GPT-2's 50,257 tokens
-        without either gets GPT-2's own.
-      config: its config.json.
+      folder: folder with tokenizer.json, or vocab.json and merges.txt. Without these files, a
+        model with GPT-2's 50,257 tokens gets GPT-2's tokenizer.
+      config: fields of its config.json.
 
     Raises:
-      UserError: there is none, it is damaged, or it is no byte-level BPE.
+      UserError: the tokenizer is missing, damaged, or not byte-level BPE.
     """
     folder, size = Path(folder), config["vocab_size"]
     if (folder / FILE).exists():
-        path, parts = folder / FILE, _from_json
+        path, parse = folder / FILE, _parse_json
     elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        path, parts = folder / "vocab.json", _from_lists
+        path, parse = folder / "vocab.json", _parse_lists
     elif size == GPT2_VOCAB_SIZE:
         return Read(gpt2_tokenizer(), np.arange(size))
     else:
@@ -64,24 +66,26 @@ def read(folder: Path, config: Mapping[str, Any]) -> Read:
             f"{folder} has no tokenizer: neither {FILE} nor vocab.json with merges.txt."
         )
     try:
-        vocab, merges, specials, texts = parts(folder)
+        vocab, merges, specials, texts = parse(folder)
         if not all(type(number) is int and number >= 0 for number in vocab.values()):
-            raise ValueError("an id is no whole number of 0 or more")
+            raise ValueError("each id must be a whole number of 0 or more")
         if sorted(vocab.values()) != sorted(set(vocab.values())):
             raise ValueError("two tokens share an id")
-        found = _ordered(vocab, merges, specials, texts, size, config)
-        return _with_original(found, path) if path.name == FILE else found
+        result = _reorder(vocab, merges, specials, texts, size, config)
+        return _with_original(result, path) if path.name == FILE else result
     except json_files.MALFORMED as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"The tokenizer {path} cannot be read: {error}.") from None
 
 
-def _from_json(folder):
+def _parse_json(folder):
+    """Returns (vocabulary, merges, special tokens, tokens that are text although no merge makes
+    them)."""
     fields = json_files.load(folder / FILE)
     model = fields["model"]
     if model.get("type", "BPE") != "BPE" or "ByteLevel" not in json.dumps(fields["pre_tokenizer"]):
-        raise ValueError("it is no byte-level BPE")
+        raise ValueError("it is not byte-level BPE")
     decoder = fields.get("decoder")
     if decoder is not None and "ByteLevel" not in json.dumps(decoder):
         raise ValueError("its decoder is not ByteLevel")
@@ -97,61 +101,70 @@ def _from_json(folder):
         if token.get("special"):
             specials.add(name)
         else:
-            name = in_alphabet(name)
+            name = to_byte_alphabet(name)
             texts.add(name)
         if vocab.get(name, number) != number:
-            raise ValueError(f"two tokens stand for {token['content']!r}")
+            raise ValueError(f"two tokens have the text {token['content']!r}")
         vocab[name] = number
     return vocab, merges, specials, texts - specials
 
 
-def _from_lists(folder):
+def _parse_lists(folder):
     vocab = json_files.load(folder / "vocab.json")
-    lines = json_files.read_bytes(folder / "merges.txt").decode("utf-8").splitlines()
-    merges = [tuple(line.split(" ")) for line in lines if line and line[:8] != "#version"]
+    merges = parse_merges(json_files.read_bytes(folder / "merges.txt").decode("utf-8"))
     return vocab, merges, set(), set()
 
 
-def _with_original(found, path):
-    """`found` with the file's text, unless that is what `write` makes of the tokenizer alone."""
+def _with_original(result, path):
+    """Adds the file's text to the tokenizer, unless `write` gives the same text without it."""
     text = json_files.read_bytes(path).decode("utf-8")
-    if text == _plain_text(found.tokenizer):
-        return found
-    ids = tuple(found.order.tolist())
-    tokenizer = dataclasses.replace(found.tokenizer, original=text, original_ids=ids)
-    tokenizer.check_original()
-    return Read(tokenizer, found.order)
+    if text == _plain_text(result.tokenizer):
+        return result
+    ids = tuple(result.order.tolist())
+    tokenizer = dataclasses.replace(result.tokenizer, original=text, original_ids=ids)
+    tokenizer.validate_original()
+    return Read(tokenizer, result.order)
 
 
-def _ordered(vocab, merges, specials, texts, size, config):
-    ids = {config[name] for name in _SPECIAL_IDS if config.get(name) is not None}
-    # A token is text where it is a byte, a merge makes it, or the file says so.
-    made = {left + right for left, right in merges} | _ALPHABET | texts
+def _reorder(vocab, merges, specials, texts, size, config):
+    special_ids = {config[name] for name in _SPECIAL_IDS if config.get(name) is not None}
+    # A token is text if it is a byte, the result of a merge, or listed as text by the file.
+    text_tokens = {left + right for left, right in merges} | _ALPHABET | texts
     text = sorted(
         (number, token)
         for token, number in vocab.items()
-        if token in made and token not in specials and number not in ids
+        if token in text_tokens and token not in specials and number not in special_ids
     )
     if text and max(vocab.values()) >= size:
-        raise ValueError(f"it has ids up to {max(vocab.values())}, and the model {size} tokens")
+        raise ValueError(
+            f"its largest id is {max(vocab.values())}; legal for a model of {size} tokens: at most "
+            f"{size - 1}"
+        )
     end = config.get("eos_token_id")
     end = vocab.get(END_OF_TEXT, size - 1) if end is None else end
-    taken = {number for number, _ in text}
-    if type(end) is not int or end in taken or not 0 <= end < size:
-        raise ValueError(f"its end of text has the id {end}, which is no token of its own")
-    rest = [number for number in range(size) if number not in taken and number != end]
+    text_ids = {number for number, _ in text}
+    if type(end) is not int or end in text_ids or not 0 <= end < size:
+        raise ValueError(
+            f"its end of text has the id {end}; legal: an id under {size} that no text token has"
+        )
+    rest = [number for number in range(size) if number not in text_ids and number != end]
     order = np.array([number for number, _ in text] + rest + [end])
     tokens = tuple(token for _, token in text)
-    known = set(tokens)
-    if not all({left, right} <= known for left, right in merges):
-        raise ValueError("a merge is not in its vocabulary")
+    vocabulary = set(tokens)
+    if not all({left, right} <= vocabulary for left, right in merges):
+        raise ValueError("a merge has a token that is not in the vocabulary")
     return Read(Tokenizer(tokens, tuple(merges), size), order)
 
 
 def write(folder: Path, tokenizer: Tokenizer, context: int) -> None:
     """Writes tokenizer.json and tokenizer_config.json for `AutoTokenizer`.
 
-    Ids stay as they are; with an original it is written to the byte, and ids are the original's.
+    An imported tokenizer is written byte for byte with its original ids; any other keeps its ids.
+
+    Args:
+      folder: existing folder.
+      tokenizer: tokenizer to write.
+      context: sequence length of the training, in tokens.
     """
     end: str | None = END_OF_TEXT
     text, prefix_space = tokenizer.original or _plain_text(tokenizer), False
@@ -159,29 +172,29 @@ def write(folder: Path, tokenizer: Tokenizer, context: int) -> None:
         number = tokenizer.original_ids[tokenizer.eot_id]
         end = tokenizers.Tokenizer.from_str(text).id_to_token(number)
         prefix_space = _adds_prefix_space(json.loads(text)["pre_tokenizer"])
-    about = {
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
-        # transformers gives this precedence over tokenizer.json.
+        # transformers prefers this value to that of tokenizer.json.
         "add_prefix_space": prefix_space,
-        # Without this list transformers 4 also returns token_type_ids, which GPT-2 adds to its
-        # input as embeddings.
+        # Without this list transformers 4 also returns token_type_ids, and GPT-2 adds their
+        # embeddings to its input.
         "model_input_names": ["input_ids", "attention_mask"],
     }
     if end is not None:
-        about |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
+        settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
     (folder / FILE).write_bytes(text.encode())
-    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=1) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
 def _adds_prefix_space(pre_tokenizer):
-    parts = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    return any(part.get("add_prefix_space", False) for part in parts)
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    return any(step.get("add_prefix_space", False) for step in steps)
 
 
 def _plain_text(tokenizer):
-    """The tokenizer.json of the tokens and merges, with GPT-2's settings."""
+    """Returns a tokenizer.json of the tokens and merges, with GPT-2's settings."""
     vocab = {token: number for number, token in enumerate(tokenizer.tokens)}
     special = {
         "content": END_OF_TEXT,

@@ -169,7 +169,7 @@ class Request:
         from sparse_dataflow.interchange import starting_point
         from sparse_dataflow.planning import memory
 
-        shape = starting_point.shape(self.changes["run.init_from"])
+        shape = starting_point.dense_config(self.changes["run.init_from"])
         count = memory.parameter_count(shape)
         distance = {n: abs(math.log(memory.parameter_count(s) / count)) for n, s in SIZES.items()}
         scale = min(distance, key=distance.__getitem__)

@@ -281,7 +281,7 @@ class _Job:
             tokenizer=tokenizer.content_hash,
             vocab_size=tokenizer.vocab_size,
             steps={v.name: v.training.steps for v in models},
-            init_from=starting_point.read(start).about if start else None,
+            init_from=starting_point.read(start).provenance if start else None,
         )
         return RunRecord(**record.to_json())  # The report shows it, without secrets.
 
@@ -322,7 +322,7 @@ class _Job:
 
         def initial():
             weights = starting_point.read(self.config.run.init_from)
-            return starting_point.begun_state(weights, v.phases[0].model, v.training, self.executor)
+            return starting_point.initial_state_from(weights, v.phases[0].model, v.training, self.executor)
 
         return initial
 

@@ -60,36 +60,36 @@ def test_token_bytes_add_up_to_the_text(either, text):
 
 
 @given(texts=st.lists(unicode, max_size=5))
-def test_a_batch_is_its_texts(either, texts):
+def test_a_batch_encodes_as_its_texts(either, texts):
     batch = either.encode_batch(texts)
     assert len(batch) == len(texts)
     for ids, text in zip(batch, texts):
         np.testing.assert_array_equal(ids, either.encode(text))
 
 
-lines = st.lists(st.sampled_from(["word", " ", "\n", "\n\n", "  if x:\n", "é\n", "\t", "1\r\n"]))
+LINES = st.lists(st.sampled_from(["word", " ", "\n", "\n\n", "  if x:\n", "é\n", "\t", "1\r\n"]))
 
 
-@given(parts=lines)
-def test_long_texts_are_cut_where_no_token_changes(either, parts):
-    text = "".join(parts)
+@given(lines=LINES)
+def test_splitting_long_texts_changes_no_token(either, lines):
+    text = "".join(lines)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer_module, "_PIECE_CHARACTERS", 3)
-        pieces = list(tokenizer_module.pieces_of(text))
+        pieces = list(tokenizer_module.split_text(text))
         in_pieces = either.encode(text)
     assert "".join(pieces) == text
     whole = either._engine.encode(text, add_special_tokens=False).ids
     assert in_pieces.tolist() == whole
 
 
-def test_a_long_text_really_is_cut():
+def test_a_long_text_is_split():
     text = "some words on a line\n" * 40_000
-    pieces = list(tokenizer_module.pieces_of(text))
+    pieces = list(tokenizer_module.split_text(text))
     assert len(pieces) > 2
     assert max(map(len, pieces)) < 2**18 + 100
 
 
-def test_the_end_of_text_is_the_last_id_and_stands_for_nothing(either):
+def test_end_of_text_is_the_last_id_and_has_no_bytes(either):
     assert either.eot_id == either.vocab_size - 1
     assert either.token_bytes.shape == (either.vocab_size,)
     assert either.token_bytes.dtype == np.int32
@@ -104,8 +104,7 @@ def test_training_compresses_its_own_text(small, prose):
     assert len(small.encode(text)) < 0.7 * len(text.encode())
 
 
-def test_gpt2_tokens_are_gpt2s():
-    # Known ids of GPT-2's published vocabulary.
+def test_gpt2_has_the_published_ids():
     assert gpt2_tokenizer().vocab_size == 50257
     assert gpt2_tokenizer().encode("Hello world").tolist() == [15496, 995]
     assert gpt2_tokenizer().eot_id == 50256
@@ -134,7 +133,7 @@ print(_train(iter(open(sys.argv[1], encoding="utf-8", newline="").readlines()), 
 """
 
 
-def test_training_is_the_same_to_the_byte_in_another_process(prose, tmp_path):
+def test_training_is_deterministic_across_processes(prose, tmp_path):
     path = tmp_path / "text"
     path.write_text("".join(document.text for document in prose.train), "utf-8", newline="")
     hashes = {
@@ -153,10 +152,10 @@ def test_training_is_cached_by_corpus_and_size(prose, tmp_path, monkeypatch):
     assert train_tokenizer(other_corpus, 300, tmp_path) != first
     assert train_tokenizer(prose, 301, tmp_path).vocab_size == 301
 
-    def never(*_):
+    def fail(*_):
         raise AssertionError("trained twice")
 
-    monkeypatch.setattr(tokenizer_module, "_train", never)
+    monkeypatch.setattr(tokenizer_module, "_train", fail)
     assert train_tokenizer(prose, 300, tmp_path) == first
 
 
@@ -184,12 +183,12 @@ def test_a_saved_tokenizer_loads_as_itself(either, tmp_path):
     np.testing.assert_array_equal(loaded.encode(text), either.encode(text))
 
 
-def test_the_hash_tells_tokenizers_apart(small):
+def test_different_tokenizers_have_different_hashes(small):
     assert dataclasses.replace(small, vocab_size=301).content_hash != small.content_hash
     assert dataclasses.replace(small, merges=small.merges[:-1]).content_hash != small.content_hash
 
 
-def stored(**fields):
+def tokenizer_file(**fields):
     return json.dumps({"format": "byte-level-bpe-1"} | fields).encode()
 
 
@@ -200,11 +199,11 @@ def stored(**fields):
         b"{",
         b"[]",
         b'{"format": "other"}',
-        stored(vocab_size=300, tokens=["a"] * 299, merges=[["a", "b"]]),
-        stored(vocab_size=20, tokens=["a"] * 299, merges=[]),
+        tokenizer_file(vocab_size=300, tokens=["a"] * 299, merges=[["a", "b"]]),
+        tokenizer_file(vocab_size=20, tokens=["a"] * 299, merges=[]),
     ],
 )
-def test_a_damaged_file_is_told_in_words(tmp_path, content):
+def test_a_damaged_file_raises_a_user_error(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):
         Tokenizer.load(path)
@@ -213,7 +212,7 @@ def test_a_damaged_file_is_told_in_words(tmp_path, content):
         Tokenizer.load(path)
 
 
-def test_the_selector(prose, small, tmp_path, monkeypatch):
+def test_tokenizers_are_loaded_by_kind(prose, small, tmp_path, monkeypatch):
     assert load_tokenizer("bpe", prose, 300, tmp_path) == small
     assert load_tokenizer("gpt2", prose, 300, tmp_path) is gpt2_tokenizer()
     with pytest.raises(UserError, match="bpe, gpt2"):

@@ -96,7 +96,7 @@ def test_streamed_text_is_the_decoded_tokens(trained):
 
     continuations = generate(trained, prompts, max_new_tokens=12, on_token=on_token)
     for index, continuation in enumerate(continuations):
-        raw = b"".join(map(BYTES.bytes_of, continuation.tokens))
+        raw = b"".join(map(BYTES.token_to_bytes, continuation.tokens))
         assert continuation.text == raw.decode("utf-8", "replace") == streamed[index]
         assert continuation.stopped_by in ("length", "end")
 

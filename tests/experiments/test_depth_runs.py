@@ -45,7 +45,7 @@ def test_what_it_stores_is_what_it_tells_scores_and_others_begin_with(job, refus
     assert scored.returncode == 0, scored.stderr
     alike = ("--block=16", "--density=0.25", "--pattern=cyclic", "--steps=8")
     error = refused(*alike, f"--corpus={job.corpus}", f"--init_from={whole}")
-    assert "layer 2 has density 0.125 there and 0.25 here" in error
+    assert "layer 2: density is 0.125 in the initial weights and 0.25 in this run" in error
 
 
 @pytest.mark.parametrize(

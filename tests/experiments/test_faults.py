@@ -15,7 +15,7 @@ import time
 import psutil
 import pytest
 from fault_records import Record
-from forks import GUARD
+from forks import TIMEOUT_SECONDS
 from main_job import PICO, arrays, checkpoint_steps, rows, untimed
 from ports import free_port
 
@@ -103,7 +103,7 @@ class Pair:
 
 def until(true, processes):
     """Returns once it is `true`, or all processes have ended; fails where neither ever comes."""
-    end = time.monotonic() + GUARD
+    end = time.monotonic() + TIMEOUT_SECONDS
     while not true() and any(process.returncode is None for process in processes):
         assert time.monotonic() < end, [process.text for process in processes]
         time.sleep(0.02)

@@ -1,7 +1,6 @@
-"""Writes tests/interchange/gpt2 and opt: small random models as transformers saves them, and their
-logits.
+"""Writes tests/interchange/gpt2 and opt: small random models saved by transformers, with logits.
 
-    python tests/interchange/make_fixture.py        needs transformers and torch
+python tests/interchange/make_fixture.py        needs transformers and torch
 """
 
 import json
@@ -34,7 +33,7 @@ OPT_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 
 
 def write(gpt2_folder, opt_folder, seed=0):
-    """A random model of each kind, as transformers saves it, beside its logits."""
+    """Saves a random model of each architecture with transformers, and its logits."""
     import torch
     import transformers
 
@@ -42,21 +41,21 @@ def write(gpt2_folder, opt_folder, seed=0):
     rates = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), BYTES.eot_id)
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE, **rates, **ends))
-    keep(gpt2_folder, gpt2, SHAPE["vocab_size"])
+    save(gpt2_folder, gpt2, SHAPE["vocab_size"])
     tokenizer_files.write(gpt2_folder, BYTES, SHAPE["n_positions"])
     opt = transformers.OPTForCausalLM(
         transformers.OPTConfig(
             **OPT_SHAPE, dropout=0.0, bos_token_id=2, pad_token_id=1, eos_token_id=2
         )
     )
-    keep(opt_folder, opt, OPT_SHAPE["vocab_size"])
+    save(opt_folder, opt, OPT_SHAPE["vocab_size"])
     vocab = {token: number for number, token in enumerate((*OPT_SPECIALS, *BYTES.tokens))}
     (opt_folder / "vocab.json").write_text(json.dumps(vocab))
     (opt_folder / "merges.txt").write_text("#version: 0.2\n")
 
 
-def keep(folder, model, vocab_size):
-    """Saves the model with other weights, and its logits of random tokens."""
+def save(folder, model, vocab_size):
+    """Draws new weights, then saves the model and its logits of random tokens."""
     import torch
     import transformers
 

@@ -1,4 +1,4 @@
-"""Models from and to Hugging Face directories keep their logits; what is damaged is named."""
+"""Imports and exports of Hugging Face directories keep the logits; errors name what is damaged."""
 
 import json
 import shutil
@@ -11,67 +11,65 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from make_fixture import BYTES, FOLDER, OPT_FOLDER, OPT_SPECIALS
-from models import DENSE, DEPTH, LOW_RANK, SPARSE, SUPAR, change_tensors, drawn, export
+from models import (
+    DENSE,
+    DEPTH,
+    LOW_RANK,
+    SPARSE,
+    SUPAR,
+    change_tensors,
+    export,
+    logits,
+    random_model,
+)
 from safetensors.numpy import load_file
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import architectures, huggingface, sparse_form
-from sparse_dataflow.parallel import whole
 
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
 
 
-def logits(config, params, tables, ids=IDS):
-    run = jax.jit(lambda params, ids: whole.logits(config, params, tables, ids))
-    return np.asarray(run(params, ids))
-
-
-def alike(one, other):
-    same = jax.tree.map(np.array_equal, one, other)
-    return all(jax.tree.leaves(same))
+def equal_bits(left, right):
+    return all(jax.tree.leaves(jax.tree.map(np.array_equal, left, right)))
 
 
 def check_gpt2(folder):
-    """The import's logits and tokenizer against those that transformers left beside the model."""
+    """Compares the import's logits and tokenizer with those that transformers saved."""
     imported = huggingface.read(folder)
     expected = load_file(folder / "expected.safetensors")
-    found = logits(imported.model, imported.params, {}, expected["ids"])
-    np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=1e-4)
-    assert np.abs(expected["logits"]).max() > 1  # A model of zeros would agree as well.
+    actual = logits(imported.model, imported.params, {}, expected["ids"])
+    np.testing.assert_allclose(actual, expected["logits"], rtol=0, atol=1e-4)
+    assert np.abs(expected["logits"]).max() > 1  # Rules out a model of zeros.
     assert imported.tokenizer == BYTES
 
 
 def check_opt(folder):
-    """Text first, end of text last; what is predicted of a token is the same."""
+    """Compares logits token by token: the import has text ids first and end of text last."""
     imported = huggingface.read(folder)
     expected = load_file(folder / "expected.safetensors")
-    there = [*BYTES.tokens, "<s>", "<pad>", "<unk>", "</s>"]
+    imported_order = [*BYTES.tokens, "<s>", "<pad>", "<unk>", "</s>"]
     vocab = {token: number for number, token in enumerate((*OPT_SPECIALS, *BYTES.tokens))}
-    order = np.array([vocab[token] for token in there])
+    order = np.array([vocab[token] for token in imported_order])
     ids = np.argsort(order)[expected["ids"]].astype(np.int32)
-    found = logits(imported.model, imported.params, {}, ids)
-    np.testing.assert_allclose(found, expected["logits"][..., order], rtol=0, atol=1e-4)
+    actual = logits(imported.model, imported.params, {}, ids)
+    np.testing.assert_allclose(actual, expected["logits"][..., order], rtol=0, atol=1e-4)
     assert imported.model.activation == "relu"
     assert imported.tokenizer.tokens == BYTES.tokens and imported.tokenizer.eot_id == 259
 
 
 @pytest.mark.parametrize(("check", "folder"), [(check_gpt2, FOLDER), (check_opt, OPT_FOLDER)])
-def test_imported_logits_are_those_of_transformers(check, folder):
-    """tests/interchange/make_fixture.py wrote them with transformers."""
+def test_imported_logits_equal_the_fixtures_of_transformers(check, folder):
+    """make_fixture.py wrote the fixtures with transformers."""
     check(folder)
 
 
-def test_imported_logits_are_those_of_the_transformers_installed(tmp_path):
+def test_imported_logits_equal_those_of_the_installed_transformers(tmp_path):
     for library in ("transformers", "torch"):
         pytest.importorskip(library, reason=f"{library} is not installed")
     make_fixture.write(tmp_path / "gpt2", tmp_path / "opt", seed=1)
     check_gpt2(tmp_path / "gpt2")
     check_opt(tmp_path / "opt")
-
-
-def test_the_fixtures_are_small():
-    files = [*FOLDER.iterdir(), *OPT_FOLDER.iterdir()]
-    assert sum(path.stat().st_size for path in files) < 300_000
 
 
 @pytest.mark.parametrize(
@@ -84,15 +82,17 @@ def test_the_dense_form_has_the_logits_of_the_sparse_model(tmp_path, config):
     imported = huggingface.read(tmp_path / "model")
     assert not imported.model.sparse_projections
     np.testing.assert_allclose(
-        logits(imported.model, imported.params, {}), logits(config, params, tables), atol=1e-4
+        logits(imported.model, imported.params, {}, IDS),
+        logits(config, params, tables, IDS),
+        atol=1e-4,
     )
 
 
-def test_a_dense_model_comes_back_to_the_bit(tmp_path):
+def test_a_dense_model_round_trips_bit_for_bit(tmp_path):
     params, _ = export(tmp_path / "model", "dense", DENSE)
     imported = huggingface.read(tmp_path / "model")
     assert imported.model == DENSE and imported.tokenizer == BYTES
-    assert alike(imported.params, params)
+    assert equal_bits(imported.params, params)
 
 
 @pytest.mark.parametrize(
@@ -100,22 +100,22 @@ def test_a_dense_model_comes_back_to_the_bit(tmp_path):
     [DENSE, SPARSE, LOW_RANK, DEPTH],
     ids=["dense", "sparse", "low rank", "by depth"],
 )
-def test_the_sparse_form_comes_back_to_the_bit(tmp_path, config):
+def test_the_sparse_form_round_trips_bit_for_bit(tmp_path, config):
     params, tables = export(tmp_path / "model", "sparse", config)
     imported = huggingface.read(tmp_path / "model")
     assert imported.model == config and imported.tokenizer == BYTES
-    assert alike(imported.params, params) and alike(imported.tables, tables)
+    assert equal_bits(imported.params, params) and equal_bits(imported.tables, tables)
 
 
 @given(heads=st.sampled_from([1, 2, 4]), width=st.integers(1, 5), rows=st.integers(1, 3))
-def test_the_order_of_heads_is_turned_and_turned_back(heads, width, rows):
+def test_the_order_of_qkv_features_round_trips(heads, width, rows):
     features = np.arange(rows * 3 * heads * width).reshape(rows, -1)
-    turned = architectures.by_head(features, heads)
-    np.testing.assert_array_equal(architectures.by_part(turned, heads), features)
-    # Head h begins with its queries, which lie h * width from the left there.
+    head_major = architectures.qkv_to_head_major(features, heads)
+    np.testing.assert_array_equal(architectures.qkv_from_head_major(head_major, heads), features)
+    # Each head starts with its queries, which GPT-2 stores at offset head * width.
     for head in range(heads):
-        there = features[:, head * width : (head + 1) * width]
-        np.testing.assert_array_equal(turned[:, 3 * head * width :][:, :width], there)
+        queries = features[:, head * width : (head + 1) * width]
+        np.testing.assert_array_equal(head_major[:, 3 * head * width :][:, :width], queries)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ TENSOR = "transformer.h.1.mlp.c_fc.weight"
     ("change", "message"),
     [
         (lambda t: t.pop(TENSOR), f"no tensor {TENSOR}"),
-        (lambda t: t.update({TENSOR: t[TENSOR][:, 1:]}), r"\[32, 127\]; .* asks for \[32, 128\]"),
+        (lambda t: t.update({TENSOR: t[TENSOR][:, 1:]}), r"\[32, 127\]; .* requires \[32, 128\]"),
         (lambda t: t.update({TENSOR: t[TENSOR] * np.nan}), "not finite"),
         (lambda t: t.update({TENSOR: t[TENSOR].astype(np.int32)}), "is int32; legal: floats"),
         (lambda t: t.pop("transformer.wte.weight"), "no tensor transformer.wte.weight"),
@@ -157,12 +157,12 @@ def test_damaged_tensors_are_named(folder, change, message):
         ({"n_head": 5}, "legal head counts"),
         ({"n_layer": 1.5}, "num_layers 1.5 is not legal; legal: whole numbers"),
         ({"n_head": True}, "num_heads True is not legal; legal: whole numbers"),
-        ({"vocab_size": 10**6}, "asks for \\[1000000, 32\\]"),
+        ({"vocab_size": 10**6}, "requires \\[1000000, 32\\]"),
         ({"eos_token_id": 1.5}, "end of text has the id 1.5"),
-        ({"model_type": ["gpt2"]}, "names no model_type"),
+        ({"model_type": ["gpt2"]}, "model_type is missing or is not a string"),
     ],
 )
-def test_other_architectures_are_named(folder, fields, message):
+def test_unsupported_configs_are_named(folder, fields, message):
     change_config(folder, **fields)
     with pytest.raises(UserError, match=message):
         huggingface.read(folder)
@@ -171,10 +171,13 @@ def test_other_architectures_are_named(folder, fields, message):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / "config.json").unlink(), "no Hugging Face directory"),
+        (lambda f: (f / "config.json").unlink(), "is not a Hugging Face directory"),
         (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
-        (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "no whole safetensors file"),
+        (lambda f: (f / "model.safetensors").unlink(), "has no weights; legal: model.safetensors"),
+        (
+            lambda f: (f / "model.safetensors").write_bytes(b"x" * 99),
+            "is not a complete safetensors file",
+        ),
         (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer"),
         (lambda f: (f / "tokenizer.json").write_text("[]"), "tokenizer .* cannot be read"),
         (
@@ -198,7 +201,7 @@ def test_sharded_and_half_precision_weights_are_read(folder):
     names = sorted(whole_file)
     (folder / "model.safetensors").unlink()
     save_file({n: whole_file[n].astype(np.float16) for n in names[::2]}, folder / "a.safetensors")
-    # numpy has no bfloat16, so the file of the other half is written by hand.
+    # The other half is bfloat16, which numpy does not have, so its file is written by hand.
     header, data = {}, b""
     for name in names[1::2]:
         raw = (whole_file[name].view(np.uint32) >> 16).astype("<u2").tobytes()
@@ -210,18 +213,18 @@ def test_sharded_and_half_precision_weights_are_read(folder):
     (folder / "b.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
     index = {name: "ab"[i % 2] + ".safetensors" for i, name in enumerate(names)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    found = huggingface.read(folder)
+    rounded = huggingface.read(folder)
     exact = huggingface.read(FOLDER)
-    assert not alike(found.params, exact.params)
+    assert not equal_bits(rounded.params, exact.params)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0.01, atol=1e-3),
-        found.params,
+        rounded.params,
         exact.params,
     )
 
 
 @pytest.mark.parametrize("form", huggingface.FORMS)
-def test_nothing_half_written_is_left(tmp_path, monkeypatch, form):
+def test_a_failed_export_leaves_no_files(tmp_path, monkeypatch, form):
     def full(*args):
         raise OSError(28, "No space left on device")
 
@@ -237,12 +240,12 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch, form):
         export(folder, form, DENSE)
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
-    mine = folder.parent / ".model.partial"
-    mine.mkdir(parents=True)
-    (mine / "model.safetensors").write_bytes(b"mine")
+    other_folder = folder.parent / ".model.partial"
+    other_folder.mkdir(parents=True)
+    (other_folder / "model.safetensors").write_bytes(b"mine")
     export(folder, form, DENSE)
     assert sorted(path.name for path in folder.parent.iterdir()) == [".model.partial", "model"]
-    assert (mine / "model.safetensors").read_bytes() == b"mine"
+    assert (other_folder / "model.safetensors").read_bytes() == b"mine"
     modes = {path.name: path.stat().st_mode for path in folder.iterdir()}
     assert modes["README.md"] == modes["model.safetensors"]
     before = {path: path.read_bytes() for path in folder.iterdir()}
@@ -251,7 +254,7 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch, form):
     assert before == {path: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_what_gpt2_has_not_is_refused(tmp_path):
+def test_a_model_that_gpt2_cannot_represent_is_refused(tmp_path):
     import dataclasses
 
     rotary = dataclasses.replace(DENSE, positions="rotary")
@@ -263,16 +266,16 @@ def test_what_gpt2_has_not_is_refused(tmp_path):
 def test_a_damaged_layout_is_refused(tmp_path):
     export(tmp_path / "model", "sparse", SPARSE)
 
-    def twice(tensors):
+    def duplicate_a_block(tensors):
         tensors["blocks.0.qkv.in_slot"][0, 0] = tensors["blocks.0.qkv.in_slot"][0, 1]
 
-    change_tensors(tmp_path / "model", twice)
+    change_tensors(tmp_path / "model", duplicate_a_block)
     with pytest.raises(UserError, match="in_slot"):
         sparse_form.read(tmp_path / "model")
 
 
 def flax_logits(folder, ids):
-    """Of transformers' Flax model, whose weights are [out, in]."""
+    """Logits of transformers' Flax model, whose kernels are [out, in]."""
     from transformers import FlaxGPT2LMHeadModel, GPT2Config
 
     params: dict = {}
@@ -282,10 +285,10 @@ def flax_logits(folder, ids):
             leaf = "embedding"
         elif leaf == "weight":
             leaf = "scale" if tensor.ndim == 1 else "kernel"
-        place = params
-        for part in path:
-            place = place.setdefault(part, {})
-        place[leaf] = tensor.T if leaf == "kernel" else tensor
+        subtree = params
+        for name in path:
+            subtree = subtree.setdefault(name, {})
+        subtree[leaf] = tensor.T if leaf == "kernel" else tensor
     model = FlaxGPT2LMHeadModel(GPT2Config.from_pretrained(folder), _do_init=False)
     return np.asarray(model(ids, params=params).logits)
 
@@ -308,9 +311,11 @@ def test_transformers_loads_an_export(tmp_path, library, config):
     elif not hasattr(transformers, "FlaxGPT2LMHeadModel"):
         pytest.skip("this transformers has no Flax models; 4.57 has")
     export(tmp_path / "model", "dense", config)
-    ask = torch_logits if library == "torch" else flax_logits
-    found = ask(tmp_path / "model", IDS)
-    np.testing.assert_allclose(found, logits(config, *drawn(config)), rtol=0, atol=1e-4)
+    library_logits = torch_logits if library == "torch" else flax_logits
+    actual = library_logits(tmp_path / "model", IDS)
+    np.testing.assert_allclose(
+        actual, logits(config, *random_model(config), IDS), rtol=0, atol=1e-4
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     for text in ("hello", "héllo\n 🙂", "a  b"):
         assert tokenizer(text).input_ids == BYTES.encode(text).tolist()

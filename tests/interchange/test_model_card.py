@@ -1,4 +1,4 @@
-"""A card says what was trained, and only what was measured of these very weights."""
+"""A model card describes the training and only the measurements of its weights."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from make_fixture import BYTES
-from models import DENSE, DEPTH, LOW_RANK, SPARSE, SUPAR, drawn, export
+from models import DENSE, DEPTH, LOW_RANK, SPARSE, SUPAR, export, random_model
 
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.evaluation.trained import Trained
@@ -34,12 +34,12 @@ RECORD = RunRecord(
 
 @pytest.fixture
 def trained(tmp_path):
-    params, tables = drawn(SPARSE)
+    params, tables = random_model(SPARSE)
     training = TrainingConfig(steps=7, batch=4, sequence=16)
     return Trained(tmp_path, "sparse", SPARSE, params, tables, BYTES, 7, training, RECORD, {})
 
 
-def judge(folder, run=None, step=7):
+def write_evaluation(folder, run=None, step=7):
     row = {
         "metric": "acc",
         "items": 1200,
@@ -62,29 +62,29 @@ def card(trained, form="dense"):
 
 
 @pytest.mark.parametrize("form", huggingface.FORMS)
-def test_it_says_data_sizes_density_losses_tasks_command_and_versions(trained, form):
-    judge(trained.folder)
+def test_it_has_data_sizes_density_losses_tasks_command_and_versions(trained, form):
+    write_evaluation(trained.folder)
     (trained.folder / "sparse").mkdir()
     final = {"kind": "final", "step": 7, "loss": 1.2345, "bits_per_byte": 2.5}
     (trained.folder / "sparse" / "metrics.jsonl").write_text(json.dumps(final) + "\n")
-    said = card(trained, form)
+    text = card(trained, form)
     for fact in (
         *("448 tokens of the corpus `letters`", "2, 32, 4", "density 0.5, blocks of 8", "7 of 7"),
         *("1.2345", "2.5000", "--steps=7", "jax 1.2.3", "safetensors 9.8", "experiments.evaluate"),
         "| cloze | 5 | acc | 1,200 | 0.375 | 0.0125 | 0.25 | 0.26 | 0.3 |",
     ):
-        assert fact in said, fact
-    assert "None" not in CODE.sub("", said) and said.endswith(".\n")
+        assert fact in text, fact
+    assert "None" not in CODE.sub("", text) and text.endswith(".\n")
 
 
 def test_without_an_evaluation_it_says_so(trained):
     assert "None was evaluated" in card(trained) and "None was measured" in card(trained)
 
 
-def test_what_was_measured_of_another_model_is_not_shown(trained, tmp_path):
-    judge(trained.folder, run=tmp_path / "other")
+def test_measurements_of_another_model_are_not_shown(trained, tmp_path):
+    write_evaluation(trained.folder, run=tmp_path / "other")
     assert "None was evaluated" in card(trained)
-    judge(trained.folder, step=3)
+    write_evaluation(trained.folder, step=3)
     assert "after step 3 only" in card(trained) and "0.375" not in card(trained)
 
 

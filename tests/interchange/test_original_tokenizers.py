@@ -1,4 +1,4 @@
-"""An imported tokenizer.json keeps its settings: in encoding, in a run and in an export."""
+"""An imported tokenizer.json keeps its settings when encoding, in a run and in an export."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from models import DENSE, drawn
+from models import DENSE, random_model
 
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
@@ -41,14 +41,14 @@ CHANGES = {
 }
 
 
-def added(content, number, special):
+def added_token(content, number, special):
     options = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": content, "special": special} | options
 
 
 @pytest.fixture(scope="session")
 def trained_fields():
-    """tokenizer.json with ids as OPT has them, special tokens first, and a word added last."""
+    """Fields of a tokenizer.json: special tokens first, as in OPT, and an added word last."""
     engine = tokenizers.Tokenizer(tokenizers.models.BPE())
     engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = tokenizers.decoders.ByteLevel()
@@ -60,7 +60,7 @@ def trained_fields():
     )
     engine.train_from_iterator([WORDS] * 9, trainer)
     fields = json.loads(engine.to_str())
-    fields["added_tokens"].append(added("lazy dog", engine.get_vocab_size(), special=False))
+    fields["added_tokens"].append(added_token("lazy dog", engine.get_vocab_size(), special=False))
     return fields
 
 
@@ -71,13 +71,13 @@ def original(request, trained_fields):
 
 @pytest.fixture
 def imported(original, tmp_path):
-    return huggingface.read(directory(tmp_path / "there", original))
+    return huggingface.read(directory(tmp_path / "imported", original))
 
 
 def directory(folder, original):
-    """A GPT-2 of drawn weights with this tokenizer.json."""
+    """Writes a random GPT-2 with this tokenizer.json."""
     plain = Tokenizer(tuple(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())), (), 320)
-    params, tables = drawn(MODEL)
+    params, tables = random_model(MODEL)
     huggingface.write(folder, "dense", MODEL, params, tables, plain, context=16, card="")
     (folder / "tokenizer.json").write_text(original, encoding="utf-8")
     config = json.loads((folder / "config.json").read_text())
@@ -86,7 +86,7 @@ def directory(folder, original):
     return folder
 
 
-def library(original):
+def library_tokenizer(original):
     engine = tokenizers.Tokenizer.from_str(original)
     engine.no_truncation()
     engine.encode_special_tokens = True
@@ -97,37 +97,37 @@ def original_ids(tokenizer, text):
     return [tokenizer.original_ids[i] for i in tokenizer.encode(text)]
 
 
-def test_text_is_encoded_and_decoded_as_the_library_does(imported, original):
-    engine = library(original)
+def test_text_is_encoded_and_decoded_as_by_the_library(imported, original):
+    engine = library_tokenizer(original)
     for text in [*TEXTS, WORDS]:
         expected = engine.encode(text, add_special_tokens=False).ids
         assert original_ids(imported.tokenizer, text) == expected
         assert imported.tokenizer.decode(imported.tokenizer.encode(text)) == engine.decode(expected)
 
 
-def test_token_bytes_are_those_of_the_decoded_text(imported):
+def test_token_bytes_add_up_to_the_decoded_text(imported):
     tokenizer = imported.tokenizer
     for text in [*TEXTS, WORDS]:
         ids = tokenizer.encode(text)
         decoded = tokenizer.decode(ids)
         assert tokenizer.token_bytes[ids].sum() == len(decoded.encode())
-        assert b"".join(map(tokenizer.bytes_of, ids)).decode() == decoded
+        assert b"".join(map(tokenizer.token_to_bytes, ids)).decode() == decoded
 
 
 def test_a_long_text_is_encoded_whole(imported, original):
     text = "Hello world\n" * 30_000
-    expected = library(original).encode(text, add_special_tokens=False).ids
+    expected = library_tokenizer(original).encode(text, add_special_tokens=False).ids
     assert original_ids(imported.tokenizer, text) == expected
 
 
-def test_no_text_encodes_to_the_end_of_text_and_it_decodes_to_none(imported):
+def test_no_text_encodes_to_end_of_text_which_decodes_to_nothing(imported):
     tokenizer = imported.tokenizer
     assert tokenizer.original_ids[tokenizer.eot_id] == 2
     assert tokenizer.eot_id not in tokenizer.encode("a</s>b")
     assert tokenizer.decode([tokenizer.eot_id]) == ""
 
 
-def test_a_run_saves_the_original_whole(imported, original, tmp_path):
+def test_a_run_saves_the_original_unchanged(imported, original, tmp_path):
     imported.tokenizer.save(tmp_path / "tokenizer.json")
     loaded = Tokenizer.load(tmp_path / "tokenizer.json")
     assert loaded == imported.tokenizer and loaded.original == original
@@ -135,28 +135,29 @@ def test_a_run_saves_the_original_whole(imported, original, tmp_path):
 
 
 @pytest.mark.parametrize("form", huggingface.FORMS)
-def test_an_export_writes_the_original_to_the_byte(imported, original, tmp_path, form):
+def test_an_export_writes_the_original_byte_for_byte(imported, original, tmp_path, form):
     folder = tmp_path / "exported"
     write(folder, form, imported)
     assert (folder / "tokenizer.json").read_bytes() == original.encode()
-    again = huggingface.read(folder)
+    reread = huggingface.read(folder)
     for text in TEXTS:
         np.testing.assert_array_equal(
-            embedded(again, again.tokenizer.encode(text)),
+            embedded(reread, reread.tokenizer.encode(text)),
             embedded(imported, imported.tokenizer.encode(text)),
         )
-    end = again.tokenizer.eot_id, imported.tokenizer.eot_id
-    np.testing.assert_array_equal(embedded(again, end[0]), embedded(imported, end[1]))
+    np.testing.assert_array_equal(
+        embedded(reread, reread.tokenizer.eot_id), embedded(imported, imported.tokenizer.eot_id)
+    )
 
 
 def test_transformers_reads_an_export_with_the_original_ids(imported, original, tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     write(tmp_path / "exported", "dense", imported)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     for text in TEXTS:
         if "</s>" not in text:
-            assert theirs(text).input_ids == original_ids(imported.tokenizer, text)
-    assert theirs.eos_token_id == 2
+            assert loaded(text).input_ids == original_ids(imported.tokenizer, text)
+    assert loaded.eos_token_id == 2
 
 
 def write(folder, form, model):
@@ -183,14 +184,14 @@ def embedded(model, ids):
         ({"normalizer": {"type": "none"}}, "original cannot be read"),
     ],
 )
-def test_what_is_no_byte_level_tokenizer_is_refused(trained_fields, tmp_path, change, message):
-    folder = directory(tmp_path / "there", json.dumps(trained_fields | change))
+def test_a_tokenizer_that_is_not_byte_level_is_refused(trained_fields, tmp_path, change, message):
+    folder = directory(tmp_path / "imported", json.dumps(trained_fields | change))
     with pytest.raises(UserError, match=message):
         huggingface.read(folder)
 
 
 def test_a_damaged_original_is_refused(trained_fields, tmp_path):
-    folder = directory(tmp_path / "there", json.dumps(trained_fields))
+    folder = directory(tmp_path / "imported", json.dumps(trained_fields))
     path = tmp_path / "tokenizer.json"
     huggingface.read(folder).tokenizer.save(path)
     saved = json.loads(path.read_text())

@@ -12,7 +12,7 @@ SCRIPT = ROOT / "launch" / "find_python.sh"
 
 
 class Machine:
-    """A made-up machine: its PATH, its home, and the Pythons on them."""
+    """A fake machine: PATH, home folder, and Pythons in them."""
 
     def __init__(self, folder):
         self.home = folder / "home"
@@ -23,7 +23,7 @@ class Machine:
             each.mkdir()
 
     def python(self, place, version, missing="", base=None):
-        """A fake that answers the probe as a Python `version` without the modules `missing`."""
+        """Writes a fake Python that reports `version` and the `missing` modules to the probe."""
         return self.script(
             place, f"printf '%s\\n' '{version}' '{missing}' '{base or self._full(place)}'"
         )
@@ -39,13 +39,13 @@ class Machine:
         return place if isinstance(place, pathlib.Path) else self.path[0] / place
 
     def find(self, *arguments, shell="sh"):
-        # The system's own folders are left out, but for the few tools that the script needs.
+        # PATH has none of the system's folders, only the few tools that the script needs.
         tools = self.home / "tools"
         tools.mkdir(exist_ok=True)
         for tool in ("sh", "sed", "cat"):
             if not (tools / tool).exists():
-                found = next(p for p in ("/bin", "/usr/bin") if os.path.exists(f"{p}/{tool}"))
-                (tools / tool).symlink_to(f"{found}/{tool}")
+                bin_folder = next(p for p in ("/bin", "/usr/bin") if os.path.exists(f"{p}/{tool}"))
+                (tools / tool).symlink_to(f"{bin_folder}/{tool}")
         variables = {
             "HOME": str(self.home),
             "PATH": ":".join(map(str, [*self.path, tools])),
@@ -67,7 +67,7 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-def found(result):
+def selected(result):
     assert (result.returncode, result.stderr) == (0, ""), result.stderr
     return result.stdout.removesuffix("\n")
 
@@ -77,40 +77,40 @@ def refused(result):
     return result.stderr
 
 
-def test_the_newest_wins_wherever_it_stands(machine):
+def test_the_newest_wins_in_any_place(machine):
     machine.python("python3.11", "3.11")
     machine.python("python3", "3.12")
     newest = machine.python(machine.path[1] / "python3.13", "3.13")
-    assert found(machine.find()) == newest
+    assert selected(machine.find()) == newest
 
 
 def test_the_first_of_a_version_wins(machine):
     first = machine.python("python3.12", "3.12")
     machine.python(machine.path[1] / "python3.12", "3.12")
     machine.python(machine.home / ".pyenv/versions/3.12.9/bin/python3", "3.12")
-    assert found(machine.find()) == first
+    assert selected(machine.find()) == first
 
 
-def test_shims_that_cannot_start_are_passed_over(machine):
+def test_shims_that_cannot_start_are_skipped(machine):
     machine.script("python3.13", "echo 'pyenv: python3.13: command not found' >&2; exit 127")
     machine.script("python3.12", "echo hello")
     machine.script("python3", "exit 0")
     (machine.path[0] / "python3.11").symlink_to("/nowhere/python3.11")
     usable = machine.python(machine.path[1] / "python3.11", "3.11")
-    assert found(machine.find()) == usable
+    assert selected(machine.find()) == usable
 
 
 @pytest.mark.parametrize("missing", ["venv", "ensurepip", "ssl", "venv, ssl"])
-def test_a_python_that_makes_no_environments_is_passed_over(machine, missing):
-    whole = machine.python("python3.11", "3.11")
-    part = machine.python("python3.13", "3.13", missing)
-    assert found(machine.find()) == whole
-    os.remove(whole)
-    assert f"{part} is Python 3.13 without {missing}\n" in refused(machine.find())
+def test_a_python_that_cannot_create_environments_is_skipped(machine, missing):
+    complete = machine.python("python3.11", "3.11")
+    incomplete = machine.python("python3.13", "3.13", missing)
+    assert selected(machine.find()) == complete
+    os.remove(complete)
+    assert f"{incomplete} is Python 3.13 without {missing}\n" in refused(machine.find())
 
 
 @pytest.mark.parametrize("version", ["2.7", "3.1", "3.10", "3.14", "3.110"])
-def test_unsupported_versions_are_passed_over(machine, version):
+def test_unsupported_versions_are_skipped(machine, version):
     place = machine.python("python3", version)
     text = refused(machine.find())
     assert f"{place} is Python {version}\n" in text
@@ -121,7 +121,7 @@ def test_unsupported_versions_are_passed_over(machine, version):
 
 def test_no_python_at_all(machine):
     text = refused(machine.find())
-    assert "error: found no Python" in text and "Looked at" not in text
+    assert "error: found no Python" in text and "Candidates" not in text
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ def test_no_python_at_all(machine):
         "miniforge3/envs/some env/bin/python3",
     ],
 )
-def test_version_managers_are_looked_into(machine, place):
+def test_version_managers_are_searched(machine, place):
     machine.script("python3", "exit 127")
     newest = machine.python(machine.home / place, "3.13")
-    assert found(machine.find()) == newest
+    assert selected(machine.find()) == newest
 
 
 @pytest.mark.parametrize(
@@ -151,32 +151,32 @@ def test_version_managers_are_looked_into(machine, place):
         "Library/Frameworks/Python.framework/Versions/3.12/bin/python3",
     ],
 )
-def test_machine_wide_folders_are_looked_into(machine, place):
+def test_machine_wide_folders_are_searched(machine, place):
     usable = machine.python(machine.root / place, "3.12")
-    assert found(machine.find()) == usable
+    assert selected(machine.find()) == usable
 
 
-def test_pyenv_root_is_looked_into(machine):
+def test_pyenv_root_is_searched(machine):
     machine.variables["PYENV_ROOT"] = str(machine.home / "elsewhere")
     place = machine.home / "elsewhere/versions/3.12.1/bin/python3"
     usable = machine.python(place, "3.12")
-    assert found(machine.find()) == usable
+    assert selected(machine.find()) == usable
 
 
-def test_inside_an_environment_its_base_is_found(machine):
+def test_inside_an_environment_its_base_is_selected(machine):
     machine.python("python3.13", "3.13", base="/opt/base python/bin/python3.13")
-    assert found(machine.find()) == "/opt/base python/bin/python3.13"
+    assert selected(machine.find()) == "/opt/base python/bin/python3.13"
 
 
-def test_one_version_may_be_asked_for(machine):
+def test_a_version_may_be_requested(machine):
     machine.python("python3.13", "3.13")
     old = machine.python("python3.11", "3.11")
-    assert found(machine.find("3.11")) == old
+    assert selected(machine.find("3.11")) == old
     machine.variables["PYTHON"] = "python3.11"
-    assert found(machine.find()) == old
+    assert selected(machine.find()) == old
 
 
-def test_a_version_asked_for_and_not_there(machine):
+def test_a_requested_version_that_is_missing(machine):
     place = machine.python("python3.13", "3.13")
     text = refused(machine.find("3.11"))
     assert "found no Python 3.11 that" in text and f"{place} is Python 3.13" in text
@@ -186,14 +186,14 @@ def test_a_version_asked_for_and_not_there(machine):
 def test_a_version_that_is_not_supported_is_refused(machine, request_):
     machine.python("python3.13", "3.13")
     machine.variables["PYTHON"] = request_
-    assert "is not supported; use one of 3.13 3.12 3.11" in refused(machine.find())
+    assert "is not supported; legal: 3.13 3.12 3.11" in refused(machine.find())
 
 
 def test_a_named_python_is_the_only_one_considered(machine):
     machine.python("python3.13", "3.13")
     mine = machine.python(machine.home / "my python", "3.11")
     machine.variables["PYTHON"] = mine
-    assert found(machine.find()) == mine
+    assert selected(machine.find()) == mine
     machine.python(machine.home / "my python", "3.9")
     text = refused(machine.find())
     assert f"error: PYTHON={mine} cannot be used." in text and "is Python 3.9" in text
@@ -201,17 +201,17 @@ def test_a_named_python_is_the_only_one_considered(machine):
     assert "/nowhere/python is not a program" in refused(machine.find())
 
 
-def test_odd_paths_do_no_harm(machine):
+def test_odd_paths_are_harmless(machine):
     usable = machine.python(machine.path[1] / "python3.12", "3.12")
     (machine.path[0] / "python3.13").mkdir()
     machine.path[:0] = ["", "/nowhere/*", "relative"]
-    assert found(machine.find()) == usable
+    assert selected(machine.find()) == usable
 
 
 def test_the_real_probe_finds_the_real_python(machine):
     machine.path[0] = pathlib.Path(sys.base_prefix) / "bin"
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    place = pathlib.Path(found(machine.find(version)))
+    place = pathlib.Path(selected(machine.find(version)))
     assert place.resolve() == pathlib.Path(sys._base_executable).resolve()
 
 
@@ -221,10 +221,10 @@ def test_other_shells_agree(machine, shell):
         pytest.skip(f"no {shell} here")
     machine.script("python3.13", "exit 127")
     usable = machine.python("python3", "3.12")
-    assert found(machine.find(shell=shell)) == usable
+    assert selected(machine.find(shell=shell)) == usable
 
 
-def test_the_versions_are_those_of_the_metadata():
+def test_the_versions_equal_those_of_the_metadata():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     low, high = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", config["options"]["python_requires"]).groups()

@@ -1,4 +1,4 @@
-"""The manifests: the same as the golden ones, legal by the schema, and read back by the program."""
+"""Manifests equal the golden ones, fit the schema, and are understood by `cluster.membership`."""
 
 import json
 import pathlib
@@ -45,7 +45,7 @@ def rendered(*arguments):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_they_are_the_golden_ones_and_legal(case):
+def test_manifests_equal_the_golden_ones_and_fit_the_schema(case):
     done = render(*CASES[case])
     assert done.returncode == 0, done.stderr
     jsonschema.validate(yaml.safe_load(done.stdout), SCHEMA)
@@ -58,7 +58,7 @@ def test_they_are_the_golden_ones_and_legal(case):
     st.integers(1, 4),
     st.text("abc '\"{}$\\:#\n%-", max_size=12),
 )
-def test_any_words_arrive_and_the_pods_find_themselves(topology, slices, words):
+def test_any_arguments_arrive_and_pods_find_their_process_number(topology, slices, words):
     text = rendered(*TPU, f"--topology={topology}", f"--slices={slices}", "gpt13b_dense", words)
     manifest = yaml.safe_load(text)
     jsonschema.validate(manifest, SCHEMA)
@@ -66,46 +66,46 @@ def test_any_words_arrive_and_the_pods_find_themselves(topology, slices, words):
     pod = job["template"]["spec"]["template"]["spec"]["containers"][0]
     assert pod["command"][1:] == ["launch/start_or_resume.sh", "/runs/mine", "gpt13b_dense", words]
     assert (ROOT / pod["command"][1]).exists()
-    fixed = {each["name"]: each.get("value") for each in pod["env"]}
+    fixed = {entry["name"]: entry.get("value") for entry in pod["env"]}
     pods = job["template"]["spec"]["completions"]
-    found = set()
+    process_numbers = set()
     for replica in range(job["replicas"]):
         for index in range(pods):
             # JobSet: <set>-<job>-<job index>-<pod index>.<subdomain, which is the set's name>
-            noted = {
+            pod_variables = {
                 "JOBSET_COORDINATOR": "mine-workers-0-0.mine",
                 "JOBSET_JOB_INDEX": str(replica),
                 "JOB_COMPLETION_INDEX": str(index),
             }
-            assert {name for name, value in fixed.items() if not value} <= noted.keys()
-            me = membership("", 0, -1, {k: v for k, v in fixed.items() if v} | noted)
-            found.add(me.process)
-            assert me.processes == job["replicas"] * pods
-    assert len(found) == job["replicas"] * pods
+            assert {name for name, value in fixed.items() if not value} <= pod_variables.keys()
+            member = membership("", 0, -1, {k: v for k, v in fixed.items() if v} | pod_variables)
+            process_numbers.add(member.process)
+            assert member.processes == job["replicas"] * pods
+    assert len(process_numbers) == job["replicas"] * pods
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ((*TPU, "--topology=4x4x4x4", *TRAIN), "write 4x4 or 4x4x4"),
+        ((*TPU, "--topology=4x4x4x4", *TRAIN), "legal: chips such as 4x4 or 4x4x4"),
         ((*TPU, "--topology=1x1x1", *TRAIN), "has 1 chips, and a host of tpu-v5p-slice has 4"),
         ((*TPU, "--accelerator=tpu-v2", *TRAIN), "legal: tpu-v4-podslice, "),
-        ((*TPU, "--nodes=3", *TRAIN), "the topology says how many hosts"),
+        ((*TPU, "--nodes=3", *TRAIN), "for TPUs --topology sets the hosts"),
         ((*GPU, "--topology=2x2", *TRAIN), "are for --platform=tpu"),
-        ((*GPU, "--name=Mine", *TRAIN), "no Kubernetes name"),
-        ((*GPU, "--claim=a b", *TRAIN), "no Kubernetes name"),
+        ((*GPU, "--name=Mine", *TRAIN), "is not a Kubernetes name"),
+        ((*GPU, "--claim=a b", *TRAIN), "is not a Kubernetes name"),
         ((*GPU, "--nodes=0", *TRAIN), "1 or more of --slices, --nodes"),
         (GPU, "give an experiment"),
         (TRAIN, "the following arguments are required: --platform"),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(arguments, words):
+def test_illegal_options_are_refused(arguments, words):
     done = render(*arguments)
     assert done.returncode == 2 and done.stdout == ""
     assert words in done.stderr and "Traceback" not in done.stderr
 
 
-def test_the_schema_can_refuse():
+def test_the_schema_refuses_unknown_fields():
     manifest = yaml.safe_load((GOLDEN / "gpu.yaml").read_text())
     manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["paralellism"] = 1
     with pytest.raises(jsonschema.ValidationError, match="paralellism"):

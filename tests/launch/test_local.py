@@ -1,4 +1,4 @@
-"""`launch/local.py` with small processes: whatever happens, none is left and nothing hangs."""
+"""`launch/local.py` with small processes: it never hangs and leaves no process behind."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "local.py"
-FORMER = """
+PRELUDE = """
 import os, pathlib, signal, subprocess, sys, time
 me, folder = int(os.environ["JAX_PROCESS_ID"]), pathlib.Path(sys.argv[1])
 child = subprocess.Popen(["sleep", "600"])
@@ -27,11 +27,11 @@ def until(name):
 
 
 class Launched:
-    """The launcher, over processes that run `text` after FORMER."""
+    """The launcher with processes that run PRELUDE and then `text`."""
 
     def __init__(self, folder, text, *options, processes=3):
         self.folder, self.processes = folder, processes
-        (folder / "program.py").write_text(FORMER + text)
+        (folder / "program.py").write_text(PRELUDE + text)
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -49,7 +49,7 @@ class Launched:
         )
 
     def wait_ready(self):
-        """Pids, once every process has called ready()."""
+        """Waits until every process has called ready(); returns their process ids."""
         names = [self.folder / f"{n}.pid" for n in range(self.processes)]
         end = time.monotonic() + 600
         while not all(name.exists() for name in names):
@@ -58,12 +58,12 @@ class Launched:
         return [int(name.read_text()) for name in names]
 
     def end(self):
-        """(status, stdout, stderr), after which nobody is left."""
+        """Waits for the end; returns (status, stdout, stderr). Checks that no process is left."""
         out, err = self.process.communicate(timeout=600)
-        self.assert_nobody_left()
+        self.assert_no_process_left()
         return self.process.returncode, out, err
 
-    def assert_nobody_left(self):
+    def assert_no_process_left(self):
         pids = [int(p.read_text()) for p in self.folder.glob("*.child")]
         pids += [int(p.read_text()) for p in self.folder.glob("*.pid")]
         end = time.monotonic() + 600
@@ -83,7 +83,7 @@ def _runs(pid):
     return state != "Z"
 
 
-def test_every_line_bears_its_number_and_all_ends_well(tmp_path):
+def test_every_line_has_its_process_number(tmp_path):
     text = """
 print(f"{me} of {os.environ['JAX_NUM_PROCESSES']}", os.environ["JAX_COORDINATOR_ADDRESS"])
 print("half a line", end="", file=sys.stderr)
@@ -93,9 +93,9 @@ for n in range(300): print("line", n, "x" * 500)
     assert status == 0
     lines = out.splitlines()
     for number in range(3):
-        mine = [line[4:] for line in lines if line.startswith(f"[{number}] ")]
-        assert re.fullmatch(rf"{number} of 3 127\.0\.0\.1:\d+", mine[0])
-        assert mine[1:] == [f"line {n} {'x' * 500}" for n in range(300)]
+        output = [line[4:] for line in lines if line.startswith(f"[{number}] ")]
+        assert re.fullmatch(rf"{number} of 3 127\.0\.0\.1:\d+", output[0])
+        assert output[1:] == [f"line {n} {'x' * 500}" for n in range(300)]
     assert sorted(err.splitlines()) == [f"[{n}] half a line" for n in range(3)]
 
 
@@ -114,12 +114,12 @@ until("1.pid")
 if me == 1: {how}
 time.sleep(600)
 """
-    found, _, err = Launched(tmp_path, text, "--others=0.5").end()
-    assert found == status and words in err, err
-    assert "ending process 0, 2, which did not end itself" in err
+    actual, _, err = Launched(tmp_path, text, "--others=0.5").end()
+    assert actual == status and words in err, err
+    assert "timeout: terminating process 0, 2" in err
 
 
-def test_the_others_may_say_why_they_end(tmp_path):
+def test_other_processes_may_print_their_errors(tmp_path):
     text = """
 ready()
 until("0.pid")
@@ -130,26 +130,26 @@ sys.exit(2)
 """
     status, out, err = Launched(tmp_path, text).end()
     assert status == 3 and "[1] error: process 0 ended" in out and "[2] error:" in out
-    assert "did not end itself" not in err
+    assert "timeout" not in err
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_handed_on_once_and_saving_is_waited_for(tmp_path, sent):
+def test_a_signal_is_forwarded_once_and_saving_is_awaited(tmp_path, sent):
     text = """
-came = []
+received = []
 def note(number, frame):
-    came.append(number)
+    received.append(number)
 for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, note)
 ready()
-while not came: time.sleep(0.02)
+while not received: time.sleep(0.02)
 time.sleep(0.5)
-print("saved after", *map(int, came))
+print("saved after", *map(int, received))
 """
     run = Launched(tmp_path, text)
     run.wait_ready()
     run.process.send_signal(sent)
     status, out, err = run.end()
-    assert status == 0 and f"handing {sent.name} on" in err
+    assert status == 0 and f"forwarding {sent.name}" in err
     assert sorted(out.splitlines()) == [f"[{n}] saved after {int(sent)}" for n in range(3)]
 
 
@@ -164,16 +164,16 @@ def test_a_second_signal_kills(tmp_path):
     run = Launched(tmp_path, DEAF)
     run.wait_ready()
     run.process.send_signal(signal.SIGINT)
-    run.process.send_signal(signal.SIGTERM)  # The same stop, as if sent to a group too.
-    assert "handing SIGINT on" in run.process.stderr.readline()
+    run.process.send_signal(signal.SIGTERM)  # Counts as the same stop: some senders signal twice.
+    assert "forwarding SIGINT" in run.process.stderr.readline()
     time.sleep(1.2)
     assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
     status, _, err = run.end()
-    assert status == 130 and "killing all" in err
+    assert status == 130 and "killing all processes" in err
 
 
-def test_one_that_hangs_or_is_stopped_is_killed_when_the_time_is_over(tmp_path):
+def test_a_process_that_hangs_or_is_stopped_is_killed_after_the_timeout(tmp_path):
     text = """
 ready()
 if me == 1: os.kill(os.getpid(), signal.SIGSTOP)
@@ -183,29 +183,29 @@ time.sleep(600)
     run.wait_ready()
     run.process.send_signal(signal.SIGTERM)
     status, _, err = run.end()
-    assert status == 143 and "ending process 1, which did not end itself" in err
+    assert status == 143 and "timeout: terminating process 1" in err
 
 
-def test_one_that_stays_behind_is_ended(tmp_path):
+def test_a_process_that_runs_on_after_the_others_is_ended(tmp_path):
     text = "if me: time.sleep(600)"
     status, _, err = Launched(tmp_path, text, "--finish=0.5").end()
-    assert status == 1 and "ending process 1, 2, which did not end itself" in err
+    assert status == 1 and "timeout: terminating process 1, 2" in err
 
 
-def test_when_the_launcher_is_killed_nobody_is_left(tmp_path):
+def test_a_killed_launcher_leaves_no_process(tmp_path):
     run = Launched(tmp_path, "ready()\ntime.sleep(600)")
     run.wait_ready()
     run.process.kill()
     run.process.communicate(timeout=600)
-    run.assert_nobody_left()
+    run.assert_no_process_left()
 
 
-def test_a_command_that_is_none_is_told_in_words(tmp_path):
+def test_illegal_commands_are_refused(tmp_path):
     for arguments, words in (
         (["no-such-program"], "error: "),
         ([], "give a command"),
         (["--processes=0", "true"], "--processes=1 or more"),
-        (["--processes=2", "--gpus=2", "true"], "names 3 GPUs; 2 processes of 2 need 4"),
+        (["--processes=2", "--gpus=2", "true"], "lists 3 GPUs; 2 processes with 2 each need 4"),
     ):
         done = subprocess.run(
             [sys.executable, SCRIPT, *arguments],
@@ -217,7 +217,7 @@ def test_a_command_that_is_none_is_told_in_words(tmp_path):
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
 
 
-def test_gpus_are_dealt_out_in_order(tmp_path):
+def test_gpus_are_assigned_in_order(tmp_path):
     text = """print(os.environ["CUDA_VISIBLE_DEVICES"])"""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     _, out, _ = Launched(tmp_path, text, "--gpus=2").end()

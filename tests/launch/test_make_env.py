@@ -1,4 +1,4 @@
-"""`make env` with a made-up Python, whose pip does what a test tells it to."""
+"""`make env` with a fake Python; each test sets what its pip does."""
 
 import configparser
 import os
@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = pathlib.Path(__file__).parents[2]
-# A make that runs these tests would pass its own settings on.
+# A make that runs these tests would pass its settings on through MAKEFLAGS.
 VARIABLES = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
 FAKE = """#!/bin/sh
 here={folder}
@@ -32,7 +32,7 @@ esac
 
 
 class Clone:
-    """A clone with a fake Python beside it."""
+    """A clone of this project with a fake Python."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -62,13 +62,13 @@ class Clone:
         )
 
     def make(self, *arguments):
-        """(exit status, what was done, stdout, stderr)"""
+        """Returns (exit status, logged actions, stdout, stderr)."""
         process = self.start(*arguments)
         out, err = process.communicate(timeout=600)
         return process.returncode, (self.folder / "log").read_text().split(), out, err
 
     def change_metadata(self):
-        # Past any file system's rounding of times.
+        # 5 seconds are more than any file system rounds times by.
         later = time.time() + 5
         os.utime(self.folder / "setup.cfg", (later, later))
 
@@ -76,20 +76,20 @@ class Clone:
 @pytest.fixture
 def clone(tmp_path):
     if not shutil.which("make"):
-        pytest.skip("no make here")
+        pytest.skip("make is not installed")
     folder = tmp_path / "a clone"
     folder.mkdir()
     return Clone(folder)
 
 
-def test_it_is_made_once(clone):
+def test_it_is_created_once(clone):
     status, done, out, err = clone.make()
     assert (status, done, err) == (0, ["venv", "pip"], "")
-    assert out.startswith("making .venv with Python 3.13")
+    assert out.startswith("creating .venv with Python 3.13")
     assert clone.make() == (0, [], "", "")
 
 
-def test_versions_are_those_of_ci_only_where_asked_for(clone):
+def test_locked_versions_are_used_only_on_request(clone):
     clone.pip('echo "$*" >>"$here/words"')
     clone.make()
     clone.change_metadata()
@@ -98,35 +98,36 @@ def test_versions_are_those_of_ci_only_where_asked_for(clone):
     assert "constraints" not in free and " -c launch/../constraints.txt -e " in locked
 
 
-def test_the_locked_versions_are_of_every_supported_python():
+def test_locked_versions_exist_for_every_supported_python():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if not line.startswith("#")]
     assert not any(word in line for line in lines for word in ("://", "--", "@"))
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
-    wanted = config["options"]["install_requires"] + config["options.extras_require"]["dev"]
-    wanted = [Requirement(w) for w in wanted.splitlines() if w and not w.lstrip().startswith("#")]
+    lines = config["options"]["install_requires"] + config["options.extras_require"]["dev"]
+    lines = [line for line in lines.splitlines() if line and not line.lstrip().startswith("#")]
+    requirements = [Requirement(line) for line in lines]
     versions = {}
     for python in ("3.11", "3.12", "3.13"):
         machine = {"python_version": python, "python_full_version": f"{python}.1"}
         machine |= {"sys_platform": "linux", "platform_machine": "x86_64"}
-        here = [p for p in pins if p.marker is None or p.marker.evaluate(machine)]
-        held = {canonicalize_name(p.name): str(next(iter(p.specifier)).version) for p in here}
-        assert len(held) == len(here)  # None twice.
-        for need in wanted:
-            assert need.specifier.contains(held[canonicalize_name(need.name)]), (python, need)
-        versions[python] = held["jax"]
+        valid = [p for p in pins if p.marker is None or p.marker.evaluate(machine)]
+        locked = {canonicalize_name(p.name): str(next(iter(p.specifier)).version) for p in valid}
+        assert len(locked) == len(valid)  # No package has two versions.
+        for need in requirements:
+            assert need.specifier.contains(locked[canonicalize_name(need.name)]), (python, need)
+        versions[python] = locked["jax"]
     assert versions["3.11"] == "0.10.2" and versions["3.12"] == versions["3.13"] != "0.10.2"
 
 
-def test_a_changed_setup_cfg_brings_it_up_to_date(clone):
+def test_a_changed_setup_cfg_updates_it(clone):
     clone.make()
     clone.change_metadata()
     status, done, out, _ = clone.make()
-    assert (status, done) == (0, ["pip"]) and "up to date" in out
+    assert (status, done) == (0, ["pip"]) and "updating .venv to setup.cfg" in out
 
 
-def test_pips_error_is_seen_and_the_environment_made_anew(clone):
+def test_pips_error_is_shown_and_the_environment_created_again(clone):
     clone.pip("echo 'ERROR: no such version' >&2; exit 1")
     status, done, _, err = clone.make()
     assert status != 0 and done == ["venv", "pip"]
@@ -135,7 +136,7 @@ def test_pips_error_is_seen_and_the_environment_made_anew(clone):
     assert clone.make()[:2] == (0, ["venv", "pip"])
 
 
-def test_a_failed_update_keeps_the_environment_and_is_tried_again(clone):
+def test_a_failed_update_keeps_the_environment_and_is_repeated(clone):
     clone.make()
     clone.change_metadata()
     clone.pip("exit 1")
@@ -146,11 +147,11 @@ def test_a_failed_update_keeps_the_environment_and_is_tried_again(clone):
 
 @pytest.mark.parametrize("update", [False, True])
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
-def test_a_half_made_environment_is_made_anew(clone, update, sent):
+def test_an_incomplete_environment_is_created_again(clone, update, sent):
     if update:
         clone.make()
         clone.change_metadata()
-    # Like pip, the fake ends with status 1 on Ctrl-C.
+    # The fake ends with status 1 on Ctrl-C, as pip does.
     clone.pip('trap "exit 1" INT; touch "$here/half"; for i in 1 2 3 4 5 6 7 8 9; do sleep 1; done')
     reset = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     process = clone.start(start_new_session=True, **reset)
@@ -165,7 +166,7 @@ def test_a_half_made_environment_is_made_anew(clone, update, sent):
     assert clone.make()[:2] == (0, ["venv", "pip"])
 
 
-def test_an_environment_whose_python_is_gone_is_made_anew(clone):
+def test_an_environment_without_its_python_is_created_again(clone):
     clone.make()
     python = clone.folder / ".venv/bin/python"
     python.unlink()
@@ -173,7 +174,7 @@ def test_an_environment_whose_python_is_gone_is_made_anew(clone):
     assert clone.make()[:2] == (0, ["venv", "pip"])
 
 
-def test_environments_stand_side_by_side(clone):
+def test_two_environments_are_independent(clone):
     clone.make()
     assert clone.make("VENV=.venv311")[:2] == (0, ["venv", "pip"])
     assert clone.make()[:2] == (0, [])
@@ -188,7 +189,7 @@ def test_a_folder_that_is_no_environment_is_never_emptied(clone):
     assert "work exists and is not an environment" in err
 
 
-def test_no_python_is_told_in_words(clone):
+def test_a_missing_python_is_explained(clone):
     clone.python.unlink()
     status, done, _, err = clone.make()
     assert status != 0 and done == []

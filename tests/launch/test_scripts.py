@@ -1,4 +1,4 @@
-"""The shell scripts, with made-up schedulers, clouds and Pythons in the places of the real ones."""
+"""The shell scripts with fake schedulers, clouds and Pythons."""
 
 import os
 import pathlib
@@ -14,7 +14,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 SCRIPTS = [*sorted(LAUNCH.glob("*.sh")), LAUNCH / "slurm.sbatch"]
-# A run that saves when it is told to, and is finished at once where the test says so.
+# A fake run that saves on SIGTERM; $WHAT=finish ends it at once, fail lets it fail.
 RUN = """#!/bin/sh
 trap 'echo saved >>"$LOG"; exit 0' TERM
 echo "$$ $*" >>"$LOG"
@@ -29,8 +29,8 @@ esac
 """
 
 
-# No shell hears a signal that is ignored where it begins, as SIGINT is in the background.
-HEARING = """
+# A shell cannot trap a signal that is ignored when it starts, as SIGINT is in the background.
+WITH_SIGINT = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execvp(sys.argv[1], sys.argv[1:])
@@ -38,7 +38,7 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 
 class Desk:
-    """A folder of made-up programs, what they wrote down, and the variables that name them."""
+    """A folder of fake programs, their log, and the environment variables that select them."""
 
     def __init__(self, folder):
         self.folder, self.log = folder, folder / "log"
@@ -61,7 +61,7 @@ class Desk:
 
     def start(self, *words, **variables):
         return subprocess.Popen(
-            [sys.executable, "-c", HEARING, *map(str, words)],
+            [sys.executable, "-c", WITH_SIGINT, *map(str, words)],
             cwd=self.folder,
             env=self.variables | variables,
             stdout=subprocess.PIPE,
@@ -87,18 +87,18 @@ def desk(tmp_path):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_shellcheck_has_nothing_to_say(script):
-    # As a Python package it lies beside the interpreter.
-    found = shutil.which("shellcheck", path=f"{pathlib.Path(sys.executable).parent}") or (
+def test_shellcheck_reports_nothing(script):
+    # The Python package installs it in the interpreter's folder.
+    shellcheck = shutil.which("shellcheck", path=f"{pathlib.Path(sys.executable).parent}") or (
         shutil.which("shellcheck")
     )
-    if not found:
-        pytest.skip("no shellcheck here")
-    done = subprocess.run([found, script], capture_output=True, text=True)
+    if not shellcheck:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run([shellcheck, script], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-def test_a_run_is_begun_and_then_gone_on_with(desk):
+def test_a_run_is_started_and_then_resumed(desk):
     command = ("sh", LAUNCH / "start_or_resume.sh", "a run", "gpt13b_sparse", "--corpus=a b")
     assert desk.run(*command)[0] == 0
     assert desk.run(*command)[0] == 0
@@ -108,7 +108,7 @@ def test_a_run_is_begun_and_then_gone_on_with(desk):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_one_that_saved_before_its_end_is_not_taken_for_finished(desk, sent):
+def test_a_run_that_saved_before_its_end_does_not_count_as_finished(desk, sent):
     command = ("sh", LAUNCH / "start_or_resume.sh", "run", "gpt13b_sparse")
     process = desk.start(*command, WHAT="train")
     desk.wait_for("--out=run")
@@ -119,11 +119,11 @@ def test_one_that_saved_before_its_end_is_not_taken_for_finished(desk, sent):
     assert desk.run("sh", LAUNCH / "start_or_resume.sh", "run")[0] == 2
 
 
-# A shell that is slow to go on, as on a busy machine: what it told to end has ended before.
+# A slow shell, as on a busy machine: the signalled process ends before `kill` returns.
 SLOW = 'kill() { command kill "$@" || return; sleep 1; }'
 
 
-def test_a_status_is_not_lost_where_the_run_ends_first(desk):
+def test_the_status_is_kept_if_the_run_ends_first(desk):
     script = LAUNCH / "start_or_resume.sh"
     process = desk.start(
         "sh", "-c", f'{SLOW}; . "$0"', script, "run", "gpt13b_sparse", WHAT="train"
@@ -157,18 +157,18 @@ def test_a_slurm_job_ends_with_its_run(desk):
 
 
 @pytest.mark.parametrize("shell", ["", SLOW])
-def test_a_slurm_job_whose_time_is_over_saves_and_queues_again(desk, shell):
+def test_a_slurm_job_at_its_time_limit_saves_and_is_requeued(desk, shell):
     (desk.folder / "shell").write_text(shell)
-    named = str(desk.folder / "shell")
-    process = slurm(desk, WHAT="train", EXPERIMENT="gpt13b_dense", BASH_ENV=named)
+    startup = str(desk.folder / "shell")
+    process = slurm(desk, WHAT="train", EXPERIMENT="gpt13b_dense", BASH_ENV=startup)
     desk.wait_for("-m experiments.gpt13b_dense --out=runs/slurm-7")
     process.send_signal(signal.SIGUSR1)
     out, _ = process.communicate(timeout=600)
-    assert process.returncode == 75 and "queueing again" in out
+    assert process.returncode == 75 and "requeueing" in out
     assert desk.log.read_text().endswith("saved\nscontrol requeue 7\n")
 
 
-def test_a_slurm_job_that_is_stopped_or_fails_stays_away(desk):
+def test_a_slurm_job_that_is_stopped_or_fails_is_not_requeued(desk):
     process = slurm(desk, WHAT="train")
     desk.wait_for("--out=")
     process.send_signal(signal.SIGTERM)
@@ -178,7 +178,7 @@ def test_a_slurm_job_that_is_stopped_or_fails_stays_away(desk):
     assert "saved" in desk.log.read_text() and "scontrol" not in desk.log.read_text()
 
 
-# Two workers, each with a home of its own.
+# A fake gcloud with two workers; each has its own home folder.
 GCLOUD = """#!/bin/sh
 echo "gcloud $1 $2 $3 $4 $5 $6" >>"$LOG"
 case "$*" in *--zone=Z*) ;; *) exit 9 ;; esac
@@ -224,19 +224,19 @@ def test_a_tpu_vm_is_set_up_started_watched_and_stopped(desk):
         assert time.monotonic() < end
         time.sleep(0.02)
     status, _, err = desk.run(*start, WHAT="train")
-    assert status != 0 and "a run is still going on here" in err
+    assert status != 0 and "a run is still active" in err
     status, _, err = desk.run("sh", script, "stop", "pod", "Z")
     assert status == 0 and desk.log.read_text().count("saved") == 2, err
-    assert "nothing runs here" in desk.run("sh", script, "stop", "pod", "Z")[1]
+    assert "no run is active" in desk.run("sh", script, "stop", "pod", "Z")[1]
 
 
 @pytest.mark.parametrize("platform, extra", [("cpu", ""), ("gpu", "[cuda]"), ("tpu", "[tpu]")])
-def test_the_images_are_of_files_and_extras_that_are_there(platform, extra):
+def test_the_images_use_existing_files_and_extras(platform, extra):
     text = (LAUNCH / "docker" / f"{platform}.Dockerfile").read_text(encoding="utf-8")
     assert f"docker build -f launch/docker/{platform}.Dockerfile" in text
     assert f'-e ".{extra}"' in text and "FROM python:3.13" in text
-    wanted = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    for pattern in (line[1:] for line in wanted if line.startswith("!")):
+    patterns = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    for pattern in (line[1:] for line in patterns if line.startswith("!")):
         assert list(ROOT.glob(pattern)), pattern
     assert (ROOT / re.search(r"-c (\S+)", text)[1]).exists()
     entry = re.search(r'ENTRYPOINT \["sh", "(.*)"\]', text)[1]
@@ -246,7 +246,7 @@ def test_the_images_are_of_files_and_extras_that_are_there(platform, extra):
 
 
 @pytest.mark.parametrize("page", sorted(LAUNCH.glob("*.md")), ids=lambda path: path.name)
-def test_every_page_says_what_a_page_must(page):
+def test_every_page_has_the_five_headings(page):
     text = page.read_text(encoding="utf-8")
     places = [
         text.find(f"**{heading}**")
