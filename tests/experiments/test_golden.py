@@ -11,6 +11,8 @@ import pytest
 
 import experiments
 from experiments import gpt13b_dense, gpt13b_sparse
+from sparse_dataflow.config import settings
+from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.runs import command_line, devices
 from sparse_dataflow.training.variants import variants
@@ -32,12 +34,18 @@ def settled(name, *more):
 
 
 def resolved(name) -> str:
+    """The settings that differ from their defaults, which tests/runs/help_all.txt lists, and the
+    specs of each model's projections."""
     config = settled(name)
-    models = {
-        v.name: {"model": v.model.to_json(), "evolution": vars(v.evolution)}
-        for v in variants(config)
+    defaults = {path: s.default for path, s in settings.by_path(RunConfig).items()}
+    changes = {
+        f"{part}.{setting}": value
+        for part, fields in config.to_json().items()
+        for setting, value in fields.items()
+        if settings.text(value) != settings.text(defaults[f"{part}.{setting}"])
     }
-    return json.dumps({"config": config.to_json(), "variants": models}, indent=1) + "\n"
+    models = {v.name: v.model.to_json()["linears"] for v in variants(config)}
+    return json.dumps({"settings": changes, "projections": models}, indent=1) + "\n"
 
 
 def described(name) -> str:
