@@ -11,8 +11,8 @@ from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
 from sparse_dataflow.training.coordinates import (
     ACTIVATIONS,
     activation_changes,
-    slopes,
-    widened,
+    fit_exponents,
+    with_width,
 )
 from sparse_dataflow.training.metrics import say
 
@@ -69,7 +69,7 @@ def _variant(begun, parametrization, width, density):
     differs."""
     asked = begun.variant("sparse", parametrization="supar", density=density, warmup=0.0)
     model = dataclasses.replace(asked.model, parametrization=parametrization)
-    return dataclasses.replace(asked, model=widened(model, width))
+    return dataclasses.replace(asked, model=with_width(model, width))
 
 
 def exponents(rows: list[dict]) -> dict[tuple[str, str], tuple[float, float]]:
@@ -81,7 +81,7 @@ def exponents(rows: list[dict]) -> dict[tuple[str, str], tuple[float, float]]:
             for r in rows
             if (r["parametrization"], r["activation"]) == key
         }
-        found[key] = slopes(sizes)
+        found[key] = fit_exponents(sizes)
     return found
 
 

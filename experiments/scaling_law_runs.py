@@ -26,7 +26,7 @@ from sparse_dataflow.sparsity.scaling_law import (
     interval,
     noise,
 )
-from sparse_dataflow.training.coordinates import widened
+from sparse_dataflow.training.coordinates import with_width
 from sparse_dataflow.training.metrics import say
 
 OWNER = "sparse_scaling_law"
@@ -99,7 +99,7 @@ def _plan(values, begun) -> list[dict]:
     plan = []
     for seed, width, density in itertools.product(range(values.seeds), widths, densities):
         variant = begun.variant("sparse", density=density, parametrization="supar", seed=seed)
-        model = widened(variant.model, width)
+        model = with_width(variant.model, width)
         for steps in lengths:
             training = dataclasses.replace(variant.training, steps=steps)
             plan.append(

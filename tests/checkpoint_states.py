@@ -1,4 +1,4 @@
-"""States to save, and what the tests of checkpoints do with them."""
+"""States to save and helpers of the checkpoint tests."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ CONFIG = {"model": {"d_model": 64, "heads": (2, 4)}, "optimizer": {"learning_rat
 
 
 def small_state(step: int) -> dict:
-    """Every bit follows from the step."""
+    """Returns a state whose every bit follows from the step."""
     draw = np.random.default_rng(step)
     return {
         "w": jnp.asarray(draw.normal(size=(32, 8)), jnp.float32),
@@ -62,14 +62,14 @@ def abstract(state):
     )
 
 
-def assert_same_bits(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert isinstance(one, jax.Array) == isinstance(other, jax.Array)
-        if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
-            one, other = jax.random.key_data(one), jax.random.key_data(other)
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+def assert_same_bits(state, expected):
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    for leaf, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert (leaf.dtype, leaf.shape) == (other.dtype, other.shape)
+        assert isinstance(leaf, jax.Array) == isinstance(other, jax.Array)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)
+        assert np.asarray(leaf).tobytes() == np.asarray(other).tobytes()
 
 
 def saved(folder, steps, **options):
@@ -81,9 +81,9 @@ def saved(folder, steps, **options):
 
 
 def restored_step(folder, **options) -> int:
-    """Restores the newest in a fresh object and checks every bit of it."""
-    found = Checkpoints(folder, config=CONFIG, **options).restore(abstract(small_state(0)))
-    state, extra = found
+    """Restores the newest checkpoint in a new object, checks every bit and returns its step."""
+    checkpoints = Checkpoints(folder, config=CONFIG, **options)
+    state, extra = checkpoints.restore(abstract(small_state(0)))
     step = int(state["step"])
     assert extra["position"] == step
     assert_same_bits(state, small_state(step))

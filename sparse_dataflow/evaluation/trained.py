@@ -21,7 +21,7 @@ from sparse_dataflow.training.run_files import (
     read_tokenizer,
     read_variants,
 )
-from sparse_dataflow.training.saved_state import Kept, identity, saved_state
+from sparse_dataflow.training.saved_state import SavedProgress, abstract_saved_state, identity
 
 NEWEST, BEST = "newest", "best"
 
@@ -89,7 +89,7 @@ def load(run_folder: str | Path, variant: str, checkpoint: str = NEWEST) -> Trai
     found = phases(model, evolution, training.steps)
 
     def wanted(step, extra):
-        state = saved_state(Kept.read(extra, found).phases, training, step)
+        state = abstract_saved_state(SavedProgress.from_extra(extra, found).phases, training, step)
         # The optimizer's part is read because it is there, and never reaches the device.
         on_host = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), state.moments)
         return state._replace(moments=on_host)

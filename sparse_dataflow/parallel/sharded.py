@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.groups import group_of, parts, together
 from sparse_dataflow.models.shard import Shard
-from sparse_dataflow.optim.optimizers import adam
+from sparse_dataflow.optim.optimizers import adam_state
 from sparse_dataflow.parallel import cuts, sharding, whole
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.block_gradients import block_gradient_norms
@@ -254,7 +254,7 @@ class Sharded:
 
     def _gradients_like(self, state):
         """Shapes and dtypes of the gradients."""
-        return adam(state.moments).mu
+        return adam_state(state.moments).mu
 
     def rounds(self, model, micro_batches):
         """See `Executor`."""

@@ -11,7 +11,7 @@ from experiments.study import _DEFAULTS, keep_settings
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.training.coordinates import widened
+from sparse_dataflow.training.coordinates import with_width
 
 
 @pytest.mark.parametrize("experiment", [coordinate_check, sparse_scaling_law])
@@ -22,7 +22,7 @@ def test_every_model_has_layouts_and_heads_of_one_width(experiment):
     for width in numbers(asked["widths"], "widths", int):
         for density in numbers(asked["densities"], "densities"):
             flags = _DEFAULTS | asked | {"density": density, "sparse_projections": projections}
-            wide = widened(sparse_config(types.SimpleNamespace(**flags), size), width)
+            wide = with_width(sparse_config(types.SimpleNamespace(**flags), size), width)
             assert wide.d_model // wide.num_heads == size.d_model // size.num_heads
             assert set(wide.sparse_projections) == set(projections)
 

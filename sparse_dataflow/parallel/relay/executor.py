@@ -104,11 +104,11 @@ class RelayExecutor:
             "tables": lambda tables: tables,
             "gradient_norms": functools.partial(_gradient_norms, relay),
             "parameter_norms": parameter_norms,
-            "begin": functools.partial(self._begin, relay),
+            "start_state": functools.partial(self._start_state, relay),
             "timeline": lambda: relay.timeline.spans,
         }
 
-    def _begin(
+    def _start_state(
         self,
         relay: Relay,
         name: str,
@@ -116,7 +116,7 @@ class RelayExecutor:
         identity: Mapping[str, Any],
         saved: int | None,
         state: Callable[[], TrainState],
-        drawn: bool,
+        from_seed: bool,
     ) -> TrainState:
         """The state that a run goes on with, and the relay made ready for its length.
 
@@ -127,7 +127,7 @@ class RelayExecutor:
           identity: of its checkpoints.
           saved: step of its newest checkpoint; None where there is none.
           state: reads that checkpoint, or gives the initial state.
-          drawn: whether the initial state is `initial_state`'s.
+          from_seed: whether the initial state is `initial_state`'s.
         """
         relay.begin(training)
         if not self.server_dir:
@@ -139,7 +139,7 @@ class RelayExecutor:
         kept = _restored_together(files, host_state.training_key(training))
         if kept is not None and (saved is None or int(kept.step) >= saved):
             return kept
-        if saved is None and drawn:
+        if saved is None and from_seed:
             return files.new_state(
                 lambda *trees: host_state.fresh_state(model, training, trees, self._starting(model))
             )

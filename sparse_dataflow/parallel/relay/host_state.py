@@ -14,7 +14,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.groups import groups, of_layer, parts
-from sparse_dataflow.optim.optimizers import adam, make_optimizer
+from sparse_dataflow.optim.optimizers import adam_state, make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 
 EMBED, HEAD = "embed", "head"
@@ -80,7 +80,7 @@ def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
 def zeros(model: ModelConfig, training: TrainingConfig) -> tuple[dict, dict, dict]:
     """Parameters and both moments, zeroed, in memory that is taken as it is written to."""
     shapes = abstract_state(model, training)
-    moments = adam(shapes.moments)
+    moments = adam_state(shapes.moments)
     return jax.tree.map(
         lambda leaf: np.zeros(leaf.shape, leaf.dtype), (shapes.params, moments.mu, moments.nu)
     )
@@ -119,7 +119,7 @@ def fresh_state(
 
 def copied_state(state: TrainState, trees: tuple[dict, dict, dict]) -> TrainState:
     """The state with its parameters and moments copied into these trees."""
-    moments = adam(state.moments)
+    moments = adam_state(state.moments)
     jax.tree.map(
         lambda to, leaf: np.copyto(to, leaf), trees, (state.params, moments.mu, moments.nu)
     )
