@@ -1,8 +1,8 @@
-"""A training step through the real compiler of chips that need not be there.
+"""Compiles a training step ahead of time, with the real compiler of a chip that is not attached.
 
-Gives what only a compiler knows: whether the step fits, what it takes of a chip's memory, and what
-it sends.  Arguments are shapes, so a trillion parameters take no memory here; layers are scanned,
-so they take no longer than four.
+The compiler tells whether the step fits into the chip's memory, how much memory it uses for what,
+and what it communicates.  Arguments are shapes, so a trillion parameters need no memory here;
+layers are scanned, so compile time does not grow with their number.
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ from sparse_dataflow.training.step import abstract_state, jitted_train_step
 
 @dataclasses.dataclass(frozen=True)
 class StepBytes:
-    """Bytes of a training step on one chip, as the compiler lays them out.
+    """Bytes that the compiler allocates on one chip for a training step.
 
     Attributes:
-      parameters: masters.
-      moments: the optimizer's.
+      parameters: master parameters.
+      moments: Adam moments.
       inputs: layout tables, tokens and scalars.
-      gradients: as they are accumulated.
-      activations: what the forward pass keeps for the backward.
-      temporaries: all else that the program allocates: copies of weights in the compute dtype, the
-        working set of a layer, the logits, what collectives need.
-      program: the code itself.
+      gradients: accumulated gradients.
+      activations: saved by the forward pass for the backward pass.
+      temporaries: everything else: weights in the compute dtype, the working set of a layer, the
+        logits, buffers of collectives.
+      program: machine code.
     """
 
     parameters: int
@@ -48,35 +48,35 @@ class StepBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all categories."""
         return sum(dataclasses.astuple(self))
 
 
-ALLOCATED = ("argument", "output", "alias", "temp", "generated_code")
-"""What `memory_analysis` tells of a chip's memory: results share the bytes of "alias" with
-arguments."""
+ALLOCATIONS = ("argument", "output", "alias", "temp", "generated_code")
+"""Categories of jax's `memory_analysis`; "alias" are bytes that outputs share with arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """One training step, compiled.
+    """A compiled training step.
 
     Attributes:
-      bytes: on a chip, by category.
-      flops: of one chip in a step, of products and kernels; recomputation and loops are counted.
-      silent: kernels that say no FLOPs, and are not in `flops`.
-      collectives: of one chip in a step.
-      trace_seconds: tracing and lowering, of one thread.
-      compile_seconds: the compiler, on all cores.
+      bytes: bytes on one chip, by category.
+      allocations: category of ALLOCATIONS -> bytes, from jax's `memory_analysis`.
+      flops: FLOPs of one chip in a step, of matrix products and kernels, with recomputation and
+        loops.
+      kernels_without_flops: names of kernels without a FLOP count, which `flops` leaves out.
+      collectives: collectives of one chip in a step.
+      trace_seconds: wall time of tracing and lowering, on one core.
+      compile_seconds: wall time of the compiler, on all cores.
       cpu_seconds: processor time of both.
-      allocated: name -> bytes, as jax's `memory_analysis` has them.
-      program: jax's own object.
+      program: jax's compiled object.
     """
 
     bytes: StepBytes
-    allocated: dict[str, int]
+    allocations: dict[str, int]
     flops: float
-    silent: tuple[str, ...]
+    kernels_without_flops: tuple[str, ...]
     collectives: tuple[hlo.Collective, ...]
     trace_seconds: float
     compile_seconds: float
@@ -85,44 +85,44 @@ class CompiledStep:
 
 
 class DoesNotFit(Exception):
-    """The compiler finds no room on the chip.
+    """The step does not fit into the chip's memory.
 
     Attributes:
-      needed: bytes that it says it needs, without the arguments; None where it does not say.
+      needed: bytes needed without the arguments; None if the compiler does not say.
     """
 
-    def __init__(self, needed: int | None, said: str):
-        super().__init__(said)
+    def __init__(self, needed: int | None, message: str):
+        super().__init__(message)
         self.needed = needed
 
 
 def abstract_arguments(
     executor: Executor, model: ModelConfig, training: TrainingConfig, changing: bool
 ) -> tuple[tuple, dict | None, dict[str, Any]]:
-    """A step's arguments as shapes, where its executor lays them out.
+    """Returns the arguments of a step as shapes with the executor's shardings.
 
     Args:
-      executor: that runs it.
-      model: the model.
-      training: its batch and sequence.
-      changing: whether layouts may change without another program.
+      executor: runs the step.
+      model: config of the model.
+      training: batch and sequence.
+      changing: whether layouts may change without recompiling.
 
     Returns:
-      ((state, tokens, learning rate), tables that the program is specialised to or None,
+      ((state, tokens, learning rate), layout tables that the program is specialised to or None,
       `Executor.arrays`).
     """
     tables = gpt.layout_tables(gpt.layouts(model))
     shape = (training.batch, training.sequence + 1)
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
     arrays = executor.arrays(abstract_state(model, training), tables, changing, batch)
-    given = jax.tree.map(
+    runtime_tables = jax.tree.map(
         lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=getattr(t, "sharding", None)),
         arrays["layout tables"],
     )
     state = executor.placed_shapes(abstract_state(model, training, executor))
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=executor.replicated())
-    arguments = state._replace(tables=given), arrays["batch"]["tokens"], rate
-    return arguments, None if jax.tree.leaves(given) else tables, arrays
+    arguments = state._replace(tables=runtime_tables), arrays["batch"]["tokens"], rate
+    return arguments, None if jax.tree.leaves(runtime_tables) else tables, arrays
 
 
 def compile_step(
@@ -135,82 +135,82 @@ def compile_step(
     """Compiles the training step that `executor` would run.
 
     Args:
-      model: the model.
-      training: its batch, sequence and micro-batches.
+      model: config of the model.
+      training: batch, sequence and micro-batches.
       executor: over described devices, or `ONE_DEVICE`.
-      device: one of them.
-      changing: whether layouts may change without another program.
+      device: one of the described devices.
+      changing: whether layouts may change without recompiling.
 
     Raises:
       UserError: the executor refuses the model or the batch.
-      DoesNotFit: the compiler finds no room.
+      DoesNotFit: the step does not fit into the chip's memory.
     """
     executor.check(model, training)
     arguments, fixed, arrays = abstract_arguments(executor, model, training, changing)
-    rounds = executor.rounds(model, training.micro_batches)
-    began, worked = time.perf_counter(), time.process_time()
+    trip_counts = executor.rounds(model, training.micro_batches)
+    start, cpu_start = time.perf_counter(), time.process_time()
     step = jitted_train_step(model, training, fixed, executor, arguments[0])
     if executor.replicated() is None:
-        where = jax.sharding.SingleDeviceSharding(device)
+        sharding = jax.sharding.SingleDeviceSharding(device)
         arguments = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), arguments
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments
         )
     platform = "cuda" if device.platform == "gpu" else device.platform
-    with targeted(executor, device):
-        followed = step.trace(*arguments)
-        lowered = followed.lower(lowering_platforms=(platform,))
-    begun = time.perf_counter()
+    with tracing_for(executor, device):
+        trace = step.trace(*arguments)
+        lowered = trace.lower(lowering_platforms=(platform,))
+    compile_start = time.perf_counter()
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         raise _out_of_memory(error) from None
-    ended, cpu = time.perf_counter(), time.process_time() - worked
-    counted = traced.count(followed.jaxpr, rounds)
+    end, cpu_seconds = time.perf_counter(), time.process_time() - cpu_start
+    analysis = program.memory_analysis()
+    count = traced.count_flops(trace.jaxpr, trip_counts)
     return CompiledStep(
-        _bytes(program, followed.jaxpr, arrays, training),
-        {name: getattr(program.memory_analysis(), f"{name}_size_in_bytes") for name in ALLOCATED},
-        counted.flops,
-        counted.silent,
-        tuple(hlo.collectives(program.as_text(), rounds)),
-        begun - began,
-        ended - begun,
-        cpu,
+        _step_bytes(analysis, trace.jaxpr, arrays, training),
+        {name: getattr(analysis, f"{name}_size_in_bytes") for name in ALLOCATIONS},
+        count.flops,
+        count.kernels_without_flops,
+        tuple(hlo.collectives(program.as_text(), trip_counts)),
+        compile_start - start,
+        end - compile_start,
+        cpu_seconds,
         program,
     )
 
 
-def targeted(executor: Executor, device: jax.Device):
-    """What is traced inside is for the device, and for the executor's mesh where it has one."""
+def tracing_for(executor: Executor, device: jax.Device):
+    """Returns a context in which code is traced for the executor's mesh, or else for the device."""
     mesh = getattr(executor, "mesh", None)
     if mesh is None:
-        return topologies.targeted(device)
+        return topologies.tracing_for(device)
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def _bytes(program, jaxpr, arrays, training) -> StepBytes:
-    held = {group: describe.bytes_a_chip({group: tree}) for group, tree in arrays.items()}
-    found = program.memory_analysis()
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    activations, accumulated = traced.kept_bytes(jaxpr, len(jax.tree.leaves(arrays["parameters"])))
-    gradients = accumulated
+def _step_bytes(analysis, jaxpr, arrays, training) -> StepBytes:
+    """Splits the compiler's temporary memory into gradients, activations and the rest."""
+    array_bytes = {group: describe.bytes_a_chip({group: tree}) for group, tree in arrays.items()}
+    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    gradient_leaves = len(jax.tree.leaves(arrays["parameters"]))
+    activations, gradients = traced.saved_bytes(jaxpr, gradient_leaves)
     if gradients is None:
-        one = memory.gradient_bytes(1, training.state_dtype)
-        all_ = memory.gradient_bytes(training.micro_batches, training.state_dtype)
-        gradients = held["gradients"] // one * all_
-    known = held["parameters"] + held["moments"]
-    # Small arrays may lie in a chip's own memory, which is not counted.
-    rest = found.temp_size_in_bytes + results
+        single = memory.gradient_bytes(1, training.state_dtype)
+        accumulated = memory.gradient_bytes(training.micro_batches, training.state_dtype)
+        gradients = array_bytes["gradients"] // single * accumulated
+    # Small arrays may be in on-chip memory, which the compiler does not count.
+    rest = analysis.temp_size_in_bytes + results
     gradients = min(gradients, rest)
     activations = min(activations, rest - gradients)
     rest -= gradients + activations
     return StepBytes(
-        held["parameters"],
-        held["moments"],
-        found.argument_size_in_bytes - known,
+        array_bytes["parameters"],
+        array_bytes["moments"],
+        analysis.argument_size_in_bytes - array_bytes["parameters"] - array_bytes["moments"],
         gradients,
         activations,
         rest,
-        found.generated_code_size_in_bytes,
+        analysis.generated_code_size_in_bytes,
     )
 
 
@@ -218,9 +218,9 @@ _SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def _out_of_memory(error: Exception) -> Exception:
-    said = str(error)
-    if "RESOURCE_EXHAUSTED" not in said and "memory" not in said.lower():
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" not in text and "memory" not in text.lower():
         return error
-    number = re.search(r"(?:temporaries \(|[Uu]sed |requires? )([\d.]+)([KMGT]?)", said)
+    number = re.search(r"(?:temporaries \(|[Uu]sed |requires? )([\d.]+)([KMGT]?)", text)
     needed = number and int(float(number[1]) * _SIZES[number[2]])
-    return DoesNotFit(needed, said.partition("\n")[0])
+    return DoesNotFit(needed, text.partition("\n")[0])

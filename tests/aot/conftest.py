@@ -1,3 +1,5 @@
+"""Lets the tests of aot import each other and the helpers in tests/."""
+
 import pathlib
 import sys
 

@@ -30,5 +30,5 @@ def compiled(function, arguments, device, donated=()):
     )
     jitted = jax.jit(function, donate_argnums=donated)
     platform = "cuda" if device.platform == "gpu" else device.platform
-    with topologies.targeted(device):
+    with topologies.tracing_for(device):
         return jitted.trace(*structs).lower(lowering_platforms=(platform,)).compile()
