@@ -253,43 +253,23 @@ class Checkpoints:
         self, step: int | None
     ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
         """Returns (step, extra, array descriptions) of the checkpoint that `restore` reads."""
-        try:
-            folders = checkpoint_folder.subfolders(self._folder, checkpoint_folder.STEP)
-            steps = sorted((int(path.name) for path in folders), reverse=True)
-        except OSError as error:
+        steps = self._step_folders()
+        if step is not None and step not in steps:
+            available = ", ".join(map(str, reversed(steps))) or "none"
             raise UserError(
-                f"{self._folder} cannot be read: {named_arrays.reason(error)}."
-            ) from error
-        if step is not None:
-            if step not in steps:
-                available = ", ".join(map(str, reversed(steps))) or "none"
-                raise UserError(
-                    f"{self._folder} has no checkpoint of step {step}; it has: {available}."
-                )
-            steps = [step]
-        pruned = False
-        for candidate in steps:
-            path = self._folder / str(candidate)
-            try:
-                verify = functools.partial(self._verify, path)
-                extra, arrays = storage.retried(f"Reading {path}", verify)
-            except manifest.Damaged as damage:
-                if path.exists():
-                    self._set_aside(path, str(damage))
-                else:  # A running writer pruned it.
-                    pruned = True
-                continue
-            except OSError as error:
-                raise UserError(f"{path} cannot be read: {named_arrays.reason(error)}.") from error
-            self._verified_steps.add(candidate)
-            return candidate, extra, arrays
+                f"{self._folder} has no checkpoint of step {step}; it has: {available}."
+            )
+        for candidate in steps if step is None else [step]:
+            if (content := self._verify_or_set_aside(candidate)) is not None:
+                self._verified_steps.add(candidate)
+                return candidate, *content
         if step is not None:
             raise UserError(
                 f"The checkpoint of step {step} in {self._folder} is damaged; "
                 f"finished ones there: {', '.join(map(str, self.steps())) or 'none'}."
             )
-        if pruned:
-            return self._newest_verified(None)
+        if set(self._step_folders()) - set(steps):
+            return self._newest_verified(None)  # A running writer saved and pruned meanwhile.
         damaged = [
             path.name
             for pattern in (checkpoint_folder.DAMAGED, checkpoint_folder.STEP)
@@ -301,6 +281,28 @@ class Checkpoints:
             f"All checkpoints in {self._folder} are damaged: {', '.join(damaged)}. "
             "Choose a new run folder, or delete them to restart from step 0."
         )
+
+    def _step_folders(self) -> list[int]:
+        """Returns the steps of all folders named by a step, newest first."""
+        try:
+            folders = checkpoint_folder.subfolders(self._folder, checkpoint_folder.STEP)
+            return sorted((int(path.name) for path in folders), reverse=True)
+        except OSError as error:
+            raise UserError(
+                f"{self._folder} cannot be read: {named_arrays.reason(error)}."
+            ) from error
+
+    def _verify_or_set_aside(self, step: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Verifies a checkpoint; returns (extra, array descriptions), or None if it is damaged."""
+        path = self._folder / str(step)
+        try:
+            return storage.retried(f"Reading {path}", functools.partial(self._verify, path))
+        except manifest.Damaged as damage:
+            if path.exists():  # A running writer may have pruned it.
+                self._set_aside(path, str(damage))
+            return None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {named_arrays.reason(error)}.") from error
 
     def _verify(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Verifies every byte of a checkpoint; returns (extra, array descriptions)."""
@@ -369,17 +371,12 @@ class Checkpoints:
         path = self._folder / str(step)
         if not path.is_dir() or path.is_symlink():
             return False
-        if step in self._verified_steps:
-            return True
-        try:
-            extra, _ = self._verify(path)
-        except manifest.Damaged as damage:
-            self._set_aside(path, str(damage))
-            return False
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {named_arrays.reason(error)}.") from error
-        refuse_other(path, "was made under another config", extra["config"], self._config)
-        self._verified_steps.add(step)
+        if step not in self._verified_steps:
+            content = self._verify_or_set_aside(step)
+            if content is None:
+                return False
+            refuse_other(path, "was made under another config", content[0]["config"], self._config)
+            self._verified_steps.add(step)
         return True
 
     def _set_aside(self, path: Path, reason: str) -> None:
