@@ -72,7 +72,7 @@ def run(asked) -> int:
       UserError: no such topology, mesh or batch, or no compiler here.
     """
     plan = asked_plan(asked)
-    if reason := topologies.missing_compiler(plan.topology):
+    if reason := topologies.refusal(plan.topology):
         raise UserError(f"--topology={asked.topology}: {reason}")
     found = verdict(plan)
     print(told(plan, found))
@@ -115,9 +115,9 @@ def verdict(plan: Plan) -> dict:
         "verdict": FITS if fits else TOO_LARGE,
         "needed_bytes": step.bytes.total,
         "bytes": dataclasses.asdict(step.bytes),
-        "memory_analysis": step.allocations,
+        "memory_analysis": step.allocated,
         "flops": step.flops,
-        "kernels_without_flops": list(step.kernels_without_flops),
+        "kernels_without_flops": list(step.silent),
         "collectives": [
             dataclasses.asdict(c) | {"moved": round(c.moved)} for c in step.collectives
         ],

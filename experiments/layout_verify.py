@@ -49,7 +49,7 @@ def _refusal(request, minutes):
     """(why nothing is compiled, the topology)."""
     if not minutes:
         return "--verify=0 asks for none", None
-    topology = topologies.most_compact(request.chip, request.chips)
+    topology = topologies.of_chips(request.chip, request.chips)
     if topology is None:
         return f"no compiler here knows {request.chips} {request.chip.name}", None
-    return topologies.missing_compiler(topology), topology
+    return topologies.refusal(topology), topology

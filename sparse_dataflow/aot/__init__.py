@@ -1,1 +1,1 @@
-"""Ahead-of-time compilation of training steps for described chips, and analysis of the result."""
+"""Steps compiled for chips that need not be there, and what their text says."""

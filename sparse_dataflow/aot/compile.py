@@ -1,8 +1,8 @@
-"""Compiles a training step ahead of time, with the real compiler of a chip that is not attached.
+"""A training step through the real compiler of chips that need not be there.
 
-The compiler tells whether the step fits into the chip's memory, how much memory it uses for what,
-and what it communicates.  Arguments are shapes, so a trillion parameters need no memory here;
-layers are scanned, so compile time does not grow with their number.
+Gives what only a compiler knows: whether the step fits, what it takes of a chip's memory, and what
+it sends.  Arguments are shapes, so a trillion parameters take no memory here; layers are scanned,
+so they take no longer than four.
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ from sparse_dataflow.training.step import abstract_state, jitted_train_step
 
 @dataclasses.dataclass(frozen=True)
 class StepBytes:
-    """Bytes that the compiler allocates on one chip for a training step.
+    """Bytes of a training step on one chip, as the compiler lays them out.
 
     Attributes:
-      parameters: master parameters.
-      moments: Adam moments.
+      parameters: masters.
+      moments: the optimizer's.
       inputs: layout tables, tokens and scalars.
-      gradients: accumulated gradients.
-      activations: saved by the forward pass for the backward pass.
-      temporaries: everything else: weights in the compute dtype, the working set of a layer, the
-        logits, buffers of collectives.
-      program: machine code.
+      gradients: as they are accumulated.
+      activations: what the forward pass keeps for the backward.
+      temporaries: all else that the program allocates: copies of weights in the compute dtype, the
+        working set of a layer, the logits, what collectives need.
+      program: the code itself.
     """
 
     parameters: int
@@ -48,35 +48,35 @@ class StepBytes:
 
     @property
     def total(self) -> int:
-        """Sum of all categories."""
+        """All of them."""
         return sum(dataclasses.astuple(self))
 
 
-ALLOCATIONS = ("argument", "output", "alias", "temp", "generated_code")
-"""Categories of jax's `memory_analysis`; "alias" are bytes that outputs share with arguments."""
+ALLOCATED = ("argument", "output", "alias", "temp", "generated_code")
+"""What `memory_analysis` tells of a chip's memory: results share the bytes of "alias" with
+arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """A compiled training step.
+    """One training step, compiled.
 
     Attributes:
-      bytes: bytes on one chip, by category.
-      allocations: category of ALLOCATIONS -> bytes, from jax's `memory_analysis`.
-      flops: FLOPs of one chip in a step, of matrix products and kernels, with recomputation and
-        loops.
-      kernels_without_flops: names of kernels without a FLOP count, which `flops` leaves out.
-      collectives: collectives of one chip in a step.
-      trace_seconds: wall time of tracing and lowering, on one core.
-      compile_seconds: wall time of the compiler, on all cores.
+      bytes: on a chip, by category.
+      flops: of one chip in a step, of products and kernels; recomputation and loops are counted.
+      silent: kernels that say no FLOPs, and are not in `flops`.
+      collectives: of one chip in a step.
+      trace_seconds: tracing and lowering, of one thread.
+      compile_seconds: the compiler, on all cores.
       cpu_seconds: processor time of both.
-      program: jax's compiled object.
+      allocated: name -> bytes, as jax's `memory_analysis` has them.
+      program: jax's own object.
     """
 
     bytes: StepBytes
-    allocations: dict[str, int]
+    allocated: dict[str, int]
     flops: float
-    kernels_without_flops: tuple[str, ...]
+    silent: tuple[str, ...]
     collectives: tuple[hlo.Collective, ...]
     trace_seconds: float
     compile_seconds: float
@@ -85,44 +85,44 @@ class CompiledStep:
 
 
 class DoesNotFit(Exception):
-    """The step does not fit into the chip's memory.
+    """The compiler finds no room on the chip.
 
     Attributes:
-      needed: bytes needed without the arguments; None if the compiler does not say.
+      needed: bytes that it says it needs, without the arguments; None where it does not say.
     """
 
-    def __init__(self, needed: int | None, message: str):
-        super().__init__(message)
+    def __init__(self, needed: int | None, said: str):
+        super().__init__(said)
         self.needed = needed
 
 
 def abstract_arguments(
     executor: Executor, model: ModelConfig, training: TrainingConfig, changing: bool
 ) -> tuple[tuple, dict | None, dict[str, Any]]:
-    """Returns the arguments of a step as shapes with the executor's shardings.
+    """A step's arguments as shapes, where its executor lays them out.
 
     Args:
-      executor: runs the step.
-      model: config of the model.
-      training: batch and sequence.
-      changing: whether layouts may change without recompiling.
+      executor: that runs it.
+      model: the model.
+      training: its batch and sequence.
+      changing: whether layouts may change without another program.
 
     Returns:
-      ((state, tokens, learning rate), layout tables that the program is specialised to or None,
+      ((state, tokens, learning rate), tables that the program is specialised to or None,
       `Executor.arrays`).
     """
     tables = gpt.layout_tables(gpt.layouts(model))
     shape = (training.batch, training.sequence + 1)
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
     arrays = executor.arrays(abstract_state(model, training), tables, changing, batch)
-    runtime_tables = jax.tree.map(
+    given = jax.tree.map(
         lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=getattr(t, "sharding", None)),
         arrays["layout tables"],
     )
     state = executor.placed_shapes(abstract_state(model, training, executor))
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=executor.replicated())
-    arguments = state._replace(tables=runtime_tables), arrays["batch"]["tokens"], rate
-    return arguments, None if jax.tree.leaves(runtime_tables) else tables, arrays
+    arguments = state._replace(tables=given), arrays["batch"]["tokens"], rate
+    return arguments, None if jax.tree.leaves(given) else tables, arrays
 
 
 def compile_step(
@@ -135,82 +135,82 @@ def compile_step(
     """Compiles the training step that `executor` would run.
 
     Args:
-      model: config of the model.
-      training: batch, sequence and micro-batches.
+      model: the model.
+      training: its batch, sequence and micro-batches.
       executor: over described devices, or `ONE_DEVICE`.
-      device: one of the described devices.
-      changing: whether layouts may change without recompiling.
+      device: one of them.
+      changing: whether layouts may change without another program.
 
     Raises:
       UserError: the executor refuses the model or the batch.
-      DoesNotFit: the step does not fit into the chip's memory.
+      DoesNotFit: the compiler finds no room.
     """
     executor.check(model, training)
     arguments, fixed, arrays = abstract_arguments(executor, model, training, changing)
-    trip_counts = executor.rounds(model, training.micro_batches)
-    start, cpu_start = time.perf_counter(), time.process_time()
+    rounds = executor.rounds(model, training.micro_batches)
+    began, worked = time.perf_counter(), time.process_time()
     step = jitted_train_step(model, training, fixed, executor, arguments[0])
     if executor.replicated() is None:
-        sharding = jax.sharding.SingleDeviceSharding(device)
+        where = jax.sharding.SingleDeviceSharding(device)
         arguments = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), arguments
         )
     platform = "cuda" if device.platform == "gpu" else device.platform
-    with tracing_for(executor, device):
-        trace = step.trace(*arguments)
-        lowered = trace.lower(lowering_platforms=(platform,))
-    compile_start = time.perf_counter()
+    with targeted(executor, device):
+        followed = step.trace(*arguments)
+        lowered = followed.lower(lowering_platforms=(platform,))
+    begun = time.perf_counter()
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         raise _out_of_memory(error) from None
-    end, cpu_seconds = time.perf_counter(), time.process_time() - cpu_start
-    analysis = program.memory_analysis()
-    count = traced.count_flops(trace.jaxpr, trip_counts)
+    ended, cpu = time.perf_counter(), time.process_time() - worked
+    counted = traced.count(followed.jaxpr, rounds)
     return CompiledStep(
-        _step_bytes(analysis, trace.jaxpr, arrays, training),
-        {name: getattr(analysis, f"{name}_size_in_bytes") for name in ALLOCATIONS},
-        count.flops,
-        count.kernels_without_flops,
-        tuple(hlo.collectives(program.as_text(), trip_counts)),
-        compile_start - start,
-        end - compile_start,
-        cpu_seconds,
+        _bytes(program, followed.jaxpr, arrays, training),
+        {name: getattr(program.memory_analysis(), f"{name}_size_in_bytes") for name in ALLOCATED},
+        counted.flops,
+        counted.silent,
+        tuple(hlo.collectives(program.as_text(), rounds)),
+        begun - began,
+        ended - begun,
+        cpu,
         program,
     )
 
 
-def tracing_for(executor: Executor, device: jax.Device):
-    """Returns a context in which code is traced for the executor's mesh, or else for the device."""
+def targeted(executor: Executor, device: jax.Device):
+    """What is traced inside is for the device, and for the executor's mesh where it has one."""
     mesh = getattr(executor, "mesh", None)
     if mesh is None:
-        return topologies.tracing_for(device)
+        return topologies.targeted(device)
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def _step_bytes(analysis, jaxpr, arrays, training) -> StepBytes:
-    """Splits the compiler's temporary memory into gradients, activations and the rest."""
-    array_bytes = {group: describe.bytes_a_chip({group: tree}) for group, tree in arrays.items()}
-    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    gradient_leaves = len(jax.tree.leaves(arrays["parameters"]))
-    activations, gradients = traced.saved_bytes(jaxpr, gradient_leaves)
+def _bytes(program, jaxpr, arrays, training) -> StepBytes:
+    held = {group: describe.bytes_a_chip({group: tree}) for group, tree in arrays.items()}
+    found = program.memory_analysis()
+    results = found.output_size_in_bytes - found.alias_size_in_bytes
+    activations, accumulated = traced.kept_bytes(jaxpr, len(jax.tree.leaves(arrays["parameters"])))
+    gradients = accumulated
     if gradients is None:
-        single = memory.gradient_bytes(1, training.state_dtype)
-        accumulated = memory.gradient_bytes(training.micro_batches, training.state_dtype)
-        gradients = array_bytes["gradients"] // single * accumulated
-    # Small arrays may be in on-chip memory, which the compiler does not count.
-    rest = analysis.temp_size_in_bytes + results
+        one = memory.gradient_bytes(1, training.state_dtype)
+        all_ = memory.gradient_bytes(training.micro_batches, training.state_dtype)
+        gradients = held["gradients"] // one * all_
+    known = held["parameters"] + held["moments"]
+    # Small arrays may lie in a chip's own memory, which is not counted.
+    rest = found.temp_size_in_bytes + results
     gradients = min(gradients, rest)
     activations = min(activations, rest - gradients)
     rest -= gradients + activations
     return StepBytes(
-        array_bytes["parameters"],
-        array_bytes["moments"],
-        analysis.argument_size_in_bytes - array_bytes["parameters"] - array_bytes["moments"],
+        held["parameters"],
+        held["moments"],
+        found.argument_size_in_bytes - known,
         gradients,
         activations,
         rest,
-        analysis.generated_code_size_in_bytes,
+        found.generated_code_size_in_bytes,
     )
 
 
@@ -218,9 +218,9 @@ _SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def _out_of_memory(error: Exception) -> Exception:
-    text = str(error)
-    if "RESOURCE_EXHAUSTED" not in text and "memory" not in text.lower():
+    said = str(error)
+    if "RESOURCE_EXHAUSTED" not in said and "memory" not in said.lower():
         return error
-    number = re.search(r"(?:temporaries \(|[Uu]sed |requires? )([\d.]+)([KMGT]?)", text)
+    number = re.search(r"(?:temporaries \(|[Uu]sed |requires? )([\d.]+)([KMGT]?)", said)
     needed = number and int(float(number[1]) * _SIZES[number[2]])
-    return DoesNotFit(needed, text.partition("\n")[0])
+    return DoesNotFit(needed, said.partition("\n")[0])

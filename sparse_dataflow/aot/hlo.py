@@ -1,7 +1,7 @@
-"""The collectives of a compiled program, read from its HLO text, with loops counted.
+"""What a compiled program's text says: its collectives, with the loops around them counted.
 
-Parses the text of an optimised XLA module (https://openxla.org/xla/operation_semantics).
-Importing this module does not load jax.
+Reads the text that XLA prints of an optimised module (https://openxla.org/xla/operation_semantics).
+Importing this module loads no jax.
 """
 
 import dataclasses
@@ -32,14 +32,13 @@ _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """The collectives of a step with the same kind, number of chips and array size.
+    """All collectives of one kind, over groups of one size and of arrays of one size, of a step.
 
     Attributes:
       kind: one of KINDS.
-      group: number of chips in one collective (size of a replica group); 2 for
-        "collective-permute".
-      times: number of collectives of each chip in a step, with loops and the branches taken.
-      bytes: bytes of the whole array that one of them gathers, reduces or sends.
+      group: chips that take part in one of them; for "collective-permute" 2.
+      times: how often each chip takes part in a step; loops and the taken branches are counted.
+      bytes: of the whole array, once: what is gathered, or what is reduced.
     """
 
     kind: str
@@ -49,60 +48,55 @@ class Collective:
 
     @property
     def moved(self) -> float:
-        """Lower bound of the bytes that a chip sends in a step.
-
-        With g chips, an all-gather or reduce-scatter sends (g - 1) / g of the array, an all-reduce
-        twice that, a permute the whole array (Thakur, Rabenseifner and Gropp 2005, section 4).
-        """
+        """Bytes that a chip sends in a step, by the least that such a collective can do: a gather
+        or a reduce-scatter (g - 1) / g of the array, an all-reduce both, a permute all of it
+        (Thakur, Rabenseifner and Gropp 2005, section 4)."""
         share = 1.0 if self.kind.startswith("collective") else (self.group - 1) / self.group
         return self.times * self.bytes * share * (2 if self.kind == "all-reduce" else 1)
 
 
-def collectives(text: str, trip_counts: Mapping[str, float] | None = None) -> list[Collective]:
-    """Returns the collectives of a program, most bytes sent first.
+def collectives(text: str, rounds: Mapping[str, float] | None = None) -> list[Collective]:
+    """The collectives of a program, most bytes first.
 
     Args:
-      text: HLO text of the compiled module.
-      trip_counts: name of a `jax.named_scope` -> executions per step and chip of its content, for
-        loops whose length is not in the text, and for branches.
+      text: of the compiled module.
+      rounds: name of a `jax.named_scope` -> how often a step goes through what is in it on one
+        chip, for loops whose length the text does not say, and for branches.
 
     Raises:
-      ValueError: the length of a loop around a collective is unknown.
+      ValueError: a loop around a collective has no length.
     """
     computations = _computations(text)
-    times = _times(computations, trip_counts or {})
-    counts: dict[tuple, float] = {}
+    times = _times(computations, rounds or {})
+    found: dict[tuple, float] = {}
     for name, instructions in computations.items():
         if not times.get(name):
             continue
-        for instruction in instructions.values():
-            kind = instruction.opcode.removesuffix("-start")
+        for one in instructions.values():
+            kind = one.opcode.removesuffix("-start")
             if kind not in KINDS:
                 continue
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
-                kind = "reduce-scatter"  # The TPU compiler fuses one so.
-            size = _array_bytes(instruction, instructions)
-            group = 2 if kind == "collective-permute" else _group_size(instruction.rest)
+                kind = "reduce-scatter"  # as the TPU's compiler fuses one
+            size = _largest(one, instructions)
+            group = 2 if kind == "collective-permute" else _group(one.rest)
             if group > 1:
                 key = kind, group, size
-                counts[key] = counts.get(key, 0) + times[name]
-    result = [Collective(kind, group, n, size) for (kind, group, size), n in counts.items()]
+                found[key] = found.get(key, 0) + times[name]
+    result = [Collective(kind, group, n, size) for (kind, group, size), n in found.items()]
     if any(math.isnan(c.times) for c in result):
         raise ValueError("The program has a collective in a loop whose length is not known.")
     return sorted(result, key=lambda c: -c.moved)
 
 
-def by_kind(collectives: Iterable[Collective]) -> dict[str, dict[str, float]]:
-    """Returns kind -> totals per step.
-
-    The totals are "times", "bytes" of the arrays and "moved" bytes that a chip sends.
-    """
+def by_kind(found: Iterable[Collective]) -> dict[str, dict[str, float]]:
+    """Kind -> {"times": a step, "bytes": of the arrays in all, "moved": that a chip sends}."""
     totals: dict[str, dict[str, float]] = {}
-    for c in collectives:
-        total = totals.setdefault(c.kind, {"times": 0.0, "bytes": 0.0, "moved": 0.0})
-        total["times"] += c.times
-        total["bytes"] += c.times * c.bytes
-        total["moved"] += c.moved
+    for c in found:
+        one = totals.setdefault(c.kind, {"times": 0.0, "bytes": 0.0, "moved": 0.0})
+        one["times"] += c.times
+        one["bytes"] += c.times * c.bytes
+        one["moved"] += c.moved
     return dict(sorted(totals.items(), key=lambda item: -item[1]["moved"]))
 
 
@@ -111,40 +105,38 @@ class _Instruction:
     shape: str
     opcode: str
     operands: tuple[str, ...]
-    rest: str  # The text from the operands on.
+    rest: str  # from the operands on
 
 
 def _computations(text: str) -> dict[str, dict[str, _Instruction]]:
-    """Returns computation -> name -> instruction, the entry computation first."""
-    computations: dict[str, dict[str, _Instruction]] = {}
+    found: dict[str, dict[str, _Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
         if current is None or not line.startswith(" "):
             head = _COMPUTATION.match(line)
             if head:
-                current = computations.setdefault(head[1], {})
+                current = found.setdefault(head[1], {})
                 entry = head[1] if line.startswith("ENTRY") else entry
-            elif line.rstrip() == "}":  # Other lines at the margin are source text of kernels.
+            elif line.rstrip() == "}":  # other lines at the margin are texts of kernels
                 current = None
             continue
-        match = _INSTRUCTION.match(line)
-        if match is None:
+        made = _INSTRUCTION.match(line)
+        if made is None:
             continue
-        body = f" {match[2]}"
-        opcode = _OPCODE.search(body)
+        whole = f" {made[2]}"
+        opcode = _OPCODE.search(whole)
         if opcode is None:
             continue
-        inside = _parenthesised(body, opcode.end())
+        inside = _parenthesised(whole, opcode.end())
         operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-        rest = body[opcode.end() :]
-        current[match[1]] = _Instruction(body[: opcode.start()], opcode[1], operands, rest)
+        rest = whole[opcode.end() :]
+        current[made[1]] = _Instruction(whole[: opcode.start()], opcode[1], operands, rest)
     if entry:
-        computations = {entry: computations.pop(entry), **computations}
-    return computations
+        found = {entry: found.pop(entry), **found}
+    return found
 
 
 def _parenthesised(text: str, start: int) -> str:
-    """Returns the text from `start`, right after a parenthesis, up to the matching one."""
     depth = 1
     for at in range(start, len(text)):
         depth += {"(": 1, ")": -1}.get(text[at], 0)
@@ -153,14 +145,20 @@ def _parenthesised(text: str, start: int) -> str:
     return text[start:]
 
 
-def _times(computations, trip_counts) -> dict[str, float]:
-    """Returns how often each computation runs in a step; the first one is the entry."""
-    callers: dict[str, list[tuple[str, float, bool]]] = {}
+def _times(computations, rounds) -> dict[str, float]:
+    """How often each computation runs in a step; the first is the entry."""
+    calls: dict[str, list[tuple[str, float, bool]]] = {}
     for name, instructions in computations.items():
-        for instruction in instructions.values():
-            calls = _calls(instruction, instructions, computations, trip_counts)
-            for callee, times, absolute in calls:
-                callers.setdefault(callee, []).append((name, times, absolute))
+        calls[name] = [
+            c
+            for one in instructions.values()
+            for c in _calls(one, instructions, computations, rounds)
+        ]
+
+    callers: dict[str, list[tuple[str, float, bool]]] = {}
+    for name, called in calls.items():
+        for other, times, absolute in called:
+            callers.setdefault(other, []).append((name, times, absolute))
     entry = next(iter(computations), "")
 
     @functools.cache
@@ -177,49 +175,39 @@ def _times(computations, trip_counts) -> dict[str, float]:
     return {name: times_of(name) for name in computations}
 
 
-def _calls(instruction: _Instruction, instructions, computations, trip_counts):
-    """Returns the (computation, times, absolute) that an instruction calls.
-
-    `times` counts executions per step if `absolute`, else per execution of the instruction.
-    """
-    called = _CALLED.findall(instruction.rest)
-    branches = [
-        name.strip(" %")
-        for names in _BRANCHES.findall(instruction.rest)
-        for name in names.split(",")
-    ]
-    scope = re.search(r'op_name="([^"]*)"', instruction.rest)
-    trips = None
-    if instruction.opcode in ("while", "conditional") and scope:
-        scopes = reversed(scope[1].split("/"))
-        trips = next((trip_counts[name] for name in scopes if name in trip_counts), None)
-    if instruction.opcode == "while":
-        body = _called_as("body", instruction)
-        length = _loop_length(instruction, computations)
-        if math.isnan(length) and trips is not None:
-            return [(body, trips, True)]
+def _calls(one: _Instruction, instructions, computations, rounds):
+    """(computation, times, whether that is of a step rather than of one run) of what it calls."""
+    named = _CALLED.findall(one.rest)
+    branches = [n.strip(" %") for text in _BRANCHES.findall(one.rest) for n in text.split(",")]
+    scope = re.search(r'op_name="([^"]*)"', one.rest)
+    told = None
+    if one.opcode in ("while", "conditional") and scope:
+        parts = scope[1].split("/")
+        told = next((rounds[part] for part in reversed(parts) if part in rounds), None)
+    if one.opcode == "while":
+        body = _computation_of("body", one)
+        length = _trip_count(one, instructions, computations)
+        if math.isnan(length) and told is not None:
+            return [(body, told, True)]
         return [(body, length, False)]
-    names = [name for name in [*branches, *called] if name in computations]
-    if instruction.opcode == "conditional" and trips is not None:
-        return [(name, trips, True) for name in names]
-    return [(name, 1.0, False) for name in names]
+    if one.opcode == "conditional" and told is not None:
+        return [(name, told, True) for name in [*branches, *named] if name in computations]
+    return [(name, 1.0, False) for name in [*branches, *named] if name in computations]
 
 
-def _called_as(role: str, instruction: _Instruction) -> str:
-    """Returns the computation that an instruction calls in a role, or ""."""
-    match = re.search(rf"\b{role}=%?([\w.\-]+)", instruction.rest)
-    return match[1] if match else ""
+def _computation_of(role: str, one: _Instruction) -> str:
+    """The computation that an instruction has in a role; "" for none."""
+    found = re.search(rf"\b{role}=%?([\w.\-]+)", one.rest)
+    return found[1] if found else ""
 
 
-def _loop_length(loop: _Instruction, computations) -> float:
-    """Returns the iterations of a loop, or NaN.
-
-    Read from XLA's annotation, or from a condition of the form i < constant.
-    """
-    annotation = re.search(r'known_trip_count":?\{"?n"?:"?(\d+)', loop.rest)
-    if annotation:
-        return float(annotation[1])
-    inside = computations.get(_called_as("condition", loop), {})
+def _trip_count(one: _Instruction, instructions, computations) -> float:
+    """Rounds of a loop, by what XLA notes of it or by its condition, i < a constant; NaN where
+    neither says."""
+    noted = re.search(r'known_trip_count":?\{"?n"?:"?(\d+)', one.rest)
+    if noted:
+        return float(noted[1])
+    inside = computations.get(_computation_of("condition", one), {})
     test = next((i for i in inside.values() if i.opcode == "compare"), None)
     if test is None:
         # The comparison may be fused.
@@ -236,37 +224,36 @@ def _loop_length(loop: _Instruction, computations) -> float:
     return float(bounds[0].rest.partition(")")[0])
 
 
-def _array_bytes(collective: _Instruction, instructions) -> int:
-    """Returns the bytes of all operands or of all results, whichever is more."""
-    operands = [instructions[o] for o in collective.operands if o in instructions]
-    operand_bytes = sum(shape_bytes(operand.shape) for operand in operands)
-    if collective.opcode.startswith("collective"):
-        return operand_bytes
-    result_bytes = shape_bytes(collective.shape)
-    if collective.opcode.endswith("-start") and collective.opcode != "all-reduce-start":
-        result_bytes -= operand_bytes  # Its results include the operands.
-    return max(operand_bytes, result_bytes)
+def _largest(one: _Instruction, instructions) -> int:
+    """Bytes of all operands or of all results, whichever is more."""
+    given = sum(array_bytes(instructions[o].shape) for o in one.operands if o in instructions)
+    if one.opcode.startswith("collective"):
+        return given
+    made = array_bytes(one.shape)
+    if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
+        made -= given  # it returns its operands too
+    return max(given, made)
 
 
-def shape_bytes(shape: str) -> int:
-    """Returns the bytes of an HLO shape, "bf16[8,128]{1,0}" or a tuple of them; no padding."""
+def array_bytes(shape: str) -> int:
+    """Bytes of a shape as XLA prints it, "bf16[8,128]{1,0}" or a tuple of them; no padding."""
     total = 0
-    for dtype, width, dims in _ARRAY.findall(shape):
-        bits = _BITS[dtype] if dtype else int(width)
+    for named, width, dims in _ARRAY.findall(shape):
+        bits = _BITS[named] if named else int(width)
         sizes = [int(d.removeprefix("<=")) for d in dims.split(",") if d]
         total += math.prod(sizes) * bits // 8
     return total
 
 
-def _group_size(rest: str) -> int:
-    """Returns the number of chips in a replica group, written as mesh axes, iota or list."""
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*(?:\{([^}]*)\})?", rest)
-    if mesh:
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
-        axes = re.findall(r"'([^']+)'", mesh[2] or "")
+def _group(rest: str) -> int:
+    """Chips of one group, in any of the three ways in which XLA writes groups."""
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*(?:\{([^}]*)\})?", rest)
+    if named:
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", named[1]))
+        axes = re.findall(r"'([^']+)'", named[2] or "")
         return math.prod(int(sizes[axis]) for axis in axes)
-    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]", rest)
-    if iota:
-        return int(iota[2])
-    members = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
-    return len(members[1].split(",")) if members else 1
+    counted = re.search(r"replica_groups=\[(\d+),(\d+)\]", rest)
+    if counted:
+        return int(counted[2])
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
+    return len(listed[1].split(",")) if listed else 1

@@ -1,7 +1,6 @@
-"""FLOPs and saved activations of a traced program, before it is compiled.
+"""What a traced program says before it is compiled: its FLOPs, and what it keeps for its gradient.
 
-Loops count with their trip counts: `scan` has a length, other loops are looked up by the named
-scope that they are in.
+Loops are counted: `scan` by its length, other loops by the named scope that they are in.
 """
 
 import dataclasses
@@ -15,32 +14,32 @@ from sparse_dataflow.parallel.pipeline.pipeline import TICKS
 
 
 @dataclasses.dataclass(frozen=True)
-class FlopCount:
+class Counted:
     """FLOPs of one device.
 
     Attributes:
-      flops: FLOPs of matrix products and of kernels with a known count.
-      kernels_without_flops: names of kernels without one.
+      flops: of products and of kernels that say theirs.
+      silent: names of kernels that do not.
     """
 
     flops: float
-    kernels_without_flops: tuple[str, ...]
+    silent: tuple[str, ...]
 
 
-def count_flops(jaxpr: Any, trip_counts: Mapping[str, float]) -> FlopCount:
-    """Counts the FLOPs of a program; inside `shard_map` those of one device.
+def count(jaxpr: Any, rounds: Mapping[str, float]) -> Counted:
+    """The FLOPs of a program; inside `shard_map` those of one device.
 
     Args:
-      jaxpr: of `jax.jit(...).trace(...)`.
-      trip_counts: name of a `jax.named_scope` -> iterations per step of a loop in that scope, for
-        loops whose length is not part of the program.
+      jaxpr: as `jax.jit(...).trace(...)` has it.
+      rounds: name of a `jax.named_scope` -> how often a step goes through a loop in it whose
+        length is not part of the program.
     """
-    uncounted: set[str] = set()
-    flops = _flops(_open(jaxpr), 1.0, trip_counts, uncounted)
-    return FlopCount(flops, tuple(sorted(uncounted)))
+    silent: set[str] = set()
+    flops = _flops(_open(jaxpr), 1.0, rounds, silent)
+    return Counted(flops, tuple(sorted(silent)))
 
 
-def _flops(jaxpr, times, trip_counts, uncounted):
+def _flops(jaxpr, times, rounds, silent):
     total = 0.0
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
@@ -57,90 +56,81 @@ def _flops(jaxpr, times, trip_counts, uncounted):
             elif _products(kernel):
                 total += times * _products(kernel) * _scores(equation)
             else:
-                uncounted.add(kernel)
+                silent.add(kernel)
         elif name.startswith("dot_product_attention"):
             total += times * _products(name) * _scores(equation)
         elif name == "scan":
             inside = _open(params["jaxpr"])
-            total += _flops(inside, times * params["length"], trip_counts, uncounted)
+            total += _flops(inside, times * params["length"], rounds, silent)
         elif name == "while":
-            trips = _trip_count(equation, trip_counts)
+            told = _told(equation, rounds)
             inside = _open(params["body_jaxpr"])
-            total += _flops(inside, times if trips is None else trips, trip_counts, uncounted)
+            total += _flops(inside, times if told is None else told, rounds, silent)
         elif name == "cond":
             branches = [_open(branch) for branch in params["branches"]]
-            total += max(_flops(branch, times, trip_counts, uncounted) for branch in branches)
+            total += max(_flops(branch, times, rounds, silent) for branch in branches)
         else:
-            total += sum(
-                _flops(inside, times, trip_counts, uncounted) for inside in _inside(equation)
-            )
+            total += sum(_flops(inside, times, rounds, silent) for inside in _inside(equation))
     return total
 
 
-ATTENTION_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3, "bwd": 5}
-"""Substring of an attention kernel's name -> its number of matrix products of scores size.
-
-Forward: q k and p v.  Backward: the scores again, dp, dq, dk and dv; two of them twice if dq has a
-kernel of its own (arXiv 2205.14135, algorithm 4).
-"""
+ATTENTION = {"fwd": 2, "dkv": 4, "dq": 3, "bwd": 5}
+"""Part of an attention kernel's name -> products of the size of the scores that it makes: q k and
+p v forward; the scores again, dp, dq, dk and dv backward, two of them twice where dq is apart
+(arXiv 2205.14135, algorithm 4)."""
 
 
 def _products(kernel):
-    """Returns the number of products of an attention kernel; 0 for any other kernel."""
-    if "splash" not in kernel and "attention" not in kernel:
-        return 0
-    return next((n for name, n in ATTENTION_PRODUCTS.items() if name in kernel), 0)
+    attends = "splash" in kernel or "attention" in kernel
+    return next((n for part, n in ATTENTION.items() if part in kernel), 0) if attends else 0
 
 
 def _scores(equation):
-    """Returns the FLOPs of one causal product of scores size."""
+    """FLOPs of one product of the size of the scores, the causal half of it."""
     arrays = [v.aval for v in equation.invars if len(v.aval.shape) >= 3]
     query = next(a.shape for a in arrays if jnp.issubdtype(a.dtype, jnp.floating))
-    # The axis of tokens follows the heads in Pallas kernels and precedes them in cuDNN.
+    # Pallas kernels have the heads before the tokens, cuDNN after them.
     tokens = query[-2 if "cost_estimate" in equation.params else -3]
     return math.prod(query) * tokens
 
 
-def saved_bytes(jaxpr: Any, gradient_leaves: int) -> tuple[int, int | None]:
-    """Returns the bytes that one device saves between passes of a training step.
+def kept_bytes(jaxpr: Any, gradients: int) -> tuple[int, int | None]:
+    """(bytes of activations that one device keeps from the forward for the backward pass, bytes of
+    gradients that a pipeline accumulates or None without one).
 
-    Without a pipeline, activations are the stacked outputs of the scans over layers.  In a
-    pipeline, they are the buffers that its scan over ticks carries.
+    Outside a pipeline these are what the scans over the layers leave stacked; in one, the buffers
+    of its ticks.
 
     Args:
       jaxpr: of a training step.
-      gradient_leaves: number of arrays in a tree of gradients.
-
-    Returns:
-      (activations saved by the forward for the backward pass, gradients that a pipeline
-      accumulates or None without a pipeline).
+      gradients: how many arrays a tree of gradients has.
     """
-    ticks = next((e for e in _equations(_open(jaxpr)) if _is_scan(e, TICKS)), None)
+    ticks = next((e for e in _equations(_open(jaxpr)) if _is(e, TICKS)), None)
     if ticks is not None:
-        # The scan carries the loss, the gradients, then the buffers.
-        carry = [_bytes(v.aval) for v in ticks.outvars]
-        return sum(carry[1 + gradient_leaves :]), sum(carry[1 : 1 + gradient_leaves])
-    activations = 0
-    for equation in _equations(_open(jaxpr), into=lambda e: not _is_forward_scan(e)):
-        if _is_forward_scan(equation):
-            activations += sum(_bytes(variable.aval) for variable in _stacked(equation))
-    return activations, None
+        # The loss, the gradients, then the buffers.
+        carried = [_bytes(v.aval) for v in ticks.outvars]
+        return sum(carried[1 + gradients :]), sum(carried[1 : 1 + gradients])
+    kept = 0
+    for equation in _equations(_open(jaxpr), into=lambda e: not _forward(e)):
+        if _forward(equation):
+            kept += sum(_bytes(variable.aval) for variable in _stacked(equation))
+    return kept, None
 
 
-def _is_forward_scan(equation):
-    """Whether the equation is a scan of the forward pass with stacked outputs."""
+def _forward(equation):
+    """Whether it is a scan of the forward pass that keeps something of each round."""
     stack = str(equation.source_info.name_stack)
     forward = equation.primitive.name == "scan" and "jvp" in stack and "transpose" not in stack
     return forward and bool(_stacked(equation))
 
 
 def _stacked(scan):
-    """Returns the stacked outputs of a scan; carried outputs have the same shape inside."""
+    """What it leaves of each round; what it carries has the shape that it has inside."""
     inside = _open(scan.params["jaxpr"]).outvars
-    return [out for out, body in zip(scan.outvars, inside) if out.aval.shape != body.aval.shape]
+    return [out for out, one in zip(scan.outvars, inside) if out.aval.shape != one.aval.shape]
 
 
-def _is_scan(equation, scope):
+def _is(equation, scope):
     return equation.primitive.name == "scan" and scope in str(equation.source_info.name_stack)
 
 
@@ -154,8 +144,8 @@ def _equations(jaxpr, into=lambda equation: True) -> Iterator:
 
 def _inside(equation):
     for value in equation.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            inside = _open(item)
+        for one in value if isinstance(value, tuple | list) else (value,):
+            inside = _open(one)
             if hasattr(inside, "eqns"):
                 yield inside
 
@@ -164,10 +154,9 @@ def _open(jaxpr):
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def _trip_count(equation, trip_counts):
-    """Returns the trip count of the innermost named scope that has one, or None."""
-    scopes = str(equation.source_info.name_stack).split("/")
-    return next((trip_counts[s] for s in reversed(scopes) if s in trip_counts), None)
+def _told(equation, rounds):
+    parts = str(equation.source_info.name_stack).split("/")
+    return next((rounds[part] for part in reversed(parts) if part in rounds), None)
 
 
 def _kernel(params):

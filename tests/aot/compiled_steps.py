@@ -1,6 +1,6 @@
-"""Compiles steps of a tiny model for eight virtual CPU devices and prints the results as JSON.
+"""Prints as JSON what compiling a tiny model's step for eight virtual CPU devices finds.
 
-Run by test_compile.py in a new process, because the number of CPU devices is fixed at its start.
+Run by test_compile.py, as a process decides at its start how many CPU devices it has.
 """
 
 import dataclasses
@@ -21,23 +21,23 @@ SPARSE = MODEL.with_linears(LinearSpec("block_sparse", density=1 / 4, block=16))
 BATCH, SEQUENCE = 16, 64
 
 
-def compile_case(text):
-    """Compiles "mesh/micro-batches/remat/dense or sparse"; an empty mesh is one device."""
+def found(text):
+    """Of "mesh/micro-batches/remat/dense or sparse"; an empty mesh is one device."""
     mesh, micro_batches, remat, kind = text.split("/")
     model = dataclasses.replace(SPARSE if kind == "sparse" else MODEL, remat=remat)
     executor = ONE_DEVICE
     if mesh:
-        devices = meshes.make(meshes.parse(mesh, 8))
-        executor = executor_over(devices, 3, model.num_layers, "1f1b")
+        made = meshes.make(meshes.parse(mesh, 8))
+        executor = executor_over(made, 3, model.num_layers, "1f1b")
     training = TrainingConfig(1, BATCH, SEQUENCE, int(micro_batches))
     step = compile.compile_step(model, training, executor, jax.devices()[0], changing=True)
     return {
         "bytes": dataclasses.asdict(step.bytes),
-        "allocated": step.allocations,
+        "allocated": step.allocated,
         "flops": step.flops,
         "collectives": hlo.by_kind(step.collectives),
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps({text: compile_case(text) for text in sys.argv[1:]}))
+    print(json.dumps({text: found(text) for text in sys.argv[1:]}))

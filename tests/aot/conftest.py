@@ -1,5 +1,3 @@
-"""Lets the tests of aot import each other and the helpers in tests/."""
-
 import pathlib
 import sys
 

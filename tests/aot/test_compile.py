@@ -1,4 +1,4 @@
-"""Compiled steps of a tiny model: bytes, FLOPs and collectives agree with counts by hand."""
+"""A tiny model's step, compiled: categories, FLOPs and collectives against counts by hand."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ LAYERS, WIDTH = MODEL.num_layers, MODEL.d_model
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Case of `compiled_steps` -> its result."""
+    """Text of `compiled_steps` -> what it found."""
     return on_eight_devices(
         "aot/compiled_steps.py",
         "/1/full/dense",
@@ -29,37 +29,37 @@ def parameters(config):
 
 
 @pytest.mark.slow
-def test_categories_add_up_to_all_allocations(compiled):
-    for text, result in compiled.items():
-        sizes, allocated = result["bytes"], result["allocated"]
-        outputs = allocated["output"] - allocated["alias"]
-        total = allocated["argument"] + outputs + allocated["temp"] + allocated["generated_code"]
-        assert sum(sizes.values()) == total, text
+def test_categories_are_all_that_the_compiler_allocates(compiled):
+    for text, found in compiled.items():
+        sizes, allocated = found["bytes"], found["allocated"]
+        results = allocated["output"] - allocated["alias"]
+        whole = allocated["argument"] + results + allocated["temp"] + allocated["generated_code"]
+        assert sum(sizes.values()) == whole, text
         assert min(sizes.values()) >= 0, (text, sizes)
         assert sizes["moments"] == pytest.approx(2 * sizes["parameters"], rel=1e-3)
 
 
 @pytest.mark.slow
 def test_categories_by_hand(compiled):
-    single, data = (compiled[text]["bytes"] for text in ("/1/full/dense", "data:8/1/none/dense"))
+    one, data = (compiled[text]["bytes"] for text in ("/1/full/dense", "data:8/1/none/dense"))
     weights = parameters(MODEL)
-    assert single["parameters"] == single["gradients"] == weights
+    assert one["parameters"] == one["gradients"] == weights
     assert data["parameters"] == data["gradients"] == weights
-    # Full remat saves a block's input; 20 layers are scanned, also on a CPU.
-    assert single["activations"] == 4 * TOKENS * LAYERS * WIDTH
-    assert data["activations"] > single["activations"] / 8
-    sharded = compiled["fsdp:4,tensor:2/2/full/sparse"]["bytes"]
-    # The gradients of a micro-batch and their sum.
-    assert sharded["gradients"] == pytest.approx(2 * sharded["parameters"], rel=0.01)
-    # Biases and norms are not sharded.
-    assert parameters(SPARSE) / 8 < sharded["parameters"] < parameters(SPARSE) / 5
+    # Full remat keeps a block's input; 20 layers are scanned, on a CPU too.
+    assert one["activations"] == 4 * TOKENS * LAYERS * WIDTH
+    assert data["activations"] > one["activations"] / 8
+    dealt = compiled["fsdp:4,tensor:2/2/full/sparse"]["bytes"]
+    # A micro-batch's gradients beside their sum.
+    assert dealt["gradients"] == pytest.approx(2 * dealt["parameters"], rel=0.01)
+    # Biases and norms are not dealt out.
+    assert parameters(SPARSE) / 8 < dealt["parameters"] < parameters(SPARSE) / 5
     stage = compiled["stage:4,tensor:2/4/full/dense"]["bytes"]
     blocks = weights - 4 * (MODEL.vocab_size + MODEL.max_len) * WIDTH
     assert blocks / 8 < stage["gradients"] == pytest.approx(stage["parameters"], rel=0.01)
 
 
 @pytest.mark.slow
-def test_flops_agree_with_the_planner_and_its_recomputation(compiled):
+def test_flops_are_those_of_the_planner_with_recomputation(compiled):
     def expected(config, remat):
         config = dataclasses.replace(config, remat=remat)
         # XLA's attention computes the masked half as well.
@@ -68,16 +68,16 @@ def test_flops_agree_with_the_planner_and_its_recomputation(compiled):
     assert compiled["/1/full/dense"]["flops"] == pytest.approx(expected(MODEL, "full"))
     assert compiled["data:8/1/none/dense"]["flops"] == pytest.approx(expected(MODEL, "none") / 8)
     sparse = compiled["fsdp:4,tensor:2/2/full/sparse"]["flops"]
-    # With layout tables as arguments, some products compute more than the stored blocks.
+    # With tables as data some products compute more than the stored blocks ask for.
     assert 1 <= sparse / (expected(SPARSE, "full") / 8) < 1.3
-    # The busiest chip of a pipeline computes the whole head.
+    # The busiest chip of a pipeline does all of the head.
     head = cost.flops_per_token(MODEL, SEQUENCE).head * TOKENS / 2
     pipeline = compiled["stage:4,tensor:2/4/full/dense"]["flops"]
     assert pipeline == pytest.approx(expected(MODEL, "full") / 8 + head * 3 / 4, rel=0.02)
 
 
 @pytest.mark.slow
-def test_collectives_follow_from_the_mesh(compiled):
+def test_collectives_are_those_that_the_layout_asks_for(compiled):
     assert compiled["/1/full/dense"]["collectives"] == {}
     copies = compiled["data:8/1/none/dense"]["collectives"]
     assert set(copies) == {"all-reduce"}

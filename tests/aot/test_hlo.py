@@ -1,4 +1,4 @@
-"""Collectives read from the HLO text of random programs agree with counts by hand."""
+"""Collectives read from a compiled program's text: drawn programs, and what was really compiled."""
 
 import math
 
@@ -34,7 +34,7 @@ HloModule jit_step, is_scheduled=true
 
 %body (state: (s32[], f32[8])) -> (s32[], f32[8]) {{
   %state = (s32[], f32[8]{{0}}) parameter(0)
-  %x = {dtype}[{shard}]{{0:T(8,128)}} get-tuple-element(%state), index=1
+  %x = {dtype}[{part}]{{0:T(8,128)}} get-tuple-element(%state), index=1
   %kernel = f32[8] custom-call(%x), custom_call_target="mosaic", frontend_attributes={{kernel={{
 "text": "at the margin (with, all-gather(%x)) {{"
 }}}}
@@ -59,13 +59,13 @@ ENTRY %main (x: f32[16]) -> f32[16] {{
 
 
 def groups(size, form):
-    """Three replica groups of `size` chips, in one of XLA's notations."""
+    """Three groups of a size, in one of the ways in which XLA writes them."""
     if form == "mesh":
         return f"mesh['data'=3,'fsdp'={size}] {{'fsdp'}}"
     if form == "iota":
         return f"[3,{size}]<=[{3 * size}]"
     listed = [",".join(str(g * size + i) for i in range(size)) for g in range(3)]
-    return "{" + ",".join(f"{{{members}}}" for members in listed) + "}"
+    return "{" + ",".join(f"{{{one}}}" for one in listed) + "}"
 
 
 @given(
@@ -74,33 +74,33 @@ def groups(size, form):
     st.sampled_from(["mesh", "iota", "list"]),
     st.integers(1, 10_000),
     st.sampled_from(list(DTYPES)),
-    st.sampled_from(["condition", "annotation", "scope"]),
+    st.sampled_from(["condition", "noted", "told"]),
 )
-def test_collectives_of_random_programs(rounds, size, form, shard, dtype, length_source):
+def test_drawn_programs_are_counted_by_hand(rounds, size, form, part, dtype, known):
     unknown = "condition=%unknown, body=%body, "
     loop = {
         "condition": "condition=%condition, body=%body",
-        "annotation": f'{unknown}backend_config={{"known_trip_count":{{"n":"{rounds}"}}}}',
-        "scope": unknown + 'metadata={op_name="jit(step)/ticks/while"}',
-    }[length_source]
+        "noted": f'{unknown}backend_config={{"known_trip_count":{{"n":"{rounds}"}}}}',
+        "told": unknown + 'metadata={op_name="jit(step)/ticks/while"}',
+    }[known]
     text = MODULE.format(
         rounds=rounds,
         dtype=dtype,
-        shard=shard,
-        whole=shard * size,
+        part=part,
+        whole=part * size,
         groups=groups(size, form),
         loop=loop,
     )
-    counted = {c.kind: c for c in hlo.collectives(text, {"ticks": rounds})}
-    assert set(counted) == {"all-gather", "reduce-scatter", "collective-permute"}
-    gather = hlo.Collective("all-gather", size, rounds, shard * size * DTYPES[dtype])
-    assert counted["all-gather"] == gather
-    assert gather.moved == pytest.approx(rounds * (size - 1) * shard * DTYPES[dtype])
-    assert counted["reduce-scatter"] == hlo.Collective("reduce-scatter", size, 1, 64)
-    assert counted["collective-permute"] == hlo.Collective("collective-permute", 2, 1, 64)
-    totals = hlo.by_kind(counted.values())
-    assert sum(t["moved"] for t in totals.values()) == sum(c.moved for c in counted.values())
-    if length_source == "scope":
+    found = {c.kind: c for c in hlo.collectives(text, {"ticks": rounds})}
+    assert set(found) == {"all-gather", "reduce-scatter", "collective-permute"}
+    gather = hlo.Collective("all-gather", size, rounds, part * size * DTYPES[dtype])
+    assert found["all-gather"] == gather
+    assert gather.moved == pytest.approx(rounds * (size - 1) * part * DTYPES[dtype])
+    assert found["reduce-scatter"] == hlo.Collective("reduce-scatter", size, 1, 64)
+    assert found["collective-permute"] == hlo.Collective("collective-permute", 2, 1, 64)
+    totals = hlo.by_kind(found.values())
+    assert sum(t["moved"] for t in totals.values()) == sum(c.moved for c in found.values())
+    if known == "told":
         with pytest.raises(ValueError, match="length is not known"):
             hlo.collectives(text)
 
@@ -111,13 +111,13 @@ def test_collectives_of_random_programs(rounds, size, form, shard, dtype, length
         max_size=5,
     )
 )
-def test_bytes_of_a_tuple_are_the_sum_over_its_arrays(arrays):
+def test_bytes_of_a_tuple_are_those_of_its_arrays(arrays):
     shapes = [f"{dtype}[{','.join(map(str, dims))}]{{0:T(8,128)S(1)}}" for dtype, dims in arrays]
     expected = sum(WIDTHS[dtype] * math.prod(dims) for dtype, dims in arrays)
-    assert hlo.shape_bytes(f"({', '.join(shapes)})") == expected
+    assert hlo.array_bytes(f"({', '.join(shapes)})") == expected
 
 
-def test_an_all_reduce_sends_as_much_as_a_scatter_and_a_gather():
+def test_an_all_reduce_sends_what_a_scatter_and_a_gather_send():
     moved = {kind: hlo.Collective(kind, 8, 3, 800).moved for kind in hlo.KINDS}
     assert moved["all-reduce"] == moved["all-gather"] + moved["reduce-scatter"] == 2 * 3 * 700
     assert moved["collective-permute"] == 3 * 800

@@ -1,4 +1,4 @@
-"""Names of topologies: legal ones are parsed, others are refused with the legal ones."""
+"""Names of chips that are not there: what is legal, and what is said of the rest."""
 
 import pytest
 from hypothesis import given
@@ -22,9 +22,9 @@ from sparse_dataflow.hardware.chips import CHIPS
     ],
 )
 def test_legal_names(name, slices, size, chip):
-    topology = topologies.parse(name, slices)
-    assert (topology.size, topology.chip.name) == (size, chip)
-    assert topology.platform == ("cuda" if chip == "h200" else "tpu")
+    found = topologies.parse(name, slices)
+    assert (found.size, found.chip.name) == (size, chip)
+    assert found.platform == ("cuda" if chip == "h200" else "tpu")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_legal_names(name, slices, size, chip):
         ("", "v5e:4x4"),
     ],
 )
-def test_illegal_names_are_refused_with_legal_ones(name, legal):
+def test_illegal_names_are_answered_with_legal_ones(name, legal):
     with pytest.raises(UserError) as refused:
         topologies.parse(name)
     assert f"--topology={name} is unknown" in str(refused.value)
@@ -70,14 +70,14 @@ def test_only_tpus_come_in_slices():
         ("mi250x-gcd", 8, None),
     ],
 )
-def test_the_most_compact_topology(chip, number, name):
-    topology = topologies.most_compact(CHIPS[chip], number)
-    assert name == (topology and topology.name)
-    assert topology is None or topology.size == number
+def test_the_most_compact_slice_of_so_many_chips(chip, number, name):
+    found = topologies.of_chips(CHIPS[chip], number)
+    assert name == (found and found.name)
+    assert found is None or found.size == number
 
 
 @given(st.text(alphabet="v5ep6h20:x1-", max_size=14))
-def test_any_name_is_parsed_or_refused_with_legal_ones(name):
+def test_whatever_is_typed_is_understood_or_refused_in_words(name):
     try:
         assert topologies.parse(name).size >= 1
     except UserError as refused:
@@ -88,6 +88,6 @@ def test_any_name_is_parsed_or_refused_with_legal_ones(name):
 def test_a_compiler_that_is_not_installed_is_named(name, target, monkeypatch):
     monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda module: None)
     topology = topologies.parse(name)
-    assert f"make {target}" in topologies.missing_compiler(topology)
+    assert f"make {target}" in topologies.refusal(topology)
     with pytest.raises(UserError, match=f"--topology={name}: .*make {target}"):
         topologies.devices.__wrapped__(topology)

@@ -98,7 +98,7 @@ def test_without_the_compiler_the_way_to_it_is_named(monkeypatch, capsys):
 
 def test_a_plan_that_does_not_fit_is_answered_with_the_nearest_that_does(monkeypatch, capsys):
     asked = "--scale=13b --topology=v5p:2x2x2 --mesh=fsdp:8 --batch=64 --remat=none"
-    monkeypatch.setattr(topologies, "missing_compiler", lambda topology: "")
+    monkeypatch.setattr(topologies, "refusal", lambda topology: "")
     tried = []
 
     def verdict(plan):
@@ -126,11 +126,9 @@ def test_a_search_says_what_was_compiled_and_what_was_not(monkeypatch):
     assert said == ["not compiled: --verify=0 asks for none"] * 3
     elsewhere = dataclasses.replace(request, chip=chips.named("mi250x"))
     assert "no compiler here knows" in layout_verify.verified("1.3b", elsewhere, layouts, 1)[0]
-    monkeypatch.setattr(
-        topologies, "missing_compiler", lambda topology: "not installed: make aot-tpu"
-    )
+    monkeypatch.setattr(topologies, "refusal", lambda topology: "not installed: make aot-tpu")
     assert "make aot-tpu" in layout_verify.verified("1.3b", request, layouts, 1)[0]
-    monkeypatch.setattr(topologies, "missing_compiler", lambda topology: "")
+    monkeypatch.setattr(topologies, "refusal", lambda topology: "")
     verdicts = iter(["fits", "does not fit"])
     monkeypatch.setattr(
         compile_report,

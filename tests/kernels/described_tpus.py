@@ -30,5 +30,5 @@ def compiled(function, arguments, device, donated=()):
     )
     jitted = jax.jit(function, donate_argnums=donated)
     platform = "cuda" if device.platform == "gpu" else device.platform
-    with topologies.tracing_for(device):
+    with topologies.targeted(device):
         return jitted.trace(*structs).lower(lowering_platforms=(platform,)).compile()

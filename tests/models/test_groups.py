@@ -199,7 +199,7 @@ def traced_flops(model):
     tables = jax.tree.map(jnp.asarray, gpt.layout_tables(gpt.layouts(model)))
     step = lambda *given: whole.loss_and_gradients(model, *given)  # noqa: E731
     program = jax.make_jaxpr(step)(params, tables, jnp.zeros((2, 9), jnp.int32))
-    return traced.count_flops(program, {}).flops
+    return traced.count(program, {}).flops
 
 
 @pytest.mark.parametrize("deepest", [0, 16])
