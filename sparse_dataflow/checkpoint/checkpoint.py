@@ -142,14 +142,12 @@ class Checkpoints:
             return False
         saving = self._folder / f"{step}.saving"
         self._barrier.start_save()
-        # With several processes one alone cannot retry: the others go on to the barrier.
-        waits = None if jax.process_count() == 1 else ()
+        write = functools.partial(named_arrays.start_writing, self._orbax, saving / "state", arrays)
         try:
-            storage.retried(
-                f"Writing {saving}",
-                lambda: named_arrays.start_writing(self._orbax, saving / "state", arrays),
-                waits,
-            )
+            if jax.process_count() == 1:
+                storage.retried(f"Writing {saving}", write)
+            else:  # One process alone cannot retry: the others go on to the barrier.
+                write()
         except OSError as error:
             raise self._clean_up_failure(step, error) from error
         except BaseException:
