@@ -1,4 +1,4 @@
-"""States and helpers for the tests of checkpoints."""
+"""States to save and helpers of the checkpoint tests."""
 
 import os
 import subprocess
@@ -19,19 +19,18 @@ CONFIG = {"model": {"d_model": 64, "heads": (2, 4)}, "optimizer": {"learning_rat
 
 
 def small_state(step: int) -> dict:
-    """Returns a state that is a function of the step, bit for bit."""
-    rng = np.random.default_rng(step)
+    """Returns a state whose every bit follows from the step."""
+    draw = np.random.default_rng(step)
     return {
-        "w": jnp.asarray(rng.normal(size=(32, 8)), jnp.float32),
-        "half": jnp.asarray(rng.normal(size=40), jnp.bfloat16),
-        "table": jnp.asarray(rng.integers(-(2**31), 2**31, 30), jnp.int32),
+        "w": jnp.asarray(draw.normal(size=(32, 8)), jnp.float32),
+        "half": jnp.asarray(draw.normal(size=40), jnp.bfloat16),
+        "table": jnp.asarray(draw.integers(-(2**31), 2**31, 30), jnp.int32),
         "key": jax.random.key_data(jax.random.key(step)),
         "step": jnp.int32(step),
     }
 
 
 def full_state() -> dict:
-    """Returns a state with every kind of leaf that a checkpoint must store."""
     params = {
         "block": [{"kernel": jax.random.normal(jax.random.key(1), (3, 16, 8))}, None],
         "odd": jnp.array([jnp.nan, -0.0, jnp.inf, 1e-40], jnp.float32),
@@ -55,7 +54,6 @@ def full_state() -> dict:
 
 
 def abstract(state):
-    """Replaces jax arrays by their shapes and dtypes; numpy arrays stay."""
     return jax.tree.map(
         lambda leaf: (
             leaf if isinstance(leaf, np.ndarray) else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -64,18 +62,17 @@ def abstract(state):
     )
 
 
-def assert_same_bits(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for left, right in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert (left.dtype, left.shape) == (right.dtype, right.shape)
-        assert isinstance(left, jax.Array) == isinstance(right, jax.Array)
-        if jax.dtypes.issubdtype(left.dtype, jax.dtypes.prng_key):
-            left, right = jax.random.key_data(left), jax.random.key_data(right)
-        assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
+def assert_same_bits(state, expected):
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    for leaf, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert (leaf.dtype, leaf.shape) == (other.dtype, other.shape)
+        assert isinstance(leaf, jax.Array) == isinstance(other, jax.Array)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)
+        assert np.asarray(leaf).tobytes() == np.asarray(other).tobytes()
 
 
 def saved(folder, steps, **options):
-    """Saves `small_state` at each step and returns the `Checkpoints`."""
     checkpoints = Checkpoints(folder, config=CONFIG, **options)
     for step in steps:
         assert checkpoints.save(step, small_state(step), {"position": step})
@@ -84,7 +81,7 @@ def saved(folder, steps, **options):
 
 
 def restored_step(folder, **options) -> int:
-    """Restores the newest checkpoint with a new object, checks every bit, returns its step."""
+    """Restores the newest checkpoint in a new object, checks every bit and returns its step."""
     checkpoints = Checkpoints(folder, config=CONFIG, **options)
     state, extra = checkpoints.restore(abstract(small_state(0)))
     step = int(state["step"])
@@ -94,7 +91,6 @@ def restored_step(folder, **options) -> int:
 
 
 def in_new_process(code: str, *arguments, **environment) -> str:
-    """Runs Python code in a new process; returns its stdout and stderr."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
         env=os.environ

@@ -1,1 +1,1 @@
-"""Arrays in verified folders, written so that a kill loses no older one."""
+"""Checkpoints with checksums, written so that a kill at any time loses no finished one."""

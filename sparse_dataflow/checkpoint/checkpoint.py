@@ -1,19 +1,19 @@
-"""Checkpoints of a run: asynchronous, checked by digest, the newest and the best kept.
+"""Checkpoints of a run: written in the background, verified by checksums, newest and best kept.
 
 Layout of the folder, where a step is a decimal number without leading zeros:
 
-    <step>/state/         orbax's files: the arrays, under their names in the state's tree
+    <step>/state/         the arrays, as orbax files, named by their place in the state tree
     <step>/extra.json     {"extra": ..., "state": {name: {"shape", "dtype"}}}
-    <step>/manifest.json  every file with its size and SHA-256, the step and its metric
-    <step>.saving/        being written, or left by a kill; renamed to <step> once it is whole
+    <step>/manifest.json  size and SHA-256 of every file, the step and its metric
+    <step>.saving/        being written, or left by a killed process
     <step>.pruning/       being deleted
-    <step>.damaged/       set aside by `restore`
+    <step>.damaged/       found damaged by `restore` and renamed
 
-A checkpoint appears under its step by one rename, after all its bytes are on disk; older ones are
-deleted only after that. So a kill at any moment leaves every whole checkpoint whole.
+A save writes `<step>.saving`, flushes it to disk and renames it to `<step>`.  Old checkpoints are
+deleted only after the rename.  So a kill at any time leaves every finished checkpoint intact.
 
-Errors that pass (see `storage`) are waited for. Where arrays could not be written, what they held
-is gone by the time it is known: the next save is made in their stead.
+Transient storage errors (see `storage`) are retried.  If the background write of the arrays fails,
+the arrays may have changed by then, so the save is retried with the next state.
 """
 
 import functools
@@ -42,11 +42,11 @@ from sparse_dataflow.files.json_difference import refuse_difference
 class Checkpoints:
     """The checkpoints in one folder, written by one run.
 
-    Of several processes, which all see the folder, each writes the arrays that its devices hold;
-    the first alone makes, names, checks and deletes, and all go by what it found.
+    With several processes, all see the folder and each writes the arrays of its own devices.
+    Process 0 alone creates, renames, verifies and deletes; the others follow its decisions.
 
-    Leave its `with` block, or call `wait`, before the process ends: Python cannot finish a save
-    while it shuts down.
+    Leave the `with` block or call `wait` before the process ends: Python cannot finish a
+    background save while it shuts down.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class Checkpoints:
         config: Mapping[str, Any],
         read_only: bool = False,
     ):
-        """Makes the folder, proves that it can be written and removes what a kill left unfinished.
+        """Creates the folder, checks that it is writable and removes unfinished saves.
 
         Args:
-          folder: one variant's `checkpoints` folder.
-          keep: how many of the newest checkpoints stay, beside the best one.
-          config: JSON-able; what must be the same for a checkpoint to fit, such as the resolved
-            model and optimizer. It is stored in each checkpoint and compared on restore.
-          read_only: for a reader beside or after the run: nothing in the folder is touched.
+          folder: the `checkpoints` folder of one variant.
+          keep: number of newest checkpoints to keep, in addition to the best one.
+          config: JSON-able settings that must match for a checkpoint to fit, such as the resolved
+            model and optimizer.  Stored in each checkpoint and compared on restore.
+          read_only: change nothing in the folder, for a reader during or after the run.
 
         Raises:
-          UserError: `keep` below 1, or a folder that cannot be written.
+          UserError: `keep` is below 1, or the folder cannot be written.
         """
         if keep < 1:
             raise UserError(f"keep={keep} checkpoints: at least 1 must be kept.")
@@ -77,7 +77,7 @@ class Checkpoints:
         self._read_only = read_only
         self._worker: threading.Thread | None = None
         self._outcome = SaveOutcome()
-        self._known_whole: set[int] = set()
+        self._verified_steps: set[int] = set()
         self._barrier = SaveBarrier()
         self._orbax = named_arrays.make_checkpointer(self._barrier)
         if not read_only:
@@ -89,39 +89,38 @@ class Checkpoints:
     def __exit__(self, kind, error, trace) -> None:
         try:
             self.wait()
-        except UserError:  # Already logged; what ended the block is worth more to the reader.
+        except UserError:  # Already logged; an error of the block itself is more useful.
             if error is None:
                 raise
 
     def steps(self) -> list[int]:
-        """Steps of the finished checkpoints, oldest first. Their bytes are checked on restore."""
-        return sorted(checkpoint_folder.facts(self._folder))
+        """Returns the steps of the finished checkpoints, oldest first, without verifying them."""
+        return sorted(checkpoint_folder.read_facts(self._folder))
 
     def best_step(self) -> int | None:
-        """The step with the lowest metric, the newest of several; None where none has one."""
-        return checkpoint_folder.best(checkpoint_folder.facts(self._folder))
+        """Returns the newest step with the lowest metric, or None if no checkpoint has one."""
+        return checkpoint_folder.best_step(checkpoint_folder.read_facts(self._folder))
 
     def save(
         self, step: int, state: Any, extra: Mapping[str, Any], metric: float | None = None
     ) -> bool:
-        """Starts to save a checkpoint and returns as soon as `state` may be changed or donated.
+        """Starts a background save; returns as soon as `state` may be changed or donated.
 
-        Waits for the save before it, if that is still under way; this one takes its place where it
-        failed for a reason that passes.
+        Waits for the previous save first.  If that one failed with a transient error, this save
+        replaces it.
 
         Args:
-          step: 0 or more. A whole checkpoint of this step is kept as it is.
-          state: a pytree of arrays (jax, numpy or typed random keys).
-          extra: JSON-able facts, returned by `restore`; `config` is added under that name.
-          metric: lower is better; the checkpoint with the lowest finite one is the best.
+          step: 0 or more.  A finished, verified checkpoint of this step is not overwritten.
+          state: pytree of arrays (jax, numpy or typed random keys).
+          extra: JSON-able values that `restore` returns, with `config` added under that name.
+          metric: lower is better; the checkpoint with the lowest finite metric is the best.
 
         Returns:
-          Whether a save was started; false where a whole checkpoint of this step exists.
+          Whether a save was started; False if a verified checkpoint of this step exists.
 
         Raises:
-          UserError: this or the save before it could not be written, or a checkpoint of this step
-            was made under another config. The partial files are gone and every whole checkpoint
-            is still there.
+          UserError: this or the previous save failed, or a checkpoint of this step has another
+            config.  The partial files are deleted and every finished checkpoint is intact.
         """
         if self._read_only:
             raise ValueError(f"{self._folder} was opened read-only")
@@ -130,7 +129,7 @@ class Checkpoints:
             raise ValueError(f"step {step} is not between 0 and 10**18")
         if metric is not None:
             metric = float(metric) if math.isfinite(metric) else None
-        self.ended()
+        self.finish_save()
         arrays = named_arrays.flatten(state)
         about = {
             "extra": dict(extra) | {"config": self._config},
@@ -138,33 +137,33 @@ class Checkpoints:
         }
         about_text = json.dumps(about).encode()
         if len(about_text) > manifest.MAX_BYTES:
-            raise ValueError(f"extra holds {len(about_text)} of {manifest.MAX_BYTES} bytes")
-        if not processes.on_first(lambda: self._make_way(step)):
+            raise ValueError(f"extra has {len(about_text)} bytes; limit: {manifest.MAX_BYTES}")
+        if not processes.on_first(lambda: self._make_saving_folder(step)):
             return False
         saving = self._folder / f"{step}.saving"
-        self._barrier.begin()
-        # Of several processes one alone cannot begin anew: the others are on their way.
-        waits = None if jax.process_count() == 1 else ()
+        self._barrier.start_save()
+        write = functools.partial(named_arrays.start_writing, self._orbax, saving / "state", arrays)
         try:
-            storage.retry(
-                f"Writing {saving}",
-                lambda: named_arrays.start_writing(self._orbax, saving / "state", arrays),
-                waits,
-            )
+            if jax.process_count() == 1:
+                storage.retry(f"Writing {saving}", write)
+            else:  # One process alone cannot retry: the others go on to the barrier.
+                write()
         except OSError as error:
-            raise self._failed(step, error) from error
+            raise self._clean_up_failure(step, error) from error
         except BaseException:
             shutil.rmtree(saving, ignore_errors=True)
             raise
         self._worker = threading.Thread(
-            target=self._finish, args=(step, about_text, metric), name="finish-checkpoint"
+            target=self._finish_in_background,
+            args=(step, about_text, metric),
+            name="finish-checkpoint",
         )
         self._worker.start()
         return True
 
-    def _make_way(self, step: int) -> bool:
-        """An empty folder to write to; false where there is a whole checkpoint of that step."""
-        if self._is_whole(step):
+    def _make_saving_folder(self, step: int) -> bool:
+        """Makes an empty `<step>.saving`; False if a verified checkpoint of the step exists."""
+        if self._is_verified(step):
             return False
         final, saving = self._folder / str(step), self._folder / f"{step}.saving"
 
@@ -177,127 +176,134 @@ class Checkpoints:
         try:
             storage.retry(f"Making {saving}", make)
         except OSError as error:
-            raise self._failed(step, error) from error
+            raise self._clean_up_failure(step, error) from error
         return True
 
     @property
-    def again(self) -> bool:
-        """Whether a save ended that is worth another one now, on this process; see SaveOutcome."""
-        return self._outcome.again
+    def retry_due(self) -> bool:
+        """Whether this process's last save failed with a transient error and may be retried now."""
+        return self._outcome.retry_due
 
-    def ended(self) -> UserError | None:
-        """None once no save is under way, or what kept the last from being written and may pass.
+    def finish_save(self) -> UserError | None:
+        """Waits for the save under way.
+
+        Returns:
+          None if it succeeded on all processes; its error if the error is transient.
 
         Raises:
-          UserError: what will not pass.
+          UserError: its error, if that is permanent.
         """
         if self._worker is not None:
             self._worker.join()
             self._worker = None
-        return self._outcome.taken()
+        return self._outcome.take()
 
     def wait(self) -> None:
-        """Returns once no save is under way.
+        """Waits for the save under way.
 
         Raises:
-          UserError: the last save could not be written; told once.
+          UserError: the last save failed; raised once.
         """
-        if (failure := self.ended()) is not None:
+        if (failure := self.finish_save()) is not None:
             raise failure
 
     def restore(
         self, abstract_state: Any, step: int | None = None
     ) -> tuple[Any, dict[str, Any]] | None:
-        """The newest whole checkpoint, or the one of `step`, to the same bits as saved.
+        """Restores the newest verified checkpoint, or the one of `step`, bit by bit.
 
-        A damaged checkpoint is named in a warning and moved to `<step>.damaged`; without `step`
-        the one before it is taken. Training that goes on from an older `step` leaves the newer
-        checkpoints, and they stay the newest: move them away first.
+        A damaged checkpoint is logged and renamed to `<step>.damaged`; without `step` the next
+        older one is restored.  Training on from an older `step` leaves the newer checkpoints in
+        place, and they stay the newest: move them away first.
 
         Args:
-          abstract_state: the tree to fill, or a function from step and extra to it; leaves
-            have `shape` and `dtype`. A leaf whose `sharding` names devices is placed so, a numpy
-            leaf stays in numpy, any other becomes an uncommitted array on the default device.
-          step: which checkpoint, or None for the newest whole one.
+          abstract_state: tree to fill, or a function (step, extra) -> tree; leaves have `shape`
+            and `dtype`.  A leaf whose `sharding` names devices is placed there, a numpy leaf
+            stays in numpy, any other leaf becomes an uncommitted array on the default device.
+          step: the checkpoint to restore; the newest verified one if None.
 
         Returns:
-          (state, extra), or None where there is no checkpoint.
+          (state, extra), or None if the folder has no checkpoint.
 
         Raises:
-          UserError: checkpoints exist but none is whole; `step` is missing or damaged; it was made
-            under another config or holds other arrays; or the files may not be read.
+          UserError: all checkpoints are damaged; `step` is missing or damaged; the checkpoint has
+            another config or other arrays; or the files cannot be read.
         """
         self.wait()
-        found = processes.on_first(lambda: self._newest(step))
-        if found is None:
+        newest = processes.on_first(lambda: self._newest_verified(step))
+        if newest is None:
             return None
-        candidate, extra, arrays = found
-        path = self._folder / str(candidate)
+        step, extra, arrays = newest
+        path = self._folder / str(step)
         refuse_difference(path, "was made under another config", extra["config"], self._config)
-        tree = abstract_state(candidate, extra) if callable(abstract_state) else abstract_state
-        wanted = named_arrays.describe(named_arrays.flatten(tree))
-        refuse_difference(path, "holds other arrays", arrays, wanted)
+        tree = abstract_state(step, extra) if callable(abstract_state) else abstract_state
+        expected = named_arrays.describe(named_arrays.flatten(tree))
+        refuse_difference(path, "holds other arrays", arrays, expected)
         state = path / "state"
         read = functools.partial(named_arrays.read, self._orbax, state, tree)
         try:
             return storage.retry(f"Reading {state}", read), extra
         except Exception as error:
-            # The bytes are those of its manifest, so whoever wrote this wrote no such arrays.
+            # The checksums match, so the checkpoint was written with other arrays than described.
             raise UserError(f"{state} cannot be read: {named_arrays.reason(error)}.") from error
 
-    def _newest(self, step: int | None) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-        """(step, extra, description of the arrays) of what `restore` restores."""
-        try:
-            found = checkpoint_folder.named(self._folder, checkpoint_folder.STEP)
-            steps = sorted((int(path.name) for path in found), reverse=True)
-        except OSError as error:
+    def _newest_verified(
+        self, step: int | None
+    ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+        """Returns (step, extra, array descriptions) of the checkpoint that `restore` reads."""
+        steps = self._step_folders()
+        if step is not None and step not in steps:
+            available = ", ".join(map(str, reversed(steps))) or "none"
             raise UserError(
-                f"{self._folder} cannot be read: {named_arrays.reason(error)}."
-            ) from error
-        if step is not None:
-            if step not in steps:
-                known = ", ".join(map(str, reversed(steps))) or "none"
-                raise UserError(
-                    f"{self._folder} has no checkpoint of step {step}; it has: {known}."
-                )
-            steps = [step]
-        pruned = False
-        for candidate in steps:
-            path = self._folder / str(candidate)
-            try:
-                check = functools.partial(self._checked, path)
-                extra, arrays = storage.retry(f"Reading {path}", check)
-            except manifest.Damaged as damage:
-                if path.exists():
-                    self._set_aside(path, str(damage))
-                else:  # By the writer that this reader runs beside.
-                    pruned = True
-                continue
-            except OSError as error:
-                raise UserError(f"{path} cannot be read: {named_arrays.reason(error)}.") from error
-            self._known_whole.add(candidate)
-            return candidate, extra, arrays
+                f"{self._folder} has no checkpoint of step {step}; it has: {available}."
+            )
+        for candidate in steps if step is None else [step]:
+            if (content := self._verify_or_set_aside(candidate)) is not None:
+                self._verified_steps.add(candidate)
+                return candidate, *content
         if step is not None:
             raise UserError(
                 f"The checkpoint of step {step} in {self._folder} is damaged; "
                 f"finished ones there: {', '.join(map(str, self.steps())) or 'none'}."
             )
-        if pruned:
-            return self._newest(None)
+        if set(self._step_folders()) - set(steps):
+            return self._newest_verified(None)  # A running writer saved and pruned meanwhile.
         damaged = [
             path.name
             for pattern in (checkpoint_folder.DAMAGED, checkpoint_folder.STEP)
-            for path in checkpoint_folder.named(self._folder, pattern)
+            for path in checkpoint_folder.subfolders(self._folder, pattern)
         ]
         if not damaged:
             return None
         raise UserError(
-            f"No whole checkpoint in {self._folder}: {', '.join(damaged)} cannot be used. "
-            "Start in a new run folder, or remove them to start afresh."
+            f"All checkpoints in {self._folder} are damaged: {', '.join(damaged)}. "
+            "Choose a new run folder, or delete them to restart from step 0."
         )
 
-    def _checked(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(extra, description of the arrays) of a checkpoint whose every byte was verified."""
+    def _step_folders(self) -> list[int]:
+        """Returns the steps of all folders named by a step, newest first."""
+        try:
+            folders = checkpoint_folder.subfolders(self._folder, checkpoint_folder.STEP)
+            return sorted((int(path.name) for path in folders), reverse=True)
+        except OSError as error:
+            raise UserError(
+                f"{self._folder} cannot be read: {named_arrays.reason(error)}."
+            ) from error
+
+    def _verify_or_set_aside(self, step: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Verifies a checkpoint; returns (extra, array descriptions), or None if it is damaged."""
+        path = self._folder / str(step)
+        try:
+            return storage.retry(f"Reading {path}", functools.partial(self._verify, path))
+        except manifest.Damaged as damage:
+            if path.exists():  # A running writer may have pruned it.
+                self._set_aside(path, str(damage))
+            return None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {named_arrays.reason(error)}.") from error
+
+    def _verify(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Verifies every byte of a checkpoint; returns (extra, array descriptions)."""
         step = manifest.verify(path).get("step")
         if str(step) != path.name:
             raise manifest.Damaged(f"it is a copy of step {step}")
@@ -307,14 +313,14 @@ class Checkpoints:
                 return extra, arrays
         raise manifest.Damaged("its extra.json is not that of a checkpoint")
 
-    def _finish(self, step: int, about: bytes, metric: float | None) -> None:
-        """Ends a save in the background: files, manifest, rename, and only then pruning."""
+    def _finish_in_background(self, step: int, about: bytes, metric: float | None) -> None:
+        """Waits for the arrays, then writes the other files, renames the folder and prunes."""
         saving, final = self._folder / f"{step}.saving", self._folder / str(step)
         try:
             try:
                 self._orbax.wait_until_finished()
             except BaseException as error:
-                self._barrier.failed(error)
+                self._barrier.report_failure(error)
                 raise
             if not processes.is_first():
                 return
@@ -329,12 +335,13 @@ class Checkpoints:
             storage.retry(f"Writing {final}", complete)
             storage.retry(f"Writing {final}", lambda: manifest.flush_folder(self._folder))
         except Exception as error:
-            self._outcome.failed(error, self._failed(step, error))
+            self._outcome.record_failure(error, self._clean_up_failure(step, error))
             return
-        self._outcome.written()
-        self._known_whole.add(step)
+        self._outcome.record_success()
+        self._verified_steps.add(step)
         try:
-            checkpoint_folder.prune(self._folder, self._keep, step, self._known_whole.discard)
+            for pruned in checkpoint_folder.prune(self._folder, self._keep, step):
+                self._verified_steps.discard(pruned)
         except OSError as error:
             logging.warning(
                 "Old checkpoints in %s could not be deleted: %s.",
@@ -342,39 +349,38 @@ class Checkpoints:
                 named_arrays.reason(error),
             )
 
-    def _failed(self, step: int, error: Exception) -> UserError:
+    def _clean_up_failure(self, step: int, error: Exception) -> UserError:
+        """Deletes the partial files of a failed save; returns the error to raise."""
         saving = self._folder / f"{step}.saving"
         for _ in range(10):
             shutil.rmtree(saving, ignore_errors=True)
             if not saving.exists():
                 break
-            time.sleep(0.1)  # Where one array failed, orbax may still be writing another.
+            time.sleep(0.1)  # After one array fails, orbax may still be writing others.
         steps = self.steps()
-        left = f"the last whole one is step {steps[-1]}" if steps else "there is no earlier one"
+        last = f"the last finished one is step {steps[-1]}" if steps else "there is no earlier one"
         return UserError(
             f"The checkpoint of step {step} could not be written to {self._folder} "
-            f"({named_arrays.reason(error)}); {left}. Make room or choose another run folder."
+            f"({named_arrays.reason(error)}); {last}. Make room or choose another run folder."
         )
 
-    def _is_whole(self, step: int) -> bool:
+    def _is_verified(self, step: int) -> bool:
+        """Whether an undamaged checkpoint of the step exists; a damaged one is set aside."""
         path = self._folder / str(step)
         if not path.is_dir() or path.is_symlink():
             return False
-        if step in self._known_whole:
-            return True
-        try:
-            extra, _ = self._checked(path)
-        except manifest.Damaged as damage:
-            self._set_aside(path, str(damage))
-            return False
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {named_arrays.reason(error)}.") from error
-        refuse_difference(path, "was made under another config", extra["config"], self._config)
-        self._known_whole.add(step)
+        if step not in self._verified_steps:
+            content = self._verify_or_set_aside(step)
+            if content is None:
+                return False
+            refuse_difference(
+                path, "was made under another config", content[0]["config"], self._config
+            )
+            self._verified_steps.add(step)
         return True
 
     def _set_aside(self, path: Path, reason: str) -> None:
-        self._known_whole.discard(int(path.name))
+        self._verified_steps.discard(int(path.name))
         if self._read_only:
             logging.warning("Checkpoint %s cannot be used: %s.", path, reason)
         else:

@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: its names, what is set aside, left over and deleted."""
+"""The folder of a run's checkpoints: listing, cleaning, setting aside and pruning."""
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ DAMAGED = re.compile(r"[0-9]+\.damaged(-[0-9]+)?")
 _LEFTOVER = re.compile(r"[0-9]+\.(saving|pruning)")
 
 
-def named(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
-    """The folders in it of such a name, sorted, no links; none where it is not there itself."""
+def subfolders(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
+    """Yields the subfolders whose name matches, sorted, without links; none without `folder`."""
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
@@ -26,35 +26,35 @@ def named(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
             yield path
 
 
-def facts(folder: Path) -> dict[int, dict[str, Any]]:
-    """{step: facts in its manifest} of the finished checkpoints, whose bytes are not looked at."""
-    found = {}
-    for path in named(folder, STEP):
+def read_facts(folder: Path) -> dict[int, dict[str, Any]]:
+    """Returns {step: facts of its manifest} of the finished checkpoints, without verifying them."""
+    facts = {}
+    for path in subfolders(folder, STEP):
         try:
             fact = manifest.read(path)
         except (manifest.Damaged, OSError):
             continue
         if fact.get("step") == int(path.name):
-            found[int(path.name)] = fact
-    return found
+            facts[int(path.name)] = fact
+    return facts
 
 
-def best(found: dict[int, dict[str, Any]]) -> int | None:
-    """The step with the lowest metric, the newest of several; None where none has one."""
-    rated = [step for step, fact in found.items() if isinstance(fact.get("metric"), float)]
-    return min(rated, key=lambda step: (found[step]["metric"], -step), default=None)
+def best_step(facts: dict[int, dict[str, Any]]) -> int | None:
+    """Returns the newest step with the lowest metric, or None if no step has a metric."""
+    rated = [step for step, fact in facts.items() if isinstance(fact.get("metric"), float)]
+    return min(rated, key=lambda step: (facts[step]["metric"], -step), default=None)
 
 
 def prepare(folder: Path) -> None:
-    """Makes the folder, proves that it can be written, removes what a kill left unfinished.
+    """Creates the folder, checks that it is writable and removes unfinished saves.
 
     Raises:
-      UserError: it cannot be written.
+      UserError: the folder cannot be written.
     """
 
     def make():
         folder.mkdir(parents=True, exist_ok=True)
-        for path in named(folder, _LEFTOVER):
+        for path in subfolders(folder, _LEFTOVER):
             remove(path)
         probe = folder / "0.saving"
         probe.mkdir()
@@ -70,10 +70,10 @@ def prepare(folder: Path) -> None:
 
 
 def set_aside(path: Path, reason: str) -> None:
-    """Renames a checkpoint that cannot be used, and says so.
+    """Renames an unusable checkpoint to a free `<step>.damaged` name and logs the reason.
 
     Raises:
-      UserError: it could not be renamed.
+      UserError: it cannot be renamed.
     """
     aside, count = path.with_name(f"{path.name}.damaged"), 1
     while aside.exists() or aside.is_symlink():
@@ -89,20 +89,21 @@ def set_aside(path: Path, reason: str) -> None:
     logging.warning("Checkpoint %s cannot be used: %s. It is now %s.", path, reason, aside.name)
 
 
-def prune(folder: Path, keep: int, just_saved: int, gone: Callable[[int], None]) -> None:
-    """Deletes all but the one just saved, the best and the `keep` newest; `gone` hears of each."""
-    found = facts(folder)
-    kept = {just_saved, best(found), *sorted(found)[-keep:]}
-    for step in sorted(found.keys() - kept):
-        doomed = folder / f"{step}.pruning"
-        remove(doomed)
-        # A reader sees a whole checkpoint or none, never one half deleted.
-        (folder / str(step)).rename(doomed)
-        gone(step)
-        remove(doomed)
+def prune(folder: Path, keep: int, just_saved: int) -> Iterator[int]:
+    """Deletes all but the checkpoint just saved, the best and the `keep` newest; yields each step.
+
+    A checkpoint is renamed before it is deleted, so a reader sees all of it or nothing.
+    """
+    facts = read_facts(folder)
+    for step in sorted(facts.keys() - {just_saved, best_step(facts), *sorted(facts)[-keep:]}):
+        pruning = folder / f"{step}.pruning"
+        remove(pruning)
+        (folder / str(step)).rename(pruning)
+        yield step
+        remove(pruning)
 
 
 def remove(path: Path) -> None:
-    """Deletes a folder with all that is in it, if it is one; a link is left alone."""
+    """Deletes a folder with its content; a link or a missing folder is left alone."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

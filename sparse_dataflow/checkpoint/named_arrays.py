@@ -1,4 +1,4 @@
-"""A state tree as named arrays, through orbax to files and back to the same bits."""
+"""A state tree as named arrays, written and read with orbax bit by bit."""
 
 import errno
 import logging as std_logging
@@ -20,24 +20,24 @@ from sparse_dataflow.files.errors import first_line
 
 
 def make_checkpointer(barrier: SaveBarrier) -> ocp.AsyncCheckpointer:
-    """Orbax's asynchronous writer and reader, without its progress reports on the terminal.
+    """Returns orbax's asynchronous checkpointer, with its progress logs silenced.
 
     Args:
-      barrier: where its processes wait for each other in the background.
+      barrier: joined by all processes in the background.
     """
-    _hush_orbax()
+    _silence_orbax()
     options = ocp.options.AsyncOptions(
         timeout_secs=TIMEOUT_SECONDS,
         barrier_sync_fn=barrier.wait,
-        # A folder that cannot be made is then an OSError from `save`; made in the background, it
-        # leaves orbax's other threads waiting for it until the time is out.
+        # So that a folder that cannot be created is an OSError of `save`.  Created in the
+        # background, it would leave orbax's other threads waiting until the timeout.
         create_directories_asynchronously=False,
     )
     return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
 
 
 def flatten(state: Any) -> dict[str, Any]:
-    """Leaves by their dotted names, so that a checkpoint depends on no Python class."""
+    """Returns {dotted name: leaf}, so that a checkpoint depends on no Python class."""
     named: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         name = jax.tree_util.keystr(path, simple=True, separator=".") or "value"
@@ -50,7 +50,7 @@ def flatten(state: Any) -> dict[str, Any]:
 
 
 def describe(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """JSON-able {name: {"shape": [...], "dtype": "float32"}}; two that are equal hold alike."""
+    """Returns {name: {"shape": [...], "dtype": "float32"}}, JSON-able."""
     return {
         name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in arrays.items()
     }
@@ -61,27 +61,31 @@ def start_writing(
 ) -> None:
     """Writes named arrays in the background; returns once they may be changed or donated.
 
-    `checkpointer.wait_until_finished` ends the writing and raises what went wrong.
+    `checkpointer.wait_until_finished` waits for the end and raises any error.
 
     Raises:
-      OSError: the arrays are larger than the room on the disk; nothing is written then.
+      OSError: the arrays are larger than the free disk space; nothing is written then.
     """
-    raw = {name: _written(_raw(leaf)) for name, leaf in arrays.items() if leaf.size}
+    raw = {name: _writable(_raw(leaf)) for name, leaf in arrays.items() if leaf.size}
     if sum(leaf.nbytes for leaf in raw.values()) > shutil.disk_usage(folder.parent).free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with jax.transfer_guard("allow"):  # Orbax's transfers are meant, whatever the loop forbids.
+    with jax.transfer_guard("allow"):  # The training loop may forbid transfers.
         checkpointer.save(folder, args=ocp.args.PyTreeSave(raw))
 
 
 def read(checkpointer: ocp.AsyncCheckpointer, folder: Path, abstract_state: Any) -> Any:
-    """Fills `abstract_state` from `folder`, whose arrays are known to fit, to the same bits.
+    """Returns `abstract_state` filled from `folder`, bit by bit.
 
-    A leaf whose `sharding` names devices is placed so, a numpy leaf stays in numpy, any other
-    becomes an uncommitted array on the default device.
+    A leaf whose `sharding` names devices is placed there, a numpy leaf stays in numpy, any other
+    leaf becomes an uncommitted array on the default device.
+
+    Args:
+      checkpointer: from `make_checkpointer`.
+      folder: written by `start_writing`, with arrays of the same names.
+      abstract_state: tree of leaves with `shape` and `dtype`.
 
     Raises:
-      ValueError: the arrays there are of other shapes or dtypes, whatever is told of them
-        elsewhere; none was read then.
+      ValueError: the stored arrays have other shapes or dtypes; nothing is read then.
     """
     names = flatten(abstract_state)
     stored = {name: leaf for name, leaf in names.items() if leaf.size}
@@ -94,26 +98,26 @@ def read(checkpointer: ocp.AsyncCheckpointer, folder: Path, abstract_state: Any)
                 restore_args={name: _restore_args(leaf) for name, leaf in stored.items()},
             ),
         )
-        leaves = [_placed(raw.get(name), leaf) for name, leaf in names.items()]
+        leaves = [_place(raw.get(name), leaf) for name, leaf in names.items()]
     return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
 
-def _refuse_other_shapes(checkpointer, folder, wanted):
-    """Reading makes room for what an array's own metadata says, and for its chunks."""
-    found = checkpointer.metadata(folder).item_metadata.tree
-    for name, leaf in wanted.items():
-        raw, there = jax.eval_shape(_raw, leaf) if _is_key(leaf) else leaf, found[name]
-        chunk = getattr(there.storage, "chunk_shape", None) or raw.shape
-        fits = all(1 <= part <= max(1, size) for part, size in zip(chunk, raw.shape))
-        if (tuple(there.shape), there.dtype) != (raw.shape, raw.dtype) or not fits:
+def _refuse_other_shapes(checkpointer, folder, expected):
+    """Compares the arrays' own metadata, as reading allocates the shapes and chunks in it."""
+    metadata = checkpointer.metadata(folder).item_metadata.tree
+    for name, leaf in expected.items():
+        raw, stored = jax.eval_shape(_raw, leaf) if _is_key(leaf) else leaf, metadata[name]
+        chunk = getattr(stored.storage, "chunk_shape", None) or raw.shape
+        fits = all(1 <= size <= max(1, limit) for size, limit in zip(chunk, raw.shape))
+        if (tuple(stored.shape), stored.dtype) != (raw.shape, raw.dtype) or not fits:
             raise ValueError(
-                f"{name} is {there.dtype}{list(there.shape)} in chunks of {list(chunk)} there, "
+                f"{name} is {stored.dtype}{list(stored.shape)} in chunks of {list(chunk)} there, "
                 f"not {raw.dtype}{list(raw.shape)}"
             )
 
 
 def reason(error: BaseException) -> str:
-    """What the system said, found in orbax's and tensorstore's long messages too."""
+    """Returns the system's words for an error, also for orbax's and tensorstore's long messages."""
     number = storage.error_number(error)
     return first_line(error) if number is None else os.strerror(number)
 
@@ -126,15 +130,17 @@ def _raw(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
-def _written(raw: Any) -> Any:
-    """Of several processes each has the same in an array of its own devices, which orbax refuses;
-    numpy arrays are written by the first."""
-    own = isinstance(raw, jax.Array) and raw.is_fully_addressable
-    return np.asarray(raw) if own and jax.process_count() > 1 else raw
+def _writable(raw: Any) -> Any:
+    """Converts a process-local array to numpy if there are several processes.
+
+    Each process has an equal copy; orbax refuses such jax arrays, and process 0 writes numpy ones.
+    """
+    local = isinstance(raw, jax.Array) and raw.is_fully_addressable
+    return np.asarray(raw) if local and jax.process_count() > 1 else raw
 
 
 def _has_devices(leaf: Any) -> bool:
-    """Whether `leaf` says on which devices it lives; a plain uncommitted array does not."""
+    """Whether `leaf` names its devices; an uncommitted array does not."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(leaf, jax.Array):
         return leaf.committed
@@ -151,8 +157,11 @@ def _restore_args(leaf: Any) -> ocp.RestoreArgs:
     )
 
 
-def _placed(raw: Any, leaf: Any) -> Any:
-    """`raw` as `leaf` wants it; an array without elements, which orbax refuses, is made anew."""
+def _place(raw: Any, leaf: Any) -> Any:
+    """Returns `raw` with the array type, devices and key type of `leaf`.
+
+    `raw` is None for an array without elements, which orbax cannot store.
+    """
     if isinstance(leaf, np.ndarray | np.generic):
         return np.empty(leaf.shape, leaf.dtype) if raw is None else raw
     if raw is None:
@@ -170,22 +179,22 @@ def _key_impl(leaf: Any) -> str:
     raise TypeError(f"random keys of {leaf.dtype} cannot be restored")
 
 
-def _hush_orbax() -> None:
+def _silence_orbax() -> None:
     logger = logging.get_absl_logger()
-    if _worth_reading not in logger.filters:
-        logger.addFilter(_worth_reading)
-        # Where one array cannot be written the others fail too, after orbax has stopped listening.
-        std_logging.getLogger("asyncio").addFilter(_is_heard)
+    if _is_useful not in logger.filters:
+        logger.addFilter(_is_useful)
+        # After one array fails, the others fail too, when orbax no longer waits for them.
+        std_logging.getLogger("asyncio").addFilter(_is_not_late_failure)
         sys.unraisablehook = _without_late_failures(sys.unraisablehook)
 
 
-def _is_heard(record: std_logging.LogRecord) -> bool:
+def _is_not_late_failure(record: std_logging.LogRecord) -> bool:
     text = record.getMessage()
     return "never retrieved" not in text or "OCDBT" not in text
 
 
 def _without_late_failures(hook):
-    """`hook` for all but the replies of tensorstore's threads to an event loop that is gone."""
+    """Returns `hook` without the errors of tensorstore's threads after the event loop closed."""
 
     def report(unraisable):
         if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
@@ -194,11 +203,11 @@ def _without_late_failures(hook):
     return report
 
 
-def _worth_reading(record: std_logging.LogRecord) -> bool:
-    """Drops orbax's progress reports and errors that it raises as well, and shortens the rest."""
+def _is_useful(record: std_logging.LogRecord) -> bool:
+    """Drops orbax's progress logs and errors that it also raises; strips other tracebacks."""
     path = Path(record.pathname)
     if "orbax" not in path.parts:
         return True
-    raised_too = path.stem in ("async_checkpointer", "future") and record.exc_info is not None
+    also_raised = path.stem in ("async_checkpointer", "future") and record.exc_info is not None
     record.exc_info = None
-    return record.levelno >= std_logging.WARNING and not raised_too
+    return record.levelno >= std_logging.WARNING and not also_raised

@@ -1,8 +1,9 @@
-"""Where the processes of a run wait for each other while they save in the background.
+"""The barriers of a background save between processes, which also carry failures.
 
-Orbax has each of them wait until all have written their arrays, and again until the first has named
-the checkpoint.  One that failed does not come there, and the others would wait for ever; so here it
-does come, says that it failed, and all go on from that.
+Orbax waits until all processes have written their arrays, and again until process 0 has renamed the
+checkpoint.  A process whose write failed would never reach these barriers, and the others would
+wait for it until the timeout.  Here the failing process does reach the next barrier, after it has
+published its error; all processes then raise.
 """
 
 import itertools
@@ -16,51 +17,51 @@ import orbax.checkpoint as ocp
 from sparse_dataflow.files import storage
 
 TIMEOUT_SECONDS = 7 * 24 * 3600
-"""That a save may take: it ends when the file system has done or refused it, not by the clock."""
+"""Timeout of a save: a slow file system may take as long as it needs."""
 
 _numbers = itertools.count()
 
 
-class OtherFailed(OSError):
-    """Another process could not write its part; the number is that of its error, if it had one."""
+class PeerSaveError(OSError):
+    """Another process failed to write its arrays; `errno` is that of its error, or 0."""
 
 
 class SaveBarrier:
-    """One of a checkpointer.
+    """The barriers of one checkpointer.
 
-    All processes make theirs in the same order, and the same saves.
+    All processes create their checkpointers, and start their saves, in the same order.
     """
 
     def __init__(self):
         self._number = next(_numbers)
         self._saves = self._waits = 0
 
-    def begin(self) -> None:
-        """Before each save, on every process."""
+    def start_save(self) -> None:
+        """Starts counting the barriers of a new save; called on every process."""
         self._saves, self._waits = self._saves + 1, 0
 
     def wait(self, *, key: str, timeout_ms: int) -> None:
-        """Returns once all processes are here.
+        """Waits until all processes are at this barrier.
 
         Args:
-          key: orbax's name of the place, which plays no part: a save has its places in order.
-          timeout_ms: that it waits.
+          key: orbax's name of the barrier; unused, as the barriers of a save have a fixed order.
+          timeout_ms: timeout in milliseconds.
 
         Raises:
-          OtherFailed: one of them failed.
+          PeerSaveError: a process failed; the text names it.
         """
         place = self._arrive(timeout_ms)
-        for name, told in _client().key_value_dir_get(place):
-            number, words = json.loads(told)
-            raise OtherFailed(number, f"process {name.rpartition('/')[2]}: {words}")
+        for name, failure in _client().key_value_dir_get(place):
+            number, words = json.loads(failure)
+            raise PeerSaveError(number, f"process {name.rpartition('/')[2]}: {words}")
 
-    def failed(self, error: BaseException) -> None:
-        """Tells the others, who wait or will, that this process could not write its part.
+    def report_failure(self, error: BaseException) -> None:
+        """Publishes this process's failure and joins the barrier where the others wait.
 
-        They hear it at the place that this process comes to next: one that has yet to look around
-        at the place before must not, or it would leave the others waiting at this one.
+        The failure is published under the next barrier.  Under the previous one, a process that
+        has not yet looked would raise there and leave the others waiting at the next one.
         """
-        if jax.process_count() == 1 or isinstance(error, OtherFailed):
+        if jax.process_count() == 1 or isinstance(error, PeerSaveError):
             return
         number = storage.error_number(error)
         words = os.strerror(number) if number else f"{type(error).__name__}: {error}"[:300]
@@ -79,7 +80,7 @@ class SaveBarrier:
 
 
 def _client() -> Any:
-    """The key-value store that jax's processes share, which has no public name."""
+    """Returns the key-value store that jax's processes share, which has no public name."""
     from jax._src import distributed
 
     return distributed.global_state.client

@@ -1,4 +1,4 @@
-"""How the last save of a checkpoint ended, and whether it is worth another."""
+"""The outcome of the last save, and whether the save may be retried."""
 
 import time
 
@@ -10,43 +10,45 @@ from sparse_dataflow.files.errors import UserError
 
 
 class SaveOutcome:
-    """Written by the thread that saves, asked by the one that trains once the other has ended."""
+    """Recorded by the background thread; read by the training thread after that has ended."""
 
     def __init__(self):
-        self._failure: UserError | None = None
-        self._passing: UserError | None = None
-        self._in_a_row, self._not_before = 0, 0.0
+        self._permanent: UserError | None = None
+        self._transient: UserError | None = None
+        self._failures_in_a_row, self._retry_time = 0, 0.0
 
-    def written(self) -> None:
-        """Notes that all went well."""
-        self._in_a_row = 0
+    def record_success(self) -> None:
+        """Records that the save succeeded."""
+        self._failures_in_a_row = 0
 
-    def failed(self, error: Exception, told: UserError) -> None:
-        """Notes a failure; one that passes (see `storage`) is worth another save a few times."""
-        told.__cause__ = error
-        if storage.is_transient(error) and self._in_a_row < len(storage.WAITS):
-            self._not_before = time.monotonic() + storage.WAITS[self._in_a_row]
-            self._in_a_row += 1
-            self._passing = told
-            logging.warning("%s It will be tried again.", told)
+    def record_failure(self, error: Exception, user_error: UserError) -> None:
+        """Records a failure; a transient one (see `storage`) may be retried a few times."""
+        user_error.__cause__ = error
+        if storage.is_transient(error) and self._failures_in_a_row < len(storage.WAITS):
+            self._retry_time = time.monotonic() + storage.WAITS[self._failures_in_a_row]
+            self._failures_in_a_row += 1
+            self._transient = user_error
+            logging.warning("%s The save will be retried.", user_error)
         else:
-            self._failure = told
-            logging.error("%s", told)
+            self._permanent = user_error
+            logging.error("%s", user_error)
 
     @property
-    def again(self) -> bool:
-        """Whether the save failed for a reason that passes, and it is time for another."""
-        return self._passing is not None and time.monotonic() >= self._not_before
+    def retry_due(self) -> bool:
+        """Whether the save failed with a transient error and its waiting time is over."""
+        return self._transient is not None and time.monotonic() >= self._retry_time
 
-    def taken(self) -> UserError | None:
-        """Forgets the outcome, the same on all processes: None where the save was written on each,
-        what was wrong where it is worth another.
+    def take(self) -> UserError | None:
+        """Returns and clears the outcome, the same on all processes.
+
+        Returns:
+          None if the save succeeded on every process; else the transient error.
 
         Raises:
-          UserError: it is not.
+          UserError: a process failed with a permanent error.
         """
-        failure, self._failure = self._failure, None
-        passing, self._passing = self._passing, None
-        processes.raise_on_all(failure)
-        told = processes.first_message(passing)
-        return None if told is None else UserError(told)
+        permanent, self._permanent = self._permanent, None
+        transient, self._transient = self._transient, None
+        processes.raise_on_all(permanent)
+        words = processes.first_message(transient)
+        return None if words is None else UserError(words)

@@ -21,7 +21,7 @@ from sparse_dataflow.training.run_files import (
     read_tokenizer,
     read_variants,
 )
-from sparse_dataflow.training.saved_state import Kept, identity, saved_state
+from sparse_dataflow.training.saved_state import SavedProgress, abstract_saved_state, identity
 
 NEWEST, BEST = "newest", "best"
 
@@ -89,7 +89,9 @@ def load(run_folder: str | Path, variant: str, checkpoint: str = NEWEST) -> Trai
     model_phases = phases(model, evolution, training.steps)
 
     def template(step, extra):
-        state = saved_state(Kept.read(extra, model_phases).phases, training, step)
+        state = abstract_saved_state(
+            SavedProgress.from_extra(extra, model_phases).phases, training, step
+        )
         # Optimizer moments stay on the host: only the parameters are used.
         on_host = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), state.moments)
         return state._replace(moments=on_host)

@@ -1,1 +1,1 @@
-"""Optimizers, the state that they advance, and losses that are out of line."""
+"""Optimizers, the training state that they update, and the handling of loss spikes."""

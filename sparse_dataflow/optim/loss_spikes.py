@@ -1,14 +1,14 @@
-"""Steps whose loss leaps above the last ones': their update is not made; after several in a row the
-state goes back to a checkpoint from before them.
+"""Loss spikes: a step whose loss is far above the recent ones is skipped; after several skipped
+steps in a row the parameters roll back to a checkpoint from before the spike.
 
-For a batch that is bad, the rule of OLMo-core's optimizers: no update beyond some standard
-deviations of the last 128 steps.  For parameters that have become so, that of PaLM (arXiv
-2204.02311, section 5.1): a checkpoint from before the spike, and other batches.  The number of the
-step, with its batch and learning rate, goes on in both.
+Skipping one bad batch follows OLMo-core's optimizers: no update if the loss is more than some
+standard deviations above the mean of the last 128 losses.  Rolling back follows PaLM (arXiv
+2204.02311, section 5.1): restart from a checkpoint before the spike and go on with other batches.
+In both cases the step number, and with it the batch and the learning rate, keeps advancing.
 
-What decides is the loss as the step tells it, which all devices and processes have alike, and the
-losses kept here, which a checkpoint holds: so all decide the same, and a resumed run as it would
-have.
+The decision depends only on the step's loss, which is equal on all devices and processes, and on
+the losses stored here, which checkpoints save.  So all processes decide alike, and a resumed run
+decides as an undisturbed one.
 """
 
 import dataclasses
@@ -21,91 +21,106 @@ import numpy as np
 from sparse_dataflow.files.errors import UserError
 
 WINDOW = 128
-"""Losses of the last steps that counted, whose mean and deviation bound the next."""
+"""Number of recent accepted losses whose mean and standard deviation bound the next loss."""
 
-LEAST = 8
-"""Losses below which no bound is known; until then only what is not finite is skipped."""
+MIN_LOSSES = 8
+"""Accepted losses needed for a finite limit; with fewer, only non-finite losses are skipped."""
 
-PATIENCE = 4
-"""Steps skipped in a row after which it is not the batches that are bad."""
+MAX_SKIPPED = 4
+"""Steps skipped in a row after which the parameters roll back."""
 
-ROLLBACKS = 3
-"""Times that the state goes back without one good step in between, before the run ends."""
+MAX_ROLLBACKS = 3
+"""Rollbacks without an accepted step in between after which the run ends."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Spikes:
-    """What the steps have shown so far.
+class SpikeHistory:
+    """The recent losses, skipped steps and rollbacks of a training.
 
     Attributes:
-      losses: of the last WINDOW steps that were not skipped.
-      skipped: steps skipped in a row, up to now.
-      rollbacks: times that the state went back since the last good step.
+      losses: losses of the last WINDOW accepted steps.
+      skipped: number of steps skipped in a row, up to now.
+      rollbacks: number of rollbacks since the last accepted step.
     """
 
     losses: tuple[float, ...] = ()
     skipped: int = 0
     rollbacks: int = 0
 
-    def limit(self, sigmas: float) -> np.float32:
-        """The highest loss that counts: mean + sigmas x standard deviation; infinite at first."""
-        if len(self.losses) < LEAST:
+    def loss_limit(self, sigmas: float) -> np.float32:
+        """Returns the highest accepted loss: mean + sigmas x standard deviation of `losses`.
+
+        Infinite while there are fewer than MIN_LOSSES losses.
+        """
+        if len(self.losses) < MIN_LOSSES:
             return np.float32(math.inf)
         return np.float32(np.mean(self.losses) + sigmas * np.std(self.losses))
 
-    def good(self, loss: float) -> "Spikes":
-        """After a step that counted."""
-        return Spikes((*self.losses, loss)[-WINDOW:])
+    def with_accepted(self, loss: float) -> "SpikeHistory":
+        """Returns the history after an accepted step."""
+        return SpikeHistory((*self.losses, loss)[-WINDOW:])
 
-    def bad(self) -> "Spikes":
-        """After one that was skipped."""
+    def with_skipped(self) -> "SpikeHistory":
+        """Returns the history after a skipped step."""
         return dataclasses.replace(self, skipped=self.skipped + 1)
 
-    def rolled_back(self) -> "Spikes":
-        """After the state went back."""
+    def with_rollback(self) -> "SpikeHistory":
+        """Returns the history after a rollback."""
         return dataclasses.replace(self, skipped=0, rollbacks=self.rollbacks + 1)
 
     @property
-    def hopeless(self) -> bool:
-        """Whether the state must go back."""
-        return self.skipped >= PATIENCE
+    def needs_rollback(self) -> bool:
+        """Whether the parameters must roll back now."""
+        return self.skipped >= MAX_SKIPPED
 
-    def target(self, whole: Sequence[int], step: int, every: int) -> int | None:
-        """The step of the checkpoint to go back to after `step` steps; None where there is none.
+    def rollback_step(self, saved_steps: Sequence[int], step: int, every: int) -> int | None:
+        """Returns the step of the checkpoint to roll back to.
 
-        Only those count that an undisturbed run makes, every `every` steps, and that are older than
-        the first step skipped; the newest at first, then one more before it each time.
+        Only regular checkpoints older than the first skipped step are candidates: an undisturbed
+        run has those too.  The first rollback takes the newest candidate, each further one the
+        candidate before it.
+
+        Args:
+          saved_steps: steps of the whole checkpoints.
+          step: number of steps done.
+          every: steps between regular checkpoints.
+
+        Returns:
+          The step, or None if there is no candidate.
         """
         before = step - self.skipped
-        found = sorted(s for s in whole if s <= before and s % every == 0)
-        return found[max(0, len(found) - 1 - self.rollbacks)] if found else None
+        candidates = sorted(s for s in saved_steps if s <= before and s % every == 0)
+        return candidates[max(0, len(candidates) - 1 - self.rollbacks)] if candidates else None
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able; `from_json` is its inverse, to the bit."""
+        """Returns the fields as JSON-able values; `from_json` is the exact inverse."""
         return {**dataclasses.asdict(self), "losses": list(self.losses)}
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any] | None) -> "Spikes":
-        """Of `to_json`; the first where nothing was saved."""
+    def from_json(cls, saved: Mapping[str, Any] | None) -> "SpikeHistory":
+        """Returns the history that `to_json` gave; an empty one for None."""
         if saved is None:
             return cls()
         losses = tuple(float(loss) for loss in saved["losses"])[-WINDOW:]
         return cls(losses, int(saved["skipped"]), int(saved["rollbacks"]))
 
 
-def counts(loss: float, norms: Mapping[str, float], limit: np.float32) -> bool:
-    """Whether a step counts: what the step's program decides too, of the same float32 numbers."""
+def is_accepted(loss: float, norms: Mapping[str, float], limit: np.float32) -> bool:
+    """Whether a step's update is applied.
+
+    The compiled step decides the same from the same float32 numbers.
+    """
     return all(map(math.isfinite, (loss, *norms.values()))) and loss <= float(limit)
 
 
-def refuse_hopeless(name: str, step: int, spikes: Spikes) -> None:
-    """Ends a training that going back does not help.
+def refuse_more_rollbacks(name: str, step: int, history: SpikeHistory) -> None:
+    """Ends a training whose loss spikes again after every rollback.
 
     Raises:
-      UserError: ROLLBACKS were made without a good step after any.
+      UserError: MAX_ROLLBACKS rollbacks were made without an accepted step.
     """
-    if spikes.rollbacks >= ROLLBACKS:
+    if history.rollbacks >= MAX_ROLLBACKS:
         raise UserError(
-            f"{name}: the loss of step {step} leaps again, after going back {ROLLBACKS} times; "
-            "start a new run with a lower --learning_rate."
+            f"{name}: the loss spikes again at step {step}, after {MAX_ROLLBACKS} rollbacks. "
+            "Start a new run with a lower --learning_rate."
         )

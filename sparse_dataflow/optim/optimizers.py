@@ -1,4 +1,4 @@
-"""AdamW with warm-up and cosine decay, decay masks, learning rates by kind of parameter."""
+"""AdamW with warm-up, cosine decay, a decay mask and a learning-rate multiplier per parameter."""
 
 import functools
 import math
@@ -14,31 +14,25 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models.groups import group_index_of_path, layer_groups
 
 B1, B2, EPS = 0.9, 0.95, 1e-8
-"""Adam's decay of the moments, as GPT-3 (arXiv 2005.14165, appendix B), and its epsilon.
+"""Adam's decay rates of the moments, from GPT-3 (arXiv 2005.14165, appendix B), and epsilon.
 
-Moments kept in bfloat16 are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), which was
-trained with the same decays "without incurring observable performance degradation".  Rounding to
-the nearest is enough for these: bfloat16 rounds by at most 2^-8 = 0.4%, and a step moves the second
-moment by 1 - B2 = 5% of its distance from the new square, the first by 10%.  So both keep moving
-until they are within 8.5% and 4.1% of where float32 would rest, and decay to nothing where no
-gradient comes; with B2 = 0.999 neither would.
+These decay rates also allow moments in bfloat16, as in DeepSeek-V3 (arXiv 2412.19437, section
+3.3.2).  Rounding to nearest is enough: bfloat16 rounds by at most 2^-8 = 0.4%, while a step moves
+the second moment by 1 - B2 = 5% of its distance from the new square, and the first by 10%.  So the
+second moment stops within 8.5% of its float32 limit, the first within 4.1%, and both decay to zero
+without gradients.  With B2 = 0.999 neither holds.
 """
 
 SPARSE_RATE_DENSITY = 1 / 8
-"""The density that `TrainingConfig.sparse_rate` is told for."""
+"""Density at which `TrainingConfig.sparse_rate` is the full learning-rate multiplier."""
 
 TURNED_DENSE_RATE = 2.0
-"""How many times a dense weight's rate one learns at that was block-sparse before.
-
-Bits per byte, one seed, at 1, 2 and 4 times: 4000 steps of pico, dense from half on, 1.736, 1.727
-and 1.762, from 70% on 1.789, 1.780 and 1.795; 2000 steps of 3m, dense from 64% on, 1.609, 1.588
-and 1.585.
-"""
+"""Learning-rate multiplier of a dense weight that was block-sparse in an earlier phase."""
 
 
 @functools.cache
 def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
-    """Step (from 0) -> learning rate: linear warm-up, then cosine to its end."""
+    """Returns step (from 0) -> learning rate: linear warm-up, then cosine decay."""
     warmup = min(round(training.warmup * training.steps), training.steps - 1)
     peak = training.learning_rate
     schedule = optax.join_schedules(
@@ -52,10 +46,10 @@ def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
 
 
 def make_optimizer(model: ModelConfig, training: TrainingConfig) -> optax.GradientTransformation:
-    """Clipping, Adam, decoupled decay, per-parameter scale.
+    """Returns global-norm clipping, Adam, decoupled weight decay and per-parameter multipliers.
 
-    Its updates are to be multiplied by minus the learning rate, which a train step takes as an
-    argument, so that a schedule is data.
+    The caller multiplies the updates by minus the learning rate.  The learning rate is an argument
+    of the train step, so a schedule never recompiles.
     """
     multipliers = lambda params: learning_rate_multipliers(model, training, params)  # noqa: E731
 
@@ -71,26 +65,25 @@ def make_optimizer(model: ModelConfig, training: TrainingConfig) -> optax.Gradie
 
 
 def _adam(dtype):
-    """Adam whose moments are kept in a dtype and computed in the parameters'."""
-    wide = optax.scale_by_adam(b1=B1, b2=B2, eps=EPS)
+    """Returns Adam with moments stored in `dtype` and computed in the gradients' dtype."""
+    base = optax.scale_by_adam(b1=B1, b2=B2, eps=EPS)
 
-    def kept(state):
-        narrow = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
-        return state._replace(mu=narrow(state.mu), nu=narrow(state.nu))
+    def rounded(state):
+        cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
+        return state._replace(mu=cast(state.mu), nu=cast(state.nu))
 
     def update(gradients, state, params=None):
-        like = lambda tree: jax.tree.map(lambda m, g: m.astype(g.dtype), tree, gradients)  # noqa: E731
-        updates, after = wide.update(
-            gradients, state._replace(mu=like(state.mu), nu=like(state.nu)), params
-        )
-        return updates, kept(after)
+        cast = lambda tree: jax.tree.map(lambda m, g: m.astype(g.dtype), tree, gradients)  # noqa: E731
+        state = state._replace(mu=cast(state.mu), nu=cast(state.nu))
+        updates, state = base.update(gradients, state, params)
+        return updates, rounded(state)
 
-    return optax.GradientTransformation(lambda params: kept(wide.init(params)), update)
+    return optax.GradientTransformation(lambda params: rounded(base.init(params)), update)
 
 
-def adam(moments: optax.OptState) -> Any:
-    """The part of an optimizer's state that holds `count`, `mu` and `nu`."""
-    return next(part for part in moments if hasattr(part, "mu"))
+def adam_state(moments: optax.OptState) -> Any:
+    """Returns the Adam entry of an optimizer state, which has `count`, `mu` and `nu`."""
+    return next(entry for entry in moments if hasattr(entry, "mu"))
 
 
 def map_moments(
@@ -98,33 +91,40 @@ def map_moments(
     moments: optax.OptState,
     second: Callable[[dict], dict] | None = None,
 ) -> optax.OptState:
-    """The optimizer's state with `function` of both trees of moments, shaped like the params; with
-    `second` of the second moments, where that is another."""
+    """Returns the optimizer state with both trees of Adam moments replaced.
+
+    Args:
+      function: tree of first moments, with the params' structure -> new tree.
+      moments: the optimizer state.
+      second: the same for the second moments; `function` if None.
+    """
     second = second or function
     return tuple(
-        part._replace(mu=function(part.mu), nu=second(part.nu)) if hasattr(part, "mu") else part
-        for part in moments
+        entry._replace(mu=function(entry.mu), nu=second(entry.nu))
+        if hasattr(entry, "mu")
+        else entry
+        for entry in moments
     )
 
 
 def decay_mask(params: dict) -> dict:
-    """True where weight decay applies: matrices of projections and embeddings."""
+    """Returns True for each leaf with weight decay: matrices of projections and embeddings."""
     decayed = ("kernel", "values", "a_kernel", "b_kernel", "tokens", "positions")
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in decayed, params)
 
 
 def learning_rate_multipliers(model: ModelConfig, training: TrainingConfig, params: dict) -> dict:
-    """Learning rate of each parameter relative to the schedule's, by what kind of parameter it is.
+    """Returns the learning-rate multiplier of each parameter.
 
-    The matrices of a projection, its low-rank term among them, have `training.sparse_rate`, to a
-    power that is 1 at SPARSE_RATE_DENSITY and 0 at density 1; one that turned dense
-    TURNED_DENSE_RATE; what is no matrix between features `training.vector_rate`.
+    Matrices of a projection, with its low-rank term: `training.sparse_rate` to the power
+    log(density) / log(SPARSE_RATE_DENSITY), so 1 for a dense weight; a weight that turned dense has
+    TURNED_DENSE_RATE as well.  Everything else (norms, biases, gates, embeddings):
+    `training.vector_rate`.
 
-    With SuPar (arXiv 2405.15743, table 1) a weight learns at SUPAR_WIDTH / (d_model x density)
-    besides: a step of Adam moves every weight alike, and an output then changes as much as at
-    SUPAR_WIDTH, for a sum over more, or fewer, inputs.  A low-rank term reads all of them, and its
-    second factor a constant rank.  The initial variance follows the stored fan-in under either
-    parametrization.
+    SuPar (arXiv 2405.15743, table 1) adds a factor SUPAR_WIDTH / (d_model x density): an Adam step
+    moves every weight equally, so the change of an output grows with the inputs that it sums.  The
+    first factor of a low-rank term reads all inputs (density 1); the second reads a constant rank
+    and has no factor.  The initial variance follows the stored fan-in in both parametrizations.
     """
 
     def multiplier(path, _):

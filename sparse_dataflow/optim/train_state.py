@@ -1,4 +1,4 @@
-"""The training state, and what a step tells."""
+"""The training state and the report of a training step."""
 
 from typing import Any, NamedTuple
 
@@ -7,14 +7,14 @@ import jax.numpy as jnp
 
 
 class TrainState(NamedTuple):
-    """All that a checkpoint holds in arrays.
+    """All arrays of a checkpoint.
 
     Attributes:
-      step: int32 [], optimizer steps done; also the data position.
-      params: float32 masters; see `gpt`.
-      moments: the optimizer's state.
+      step: int32 [], number of optimizer steps done; also the data position.
+      params: float32 master parameters; see `gpt`.
+      moments: the optimizer state.
       tables: layout tables (int32) of the sparse projections.
-      key: random key for everything drawn while training.
+      key: random key of every draw during training.
     """
 
     step: Any
@@ -25,14 +25,19 @@ class TrainState(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """What a step tells: float32 [] loss in nats per token, and {group: gradient norm}."""
+    """Result of a training step.
+
+    Attributes:
+      loss: float32 [], in nats per token.
+      gradient_norms: {parameter group: float32 []}; see `group_norms`.
+    """
 
     loss: Any
     gradient_norms: Any
 
 
 def group_norms(tree: dict) -> dict[str, jax.Array]:
-    """Euclidean norm by parameter group: "embed", "head" and "blocks.<module>"."""
+    """Returns the Euclidean norm of each parameter group: "embed", "head", "blocks.<module>"."""
     squares: dict[str, jax.Array] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         names = [key.key for key in path if hasattr(key, "key")]

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.optim.optimizers import adam
+from sparse_dataflow.optim.optimizers import adam_state
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.block_gradients import block_gradient_norms
 
@@ -101,7 +101,7 @@ class Executor:
         """
         return {
             "parameters": state.params,
-            "gradients": adam(state.moments).mu,
+            "gradients": adam_state(state.moments).mu,
             "moments": state.moments,
             "layout tables": tables if changing else {},
             "batch": batch,

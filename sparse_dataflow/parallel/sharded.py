@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.groups import group_index_of_path, join_groups, split_groups
 from sparse_dataflow.models.shard import Shard
-from sparse_dataflow.optim.optimizers import adam
+from sparse_dataflow.optim.optimizers import adam_state
 from sparse_dataflow.parallel import cuts, sharding, whole
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.block_gradients import block_gradient_norms
@@ -270,7 +270,7 @@ class Sharded(Executor):
 
     def _gradients_like(self, state):
         """Returns the shapes and dtypes of the gradients."""
-        return adam(state.moments).mu
+        return adam_state(state.moments).mu
 
     def local_rows(self, batch):
         """See `Executor`."""

@@ -53,7 +53,7 @@ def write(
     chip,
     seconds: dict,
 ) -> Written:
-    """Writes report.json and report.html of a finished run; `seconds` as `goodput.account` gives.
+    """Writes report.json and report.html of a finished run; `seconds` as `goodput.seconds_by_category` gives.
 
     Raises:
       UserError: they cannot be written; the run itself is kept.

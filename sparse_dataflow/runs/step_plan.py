@@ -13,9 +13,9 @@ from sparse_dataflow.training.phases import update_steps
 from sparse_dataflow.training.programs import (
     Compiled,
     TrainingData,
-    any_loss,
+    no_loss_limit,
     compile_programs,
-    stepped,
+    run_step,
 )
 from sparse_dataflow.training.step import initial_state
 from sparse_dataflow.training.variants import Variant
@@ -100,8 +100,8 @@ def _phase_seconds(variants, programs, data, executor=SINGLE_DEVICE, rounds=ROUN
             tables = program.tables(state.tables)
             for step in range(1 + STEPS_A_ROUND):
                 start = time.perf_counter()
-                limit = any_loss(training)
-                state, tables, report = stepped(program, state, tables, batch, 0.0, limit)
+                limit = no_loss_limit(training)
+                state, tables, report = run_step(program, state, tables, batch, 0.0, limit)
                 jax.block_until_ready(report)
                 if step:
                     times[key].append(time.perf_counter() - start)

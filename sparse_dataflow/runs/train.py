@@ -193,7 +193,7 @@ class _Job:
             record = self._new_record(models, corpus, tokenizer)
             run_folder.start(folder, config, record, tokenizer)
 
-        ledger = goodput.Ledger(folder, self.clock)
+        goodput_log = goodput.GoodputLog(folder, self.clock)
         with stop_on_signals() as stop, contextlib.ExitStack() as stack:
             trainers = []
             for position, v in enumerate(models):
@@ -202,8 +202,8 @@ class _Job:
                 trainers.append(trainer)
                 if resume:
                     say(f"{v.name:>6}: resumes after step {trainer.step} of {v.training.steps}")
-            finished = _advance(trainers, stop, ledger)
-        ledger.note(ended=not finished)
+            finished = _advance(trainers, stop, goodput_log)
+        goodput_log.write(ended=not finished)
         if not finished:
             again = f"python -m experiments.{self.experiment} --resume={shlex.quote(str(folder))}"
             say(f"stopped; resume with: {again}")
@@ -214,12 +214,12 @@ class _Job:
                 timeline = programs[v.name][-1].timeline
                 if timeline is not None:
                     say(f"{v.name:>6}: {relay_plan.measured(timeline())}")
-            seconds = ledger.seconds(sum(t.seconds for t in trainers))
+            seconds = goodput_log.seconds(sum(t.seconds for t in trainers))
             written = report.write(folder, record, trainers, corpus, tokenizer, self.chip, seconds)
-            ledger.note(ended=True)
+            goodput_log.write(ended=True)
             headline = written.headline
             say(headline)
-            say(goodput.told(seconds))
+            say(goodput.summary(seconds))
             say(f"report: {written.path}")
         return Run(folder, config, True, headline)
 
@@ -374,11 +374,11 @@ def _refuse_unfit_steps(models):
         refuse_unfit(v.model, v.evolution, v.training.steps)
 
 
-def _advance(trainers: list[Trainer], stop, ledger: goodput.Ledger) -> bool:
+def _advance(trainers: list[Trainer], stop, goodput_log: goodput.GoodputLog) -> bool:
     """Trains and evaluates all to the end; False if `stop()` came before, after saving."""
-    ledger.note()
+    goodput_log.write()
     for _ in advance_side_by_side(trainers, stop):
-        ledger.note(at_once=False)
+        goodput_log.write(throttle=True)
     finished = all(trainer.finished for trainer in trainers)
     if finished:
         for trainer in trainers:

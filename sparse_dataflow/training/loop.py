@@ -1,4 +1,4 @@
-"""One model's training: a step at a time, with metrics, evaluation, checkpoints and resume."""
+"""The training loop of one model: steps, metrics, evaluation, checkpoints and resume."""
 
 import functools
 import math
@@ -17,30 +17,31 @@ from sparse_dataflow.distributed import processes
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.optim.loss_spikes import Spikes, counts, refuse_hopeless
+from sparse_dataflow.optim.loss_spikes import SpikeHistory, is_accepted, refuse_more_rollbacks
 from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.sparsity.evolution import exchanged_share
 from sparse_dataflow.training.metrics import MetricsWriter, Progress, say, seconds_at
 from sparse_dataflow.training.phases import phase_before, phases, phases_flops, refuse_unfit
-from sparse_dataflow.training.plateau import Plateau, next_begins
+from sparse_dataflow.training.plateau import Plateau, with_next_start
 from sparse_dataflow.training.programs import (
     Compiled,
     TrainingData,
-    changed,
-    evolved,
+    convert_state,
+    evolve_layouts,
     held_out_nats,
-    stepped,
+    run_step,
 )
-from sparse_dataflow.training.saved_state import Kept, identity, saved_state
+from sparse_dataflow.training.saved_state import SavedProgress, abstract_saved_state, identity
 from sparse_dataflow.training.step import initial_state
 
 
 class Trainer:
-    """Trains one model to its last step; `advance` does one step and whatever is due after it.
+    """Trains one model to its last step.
 
-    The state on disk is one folder: `metrics.jsonl`, `tensorboard/`, `checkpoints/`.
+    `advance` does one step with its evaluation and checkpoint.  The files are in one folder:
+    `metrics.jsonl`, `tensorboard/`, `checkpoints/`.
     """
 
     def __init__(
@@ -62,30 +63,30 @@ class Trainer:
         start: Callable[[], TrainState] | None = None,
         clock: Clock | None = None,
     ):
-        """Opens the folder and continues from its newest whole checkpoint, if there is one.
+        """Opens the folder and resumes from its newest verified checkpoint, if there is one.
 
         Args:
           name: of the variant, "sparse" or "dense".
-          folder: made if missing.
-          model: its config, part of a checkpoint's identity.
-          training: likewise.
-          data: what to train on.
-          programs: from `compile_programs`, one a phase.
-          evolution: how the layouts or the model change, likewise; static where None.
-          executor: that the programs were compiled for.
+          folder: created if missing.
+          model: config of the model; part of a checkpoint's identity.
+          training: batch, steps and optimizer settings; part of a checkpoint's identity.
+          data: training and held-out batches.
+          programs: from `compile_programs`, one per phase.
+          evolution: how layouts or model change, part of a checkpoint's identity; None for static.
+          executor: the executor that the programs were compiled for.
           eval_every: steps between evaluations on the held-out windows.
           checkpoint_every: steps between checkpoints.
-          keep: checkpoints to keep, beside the best.
-          mfu: (model, tokens per second) -> model FLOPs utilisation, or None where the peak is
+          keep: number of newest checkpoints to keep, in addition to the best one.
+          mfu: (model, tokens per second) -> model FLOPs utilisation, or None if the chip's peak is
             unknown.
           position: row of the progress bar.
-          start: gives the state before the first step, which is saved at once; drawn from the
-            training seed where None.
-          clock: is told what this process does; its own where None.
+          start: returns the state before the first step, which is saved at once.  If None, the
+            state is drawn from the training seed.
+          clock: records what this process is doing; a new one if None.
 
         Raises:
-          UserError: the folder cannot be written, or holds checkpoints of another config; the
-            evolution does not fit the model or the steps.
+          UserError: the folder cannot be written or has checkpoints of another config, or the
+            evolution does not fit the model or the number of steps.
         """
         self.name, self.training, self.executor = name, training, executor
         self._clock = clock or Clock()
@@ -94,21 +95,22 @@ class Trainer:
         self.phases = phases(model, self.evolution, training.steps)
         self._data, self._programs, self._mfu = data, programs, mfu
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
-        processes.on_first(lambda: _make(folder))
-        known = identity(model, training, self.evolution, data.tokenizer_hash)
-        self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=known)
-        self.seconds, self._plateau, self._spikes = 0.0, Plateau(), Spikes()
+        processes.on_first(lambda: _make_folder(folder))
+        config = identity(model, training, self.evolution, data.tokenizer_hash)
+        self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=config)
+        self.seconds, self._plateau, self._spikes = 0.0, Plateau(), SpikeHistory()
 
-        def wanted(step, extra):
-            self.phases = Kept.read(extra, self.phases).phases
-            return saved_state(self.phases, training, step, executor)
+        def abstract_state(step, extra):
+            self.phases = SavedProgress.from_extra(extra, self.phases).phases
+            return abstract_saved_state(self.phases, training, step, executor)
 
         with self._clock.during("checkpoint"):
-            restored = self._checkpoints.restore(wanted)
-        saved = int(restored[0].step) if restored else None
+            restored = self._checkpoints.restore(abstract_state)
+        saved_step = int(restored[0].step) if restored else None
         if restored:
-            kept = Kept.read(restored[1], self.phases)
-            self.seconds, self._plateau, self._spikes = kept.seconds, kept.plateau, kept.spikes
+            progress = SavedProgress.from_extra(restored[1], self.phases)
+            self.seconds, self._plateau = progress.seconds, progress.plateau
+            self._spikes = progress.spikes
 
         def first_state():
             if restored:
@@ -116,14 +118,14 @@ class Trainer:
             draw = functools.partial(initial_state, self.phases[0].model, training, executor)
             return (start or draw)()
 
-        if programs[0].begin is None:
+        if programs[0].start_state is None:
             self.state = first_state()
         else:
-            self.state = programs[0].begin(
-                name, training, known, saved, first_state, drawn=start is None
+            self.state = programs[0].start_state(
+                name, training, config, saved_step, first_state, from_seed=start is None
             )
         self.step = int(self.state.step)
-        if saved is not None and self.step != saved:
+        if saved_step is not None and self.step != saved_step:
             self.seconds = seconds_at(folder, self.step, self.seconds)
         self._phase = phase_before(self.phases, self.step)
         self._tables = self._programs[self._phase].tables(self.state.tables)
@@ -132,16 +134,16 @@ class Trainer:
         self._progress = Progress(name, training.steps, self.step, position)
         self.last_evaluation: dict | None = None
         if start is not None and not restored:
-            self.save()  # A resumed run then needs no other folder.
+            self.save()  # So that a resumed run does not need `start` again.
 
     @property
     def model(self) -> ModelConfig:
-        """The model of the present state."""
+        """The model of the current phase."""
         return self.phases[self._phase].model
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of the whole training, in the phases as they are known now."""
+        """Model FLOPs of the whole training, with the phases as planned or changed so far."""
         return phases_flops(self.phases, self.evolution, self.training)
 
     @property
@@ -150,14 +152,14 @@ class Trainer:
         return self.step >= self.training.steps
 
     def advance(self) -> None:
-        """One optimizer step, then evaluation and checkpoint where they are due.
+        """Does one optimizer step, then the evaluation and the checkpoint that are due.
 
-        What changes the model or its layouts comes before the step, so that a checkpoint holds the
-        state that a step left, and what follows from it is done again after a resume.
+        Changes of the model or its layouts come before the step.  So a checkpoint holds the state
+        right after a step, and a resumed run makes the same changes again.
 
         Raises:
-          UserError: a loss or gradient is not finite; names step, parameter group and the last
-            good checkpoint.
+          UserError: a loss or gradient is not finite; names the step, the parameter groups and the
+            last good checkpoint.
         """
         self._clock.step = f"step {self.step + 1} of {self.name}"
         with self._clock.during("data"):
@@ -165,10 +167,10 @@ class Trainer:
         self._evolve(batch)
         rate = learning_rate_schedule(self.training)(self.step)
         sigmas = self.training.skip_spikes
-        limit = self._spikes.limit(sigmas) if sigmas else None
+        limit = self._spikes.loss_limit(sigmas) if sigmas else None
         with self._clock.during("step"):
             start = time.perf_counter()
-            self.state, self._tables, report = stepped(
+            self.state, self._tables, report = run_step(
                 self._programs[self._phase], self.state, self._tables, batch, rate, limit
             )
             report = jax.tree.map(float, jax.device_get(report))
@@ -176,113 +178,111 @@ class Trainer:
         self._clock.record_step(elapsed)
         self.step += 1
         self.seconds += elapsed
-        if limit is not None and not counts(report.loss, report.gradient_norms, limit):
-            self._skipped(report.loss, float(limit))
+        if limit is not None and not is_accepted(report.loss, report.gradient_norms, limit):
+            self._record_skipped(report.loss, float(limit))
         else:
             self._refuse_non_finite("gradients", report.gradient_norms, report.loss)
-            self._spikes = self._spikes.good(report.loss)
-            self._tell(report, rate, elapsed)
+            self._spikes = self._spikes.with_accepted(report.loss)
+            self._record_step(report, rate, elapsed)
         if self.step % self._eval_every == 0 or self.finished:
-            self._watch(self.evaluate()["bits_per_byte"])
+            self._check_plateau(self.evaluate()["bits_per_byte"])
         if self.step % self._checkpoint_every == 0 or self.finished:
             self.save()
 
-    def _skipped(self, loss, limit):
-        """Tells of a step whose update was not made; goes back after several."""
-        self._spikes = self._spikes.bad()
-        row = {"kind": "skipped", "step": self.step, "tokens": self.tokens, "seconds": self.seconds}
-        known = {"loss": loss, "limit": limit}
-        row |= {name: value if math.isfinite(value) else None for name, value in known.items()}
+    def _write_row(self, kind, step=None, **values):
+        """Writes a row of metrics; returns it."""
+        counters = {"tokens": self.tokens, "seconds": self.seconds}
+        row = {"kind": kind, "step": self.step if step is None else step, **counters, **values}
         self._metrics.write(row)
-        say(f"{self.name:>6}: step {self.step} skipped: loss {loss:.4g}, and {limit:.4g} counts")
-        if self._spikes.hopeless:
+        return row
+
+    def _record_skipped(self, loss, limit):
+        """Records a skipped step; rolls back after several."""
+        self._spikes = self._spikes.with_skipped()
+        values = {"loss": loss, "limit": limit}
+        finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
+        self._write_row("skipped", **finite)
+        say(f"{self.name:>6}: step {self.step} skipped: loss {loss:.4g}, limit {limit:.4g}")
+        if self._spikes.needs_rollback:
             self._roll_back()
 
     def _roll_back(self):
-        """Goes on with the parameters of a checkpoint from before the steps that were skipped."""
-        refuse_hopeless(self.name, self.step, self._spikes)
+        """Restores the parameters of a checkpoint from before the skipped steps."""
+        refuse_more_rollbacks(self.name, self.step, self._spikes)
         self._checkpoints.wait()
-        whole = processes.on_first(self._checkpoints.steps)
-        target = self._spikes.target(whole, self.step, self._checkpoint_every)
-        self._spikes = self._spikes.rolled_back()
+        saved_steps = processes.on_first(self._checkpoints.steps)
+        target = self._spikes.rollback_step(saved_steps, self.step, self._checkpoint_every)
+        self._spikes = self._spikes.with_rollback()
         if target is None or phase_before(self.phases, target) != self._phase:
-            say(f"{self.name:>6}: no checkpoint of this model from before these steps; going on")
+            say(f"{self.name:>6}: no rollback: this phase has no checkpoint from before the spike")
             return
         with self._clock.during("checkpoint"):
-            state = saved_state(self.phases, self.training, target, self.executor)
+            state = abstract_saved_state(self.phases, self.training, target, self.executor)
             restored = self._checkpoints.restore(state, target)
         assert restored is not None
         self.state = self.executor.place(restored[0])._replace(step=self.state.step)
         self._tables = self._programs[self._phase].tables(self.state.tables)
-        facts = {"tokens": self.tokens, "seconds": self.seconds, "to": target}
-        self._metrics.write({"kind": "rollback", "step": self.step, **facts})
-        say(f"{self.name:>6}: parameters of step {target} from here on")
+        self._write_row("rollback", to=target)
+        say(f"{self.name:>6}: rolled back to the parameters of step {target}")
 
-    def _tell(self, report, rate, elapsed):
+    def _record_step(self, report, rate, elapsed):
         speed = self.training.batch * self.training.sequence / elapsed
-        self._metrics.write(
-            {
-                "kind": "train",
-                "step": self.step,
-                "tokens": self.tokens,
-                "seconds": self.seconds,
-                "loss": report.loss,
-                "learning_rate": rate,
-                "gradient_norm": math.hypot(*report.gradient_norms.values()),
-                "tokens_per_second": speed,
-                "mfu": self._mfu(self.model, speed),
-            }
+        self._write_row(
+            "train",
+            loss=report.loss,
+            learning_rate=rate,
+            gradient_norm=math.hypot(*report.gradient_norms.values()),
+            tokens_per_second=speed,
+            mfu=self._mfu(self.model, speed),
         )
         left = self.seconds / self.step * (self.training.steps - self.step)
         self._progress.update(self.step, f"loss {report.loss:.3f}  {speed:,.0f} tokens/s", left)
 
-    def _watch(self, bits_per_byte):
-        """Lets the next phase begin where this one's evaluations show no more progress."""
+    def _check_plateau(self, bits_per_byte):
+        """Starts the next phase if the evaluations of this one no longer improve."""
         if not self.evolution.plateau or self._phase + 1 == len(self.phases) or self.finished:
             return
         self._plateau = self._plateau.after(bits_per_byte)
         if self._plateau.stale >= self.evolution.plateau:
-            self.phases = next_begins(self.phases, self._phase, self.step)
+            self.phases = with_next_start(self.phases, self._phase, self.step)
             self._plateau = Plateau()
-            say(f"{self.name:>6}: no progress; the next phase begins after step {self.step}")
+            say(f"{self.name:>6}: plateau: the next phase starts after step {self.step}")
 
     def _evolve(self, batch):
-        """Changes the model or its layouts where that is due before the next step."""
+        """Changes the model or its layouts if that is due before the next step."""
         share = exchanged_share(self.evolution, self.step, self.training.steps)
         if not share and self.step != self.phases[self._phase].stop:
             return
         with self._clock.during("evolution"):
-            self._evolve_by(share, batch)
+            self._evolve_now(share, batch)
 
-    def _evolve_by(self, share, batch):
+    def _evolve_now(self, share, batch):
         start = time.perf_counter()
         if self.step == self.phases[self._phase].stop:
             before, after = self.phases[self._phase : self._phase + 2]
-            self.state = changed(self.state, before.model, after.model, self.executor)
+            self.state = convert_state(self.state, before.model, after.model, self.executor)
             self._phase += 1
         else:
-            programs, how = self._programs[self._phase], self.evolution
-            self.state = evolved(self.state, self.model, programs, how, share, batch, self.executor)
+            programs = self._programs[self._phase]
+            self.state = evolve_layouts(
+                self.state, self.model, programs, self.evolution, share, batch, self.executor
+            )
         self._tables = self._programs[self._phase].tables(self.state.tables)
         elapsed = time.perf_counter() - start
         self.seconds += elapsed
-        self._metrics.write(
-            {
-                "kind": "evolution",
-                "step": self.step + 1,
-                "tokens": self.tokens,
-                "seconds": self.seconds,
-                "update_seconds": elapsed,
-                "exchanged": share,
-                "parameters": sum(leaf.size for leaf in jax.tree.leaves(self.state.params)),
-            }
+        self._write_row(
+            "evolution",
+            self.step + 1,
+            update_seconds=elapsed,
+            exchanged=share,
+            parameters=sum(leaf.size for leaf in jax.tree.leaves(self.state.params)),
         )
 
     @property
     def timeline(self) -> list:
-        """Spans of the last step; none of an executor that notes none."""
-        told = self._programs[self._phase].timeline
-        return list(told()) if told else []
+        """Spans of the last step; empty if the executor records none."""
+        spans = self._programs[self._phase].timeline
+        return list(spans()) if spans else []
 
     def _put(self, batch):
         self._clock.progress += 1
@@ -290,36 +290,28 @@ class Trainer:
 
     @property
     def tokens(self) -> int:
-        """Training tokens seen."""
+        """Number of training tokens seen."""
         return self.step * self.training.batch * self.training.sequence
 
     def evaluate(self) -> dict:
-        """Loss and bits per byte over the periodic held-out windows; also a row "eval"."""
+        """Evaluates the periodic held-out windows; returns and writes a row "eval"."""
         data = self._data
         self.last_evaluation = self._evaluate("eval", data.validation, data.validation_bytes)
         return self.last_evaluation
 
     def evaluate_finally(self) -> dict:
-        """The same over all held-out windows; also a row "final"."""
+        """Evaluates all held-out windows; returns and writes a row "final"."""
         return self._evaluate("final", self._data.final, self._data.final_bytes)
 
     def _evaluate(self, kind, batches, total_bytes):
         programs, params = self._programs[self._phase], self.state.params
         with self._clock.during("evaluation"):
             total = held_out_nats(programs, params, self._tables, map(self._put, batches))
-        row = {
-            "kind": kind,
-            "step": self.step,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "loss": total / batches.total_tokens,
-            "bits_per_byte": bits_per_byte(total, total_bytes),
-        }
-        self._metrics.write(row)
-        return row
+        bits = bits_per_byte(total, total_bytes)
+        return self._write_row(kind, loss=total / batches.total_tokens, bits_per_byte=bits)
 
     def save(self) -> None:
-        """Starts a checkpoint of the present step (nothing if there is one).
+        """Starts a checkpoint of the current step, unless there is one.
 
         Raises:
           UserError: a parameter is not finite, or the folder cannot be written.
@@ -344,30 +336,30 @@ class Trainer:
             )
 
     @property
-    def save_again(self) -> bool:
-        """Whether the last checkpoint failed for a reason that passes and is due again, here."""
-        return self._checkpoints.again
+    def save_retry_due(self) -> bool:
+        """Whether this process's last save failed with a transient error and may be retried now."""
+        return self._checkpoints.retry_due
 
-    def save_surely(self) -> None:
-        """Returns once a checkpoint of the present step is on disk.
+    def save_and_wait(self) -> None:
+        """Saves the current step and waits until it is on disk, with retries.
 
         Raises:
-          UserError: as `save`.
+          UserError: see `save`.
         """
         with self._clock.during("checkpoint"):
             self.save()
             for seconds in storage.WAITS:
-                if self._checkpoints.ended() is None:
+                if self._checkpoints.finish_save() is None:
                     return
                 time.sleep(seconds)
                 self.save()
             self._checkpoints.wait()
 
     def close(self) -> None:
-        """Waits for the checkpoint under way and closes the files.
+        """Waits for the save under way and closes the files.
 
         Raises:
-          UserError: the last rows or the checkpoint could not be written.
+          UserError: the last rows or the last checkpoint could not be written.
         """
         self._progress.close()
         try:
@@ -375,22 +367,23 @@ class Trainer:
         finally:
             self._checkpoints.wait()
 
-    def _refuse_non_finite(self, what, norms, loss=0.0):
+    def _refuse_non_finite(self, kind, norms, loss=0.0):
         broken = [group for group, norm in norms.items() if not math.isfinite(norm)]
         if math.isfinite(loss) and not broken:
             return
         self._checkpoints.wait()
         good = self._checkpoints.steps()
+        values = [f"{kind} of {', '.join(broken)}"] if broken else []
+        values += [f"loss {loss}"] if loss else []
         raise UserError(
-            f"{self.name}: step {self.step} is not finite ({what} of "
-            f"{', '.join(broken) or 'no group'}{f', loss {loss}' if loss else ''}). Last good "
+            f"{self.name}: step {self.step} is not finite ({', '.join(values)}). Last good "
             f"checkpoint: {f'step {good[-1]}' if good else 'none'}; start a new run with a lower "
             "--learning_rate."
         )
 
 
-def _make(folder: Path) -> None:
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder} cannot be made: {error.strerror}.") from error
+        raise UserError(f"{folder} cannot be created: {error.strerror}.") from error

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: JSONL and TensorBoard files, and a progress bar or plain lines."""
+"""Metrics of a run: JSONL and TensorBoard files, and a progress bar or plain lines."""
 
 import contextlib
 import json
@@ -17,22 +17,22 @@ from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.redaction import redact
 
-_NUMBERS = {
+_REQUIRED = {
     "train": ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second"),
     "eval": ("tokens", "seconds", "loss", "bits_per_byte"),
     "evolution": ("tokens", "seconds", "update_seconds", "exchanged", "parameters"),
     "skipped": ("tokens", "seconds"),
     "rollback": ("tokens", "seconds", "to"),
 }
-_LONGEST_LINE = 2**20  # Bytes; what is longer is torn in pieces, none of which is a row.
+_MAX_LINE_BYTES = 2**20  # Longer lines are read in pieces, none of which parses as a row.
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, in the order of their steps as they stand.
+    """Returns the rows of a metrics.jsonl, in the order of the file.
 
-    A killed writer leaves a torn line: it is passed over with a warning.  A resumed run repeats the
-    steps after its last checkpoint: the later row of a kind and step replaces the earlier.  A file
-    that does not exist holds no rows.
+    A killed writer leaves an incomplete line, which is skipped with a warning.  A resumed run
+    repeats the steps after its last checkpoint: the later row of a kind and step replaces the
+    earlier one.  A missing file has no rows.
     """
     path = Path(path)
 
@@ -40,13 +40,14 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
         if not path.exists():
             return {}
         with path.open("rb") as file:
-            lines = enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1)
-            return _by_step(path, lines)
+            lines = enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1)
+            return _parse_rows(path, lines)
 
     return list(storage.retry(f"Reading {path}", read).values())
 
 
-def _by_step(path, lines):
+def _parse_rows(path, lines):
+    """Returns {(kind, step) or line number: row}."""
     rows: dict[Any, dict[str, Any]] = {}
     for number, line in lines:
         if not line.strip():
@@ -55,38 +56,34 @@ def _by_step(path, lines):
             row = json_files.parse(line)
         except ValueError:
             row = None
-        whole = isinstance(row, dict) and isinstance(row.get("kind", ""), str)
-        if not whole or type(row.get("step", 0)) is not int:
-            logging.getLogger(__name__).warning("%s: line %d is torn; passed over.", path, number)
+        is_row = isinstance(row, dict) and isinstance(row.get("kind", ""), str)
+        if not is_row or type(row.get("step", 0)) is not int:
+            logging.getLogger(__name__).warning("%s: line %d is damaged; skipped.", path, number)
             continue
         rows[(row.get("kind"), row["step"]) if "step" in row else number] = row
     return rows
 
 
 def seconds_at(folder: Path, step: int, otherwise: float) -> float:
-    """Training time until a step, by the rows in a variant's folder, where one says."""
-    rows = read_metrics(folder / "metrics.jsonl")
-    found = [
-        r["seconds"]
-        for r in rows
-        if r.get("kind") in ("train", "skipped") and r.get("step") == step
-    ]
-    return found[-1] if found else otherwise
+    """Returns the training seconds until `step` from a variant's metrics, or `otherwise`."""
+    rows = reversed(read_metrics(folder / "metrics.jsonl"))
+    steps = (r for r in rows if r.get("kind") in ("train", "skipped") and r.get("step") == step)
+    return next((row["seconds"] for row in steps), otherwise)
 
 
 class MetricsWriter:
     """Appends rows to `metrics.jsonl` and scalars to `tensorboard/` in one variant's folder.
 
-    Of several processes the first one writes; the others' rows are the same.
+    With several processes, process 0 writes; the rows of the others are equal.
 
-    Opening at step s drops rows past s, which a killed run wrote after its last checkpoint, and a
-    finished run's last evaluation, which is made again.
+    Opening at step s drops the rows after s, which a killed run wrote after its last checkpoint,
+    and the final evaluation of a finished run, which is repeated.
 
-    Errors of storage that pass (see `storage`) are waited for, on files opened anew: a row that was
-    torn is passed over when it is read, and stands again after it.
+    Transient storage errors (see `storage`) are retried with reopened files.  An incomplete row is
+    then followed by the whole row, and skipped on reading.
 
     Raises:
-      UserError: from every method, where the files cannot be written; the rows before stay.
+      UserError: from every method, if the files cannot be written; earlier rows are intact.
     """
 
     def __init__(self, folder: Path, step: int = 0):
@@ -95,29 +92,30 @@ class MetricsWriter:
         self._path = folder / "metrics.jsonl"
         if not processes.is_first():
             return
-        found = [row for row in self._told(read_metrics, self._path) if row.get("kind") != "final"]
-        rows = [row for row in found if _is_whole(row)]
-        if len(rows) < len(found):
-            say(f"{self._path}: {len(found) - len(rows)} rows are damaged; passed over.")
-        lines = (json.dumps(row) + "\n" for row in rows if row["step"] <= step)
-        self._told(storage.replace, self._path, "".join(lines).encode())
-        self._told(self._opened, step + 1)
+        rows = self._retried(read_metrics, self._path)
+        rows = [row for row in rows if row.get("kind") != "final"]
+        complete = [row for row in rows if _is_complete(row)]
+        if len(complete) < len(rows):
+            say(f"{self._path}: {len(rows) - len(complete)} rows are damaged; skipped.")
+        lines = (json.dumps(row) + "\n" for row in complete if row["step"] <= step)
+        self._retried(storage.replace, self._path, "".join(lines).encode())
+        self._retried(self._open_files, step + 1)
 
     def write(self, row: dict) -> None:
-        """Adds one row: {"kind", "step", ...numbers}."""
+        """Appends one row: {"kind", "step", ...numbers}."""
         if processes.is_first():
-            self._told(self._append, row)
+            self._retried(self._append, row)
 
     def close(self) -> None:
         """Flushes and closes both files."""
         if self._open is None:
             return
         (file, events), self._open = self._open, None
-        with self._worded(), contextlib.closing(events):
+        with self._user_errors(), contextlib.closing(events):
             file.close()
 
     def _append(self, row):
-        file, events = self._opened(row["step"])
+        file, events = self._open_files(row["step"])
         scalars = {
             f"{row['kind']}/{name}": value
             for name, value in row.items()
@@ -133,60 +131,62 @@ class MetricsWriter:
                     self.close()
             raise
 
-    def _opened(self, first_step):
-        """(metrics.jsonl, the file for TensorBoard), opened where they are not."""
+    def _open_files(self, first_step):
+        """Returns (metrics.jsonl, TensorBoard file), opened if necessary."""
         if self._open is None:
             file = self._path.open("ab")
             try:
-                # What was torn stays a line of its own.
-                file.write(b"\n" * (file.tell() > 0 and not self._ends_whole()))
+                # Ends an incomplete line of a killed process.
+                file.write(b"\n" * (file.tell() > 0 and not self._ends_with_newline()))
                 self._open = file, _EventFile(self._folder / "tensorboard", first_step)
             except BaseException:
                 file.close()
                 raise
         return self._open
 
-    def _ends_whole(self):
+    def _ends_with_newline(self):
         with self._path.open("rb") as file:
             file.seek(-1, os.SEEK_END)
             return file.read() == b"\n"
 
-    def _told(self, operation, *arguments):
-        with self._worded():
+    def _retried(self, operation, *arguments):
+        with self._user_errors():
             return storage.retry(
-                f"Keeping metrics in {self._folder}", lambda: operation(*arguments)
+                f"Writing metrics to {self._folder}", lambda: operation(*arguments)
             )
 
     @contextlib.contextmanager
-    def _worded(self):
+    def _user_errors(self):
+        """Turns an OSError into a UserError."""
         try:
             yield
         except OSError as error:
             raise UserError(
                 f"Metrics cannot be written to {self._folder} ({error.strerror or error}). "
-                "Make room there, then go on with --resume."
+                "Make room there, then continue with --resume."
             ) from error
 
 
-def _is_whole(row: dict) -> bool:
-    numbers = (row.get(name) for name in ("step", *_NUMBERS.get(str(row.get("kind")), ("kind",))))
+def _is_complete(row: dict) -> bool:
+    """Whether a row has a legal kind and all numbers of that kind."""
+    numbers = (row.get(name) for name in ("step", *_REQUIRED.get(str(row.get("kind")), ("kind",))))
     return all(isinstance(number, int | float) for number in numbers)
 
 
 class _EventFile:
-    """Scalars for TensorBoard, written in the caller's thread.
+    """A TensorBoard file of scalars, written in the caller's thread.
 
-    tensorboardX's own SummaryWriter writes from a thread that dies of a full disk, and then leaves
-    the training waiting on its queue for ever.
+    tensorboardX's SummaryWriter writes in a thread of its own.  That thread dies if the disk is
+    full, and the training then waits for its queue forever.
     """
 
     def __init__(self, folder: Path, first_step: int, every: float = 10.0):
-        """Opens a new file whose steps, from `first_step` on, hide those of earlier files."""
+        """Opens a new file; TensorBoard hides the steps of earlier files from `first_step` on."""
         from tensorboardX.proto import event_pb2
         from tensorboardX.record_writer import RecordWriter
 
         folder.mkdir(exist_ok=True)
-        # The names of earlier files sort before: the time comes first.
+        # The time comes first, so that earlier files sort before this one.
         name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}"
         self._event, self._every = event_pb2.Event, every
         self._writer = RecordWriter(str(folder / name))
@@ -196,7 +196,7 @@ class _EventFile:
         self._flushed = time.monotonic()
 
     def add(self, step: int, scalars: dict[str, float]) -> None:
-        """Adds {name: value} at `step`; reaches the disk within about `every` seconds."""
+        """Adds {name: value} at `step`; flushes to disk about every `every` seconds."""
         values = [{"tag": name, "simple_value": value} for name, value in scalars.items()]
         self._put(step=step, summary={"value": values})
         if time.monotonic() - self._flushed > self._every:
@@ -215,7 +215,7 @@ class Progress:
 
     def __init__(self, name: str, total: int, step: int, position: int, every: float = 15.0):
         self._name, self._total, self._every = name, total, every
-        self._told = time.monotonic()
+        self._last_line = time.monotonic()
         self._bar = None
         if sys.stderr.isatty() and processes.is_first():
             self._bar = tqdm(
@@ -224,26 +224,23 @@ class Progress:
             )  # fmt: skip
 
     def update(self, step: int, text: str, seconds_left: float) -> None:
-        """Shows that `step` is done."""
+        """Shows that `step` is done, with `text` and the seconds left."""
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
-        elif time.monotonic() - self._told > self._every or step == self._total:
-            self._told = time.monotonic()
+        elif time.monotonic() - self._last_line > self._every or step == self._total:
+            self._last_line = time.monotonic()
             eta = f"{seconds_left:.0f} s left" if step < self._total else "done"
             say(f"{self._name:>6} step {step}/{self._total}  {text}  {eta}")
 
     def close(self) -> None:
-        """Leaves the bar as it stands."""
+        """Closes the bar and leaves it on the screen."""
         if self._bar is not None:
             self._bar.close()
 
 
 def say(text: str) -> None:
-    """Prints a line without breaking a progress bar; of several processes, the first one's.
-
-    Secrets do not come out.
-    """
+    """Prints a line above the progress bars on process 0, with secrets redact."""
     if not processes.is_first():
         return
     tqdm.write(redact(text), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""An evolution resolved to the steps of a run: which model is trained when."""
+"""The phases of a run: which model is trained in which steps."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from sparse_dataflow.sparsity.evolution import METHODS, exchanged_share, phase_s
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Steps `start` (from 0) up to `stop` train `model`.
+    """A span of steps that trains one model.
 
     Attributes:
-      start: first step.
+      start: first step, counted from 0.
       stop: the step after the last one.
-      model: what is trained.
-      runtime_layouts: whether its layouts are data of the programs.
+      model: config of the model.
+      runtime_layouts: whether layouts are arguments of the programs, so that they may change.
     """
 
     start: int
@@ -30,74 +30,75 @@ class Phase:
 
     @property
     def steps(self) -> int:
-        """How many."""
+        """Number of steps."""
         return self.stop - self.start
 
 
 def phases(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> tuple[Phase, ...]:
-    """The phases of a run of `steps` steps, in order; they cover it without a gap.
+    """Returns the phases of a run of `steps` steps, in order and without gaps.
 
     Raises:
-      UserError: the method can do nothing with this model.
+      UserError: the evolution method does not fit the model.
     """
-    found = phase_specs(model, evolution)
-    starts = [round(spec.start * steps) for spec in found]
+    specs = phase_specs(model, evolution)
+    starts = [round(phase.start * steps) for phase in specs]
     return tuple(
-        Phase(start, stop, spec.model, spec.runtime_layouts)
-        for spec, start, stop in zip(found, starts, [*starts[1:], steps])
+        Phase(start, stop, phase.model, phase.runtime_layouts)
+        for phase, start, stop in zip(specs, starts, [*starts[1:], steps])
     )
 
 
-def phase_before(found: Sequence[Phase], step: int) -> int:
-    """Which phase made the state after `step` steps: a checkpoint of a phase's last step is its."""
-    return next(i for i, phase in enumerate(found) if step <= phase.stop)
+def phase_before(run_phases: Sequence[Phase], step: int) -> int:
+    """Returns the index of the phase whose model has the state after `step` steps.
+
+    At a boundary this is the earlier phase: the state changes right before the next step.
+    """
+    return next(i for i, phase in enumerate(run_phases) if step <= phase.stop)
 
 
 def update_steps(evolution: EvolutionConfig, steps: int) -> list[int]:
-    """The steps (from 0) before which a layout is updated."""
+    """Returns the steps (from 0) before which layouts are updated."""
     due = range(0, steps, evolution.every)
     return [step for step in due if exchanged_share(evolution, step, steps) > 0]
 
 
 def run_flops(model: ModelConfig, evolution: EvolutionConfig, training: TrainingConfig) -> float:
-    """Model FLOPs of a whole training as it is planned: of each phase's own model, and of the
-    layout updates."""
+    """Returns the model FLOPs of a training as planned, with its layout updates."""
     return phases_flops(phases(model, evolution, training.steps), evolution, training)
 
 
 def phases_flops(
-    found: tuple[Phase, ...], evolution: EvolutionConfig, training: TrainingConfig
+    run_phases: tuple[Phase, ...], evolution: EvolutionConfig, training: TrainingConfig
 ) -> float:
-    """Model FLOPs of a whole training in these phases, and of the layout updates."""
+    """Returns the model FLOPs of a training in these phases, with its layout updates."""
     tokens = training.batch * training.sequence
-    parts = [(phase.model, phase.steps * tokens) for phase in found]
-    total = cost.training_flops(parts, training.sequence)
+    tokens_by_model = [(phase.model, phase.steps * tokens) for phase in run_phases]
+    total = cost.training_flops(tokens_by_model, training.sequence)
     if METHODS[evolution.method].reads_gradients:
         probed = probed_rows(training) * training.sequence
-        norms = cost.gradient_norms_flops(found[0].model, probed, training.sequence)
+        norms = cost.gradient_norms_flops(run_phases[0].model, probed, training.sequence)
         total += len(update_steps(evolution, training.steps)) * norms
     return total
 
 
 def refuse_unfit(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> None:
-    """Refuses a schedule that does not fit into the run.
+    """Refuses an evolution that does not fit into the run's steps.
 
     Raises:
-      UserError: a phase without a step, or no update before the last one may be made.
+      UserError: a phase would have no step, or there would be no layout update.
     """
-    found = phases(model, evolution, steps)
-    if any(phase.steps < 1 for phase in found):
+    run_phases = phases(model, evolution, steps)
+    if any(phase.steps < 1 for phase in run_phases):
         raise UserError(
-            f"--evolution={evolution.method} trains {len(found)} models in turn, the last from "
-            f"{until(evolution):.0%} of the steps on, and {steps} steps leave one of them none; "
-            "give more --steps or --minutes, or another evolution.at."
+            f"--evolution={evolution.method} has {len(run_phases)} phases, the last from "
+            f"{until(evolution):.0%} of the steps on; with {steps} steps one of them has none. "
+            "Give more --steps or --minutes, or another evolution.at."
         )
     last = int(until(evolution) * steps)
     exchanges = METHODS[evolution.method].update is not None
-    if exchanges and len(found) == 1 and not update_steps(evolution, steps):
+    if exchanges and len(run_phases) == 1 and not update_steps(evolution, steps):
         legal = f"1 to {last}" if last else f"none in a run of {steps} steps"
         raise UserError(
             f"--set evolution.every={evolution.every} leaves --evolution={evolution.method} no "
-            "update: "
-            f"the last is made by step {last} of {steps}; legal: {legal}."
+            f"update: the last one is due by step {last} of {steps}; legal: {legal}."
         )

@@ -1,4 +1,4 @@
-"""The programs of a training, compiled for its shapes before any clock starts."""
+"""The compiled programs of a training, compiled before its clock starts."""
 
 import dataclasses
 import functools
@@ -28,10 +28,10 @@ from sparse_dataflow.training.transitions import change_model, update_layouts
 
 @dataclasses.dataclass(frozen=True)
 class TrainingData:
-    """What a model is trained and judged on.
+    """The batches that a model is trained and evaluated on.
 
     Attributes:
-      train: shuffled batches, addressed by step.
+      train: shuffled batches, indexed by step.
       validation: held-out windows for the periodic evaluations.
       validation_bytes: UTF-8 bytes of their targets.
       final: all held-out windows, for the evaluation after the last step.
@@ -49,23 +49,24 @@ class TrainingData:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The programs of one model.
+    """The compiled programs of one model.
 
     Attributes:
       train_step: (state, tokens, learning rate) -> (state, StepReport); donates the state. With
-        training.skip_spikes it takes the highest loss that counts as well.
-      eval_step: (params, tables, tokens, weights) -> sum of weighted losses.
-      seconds: that compiling took.
-      tables: canonical numpy tables -> what both are given as the state's tables; () where they are
+        training.skip_spikes it also takes the highest accepted loss.
+      eval_step: (params, tables, tokens, weights) -> sum of weighted losses, in nats.
+      seconds: compile time.
+      tables: canonical numpy tables -> tables that both programs take; () if the programs are
         specialised to them.
-      gradient_norms: (params, tables, tokens of a batch) -> norms of the dense gradient's blocks,
-        where the evolution reads them.
-      update_seconds: of one layout update, measured.
+      gradient_norms: (params, tables, tokens of a batch) -> norms of the dense gradient's blocks;
+        None if the evolution does not read them.
+      update_seconds: measured seconds of one layout update.
       parameter_norms: params -> norms by parameter group.
-      begin: (variant's name, training, identity of its checkpoints, step of the newest one or None,
-        function that gives its state or the initial one, `drawn`) -> the state to go on with, of an
-        executor that keeps states of its own.
-      timeline: () -> spans of the last step, of an executor that notes them.
+      start_state: (variant's name, training, identity of its checkpoints, step of the newest
+        checkpoint or None, function that returns the state of that checkpoint or the initial one,
+        `from_seed`) -> first state of the run; for an executor that stores states itself, else
+        None.
+      timeline: () -> spans of the last step; None if the executor records none.
     """
 
     train_step: Callable
@@ -75,7 +76,7 @@ class Compiled:
     gradient_norms: Callable | None = None
     update_seconds: float = 0.0
     parameter_norms: Callable = group_norms
-    begin: Callable | None = None
+    start_state: Callable | None = None
     timeline: Callable | None = None
 
 
@@ -84,70 +85,74 @@ def compile_programs(
     training: TrainingConfig,
     data: TrainingData,
     evolution: EvolutionConfig | None = None,
-    known: dict | None = None,
+    cache: dict | None = None,
     executor: Executor = SINGLE_DEVICE,
 ) -> list[Compiled]:
-    """Compiles each phase's train and eval step, and makes every transition once.
+    """Compiles the train and eval step of each model that is trained in turn.
 
-    Transitions and layout updates are rehearsed on throw-away states, so that none compiles
-    anything while the clock runs.
+    Also runs every transition and layout update once, on temporary states, so that nothing
+    compiles during training.
 
     Args:
-      phase_specs: of `sparsity.evolution.phase_specs`.
-      training: gives the batch's shape and the optimizer.
-      data: likewise.
-      evolution: static where None.
-      known: programs by what they depend on, kept between calls: equal ones are compiled once.
-      executor: how they are laid out.
+      phase_specs: from `sparsity.evolution.phase_specs`.
+      training: batch shape and optimizer settings.
+      data: gives the shapes of the batches.
+      evolution: how layouts or model change; None for static.
+      cache: compiled programs by their inputs; pass the same dict to several calls to compile
+        equal programs once.
+      executor: how the programs are sharded and run.
+
+    Returns:
+      One `Compiled` per entry of `phase_specs`.
     """
-    evolution, known = evolution or EvolutionConfig(), {} if known is None else known
+    evolution, cache = evolution or EvolutionConfig(), {} if cache is None else cache
     method = METHODS[evolution.method]
     programs = []
     for phase in phase_specs:
         shape = dataclasses.replace(training, steps=1, learning_rate=1.0, warmup=0.0, seed=0)
         key = phase.model, phase.runtime_layouts, shape, executor
-        if key not in known:
-            known[key] = _compiled(phase, training, data, executor)
-        programs.append(known[key])
+        if key not in cache:
+            cache[key] = _compile(phase, training, data, executor)
+        programs.append(cache[key])
         if method.update is not None:
             programs[-1] = _with_updates(programs[-1], phase, training, data, evolution, executor)
     for before, after in itertools.pairwise(phase_specs):
-        changed(
-            initial_state(before.model, training, executor), before.model, after.model, executor
-        )
+        state = initial_state(before.model, training, executor)
+        convert_state(state, before.model, after.model, executor)
     return programs
 
 
-def _compiled(phase, training, data, executor):
+def _compile(phase, training, data, executor):
     start = time.perf_counter()
     model = phase.model
     if isinstance(executor, MultiProgramExecutor):
-        made = executor.programs(model, training, data)
-        return Compiled(**made, seconds=time.perf_counter() - start)
+        programs = executor.programs(model, training, data)
+        return Compiled(**programs, seconds=time.perf_counter() - start)
     canonical = gpt.layout_tables(gpt.layouts(model))
     tables = functools.partial(executor.tables, changing=phase.runtime_layouts)
-    given = tables(canonical)
-    fixed = None if given else canonical
+    runtime_tables = tables(canonical)
+    fixed = None if runtime_tables else canonical
     shapes = executor.placed_shapes(abstract_state(model, training, executor))
-    shapes = shapes._replace(tables=given)
-    told = executor.replicated()
+    shapes = shapes._replace(tables=runtime_tables)
+    replicated = executor.replicated()
     train_step = jitted_train_step(model, training, fixed, executor, shapes)
-    eval_step = jax.jit(make_eval_step(model, fixed, executor), out_shardings=told)
+    eval_step = jax.jit(make_eval_step(model, fixed, executor), out_shardings=replicated)
+    parameter_norms = jax.jit(group_norms, out_shardings=replicated)
     batch = executor.put(data.train[0], data.train.batch_size)
     held_out = executor.put(data.validation[0], data.validation.batch_size)
     windows = held_out["tokens"], held_out["weights"]
     numbers = [np.float32(0)] * (2 if training.skip_spikes else 1)
     return Compiled(
         train_step.lower(shapes, batch["tokens"], *numbers).compile(),
-        eval_step.lower(shapes.params, given, *windows).compile(),
+        eval_step.lower(shapes.params, runtime_tables, *windows).compile(),
         time.perf_counter() - start,
         tables,
-        parameter_norms=jax.jit(group_norms, out_shardings=told).lower(shapes.params).compile(),
+        parameter_norms=parameter_norms.lower(shapes.params).compile(),
     )
 
 
 def _with_updates(programs, phase, training, data, evolution, executor):
-    """`programs` with what updates read; an update was made twice, and timed the second time."""
+    """Adds `gradient_norms` and `update_seconds`; runs two updates and times the second."""
     model, method = phase.model, METHODS[evolution.method]
     rows = probed_rows(training)
     if method.reads_gradients and programs.gradient_norms is None:
@@ -164,50 +169,54 @@ def _with_updates(programs, phase, training, data, evolution, executor):
     state = initial_state(model, training, executor)
     batches = [executor.put(data.train[step], data.train.batch_size) for step in range(2)]
     for _ in range(2):
-        # Updates meet states that a step has made.
+        # Updates get the output state of a step, as in training.
         tables = programs.tables(state.tables)
-        state, *_ = stepped(programs, state, tables, batches[0], 0.0, any_loss(training))
+        state, *_ = run_step(programs, state, tables, batches[0], 0.0, no_loss_limit(training))
         jax.block_until_ready(state.params)
         start = time.perf_counter()
-        state = evolved(state, model, programs, evolution, evolution.share, batches[1], executor)
+        state = evolve_layouts(
+            state, model, programs, evolution, evolution.share, batches[1], executor
+        )
         seconds = time.perf_counter() - start
     return dataclasses.replace(programs, update_seconds=seconds)
 
 
-def any_loss(training: TrainingConfig) -> np.float32 | None:
-    """`limit` for a step that counts whatever its loss."""
+def no_loss_limit(training: TrainingConfig) -> np.float32 | None:
+    """Returns the `limit` of `run_step` that accepts every finite loss."""
     return np.float32(np.inf) if training.skip_spikes else None
 
 
-def stepped(programs: Compiled, state, tables, batch, learning_rate: float, limit=None):
-    """One step.
+def run_step(programs: Compiled, state, tables, batch, learning_rate: float, limit=None):
+    """Runs one training step.
 
     Args:
       programs: of the state's model.
-      state: as the executor places it; gone afterwards.
-      tables: `programs.tables(state.tables)`; gone afterwards.
-      batch: as the executor puts it.
+      state: as placed by the executor; donated.
+      tables: `programs.tables(state.tables)`; donated.
+      batch: as put by the executor.
       learning_rate: of this step.
-      limit: the highest loss that counts, where programs were compiled for one; else None.
+      limit: highest accepted loss; None if the programs were compiled without a limit.
 
     Returns:
-      (state, tables for the next step, StepReport); the state's own tables stay as they are.
+      (state with its canonical tables, tables for the next step, StepReport).
     """
-    given = state._replace(tables=tables)
-    numbers = [np.float32(learning_rate)] if limit is None else [np.float32(learning_rate), limit]
-    after, report = programs.train_step(given, batch["tokens"], *numbers)
+    scalars = [np.float32(learning_rate)] if limit is None else [np.float32(learning_rate), limit]
+    after, report = programs.train_step(state._replace(tables=tables), batch["tokens"], *scalars)
     return after._replace(tables=state.tables), after.tables, report
 
 
 def held_out_nats(programs: Compiled, params, tables, batches: Iterable) -> float:
-    """Sum of the weighted next-token losses over `batches` of "tokens" and "weights", as put."""
+    """Returns the sum of weighted next-token losses over `batches`, in nats.
+
+    The executor has put the batches, which have "tokens" and "weights".
+    """
     return sum(
         float(programs.eval_step(params, tables, batch["tokens"], batch["weights"]))
         for batch in batches
     )
 
 
-def evolved(
+def evolve_layouts(
     state,
     model,
     programs: Compiled,
@@ -216,7 +225,17 @@ def evolved(
     batch,
     executor: Executor = SINGLE_DEVICE,
 ):
-    """`state` after one layout update that exchanges `share`; `batch` is the next step's."""
+    """Returns the state after one layout update.
+
+    Args:
+      state: as placed by the executor; must not be used again.
+      model: config of the state's model.
+      programs: of the model.
+      evolution: names the method.
+      share: fraction of stored blocks to exchange.
+      batch: batch of the next step, for methods that read gradients.
+      executor: that the programs were compiled for.
+    """
     method = METHODS[evolution.method]
     assert method.update is not None
     norms = None
@@ -228,6 +247,6 @@ def evolved(
     return executor.place(state)
 
 
-def changed(state, before, after, executor: Executor = SINGLE_DEVICE):
-    """`state` of the model `before` as one of `after`."""
+def convert_state(state, before, after, executor: Executor = SINGLE_DEVICE):
+    """Returns the state of model `before` as a state of model `after`; see `change_model`."""
     return executor.place(change_model(executor.canonical(state, before), before, after))

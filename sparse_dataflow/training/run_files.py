@@ -1,4 +1,4 @@
-"""The files that say what a run is: its config, what it was started with, and its tokenizer."""
+"""The files that describe a run: config.json, run.json (the `RunRecord`) and tokenizer.json."""
 
 import dataclasses
 import json
@@ -20,20 +20,20 @@ CONFIG, RECORD, TOKENIZER = "config.json", "run.json", "tokenizer.json"
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """What a run was started with beside its config, as in run.json.
+    """What a run was started with in addition to its config, as in run.json.
 
     Attributes:
-      experiment: module name of the experiment, "gpt13b_sparse".
-      command: its command line.
-      date: of the start, ISO 8601 in UTC.
+      experiment: module name of the experiment, such as "gpt13b_sparse".
+      command: words of the command line.
+      date: date and time of the start, ISO 8601 in UTC.
       versions: package -> version.
       machine: chip and architecture.
       corpus: name of the corpus.
-      corpus_hash: of its text.
+      corpus_hash: hash of its text.
       tokenizer: hash of the tokenizer.
-      vocab_size: its tokens.
-      steps: variant -> optimizer steps.
-      init_from: what the weights began as; None where they were drawn.
+      vocab_size: number of tokens of the tokenizer.
+      steps: variant -> number of optimizer steps.
+      init_from: source of the initial weights; None if they were drawn from the seed.
     """
 
     experiment: str
@@ -52,40 +52,41 @@ class RunRecord:
         object.__setattr__(self, "command", tuple(self.command))
         for name in ("experiment", "date", "machine", "corpus", "corpus_hash", "tokenizer"):
             if not isinstance(getattr(self, name), str):
-                raise ValueError(f"its {name} is no text")
+                raise ValueError(f"its {name} is not a string")
         if not all(isinstance(word, str) for word in self.command) or not self.command:
-            raise ValueError("its command is no list of words")
+            raise ValueError("its command is not a list of words")
         if not re.fullmatch(r"[a-z][a-z0-9_]*", self.experiment):
-            raise ValueError("its experiment is no module's name")
+            raise ValueError("its experiment is not a module name")
         counts = {"vocab_size": self.vocab_size, **self.steps}
         for name, count in counts.items():
             if type(count) is not int or count < 1:
-                raise ValueError(f"its {name} is no number of 1 or more")
+                raise ValueError(f"its {name} is not an integer of 1 or more")
         dict(self.versions)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, without secrets; `RunRecord(**fields)` is its inverse."""
+        """Returns the fields with secrets redacted; `RunRecord(**fields)` is the inverse."""
         fields = {**vars(self), "command": list(self.command)}
         return redact_json(fields)
 
 
 def to_bytes(fields: Mapping[str, Any]) -> bytes:
-    """JSON as these files hold it."""
+    """Returns the bytes of a JSON file of a run, with secrets redacted."""
     return json.dumps(redact_json(dict(fields)), indent=1).encode() + b"\n"
 
 
 def read_config(folder: str | Path) -> RunConfig:
-    """config.json of a run.
+    """Reads config.json of a run.
 
     Raises:
-      UserError: there is none, it is damaged, of an older version, or leads out of its folder.
+      UserError: the file is missing, damaged or of an older version, or the folder has links that
+        lead out of it.
     """
     path = Path(folder).expanduser() / CONFIG
     fields = _read(path, folder)
     if isinstance(fields, dict) and "flags" in fields and "variants" in fields:
         raise UserError(
-            f"{folder} is a run of an older sparse_dataflow, whose config.json this version does "
-            "not read; start a new run, or use that version."
+            f"{folder} is a run of an older sparse_dataflow version, which this version cannot "
+            "read; start a new run, or use that version."
         )
     if isinstance(fields, dict) and "model_type" in fields:
         raise UserError(
@@ -103,10 +104,10 @@ def read_config(folder: str | Path) -> RunConfig:
 
 
 def read_record(folder: str | Path, config: RunConfig) -> RunRecord:
-    """run.json of a run with this config.
+    """Reads run.json of a run with this config.
 
     Raises:
-      UserError: there is none, or it is damaged or does not fit the config.
+      UserError: the file is missing or damaged, or does not fit the config.
     """
     path = Path(folder).expanduser() / RECORD
     fields = _read(path, folder)
@@ -130,25 +131,24 @@ def _read(path, folder):
 
 
 def read_variants(config: RunConfig, record: RunRecord) -> dict[str, Variant]:
-    """Name -> variant of a run, with the vocabulary and steps that it was started with."""
+    """Returns name -> variant of a run, with the vocabulary size and steps of its start."""
     return {v.name: v for v in variants(config, record.vocab_size, record.steps)}
 
 
 def read_tokenizer(folder: str | Path, record: RunRecord) -> Tokenizer:
-    """The tokenizer that a run was trained with.
+    """Reads the tokenizer that a run was trained with.
 
     Raises:
-      UserError: the run has none, it cannot be read, or it is not the one of run.json.
+      UserError: the file is missing or unreadable, or its hash is not that of run.json.
     """
     path = Path(folder).expanduser() / TOKENIZER
     if not path.exists():
         raise UserError(
-            f"The run {folder} has no {TOKENIZER}, so its tokens cannot be decoded. Restore the "
-            "file from a copy of the run."
+            f"The run {folder} has no {TOKENIZER}; restore the file from a copy of the run."
         )
     tokenizer = Tokenizer.load(path)
     if tokenizer.content_hash != record.tokenizer:
         raise UserError(
-            f"{path} is not the tokenizer that the run was trained with. Restore the original file."
+            f"{path} is not the tokenizer that the run was trained with; restore that file."
         )
     return tokenizer

@@ -1,7 +1,7 @@
-"""Where a step's time goes: each section timed by itself, forward and backward.
+"""Seconds of a training step by section, each section timed alone, forward and backward.
 
-Isolated times leave out what fusion between sections saves or costs; "other" is what they do not
-explain of the measured step.
+Times of single sections leave out the effect of fusion between sections; "other" is the rest of the
+measured step.
 """
 
 import time
@@ -24,13 +24,13 @@ from sparse_dataflow.optim.train_state import TrainState
 def section_seconds(
     model: ModelConfig, training: TrainingConfig, state: TrainState, step_seconds: float
 ) -> dict[str, float]:
-    """Seconds of one training step by section, in order of execution, over all layers.
+    """Returns the seconds of one training step by section, in order, over all layers.
 
     Args:
-      model: its config.
-      training: gives the micro-batch's shape.
+      model: config of the model.
+      training: gives the shape of a micro-batch.
       state: parameters and layouts to time with; not changed.
-      step_seconds: the measured step, which the parts are set against.
+      step_seconds: measured seconds of a whole step.
 
     Returns:
       {"embed", each projection, "attention", "norms and GELU", "head and loss", "optimizer",
@@ -41,7 +41,7 @@ def section_seconds(
     rng = np.random.default_rng(0)
     dtype = jnp.dtype(model.compute_dtype)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
-    of_group = [
+    first_layers = [
         jax.tree.map(lambda leaf: leaf[0], stacked)
         for stacked in zip(
             split_groups(state.params["blocks"]), split_groups(state.tables), strict=True
@@ -50,15 +50,15 @@ def section_seconds(
     block = gpt.bind_block(model)
 
     def projection(name):
-        """Over all layers: one of each group is timed."""
+        """Times the first layer of each group; returns the sum over all layers."""
         x = draw(B, T, model.projection_shape(name)[0])
         total = 0.0
-        for group, (params, tables) in zip(layer_groups(model), of_group, strict=True):
+        for group, (params, tables) in zip(layer_groups(model), first_layers, strict=True):
 
-            def one(params, x, tables=tables):
+            def forward(params, x, tables=tables):
                 return getattr(block(params), name)(x, tables.get(name))
 
-            total += len(group.layers) * _seconds(one, (params, x))
+            total += len(group.layers) * _seconds(forward, (params, x))
         return total
 
     def elementwise(params, x, hidden):
@@ -72,43 +72,38 @@ def section_seconds(
     targets = jnp.asarray(rng.integers(model.vocab_size, size=(B, T)), jnp.int32)
     weights = jnp.full((B, T), 1 / (B * T), jnp.float32)
     embed_params, head_params = state.params["embed"], state.params["head"]
-    once = {
+    layers = model.num_layers
+    qkv = tuple(draw(*heads) for _ in range(3))
+    inputs = (first_layers[0][0], draw(B, T, D), draw(B, T, F))
+    micro_batch = {
         "embed": _seconds(
             lambda params, tokens: gpt.embed(model, params, tokens), (embed_params,), targets
         ),
+        "qkv": projection("qkv"),
+        "attention": layers * _seconds(causal_attention, qkv),
+        **{name: projection(name) for name in PROJECTIONS[1:]},
+        "norms and GELU": layers * _seconds(elementwise, inputs),
         "head and loss": _seconds(
             head, (head_params, embed_params["tokens"], draw(B, T, D)), targets, weights
         ),
     }
-    layers = model.num_layers
-    attended, normed = tuple(draw(*heads) for _ in range(3)), (draw(B, T, D), draw(B, T, F))
-    all_layers = {
-        "qkv": projection("qkv"),
-        "attention": layers * _seconds(causal_attention, attended),
-        **{name: projection(name) for name in PROJECTIONS[1:]},
-        "norms and GELU": layers * _seconds(elementwise, (of_group[0][0], *normed)),
-    }
-    found = {
-        "embed": training.micro_batches * once["embed"],
-        **{name: training.micro_batches * seconds for name, seconds in all_layers.items()},
-        "head and loss": training.micro_batches * once["head and loss"],
-        "optimizer": _optimizer_seconds(model, training, state),
-    }
-    return {**found, "other": max(0.0, step_seconds - sum(found.values()))}
+    sections = {name: training.micro_batches * seconds for name, seconds in micro_batch.items()}
+    sections["optimizer"] = _optimizer_seconds(model, training, state)
+    return {**sections, "other": max(0.0, step_seconds - sum(sections.values()))}
 
 
 def _seconds(function: Callable, inputs: tuple, *data) -> float:
-    """Median of `function(*inputs, *data)` forward and backward, with gradients in the inputs.
+    """Returns the median seconds of `function(*inputs, *data)` and its gradient in `inputs`.
 
-    Data are arguments and not constants, which XLA would spend minutes folding.
+    `data` are arguments because XLA would spend minutes folding constants.
     """
 
     @jax.jit
-    def both(inputs, data):
-        y, pull = jax.vjp(lambda *inputs: function(*inputs, *data), *inputs)
-        return y, pull(jax.tree.map(jnp.ones_like, y))
+    def forward_and_backward(inputs, data):
+        y, vjp = jax.vjp(lambda *inputs: function(*inputs, *data), *inputs)
+        return y, vjp(jax.tree.map(jnp.ones_like, y))
 
-    return _median(lambda: both(inputs, data))
+    return _median(lambda: forward_and_backward(inputs, data))
 
 
 def _optimizer_seconds(model, training, state):

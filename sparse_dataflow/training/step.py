@@ -1,4 +1,4 @@
-"""The training state and the pure functions that advance and evaluate it."""
+"""The initial training state and the pure functions that train and evaluate it."""
 
 import dataclasses
 import functools
@@ -19,14 +19,14 @@ from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor, MultiProg
 def initial_state(
     model: ModelConfig, training: TrainingConfig, executor: Executor = SINGLE_DEVICE
 ) -> TrainState:
-    """Parameters, zero moments and the model's own layouts, drawn from the training seed.
+    """Returns parameters drawn from the training seed, zero moments and the model's layouts.
 
-    The same on every executor, and as it places them.
+    The values are the same on every executor; the executor places them.
     """
     if isinstance(executor, MultiProgramExecutor):
         return executor.initial_state(model, training)
     tables = gpt.layout_tables(gpt.layouts(model))
-    # The length of the training draws nothing, and is known only after the first states are.
+    # The number of steps does not change the draw; without it, `_draw` is cached across runs.
     state = _draw(model, dataclasses.replace(training, steps=1), executor)()
     return executor.place(state._replace(tables=tables))
 
@@ -34,7 +34,7 @@ def initial_state(
 def abstract_state(
     model: ModelConfig, training: TrainingConfig, executor: Executor = SINGLE_DEVICE
 ) -> TrainState:
-    """Shapes, dtypes and shardings of `initial_state`, without tables."""
+    """Returns shapes, dtypes and shardings of `initial_state`, without tables."""
     if isinstance(executor, MultiProgramExecutor):
         return executor.abstract_state(model, training)
     shapes = jax.eval_shape(_draw(model, dataclasses.replace(training, steps=1), executor))
@@ -58,8 +58,8 @@ def _draw(model, training, executor):
         params = gpt.init(model, init_key)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), (), key)
 
-    laid_out = executor.shardings(jax.eval_shape(draw))
-    return draw if laid_out is None else jax.jit(draw, out_shardings=laid_out)
+    shardings = executor.shardings(jax.eval_shape(draw))
+    return draw if shardings is None else jax.jit(draw, out_shardings=shardings)
 
 
 def make_train_step(
@@ -68,13 +68,17 @@ def make_train_step(
     tables: dict | None = None,
     executor: Executor = SINGLE_DEVICE,
 ) -> Callable:
-    """(state, int32 [batch, sequence + 1] tokens, learning rate) -> (state, StepReport).
+    """Returns (state, int32 [batch, sequence + 1] tokens, learning rate) -> (state, StepReport).
 
-    With `training.skip_spikes` a fourth argument, float32 [], bounds the loss: where it is above,
-    or a gradient is not finite, parameters and moments stay as they are.
+    With `training.skip_spikes` the step takes a fourth argument, float32 [], the highest accepted
+    loss: if the loss is higher, or a gradient is not finite, parameters and moments do not change.
 
-    `tables` are the layouts to specialise to; the state's own pass through untouched.  Without
-    them the state's own are used, and may change from step to step.
+    Args:
+      model: config of the model.
+      training: micro-batches and optimizer settings.
+      tables: layout tables to specialise the step to; the state's tables then pass through.  If
+        None, the state's tables are used and may change between steps.
+      executor: computes loss and gradients.
     """
     optimizer = make_optimizer(model, training)
     fixed = tables
@@ -97,11 +101,10 @@ def make_train_step(
             params = optax.apply_updates(state.params, updates)
         report = StepReport(loss, group_norms(gradients))
         if training.skip_spikes:
-            (most,) = limit
             finite = [jnp.isfinite(norm) for norm in (loss, *report.gradient_norms.values())]
-            counts = jnp.stack([loss <= most, *finite]).all()
+            accepted = jnp.stack([loss <= limit[0], *finite]).all()
             params, moments = jax.tree.map(
-                lambda new, old: jnp.where(counts, new, old),
+                lambda new, old: jnp.where(accepted, new, old),
                 (params, moments),
                 (state.params, state.moments),
             )
@@ -117,26 +120,29 @@ def jitted_train_step(
     executor: Executor,
     shapes: TrainState,
 ) -> jax.stages.Wrapped:
-    """`make_train_step`, jitted: the state is donated, and its results lie where it lay.
+    """Returns the jitted `make_train_step`, which donates the state and keeps its sharding.
 
     Args:
-      model: as for `make_train_step`, like `training`, `tables` and `executor`.
-      shapes: of the state, as the executor places it.
+      model: see `make_train_step`, also for `training`, `tables` and `executor`.
+      shapes: shapes of the state, as placed by the executor.
     """
     step = make_train_step(model, training, tables, executor)
-    told = executor.replicated()
-    laid_out = executor.shardings(shapes._replace(tables=()))
-    if laid_out is not None:
-        laid_out = laid_out._replace(tables=None), StepReport(told, told)
-    return jax.jit(step, donate_argnums=0, out_shardings=laid_out)
+    replicated = executor.replicated()
+    shardings = executor.shardings(shapes._replace(tables=()))
+    if shardings is not None:
+        shardings = shardings._replace(tables=None), StepReport(replicated, replicated)
+    return jax.jit(step, donate_argnums=0, out_shardings=shardings)
 
 
 def make_eval_step(
     model: ModelConfig, tables: dict | None = None, executor: Executor = SINGLE_DEVICE
 ) -> Callable:
-    """(params, tables, tokens, weights) -> float32 [] sum of weighted losses in nats.
+    """Returns (params, tables, tokens, weights) -> float32 [] sum of weighted losses in nats.
 
-    `tables` as for `make_train_step`.
+    Args:
+      model: config of the model.
+      tables: see `make_train_step`.
+      executor: computes the loss.
     """
     fixed = tables
 

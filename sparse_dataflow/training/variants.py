@@ -1,4 +1,4 @@
-"""The models of a run: what a `RunConfig` comes to once its vocabulary and steps are known."""
+"""The models of a run, resolved from a `RunConfig`, a vocabulary size and numbers of steps."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ class Variant:
 
     Attributes:
       name: "sparse" or "dense".
-      model: its final or initial config; see `EvolutionConfig`.
-      training: how it is trained, with its own number of steps.
-      evolution: how its layouts change.
+      model: final or initial config of the model; see `EvolutionConfig`.
+      training: training settings, with the variant's number of steps.
+      evolution: how its layouts or its model change.
     """
 
     name: str
@@ -30,32 +30,32 @@ class Variant:
     evolution: EvolutionConfig = dataclasses.field(default_factory=EvolutionConfig)
 
     def with_steps(self, steps: int) -> "Variant":
-        """The same, trained for that many steps."""
+        """Returns the variant with another number of steps."""
         return dataclasses.replace(self, training=dataclasses.replace(self.training, steps=steps))
 
     @property
     def phase_specs(self) -> tuple[PhaseSpec, ...]:
-        """The models that are trained in turn; UserError where the method fits no such model."""
+        """The models trained in turn; raises UserError if the method does not fit the model."""
         return phase_specs(self.model, self.evolution)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The same, with their steps."""
+        """The models trained in turn, with their steps."""
         return phases(self.model, self.evolution, self.training.steps)
 
 
 def variants(
     config: RunConfig, vocab_size: int | None = None, steps: Mapping[str, int] | None = None
 ) -> list[Variant]:
-    """The models that a run trains.
+    """Returns the models that a run trains.
 
     Args:
-      config: of the run.
-      vocab_size: tokens of the tokenizer; `config.model.vocab_size` where None.
-      steps: variant -> steps; where None those of the config, at least 1.
+      config: config of the run.
+      vocab_size: number of tokens of the tokenizer; `config.model.vocab_size` if None.
+      steps: variant -> number of steps; if None those of the config, at least 1.
 
     Raises:
-      UserError: no such model, layout or cut of the batch; names the legal values.
+      UserError: the model, its layouts or the micro-batches are impossible; names legal values.
     """
     return [
         variant(config, name, vocab_size).with_steps(
@@ -66,19 +66,19 @@ def variants(
 
 
 def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Variant:
-    """The "sparse" or "dense" model of a run; see `variants`."""
+    """Returns the "sparse" or "dense" model of a run; see `variants`."""
     dense = dataclasses.replace(
         config.model,
         vocab_size=vocab_size or config.model.vocab_size,
         seed=config.training.seed,
     )
-    given_layouts = bool(config.run.init_from)
     if name == "dense":
         return Variant(name, dense, config.training)
     model = dataclasses.replace(dense, linears=config.sparsity.linears())
     model = allocate(model, config.sparsity.budget)
     gpt.check_layouts(model)
-    evolution = dataclasses.replace(config.evolution, given_layouts=given_layouts)
+    from_start = bool(config.run.init_from)
+    evolution = dataclasses.replace(config.evolution, given_layouts=from_start)
     sparse = Variant(name, model, config.training, evolution)
-    phase_specs(sparse.model, sparse.evolution)  # Refuses a method that fits no such model.
+    phase_specs(sparse.model, sparse.evolution)  # Raises if the method does not fit the model.
     return sparse

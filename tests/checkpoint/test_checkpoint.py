@@ -1,3 +1,5 @@
+"""Checkpoints: same bits on every sharding, newest and best kept, other configs refused."""
+
 import errno
 import logging
 import os
@@ -30,19 +32,19 @@ def test_everything_comes_back_to_the_same_bits(tmp_path):
     with Checkpoints(tmp_path, config=CONFIG) as checkpoints:
         assert checkpoints.restore(abstract(state)) is None
         assert checkpoints.save(11, state, extra, metric=2.5)
-    found, found_extra = Checkpoints(tmp_path, config=CONFIG).restore(abstract(state))
-    assert_same_bits(found, state)
-    config = found_extra.pop("config")
-    assert (found_extra, config["model"]["heads"]) == (extra, [2, 4])
-    assert not found["params"]["odd"].committed  # as a state that was just initialised
+    restored, restored_extra = Checkpoints(tmp_path, config=CONFIG).restore(abstract(state))
+    assert_same_bits(restored, state)
+    config = restored_extra.pop("config")
+    assert (restored_extra, config["model"]["heads"]) == (extra, [2, 4])
+    assert not restored["params"]["odd"].committed  # As in a freshly initialised state.
 
 
-def test_what_is_saved_is_what_was_there_when_save_returned(tmp_path):
+def test_later_changes_of_the_state_do_not_reach_the_checkpoint(tmp_path):
     """Later steps reuse donated buffers, and numpy arrays are changed in place."""
     step = jax.jit(lambda x: x * 1.5 + 1, donate_argnums=0)
     first = jax.random.normal(jax.random.key(0), (1 << 22,))
-    kept = np.asarray(first + 0).copy()
-    step(jnp.copy(first)).block_until_ready()  # compiled before, so that nothing delays it
+    expected = np.asarray(first + 0).copy()
+    step(jnp.copy(first)).block_until_ready()  # Compiles, so that the steps below start at once.
     host = np.arange(1000)
     checkpoints = Checkpoints(tmp_path, config={})
     checkpoints.save(1, {"device": first, "host": host}, {})
@@ -51,10 +53,10 @@ def test_what_is_saved_is_what_was_there_when_save_returned(tmp_path):
         first = step(first)
     first.block_until_ready()
     checkpoints.wait()
-    like = {"device": jax.ShapeDtypeStruct(kept.shape, kept.dtype), "host": host}
-    found, _ = checkpoints.restore(like)
-    assert np.asarray(found["device"]).tobytes() == kept.tobytes()
-    np.testing.assert_array_equal(found["host"], np.arange(1000))
+    like = {"device": jax.ShapeDtypeStruct(expected.shape, expected.dtype), "host": host}
+    restored, _ = checkpoints.restore(like)
+    assert np.asarray(restored["device"]).tobytes() == expected.tobytes()
+    np.testing.assert_array_equal(restored["host"], np.arange(1000))
 
 
 def test_another_sharding_changes_no_bit(tmp_path):
@@ -89,11 +91,11 @@ def test_another_sharding_changes_no_bit(tmp_path):
                     )
                     for name, leaf in (host | {"keys": keys}).items()
                 }
-                found, _ = checkpoints.restore(like)
+                restored, _ = checkpoints.restore(like)
                 for name, leaf in host.items():
-                    assert np.asarray(found[name]).tobytes() == leaf.tobytes(), name
-                assert (jax.random.key_data(found["keys"]) == jax.random.key_data(keys)).all()
-                for name, leaf in found.items():
+                    assert np.asarray(restored[name]).tobytes() == leaf.tobytes(), name
+                assert (jax.random.key_data(restored["keys"]) == jax.random.key_data(keys)).all()
+                for name, leaf in restored.items():
                     assert not other or leaf.sharding.is_equivalent_to(other[name], leaf.ndim)
         """,
         tmp_path,
@@ -104,12 +106,12 @@ def test_another_sharding_changes_no_bit(tmp_path):
 def test_the_newest_and_the_best_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2, config=CONFIG)
     metrics = [3.0, 1.0, float("nan"), 1.0, 2.0, None, float("-inf"), 4.0]
-    held = []
+    steps = []
     for step, metric in enumerate(metrics):
         checkpoints.save(step, small_state(step), {"position": step}, metric)
         checkpoints.wait()
-        held.append(checkpoints.steps())
-    assert held == [[0], [0, 1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [3, 5, 6], [3, 6, 7]]
+        steps.append(checkpoints.steps())
+    assert steps == [[0], [0, 1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [3, 5, 6], [3, 6, 7]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "6", "7"]
     state, _ = checkpoints.restore(abstract(small_state(0)), step=3)
     assert_same_bits(state, small_state(3))
@@ -117,7 +119,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         checkpoints.restore(abstract(small_state(0)), step=4)
 
 
-def test_a_step_that_is_there_is_kept_as_it_is(tmp_path):
+def test_a_finished_checkpoint_is_not_overwritten(tmp_path):
     saved(tmp_path, [1, 2])
     checkpoints = Checkpoints(tmp_path, config=CONFIG)
     checkpoints.restore(abstract(small_state(0)))
@@ -130,7 +132,7 @@ def test_a_step_that_is_there_is_kept_as_it_is(tmp_path):
         Checkpoints(tmp_path, config={"model": {"d_model": 1}}).save(3, small_state(3), {})
 
 
-def test_strays_and_leftovers_do_not_count(tmp_path):
+def test_other_folders_and_unfinished_saves_are_no_checkpoints(tmp_path):
     saved(tmp_path, [1, 2])
     (tmp_path / "999999").mkdir()
     (tmp_path / "777").write_text("a file")
@@ -152,14 +154,14 @@ def test_strays_and_leftovers_do_not_count(tmp_path):
     assert restored_step(tmp_path) == 777
 
 
-def test_leftovers_alone_are_no_checkpoint(tmp_path):
+def test_an_unfinished_save_alone_is_no_checkpoint(tmp_path):
     (tmp_path / "3.saving" / "state").mkdir(parents=True)
     assert Checkpoints(tmp_path, config=CONFIG).restore(small_state(0)) is None
     assert Checkpoints(tmp_path / "new", config=CONFIG, read_only=True).restore({}) is None
     assert os.listdir(tmp_path) == []
 
 
-def test_a_reader_touches_nothing(tmp_path):
+def test_a_reader_changes_nothing(tmp_path):
     saved(tmp_path, [1])
     (tmp_path / "2.saving").mkdir()
     reader = Checkpoints(tmp_path, config=CONFIG, read_only=True)
@@ -198,39 +200,37 @@ def test_another_config_is_refused_before_an_array_is_read(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"w": np.zeros((32, 4), np.float32)}, r"w.shape is \[32, 8\] there and \[32, 4\] here"),
         ({"half": np.zeros(40, np.float32)}, 'half.dtype is "bfloat16" there and "float32" here'),
         ({"more": np.zeros(1)}, "more is absent there"),
     ],
 )
-def test_other_arrays_are_refused(tmp_path, change, told):
+def test_other_arrays_are_refused(tmp_path, change, message):
     saved(tmp_path, [4])
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         Checkpoints(tmp_path, config=CONFIG).restore(small_state(0) | change)
 
 
 @pytest.mark.parametrize("shape", [(3200, 8000), (16, 8), (32, 8, 1)])
-def test_arrays_of_other_shapes_than_are_told_of_them_are_refused_unread(
-    tmp_path, monkeypatch, shape
-):
-    """As someone may have made them to fill memory, with a manifest and a description that fit."""
-    saved(tmp_path / "own", [4])
-    told = tmp_path / "own" / "4"
+def test_arrays_of_other_shapes_than_described_are_refused_unread(tmp_path, monkeypatch, shape):
+    """A forged checkpoint could exhaust memory while its manifest and description fit."""
+    saved(tmp_path / "forged", [4])
+    forged = tmp_path / "forged" / "4"
     with Checkpoints(tmp_path / "other", config=CONFIG) as others:
         others.save(4, small_state(4) | {"w": jnp.zeros(shape)}, {})
-    shutil.rmtree(told / "state")
-    shutil.copytree(tmp_path / "other" / "4" / "state", told / "state")
-    (told / manifest.NAME).unlink()
-    manifest.write(told, {"step": 4, "metric": None})
-    checkpoints = Checkpoints(tmp_path / "own", config=CONFIG)
+    shutil.rmtree(forged / "state")
+    shutil.copytree(tmp_path / "other" / "4" / "state", forged / "state")
+    (forged / manifest.NAME).unlink()
+    manifest.write(forged, {"step": 4, "metric": None})
+    checkpoints = Checkpoints(tmp_path / "forged", config=CONFIG)
     monkeypatch.setattr(checkpoints._orbax, "restore", lambda *_, **__: pytest.fail("read"))
     with pytest.raises(UserError, match=r"cannot be read: w is float32\[.*not float32\[32, 8\]"):
         checkpoints.restore(small_state(0))
 
 
-def test_leaving_the_block_tells_a_failure_unless_another_is_under_way(tmp_path, monkeypatch):
+def test_leaving_the_block_raises_a_failed_save_unless_the_block_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "write", lambda *_: 1 / 0)
     with pytest.raises(UserError, match=r"step 1 .*division"):
         with Checkpoints(tmp_path, config={}) as checkpoints:
@@ -265,21 +265,21 @@ def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(tmp_path, monke
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]
 
 
-def test_orbax_speaks_up_only_when_something_is_wrong(tmp_path):
-    heard = []
+def test_orbax_logs_warnings_only(tmp_path):
+    records = []
     handler = logging.Handler()
-    handler.emit = heard.append
+    handler.emit = records.append
     logger, level = absl_logging.get_absl_logger(), absl_logging.get_verbosity()
     logger.addHandler(handler)
     absl_logging.set_verbosity(absl_logging.INFO)
     try:
         saved(tmp_path, [1])
         restored_step(tmp_path)
-        assert heard == []
+        assert records == []
         place = "/lib/orbax/checkpoint/any.py"
         logger.handle(logging.LogRecord("absl", logging.WARNING, place, 1, "slow disk", (), None))
         logger.handle(logging.LogRecord("absl", logging.INFO, __file__, 1, "ours", (), None))
-        assert [record.getMessage() for record in heard] == ["slow disk", "ours"]
+        assert [record.getMessage() for record in records] == ["slow disk", "ours"]
     finally:
         absl_logging.set_verbosity(level)
         logger.removeHandler(handler)

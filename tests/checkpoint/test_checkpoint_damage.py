@@ -1,3 +1,5 @@
+"""Damaged checkpoints are named, set aside and replaced by the previous one."""
+
 import os
 from pathlib import Path
 
@@ -23,7 +25,7 @@ def truncate(folder):
     os.truncate(data_file(folder), data_file(folder).stat().st_size - 1)
 
 
-def lose(folder):
+def remove_data(folder):
     data_file(folder).unlink()
 
 
@@ -38,15 +40,22 @@ def break_json_under_a_good_manifest(folder):
     manifest.write(folder, facts)
 
 
-def lose_manifest(folder):
+def remove_manifest(folder):
     (folder / manifest.NAME).unlink()
 
 
-DAMAGES = [flip, truncate, lose, break_json, break_json_under_a_good_manifest, lose_manifest]
+DAMAGES = [
+    flip,
+    truncate,
+    remove_data,
+    break_json,
+    break_json_under_a_good_manifest,
+    remove_manifest,
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, caplog, damage):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, caplog, damage):
     saved(tmp_path, [1, 2, 3])
     damage(tmp_path / "3")
     assert restored_step(tmp_path, read_only=True) == 2
@@ -63,16 +72,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, capl
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_where_none_is_whole_they_are_named(tmp_path, damage):
+def test_if_all_are_damaged_they_are_named(tmp_path, damage):
     saved(tmp_path, [1, 2])
     for step in ("1", "2"):
         damage(tmp_path / step)
-    for options in ({"read_only": True}, {}, {}):  # the second reader must not start afresh either
-        with pytest.raises(UserError, match=r"No whole checkpoint in .*: 1\S*, 2\S* cannot"):
+    for options in ({"read_only": True}, {}, {}):  # The second reader must not restart either.
+        with pytest.raises(UserError, match=r"All checkpoints in .* are damaged: 1\S*, 2\S*\. "):
             Checkpoints(tmp_path, config=CONFIG, **options).restore(small_state(0))
 
 
-def test_a_damaged_checkpoint_gives_way_to_a_new_one_of_its_step(tmp_path):
+def test_a_damaged_checkpoint_is_replaced_by_a_new_one_of_its_step(tmp_path):
     saved(tmp_path, [1, 2])
     flip(tmp_path / "2")
     saved(tmp_path, [2])

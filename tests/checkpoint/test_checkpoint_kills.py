@@ -1,4 +1,4 @@
-"""Saves that the system ends: a full disk, a kill, a death between two file operations."""
+"""Saves that the system interrupts: a full disk, a kill, a death between two file operations."""
 
 import errno
 import os
@@ -12,8 +12,8 @@ from sparse_dataflow.files.errors import UserError
 
 
 def test_a_full_disk_loses_nothing(tmp_path):
-    """A limit on the size of files makes the system refuse writes, as a full disk does."""
-    told = in_new_process(
+    """A file size limit makes the system refuse writes, as a full disk does."""
+    output = in_new_process(
         """
         import os, resource, sys
         import checkpoint_states as t
@@ -29,9 +29,9 @@ def test_a_full_disk_loses_nothing(tmp_path):
             try:
                 checkpoints.wait() if step == 3 else checkpoints.save(5, big, {})
             except UserError as error:
-                print("TOLD", error)
+                print("ERROR", error)
             else:
-                raise SystemExit("the failure was not told")
+                raise SystemExit("the failure was not raised")
             checkpoints.wait()
             assert os.listdir(folder) == ["2"], os.listdir(folder)
         assert checkpoints.save(6, t.small_state(6), {"position": 6})
@@ -40,15 +40,15 @@ def test_a_full_disk_loses_nothing(tmp_path):
         """,
         tmp_path,
     )
-    words = (
-        f"step 3 could not be written to {tmp_path} (File too large); the last whole one is step 2"
-    )
-    assert f"TOLD The checkpoint of {words}" in told
-    assert "Traceback" not in told and "orbax/" not in told
+    assert (
+        f"ERROR The checkpoint of step 3 could not be written to {tmp_path} (File too large); "
+        "the last finished one is step 2"
+    ) in output
+    assert "Traceback" not in output and "orbax/" not in output
 
 
 @pytest.mark.parametrize("failing", ["rename", "manifest", "mkdir"])
-def test_nothing_is_pruned_for_a_save_that_failed(tmp_path, monkeypatch, failing):
+def test_a_failed_save_prunes_nothing(tmp_path, monkeypatch, failing):
     checkpoints = saved(tmp_path, [1], keep=1)
 
     def refuse(*_, **__):
@@ -62,7 +62,7 @@ def test_nothing_is_pruned_for_a_save_that_failed(tmp_path, monkeypatch, failing
         with pytest.raises(UserError, match=r"\(No space left on device\); .* is step 1"):
             checkpoints.save(2, small_state(2), {})
             checkpoints.wait()
-    checkpoints.wait()  # told once
+    checkpoints.wait()  # Raised once.
     assert os.listdir(tmp_path) == ["1"]
     saved(tmp_path, [2], keep=1)
     assert os.listdir(tmp_path) == ["2"]
@@ -78,23 +78,23 @@ def last_whole():
     return int(whole.read_text()) if whole.exists() else 0
 
 def go_on(steps, last_event=None):
-    "Restores, proves that nothing whole was lost, saves; dies before file operation `last_event`."
+    "Checks that no finished save is lost, then saves; dies before file operation `last_event`."
     if last_event is not None:
-        left = itertools.count(last_event, -1)
+        remaining = itertools.count(last_event, -1)
 
         def die(event, arguments):
             opens = event == "open" and str(folder) in str(arguments[0])
             changes = event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
-            if (opens or changes) and next(left) == 0:
+            if (opens or changes) and next(remaining) == 0:
                 os._exit(9)
 
         sys.addaudithook(die)
     checkpoints = t.Checkpoints(folder, keep=2, config=t.CONFIG)
-    found = checkpoints.restore(t.abstract(t.small_state(0)))
+    restored = checkpoints.restore(t.abstract(t.small_state(0)))
     step = 0
-    if found is not None:
-        step = int(found[0]["step"])
-        t.assert_same_bits(found[0], t.small_state(step))
+    if restored is not None:
+        step = int(restored[0]["step"])
+        t.assert_same_bits(restored[0], t.small_state(step))
     assert step >= last_whole(), (step, last_whole())
     for step in range(step + 1, step + 1 + steps):
         checkpoints.save(step, t.small_state(step), {"position": step})
@@ -120,9 +120,9 @@ def in_a_child(act):
 """
 
 
-def test_kill_9_at_any_moment_loses_nothing_whole(tmp_path):
-    """Killed after a random time: at start, cleaning, restoring, writing, hashing and pruning."""
-    told = in_new_process(
+def test_kill_9_at_any_time_loses_no_finished_checkpoint(tmp_path):
+    """Kills after a random time: at start, cleaning, restoring, writing, hashing and pruning."""
+    output = in_new_process(
         KILLS
         + """
 draw = random.Random(0)
@@ -144,13 +144,13 @@ print("LAST", t.restored_step(folder), last_whole())
         tmp_path / "checkpoints",
         tmp_path / "whole",
     )
-    restored, noted = map(int, told.split("LAST")[1].split())
-    assert restored >= noted > 0, told
+    restored, recorded = map(int, output.split("LAST")[1].split())
+    assert restored >= recorded > 0, output
 
 
-def test_death_before_any_file_operation_loses_nothing_whole(tmp_path):
-    """Dies before the n-th file operation that Python makes, for n over a save, and goes on."""
-    told = in_new_process(
+def test_death_before_any_file_operation_loses_no_finished_checkpoint(tmp_path):
+    """Dies before the n-th file operation of Python, for n over a whole save."""
+    output = in_new_process(
         KILLS
         + """
 deaths = 0
@@ -167,5 +167,5 @@ print("LAST", t.restored_step(folder), last_whole(), deaths)
         tmp_path / "checkpoints",
         tmp_path / "whole",
     )
-    restored, noted, deaths = map(int, told.split("LAST")[1].split())
-    assert restored >= noted > 0 and deaths > 10, told
+    restored, recorded, deaths = map(int, output.split("LAST")[1].split())
+    assert restored >= recorded > 0 and deaths > 10, output

@@ -1,4 +1,4 @@
-"""What one process cannot write ends the save of all, in words, and the next one is made."""
+"""If one process cannot write, the save fails on all processes, and the next save succeeds."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ def broken(*arguments, **options):
 
 client = save_barrier._client
 
-def slow():  # To look around, so that the first has failed by then.
+def slow():  # Reads failures late, so that process 0 has failed by then.
     time.sleep(1)
     return client()
 
@@ -56,7 +56,7 @@ try:
     checkpoints.wait()
     print("WRITTEN")
 except UserError as error:
-    print("TOLD", error)
+    print("ERROR", error)
 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 checkpoints.save(3, state(3), {})
 checkpoints.wait()
@@ -69,7 +69,7 @@ jax.distributed.shutdown()
 @pytest.mark.parametrize(
     ("how", "words"), [("first", "Input/output error"), ("worker", "File too large")]
 )
-def test_all_hear_of_the_one_that_failed(tmp_path, how, words):
+def test_every_process_raises_the_failure_of_one(tmp_path, how, words):
     port = str(free_port())
     members = [
         subprocess.Popen(
@@ -82,11 +82,11 @@ def test_all_hear_of_the_one_that_failed(tmp_path, how, words):
         for number in range(2)
     ]
     try:
-        told = [member.communicate(timeout=600)[0] for member in members]
+        outputs = [member.communicate(timeout=600)[0] for member in members]
     finally:
         for member in members:
             member.kill()
-    assert [member.returncode for member in members] == [0, 0], told
-    for text in told:
-        assert "TOLD The checkpoint of step 2 could not be written" in text, text
+    assert [member.returncode for member in members] == [0, 0], outputs
+    for text in outputs:
+        assert "ERROR The checkpoint of step 2 could not be written" in text, text
         assert words in text and "STEPS [1, 3]" in text, text

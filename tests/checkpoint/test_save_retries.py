@@ -1,4 +1,4 @@
-"""Storage that fails for a moment while checkpoints are made and read: waited for, or made anew."""
+"""Transient storage errors while checkpoints are written and read are retried."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ def no_waits(monkeypatch):
 
 
 def failing(monkeypatch, holder, name, times, number=errno.EIO):
-    """Has a function fail so many times with an error of storage; gives how often it was called."""
+    """Makes a function fail `times` times with a storage error; returns the list of its calls."""
     whole, calls = getattr(holder, name), []
 
     def sometimes(*arguments, **options):
@@ -42,7 +42,7 @@ def failing(monkeypatch, holder, name, times, number=errno.EIO):
         (named_arrays, "start_writing"),
     ],
 )
-def test_a_save_outlasts_errors_that_pass(tmp_path, monkeypatch, caplog, holder, name):
+def test_a_save_survives_transient_errors(tmp_path, monkeypatch, caplog, holder, name):
     with monkeypatch.context() as patch:
         failing(patch, holder, name, 3)
         saved(tmp_path, [1])
@@ -50,7 +50,7 @@ def test_a_save_outlasts_errors_that_pass(tmp_path, monkeypatch, caplog, holder,
     assert "failed (Input/output error); attempt 2 of 6" in caplog.text
 
 
-def test_reading_outlasts_errors_that_pass(tmp_path, monkeypatch):
+def test_reading_survives_transient_errors(tmp_path, monkeypatch):
     saved(tmp_path, [1, 2])
     calls = failing(monkeypatch, manifest, "verify", 2, errno.ESTALE)
     assert restored_step(tmp_path) == 2 and len(calls) >= 3
@@ -58,31 +58,31 @@ def test_reading_outlasts_errors_that_pass(tmp_path, monkeypatch):
 
 
 def broken_arrays(monkeypatch, checkpoints, times):
-    """Has the writing of arrays fail in the background, which holds them no longer."""
-    whole, left = checkpoints._orbax.wait_until_finished, [times]
+    """Makes the background write of the arrays fail `times` times."""
+    wait, remaining = checkpoints._orbax.wait_until_finished, [times]
 
     def sometimes():
-        whole()
-        if threading.current_thread().name == "finish-checkpoint" and left[0]:
-            left[0] -= 1
+        wait()
+        if threading.current_thread().name == "finish-checkpoint" and remaining[0]:
+            remaining[0] -= 1
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(checkpoints._orbax, "wait_until_finished", sometimes)
 
 
-def test_arrays_that_were_not_written_give_way_to_the_next_save(tmp_path, monkeypatch):
+def test_a_save_whose_arrays_failed_is_replaced_by_the_next(tmp_path, monkeypatch):
     checkpoints = saved(tmp_path, [1])
     broken_arrays(monkeypatch, checkpoints, 1)
     assert checkpoints.save(2, small_state(2), {"position": 2})
     checkpoints._worker.join()
-    assert checkpoints.again
-    assert checkpoints.save(3, small_state(3), {"position": 3})  # Told to nobody: it is made good.
+    assert checkpoints.retry_due
+    assert checkpoints.save(3, small_state(3), {"position": 3})  # Raises nothing.
     checkpoints.wait()
-    assert not checkpoints.again and restored_step(tmp_path) == 3
+    assert not checkpoints.retry_due and restored_step(tmp_path) == 3
     assert sorted(os.listdir(tmp_path)) == ["1", "3"]
 
 
-def test_the_last_save_tells_what_kept_it_from_being_written(tmp_path, monkeypatch):
+def test_the_last_retry_raises_the_error(tmp_path, monkeypatch):
     checkpoints = saved(tmp_path, [1])
     broken_arrays(monkeypatch, checkpoints, 99)
     for step in range(2, 2 + len(storage.WAITS)):

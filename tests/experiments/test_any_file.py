@@ -144,7 +144,7 @@ def exported(path):
 
 
 def counted(path):
-    return goodput.account(goodput.read(path), 1.0)
+    return goodput.seconds_by_category(goodput.read(path), 1.0)
 
 
 def tuning():

@@ -59,9 +59,9 @@ def new(refused, job, tmp_path):
         (["--evolution=gradual", "--density=1"], ["gradual", "density 1 stores every block"]),
         (
             ["--evolution=low_rank_tail", "--set=sparsity.rank=4"],
-            ["2 models in turn", "2 steps", "evolution.at"],
+            ["2 phases", "2 steps", "evolution.at"],
         ),
-        (["--evolution=gradual"], ["3 models in turn", "2 steps", "--steps"]),
+        (["--evolution=gradual"], ["3 phases", "2 steps", "--steps"]),
     ],
 )
 def test_illegal_flags(new, arguments, words):
@@ -214,6 +214,6 @@ def test_damaged_metrics_are_passed_over(job, copy):
     path = copy / "dense" / "metrics.jsonl"
     path.write_text(path.read_text().replace('"loss"', '"loss', 1))
     done = job.resume(copy)
-    assert done.returncode == 0 and "passed over" in done.stderr, done.stderr
+    assert done.returncode == 0 and "damaged; skipped" in done.stderr, done.stderr
     assert [row["kind"] for row in rows(copy, "sparse")] == ["final"]
     assert [row["step"] for row in rows(copy, "dense")][:2] == [2, 3]

@@ -20,7 +20,7 @@ def test_a_disk_that_refuses_large_files(job, undisturbed, tmp_path):
     folder = tmp_path / "run"
     error = complaint(job.new(folder, events=[(r"sparse/checkpoints/6\.saving", 1, "full")]))
     assert "checkpoint of step 6 could not be written" in error and "Make room" in error
-    assert "the last whole one is step 3" in error
+    assert "the last finished one is step 3" in error
     assert checkpoint_steps(folder, "sparse") == [3]
     assert job.resume(folder).returncode == 0
     assert_same_results(folder, undisturbed)

@@ -8,7 +8,7 @@ from sparse_dataflow.config.presets import preset
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs import command_line
 from sparse_dataflow.runs.studies import study
-from sparse_dataflow.training.coordinates import widened
+from sparse_dataflow.training.coordinates import with_width
 from sparse_dataflow.training.variants import variant
 
 CONFIG = preset("pico")
@@ -22,7 +22,7 @@ def test_every_default_model_has_layouts_and_heads_of_one_width(experiment):
     for width in options.widths:
         for density in options.densities:
             model = variant(config.change(sparsity__density=density), "sparse").model
-            wide = widened(model, width)
+            wide = with_width(model, width)
             assert wide.d_model // wide.num_heads == model.d_model // model.num_heads
             assert set(wide.sparse_projections) == set(PROJECTIONS)
 

@@ -1,4 +1,4 @@
-"""Lets the tests of training import one another (test_transitions)."""
+"""Lets the tests of training import each other (test_transitions)."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""The coordinate check: exponents are found, and SuPar is flat where the standard one is not."""
+"""The coordinate check: exponents are fitted, and SuPar is flat over width and density."""
 
 import dataclasses
 
@@ -13,8 +13,8 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.training.coordinates import (
     ACTIVATIONS,
     activation_changes,
-    slopes,
-    widened,
+    fit_exponents,
+    with_width,
 )
 
 MODEL = ModelConfig(1, 64, 2, 256, vocab_size=64, max_len=16)
@@ -22,20 +22,20 @@ TRAINING = TrainingConfig(steps=3, batch=8, sequence=16, learning_rate=2e-3)
 
 
 @given(st.floats(-2, 2), st.floats(-2, 2), st.floats(0.01, 10))
-def test_exponents_are_found(width, density, scale):
+def test_exponents_are_fitted(width, density, scale):
     sizes = {(w, d): scale * w**width * d**density for w in (64, 128, 512) for d in (1, 0.25)}
-    assert slopes(sizes) == pytest.approx((width, density), abs=1e-6)
+    assert fit_exponents(sizes) == pytest.approx((width, density), abs=1e-6)
 
 
 def test_a_width_without_a_layout_is_refused():
     sparse = MODEL.with_linears(LinearSpec("block_sparse", "cyclic", 1 / 8, 8), ["qkv"])
-    assert widened(sparse, 128).d_model == 128
+    assert with_width(sparse, 128).d_model == 128
     with pytest.raises(UserError, match="no balanced layout"):
-        widened(dataclasses.replace(sparse, num_heads=1), 32)
+        with_width(dataclasses.replace(sparse, num_heads=1), 32)
 
 
 def test_heads_keep_their_width():
-    wide = widened(MODEL, 256)
+    wide = with_width(MODEL, 256)
     assert (wide.num_heads, wide.d_ff) == (8, 1024)
 
 
@@ -43,23 +43,27 @@ def test_heads_keep_their_width():
 def test_supar_is_flat_over_width_and_density():
     """The change of activations after three steps: powers of width and density near 0."""
     rng = np.random.default_rng(0)
-    # Few tokens are frequent, as in text: then gradients agree, and what is wrong shows early.
+    # A few frequent tokens, as in text, so that gradients agree and differences show early.
     batches = [np.minimum(63, rng.zipf(1.5, (8, 17))).astype(np.int32) for _ in range(3)]
-    found = {}
+    exponents = {}
     for parametrization in ("standard", "supar"):
         sizes = {name: {} for name in ACTIVATIONS}
         for width in (64, 256):
             for density in (1.0, 0.25):
-                model = widened(dataclasses.replace(MODEL, parametrization=parametrization), width)
+                model = with_width(
+                    dataclasses.replace(MODEL, parametrization=parametrization), width
+                )
                 spec = LinearSpec("block_sparse", "random", density, width // 4)
                 model = model.with_linears(spec)
                 for name, changes in activation_changes(model, TRAINING, batches).items():
                     sizes[name][width, density] = changes[-1]
-        found[parametrization] = {name: slopes(of_name) for name, of_name in sizes.items()}
+        exponents[parametrization] = {
+            name: fit_exponents(name_sizes) for name, name_sizes in sizes.items()
+        }
     for name in ("attention branch", "MLP branch", "logits"):
-        width, density = found["standard"][name]
-        flat_width, flat_density = found["supar"][name]
-        assert abs(flat_width) < 0.2 and abs(flat_density) < 0.2, (name, found)
-        assert width > abs(flat_width) + 0.2, (name, found)
+        width, density = exponents["standard"][name]
+        flat_width, flat_density = exponents["supar"][name]
+        assert abs(flat_width) < 0.2 and abs(flat_density) < 0.2, (name, exponents)
+        assert width > abs(flat_width) + 0.2, (name, exponents)
         # Logits follow the embedding, which stays dense.
-        assert name == "logits" or density > abs(flat_density) + 0.1, (name, found)
+        assert name == "logits" or density > abs(flat_density) + 0.1, (name, exponents)

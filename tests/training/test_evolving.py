@@ -1,7 +1,8 @@
-"""A training whose layouts or model change: exact under resume, compiled before it starts."""
+"""Trainings whose layouts or model change: resumed bit by bit, compiled before they start."""
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -28,16 +29,16 @@ SPARSE = LinearSpec("block_sparse", "monarch", density=0.25, block=4, rank=2, ha
 MODEL = ModelConfig(2, 32, 2, 64, vocab_size=40, max_len=8).with_linears(SPARSE)
 TRAINING = TrainingConfig(steps=10, batch=4, sequence=8, learning_rate=3e-2)
 TOKENS = (np.arange(400) * 7 % 40).astype(np.uint16)
-HELD_OUT = EvalBatches(TOKENS[:100], 4, 8, 4)
-DATA = TrainingData(TrainBatches(TOKENS, 4, 8), HELD_OUT, 99, HELD_OUT, 99, "hash")
+WINDOWS = EvalBatches(TOKENS[:100], 4, 8, 4)
+DATA = TrainingData(TrainBatches(TOKENS, 4, 8), WINDOWS, 99, WINDOWS, 99, "hash")
 EVOLUTIONS = {
     "set": EvolutionConfig("set", every=2),
-    "rigl": EvolutionConfig("rigl", every=3, at=0.9),
+    "rigl": EvolutionConfig("rigl", every=3, at=0.9, share=0.5),
     "gradual": EvolutionConfig("gradual", at=0.6),
     "sparse_to_dense": EvolutionConfig("sparse_to_dense", at=0.5),
     "mlp_dense_first": EvolutionConfig("sparse_to_dense", at=0.4, first=("mlp_in", "mlp_out")),
     "low_rank_tail": EvolutionConfig("low_rank_tail", at=0.7),
-    "rigl_by_depth": EvolutionConfig("rigl", every=3, at=0.9),
+    "rigl_by_depth": EvolutionConfig("rigl", every=3, at=0.9, share=0.5),
     "dense_by_depth": EvolutionConfig("sparse_to_dense", at=0.5),
     "gradual_by_depth": EvolutionConfig("gradual", at=0.6),
 }
@@ -85,14 +86,14 @@ def untimed(path):
 @pytest.mark.parametrize(
     "method",
     [
-        # What others do as well: twice, by depth, or by layers alike.
+        # Other cases of this list cover these mostly.
         pytest.param(name, marks=pytest.mark.nightly)
         if name in ("mlp_dense_first", "set", "rigl", "dense_by_depth", "gradual_by_depth")
         else name
         for name in EVOLUTIONS
     ],
 )
-def test_it_ends_at_the_same_bits_however_often_it_was_stopped(tmp_path, method):
+def test_a_resumed_run_ends_at_the_same_bits(tmp_path, method):
     whole = train(trainer(tmp_path / "whole", method))
     for stop in (1, 2, 4, 5, 6, 7):
         t = train(trainer(tmp_path / "cut", method), until=stop)
@@ -109,8 +110,8 @@ def test_it_ends_at_the_same_bits_however_often_it_was_stopped(tmp_path, method)
 
 
 @pytest.mark.parametrize("stop", [3, 4, 5, 6])
-def test_a_plateau_makes_it_dense_early_whenever_it_was_stopped(tmp_path, stop, monkeypatch):
-    """Evaluations of steps 2, 4, ... show no gain: the second stale one, after step 6, is it."""
+def test_a_plateau_starts_the_dense_phase_early_also_after_a_resume(tmp_path, stop, monkeypatch):
+    """Evaluations at steps 2, 4, ... show no gain: the second stale one is at step 6."""
     monkeypatch.setattr(plateau, "GAIN", 0.9)
     evolution = dataclasses.replace(EVOLUTIONS["sparse_to_dense"], at=0.9, plateau=2)
     every = {"eval_every": 2, "checkpoint_every": 1}
@@ -132,8 +133,8 @@ def test_layouts_change_and_stay_balanced(tmp_path, method):
     first, last = gpt.layouts(model), gpt.layouts_from_tables(model, t.state.tables)
     for name in model.sparse_projections:
         assert all(layout.balanced for layout in last[name])
-        assert [one.nnz for one in last[name]] == [one.nnz for one in first[name]]
-    # Not each of them: rigl may grow what it drops.
+        assert [layout.nnz for layout in last[name]] == [layout.nnz for layout in first[name]]
+    # Single layouts may be equal: rigl may grow the blocks that it drops.
     assert last != first
 
 
@@ -148,7 +149,7 @@ def test_nothing_is_compiled_while_it_trains(tmp_path, method):
     t = trainer(tmp_path, method)
     t.evaluate()
     t.save()
-    learning_rate_schedule(TRAINING)(3)  # Its scalars compile, once a process.
+    learning_rate_schedule(TRAINING)(3)  # Its scalars compile once per process.
     compiled = []
 
     def note(event, seconds, **facts):
@@ -158,7 +159,7 @@ def test_nothing_is_compiled_while_it_trains(tmp_path, method):
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
         jax.jit(lambda x: x * 3.25)(1.0)
-        assert compiled  # The listener hears of compilations.
+        assert compiled  # The listener works.
         compiled.clear()
         train(t)
     finally:
@@ -167,7 +168,7 @@ def test_nothing_is_compiled_while_it_trains(tmp_path, method):
     assert changes and not compiled
 
 
-def test_a_dense_end_goes_on_from_the_loss_of_the_sparse_model(tmp_path):
+def test_the_dense_phase_starts_at_the_loss_of_the_sparse_model(tmp_path):
     t = train(trainer(tmp_path, "sparse_to_dense", eval_every=1), until=5)
     assert t.model == MODEL
     sparse = t.last_evaluation["loss"]
@@ -178,7 +179,7 @@ def test_a_dense_end_goes_on_from_the_loss_of_the_sparse_model(tmp_path):
     t.close()
 
 
-def test_another_method_is_refused_in_words(tmp_path):
+def test_another_method_is_refused(tmp_path):
     train(trainer(tmp_path, "set"), until=2)
     other = dataclasses.replace(EVOLUTIONS["set"], method="rigl")
     with pytest.raises(UserError, match=r'evolution.method is "set" there and "rigl" here'):
@@ -191,9 +192,9 @@ def test_another_method_is_refused_in_words(tmp_path):
         ({"method": "rigl"}, 50, "--set evolution.every=100 .* step 37 of 50; legal: 1 to 37"),
         ({"method": "set", "every": 8}, 10, "step 7 of 10; legal: 1 to 7"),
         ({"method": "set", "every": 1}, 1, "none in a run of 1 steps"),
-        ({"method": "sparse_to_dense", "at": 0.999}, 100, "2 models in turn, .* from 100% of"),
-        ({"method": "low_rank_tail"}, 40, "from 99% .* 40 steps leave one of them none"),
-        ({"method": "gradual"}, 3, "3 models in turn"),
+        ({"method": "sparse_to_dense", "at": 0.999}, 100, "has 2 phases, .* from 100% of"),
+        ({"method": "low_rank_tail"}, 40, "from 99% .* with 40 steps one of them has none"),
+        ({"method": "gradual"}, 3, "has 3 phases"),
     ],
 )
 def test_a_schedule_longer_than_the_run_is_refused(fields, steps, words):
@@ -203,10 +204,10 @@ def test_a_schedule_longer_than_the_run_is_refused(fields, steps, words):
 
 def test_phases_cover_the_run():
     for name, evolution in EVOLUTIONS.items():
-        found = phases(MODELS[name], evolution, 97)
-        assert found[0].start == 0 and found[-1].stop == 97
-        assert all(a.stop == b.start for a, b in zip(found, found[1:]))  # noqa: RUF007
-        assert sum(phase.steps for phase in found) == 97
+        spans = phases(MODELS[name], evolution, 97)
+        assert spans[0].start == 0 and spans[-1].stop == 97
+        assert all(a.stop == b.start for a, b in itertools.pairwise(spans))
+        assert sum(phase.steps for phase in spans) == 97
 
 
 @pytest.mark.parametrize(("batch", "micro", "rows"), [(8, 1, 2), (8, 4, 1), (2, 1, 1), (64, 2, 8)])
@@ -214,15 +215,15 @@ def test_a_quarter_of_a_micro_batch_is_probed(batch, micro, rows):
     assert probed_rows(TrainingConfig(1, batch, 8, micro)) == rows
 
 
-def test_flops_of_a_run_are_those_of_its_phases_and_updates():
+def test_flops_of_a_run_are_the_sum_over_phases_and_updates():
     tokens = TRAINING.batch * TRAINING.sequence
     sparse = cost.flops_per_token(MODEL, 8).total
     dense = cost.flops_per_token(phases(MODEL, EVOLUTIONS["sparse_to_dense"], 10)[1].model, 8).total
-    found = {name: run_flops(MODEL, EVOLUTIONS[name], TRAINING) for name in EVOLUTIONS}
-    assert found["sparse_to_dense"] == pytest.approx(5 * tokens * (sparse + dense))
-    assert found["set"] == pytest.approx(10 * tokens * sparse)
+    flops = {name: run_flops(MODEL, EVOLUTIONS[name], TRAINING) for name in EVOLUTIONS}
+    assert flops["sparse_to_dense"] == pytest.approx(5 * tokens * (sparse + dense))
+    assert flops["set"] == pytest.approx(10 * tokens * sparse)
     norms = cost.gradient_norms_flops(MODEL, 8, 8)
-    assert found["rigl"] == pytest.approx(
-        found["set"] + len(update_steps(EVOLUTIONS["rigl"], 10)) * norms
+    assert flops["rigl"] == pytest.approx(
+        flops["set"] + len(update_steps(EVOLUTIONS["rigl"], 10)) * norms
     )
-    assert found["low_rank_tail"] < found["set"] < found["gradual"]
+    assert flops["low_rank_tail"] < flops["set"] < flops["gradual"]

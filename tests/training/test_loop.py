@@ -1,3 +1,7 @@
+"""The training loop: broken steps end it, a resume repeats nothing, trainers take turns."""
+
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -15,12 +19,12 @@ from sparse_dataflow.training.turns import advance_side_by_side
 MODEL = ModelConfig(1, 8, 1, 32, 300, 4)
 TRAINING = TrainingConfig(steps=9, batch=2, sequence=4)
 TOKENS = np.arange(200, dtype=np.uint16)
-HELD_OUT = EvalBatches(TOKENS, 2, 4, 4)
-DATA = TrainingData(TrainBatches(TOKENS, 2, 4), HELD_OUT, 16, HELD_OUT, 16, "hash")
+WINDOWS = EvalBatches(TOKENS, 2, 4, 4)
+DATA = TrainingData(TrainBatches(TOKENS, 2, 4), WINDOWS, 16, WINDOWS, 16, "hash")
 
 
 def trainer(folder, bad_step=None, bad="gradients", training=TRAINING, **options):
-    """A trainer whose "program" adds one to every parameter, and breaks at a step."""
+    """Returns a trainer whose step adds one to every parameter and fails at `bad_step`."""
 
     def train_step(state, tokens, learning_rate):
         step = int(state.step) + 1
@@ -49,8 +53,8 @@ def train(trainers, stop=lambda: False):
     ("bad", "words"),
     [
         ("gradients", r"step 5 is not finite \(gradients of blocks\.qkv, loss 2\.0\)"),
-        ("loss", r"step 5 is not finite \(gradients of no group, loss inf\)"),
-        # A step may break its parameters with finite gradients; the checkpoint after it finds out.
+        ("loss", r"step 5 is not finite \(loss inf\)"),
+        # A step with finite gradients may break parameters; the next save detects it.
         ("parameters", r"step 6 is not finite \(parameters of blocks\.qkv\)"),
     ],
 )
@@ -65,13 +69,12 @@ def test_a_broken_step_is_named_and_never_saved(tmp_path, bad, words):
 
 
 def test_a_resumed_trainer_repeats_nothing_in_its_metrics(tmp_path):
-    whole = trainer(tmp_path / "whole")
-    train([whole])
+    train([trainer(tmp_path / "whole")])
     stops = iter([False] * 5 + [True])
     train([trainer(tmp_path / "cut")], lambda: next(stops))
     assert [r["step"] for r in read_metrics(tmp_path / "cut/metrics.jsonl")] == [1, 2, 3, 4, 4, 5]
     with (tmp_path / "cut/metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "step": 6, "tokens": 48, "sec')  # a kill while writing
+        file.write('{"kind": "train", "step": 6, "tokens": 48, "sec')  # As after a kill.
     train([trainer(tmp_path / "cut")])
     facts = [
         [(r["kind"], r["step"], r["tokens"]) for r in read_metrics(tmp_path / name)]
@@ -81,10 +84,8 @@ def test_a_resumed_trainer_repeats_nothing_in_its_metrics(tmp_path):
     assert [f for f in facts[0] if f[0] == "eval"] == [("eval", s, 8 * s) for s in (4, 8, 9)]
 
 
-def test_turns_go_to_whoever_has_done_less_of_its_own_steps(tmp_path):
-    from dataclasses import replace
-
-    short = trainer(tmp_path / "short", training=replace(TRAINING, steps=3))
+def test_the_next_step_goes_to_the_trainer_with_the_smallest_fraction_done(tmp_path):
+    short = trainer(tmp_path / "short", training=dataclasses.replace(TRAINING, steps=3))
     long = trainer(tmp_path / "long")
     order = train([short, long])
     assert [order[: 4 * n].count(short) for n in (1, 2, 3)] == [1, 2, 3]
@@ -92,15 +93,13 @@ def test_turns_go_to_whoever_has_done_less_of_its_own_steps(tmp_path):
 
 
 def test_only_remat_may_change_between_a_checkpoint_and_its_resumption(tmp_path):
-    from dataclasses import replace
-
     train([trainer(tmp_path)])
     every = {"eval_every": 4, "checkpoint_every": 2}
     programs = [Compiled(None, None, 0.0)]
-    remat = replace(MODEL, remat="full")
+    remat = dataclasses.replace(MODEL, remat="full")
     t = Trainer("sparse", tmp_path, remat, TRAINING, DATA, programs, **every)
     t.close()
     assert t.finished
     with pytest.raises(UserError, match=r"another config.*norm"):
-        other = replace(MODEL, norm="rmsnorm")
+        other = dataclasses.replace(MODEL, norm="rmsnorm")
         Trainer("sparse", tmp_path, other, TRAINING, DATA, programs, **every)

@@ -1,3 +1,5 @@
+"""Metrics: rows survive kills, full disks and transient errors; damaged rows are skipped."""
+
 import errno
 import json
 import os
@@ -36,16 +38,16 @@ def written(folder, rows, step=0):
 
 
 def events(path):
-    """The events of one TensorBoard file, read as records: length, checksum, data, checksum."""
-    data, found = path.read_bytes(), []
+    """Reads the events of a TensorBoard file of records: length, checksum, data, checksum."""
+    data, result = path.read_bytes(), []
     while data:
         (length,) = struct.unpack("<Q", data[:8])
-        found.append(event_pb2.Event.FromString(data[12 : 12 + length]))
+        result.append(event_pb2.Event.FromString(data[12 : 12 + length]))
         data = data[16 + length :]
-    return found
+    return result
 
 
-def test_rows_past_the_checkpoint_and_the_last_evaluation_are_dropped(tmp_path):
+def test_rows_after_the_checkpoint_and_the_final_evaluation_are_dropped(tmp_path):
     rows = [train_row(1), eval_row(1), train_row(2), train_row(3)]
     assert written(tmp_path, [*rows, eval_row(3, "final")]) == [*rows, eval_row(3, "final")]
     assert written(tmp_path, [], step=3) == rows
@@ -68,15 +70,15 @@ def test_rows_past_the_checkpoint_and_the_last_evaluation_are_dropped(tmp_path):
         b'{"kind": ["train"], "step": 2}\n',
     ],
 )
-def test_damaged_rows_are_passed_over_in_words(tmp_path, damage, capfd, caplog):
+def test_damaged_rows_are_skipped_with_a_message(tmp_path, damage, capfd, caplog):
     written(tmp_path, [train_row(1)])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(damage)
     assert written(tmp_path, [train_row(2)], step=1) == [train_row(1), train_row(2)]
-    assert "passed over" in capfd.readouterr().err + caplog.text
+    assert "skipped" in capfd.readouterr().err + caplog.text
 
 
-def test_tensorboard_reads_every_number_and_hides_repeated_steps(tmp_path):
+def test_tensorboard_has_every_number_and_hides_repeated_steps(tmp_path):
     written(tmp_path, [train_row(1), train_row(2), eval_row(2)])
     written(tmp_path, [train_row(2)], step=1)
     first, second = (events(path) for path in sorted((tmp_path / "tensorboard").iterdir()))
@@ -94,8 +96,8 @@ def test_tensorboard_reads_every_number_and_hides_repeated_steps(tmp_path):
     assert "train/mfu" not in scalars[0]
 
 
-def test_a_full_disk_is_told_at_once_and_keeps_the_rows_before(tmp_path):
-    told = in_new_process(
+def test_a_full_disk_raises_at_once_and_leaves_earlier_rows_intact(tmp_path):
+    output = in_new_process(
         """
         import pathlib, resource, sys
         from sparse_dataflow.files.errors import UserError
@@ -107,19 +109,19 @@ def test_a_full_disk_is_told_at_once_and_keeps_the_rows_before(tmp_path):
             try:
                 action()
             except UserError as error:
-                print("TOLD", error)
+                print("ERROR", error)
         """,
         tmp_path,
     )
-    assert told.count("TOLD Metrics cannot be written") >= 1
-    assert f"{tmp_path} (File too large). Make room there" in told
-    assert "Traceback" not in told and "Exception" not in told
+    assert output.count("ERROR Metrics cannot be written") >= 1
+    assert f"{tmp_path} (File too large). Make room there" in output
+    assert "Traceback" not in output and "Exception" not in output
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert len([json.loads(line) for line in lines[:3]]) == 3
 
 
 class Failing:
-    """A file whose flushes fail as drawn, after part of what was written has reached the disk."""
+    """A file whose flushes fail as drawn, after only a part of the data has reached the disk."""
 
     def __init__(self, file, draws):
         self._file, self._draws = file, draws
@@ -141,32 +143,32 @@ class Failing:
         st.tuples(st.sampled_from([0, 0, errno.EIO, errno.ESTALE]), st.integers(0, 60)), max_size=9
     )
 )
-def test_rows_outlast_storage_that_fails_for_a_moment(tmp_path_factory, draws):
-    folder, left = tmp_path_factory.mktemp("metrics"), list(draws)
+def test_rows_survive_transient_storage_errors(tmp_path_factory, draws):
+    folder, remaining = tmp_path_factory.mktemp("metrics"), list(draws)
     rows = [train_row(step) for step in range(1, 6)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "WAITS", (0.0,) * 10)
-        opened = MetricsWriter._opened
+        open_files = MetricsWriter._open_files
 
         def failing(self, step):
             if self._open is None:
-                file, events = opened(self, step)
-                self._open = Failing(file, left), events
+                file, events = open_files(self, step)
+                self._open = Failing(file, remaining), events
             return self._open
 
-        patch.setattr(MetricsWriter, "_opened", failing)
+        patch.setattr(MetricsWriter, "_open_files", failing)
         writer = MetricsWriter(folder)
         for row in rows:
             writer.write(row)
         writer.close()
     assert read_metrics(folder / "metrics.jsonl") == rows
-    told = [e for path in sorted((folder / "tensorboard").iterdir()) for e in events(path)]
-    assert {e.step for e in told if e.summary.value} >= {row["step"] for row in rows}
+    written_events = [e for path in (folder / "tensorboard").iterdir() for e in events(path)]
+    assert {e.step for e in written_events if e.summary.value} >= {row["step"] for row in rows}
 
 
 @settings(max_examples=40)
 @given(st.integers(0, 12), st.integers(1, 5), st.sampled_from(sorted(storage.TRANSIENT)))
-def test_files_of_metrics_are_opened_once_storage_is_back(tmp_path_factory, first, times, number):
+def test_opening_the_files_survives_transient_errors(tmp_path_factory, first, times, number):
     folder = tmp_path_factory.mktemp("metrics")
     written(folder, [train_row(1), train_row(2)])
     with pytest.MonkeyPatch.context() as patch:
@@ -180,14 +182,14 @@ def test_files_of_metrics_are_opened_once_storage_is_back(tmp_path_factory, firs
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_a_torn_metrics_file_keeps_its_whole_rows(tmp_path_factory, data):
+def test_a_truncated_metrics_file_keeps_its_complete_rows(tmp_path_factory, data):
     rows = [{"kind": "train", "step": step, "loss": 1 / step} for step in range(1, 7)]
     lines = [json.dumps(row).encode() + b"\n" for row in rows]
     content = b"".join(lines)
     cut = data.draw(st.integers(0, len(content)))
     path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
     path.write_bytes(content[:cut])
-    # A line that lacks its newline alone is whole.
+    # A line without its newline is complete.
     ends = np.cumsum([len(line) for line in lines]) - 1
     assert read_metrics(path) == rows[: int((ends <= cut).sum())]
 

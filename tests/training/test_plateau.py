@@ -1,4 +1,4 @@
-"""A loss that stops falling lets the next phase begin, and a resume does not forget it."""
+"""Plateau detection: counts stale evaluations, survives JSON, starts the next phase."""
 
 import math
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.training.phases import Phase
-from sparse_dataflow.training.plateau import GAIN, Plateau, next_begins, with_starts
+from sparse_dataflow.training.plateau import GAIN, Plateau, with_next_start, with_starts
 
 MODEL = ModelConfig(1, 8, 1, 8, 8, 8)
 
@@ -28,9 +28,9 @@ def test_stale_counts_evaluations_since_the_last_gain(values):
     assert Plateau.from_json(None) == Plateau()
 
 
-def test_the_next_phase_begins_at_once_and_later_ones_stay():
+def test_the_next_phase_starts_at_once_and_later_ones_stay():
     phases = tuple(Phase(a, b, MODEL, False) for a, b in ((0, 10), (10, 15), (15, 20)))
-    sooner = next_begins(phases, 0, 4)
+    sooner = with_next_start(phases, 0, 4)
     assert [(p.start, p.stop) for p in sooner] == [(0, 4), (4, 15), (15, 20)]
     assert with_starts(sooner, [0, 10, 15]) == phases
     with pytest.raises(ValueError, match="zip"):

@@ -1,4 +1,4 @@
-"""A step's time by section: every section, nothing negative, the state untouched."""
+"""Seconds of a step by section: all sections, none negative, the state unchanged."""
 
 import dataclasses
 import math
@@ -35,7 +35,7 @@ DEPTH = dataclasses.replace(SPARSE, density_by_depth=(2.0, 1.0))
 @pytest.mark.parametrize(
     "model", [SIZES["pico"], SPARSE, DEPTH], ids=["dense", "sparse", "by depth"]
 )
-def test_all_sections_are_there_and_fill_the_step(model):
+def test_all_sections_add_up_to_the_step(model):
     state = initial_state(model, TRAINING)._replace(key=np.zeros(2, np.uint32))
     before = jax.tree.map(np.array, state)
     seconds = sections.section_seconds(model, TRAINING, state, step_seconds=1e3)
@@ -46,11 +46,11 @@ def test_all_sections_are_there_and_fill_the_step(model):
 
 
 @pytest.mark.parametrize("model", [SIZES["pico"], DEPTH], ids=["dense", "by depth"])
-def test_sections_count_once_a_layer_and_micro_batch(monkeypatch, model):
-    """With one second for whatever is timed."""
+def test_sections_count_every_layer_and_micro_batch(monkeypatch, model):
+    """Every timing is one second."""
     monkeypatch.setattr(sections, "_median", lambda run: 1.0)
     seconds = sections.section_seconds(model, TRAINING, initial_state(model, TRAINING), 5.0)
     every_layer = TRAINING.micro_batches * model.num_layers
     once = {"embed": TRAINING.micro_batches, "head and loss": TRAINING.micro_batches}
     expected = dict.fromkeys(IN_ORDER, every_layer) | once | {"optimizer": 1, "other": 0}
-    assert seconds == expected  # The parts exceed the step, and "other" is never negative.
+    assert seconds == expected  # The sections exceed the step, and "other" is not negative.

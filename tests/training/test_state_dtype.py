@@ -1,5 +1,5 @@
-"""Moments and gradients in bfloat16: what is rounded, what that does to a training, and that the
-planner, the checkpoints and the executors know of it."""
+"""Moments and gradients in bfloat16: what is rounded, and the effect on training, planner,
+checkpoints and executors."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.optim.optimizers import adam, make_optimizer, map_moments
+from sparse_dataflow.optim.optimizers import adam_state, make_optimizer, map_moments
 from sparse_dataflow.parallel import describe, whole
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
@@ -30,7 +30,7 @@ DENSE = ModelConfig(2, 32, 4, 64, vocab_size=48, max_len=8)
 SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))
 TRAINING = TrainingConfig(steps=30, batch=4, sequence=8, state_dtype="bfloat16")
 WIDE = dataclasses.replace(TRAINING, state_dtype="float32")
-# Each text counts on by a step of its own.
+# Each sequence counts up with its own increment.
 TOKENS = np.arange(120, dtype=np.int32).reshape(30, 4, 1) * 7
 TOKENS = (TOKENS + np.arange(9, dtype=np.int32) * np.arange(1, 5, dtype=np.int32)[:, None]) % 48
 ROUNDING = 2.0**-8
@@ -39,13 +39,13 @@ ROUNDING = 2.0**-8
 
 @functools.cache
 def program(model, training):
-    """(tables, the compiled step): the same for every training of both."""
+    """(layout tables, jitted step)."""
     tables = gpt.layout_tables(gpt.layouts(model))
     return tables, jax.jit(make_train_step(model, training, tables))
 
 
 def trained(model, training, steps, state=None):
-    """(state, losses) after the steps, from the state's own on."""
+    """Trains up to step `steps`, from `state` or the initial one; returns (state, losses)."""
     tables, step = program(model, training)
     state = initial_state(model, training) if state is None else state
     state, losses = state._replace(tables=()), []
@@ -62,7 +62,7 @@ def bits(state):
 
 @settings(max_examples=8)
 @given(st.integers(0, 2**31), st.integers(-12, 4))
-def test_a_step_is_that_of_float32_with_its_moments_rounded_at_the_end(seed, exponent):
+def test_a_step_is_a_float32_step_with_moments_rounded_at_the_end(seed, exponent):
     rng = np.random.default_rng(seed)
     params = gpt.init(DENSE, jax.random.key(0))
     draw = lambda leaf: jnp.asarray(10.0**exponent * rng.normal(size=leaf.shape), "float32")  # noqa: E731
@@ -73,17 +73,19 @@ def test_a_step_is_that_of_float32_with_its_moments_rounded_at_the_end(seed, exp
     same = map_moments(lambda tree: jax.tree.map(jnp.float32, tree), before)
     mine, after = narrow.update(gradients, before, params)
     right, unrounded = wide.update(gradients, same, params)
-    for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(right)):
-        np.testing.assert_array_equal(one, other)
-    for one, other in zip(jax.tree.leaves(adam(after)), jax.tree.leaves(adam(unrounded))):
-        np.testing.assert_array_equal(one, other.astype(one.dtype))
+    for leaf, other in zip(jax.tree.leaves(mine), jax.tree.leaves(right)):
+        np.testing.assert_array_equal(leaf, other)
+    for leaf, other in zip(
+        jax.tree.leaves(adam_state(after)), jax.tree.leaves(adam_state(unrounded))
+    ):
+        np.testing.assert_array_equal(leaf, other.astype(leaf.dtype))
 
 
 @settings(max_examples=8)
 @given(st.floats(-6, 1), st.floats(-6, 1))
 @example(0.0, -4.83203125)
-def test_the_second_moment_comes_near_any_square_and_falls_to_nothing(before, after):
-    # As the optimizer's source says: within 8.5% of the square, from above and from below.
+def test_the_second_moment_approaches_any_square_and_decays_to_zero(before, after):
+    # Within 8.5% of the square, from above and from below; see `optimizers.B2`.
     optimizer = make_optimizer(DENSE, dataclasses.replace(TRAINING, clip=1e9))
     params = {"head": {"norm": {"scale": jnp.ones(1)}}}
     state = optimizer.init(params)
@@ -93,11 +95,11 @@ def test_the_second_moment_comes_near_any_square_and_falls_to_nothing(before, af
         gradients = {"head": {"norm": {"scale": jnp.full(1, gradient, jnp.float32)}}}
         for _ in range(count):
             _, state = run(gradients, state, params)
-        return float(adam(state).nu["head"]["norm"]["scale"][0]), state
+        return float(adam_state(state).nu["head"]["norm"]["scale"][0]), state
 
     _, state = steps(state, 10**before, 150)
-    found, state = steps(state, 10**after, 700)
-    assert found == pytest.approx(10 ** (2 * after), rel=0.085)
+    second_moment, state = steps(state, 10**after, 700)
+    assert second_moment == pytest.approx(10 ** (2 * after), rel=0.085)
     assert steps(state, 0.0, 200)[0] < 1e-3 * 10 ** (2 * after)
 
 
@@ -106,7 +108,7 @@ def test_the_second_moment_comes_near_any_square_and_falls_to_nothing(before, af
     [(DENSE, "full", 1), (SPARSE, "none", 2)],
     ids=["dense", "sparse"],
 )
-def test_losses_are_those_of_float32_to_half_a_percent_over_30_steps(model, remat, micro_batches):
+def test_losses_agree_with_float32_to_half_a_percent_over_30_steps(model, remat, micro_batches):
     model = dataclasses.replace(model, remat=remat)
     mine, right = (
         trained(model, dataclasses.replace(training, micro_batches=micro_batches), 30)[1]
@@ -118,61 +120,62 @@ def test_losses_are_those_of_float32_to_half_a_percent_over_30_steps(model, rema
 
 @pytest.mark.parametrize("layers", [2, whole.UNROLL_LAYERS + 1], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_a_gradient_is_that_of_float32_rounded_once(layers, remat):
+def test_a_gradient_is_the_float32_gradient_rounded_once(layers, remat):
     model = dataclasses.replace(DENSE, num_layers=layers, remat=remat)
     params = gpt.init(model, jax.random.key(0))
     loss = lambda p, dtype: whole.loss_and_gradients(model, p, {}, TOKENS[0], dtype=dtype)  # noqa: E731
-    (one, mine), (other, right) = (
+    (loss_16, mine), (loss_32, right) = (
         jax.jit(loss, static_argnums=1)(params, dtype) for dtype in ("bfloat16", "float32")
     )
-    assert float(one) == pytest.approx(float(other), rel=1e-6)
+    assert float(loss_16) == pytest.approx(float(loss_32), rel=1e-6)
     for rounded, exact in zip(jax.tree.leaves(mine), jax.tree.leaves(right)):
         assert rounded.dtype == "bfloat16" and exact.dtype == "float32"
-        # Two programs may add up in another order.
+        # The two programs may sum in different orders.
         noise = 1e-6 * np.abs(exact).max() + 1e-9
         np.testing.assert_allclose(rounded.astype("float32"), exact, rtol=ROUNDING, atol=noise)
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
-def test_no_float32_gradient_of_all_layers_is_ever_made(remat):
+def test_no_float32_gradient_of_all_layers_is_allocated(remat):
     model = dataclasses.replace(DENSE, num_layers=4 * whole.UNROLL_LAYERS, remat=remat)
     shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((1, 9), jnp.int32)
 
     def allocated(dtype):
         run = lambda p, t: whole.loss_and_gradients(model, p, {}, t, dtype=dtype)  # noqa: E731
-        found = jax.jit(run).lower(shapes, tokens).compile().memory_analysis()
-        return found.output_size_in_bytes, found.temp_size_in_bytes
+        analysis = jax.jit(run).lower(shapes, tokens).compile().memory_analysis()
+        return analysis.output_size_in_bytes, analysis.temp_size_in_bytes
 
-    (mine, beside), (right, least) = allocated("bfloat16"), allocated("float32")
+    (narrow, narrow_temp), (wide, wide_temp) = allocated("bfloat16"), allocated("float32")
     blocks = sum(4 * leaf.size for leaf in jax.tree.leaves(shapes["blocks"]))
-    assert mine < 0.52 * right
-    assert beside - least < blocks / 8
+    assert narrow < 0.52 * wide
+    assert narrow_temp - wide_temp < blocks / 8
 
 
 @pytest.mark.parametrize("model", [DENSE, SPARSE], ids=["dense", "sparse"])
 def test_a_resumed_training_has_the_same_bits(model, tmp_path):
     undisturbed, _ = trained(model, TRAINING, 6)
-    begun, _ = trained(model, TRAINING, 3)
-    known = identity(model, TRAINING, EvolutionConfig(), "none")
-    with Checkpoints(tmp_path, config=known) as checkpoints:
-        checkpoints.save(3, begun, {})
-    wanted = abstract_state(model, TRAINING)._replace(tables=begun.tables)
-    restored, _ = Checkpoints(tmp_path, config=known).restore(wanted)
+    halfway, _ = trained(model, TRAINING, 3)
+    config = identity(model, TRAINING, EvolutionConfig(), "none")
+    with Checkpoints(tmp_path, config=config) as checkpoints:
+        checkpoints.save(3, halfway, {})
+    abstract = abstract_state(model, TRAINING)._replace(tables=halfway.tables)
+    restored, _ = Checkpoints(tmp_path, config=config).restore(abstract)
     resumed, _ = trained(model, TRAINING, 6, restored)
     assert bits(resumed) == bits(undisturbed)
 
 
-def test_a_checkpoint_of_another_dtype_is_refused_in_words(tmp_path):
+def test_a_checkpoint_of_another_dtype_is_refused(tmp_path):
     state, _ = trained(DENSE, TRAINING, 1)
-    kept = identity(DENSE, TRAINING, EvolutionConfig(), "none")
-    with Checkpoints(tmp_path, config=kept) as checkpoints:
+    config = identity(DENSE, TRAINING, EvolutionConfig(), "none")
+    with Checkpoints(tmp_path, config=config) as checkpoints:
         checkpoints.save(1, state, {})
     other = Checkpoints(tmp_path, config=identity(DENSE, WIDE, EvolutionConfig(), "none"))
+    wide_state = abstract_state(DENSE, WIDE)._replace(tables={})
     with pytest.raises(UserError, match=r'training\.state_dtype is "bfloat16" there'):
-        other.restore(abstract_state(DENSE, WIDE)._replace(tables={}))
+        other.restore(wide_state)
     with pytest.raises(UserError, match=r"mu.*bfloat16.*float32"):
-        Checkpoints(tmp_path, config=kept).restore(abstract_state(DENSE, WIDE)._replace(tables={}))
+        Checkpoints(tmp_path, config=config).restore(wide_state)
 
 
 @given(
@@ -180,29 +183,29 @@ def test_a_checkpoint_of_another_dtype_is_refused_in_words(tmp_path):
     st.sampled_from([TRAINING, WIDE]),
     st.sampled_from(["dots", "full"]),
 )
-def test_the_planned_bytes_are_those_of_the_arrays(model, training, remat):
+def test_the_planned_bytes_are_the_bytes_of_the_arrays(model, training, remat):
     model = dataclasses.replace(model, remat=remat)
     tables = gpt.layout_tables(gpt.layouts(model))
     state = abstract_state(model, training)
     arrays = SINGLE_DEVICE.arrays(state, tables, True, {})
-    held = {group: describe.bytes_per_chip({group: tree}) for group, tree in arrays.items()}
+    array_bytes = {group: describe.bytes_per_chip({group: tree}) for group, tree in arrays.items()}
     plan = memory.training_config_bytes(model, training)
-    assert held["parameters"] == plan.parameters
-    assert held["gradients"] == plan.gradients
-    assert held["moments"] == plan.moments
+    assert array_bytes["parameters"] == plan.parameters
+    assert array_bytes["gradients"] == plan.gradients
+    assert array_bytes["moments"] == plan.moments
 
 
 def test_a_new_term_has_moments_of_the_same_dtype():
     ranked = SPARSE.with_linears(dataclasses.replace(SPARSE.linear("qkv"), rank=2))
     state = change_model(initial_state(SPARSE, TRAINING), SPARSE, ranked)
-    wanted = abstract_state(ranked, TRAINING)
+    abstract = abstract_state(ranked, TRAINING)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state.moments) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), wanted.moments
+        lambda leaf: (leaf.shape, leaf.dtype), abstract.moments
     )
 
 
-def test_what_is_not_legal_is_refused_in_words():
-    with pytest.raises(UserError, match="'float16' is unknown; legal: float32, bfloat16"):
+def test_illegal_dtypes_are_refused():
+    with pytest.raises(UserError, match=r"float16 is unknown\. Legal: float32, bfloat16"):
         dataclasses.replace(TRAINING, state_dtype="float16")
-    with pytest.raises(UserError, match=r"legal with it: --set training.state_dtype=float32"):
+    with pytest.raises(UserError, match=r"legal.*: --set training.state_dtype=float32"):
         RelayExecutor().check(DENSE, TRAINING)

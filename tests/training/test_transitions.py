@@ -1,5 +1,5 @@
-"""From one layout or model to the next: what stays keeps its bits, and where it should the
-function."""
+"""Transitions between layouts and models: blocks that stay keep their bits, and some transitions
+keep the function."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt
-from sparse_dataflow.optim.optimizers import make_optimizer
+from sparse_dataflow.optim.optimizers import adam_state, make_optimizer, map_moments
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.sparsity.evolution import METHODS, phase_specs
@@ -29,20 +29,16 @@ TOKENS = np.random.default_rng(1).integers(0, 40, (2, 8), np.int32)
 
 
 def trained_state(model, seed=0) -> TrainState:
-    """A state with every parameter and moment drawn, so that none is equal by chance."""
+    """Returns a state with random parameters and moments, so that no two are equal."""
     rng = np.random.default_rng(seed)
 
-    def draw(leaf):
-        return jax.numpy.asarray(0.1 * rng.normal(size=leaf.shape), leaf.dtype)
+    def draw(tree):
+        return jax.tree.map(
+            lambda leaf: jax.numpy.asarray(0.1 * rng.normal(size=leaf.shape), leaf.dtype), tree
+        )
 
     state = initial_state(model, TRAINING)
-    params = jax.tree.map(draw, state.params)
-    moments = tuple(
-        part._replace(mu=jax.tree.map(draw, part.mu), nu=jax.tree.map(draw, part.nu))
-        if hasattr(part, "mu")
-        else part
-        for part in state.moments
-    )
+    params, moments = draw(state.params), map_moments(draw, state.moments)
     return state._replace(params=params, moments=moments, step=jax.numpy.int32(5))
 
 
@@ -58,7 +54,7 @@ def to_numpy(state):
 
 
 def trees(state):
-    adam = next(part for part in state.moments if hasattr(part, "mu"))
+    adam = adam_state(state.moments)
     return state.params, adam.mu, adam.nu
 
 
@@ -68,7 +64,7 @@ def logits_of(model, state):
 
 
 def assert_shaped_like(state, model):
-    """It is a state of `model`: same tree, shapes and types, and its optimizer accepts it."""
+    """Asserts that the optimizer of `model` accepts the state: same tree, shapes and dtypes."""
     expected = jax.eval_shape(lambda: initial_state(model, TRAINING))
     describe = lambda leaf: (leaf.shape, leaf.dtype)  # noqa: E731
     assert jax.tree.map(describe, state) == jax.tree.map(describe, expected)
@@ -78,7 +74,7 @@ def assert_shaped_like(state, model):
 
 @pytest.mark.parametrize("method", ["set", "rigl"])
 @pytest.mark.parametrize("model", [MODEL, RANKED], ids=["plain", "ranked"])
-def test_an_update_keeps_survivors_bit_by_bit_and_starts_the_new_at_zero(method, model):
+def test_an_update_keeps_old_blocks_bit_by_bit_and_starts_new_ones_at_zero(method, model):
     before = to_numpy(trained_state(model))
     rng = np.random.default_rng(0)
     gradients = {
@@ -96,70 +92,67 @@ def test_an_update_keeps_survivors_bit_by_bit_and_starts_the_new_at_zero(method,
             for theirs, mine in zip(trees(before), trees(after)):
                 dense = was.to_dense(theirs["blocks"][name]["values"][layer])
                 expected = now.from_dense(dense)
-                found = np.asarray(mine["blocks"][name]["values"][layer])
-                assert found.tobytes() == expected.astype(found.dtype).tobytes()
+                values = np.asarray(mine["blocks"][name]["values"][layer])
+                assert values.tobytes() == expected.astype(values.dtype).tobytes()
     again = update_layouts(trained_state(model), model, update, 0.3, gradients)
     jax.tree.map(np.testing.assert_array_equal, to_numpy(again), to_numpy(after))
     others = [
         t for t in jax.tree_util.tree_leaves_with_path(before.params) if "values" not in str(t)
     ]
-    kept = dict(jax.tree_util.tree_leaves_with_path(after.params))
-    assert all(np.array_equal(kept[path], leaf) for path, leaf in others)
+    params = dict(jax.tree_util.tree_leaves_with_path(after.params))
+    assert all(np.array_equal(params[path], leaf) for path, leaf in others)
 
 
 def test_random_choices_follow_from_key_and_step():
     update = METHODS["set"].update
-    found = [
-        update_layouts(trained_state(MODEL)._replace(**change), MODEL, update, 0.3).tables
-        for change in ({}, {"step": jax.numpy.int32(6)}, {"key": jax.random.key(3)})
-    ]
-    masks = [gpt.layouts_from_tables(MODEL, tables)["mlp_in"] for tables in found]
-    assert masks[0] != masks[1] and masks[0] != masks[2]
+    layouts = []
+    for change in ({}, {"step": jax.numpy.int32(6)}, {"key": jax.random.key(3)}):
+        state = update_layouts(trained_state(MODEL)._replace(**change), MODEL, update, 0.3)
+        layouts.append(gpt.layouts_from_tables(MODEL, state.tables)["mlp_in"])
+    assert layouts[0] != layouts[1] and layouts[0] != layouts[2]
 
 
 @pytest.mark.parametrize("model", [MODEL, RANKED], ids=["plain", "ranked"])
 def test_dense_is_the_same_function_with_the_same_moments(model):
     dense = phase_specs(model, EvolutionConfig("sparse_to_dense"))[1].model
     before = trained_state(model)
-    logits, kept = logits_of(model, before), to_numpy(before)
+    logits, original = logits_of(model, before), to_numpy(before)
     after = change_model(before, model, dense)
     assert_shaped_like(after, dense)
     np.testing.assert_allclose(logits_of(dense, after), logits, rtol=1e-5, atol=1e-5)
     assert np.abs(logits).max() > 0.1
     for name, layers in gpt.layouts(model).items():
         for layer, layout in enumerate(layers):
-            for tree, (theirs, mine) in enumerate(zip(trees(kept), trees(after))):
+            for tree, (theirs, mine) in enumerate(zip(trees(original), trees(after))):
                 module = jax.tree.map(lambda leaf, i=layer: leaf[i], theirs["blocks"][name])
-                found, expected = (
-                    mine["blocks"][name]["kernel"][layer],
-                    layout.to_dense(module["values"]),
-                )
+                kernel = mine["blocks"][name]["kernel"][layer]
+                expected = layout.to_dense(module["values"])
                 if tree == 0 and "gate" in module:
                     expected += module["gate"] * module["a_kernel"] @ module["b_kernel"]
-                    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+                    np.testing.assert_allclose(kernel, expected, rtol=1e-5, atol=1e-6)
                 else:
-                    np.testing.assert_array_equal(found, expected)
+                    np.testing.assert_array_equal(kernel, expected)
 
 
-def test_what_a_transform_feeds_becomes_a_dense_weight_of_the_same_function():
+def test_a_weight_with_a_hadamard_transform_becomes_a_dense_one_of_the_same_function():
     dense = phase_specs(MIXED, EvolutionConfig("sparse_to_dense"))[1].model
     before = trained_state(MIXED)
-    logits, kept = logits_of(MIXED, before), to_numpy(before)
+    logits, original = logits_of(MIXED, before), to_numpy(before)
     after = change_model(before, MIXED, dense)
     assert_shaped_like(after, dense)
     np.testing.assert_allclose(logits_of(dense, after), logits, rtol=1e-5, atol=1e-5)
     for name, layers in gpt.layouts(MIXED).items():
         inside = MIXED.projection_shape(name)[0]
         turn = np.kron(np.eye(inside // 16), scipy.linalg.hadamard(16) / 4)
-        # How the variance of each input's gradient follows, if those of a group are independent.
+        # Variances of independent gradients transform with the squares.
         for tree, step in zip(range(3), (turn, turn, np.square(turn))):
-            theirs, mine = trees(kept)[tree], trees(after)[tree]
+            theirs, mine = trees(original)[tree], trees(after)[tree]
             expected = step @ layers[1].to_dense(theirs["blocks"][name]["values"][1])
-            found = mine["blocks"][name]["kernel"][1]
-            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+            kernel = mine["blocks"][name]["kernel"][1]
+            np.testing.assert_allclose(kernel, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_pruning_for_a_transform_keeps_the_largest_blocks_of_what_reads_it():
+def test_pruning_with_a_transform_keeps_the_largest_blocks_of_the_transformed_weight():
     dense = MODEL.with_linears(LinearSpec())
     state = trained_state(dense)
     kernel = np.array(state.params["blocks"]["mlp_out"]["kernel"][0])
@@ -167,13 +160,13 @@ def test_pruning_for_a_transform_keeps_the_largest_blocks_of_what_reads_it():
     assert_shaped_like(after, MIXED)
     layout = gpt.layouts_from_tables(MIXED, after.tables)["mlp_out"][0]
     turned = np.kron(np.eye(len(kernel) // 16), scipy.linalg.hadamard(16) / 4) @ kernel
-    found = after.params["blocks"]["mlp_out"]["values"][0]
-    np.testing.assert_allclose(found, layout.from_dense(turned), rtol=1e-4, atol=1e-6)
+    values = after.params["blocks"]["mlp_out"]["values"][0]
+    np.testing.assert_allclose(values, layout.from_dense(turned), rtol=1e-4, atol=1e-6)
     plain = gpt.layouts_from_tables(MODEL, change_model(trained_state(dense), dense, MODEL).tables)
     assert layout != plain["mlp_out"][0]
 
 
-def test_a_low_rank_term_joins_without_changing_the_function():
+def test_a_new_low_rank_term_keeps_the_function():
     before = trained_state(MODEL)
     logits = logits_of(MODEL, before)
     after = change_model(before, MODEL, RANKED)
@@ -186,11 +179,11 @@ def test_a_low_rank_term_joins_without_changing_the_function():
 
 
 def test_pruning_keeps_the_largest_blocks_of_all_stages():
-    found = phase_specs(MODEL, EvolutionConfig("gradual"))
-    state = trained_state(found[0].model)
+    models = phase_specs(MODEL, EvolutionConfig("gradual"))
+    state = trained_state(models[0].model)
     original = to_numpy(state)
     energy, stored = [], None
-    for before, after in itertools.pairwise(found):
+    for before, after in itertools.pairwise(models):
         state = change_model(state, before.model, after.model)
         assert_shaped_like(state, after.model)
         layout = gpt.layouts_from_tables(after.model, state.tables)["mlp_in"][1]
@@ -205,8 +198,8 @@ def test_pruning_keeps_the_largest_blocks_of_all_stages():
     assert len(energy) == 2 and np.sum(layout.from_dense(kernel) ** 2) > np.sum(kernel**2) / 4
 
 
-def test_what_was_moved_is_freed():
-    """So that beside the state there is one array of one projection at most."""
+def test_converted_arrays_are_freed():
+    """So that the extra memory is one array of one projection."""
     state = trained_state(MODEL)
     values = [tree["blocks"]["qkv"]["values"] for tree in trees(state)]
     update_layouts(state, MODEL, METHODS["set"].update, 0.3)

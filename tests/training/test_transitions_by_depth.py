@@ -1,4 +1,4 @@
-"""Layers that store unequally much go from one layout or model to the next as equal ones do."""
+"""Transitions with per-layer density convert each layer as with one density for all layers."""
 
 import dataclasses
 import itertools
@@ -35,7 +35,9 @@ CHANGES = {
     "to_alike": lambda model: (model, ALIKE),
 }
 RNG = np.random.default_rng(0)
-NORMS = {name: RNG.random((3, *own[0].mask.shape)) for name, own in gpt.layouts(ALIKE).items()}
+NORMS = {
+    name: RNG.random((3, *layouts[0].mask.shape)) for name, layouts in gpt.layouts(ALIKE).items()
+}
 
 
 def staged(model, evolution):
@@ -55,44 +57,44 @@ def transition(name, model):
     return before, after, lambda state: change_model(state, before, after)
 
 
-def of_layers(states, model):
-    """A state of `model` with each layer's leaves from that layer of another state."""
+def state_of_layers(states, model):
+    """Returns a state of `model` whose layer i has the leaves of layer i of states[i]."""
 
-    def one(*each):
+    def combine(*each):
         layers = [
-            jax.tree.map(np.asarray, [own for own, _ in gpt.layers(tree["blocks"], tables)][i])
+            jax.tree.map(np.asarray, [layer for layer, _ in gpt.layers(tree["blocks"], tables)][i])
             for i, (tree, tables) in enumerate(zip(each, (s.tables for s in states)))
         ]
         blocks = jax.tree.map(jnp.array, gpt.stacked_layers(model, layers))
         return jax.tree.map(jnp.array, {**each[0], "blocks": blocks})
 
-    params, mu, nu = (one(*each) for each in zip(*map(trees, states)))
+    params, mu, nu = (combine(*each) for each in zip(*map(trees, states)))
     moments = map_moments(lambda _: mu, states[0].moments, second=lambda _: nu)
     tables = gpt.layout_tables(gpt.layouts(model))
     return states[0]._replace(params=params, moments=moments, tables=tables)
 
 
 @pytest.mark.parametrize("name", ["set", "rigl", *CHANGES])
-def test_every_layer_becomes_what_it_does_among_layers_alike(name):
+def test_every_layer_is_converted_as_among_equal_layers(name):
     before, after, change = transition(name, BY_DEPTH)
-    begun, expected = [], []
+    initial, expected = [], []
     for group in layer_groups(BY_DEPTH):
-        own, _, move = transition(name, group.model)
-        begun += [trained_state(own)] * len(group.layers)
-        expected += [move(trained_state(own))] * len(group.layers)
-    found = change(of_layers(begun, before))
-    assert_shaped_like(found, after)
-    for mine, theirs in zip(trees(found), zip(*map(trees, expected))):
-        layers = list(gpt.layers(mine["blocks"], found.tables))
+        model, _, change_group = transition(name, group.model)
+        initial += [trained_state(model)] * len(group.layers)
+        expected += [change_group(trained_state(model))] * len(group.layers)
+    state = change(state_of_layers(initial, before))
+    assert_shaped_like(state, after)
+    for mine, theirs in zip(trees(state), zip(*map(trees, expected))):
+        layers = list(gpt.layers(mine["blocks"], state.tables))
         assert len(layers) == 3
         for i, layer in enumerate(layers):
             twin = list(gpt.layers(theirs[i]["blocks"], expected[i].tables))[i]
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), layer, twin)
-    assert np.asarray(found.step) == 5
+    assert np.asarray(state.step) == 5
 
 
 @pytest.mark.parametrize("name", ["sparse_to_dense", "mlp_dense_first", "low_rank_tail"])
-def test_the_function_stays(name):
+def test_the_function_is_unchanged(name):
     before, after, change = transition(name, BY_DEPTH)
     state = trained_state(before)
     logits = logits_of(before, state)
@@ -103,12 +105,12 @@ def test_the_function_stays(name):
 
 def test_pruning_keeps_the_largest_blocks_of_every_layer():
     plain = dataclasses.replace(SPARSE, rank=0, hadamard=0)
-    found = phase_specs(BY_DEPTH.with_linears(plain), EvolutionConfig("gradual"))
-    assert [len(layer_groups(phase.model)) for phase in found] == [1, 2, 2]
-    state = trained_state(found[0].model)
+    models = phase_specs(BY_DEPTH.with_linears(plain), EvolutionConfig("gradual"))
+    assert [len(layer_groups(phase.model)) for phase in models] == [1, 2, 2]
+    state = trained_state(models[0].model)
     original = [np.array(tree["blocks"]["mlp_in"]["kernel"]) for tree in trees(state)]
     before = None
-    for last, phase in itertools.pairwise(found):
+    for last, phase in itertools.pairwise(models):
         state = change_model(state, last.model, phase.model)
         assert_shaped_like(state, phase.model)
         layouts = gpt.layouts_from_tables(phase.model, state.tables)["mlp_in"]

@@ -98,7 +98,7 @@ class RelayExecutor(MultiProgramExecutor):
             "tables": lambda tables: tables,
             "gradient_norms": functools.partial(_gradient_norms, relay),
             "parameter_norms": parameter_norms,
-            "begin": functools.partial(self._start, relay),
+            "start_state": functools.partial(self._start, relay),
             "timeline": lambda: relay.timeline.spans,
         }
 
@@ -110,7 +110,7 @@ class RelayExecutor(MultiProgramExecutor):
         identity: Mapping[str, Any],
         saved: int | None,
         state: Callable[[], TrainState],
-        drawn: bool,
+        from_seed: bool,
     ) -> TrainState:
         """Sets the relay's run length and returns the state to continue from.
 
@@ -121,7 +121,7 @@ class RelayExecutor(MultiProgramExecutor):
           identity: identity of the run's checkpoints.
           saved: step of the newest checkpoint; None without one.
           state: reads that checkpoint, or returns the initial state.
-          drawn: whether the initial state is that of `initial_state`.
+          from_seed: whether the initial state is that of `initial_state`.
         """
         relay.start(training)
         if not self.server_dir:
@@ -133,7 +133,7 @@ class RelayExecutor(MultiProgramExecutor):
         restored = _restore_common_step(files, host_state.training_key(training))
         if restored is not None and (saved is None or int(restored.step) >= saved):
             return restored
-        if saved is None and drawn:
+        if saved is None and from_seed:
             blocks = self._starting_blocks(model)
             return files.new_state(
                 lambda *trees: host_state.fresh_state(model, training, trees, blocks)

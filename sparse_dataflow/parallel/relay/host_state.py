@@ -18,7 +18,7 @@ from sparse_dataflow.models.groups import (
     layer_groups,
     split_groups,
 )
-from sparse_dataflow.optim.optimizers import adam, make_optimizer
+from sparse_dataflow.optim.optimizers import adam_state, make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 
 EMBED, HEAD = "embed", "head"
@@ -84,7 +84,7 @@ def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
 def zeros(model: ModelConfig, training: TrainingConfig) -> tuple[dict, dict, dict]:
     """Returns zeroed (params, mu, nu); the system allocates their pages at the first write."""
     shapes = abstract_state(model, training)
-    moments = adam(shapes.moments)
+    moments = adam_state(shapes.moments)
     return jax.tree.map(
         lambda leaf: np.zeros(leaf.shape, leaf.dtype), (shapes.params, moments.mu, moments.nu)
     )
@@ -123,7 +123,7 @@ def fresh_state(
 
 def copied_state(state: TrainState, trees: tuple[dict, dict, dict]) -> TrainState:
     """Copies params and moments of a state into the trees (params, mu, nu); returns that state."""
-    moments = adam(state.moments)
+    moments = adam_state(state.moments)
     jax.tree.map(
         lambda to, leaf: np.copyto(to, leaf), trees, (state.params, moments.mu, moments.nu)
     )

@@ -27,7 +27,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.groups import group_index, layer_groups
-from sparse_dataflow.optim.optimizers import adam, decay_mask, learning_rate_multipliers
+from sparse_dataflow.optim.optimizers import adam_state, decay_mask, learning_rate_multipliers
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.relay import host_optimizer
 from sparse_dataflow.parallel.relay.host_optimizer import Leaf, Rates
@@ -159,7 +159,7 @@ class ServerStep:
         """
         self._server, self._state, self._timeline = server, state, timeline
         self._sections, self._learning_rate = sections, float(learning_rate)
-        moments = adam(state.moments)
+        moments = adam_state(state.moments)
         self._count = int(moments.count) + 1
         self._before = state.params, moments.mu, moments.nu
         self._after = server.storage.target(*self._before)

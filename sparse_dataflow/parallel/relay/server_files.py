@@ -30,7 +30,7 @@ from sparse_dataflow.files import folders, manifest
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.json_difference import differences
 from sparse_dataflow.hardware.detect import GIB
-from sparse_dataflow.optim.optimizers import adam
+from sparse_dataflow.optim.optimizers import adam_state
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.relay.host_state import (
     Section,
@@ -69,7 +69,7 @@ class MappedFiles:
         """
         self.folder, self._abstract = Path(folder).absolute(), abstract
         self._identity = json.loads(json.dumps(identity))
-        moments = adam(abstract.moments)
+        moments = adam_state(abstract.moments)
         self._shapes = abstract.params, moments.mu, moments.nu, abstract.tables
         self._sections = all_sections(depth_of(abstract.params))
         self._digests: dict[Section, int] = {}
@@ -167,7 +167,7 @@ class MappedFiles:
         digests = {section_name(s): self._digests[s] for s in self._sections}
         newest = {
             "step": int(state.step),
-            "count": int(adam(state.moments).count),
+            "count": int(adam_state(state.moments).count),
             "slot": slot,
             "digests": digests | {"tables": _digest(tables)},
             "identity": self._identity,

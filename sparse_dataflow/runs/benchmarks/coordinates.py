@@ -20,8 +20,8 @@ from sparse_dataflow.runs.train import training_data
 from sparse_dataflow.training.coordinates import (
     ACTIVATIONS,
     activation_changes,
-    slopes,
-    widened,
+    fit_exponents,
+    with_width,
 )
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.variants import Variant, variant
@@ -103,7 +103,7 @@ def _variant(request, chip, parametrization, width, density) -> Variant:
     config = changed.config(jax.default_backend(), chip.memory_bytes)
     sparse = variant(config, "sparse").with_steps(1)
     model = dataclasses.replace(sparse.model, parametrization=parametrization)
-    return dataclasses.replace(sparse, model=widened(model, width))
+    return dataclasses.replace(sparse, model=with_width(model, width))
 
 
 def exponents(rows: list[dict]) -> dict[tuple[str, str], tuple[float, float]]:
@@ -115,7 +115,7 @@ def exponents(rows: list[dict]) -> dict[tuple[str, str], tuple[float, float]]:
             for r in rows
             if (r["parametrization"], r["activation"]) == key
         }
-        found[key] = slopes(sizes)
+        found[key] = fit_exponents(sizes)
     return found
 
 

@@ -29,7 +29,7 @@ from sparse_dataflow.sparsity.scaling_law import (
     interval,
     noise,
 )
-from sparse_dataflow.training.coordinates import widened
+from sparse_dataflow.training.coordinates import with_width
 from sparse_dataflow.training.metrics import say
 
 OWNER = "sparse_scaling_law"
@@ -126,7 +126,7 @@ def _plan(base, widths, densities, lengths, seeds) -> list[dict]:
     plan = []
     for seed, width, density in itertools.product(range(seeds), widths, densities):
         variant = base.variant("sparse", sparsity__density=density, training__seed=seed)
-        model = widened(variant.model, width)
+        model = with_width(variant.model, width)
         for steps in lengths:
             training = dataclasses.replace(variant.training, steps=steps)
             plan.append(

@@ -3,7 +3,7 @@
 from experiments import coordinate_check
 from sparse_dataflow.config.presets import preset
 from sparse_dataflow.runs.benchmarks.benchmark import named_model
-from sparse_dataflow.training.coordinates import widened
+from sparse_dataflow.training.coordinates import with_width
 
 
 def test_every_model_has_layouts_and_heads_of_one_width():
@@ -11,5 +11,5 @@ def test_every_model_has_layouts_and_heads_of_one_width():
     size, options = preset(scale).model, coordinate_check.Options()
     for width in options.widths:
         for density in options.densities:
-            wide = widened(named_model(scale, density, block), width)
+            wide = with_width(named_model(scale, density, block), width)
             assert wide.d_model // wide.num_heads == size.d_model // size.num_heads
