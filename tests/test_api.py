@@ -95,7 +95,7 @@ def test_texts_that_cannot_be_split_into_documents_are_refused_in_words(texts, c
 
 
 def test_what_cannot_be_trained_is_refused_in_words(texts, config):
-    with pytest.raises(sd.UserError, match="training.sequence=128 is longer than"):
+    with pytest.raises(sd.UserError, match=r"training.sequence=128 is longer than"):
         config.change(training__sequence=128)
     with pytest.raises(sd.UserError, match="too small for byte-level BPE"):
         sd.train(config.change(model__vocab_size=100), texts=texts)

@@ -16,12 +16,6 @@ ROOMS = [
 ]  # fmt: skip
 """Lowest first.  A room that does not exist yet has its place already."""
 
-EXCEPTIONS = {
-    ("sparsity.allocation", "models.groups"): "layer groups move to config",
-    ("sparsity.evolution", "models.groups"): "layer groups move to config",
-}
-"""(importer, imported): why the import still points upward.  The list may only shrink."""
-
 
 def modules() -> dict[str, pathlib.Path]:
     """Name of each module, without the package's -> its file; the package itself left out."""
@@ -86,12 +80,7 @@ def test_what_is_imported_exists():
 
 
 def test_no_import_points_upward(upward):
-    new = sorted(upward - EXCEPTIONS.keys())
-    assert not new, "\n".join(f"{name} imports {other}, which is above it" for name, other in new)
-
-
-def test_no_exception_outlives_its_need(upward):
-    assert not sorted(EXCEPTIONS.keys() - upward)
+    assert not upward, "\n".join(f"{name} imports {other}" for name, other in sorted(upward))
 
 
 def test_imports_are_found_wherever_they_are():

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sparse_dataflow.config.layer_groups import layer_groups, split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import layer_groups, split_groups
 
 
 class Weights(NamedTuple):

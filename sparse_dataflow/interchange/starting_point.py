@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sparse_dataflow.config.layer_groups import layer_linear
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
-from sparse_dataflow.models.groups import layer_linear
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor

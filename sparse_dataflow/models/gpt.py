@@ -24,6 +24,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from sparse_dataflow.config.layer_groups import join_groups, layer_groups, split_groups
 from sparse_dataflow.config.model import PROJECTIONS, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.attention.api import causal_attention
@@ -31,7 +32,6 @@ from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
 from sparse_dataflow.kernels.cross_entropy import vocabulary
 from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
-from sparse_dataflow.models.groups import join_groups, layer_groups, split_groups
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT, Linear, Probe, projection_layout
 from sparse_dataflow.models.shard import WHOLE, Shard
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables

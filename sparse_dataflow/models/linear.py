@@ -11,10 +11,10 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from sparse_dataflow.config.layer_groups import layer_linear
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
 from sparse_dataflow.kernels.hadamard.api import hadamard
-from sparse_dataflow.models.groups import layer_linear
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 from sparse_dataflow.sparsity.patterns import make_layout
 

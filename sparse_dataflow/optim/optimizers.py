@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sparse_dataflow.config.layer_groups import group_index_of_path, layer_groups
 from sparse_dataflow.config.model import SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.models.groups import group_index_of_path, layer_groups
 
 B1, B2, EPS = 0.9, 0.95, 1e-8
 """Adam's decay rates of the moments, from GPT-3 (arXiv 2005.14165, appendix B), and epsilon.

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_dataflow.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.models.groups import join_groups, split_groups
 from sparse_dataflow.models.linear import Probe
 from sparse_dataflow.parallel import whole
 

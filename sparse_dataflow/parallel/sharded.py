@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sparse_dataflow.config.layer_groups import group_index_of_path, join_groups, split_groups
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import group_index_of_path, join_groups, split_groups
 from sparse_dataflow.models.shard import Shard
 from sparse_dataflow.optim.optimizers import adam_state
 from sparse_dataflow.parallel import cuts, sharding, whole

@@ -24,7 +24,7 @@ ROW_PARALLEL = ("attn_out", "mlp_out")
 
 _COLUMN, _ROW = "|".join(COLUMN_PARALLEL), "|".join(ROW_PARALLEL)
 _BLOCKS = r"blocks\.(?:\d+\.)?"
-"""Path prefix of all blocks, or of one layer group (see `models.groups`)."""
+"""Path prefix of all blocks, or of one layer group (see `config.layer_groups`)."""
 
 RULES = (
     # The first row whose expression matches the full path gives the axes that shard each dimension.

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparse_dataflow.config.layer_groups import split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import split_groups
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT
 from sparse_dataflow.models.shard import WHOLE, Shard
 

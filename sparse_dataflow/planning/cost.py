@@ -18,11 +18,11 @@ Pure Python: importing this module loads no jax.
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+from sparse_dataflow.config.layer_groups import mean_multiplier
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.kernels.hadamard import factors
-from sparse_dataflow.models.groups import mean_multiplier
 
 BACKWARD_PER_FORWARD = 2
 

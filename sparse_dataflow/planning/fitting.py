@@ -11,8 +11,8 @@ from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planning import published
 from sparse_dataflow.planning.efficiency import PRIOR, Efficiency
+from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.planning.published import Row, Scaling
-from sparse_dataflow.planning.run_layout import ParallelPlan
 from sparse_dataflow.planning.step_time import step_time
 
 # Name -> (minimum, maximum, standard deviation of the prior in logits).

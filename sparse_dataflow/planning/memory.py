@@ -9,11 +9,11 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from sparse_dataflow.config.layer_groups import with_densest_layers
 from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import GIB
-from sparse_dataflow.models.groups import with_densest_layers
 from sparse_dataflow.planning.cost import stored_fractions
 
 MASTER_BYTES = 4

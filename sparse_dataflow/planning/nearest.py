@@ -3,7 +3,7 @@
 import dataclasses
 
 from sparse_dataflow.planning import search
-from sparse_dataflow.planning.run_layout import ParallelPlan
+from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.planning.search import Request
 
 CHANGES = (("remat",), ("micro_batch", "accumulation"), ("zero",), ("schedule", "chunks"))

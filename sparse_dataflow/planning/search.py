@@ -17,9 +17,9 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency
-from sparse_dataflow.planning.layout_memory import plan_bytes
 from sparse_dataflow.planning.memory import USABLE
-from sparse_dataflow.planning.run_layout import BUBBLES, ParallelPlan
+from sparse_dataflow.planning.parallel_plan import BUBBLES, ParallelPlan
+from sparse_dataflow.planning.plan_memory import plan_bytes
 from sparse_dataflow.planning.step_time import StepTime, step_time
 
 COUNTS = ("tensor", "stage", "data", "micro_batch", "chunks")
@@ -41,7 +41,7 @@ class Request:
       batch: sequences per optimizer step.
       chip: kind of chip.
       chips: number of chips; a legal plan uses all of them.
-      state_dtype: see `run_layout.ParallelPlan`.
+      state_dtype: see `parallel_plan.ParallelPlan`.
     """
 
     config: ModelConfig

@@ -10,15 +10,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from sparse_dataflow.config.layer_groups import with_densest_layers
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip, Network
-from sparse_dataflow.models.groups import with_densest_layers
 from sparse_dataflow.planning import collectives
 from sparse_dataflow.planning.cost import stored_fractions
 from sparse_dataflow.planning.efficiency import Efficiency
 from sparse_dataflow.planning.memory import DTYPE_BYTES, parameter_count
-from sparse_dataflow.planning.run_layout import BUBBLES, RECOMPUTED, ParallelPlan
+from sparse_dataflow.planning.parallel_plan import BUBBLES, RECOMPUTED, ParallelPlan
 
 # Fused? -> elements per token that element-wise operations of a block's forward pass read and
 # write, as multiples of (d_model, d_ff).  Fused: one pass each for two norms, two residual sums

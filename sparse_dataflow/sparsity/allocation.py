@@ -5,9 +5,9 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 
+from sparse_dataflow.config.layer_groups import layer_groups, mean_multiplier
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.groups import layer_groups, mean_multiplier
 from sparse_dataflow.sparsity.patterns import legal_densities, make_layout
 
 BUDGETS = ("uniform", "compute")

@@ -240,7 +240,7 @@ class Progress:
 
 
 def say(text: str) -> None:
-    """Prints a line above the progress bars on process 0, with secrets redact."""
+    """Prints a line above the progress bars on process 0, with secrets redacted."""
     if not processes.is_first():
         return
     tqdm.write(redact(text), file=sys.stderr)

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.config.layer_groups import layer_groups, split_groups
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed.warm_up import warm_up
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import layer_groups, split_groups
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 

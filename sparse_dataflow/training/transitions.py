@@ -5,7 +5,7 @@ moments are safe.  Adam's count goes on, so the bias correction is not small, an
 from zero |m| / sqrt(v) <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) (Cauchy-Schwarz), which is 1.2
 for b1 0.9 and b2 0.95.  So a new weight moves no faster than an old one.
 
-Projections are converted one at a time, one group of layers (`models.groups`) after another.  Each
+Projections are converted one at a time, one group of layers (`config.layer_groups`) after another.  Each
 old array is freed before the next one is converted, so the extra memory is one array of one
 projection.
 """
@@ -20,11 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.config.layer_groups import (
+    join_groups,
+    layer_groups,
+    layer_linear,
+    split_groups,
+)
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.distributed.processes import to_host
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import join_groups, layer_groups, layer_linear, split_groups
 from sparse_dataflow.optim.optimizers import adam_state, map_moments
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.sparsity.evolution import Update, block_sources, largest_blocks

@@ -7,7 +7,7 @@ from shipped_plans import SHIPPED, plan_of, result
 
 from sparse_dataflow.aot import hlo, topologies
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
-from sparse_dataflow.planning.run_layout import ParallelPlan
+from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.runs.planning import compile_report
 from sparse_dataflow.runs.planning.compile_report import FITS, TOO_LARGE, CompilePlan
 

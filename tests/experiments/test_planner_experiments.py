@@ -11,7 +11,7 @@ import pytest
 from experiments import layout_search, planner_truth, scaling_study
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.pipeline import schedules
-from sparse_dataflow.planning.run_layout import ParallelPlan
+from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.runs import command_line
 from sparse_dataflow.runs.planning import scaling, search_report
 from sparse_dataflow.training.variants import variants

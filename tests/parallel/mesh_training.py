@@ -19,11 +19,11 @@ import numpy as np
 
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.layer_groups import split_groups
 from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import split_groups
 from sparse_dataflow.optim.optimizers import map_moments
 from sparse_dataflow.optim.train_state import StepReport
 from sparse_dataflow.parallel import mesh as meshes

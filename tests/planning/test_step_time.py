@@ -17,7 +17,7 @@ from sparse_dataflow.hardware.chips import CHIPS, Chip, Network
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning import collectives, cost, memory
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency
-from sparse_dataflow.planning.run_layout import BUBBLES, RECOMPUTED, ParallelPlan
+from sparse_dataflow.planning.parallel_plan import BUBBLES, RECOMPUTED, ParallelPlan
 from sparse_dataflow.planning.step_time import GROUPS, stage_parameters, step_time
 
 GOLDEN = Path(__file__).parent / "explain.txt"
@@ -275,7 +275,7 @@ def test_unknown_rates_and_choices_are_refused():
 
 
 def test_importing_the_planner_loads_no_jax():
-    modules = ("search", "fitting", "published", "layout_memory", "sensitivity")
+    modules = ("search", "fitting", "published", "plan_memory", "sensitivity")
     lines = "; ".join(f"import sparse_dataflow.planning.{name}" for name in modules)
     code = f"import sys; {lines}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.layer_groups import layer_linear
 from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.groups import layer_linear
 from sparse_dataflow.sparsity import evolution
 from sparse_dataflow.sparsity.evolution import (
     METHODS,

@@ -1,7 +1,7 @@
 """A training state in host memory, and views of its sections.
 
 The state has the structure of every executor, with numpy arrays as leaves. Blocks are stacked by
-layer group (see `models.groups`); the view of a block is its slice of each stack.
+layer group (see `config.layer_groups`); the view of a block is its slice of each stack.
 """
 
 import functools
@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import (
+from sparse_dataflow.config.layer_groups import (
     group_index,
     layer_groups,
     split_groups,
 )
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.optimizers import adam_state, make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 

@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.config.layer_groups import group_index, layer_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.groups import group_index, layer_groups
 from sparse_dataflow.optim.optimizers import adam_state, decay_mask, learning_rate_multipliers
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.relay import host_optimizer

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.config.layer_groups import group_index, layer_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import group_index, layer_groups
 from sparse_dataflow.models.linear import Probe
 from sparse_dataflow.parallel.relay import programs
 from sparse_dataflow.parallel.relay.host_state import layer_view

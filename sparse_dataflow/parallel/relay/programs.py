@@ -1,6 +1,6 @@
 """The relay's programs: one per kind of section and direction, independent of depth.
 
-Layers of different density form several layer groups (`models.groups`); each group has its own
+Layers of different density form several layer groups (`config.layer_groups`); each group has its own
 block programs. A program takes the device's copy of one section's parameters and all micro-batches
 of a step.
 
@@ -18,11 +18,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
+from sparse_dataflow.config.layer_groups import layer_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import layer_groups
 
 DATA_AXIS = "data"
 

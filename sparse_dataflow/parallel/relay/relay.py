@@ -18,11 +18,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
+from sparse_dataflow.config.layer_groups import group_index
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.parallel import CLIPPINGS
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError, first_line
-from sparse_dataflow.models.groups import group_index
 from sparse_dataflow.optim.train_state import StepReport, TrainState
 from sparse_dataflow.parallel.relay import programs as relay_programs
 from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule

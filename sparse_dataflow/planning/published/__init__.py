@@ -8,7 +8,7 @@
 | maxtext_v4.csv, maxtext_v5e.csv, maxtext_v5p.csv | AI-Hypercomputer/maxtext, README.md of configs/v4, v5e and v5p with the scripts beside them (December 2023; v4 April 2023) |
 | maxtext_v6e.csv | AI-Hypercomputer/tpu-recipes, training/trillium: the step times that each recipe prints, layouts of benchmarks/maxtext_trillium_model_configs.py |
 
-Columns: the model, its parallel plan as in `run_layout.ParallelPlan` (island: chips joined by fast
+Columns: the model, its plan as in `parallel_plan.ParallelPlan` (island: chips joined by fast
 links, a node or a slice), the figure and its unit, and their status:
 
 - `number`: "verified" (read in the source) or "recalled".
@@ -29,7 +29,7 @@ from typing import Any
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.hardware.chips import CHIPS, TERA, Chip
-from sparse_dataflow.planning.run_layout import ParallelPlan
+from sparse_dataflow.planning.parallel_plan import ParallelPlan
 
 SOURCES = (
     "megatron_a100",

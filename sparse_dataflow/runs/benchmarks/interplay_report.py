@@ -14,7 +14,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR
-from sparse_dataflow.planning.run_layout import ParallelPlan
+from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.planning.step_time import step_time, with_passes
 from sparse_dataflow.reporting import planner_figures
 from sparse_dataflow.runs import measurement

@@ -15,7 +15,7 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.efficiency import PRIOR
-from sparse_dataflow.planning.run_layout import ParallelPlan
+from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.planning.step_time import OPTIMIZER_BYTES, step_time
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks.benchmark import named_model

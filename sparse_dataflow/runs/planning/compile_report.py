@@ -14,9 +14,9 @@ from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.parallel.pipeline.pipelined import executor_over
-from sparse_dataflow.planning import cost, layout_memory, nearest, search
+from sparse_dataflow.planning import cost, plan_memory, nearest, search
 from sparse_dataflow.planning.memory import USABLE
-from sparse_dataflow.planning.run_layout import ParallelPlan
+from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.runs import measurement
 
 FITS, TOO_LARGE = "fits", "does not fit"
@@ -253,7 +253,7 @@ def report(plan: CompilePlan, result: dict) -> str:
 
 def predicted_bytes(plan: CompilePlan) -> dict[str, float]:
     """Returns the planner's bytes a chip in the compiler's categories."""
-    sizes = layout_memory.plan_bytes(plan.config, plan.sequence, plan.parallel).categories
+    sizes = plan_memory.plan_bytes(plan.config, plan.sequence, plan.parallel).categories
     return {
         "parameters": sizes["parameters"],
         "moments": sizes["moments"],

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_dataflow.hardware import chips
-from sparse_dataflow.planning import cost, layout_memory, search
+from sparse_dataflow.planning import cost, plan_memory, search
 
 
 def row(request: search.Request, choice: Mapping, speed: float) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def row(request: search.Request, choice: Mapping, speed: float) -> dict[str, Any
     """
     plan = search.scalar_plan(request.plan(choice))
     flops = cost.flops_per_token(request.config, request.sequence).total
-    memory = layout_memory.plan_bytes(request.config, request.sequence, plan).total
+    memory = plan_memory.plan_bytes(request.config, request.sequence, plan).total
     return {
         "tokens_per_second_per_chip": float(speed),
         "mfu": cost.mfu(flops, float(speed), request.chip, request.config.compute_dtype),

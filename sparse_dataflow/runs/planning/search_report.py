@@ -9,10 +9,10 @@ from sparse_dataflow.config import settings
 from sparse_dataflow.files import folders
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.parallel.pipeline import schedules
-from sparse_dataflow.planning import layout_memory, search, sensitivity, step_time
+from sparse_dataflow.planning import plan_memory, search, sensitivity, step_time
 from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.planning.nearest import MESH
-from sparse_dataflow.planning.run_layout import ParallelPlan
+from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.reporting import planner_figures
 from sparse_dataflow.runs.planning import plan_rows, verify
 from sparse_dataflow.runs.planning.options import ModelOptions, named_model
@@ -107,7 +107,7 @@ def _print_best(rows: Sequence[Mapping], verdicts: Sequence[str]) -> None:
 
 
 def _memory(request, plan):
-    table = layout_memory.plan_bytes(request.config, request.sequence, plan).table()
+    table = plan_memory.plan_bytes(request.config, request.sequence, plan).table()
     usable = USABLE * request.chip.memory_bytes / chips.GIB
     return f"{table}\n{'to use':<14}{usable:>12.3f} GiB"
 

@@ -7,7 +7,7 @@ from sparse_dataflow.aot import topologies
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planning import search
-from sparse_dataflow.planning.run_layout import ParallelPlan
+from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.runs.planning import compile_report
 from sparse_dataflow.runs.planning.compile_report import FITS, CompilePlan
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.aot import traced
+from sparse_dataflow.config.layer_groups import layer_groups, layer_linear, split_groups
 from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.groups import layer_groups, layer_linear, split_groups
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import cost, memory
 

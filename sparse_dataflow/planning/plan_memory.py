@@ -13,12 +13,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from sparse_dataflow.config.layer_groups import layer_groups, with_densest_layers
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
-from sparse_dataflow.models.groups import layer_groups, with_densest_layers
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.cost import stored_fractions
 from sparse_dataflow.planning.memory import MemoryEstimate
-from sparse_dataflow.planning.run_layout import ParallelPlan
+from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.planning.step_time import stage_parameters
 
 LOGITS_CHUNK = 512
