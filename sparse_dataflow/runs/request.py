@@ -119,9 +119,10 @@ class Request:
     def facts(self) -> dict[str, Any]:
         """What all processes of a run must have been told alike, by the words of its flags."""
         facts = {f"--{name}": getattr(self, name) for name in START}
-        for path in settings.by_path(RunConfig):
+        for path, s in settings.by_path(RunConfig).items():
             if path not in PROCESS:
-                facts[spelling(path)] = self.changes.get(path, "default")
+                value = settings.text(self.changes[path]) if path in self.changes else None
+                facts[spelling(path)] = value or shown_default(path, s)
         return facts
 
     def config(

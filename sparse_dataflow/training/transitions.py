@@ -5,8 +5,8 @@ moments are safe.  Adam's count goes on, so the bias correction is not small, an
 from zero |m| / sqrt(v) <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) (Cauchy-Schwarz), which is 1.2
 for b1 0.9 and b2 0.95.  So a new weight moves no faster than an old one.
 
-Projections are converted one at a time, one group of layers (`config.layer_groups`) after another.  Each
-old array is freed before the next one is converted, so the extra memory is one array of one
+Projections are converted one at a time, one layer group (`config.layer_groups`) after another.
+Each old array is freed before the next one is converted, so the extra memory is one array of one
 projection.
 """
 

@@ -149,7 +149,7 @@ def test_changes_that_are_not_legal_name_what_is(changes, words):
         (lambda c: {**c, "data": {}}, "'corpus' is missing"),
         (lambda c: {**c, "data": {**c["data"], "corpse": 1}}, "did you mean corpus?"),
         (lambda c: {**c, "data": {**c["data"], "corpus": 3}}, "data.corpus=3 is not legal"),
-        (lambda c: {**c, "data": {**c["data"], "corpus": None}}, "data.corpus=None is not legal"),
+        (lambda c: {**c, "data": {**c["data"], "corpus": None}}, "data.corpus=auto is not legal"),
     ],
 )
 def test_json_that_is_no_config_is_refused_in_words(damage, words):

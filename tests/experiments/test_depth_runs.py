@@ -24,7 +24,7 @@ def test_a_run_goes_on_after_a_kill_to_the_same_bits(job, tmp_path):
     assert job.new(whole, *FLAGS, whole=True).returncode == 0
     assert job.new(killed, *FLAGS, events=[(LATER_SAVE, 1, "SIGKILL")]).returncode < 0
     done = job.resume(killed)
-    assert done.returncode == 0 and "goes on after step 3 of 12" in done.stderr, done.stderr
+    assert done.returncode == 0 and "resumes after step 3 of 12" in done.stderr, done.stderr
     assert_same_results(killed, whole)
 
 

@@ -42,7 +42,7 @@ def test_kills_around_a_change(job, refused, tmp_path, method):
     error = refused(f"--resume={folder}", "--evolution=set")
     assert f"--evolution=set (saved: {method})" in error
     done = job.resume(folder)
-    assert done.returncode == 0 and "goes on after step 6 of 12" in done.stderr, done.stderr
+    assert done.returncode == 0 and "resumes after step 6 of 12" in done.stderr, done.stderr
     assert_same_results(folder, whole)
     found = rows(whole, "sparse")
     changes = [row["step"] - 1 for row in found if row["kind"] == "evolution"]

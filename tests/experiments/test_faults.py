@@ -29,11 +29,11 @@ CHANGING = (
     "--set=evolution.at=0.9",
     "--set=training.skip_spikes=1",
 )
-STEP = "sparse_dataflow.training.loop.stepped"
-UPDATE = "sparse_dataflow.training.loop.evolved"
+STEP = "sparse_dataflow.training.loop.run_step"
+UPDATE = "sparse_dataflow.training.loop.evolve_layouts"
 READ = "sparse_dataflow.checkpoint.named_arrays.read"
 SAVE_8 = r"checkpoints/8\.saving"
-LOST = "it ended without a word"
+LOST = "it gave no reason"
 FIFTY = "50 kills in a row at random moments of one training"
 SILENT, BACK = "stalled: process 1 on ", "going on after the stall"
 
@@ -97,7 +97,7 @@ class Pair:
         back = time.monotonic() - self.began if max(self.steps(), default=0) > made else None
         statuses, _, texts = self.end(processes)
         assert statuses == [0] * len(processes), texts
-        found = re.search(r"goes on after step (\d+) of", texts[0])
+        found = re.search(r"resumes after step (\d+) of", texts[0])
         return made - int(found[1]), back
 
 

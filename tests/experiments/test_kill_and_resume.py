@@ -23,7 +23,7 @@ def killed(done):
 
 def assert_little_is_repeated(done, before):
     """Each variant went on after its newest whole checkpoint of before."""
-    told = re.findall(r"(\w+): goes on after step (\d+) of 12", done.stderr)
+    told = re.findall(r"(\w+): resumes after step (\d+) of 12", done.stderr)
     assert {name: int(step) for name, step in told} == before
 
 
@@ -94,7 +94,7 @@ def go_on_through_kills(job, folder, draw, kills):
         if done.returncode == 0:  # There were fewer operations left.
             break
         killed(done)
-        if go_on == job.resume and "goes on" in done.stderr:
+        if go_on == job.resume and "resumes after" in done.stderr:
             assert_little_is_repeated(done, before)
         go_on = job.resume
     done = job.resume(folder)

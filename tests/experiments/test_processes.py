@@ -86,7 +86,7 @@ def test_two_processes_train_like_one_and_as_many_go_on(
     else:
         done = ended(start(job, processes, range(processes), *flags))
     assert [p.returncode for p in done] == [0] * processes, [p.stderr for p in done]
-    assert "goes on after step 6 of 12" in done[0].stderr
+    assert "resumes after step 6 of 12" in done[0].stderr
     assert_like_one_process(folder, undisturbed)
 
 
@@ -102,7 +102,7 @@ def test_when_one_process_is_killed_the_others_end_in_words(job, tmp_path):
     started[1].signal(signal.SIGKILL)
     first, _ = ended(started)
     assert first.returncode != 0
-    assert re.search(r"^error: process 1 ended: it ended without a word", first.stderr, re.M)
+    assert re.search(r"^error: process 1 ended: it gave no reason", first.stderr, re.M)
 
 
 def test_all_hear_that_the_folder_is_of_others(job, tmp_path):

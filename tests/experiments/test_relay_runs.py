@@ -63,8 +63,8 @@ def test_killed_in_a_step_it_goes_on_from_the_one_before(job, relayed, tmp_path)
     killed = job.new(folder, *plan, events=[(r"\.server\.json", 11, "SIGKILL")])
     assert killed.returncode == -9, killed.stderr
     killed = job.resume(folder, events=[(r"\.server\.json", 9, "SIGKILL")])
-    assert killed.returncode == -9 and "goes on after step 4 of 12" in killed.stderr
-    assert "goes on after step 8 of 12" in done(job.resume(folder)).stderr
+    assert killed.returncode == -9 and "resumes after step 4 of 12" in killed.stderr
+    assert "resumes after step 8 of 12" in done(job.resume(folder)).stderr
     assert_same_results(folder, relayed)
 
 
@@ -102,9 +102,9 @@ def test_two_processes_go_on_from_a_step_that_both_have_and_one_from_the_last(
     )
     two(job, *new, events=[(r"\.server\.json", 11, "SIGKILL")])
     told, _ = two(job, f"--resume={folder}", events=[(r"\.server\.json", 9, "SIGKILL")])
-    assert "goes on after step 4 of 12" in told
+    assert "resumes after step 4 of 12" in told
     told = done(job.resume(folder)).stderr
-    assert "goes on after step 8 of 12" in told or "goes on after step 9 of 12" in told
+    assert "resumes after step 8 of 12" in told or "resumes after step 9 of 12" in told
     assert len(losses(folder)) == 12
     np.testing.assert_allclose(losses(folder), losses(relayed), rtol=1e-4)
 
@@ -117,7 +117,7 @@ def test_a_run_may_change_its_executor(job, relayed, tmp_path):
     killed = job.new(folder, *plan, events=[(r"sparse/checkpoints/9\.saving", 1, "SIGKILL")])
     assert killed.returncode == -9, killed.stderr
     again = done(job.resume(folder, "--executor=relay", "--set=parallel.stash=host"))
-    assert "goes on after step 6 of 12" in again.stderr
+    assert "resumes after step 6 of 12" in again.stderr
     np.testing.assert_allclose(losses(folder), losses(relayed), rtol=1e-4)
 
 

@@ -45,7 +45,7 @@ def test_a_pattern_in_a_file_of_your_own(job, tmp_path):
     run = job.forks.start(tmp_path / "mine.py", *PICO, *flags, f"--out={tmp_path / 'run'}")
     assert run.wait(TIMEOUT) == 0, run.stderr
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["flags"]["pattern"] == "every_third"
+    assert config["sparsity"]["pattern"] == "every_third"
     assert [row["step"] for row in rows(tmp_path / "run", "sparse") if row["kind"] == "train"] == [
         1
     ]

@@ -105,7 +105,7 @@ def test_a_host_too_small_is_refused_with_both_figures():
     step = relay.estimate(LARGE, 8, 2048)
     relay.check_host_memory(step, 2 * step.host_total)
     with pytest.raises(
-        UserError, match=r"needs .* GiB of host memory .* 64 GiB are available; --s"
+        UserError, match=r"needs .* GiB of host memory .* 64 GiB are available; parallel.server_dir"
     ):
         relay.check_host_memory(step, 64 * GIB)
 

@@ -1,6 +1,6 @@
 """The relay's programs: one per kind of section and direction, independent of depth.
 
-Layers of different density form several layer groups (`config.layer_groups`); each group has its own
+Layers of different density form several layer groups (`config.layer_groups`), each with its own
 block programs. A program takes the device's copy of one section's parameters and all micro-batches
 of a step.
 

@@ -260,8 +260,8 @@ def _report(folder, machine, runs, law, laws, predictions):
         **measurement.provenance(machine),
         "runs": len(runs),
         "constants": {
-            name: _with_interval(value, [each.constants_per_one()[name] for each in laws])
-            for name, value in law.constants_per_one().items()
+            name: _with_interval(value, [each.constants_in_units_of_1()[name] for each in laws])
+            for name, value in law.constants_in_units_of_1().items()
         },
         "residuals": {
             "median": float(np.median(np.abs(residuals))),
