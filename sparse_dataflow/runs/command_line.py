@@ -8,7 +8,7 @@ An experiment ends with one of
 
 `Options` is a frozen dataclass whose fields are settings, each of which becomes a flag. `shared`
 names flags of `request.NAMED`; every other setting of a `RunConfig` is then reached by
---set path=value.  Values live in absl flags; help and errors are made here, as absl's own help lists
+--set path=value.  absl parses the flags; help and errors are made here, as absl's own help lists
 the flags of every imported library.
 """
 

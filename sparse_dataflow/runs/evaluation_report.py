@@ -1,4 +1,4 @@
-"""An evaluation's result as a table of text, and as a section of the run's report."""
+"""Formats an evaluation as text, and as a section of the run's report."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ REPORT = "report.json"
 
 
 def data(result: Mapping[str, Any]) -> EvaluationData:
-    """What the report shows of the JSON in RUN/evaluation.json."""
+    """Converts the JSON of evaluation.json to the report's data."""
     return EvaluationData(
         models=list(result["models"]),
         rows=[_row(row) for row in result["rows"]],
@@ -40,8 +40,8 @@ def _row(row) -> EvaluationRow:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """The table for a terminal, with its notes."""
-    # It imports matplotlib, which only a finished evaluation is worth.
+    """Returns the table for a terminal, with its notes."""
+    # Imports matplotlib: slow, so only after an evaluation.
     from sparse_dataflow.reporting.page import evaluation_table
 
     shown = data(result)
@@ -77,7 +77,7 @@ def text(result: Mapping[str, Any]) -> str:
 
 
 def read(folder: Path) -> EvaluationData | None:
-    """The evaluation that lies in a run folder; None where there is none that can be read."""
+    """Reads the evaluation of a run folder; None if it is missing or damaged."""
     try:
         return data(json_files.load(folder / RESULT))
     except json_files.MALFORMED:
@@ -85,16 +85,16 @@ def read(folder: Path) -> EvaluationData | None:
 
 
 def keep(folder: Path, result: Mapping[str, Any]) -> Path:
-    """Writes RUN/evaluation.json, whole or not at all; returns its path.
+    """Writes evaluation.json atomically and returns its path.
 
     Raises:
-      UserError: it cannot be written.
+      UserError: the file cannot be written.
     """
     return _replace(folder / RESULT, json.dumps(result, indent=1))
 
 
 def add_to_report(folder: Path, result: Mapping[str, Any]) -> Path | None:
-    """Makes the run's report anew with this evaluation; None where the run has no report yet.
+    """Rewrites the run's report with this evaluation; returns None if the run has no report.
 
     Raises:
       UserError: report.json is damaged, or the report cannot be written.
@@ -106,7 +106,7 @@ def add_to_report(folder: Path, result: Mapping[str, Any]) -> Path | None:
         fields = dict(json_files.load(path)) | {"evaluation": None}
         report = ReportData.from_json(fields)
     except json_files.MALFORMED as error:
-        raise UserError(f"{path} is damaged ({error}); resume the run to make it anew.") from None
+        raise UserError(f"{path} is damaged ({error}); resume the run to write it again.") from None
     report = dataclasses.replace(report, evaluation=data(result))
     _replace(path, json.dumps(report.to_json()))
     write_report(report, folder / "report.html")

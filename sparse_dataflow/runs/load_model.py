@@ -1,4 +1,4 @@
-"""One trained model of a run, as an experiment's flags name it."""
+"""Loads the trained model that an experiment's flags name."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-    """The flags that name a model; options of an experiment that reads one inherit them.
+    """Flags that name a trained model; a base of the options of experiments that load one.
 
     Attributes:
       run: run folder.

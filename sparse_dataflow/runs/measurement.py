@@ -1,4 +1,4 @@
-"""Paired timing, and results kept as JSON with what made them."""
+"""Paired timing, and JSON results with their provenance."""
 
 import datetime
 import importlib.metadata
@@ -27,16 +27,17 @@ K = TypeVar("K")
 def paired_seconds(
     runs: Mapping[K, Callable[[], object]], rounds: int, enough: float = 0.0
 ) -> dict[K, np.ndarray]:
-    """Times each run once a round, in turn, so that all meet the same machine.
+    """Times each function once per round, in turn, so that all see the same load.
 
     Args:
       runs: name -> function that starts work and returns its arrays.
-      rounds: how often; untimed rounds come first: two, and more while the process still grows.
-      enough: seconds that one timing takes at least: a shorter run is started several times in a
-        row, which hides the cost of starting it where work is queued, as on a GPU.
+      rounds: number of timed rounds.  Untimed rounds come first: two, and more while the memory of
+        the process grows.
+      enough: least seconds of one timing.  Shorter functions are called several times in a row,
+        which hides the launch cost on devices with a queue, such as a GPU.
 
     Returns:
-      name -> float [rounds] seconds of one call; element i of every name belongs to the same round.
+      name -> float [rounds] seconds of one call; element i of every name is from the same round.
     """
     times: dict[K, list[float]] = {name: [] for name in runs}
     untimed = warm_up(lambda: {name: _seconds_a_call(run, 1) for name, run in runs.items()}, 2)
@@ -56,29 +57,29 @@ def _seconds_a_call(run, calls):
 
 
 def program_bytes(program: jax.stages.Compiled) -> int | None:
-    """Bytes of a program's arguments, results and temporaries; None where its compiler does not
-    say. What a result takes over from an argument counts once."""
-    found = program.memory_analysis()
-    if found is None:
+    """Returns the bytes of a program's arguments, results and temporaries; None where the compiler
+    does not report them.  Donated arguments count once."""
+    sizes = program.memory_analysis()
+    if sizes is None:
         return None
-    held = found.argument_size_in_bytes + found.temp_size_in_bytes
-    return held + found.output_size_in_bytes - found.alias_size_in_bytes
+    inputs = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
+    return inputs + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
 
 
 def paired_ratio(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float, float]:
-    """Median, lower and upper quartile of the ratio, round by round."""
+    """Returns the median, lower and upper quartile of the ratio over rounds."""
     ratio = numerator / denominator
     low, middle, high = np.percentile(ratio, [25, 50, 75])
     return float(middle), float(low), float(high)
 
 
 def speedup(seconds: Mapping[str, np.ndarray], bound: str, ceiling: float) -> dict[str, float]:
-    """Dense time over sparse time, printed beside the most that it could be.
+    """Prints and returns the ratio of dense to sparse time, and its bound.
 
     Args:
       seconds: of "dense" and "sparse", as `paired_seconds` gives them.
-      bound: what sets the ceiling, in words.
-      ceiling: the ratio that it would allow.
+      bound: name of the bound.
+      ceiling: the largest possible ratio.
 
     Returns:
       {"ratio" (median), "ratio_low", "ratio_high" (quartiles)}, for a result file.
@@ -92,7 +93,7 @@ def speedup(seconds: Mapping[str, np.ndarray], bound: str, ceiling: float) -> di
 
 
 def provenance(machine: str) -> dict:
-    """Command, date, machine and versions of this process, for a result file."""
+    """Returns command, date, machine and versions of this process, for a result file."""
     module = Path(sys.argv[0]).stem
     return {
         "command": f"python -m experiments.{module} {shlex.join(sys.argv[1:])}".strip(),
@@ -107,7 +108,7 @@ def provenance(machine: str) -> dict:
 
 
 def keep(folder: str, name: str, machine: str, result: dict) -> None:
-    """As `write`, and says where; does nothing where `folder` is ""."""
+    """Calls `write` and prints the path; does nothing if `folder` is ""."""
     if folder:
         print(f"kept in {write(folder, name, machine, result)}", flush=True)
 
@@ -116,10 +117,10 @@ def write(folder: str, name: str, machine: str, result: dict) -> Path:
     """Writes a result with its `provenance` as FOLDER/NAME.json, and returns its path.
 
     Args:
-      folder: made where it is missing.
-      name: written in lower-case words joined by "-" or "_". Where a file of this name was not
-        written by the same experiment it stays, and the result is NAME_2.json, and so on.
-      machine: that it was measured on.
+      folder: created if missing.
+      name: becomes lower-case words joined by "-" or "_".  A file of this name that another program
+        wrote is not replaced: the result is then NAME_2.json, and so on.
+      machine: name of the machine of the measurement.
       result: JSON-able.
     """
     result = {**provenance(machine), **result}
@@ -136,12 +137,12 @@ def _paths(folder, name):
 
 
 def _may_write(path):
-    """Whether nothing is there, or a result of the experiment that this process runs."""
+    """Returns whether the path is free, or holds a result of this experiment."""
     if not os.path.lexists(path):
         return True
     try:
-        found, ours = json_files.load(path), provenance("")
-        programs = [of["command"].split()[:3] for of in (found, ours)]
-        return ours.keys() <= found.keys() and programs[0] == programs[1]
+        saved, current = json_files.load(path), provenance("")
+        programs = [result["command"].split()[:3] for result in (saved, current)]
+        return current.keys() <= saved.keys() and programs[0] == programs[1]
     except json_files.MALFORMED:
         return False

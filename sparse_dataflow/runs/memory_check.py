@@ -1,10 +1,9 @@
-"""Refuses at start-up what this machine's memory cannot train, and names what it can."""
+"""Checks before a run that the device memory can train its models, and names settings that fit."""
 
 import dataclasses
 import math
 
 import jax
-from sparse_dataflow.config.presets import SIZES
 
 from sparse_dataflow.config.presets import SIZES, rescaled
 from sparse_dataflow.config.run import RunConfig
@@ -14,10 +13,11 @@ from sparse_dataflow.planning import memory
 from sparse_dataflow.training.variants import Variant
 from sparse_dataflow.training.variants import variants as variants_of
 
-def needed_bytes(variants: list[Variant]) -> int:
-    """Memory of training the variants by turns on one device.
 
-    A variant that trains several models in turn counts as the one that needs most.
+def needed_bytes(variants: list[Variant]) -> int:
+    """Returns the bytes of training the variants alternately on one device.
+
+    A variant with several phases counts with its largest.
     """
     flash = jax.default_backend() != "cpu"
     plans = [
@@ -34,31 +34,31 @@ def needed_bytes(variants: list[Variant]) -> int:
 
 
 def fitting(variants: list[Variant], memory_bytes: int) -> tuple[str, int] | None:
-    """(remat, accumulation) under which the variants fit, with the fewest micro-batches, or None.
+    """Returns (remat, micro-batches) with which the variants fit, or None.
 
-    What the variants have is left as it is where that fits.
+    Prefers the fewest micro-batches, and the remat that the variants have.
     """
     batch, micro = variants[0].training.batch, variants[0].training.micro_batches
-    for parts in (n for n in range(micro, batch + 1) if batch % n == 0):
+    for count in (n for n in range(micro, batch + 1) if batch % n == 0):
         for remat in dict.fromkeys((variants[0].model.remat, "full")):
             if (
-                needed_bytes(_with(variants, remat, micro_batches=parts))
+                needed_bytes(_with(variants, remat, micro_batches=count))
                 <= memory_bytes * memory.USABLE
             ):
-                return remat, parts
+                return remat, count
     return None
 
 
 def refuse_too_large(config: RunConfig, variants: list[Variant], memory_bytes: int | None) -> None:
-    """Refuses variants that the memory cannot train.
+    """Checks that one device can train the variants.
 
     Args:
-      config: of the run; its settings are named in the answer.
-      variants: what they describe.
-      memory_bytes: of one device; nothing is refused where it is None.
+      config: config of the run.
+      variants: models of the run.
+      memory_bytes: memory of the device; None skips the check.
 
     Raises:
-      UserError: with both figures, and flags or a scale that fit.
+      UserError: it cannot; names both sizes, and settings or a scale that fit.
     """
     if memory_bytes is None:
         return
@@ -66,8 +66,8 @@ def refuse_too_large(config: RunConfig, variants: list[Variant], memory_bytes: i
     if need <= memory_bytes * memory.USABLE:
         return
     raise UserError(
-        f"Training --scale={config.run.scale} needs {math.ceil(need / GIB):,} GiB with these settings, "
-        f"and this machine has {math.floor(memory_bytes / GIB):,}; "
+        f"Training --scale={config.run.scale} needs {math.ceil(need / GIB):,} GiB with these "
+        f"settings, and this machine has {math.floor(memory_bytes / GIB):,}; "
         f"{_advice(config, variants, memory_bytes)}."
     )
 

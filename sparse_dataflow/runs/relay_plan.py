@@ -1,5 +1,4 @@
-"""What the relay needs for a run: told before it, refused where the machine is too small, and set
-beside what was measured after it."""
+"""Memory and traffic of a relay run: estimated and checked before it, measured after it."""
 
 import os
 
@@ -17,8 +16,10 @@ from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.variants import Variant
 
 
-def of(config: RunConfig, variant: Variant, chip: Chip, devices: int = 1) -> relay.RelayEstimate:
-    """The plan of one variant under a config's `parallel` part."""
+def estimate(
+    config: RunConfig, variant: Variant, chip: Chip, devices: int = 1
+) -> relay.RelayEstimate:
+    """Returns the estimate of one variant under `config.parallel`."""
     training = variant.training
     return relay.estimate(
         variant.model,
@@ -36,50 +37,51 @@ def of(config: RunConfig, variant: Variant, chip: Chip, devices: int = 1) -> rel
     )
 
 
-def tell(config: RunConfig, variants: list[Variant], chip: Chip, executor: RelayExecutor) -> None:
-    """Prints each variant's plan; called by all processes.
+def check(config: RunConfig, variants: list[Variant], chip: Chip, executor: RelayExecutor) -> None:
+    """Prints the estimate of each variant and checks that it fits; all processes call it.
 
     Raises:
-      UserError: the device, the host or its disk is too small, or the server's files cannot be
-        kept where `parallel.server_dir` says; names what is needed.
+      UserError: the device, the host or the disk is too small, or `parallel.server_dir` cannot be
+        used; names the bytes needed.
     """
-    plans = [of(config, v, chip, executor.devices) for v in variants]
-    for v, found in zip(variants, plans):
-        say(f"{v.name:>6}: {found.text()}")
-    refuse_small_host(plans[0].with_host_memory_of(plans[1:]))
-    need = max(found.device_total for found in plans)
+    estimates = [estimate(config, v, chip, executor.devices) for v in variants]
+    for v, each in zip(variants, estimates):
+        say(f"{v.name:>6}: {each.text()}")
+    refuse_small_host(estimates[0].with_host_memory_of(estimates[1:]))
+    need = max(each.device_total for each in estimates)
     if chip.memory_bytes is not None and need > chip.memory_bytes * memory.USABLE:
         raise UserError(
-            f"The relay needs {need / GIB:,.1f} GiB on the device with these flags, and it has "
-            f"{chip.memory_bytes / GIB:,.1f}; more training.micro_batches makes them smaller, "
-            "parallel.stash=host keeps their boundaries in host memory."
+            f"The relay needs {need / GIB:,.1f} GiB on the device with these settings, and it has "
+            f"{chip.memory_bytes / GIB:,.1f}; legal: more training.micro_batches, or "
+            "parallel.stash=host, which stores block inputs in host memory."
         )
-    executor.refuse_unusable_files({v.name: plan.disk for v, plan in zip(variants, plans)})
+    executor.refuse_unusable_files({v.name: each.disk for v, each in zip(variants, estimates)})
 
 
-def refuse_small_host(found: relay.RelayEstimate) -> None:
-    """Refuses a plan that this machine's memory, or its page-locked part, cannot hold; called by
-    all processes.
+def refuse_small_host(estimate: relay.RelayEstimate) -> None:
+    """Checks that this host's memory, and its page-locked share, can hold an estimate.
+
+    All processes call it.
 
     Raises:
-      UserError: names what is needed.
+      UserError: it cannot; names the bytes needed.
     """
     available = psutil.virtual_memory().available
-    relay.check_host_memory(found, available, processes.count_on_host())
+    relay.check_host_memory(estimate, available, processes.count_on_host())
     if jax.default_backend() == "gpu":
         limit = float(os.environ.get(relay.PINNED_SETTING) or relay.PINNED_GIB)
-        relay.check_pinned_memory(found, limit)
+        relay.check_pinned_memory(estimate, limit)
 
 
 def measured(spans) -> str:
-    """One line on what the last step took, from its timeline."""
+    """Returns one line with the times of the last step, from its timeline."""
     seconds = {kind: timeline.seconds(spans, kind) for kind in timeline.KINDS}
-    parts = ", ".join(f"{kind} {value:.3g} s" for kind, value in seconds.items())
+    times = ", ".join(f"{kind} {value:.3g} s" for kind, value in seconds.items())
     stats = jax.local_devices()[0].memory_stats() or {}
     peak = stats.get("peak_bytes_in_use")
     used = "" if peak is None else f"; most device memory {peak / GIB:,.2f} GiB"
     return (
-        f"relay measured, last step: {parts}; {timeline.hidden_share(spans):.0%} of the transfer "
+        f"relay measured, last step: {times}; {timeline.hidden_share(spans):.0%} of the transfer "
         f"and {timeline.hidden_share(spans, ('update',)):.0%} of the updates were hidden behind "
         f"computing{used}; host memory {psutil.Process().memory_info().rss / GIB:,.2f} GiB"
     )

@@ -1,4 +1,4 @@
-"""Gathers a finished run into its report."""
+"""Writes the report of a finished run."""
 
 import dataclasses
 import json
@@ -32,13 +32,13 @@ from sparse_dataflow.training.sections import section_seconds
 CONTINUATIONS = 10
 
 TIMED_FROM = 10.0
-"""Seconds of training from which on the sections of a step are timed: compiling and repeating them
-takes as long, on a laptop, and would be most of a shorter run."""
+"""Least seconds of training for which the sections of a step are timed.  Timing takes about as long
+on a laptop, so it would dominate a shorter run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """Where the report lies, and its first sentence."""
+    """The path of report.html, and its first sentence."""
 
     path: Path
     headline: str
@@ -53,10 +53,19 @@ def write(
     chip,
     seconds: dict,
 ) -> Written:
-    """Writes report.json and report.html of a finished run; `seconds` as `goodput.seconds_by_category` gives.
+    """Writes report.json and report.html of a finished run.
+
+    Args:
+      folder: run folder.
+      record: the run's record.
+      trainers: finished trainers, one per variant.
+      corpus: corpus of the run.
+      tokenizer: tokenizer of the run.
+      chip: chip of the run.
+      seconds: result of `goodput.seconds_by_category`.
 
     Raises:
-      UserError: they cannot be written; the run itself is kept.
+      UserError: the files cannot be written; the run itself is intact.
     """
     timed = max(trainer.seconds for trainer in trainers) >= TIMED_FROM
     variants = [_variant(folder, trainer, chip, timed) for trainer in trainers]
@@ -87,7 +96,7 @@ def write(
     except OSError as error:
         raise UserError(
             f"The report cannot be written to {folder} ({error.strerror or error}). The run is "
-            f"kept; make room there, then go on with --resume={folder}."
+            f"intact; free some space, then use --resume={folder}."
         ) from error
     write_report(data, folder / "report.html")
     return Written(folder / "report.html", _headline(variants))
@@ -129,35 +138,35 @@ def _variant(folder, trainer, chip, timed):
 
 
 def _section_seconds(trainer, step_seconds, timed):
-    """Of the relay what its sections computed, and what was not computing; nothing where the model
-    is spread over devices, whose sections are not timed by themselves, or they are not `timed`."""
+    """Returns section -> seconds; for the relay from its timeline.  Empty for a model on several
+    devices, whose sections are not timed, and if `timed` is false."""
     spans = trainer.timeline
     if spans:
-        found = {
+        by_section = {
             name: timeline.seconds([s for s in spans if s.section.startswith(kind)], "compute")
             for name, kind in (("embed", "embed"), ("blocks", "block"), ("head and loss", "head"))
         }
-        return {**found, "other": max(0.0, step_seconds - sum(found.values()))}
+        return {**by_section, "other": max(0.0, step_seconds - sum(by_section.values()))}
     if trainer.executor != SINGLE_DEVICE or not timed:
         return {}
     return section_seconds(trainer.model, trainer.training, trainer.state, step_seconds)
 
 
 def _step_seconds(trainer, train, tokens_a_step):
-    """Median seconds of a step, one a phase.
+    """Returns the median seconds of a step, one per phase.
 
-    A run whose metrics were lost is timed by its clock, which the checkpoints keep.
+    A phase whose metrics were lost gets the mean of the clock that checkpoints save.
     """
-    found = []
+    medians = []
     for phase in trainer.phases:
         rows = [row for row in train if phase.start < row["step"] <= phase.stop]
         seconds = [tokens_a_step / row["tokens_per_second"] for row in rows]
-        found.append(float(np.median(seconds or [trainer.seconds / trainer.step])))
-    return found
+        medians.append(float(np.median(seconds or [trainer.seconds / trainer.step])))
+    return medians
 
 
 def _evolution_notes(folder, trainers):
-    """One sentence for each trainer whose layouts or model changed."""
+    """Returns one sentence per trainer whose layouts or model changed."""
     notes = []
     for t in (t for t in trainers if t.evolution.method != "static"):
         history = read_metrics(folder / t.name / "metrics.jsonl")
@@ -170,7 +179,7 @@ def _evolution_notes(folder, trainers):
         notes.append(
             f"{t.name}: {t.evolution.method}, {starts}; {len(changes)} changes took {seconds:.1f} "
             f"of {t.seconds:.1f} seconds. Its FLOPs and step are the mean over all steps, its "
-            "memory the most of any; sections are those of the last step."
+            "memory the largest of any phase; sections are those of the last step."
         )
     return notes
 
@@ -184,7 +193,7 @@ def _notes(folder, trainers, timed):
         for t in trainers
     ] + [
         *_evolution_notes(folder, trainers),
-        "Held-out documents are whole files whose hashed name falls into one twentieth.",
+        "Held-out documents are whole files, chosen by a hash of their name: about one in twenty.",
         _about_sections(trainers[0].executor, timed),
     ]
 
@@ -197,21 +206,21 @@ def _about_sections(executor, timed):
             "Sections of a step are timed by themselves, forward and backward, at the run's shapes."
         )
     return (
-        f"The model was laid out by {executor.describe()}: its sections were not timed, and it "
-        "wrote no continuations."
+        f"The model was sharded by {executor.describe()}: its sections were not timed, and it "
+        "generated no continuations."
     )
 
 
 def _layouts(trainers, model):
-    """The trained layouts; those it had while sparse, where a model ended dense."""
+    """Returns the trained layouts; for a model that ended dense, its last sparse ones."""
     trained = [t for t in trainers if t.model == model]
-    found = gpt.layouts(model)
+    layouts = gpt.layouts(model)
     if trained:
-        found = gpt.layouts_from_tables(model, trained[0].state.tables)
-    drawn = []
-    for projection, layers in found.items():
+        layouts = gpt.layouts_from_tables(model, trained[0].state.tables)
+    rows = []
+    for projection, layers in layouts.items():
         for number, layout in enumerate(layers):
-            drawn.append(
+            rows.append(
                 LayoutData(
                     projection=projection,
                     layer=number,
@@ -224,12 +233,12 @@ def _layouts(trainers, model):
                     balanced=layout.balanced,
                 )
             )
-    return drawn
+    return rows
 
 
 def _continuations(trainers, corpus, tokenizer):
-    """None at all where the held-out documents or the sequences are too short for a prompt, or the
-    models are spread over devices."""
+    """Returns continuations of held-out prompts; none if documents or sequences are too short for a
+    prompt, or the models are on several devices."""
     if any(t.executor != SINGLE_DEVICE for t in trainers):
         return []
     length = min(32, trainers[0].training.sequence // 2)
@@ -250,12 +259,12 @@ def _continuations(trainers, corpus, tokenizer):
 
 
 def _continued(trainer, prompts):
-    """Int [prompts, tokens]: the most likely tokens, as many as a prompt has."""
+    """Returns int [prompts, tokens], the greedy continuations, as long as the prompts."""
     weights = kv_cache.prepare(trainer.model, trainer.state.params, trainer.state.tables)
     count, context = len(prompts[0]), trainer.training.sequence
     return np.transpose([*generate_tokens(trainer.model, weights, prompts, count, context)])
 
 
 def _headline(variants):
-    parts = [f"{v.name} {v.bits_per_byte:.4f} after {v.tokens:,} tokens" for v in variants]
-    return "held-out bits per byte: " + ", ".join(parts)
+    sentences = [f"{v.name} {v.bits_per_byte:.4f} after {v.tokens:,} tokens" for v in variants]
+    return "held-out bits per byte: " + ", ".join(sentences)

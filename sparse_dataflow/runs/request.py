@@ -112,7 +112,9 @@ class Request:
     def parallel(self) -> ParallelConfig:
         """The parallel plan; what a resumed run has saved is not read."""
         prefix = ParallelConfig.NAME + "."
-        changes = {p.removeprefix(prefix): v for p, v in self.changes.items() if p.startswith(prefix)}
+        changes = {
+            p.removeprefix(prefix): v for p, v in self.changes.items() if p.startswith(prefix)
+        }
         return ParallelConfig(**changes)
 
     @property

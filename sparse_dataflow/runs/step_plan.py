@@ -1,4 +1,4 @@
-"""How many steps each model of a run makes in its minutes."""
+"""Plans the number of steps of each model of a run from its training time."""
 
 import dataclasses
 import time
@@ -13,8 +13,8 @@ from sparse_dataflow.training.phases import update_steps
 from sparse_dataflow.training.programs import (
     Compiled,
     TrainingData,
-    no_loss_limit,
     compile_programs,
+    no_loss_limit,
     run_step,
 )
 from sparse_dataflow.training.step import initial_state
@@ -23,7 +23,8 @@ from sparse_dataflow.training.variants import Variant
 ROUNDS = 3
 STEPS_A_ROUND = 3
 STUDY_ROUNDS = 10
-"""A study's trainings follow one another, so nothing but their plan keeps their times equal."""
+"""More rounds than a run: a study trains one model after another, and only the plan makes their
+training times equal."""
 
 
 def planned_steps(
@@ -33,32 +34,32 @@ def planned_steps(
     data: TrainingData,
     executor: Executor = SINGLE_DEVICE,
 ) -> dict[str, int]:
-    """Steps of each variant: `training.steps`, or as many as fit into `run.minutes`.
+    """Returns variant -> steps: `training.steps`, or as many as fit into `run.minutes`.
 
-    The time of a step is that of its phases, each weighed by its share of the steps, and of the
-    layout updates between them.  The plan is written to run.json and a resumed run keeps it.
+    The time of a step is the mean over phases, weighted by their share of the steps, plus the time
+    of layout updates.  The plan is written to run.json, and a resumed run keeps it.
     """
     if config.training.steps:
         return {v.name: config.training.steps for v in variants}
     seconds = _phase_seconds(variants, programs, data, executor)
     steps = {}
     for v in variants:
-        of_phase, update = seconds[v.name], programs[v.name][0].update_seconds
-        mean = float(np.dot(_shares(v), of_phase))
+        phase_seconds, update = seconds[v.name], programs[v.name][0].update_seconds
+        mean = float(np.dot(_shares(v), phase_seconds))
         budget = config.run.minutes * 60
         mean += update * _updates_a_step(v, budget / mean)
         steps[v.name] = max(1, round(budget / mean))
-        parts = " then ".join(f"{1e3 * s:.0f}" for s in of_phase)
+        times = " then ".join(f"{1e3 * s:.0f}" for s in phase_seconds)
         updates = f", {1e3 * update:.0f} ms an update" if update else ""
-        say(f"{v.name:>6}: {parts} ms a step{updates}, {steps[v.name]} steps planned")
+        say(f"{v.name:>6}: {times} ms a step{updates}, {steps[v.name]} steps planned")
     return steps
 
 
 def step_seconds(variants: dict[str, Variant], data: TrainingData, steps: int) -> dict[str, float]:
-    """Mean seconds of a step of each variant in a training of `steps`, updates included."""
-    known: dict = {}
+    """Returns variant -> mean seconds of a step in a training of `steps`, updates included."""
+    cache: dict = {}
     programs = {
-        name: compile_programs(v.phase_specs, v.training, data, v.evolution, known)
+        name: compile_programs(v.phase_specs, v.training, data, v.evolution, cache)
         for name, v in variants.items()
     }
     renamed = [dataclasses.replace(v, name=name) for name, v in variants.items()]
@@ -71,7 +72,7 @@ def step_seconds(variants: dict[str, Variant], data: TrainingData, steps: int) -
 
 
 def _shares(variant):
-    """Each phase's share of the steps."""
+    """Returns the fraction of the steps of each phase."""
     starts = [phase.start for phase in variant.phase_specs]
     return np.diff([*starts, 1.0])
 
@@ -81,15 +82,15 @@ def _updates_a_step(variant, steps):
 
 
 def _phase_seconds(variants, programs, data, executor=SINGLE_DEVICE, rounds=ROUNDS):
-    """Mean seconds of a step, a list a variant.
+    """Returns variant -> mean seconds of a step, one per phase.
 
-    Taken in turn, so that all see the same machine, each on a throw-away state that is gone before
-    the next, so that no more memory is used than by training.  Phases that share a program share
-    its time.
+    Programs take turns, so that all see the same load of the machine.  Each uses a temporary state
+    that is freed before the next, so timing needs no more memory than training.  Phases that share
+    a program share its time.
     """
     batch = executor.put(data.train[0], data.train.batch_size)
     phases = {
-        _step_of(program): (phase.model, v.training, program)
+        _program_key(program): (phase.model, v.training, program)
         for v in variants
         for phase, program in zip(v.phase_specs, programs[v.name], strict=True)
     }
@@ -106,11 +107,11 @@ def _phase_seconds(variants, programs, data, executor=SINGLE_DEVICE, rounds=ROUN
                 if step:
                     times[key].append(time.perf_counter() - start)
             del state
-    # The mean and not the median: a budget pays for the slow steps as well.
-    mean = {key: float(np.mean(found)) for key, found in times.items()}
-    return {v.name: [mean[_step_of(program)] for program in programs[v.name]] for v in variants}
+    # The mean, not the median: slow steps count against the training time as well.
+    mean = {key: float(np.mean(seconds)) for key, seconds in times.items()}
+    return {v.name: [mean[_program_key(program)] for program in programs[v.name]] for v in variants}
 
 
-def _step_of(program):
-    """What programs have in common that differ in their updates alone."""
+def _program_key(program):
+    """Returns a key that is equal for programs that differ only in their layout updates."""
     return id(program.train_step)

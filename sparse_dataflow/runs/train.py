@@ -234,7 +234,7 @@ class _Job:
         memory_bytes = self.chip.memory_bytes
         devices.check(self.executor, self.config, planned, memory_bytes)
         if isinstance(self.executor, RelayExecutor):
-            relay_plan.tell(self.config, planned, self.chip, self.executor)
+            relay_plan.check(self.config, planned, self.chip, self.executor)
         elif self.executor == SINGLE_DEVICE:
             memory_check.refuse_too_large(self.config, planned, memory_bytes)
 
@@ -322,7 +322,9 @@ class _Job:
 
         def initial():
             weights = starting_point.read(self.config.run.init_from)
-            return starting_point.initial_state_from(weights, v.phases[0].model, v.training, self.executor)
+            return starting_point.initial_state_from(
+                weights, v.phases[0].model, v.training, self.executor
+            )
 
         return initial
 

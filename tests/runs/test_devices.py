@@ -1,9 +1,6 @@
 """Which flags make a pipeline, and what contradicts it; no device of these meshes is there."""
 
 import pytest
-from absl import flags as absl_flags
-from sparse_dataflow.config.presets import SIZES
-from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import TrainingConfig

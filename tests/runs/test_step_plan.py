@@ -2,9 +2,6 @@
 
 import numpy as np
 import pytest
-from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
-from sparse_dataflow.config.training import TrainingConfig
 
 from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import LinearSpec, ModelConfig

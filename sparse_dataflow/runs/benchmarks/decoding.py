@@ -73,7 +73,9 @@ def _program(model: ModelConfig, batch: int, cached: int, tokens: int, seed: int
     caches = (kv_cache.LayerCache(empty, empty),) * model.num_layers
     caches = jax.tree.map(jnp.copy, caches)
     last, positions = np.zeros(batch, np.int32), np.full(batch, cached, np.int32)
-    decode_token = jax.jit(functools.partial(kv_cache.decode_token, model), donate_argnames="caches")
+    decode_token = jax.jit(
+        functools.partial(kv_cache.decode_token, model), donate_argnames="caches"
+    )
     start = time.perf_counter()
     compiled = decode_token.lower(weights, caches, last, positions).compile()
     seconds = time.perf_counter() - start

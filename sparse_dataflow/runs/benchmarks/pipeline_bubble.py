@@ -1,7 +1,7 @@
 """The loop of the pipeline over blocks that sleep, for `pipeline_bubble`."""
 
-import os
 import functools
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path

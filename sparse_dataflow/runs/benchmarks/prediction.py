@@ -11,8 +11,6 @@ from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
-from sparse_dataflow.models import gpt
-from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.efficiency import PRIOR
 from sparse_dataflow.planning.parallel_plan import ParallelPlan

@@ -14,7 +14,7 @@ from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.parallel.pipeline.pipelined import executor_over
-from sparse_dataflow.planning import cost, plan_memory, nearest, search
+from sparse_dataflow.planning import cost, nearest, plan_memory, search
 from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.runs import measurement
@@ -64,7 +64,9 @@ class CompilePlan:
             "remat": parallel.remat,
         }
         if parallel.stage > 1:
-            flags |= {"schedule": schedules.format_schedule(parallel.schedule, int(parallel.chunks))}
+            flags |= {
+                "schedule": schedules.format_schedule(parallel.schedule, int(parallel.chunks))
+            }
         if parallel.state_dtype != "float32":
             flags |= {"state_dtype": parallel.state_dtype}
         return " ".join(f"--{name}={text}" for name, text in flags.items())
