@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from sparse_dataflow.config.model import PROJECTIONS
-from sparse_dataflow.config.settings import AT_LEAST_ONE, AT_LEAST_ZERO, setting, validate
+from sparse_dataflow.config.settings import MOST_STEPS, between, setting, validate
 
 METHOD_NAMES: list[str] = []
 """Names of the methods, filled by `sparsity.evolution.register`."""
@@ -41,7 +41,9 @@ class EvolutionConfig:
         "end. Options follow a colon: rigl:every=100,share=0.05.",
         choices=METHOD_NAMES,
     )
-    every: int = setting(100, "Steps between two updates of set or rigl.", legal=AT_LEAST_ONE)
+    every: int = setting(
+        100, "Steps between two updates of set or rigl.", legal=between(1, MOST_STEPS)
+    )
     at: float = setting(
         0.0,
         "Fraction of the steps at which set and rigl stop (0.75), gradual reaches the density "
@@ -64,7 +66,7 @@ class EvolutionConfig:
         0,
         "Evaluations in a row without 0.5% of gain after which sparse_to_dense turns dense early; "
         "0 is never.",
-        legal=AT_LEAST_ZERO,
+        legal=between(0, MOST_STEPS),
     )
     given_layouts: bool = False
 

@@ -5,7 +5,7 @@ import math
 import numbers
 from collections.abc import Mapping
 
-from sparse_dataflow.config.settings import ADOPTED, setting, validate
+from sparse_dataflow.config.settings import ADOPTED, between, setting, validate
 from sparse_dataflow.files.errors import UserError
 
 PROJECTIONS = ("qkv", "attn_out", "mlp_in", "mlp_out")
@@ -121,12 +121,18 @@ class ModelConfig:
       seed: offset of the patterns, and so the seed of random ones.
     """
 
-    num_layers: int = setting(help="Blocks of the model.")
-    d_model: int = setting(help="Residual width, in features.")
-    num_heads: int = setting(help="Attention heads; must divide model.d_model.")
-    d_ff: int = setting(help="Width of the MLP, in features.")
-    vocab_size: int = setting(help="Tokens of the vocabulary, which bpe learns; 257 or more.")
-    max_len: int = setting(help="Learned positions; the longest training.sequence.")
+    num_layers: int = setting(help="Blocks of the model.", legal=between(1, MOST_LAYERS))
+    d_model: int = setting(help="Residual width, in features.", legal=between(1, MOST))
+    num_heads: int = setting(
+        help="Attention heads; must divide model.d_model.", legal=between(1, MOST)
+    )
+    d_ff: int = setting(help="Width of the MLP, in features.", legal=between(1, MOST))
+    vocab_size: int = setting(
+        help="Tokens of the vocabulary, which bpe learns; 257 or more.", legal=between(1, MOST)
+    )
+    max_len: int = setting(
+        help="Learned positions; the longest training.sequence.", legal=between(1, MOST)
+    )
     linears: tuple[tuple[str, LinearSpec], ...] | Mapping[str, LinearSpec] = ()
     density_by_depth: tuple[float, ...] = ()
     norm: str = setting("layernorm", "Normalisation of a block's inputs.", choices=NORMS)
@@ -149,11 +155,8 @@ class ModelConfig:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "max_len"):
-            _whole(name, getattr(self, name), 1)
-        _whole("num_layers", self.num_layers, 1, MOST_LAYERS)
-        _whole("seed", self.seed, 0, 2**63)
         validate(self, "model")
+        _whole("seed", self.seed, 0, 2**63)
         if self.d_model % self.num_heads:
             legal = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0]
             raise UserError(

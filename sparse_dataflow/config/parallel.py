@@ -4,10 +4,11 @@ import dataclasses
 from typing import ClassVar
 
 from sparse_dataflow.config.settings import (
-    ABOVE_ZERO,
     ADOPTED,
-    AT_LEAST_ZERO,
     FRESH,
+    MOST_SECONDS,
+    between,
+    positive,
     setting,
     validate,
 )
@@ -15,6 +16,7 @@ from sparse_dataflow.config.settings import (
 EXECUTORS = ("auto", "whole", "pipeline", "relay")
 STASHES = ("device", "host")
 CLIPPINGS = ("exact", "eager")
+MOST_PROCESSES = 2**20
 ONLY_RELAY = ("stash", "clipping", "server_dir", "depth_schedule")
 """Settings that no other executor reads."""
 
@@ -97,23 +99,26 @@ class ParallelConfig:
     processes: int = setting(
         0,
         "Processes of the run; 0 reads JAX_NUM_PROCESSES, else 1.",
-        legal=AT_LEAST_ZERO,
+        legal=between(0, MOST_PROCESSES),
         resumed=FRESH,
     )
     process: int = setting(
         -1,
         "Number of this process, from 0; -1 reads JAX_PROCESS_ID.",
-        legal=("-1 or more", lambda n: n >= -1),
+        legal=between(-1, MOST_PROCESSES - 1),
         resumed=FRESH,
     )
     join_timeout: float = setting(
-        300.0, "Seconds that processes wait for the last one.", legal=ABOVE_ZERO, resumed=FRESH
+        300.0,
+        "Seconds that processes wait for the last one.",
+        legal=positive(MOST_SECONDS),
+        resumed=FRESH,
     )
     heartbeat: float = setting(
         30.0,
         "Seconds of silence after which every process names the silent one; after ten times as "
         "long all exit with status 75.",
-        legal=ABOVE_ZERO,
+        legal=positive(MOST_SECONDS),
         resumed=FRESH,
     )
 

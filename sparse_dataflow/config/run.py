@@ -9,10 +9,12 @@ from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.parallel import ParallelConfig
 from sparse_dataflow.config.settings import (
-    ABOVE_ZERO,
     ADOPTED,
-    AT_LEAST_ZERO,
     FRESH,
+    MOST_SECONDS,
+    MOST_STEPS,
+    between,
+    positive,
     setting,
     validate,
 )
@@ -43,7 +45,7 @@ class RunSettings:
     minutes: float = setting(
         2.0,
         "Training time of each model, in minutes; compiling and evaluating are not counted.",
-        legal=ABOVE_ZERO,
+        legal=positive(MOST_SECONDS),
     )
     twin: bool = setting(False, "Train the dense twin as well, for the same time.")
     init_from: str = setting(
@@ -55,13 +57,13 @@ class RunSettings:
     eval_every: int = setting(
         0,
         "Steps between evaluations on held-out documents; 0 is eight a run.",
-        legal=AT_LEAST_ZERO,
+        legal=between(0, MOST_STEPS),
         resumed=ADOPTED,
     )
     checkpoint_every: int = setting(
         0,
         "Steps between checkpoints; 0 is at every other evaluation.",
-        legal=AT_LEAST_ZERO,
+        legal=between(0, MOST_STEPS),
         resumed=ADOPTED,
     )
 

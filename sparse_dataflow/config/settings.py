@@ -22,6 +22,21 @@ AT_LEAST_TWO: Legal = ("2 or more", lambda n: n >= 2)
 ABOVE_ZERO: Legal = ("above 0", lambda n: n > 0)
 A_FRACTION: Legal = ("in (0, 1]", lambda n: 0 < n <= 1)
 
+
+def between(least: float, most: float) -> Legal:
+    """Numbers from `least` to `most`; a bound keeps a typo from running or allocating for ever."""
+    return f"from {least:,} to {most:,}", lambda n: least <= n <= most
+
+
+def positive(most: float) -> Legal:
+    """Numbers above 0 and up to `most`."""
+    return f"above 0, up to {most:,}", lambda n: 0 < n <= most
+
+
+MOST_STEPS = 10**9
+MOST_SEQUENCES = 2**22
+MOST_SECONDS = 7 * 24 * 3600
+
 FIXED, ADOPTED, FRESH = "fixed", "adopted", "fresh"
 """How a resumed run treats a setting: it must keep the saved value; it takes the saved value unless
 another is given; it ignores the saved value."""

@@ -3,14 +3,8 @@
 import dataclasses
 from typing import ClassVar
 
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec
-from sparse_dataflow.config.settings import (
-    A_FRACTION,
-    AT_LEAST_ONE,
-    AT_LEAST_ZERO,
-    setting,
-    validate,
-)
+from sparse_dataflow.config.model import MOST, PROJECTIONS, LinearSpec
+from sparse_dataflow.config.settings import A_FRACTION, between, setting, validate
 
 PATTERN_NAMES: list[str] = []
 """Names of the patterns, filled by `sparsity.patterns.register`."""
@@ -42,13 +36,18 @@ class SparsityConfig:
         "How the density is shared out: uniform; compute (equal FLOPs, Erdos-Renyi rule); by name, "
         "qkv:0.25,mlp_in:0.5x; by depth, depth:1.5x,0.5x.",
     )
-    block: int = setting(64, "Side of a square block, in features.", legal=AT_LEAST_ONE)
-    rank: int = setting(0, "Width of an added gated low-rank term; 0 is none.", legal=AT_LEAST_ZERO)
+    block: int = setting(64, "Side of a square block, in features.", legal=between(1, MOST))
+    rank: int = setting(
+        0, "Width of an added gated low-rank term; 0 is none.", legal=between(0, MOST)
+    )
     hadamard: int = setting(
         0,
         "Neighbouring features that a Walsh-Hadamard transform mixes before each block-sparse "
         "product; 0 is none.",
-        legal=("0 or a power of 2", lambda n: n >= 0 and int(n).bit_count() <= 1),
+        legal=(
+            f"0 or a power of 2 up to {MOST:,}",
+            lambda n: 0 <= n <= MOST and int(n).bit_count() <= 1,
+        ),
     )
 
     def __post_init__(self):

@@ -3,11 +3,12 @@
 import dataclasses
 from typing import Any, ClassVar
 
-from sparse_dataflow.config.model import DTYPES
+from sparse_dataflow.config.model import DTYPES, MOST
 from sparse_dataflow.config.settings import (
-    ABOVE_ZERO,
-    AT_LEAST_ONE,
-    AT_LEAST_ZERO,
+    MOST_SEQUENCES,
+    MOST_STEPS,
+    between,
+    positive,
     setting,
     validate,
 )
@@ -45,23 +46,25 @@ class TrainingConfig:
     NAME: ClassVar[str] = "training"
 
     steps: int = setting(
-        0, "Optimizer steps; 0 is as many as run.minutes allows.", legal=AT_LEAST_ZERO
+        0, "Optimizer steps; 0 is as many as run.minutes allows.", legal=between(0, MOST_STEPS)
     )
-    batch: int = setting(8, "Sequences in an optimizer step.", legal=AT_LEAST_ONE)
-    sequence: int = setting(128, "Tokens in a sequence.", legal=AT_LEAST_ONE)
+    batch: int = setting(8, "Sequences in an optimizer step.", legal=between(1, MOST_SEQUENCES))
+    sequence: int = setting(128, "Tokens in a sequence.", legal=between(1, MOST))
     micro_batches: int = setting(
-        1, "Micro-batches of an optimizer step (gradient accumulation).", legal=AT_LEAST_ONE
+        1,
+        "Micro-batches of an optimizer step (gradient accumulation).",
+        legal=between(1, MOST_SEQUENCES),
     )
     learning_rate: float = setting(
-        1e-3, "Peak of the warm-up and cosine schedule, for dense weights.", legal=ABOVE_ZERO
+        1e-3, "Peak of the warm-up and cosine schedule, for dense weights.", legal=positive(1000)
     )
     sparse_rate: float = setting(
         1.0,
         "Learning-rate multiplier of block-sparse weights at density 1/8; scales with density.",
-        legal=ABOVE_ZERO,
+        legal=positive(1000),
     )
     vector_rate: float = setting(
-        1.0, "Learning-rate multiplier of embeddings, biases and norms.", legal=ABOVE_ZERO
+        1.0, "Learning-rate multiplier of embeddings, biases and norms.", legal=positive(1000)
     )
     warmup: float = setting(
         0.1,
@@ -73,8 +76,8 @@ class TrainingConfig:
         "End of the cosine schedule, as a fraction of its peak.",
         legal=("in [0, 1]", lambda fraction: 0 <= fraction <= 1),
     )
-    weight_decay: float = setting(0.1, "Decoupled decay of matrices.", legal=AT_LEAST_ZERO)
-    clip: float = setting(1.0, "Largest global gradient norm.", legal=ABOVE_ZERO)
+    weight_decay: float = setting(0.1, "Decoupled decay of matrices.", legal=between(0, 100))
+    clip: float = setting(1.0, "Largest global gradient norm.", legal=positive(1_000_000))
     state_dtype: str = setting(
         "float32",
         "Dtype of Adam's moments and of a micro-batch's gradients; bfloat16 takes 10 bytes a "
@@ -85,9 +88,11 @@ class TrainingConfig:
         0.0,
         "Skips a step whose loss is this many standard deviations above the mean of the last 128; "
         "after 4 in a row the run rolls back to a checkpoint. 6 is usual; 0 is never.",
-        legal=AT_LEAST_ZERO,
+        legal=between(0, 1000),
     )
-    seed: int = setting(0, "Draws the weights, data order and patterns.", legal=AT_LEAST_ZERO)
+    seed: int = setting(
+        0, "Draws the weights, data order and patterns.", legal=between(0, 2**32 - 1)
+    )
 
     def __post_init__(self):
         validate(self, self.NAME)

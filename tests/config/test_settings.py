@@ -103,6 +103,13 @@ def test_a_preset_survives_json(scale):
     assert RunConfig.from_json(config.to_json()) == config
 
 
+def test_every_number_has_an_upper_bound():
+    """So that a typo neither runs nor allocates for ever: the answer comes at once."""
+    for path, s in PATHS.items():
+        if s.type in (int, float):
+            assert s.refusal(s.type(10**300 if s.type is int else 1e300)), path
+
+
 def test_every_setting_has_help_and_a_legal_default():
     for path, s in PATHS.items():
         assert s.help.endswith("."), path
@@ -128,7 +135,7 @@ def test_a_preset_is_made_of_settings_alone():
         ({"zzz": 1}, "--help=all lists them"),
         ({"training.batch": "7x"}, "training.batch=7x is not a whole number."),
         ({"training.batch": True}, "training.batch=yes is not legal: it must be a whole number."),
-        ({"training.batch": 0}, "training.batch=0 is not legal: it must be 1 or more."),
+        ({"training.batch": 0}, "training.batch=0 is not legal: it must be 1 to 4,194,304."),
         ({"model.remat": "ful"}, "model.remat=ful is unknown. Legal: none, dots, full."),
         ({"sparsity.projections": ("qvk",)}, "sparsity.projections=qvk is unknown."),
     ],
