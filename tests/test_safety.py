@@ -109,7 +109,7 @@ def test_a_variant_name_cannot_leave_the_run_folder(tmp_path, name):
     ],
 )  # fmt: skip
 def test_sizes_are_checked_before_any_allocation(sizes):
-    with pytest.raises(UserError, match="legal: whole numbers from 1 to"):
+    with pytest.raises(UserError, match="it must be from 1 to"):
         ModelConfig(*sizes)
 
 

@@ -95,9 +95,9 @@ def test_shapes_of_projections():
     ("change", "message"),
     [
         ({"num_heads": 5}, "32 is not divisible by num_heads 5; legal head counts: 1, 2, 4, 8, 16"),
-        ({"num_heads": 0}, "num_heads 0"),
-        ({"num_layers": 0}, "num_layers 0"),
-        ({"vocab_size": -1}, "vocab_size -1"),
+        ({"num_heads": 0}, "num_heads=0"),
+        ({"num_layers": 0}, "num_layers=0"),
+        ({"vocab_size": -1}, "vocab_size=-1"),
         ({"norm": "batch"}, "norm=batch is unknown. Legal: layernorm, rmsnorm"),
         ({"positions": "alibi"}, "positions=alibi is unknown. Legal: learned, rotary"),
         ({"remat": "some"}, "remat=some is unknown. Legal: none, dots, full"),

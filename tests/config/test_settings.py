@@ -135,7 +135,7 @@ def test_a_preset_is_made_of_settings_alone():
         ({"zzz": 1}, "--help=all lists them"),
         ({"training.batch": "7x"}, "training.batch=7x is not a whole number."),
         ({"training.batch": True}, "training.batch=yes is not legal: it must be a whole number."),
-        ({"training.batch": 0}, "training.batch=0 is not legal: it must be 1 to 4,194,304."),
+        ({"training.batch": 0}, "training.batch=0 is not legal: it must be from 1 to 4,194,304."),
         ({"model.remat": "ful"}, "model.remat=ful is unknown. Legal: none, dots, full."),
         ({"sparsity.projections": ("qvk",)}, "sparsity.projections=qvk is unknown."),
     ],

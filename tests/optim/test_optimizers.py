@@ -252,7 +252,7 @@ def test_supar_moves_weights_by_their_rates():
     ("fields", "message"),
     [
         ({"micro_batches": 3}, "training.batch=4 .* training.micro_batches=3 .* legal: 1, 2, 4"),
-        ({"batch": 0}, "training.batch=0 is not legal: it must be 1 or more"),
+        ({"batch": 0}, "training.batch=0 is not legal: it must be from 1 to"),
         ({"warmup": 1.0}, r"training.warmup=1.0 is not legal: it must be in \[0, 1\)"),
         ({"sparse_rate": 0.0}, "training.sparse_rate=0.0 is not legal: it must be above 0"),
         ({"final_rate": 1.1}, r"training.final_rate=1.1 is not legal: it must be in \[0, 1\]"),

@@ -180,7 +180,7 @@ def test_some_projections_become_dense_first():
             for first in (PROJECTIONS,)
         ),
         (MODEL, {"method": "grow"}, "evolution.method=grow is unknown. Legal: static"),
-        (MODEL, {"method": "rigl", "every": 0}, "it must be 1 or more"),
+        (MODEL, {"method": "rigl", "every": 0}, "it must be from 1 to"),
         (MODEL, {"method": "rigl", "at": 1.0}, r"\[0, 1\)"),
         (MODEL, {"method": "rigl", "share": 1.0}, r"\(0, 1\)"),
         (MODEL.with_linears(LinearSpec()), {"method": "set"}, "needs a block-sparse projection"),
