@@ -52,7 +52,7 @@ START: dict[str, Setting] = {
     "describe": Setting(
         "describe", bool, False, "Print every array with its sharding and bytes; train nothing."
     ),
-    "resume": Setting("resume", str, "", "Run folder to go on with, under its own settings."),
+    "resume": Setting("resume", str, "", "Run folder to resume, with its own settings."),
 }
 """Shared flags that are no setting of a `RunConfig`."""
 
@@ -93,7 +93,7 @@ class Request:
     Attributes:
       scale: a preset's name, or "auto".
       changes: path -> value of every setting that was given.
-      resume: folder of the run to go on with, or "".
+      resume: folder of the run to resume, or "".
       describe: whether to print the arrays alone.
     """
 
@@ -317,7 +317,7 @@ def _refuse_contradictions(request, spelled):
     if request.resume:
         if has("run.out"):
             raise UserError(
-                "--out and --resume contradict each other: a resumed run goes on in its own "
+                "--out and --resume contradict each other: a resumed run stays in its own "
                 f"folder, {request.resume}."
             )
         _refuse_other_run(request, spelled)
@@ -359,7 +359,7 @@ def saved_config(folder: str | Path) -> RunConfig:
 
 
 def _resumable(saved: RunConfig, folder: str) -> RunConfig:
-    """A saved config as another start goes on with it."""
+    """Returns a saved config as a resumed run uses it."""
     fresh = {}
     for path, s in settings.by_path(RunConfig).items():
         if s.resumed == FRESH:

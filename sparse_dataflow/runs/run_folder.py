@@ -1,4 +1,4 @@
-"""The run folder: claimed, kept only if a run starts in it, and checked when a run goes on."""
+"""Run folders: claimed by a new run, and checked by a resumed one."""
 
 import contextlib
 import datetime
@@ -57,7 +57,7 @@ def opened(experiment: str, out: str, resume: bool) -> Iterator[Path]:
 def _refuse_run(folder):
     if (folder / CONFIG).exists() and (folder / RECORD).exists():
         raise UserError(
-            f"{folder} holds a run already; pass --resume={folder} to go on with it, or another "
+            f"{folder} holds a run already; pass --resume={folder} to resume it, or another "
             "--out."
         )
 
@@ -102,12 +102,12 @@ def refuse_other_experiment(folder: str | Path, experiment: str) -> None:
     """Refuses to resume another experiment's run.
 
     Raises:
-      UserError: naming the command that goes on with it.
+      UserError: naming the command that resumes it.
     """
     other = read_record(folder, read_config(folder)).experiment
     if other != experiment:
         raise UserError(
-            f"{folder} is a run of {other}; go on with it by "
+            f"{folder} is a run of {other}; resume it with "
             f"python -m experiments.{other} --resume={folder}."
         )
 
@@ -115,7 +115,7 @@ def refuse_other_experiment(folder: str | Path, experiment: str) -> None:
 def refuse_other_data(
     folder: Path, record: RunRecord, corpus: Corpus, tokenizer: Tokenizer
 ) -> None:
-    """Refuses to go on with a run on text, or with tokens, that it was not started on.
+    """Checks that a resumed run has the text and the tokenizer that it was started with.
 
     Raises:
       UserError: the corpus or the tokenizer has changed, or the saved tokenizer is damaged.

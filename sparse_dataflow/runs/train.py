@@ -94,7 +94,7 @@ def train(
     Args:
       config: what is trained; `config.run.out` is the folder.
       texts: documents in place of `config.data.corpus`.
-      resume: whether the folder holds a run, to go on with.
+      resume: whether to resume the run in the folder.
       experiment: whose run it is, a module's name.
       clock: tracks what this process is doing; a new one where None.
 

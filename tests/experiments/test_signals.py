@@ -27,7 +27,7 @@ def test_a_stopped_run_says_how_to_go_on_and_ends_at_the_same_bits(job, undistur
         done = len([row for row in rows(folder, "dense") if row["kind"] == "train"])
         assert done == max(checkpoint_steps(folder, "dense")) < 12
         assert not (folder / "report.html").exists()
-        command = re.search("go on with: (.*)", stopped.stderr)[1]
+        command = re.search("resume with: (.*)", stopped.stderr)[1]
         words = shlex.split(command)
         assert words[:3] == ["python", "-m", "experiments.gpt13b_sparse"]
         assert words[3:] == [f"--resume={folder}"]
