@@ -77,7 +77,7 @@ class TrainingConfig:
         legal=("in [0, 1]", lambda fraction: 0 <= fraction <= 1),
     )
     weight_decay: float = setting(0.1, "Decoupled decay of matrices.", legal=between(0, 100))
-    clip: float = setting(1.0, "Largest global gradient norm.", legal=positive(1_000_000))
+    clip: float = setting(1.0, "Largest global gradient norm.", legal=positive(10**12))
     state_dtype: str = setting(
         "float32",
         "Dtype of Adam's moments and of a micro-batch's gradients; bfloat16 takes 10 bytes a "
