@@ -57,8 +57,7 @@ def opened(experiment: str, out: str, resume: bool) -> Iterator[Path]:
 def _refuse_run(folder):
     if (folder / CONFIG).exists() and (folder / RECORD).exists():
         raise UserError(
-            f"{folder} holds a run already; pass --resume={folder} to resume it, or another "
-            "--out."
+            f"{folder} holds a run already; pass --resume={folder} to resume it, or another --out."
         )
 
 
