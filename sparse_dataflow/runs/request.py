@@ -1,4 +1,4 @@
-"""What a command line asks for, and the `RunConfig` that comes of it once the machine is known."""
+"""Command lines checked, and turned into a `RunConfig` once the machine is known."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# They register the names that the configs check.
+# Importing them registers the names of patterns and methods, which the configs check.
 import sparse_dataflow.sparsity.evolution
 import sparse_dataflow.sparsity.patterns  # noqa: F401
 from sparse_dataflow.config import presets, settings
@@ -54,11 +54,11 @@ START: dict[str, Setting] = {
     ),
     "resume": Setting("resume", str, "", "Run folder to resume, with its own settings."),
 }
-"""Shared flags that are no setting of a `RunConfig`."""
+"""Shared flags that are not settings of a `RunConfig`."""
 
 BY_SCALE = ("training.batch", "training.sequence", "training.learning_rate", "training.sparse_rate",
             "training.vector_rate", "run.twin")  # fmt: skip
-"""Settings whose default is the scale's."""
+"""Settings whose default depends on the scale."""
 
 NO_DEFAULTS: Mapping[str, Any] = {}
 
@@ -72,12 +72,12 @@ OLD_FLAGS = {
     "evolve_plateau": "evolution.plateau",
     "sparse_projections": "sparsity.projections",
 }
-"""Flags of before there was a `RunConfig` -> path, where the name has changed."""
+"""Former flag -> path, where the last word of the path is another."""
 
 FROM_WEIGHTS = ("scale", "model.num_layers", "model.d_model", "model.num_heads", "model.d_ff",
                 "model.vocab_size", "model.max_len", "model.norm", "model.positions",
                 "model.activation", "model.parametrization", "data.tokenizer")  # fmt: skip
-"""Settings whose values come with the weights of --init_from."""
+"""Settings that the weights of --init_from determine."""
 
 PROCESS = tuple(
     f"parallel.{name}"
@@ -92,9 +92,9 @@ class Request:
 
     Attributes:
       scale: a preset's name, or "auto".
-      changes: path -> value of every setting that was given.
+      changes: path -> value of each setting on the command line.
       resume: folder of the run to resume, or "".
-      describe: whether to print the arrays alone.
+      describe: whether to print the arrays instead of training.
     """
 
     scale: str = "auto"
@@ -103,14 +103,14 @@ class Request:
     describe: bool = False
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "Request":
-        """This request with values of shared flags where it is silent."""
+        """Returns this request with defaults for shared flags that are not on the command line."""
         paths = {NAMED[name][0]: value for name, value in defaults.items() if NAMED[name][0]}
         scale = defaults.get("scale", "auto") if self.scale == "auto" else self.scale
         return dataclasses.replace(self, scale=scale, changes={**paths, **self.changes})
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The parallel plan; what a resumed run has saved is not read."""
+        """The parallel plan of the command line; a resumed run saves none."""
         prefix = ParallelConfig.NAME + "."
         changes = {
             p.removeprefix(prefix): v for p, v in self.changes.items() if p.startswith(prefix)
@@ -119,7 +119,7 @@ class Request:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What all processes of a run must have been told alike, by the words of its flags."""
+        """Flag or path -> value, which must be equal on all processes of a run."""
         facts = {f"--{name}": getattr(self, name) for name in START}
         for path, s in settings.by_path(RunConfig).items():
             if path not in PROCESS:
@@ -130,12 +130,12 @@ class Request:
     def config(
         self, backend: str = "cpu", memory_bytes: int | None = None, sparse: bool = True
     ) -> RunConfig:
-        """The run that is asked for, on a machine.
+        """Returns the config of the run on a machine.
 
         Args:
-          backend: as `jax.default_backend()` names it.
-          memory_bytes: of one device; None where it is not known.
-          sparse: whether a scale that is chosen here must fit the sparse or the dense model.
+          backend: result of `jax.default_backend()`.
+          memory_bytes: memory of one device; None if unknown.
+          sparse: whether the model is block-sparse; decides which scale fits.
 
         Raises:
           UserError: settings contradict each other, the saved run or its weights.
@@ -187,12 +187,12 @@ class Request:
 
 
 def compute_dtype(backend: str) -> str:
-    """The dtype of activations where none is given."""
+    """Returns the default dtype of activations on a backend."""
     return "float32" if backend == "cpu" else "bfloat16"
 
 
 def shown_default(name: str, s: Setting) -> str:
-    """A setting's default as the help page shows it; `name` is a flag's or a path."""
+    """Returns the default of a flag or path as the help page shows it."""
     path = NAMED.get(name, (name,))[0] or name
     if path in BY_SCALE or s.default is dataclasses.MISSING:
         return "(by scale)"
@@ -202,13 +202,13 @@ def shown_default(name: str, s: Setting) -> str:
 
 
 def spelling(path: str) -> str:
-    """How a command line spells a path: "--batch", or "--set training.warmup"."""
+    """Returns the command-line form of a path: "--batch" or "--set training.warmup"."""
     flags = {p: f"--{name}" for name, (p, _) in NAMED.items() if p}
     return flags.get(path, f"--set {path}")
 
 
 def path_of_old_flag(name: str) -> str:
-    """The path of a flag that there was before --set; "" where there was none."""
+    """Returns the path that replaced a former flag; "" if there was no such flag."""
     paths = settings.by_path(RunConfig)
     by_last_word = {path.partition(".")[2]: path for path in paths}
     return OLD_FLAGS.get(name) or by_last_word.get(name, "")
@@ -220,17 +220,16 @@ def checked(
     spelled: Mapping[str, str],
     sets: Sequence[str],
 ) -> Request:
-    """The request of a command line.
+    """Checks a command line and returns its request.
 
     Args:
-      start: values of the flags of `START` that were given.
-      changes: path -> value, of the other shared flags that were given; a method of evolution with
-        its options is still a text.
-      spelled: path -> how the command line spells it.
-      sets: the texts of every --set.
+      start: values of the flags in `START`.
+      changes: path -> value of the other shared flags; an evolution with options is still text.
+      spelled: path -> its form on the command line, for errors.
+      sets: text of each --set.
 
     Raises:
-      UserError: naming what contradicts, and what would be legal.
+      UserError: settings contradict each other; names the legal values.
     """
     legal = settings.by_path(RunConfig)
     changes, spelled = dict(changes), dict(spelled)
@@ -259,7 +258,7 @@ def checked(
 
 
 def _add(changes, spelled, legal, path, text, before, show_path=True):
-    """Puts the value of one text into `changes`; UserError where it is not legal or given twice."""
+    """Parses one setting into `changes`; raises UserError if it is illegal or set twice."""
     path = OLD_FLAGS.get(path, path)
     if path not in legal:
         raise UserError(f"{before}{path} is no setting; {settings.hint(path, legal)}.")
@@ -272,7 +271,7 @@ def _add(changes, spelled, legal, path, text, before, show_path=True):
 
 
 def _refuse_contradictions(request, spelled):
-    """UserError for settings that were given and contradict each other."""
+    """Raises UserError if settings on the command line contradict each other."""
     changes, has = request.changes, request.changes.__contains__
     words = lambda paths: ", ".join(spelled[p] for p in paths)  # noqa: E731
     if changes.get("training.steps") and has("run.minutes"):
@@ -324,7 +323,7 @@ def _refuse_contradictions(request, spelled):
 
 
 def _refuse_other_methods(changes, words):
-    """UserError for options of one method of evolution with another."""
+    """Raises UserError for options that the evolution method does not have."""
     method = changes.get(EVOLUTION, "static")
     exchanging = [p for p in ("evolution.every", "evolution.share") if p in changes]
     if exchanging and method not in ("set", "rigl"):
@@ -368,7 +367,7 @@ def _resumable(saved: RunConfig, folder: str) -> RunConfig:
 
 
 def _refuse_other_run(request, spelled):
-    """UserError where the command line changes what a resumed run must keep."""
+    """Raises UserError if the command line changes settings that a resumed run must keep."""
     saved = settings.to_json(saved_config(request.resume))
     wrong = []
     if request.scale not in ("auto", saved["run"]["scale"]):
