@@ -30,7 +30,8 @@ def between(least: float, most: float) -> Legal:
 
 def positive(most: float) -> Legal:
     """Numbers above 0 and up to `most`."""
-    return f"above 0, up to {most:,}", lambda n: 0 < n <= most
+    bound = f"{most:,}" if most < 10**9 else f"{most:g}"
+    return f"above 0, up to {bound}", lambda n: 0 < n <= most
 
 
 MOST_STEPS = 10**9

@@ -56,7 +56,7 @@ class TrainingConfig:
         legal=between(1, MOST_SEQUENCES),
     )
     learning_rate: float = setting(
-        1e-3, "Peak of the warm-up and cosine schedule, for dense weights.", legal=positive(1000)
+        1e-3, "Peak of the warm-up and cosine schedule, for dense weights.", legal=positive(1e38)
     )
     sparse_rate: float = setting(
         1.0,
