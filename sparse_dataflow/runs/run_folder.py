@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from sparse_dataflow.config import settings
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
@@ -140,8 +141,6 @@ def refuse_other_config(folder: Path, saved: RunConfig, config: RunConfig) -> No
     Raises:
       UserError: naming what differs.
     """
-    from sparse_dataflow.config import settings
-
     fixed = {p for p, s in settings.by_path(RunConfig).items() if s.resumed == settings.FIXED}
     pair = [json.loads(json.dumps(each.to_json())) for each in (saved, config)]
     changes = [
