@@ -34,7 +34,7 @@ from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT, Linear, Probe, projection_layout
 from sparse_dataflow.models.shard import WHOLE, Shard
-from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
+from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, stack_tables
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"gelu": gelu, "relu": jax.nn.relu}
 
@@ -216,9 +216,19 @@ def layout_tables(layouts: dict[str, list[BlockLayout]]) -> Any:
 
 def _stacked_tables(layouts, start, stop):
     return {
-        name: LayoutTables(*map(np.stack, zip(*(layout.tables() for layout in layers[start:stop]))))
+        name: stack_tables([layout.tables() for layout in layers[start:stop]])
         for name, layers in layouts.items()
     }
+
+
+def with_groups(tables: Any) -> Any:
+    """Returns concrete tables with the groups that all layers of a stack share, if they do."""
+    return join_groups(
+        [
+            {name: stacked.with_groups() for name, stacked in group.items()}
+            for group in split_groups(tables)
+        ]
+    )
 
 
 def layouts_from_tables(config: ModelConfig, tables: Any) -> dict[str, list[BlockLayout]]:
@@ -228,7 +238,7 @@ def layouts_from_tables(config: ModelConfig, tables: Any) -> dict[str, list[Bloc
         for projection, stacked in group.items():
             layouts.setdefault(projection, []).extend(
                 BlockLayout.from_tables(LayoutTables(*layer), config.linear(projection).block)
-                for layer in zip(*map(np.asarray, stacked))
+                for layer in zip(*map(np.asarray, stacked.arrays))
             )
     return layouts
 

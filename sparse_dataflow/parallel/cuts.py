@@ -10,14 +10,15 @@ import numpy as np
 
 from sparse_dataflow.kernels.block_sparse_matmul.sharded import cut_columns, cut_rows
 from sparse_dataflow.parallel.sharding import COLUMN_PARALLEL
-from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
+from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, stack_tables
 
 
 class Cut(NamedTuple):
     """Sharded layouts of a projection.
 
     Attributes:
-      tables: int32 [layers, shards, lines, fan], the tables of each shard.
+      tables: int32 [layers, shards, lines, fan], the tables of each shard, with groups if all
+        layers and shards share them and layouts cannot change.
       order: int32 [layers, nnz], canonical index of each block, in the order of the shards; None if
         both orders are equal.
     """
@@ -43,7 +44,7 @@ def cut(tables: dict[str, LayoutTables], shards: int, changing: bool) -> dict[st
 def _cut(name, stacked, shards, changing):
     column_parallel = name in COLUMN_PARALLEL
     divide = cut_columns if column_parallel else cut_rows
-    layers = zip(*map(np.asarray, stacked))
+    layers = zip(*map(np.asarray, stacked.arrays))
     layouts = [BlockLayout.from_tables(LayoutTables(*layer), 1) for layer in layers]
     lines = np.shape(stacked.in_index if column_parallel else stacked.out_index)[1]
     # A line of a shard has at most the shard's blocks, and at most the blocks of the whole line.
@@ -55,7 +56,8 @@ def _cut(name, stacked, shards, changing):
         width = max(each.tables[index].shape[2] for each in sharded)
     sharded = [divide(layout, shards, width) for layout in layouts]
     order = None if column_parallel else np.stack([each.order for each in sharded])
-    return Cut(LayoutTables(*map(np.stack, zip(*(each.tables for each in sharded)))), order)
+    stacked = stack_tables([each.tables for each in sharded])
+    return Cut(stacked if changing else stacked.with_groups(), order)
 
 
 def inverse(order: np.ndarray) -> np.ndarray:

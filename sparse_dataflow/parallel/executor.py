@@ -138,8 +138,13 @@ class MultiProgramExecutor(Executor, abc.ABC):
         """Returns a state as `training.step.abstract_state`."""
 
     @abc.abstractmethod
-    def programs(self, model: ModelConfig, training: Any, data: Any) -> dict[str, Any]:
-        """Returns the fields of `training.programs.Compiled`, except `seconds`."""
+    def programs(
+        self, model: ModelConfig, training: Any, data: Any, changing: bool
+    ) -> dict[str, Any]:
+        """Returns the fields of `training.programs.Compiled`, except `seconds`.
+
+        `changing` is whether layouts may change without recompiling.
+        """
 
 
 SINGLE_DEVICE = Executor()

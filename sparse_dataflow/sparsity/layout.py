@@ -3,11 +3,39 @@
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sparse_dataflow.files.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Structure of a layout whose stored blocks form equal dense groups.
+
+    Group g stores every block of its input blocks times its output blocks, and no block belongs to
+    two groups, so the product is a batch of dense products.  Input block i lies in part
+    `(i // in_run) % in_parts`; output blocks lie in parts alike.  Group g joins input part g to
+    output part g.  In a shard of a layout, one side may have parts of other shards besides: there,
+    group g has part `first + g`, where the tables tell `first`.
+
+    A jax program has it as a constant (`kernels.block_sparse_matmul.grouped`).
+
+    Attributes:
+      count: number of groups.
+      in_parts: parts of the input blocks; more than `count` only in a shard.
+      out_parts: parts of the output blocks; more than `count` only in a shard.
+      in_run: consecutive input blocks of one part before those of the next.
+      out_run: consecutive output blocks of one part before those of the next.
+    """
+
+    count: int
+    in_parts: int
+    out_parts: int
+    in_run: int
+    out_run: int
 
 
 class LayoutTables(NamedTuple):
@@ -22,12 +50,29 @@ class LayoutTables(NamedTuple):
       in_slot: int32 [out_blocks, fan_in], its slot.
       out_index: int32 [in_blocks, fan_out], output block of each position.
       out_slot: int32 [in_blocks, fan_out], its slot.
+      groups: structure that a program may be specialised to; None if there is none, or the layout
+        may change.
     """
 
     in_index: Any
     in_slot: Any
     out_index: Any
     out_slot: Any
+    groups: Groups | None = None
+
+    @property
+    def arrays(self) -> tuple[Any, Any, Any, Any]:
+        """The four index tables."""
+        return self[:4]
+
+    def with_groups(self) -> "LayoutTables":
+        """Adds the groups of concrete tables [..., lines, fan], if all their layouts share them."""
+        if any(not isinstance(table, np.ndarray) for table in self.arrays):
+            return self
+        stacked = [table.reshape(-1, *table.shape[-2:]) for table in self.arrays]
+        layers = {tuple(table.tobytes() for table in layer): layer for layer in zip(*stacked)}
+        groups = {BlockLayout.from_tables(LayoutTables(*t), 1).groups for t in layers.values()}
+        return self._replace(groups=groups.pop() if len(groups) == 1 else None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,7 +142,7 @@ class BlockLayout:
             layout.
         """
         check_shapes(tables)
-        in_index, in_slot, out_index, out_slot = map(np.asarray, tables)
+        in_index, in_slot, out_index, out_slot = map(np.asarray, tables.arrays)
         grid = len(out_index), len(in_index)
         cols, rows, slot = _entries(in_index, in_slot, "in", grid[0])
         by_slot = np.argsort(slot)
@@ -163,6 +208,34 @@ class BlockLayout:
         return slots
 
     @functools.cached_property
+    def groups(self) -> Groups | None:
+        """The equal groups that the stored blocks form; None if they form none.
+
+        Any single dense rectangle is one group.
+        """
+        inputs = np.flatnonzero(self.mask[:, self.cols[0]])
+        outputs = np.flatnonzero(self.mask[inputs[0]])
+        sides = len(inputs), len(outputs)
+        if any(total % side for total, side in zip(self.mask.shape, sides)):
+            return None
+        count, rest = divmod(self.nnz, sides[0] * sides[1])
+        parts = self.in_blocks // sides[0], self.out_blocks // sides[1]
+        runs = _first_run(inputs), _first_run(outputs)
+        if rest or count not in parts or any(side % run for side, run in zip(sides, runs)):
+            return None
+        firsts = (
+            first // run % total if total > count else 0
+            for first, run, total in zip((inputs[0], outputs[0]), runs, parts)
+        )
+        in_group, out_group = (
+            np.arange(blocks) // run % total - first
+            for blocks, run, total, first in zip(self.mask.shape, runs, parts, firsts)
+        )
+        stored = (in_group >= 0) & (in_group < count)
+        expected = (in_group[:, None] == out_group) & stored[:, None]
+        return Groups(count, *parts, *runs) if np.array_equal(self.mask, expected) else None
+
+    @functools.cached_property
     def content_hash(self) -> str:
         """SHA-256 of the grid, block side and stored blocks, in hex."""
         head = np.array([self.block, self.in_blocks, self.out_blocks], np.int64).tobytes()
@@ -200,7 +273,7 @@ def check_shapes(tables: LayoutTables) -> None:
     Raises:
       UserError: a table is not an int32 matrix, or an index and its slots differ in shape.
     """
-    for name, table in zip(LayoutTables._fields, tables, strict=True):
+    for name, table in zip(LayoutTables._fields, tables.arrays):
         if table.dtype != np.int32 or table.ndim != 2:
             raise UserError(
                 f"{name} is {table.dtype} of shape {table.shape}; legal: int32 [lines, fan]."
@@ -209,6 +282,11 @@ def check_shapes(tables: LayoutTables) -> None:
         index, slot = (getattr(tables, f"{side}_{kind}").shape for kind in ("index", "slot"))
         if index != slot:
             raise UserError(f"{side}_index has shape {index} and {side}_slot {slot}; legal: equal.")
+
+
+def stack_tables(tables: Sequence[LayoutTables]) -> LayoutTables:
+    """Stacks numpy tables of equal shapes along a new first axis, without their groups."""
+    return LayoutTables(*map(np.stack, zip(*(each.arrays for each in tables))))
 
 
 def pad_tables(tables: LayoutTables, fan_in: int, fan_out: int) -> LayoutTables:
@@ -220,12 +298,18 @@ def pad_tables(tables: LayoutTables, fan_in: int, fan_out: int) -> LayoutTables:
     fans = (fan_in, fan_in, fan_out, fan_out)
     fills = (0, -1, 0, -1)
     padded = []
-    for table, fan, fill in zip(tables, fans, fills):
+    for table, fan, fill in zip(tables.arrays, fans, fills):
         if fan < table.shape[1]:
             raise UserError(f"Fan {fan} is too small; legal: at least {table.shape[1]}.")
         extra = (0, 0), (0, fan - table.shape[1])
         padded.append(np.pad(table, extra, constant_values=fill))
     return LayoutTables(*padded)
+
+
+def _first_run(blocks):
+    """Length of the run of consecutive numbers that starts `blocks`."""
+    breaks = np.flatnonzero(np.diff(blocks) != 1)
+    return int(breaks[0]) + 1 if breaks.size else len(blocks)
 
 
 def _entries(index, slot, side, bound):

@@ -205,12 +205,17 @@ def butterfly(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.n
 
 @register("monarch")
 def monarch(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.ndarray:
-    """Monarch factor (arXiv 2204.00595, section 3): a permuted block diagonal of equal groups.
+    """One block diagonal of equal groups behind a permutation of its input blocks.
 
-    All blocks of a group are stored, so each group is one dense product.  The output blocks of a
-    group are contiguous.  Its input blocks are contiguous where the weight widens (qkv, mlp_in);
-    elsewhere (attn_out, mlp_out) their stride is the number of groups.  The second of two weights
-    thus reads from every group of the first, up to its fan-in, so one pattern mixes all blocks.
+    A Monarch matrix (arXiv 2204.00595, section 3) is a product of two of these.  All blocks of a
+    group are stored, so a group is one dense product (`BlockLayout.groups`), and its output blocks
+    are contiguous.  Where a weight widens (qkv, mlp_in), the stride of a group's input blocks is
+    the number of groups; elsewhere (attn_out, mlp_out) they are contiguous.  Groups thus stay apart
+    within attention and within the MLP, whose hidden features then never leave a group's device or
+    fast memory, and the next half of a block reads from every group, up to its fan-in.
+
+    Groups that read a single ring cell cannot mix there.  Then weights that widen read contiguous
+    inputs and the others read at a stride.
 
     Raises:
       UserError: `degree` does not divide the ring.
@@ -224,7 +229,8 @@ def monarch(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.nda
         )
     groups = ring // degree
     contiguous = lambda blocks: np.arange(blocks) // (blocks // groups)  # noqa: E731
-    in_group = contiguous(in_blocks) if in_blocks < out_blocks else np.arange(in_blocks) % groups
+    strided = (in_blocks < out_blocks) == (degree > 1)
+    in_group = np.arange(in_blocks) % groups if strided else contiguous(in_blocks)
     return in_group[:, None] == contiguous(out_blocks)
 
 

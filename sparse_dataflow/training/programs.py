@@ -126,7 +126,7 @@ def _compile(phase, training, data, executor):
     start = time.perf_counter()
     model = phase.model
     if isinstance(executor, MultiProgramExecutor):
-        programs = executor.programs(model, training, data)
+        programs = executor.programs(model, training, data, phase.runtime_layouts)
         return Compiled(**programs, seconds=time.perf_counter() - start)
     canonical = gpt.layout_tables(gpt.layouts(model))
     tables = functools.partial(executor.tables, changing=phase.runtime_layouts)

@@ -35,11 +35,17 @@ class Implementation(NamedTuple):
     stored_blocks_only: bool = True
     examples: int = 16
     most_weights: float = float("inf")
+    grouped: bool = False  # Only layouts of equal groups.
     environment: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+
+    def tables(self, layout: BlockLayout) -> LayoutTables:
+        """Tables of a layout, with its groups if the implementation needs them."""
+        return layout.tables().with_groups() if self.grouped else layout.tables()
 
 
 SUITE = [
     Implementation("reference", stored_blocks_only=False),
+    Implementation("grouped", runtime_tables=False, grouped=True),
     Implementation("xla"),
     Implementation("xla_static", runtime_tables=False),
     # The interpreter compiles slowly: few examples here, many layouts in test_pallas_tpu.py.
@@ -108,6 +114,25 @@ def layouts(draw, block):
     return BlockLayout.from_mask(mask, block)
 
 
+@st.composite
+def grouped_layouts(draw, block):
+    """Draw layouts of equal groups, and shards that have some of the parts of one side."""
+    count, parts = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    first = draw(st.integers(0, max(0, parts - count)))
+    runs = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    outer = draw(st.tuples(st.integers(1, 2), st.integers(1, 2)))
+    sides = [count, max(count, parts)]
+    firsts = [0, first]
+    if draw(st.booleans()):
+        sides, firsts = sides[::-1], firsts[::-1]
+    in_part, out_part = (
+        np.arange(o * side * run) // run % side - start
+        for o, side, run, start in zip(outer, sides, runs, firsts)
+    )
+    mask = (in_part[:, None] == out_part) & (in_part >= 0)[:, None] & (in_part < count)[:, None]
+    return BlockLayout.from_mask(mask, block)
+
+
 TOKENS = st.sampled_from([(), (1,), (7,), (3, 5), (2, 1, 3), (256,), (2, 130), (513,)])
 
 
@@ -122,12 +147,14 @@ class Case(NamedTuple):
 @st.composite
 def cases(draw, implementation):
     few = lambda layout: layout.nnz * layout.block**2 <= implementation.most_weights  # noqa: E731
+    kinds = grouped_layouts if implementation.grouped else layouts
     return Case(
-        layout=draw(layouts(draw(st.sampled_from(implementation.blocks))).filter(few)),
+        layout=draw(kinds(draw(st.sampled_from(implementation.blocks))).filter(few)),
         dtype=draw(st.sampled_from(implementation.dtypes)),
         tokens=draw(TOKENS),
         seed=draw(st.integers(0, 99)),
-        traced_tables=implementation.runtime_tables and draw(st.booleans()),
+        traced_tables=(implementation.runtime_tables or implementation.grouped)
+        and draw(st.booleans()),
     )
 
 
@@ -197,7 +224,8 @@ def test_products_match_the_dense_product(implementation):
     def check(case):
         operands = draw_operands(case.layout, case.tokens, case.dtype, case.seed)
         with precision(case.dtype):
-            actual = run(implementation.name, operands, case.layout.tables(), case.traced_tables)
+            tables = implementation.tables(case.layout)
+            actual = run(implementation.name, operands, tables, case.traced_tables)
         assert_close(actual, operands, case.layout)
 
     check()
@@ -212,6 +240,8 @@ def test_gradients_match_finite_differences(implementation, balanced):
     mask = np.array([[1, 1, 0], [0, 1, 1], [1, 0, 1]], bool)
     if not balanced:
         mask = np.array([[1, 0, 0], [1, 0, 1], [0, 0, 1]], bool)
+    if implementation.grouped:
+        mask = np.array([[1, 0], [0, 1]] * 2 if balanced else [[1, 0, 0], [0, 1, 0]], bool)
     layout = BlockLayout.from_mask(mask, block)
     dtype = "float64" if "float64" in implementation.dtypes else "float32"
     x, values, _ = draw_operands(layout, (2, 4), dtype)
@@ -386,7 +416,7 @@ def test_tables_of_no_layout_are_refused_before_anything_is_compiled(changes, me
 
 def test_traced_tables_are_checked_as_far_as_is_known():
     operands = draw_operands(LAYOUT, (4,), "float32")[:2]
-    wrong = [table.astype(np.float32) for table in LAYOUT.tables()]
+    wrong = [table.astype(np.float32) for table in LAYOUT.tables().arrays]
     with pytest.raises(UserError, match="in_index is float32"):
         jax.jit(block_sparse_matmul)(*operands, LayoutTables(*wrong))
 
@@ -400,7 +430,7 @@ def test_an_implementation_that_cannot_run_says_so():
 @every_implementation
 def test_no_tokens_are_no_work(implementation):
     block = implementation.blocks[-1]
-    layout = make_layout("cyclic", 4 * block, 8 * block, block, 0.5)
+    layout = make_layout("monarch", 4 * block, 8 * block, block, 0.5)
     operands = draw_operands(layout, (2, 0), implementation.dtypes[0])
     y, dx, dvalues = run(implementation.name, operands, layout.tables())
     assert y.shape == (2, 0, layout.out_features) and dx.shape == operands[0].shape

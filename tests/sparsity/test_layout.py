@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.sparsity.layout import BlockLayout, pad_tables
+from sparse_dataflow.sparsity.layout import BlockLayout, Groups, pad_tables, stack_tables
+from sparse_dataflow.sparsity.patterns import make_layout
 
 masks = hnp.arrays(bool, hnp.array_shapes(min_dims=2, max_dims=2, min_side=1, max_side=7)).filter(
     np.any
@@ -205,3 +206,45 @@ def test_padded_tables_describe_the_same_layout(mask, more_in, more_out):
 def test_a_fan_below_the_longest_line_is_refused():
     with pytest.raises(UserError, match="Fan 2 is too small; legal: at least 3"):
         pad_tables(eye(3).tables()._replace(out_index=np.zeros((3, 3), np.int32)), 2, 2)
+
+
+@st.composite
+def grouped_masks(draw):
+    """(mask of equal groups, its Groups), where one side may have parts of no group."""
+    count, spare = draw(st.integers(1, 3)), draw(st.integers(0, 3))
+    first = draw(st.integers(0, spare))
+    on_inputs = draw(st.booleans())
+    parts = (count + spare, count) if on_inputs else (count, count + spare)
+    firsts = (first, 0) if on_inputs else (0, first)
+    runs = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    outer = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    labels = [np.arange(o * p * r) // r % p - f for o, p, r, f in zip(outer, parts, runs, firsts)]
+    mask = (labels[0][:, None] == labels[1]) & np.isin(labels[0], range(count))[:, None]
+    # A run goes on into the next one where no other part lies between.
+    runs = tuple(o * r if p == 1 else r for o, p, r in zip(outer, parts, runs))
+    return mask, Groups(count, *parts, *runs)
+
+
+@given(grouped_masks())
+def test_equal_groups_are_found(drawn):
+    mask, groups = drawn
+    layout = BlockLayout.from_mask(mask, 4)
+    assert layout.groups == groups
+    assert layout.tables().with_groups().groups == groups
+
+
+@given(grouped_masks(), st.data())
+def test_a_mask_that_differs_in_one_block_has_other_groups_or_none(drawn, data):
+    mask, groups = drawn
+    at = data.draw(st.integers(0, mask.size - 1))
+    changed = mask.copy()
+    changed.flat[at] = not changed.flat[at]
+    if changed.any():
+        assert BlockLayout.from_mask(changed, 4).groups != groups
+
+
+def test_layers_of_different_groups_share_none():
+    both = [make_layout("monarch", 32, 32, 4, density).tables() for density in (1 / 2, 1 / 4)]
+    padded = [pad_tables(tables, 4, 4) for tables in both]
+    assert stack_tables(padded).with_groups().groups is None
+    assert stack_tables(padded[:1] * 2).with_groups().groups == both[0].with_groups().groups

@@ -8,13 +8,19 @@ import numpy as np
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels import dispatch
-from sparse_dataflow.kernels.block_sparse_matmul import reference, xla, xla_few_rows, xla_static
+from sparse_dataflow.kernels.block_sparse_matmul import (
+    grouped,
+    reference,
+    xla,
+    xla_few_rows,
+    xla_static,
+)
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, check_shapes
 
 _KERNELS = {"pallas_tpu": "tpu", "pallas_hopper": "gpu"}
 """Module of each Mosaic implementation -> the platform that it runs on."""
 
-IMPLEMENTATIONS = ("reference", "xla", "xla_static", *_KERNELS)
+IMPLEMENTATIONS = ("reference", "grouped", "xla", "xla_static", *_KERNELS)
 
 MAX_STATIC_GROUPS = 128
 """Most groups of equal support, over columns and rows, that are specialised.  Each group adds about
@@ -45,11 +51,19 @@ def block_sparse_matmul(
     layout = check_operands(x, values, tables)
     tokens = math.prod(x.shape[:-1])
     flat = x.reshape(tokens, x.shape[-1])
-    name = implementation or _choose(flat, values, tables, layout)
+    groups = layout.groups if layout else tables.groups
+    name = implementation or _choose(flat, values, tables, layout, groups)
     if name == "reference":
         y = reference.block_sparse_matmul(flat, values, tables)
     elif name == "xla":
         y = xla.block_sparse_matmul(flat, values, jax.tree.map(jax.numpy.asarray, tables))
+    elif name == "grouped":
+        if groups is None:
+            raise UserError(
+                "implementation 'grouped' needs a layout of equal groups that cannot change; "
+                "legal here: reference, xla."
+            )
+        y = grouped.block_sparse_matmul(flat, values, tables, groups)
     elif name == "xla_static":
         if layout is None:
             raise UserError(
@@ -85,7 +99,7 @@ def check_operands(
         raise UserError(f"values have shape {values.shape}; legal: [nnz, block, block].")
     check_shapes(tables)
     layout = None
-    if all(isinstance(table, np.ndarray) for table in tables):
+    if all(isinstance(table, np.ndarray) for table in tables.arrays):
         layout = BlockLayout.from_tables(tables, values.shape[-1])
     stored = layout.nnz if layout else tables.in_slot.size
     if len(values) > stored or (layout and len(values) < stored):
@@ -98,17 +112,20 @@ def check_operands(
     return layout
 
 
-def _choose(x, values, tables, layout):
-    name, reason = "xla", ""
+def _choose(x, values, tables, layout, groups):
+    name, reason, platform = "xla", "", dispatch.platform()
+    few_rows = len(x) <= xla_few_rows.FEW_ROWS
     for kernel, required in _KERNELS.items():
-        if dispatch.platform() == required:
+        if platform == required:
             refusal = _import_kernels(kernel).refusal
             reason = refusal(x, values, tables) or dispatch.sharding_refusal()
             name = "xla" if reason else kernel
-    if dispatch.platform() == "cpu" and layout and len(x) > xla_few_rows.FEW_ROWS:
-        groups = len(xla_static.column_groups(layout)) + len(xla_static.row_groups(layout))
-        name = "xla_static" if groups <= MAX_STATIC_GROUPS else "xla"
-    dispatch.log_choice("block_sparse_matmul", name, dispatch.platform(), reason)
+    if groups and not few_rows and name != "pallas_tpu":
+        name, reason = "grouped", ""
+    if platform == "cpu" and layout and not few_rows:
+        supports = len(xla_static.column_groups(layout)) + len(xla_static.row_groups(layout))
+        name = "xla_static" if supports <= MAX_STATIC_GROUPS else name
+    dispatch.log_choice("block_sparse_matmul", name, platform, reason)
     return name
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, pad_tables
+from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, pad_tables, stack_tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +83,11 @@ def _cut(layout, shards, fan, side, name):
 def _stacked(shard_layouts, fan, by_column):
     """Stack the shards' tables, padded to one width; `fan` sets the unsharded side's width."""
     each = [shard_layout.tables() for shard_layout in shard_layouts]
-    fan_in, _, fan_out, _ = (max(table.shape[1] for table in tables) for tables in zip(*each))
+    fan_in = max(tables.in_index.shape[1] for tables in each)
+    fan_out = max(tables.out_index.shape[1] for tables in each)
     if fan is not None and by_column:
         fan_out = fan
     elif fan is not None:
         fan_in = fan
     each = [pad_tables(tables, fan_in, fan_out) for tables in each]
-    return LayoutTables(*map(np.stack, zip(*each)))
+    return stack_tables(each)

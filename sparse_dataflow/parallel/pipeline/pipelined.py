@@ -208,7 +208,7 @@ class Pipelined(Sharded):
         return _mover(self, move, structure, shapes)(arrays)._replace(tables=state.tables)
 
     def _cut_tables(self, tables, changing):
-        """Stages share one program, so it cannot be specialised to layouts."""
+        """Stages share one program, so it can be specialised to common groups alone."""
         sharded = cuts.cut(tables, self._tensor, changing)
         return {name: to_stages(self.division, cut.tables) for name, cut in sharded.items()}
 

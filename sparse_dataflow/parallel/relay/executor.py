@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed import processes
+from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.block_gradients import probed_rows
 from sparse_dataflow.parallel.executor import MultiProgramExecutor
@@ -88,14 +89,18 @@ class RelayExecutor(MultiProgramExecutor):
         step = np.zeros((), np.int32)
         return shapes._replace(step=step, params=arrays[0], moments=arrays[1])
 
-    def programs(self, model: ModelConfig, training: TrainingConfig, data) -> dict[str, Any]:
+    def programs(
+        self, model: ModelConfig, training: TrainingConfig, data, changing: bool
+    ) -> dict[str, Any]:
         """See `MultiProgramExecutor`."""
         held_out = data.validation[0]["weights"].shape
-        relay = Relay(model, training, self.config, eval_shape=held_out, mesh=self.mesh)
+        relay = Relay(
+            model, training, self.config, eval_shape=held_out, mesh=self.mesh, changing=changing
+        )
         return {
             "train_step": relay.train_step,
             "eval_step": relay.eval_step,
-            "tables": lambda tables: tables,
+            "tables": functools.partial(self.tables, changing=changing),
             "gradient_norms": functools.partial(_gradient_norms, relay),
             "parameter_norms": parameter_norms,
             "start_state": functools.partial(self._start, relay),
@@ -150,7 +155,7 @@ class RelayExecutor(MultiProgramExecutor):
 
     def tables(self, tables, changing):
         """See `Executor`."""
-        return tables
+        return tables if changing else gpt.with_groups(tables)
 
 
 def parameter_norms(params: dict) -> dict[str, float]:

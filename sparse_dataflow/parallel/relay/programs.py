@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
-from sparse_dataflow.config.layer_groups import layer_groups
+from sparse_dataflow.config.layer_groups import layer_groups, split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
@@ -198,6 +198,7 @@ def compile_groups(
     shape: tuple[int, int, int],
     mesh: Mesh | None = None,
     evaluation: bool = False,
+    changing: bool = True,
 ) -> tuple[Programs[Compiled] | EvalPrograms[Compiled], ...]:
     """Compiles the programs of each layer group for the default backend.
 
@@ -208,19 +209,31 @@ def compile_groups(
       shape: (micro-batches, sequences in each, tokens in a sequence).
       mesh: as in `lower`.
       evaluation: whether to compile the evaluation programs.
+      changing: whether layouts may change; otherwise the programs are specialised to their groups.
     """
     first, *others = (
         dataclasses.replace(group.model, num_layers=1) for group in layer_groups(model)
     )
-    shared = _compiled(first, shape, mesh, evaluation)
-    return shared, *(_compiled(group, shape, mesh, evaluation, shared) for group in others)
+    tables = gpt.layout_tables(gpt.layouts(model))
+    structures = [
+        frozenset((name, stacked.groups) for name, stacked in group.items())
+        for group in split_groups(tables if changing else gpt.with_groups(tables))
+    ]
+    options = shape, mesh, evaluation
+    shared = _compiled(first, structures[0], *options)
+    return shared, *(_compiled(*group, *options, shared) for group in zip(others, structures[1:]))
 
 
 @functools.cache
-def _compiled(model, shape, mesh, evaluation, shared=None):
-    """Compiles a model of one layer group; only its block programs if others are `shared`."""
+def _compiled(model, structure, shape, mesh, evaluation, shared=None):
+    """Compiles a model of one layer group; only its block programs if others are `shared`.
+
+    `structure` has (projection, groups of its tables).
+    """
+    tables, groups = layer_tables(model), dict(structure)
+    tables = {name: table._replace(groups=groups[name]) for name, table in tables.items()}
     pure = (eval_functions if evaluation else functions)(model)
-    programs = lower(pure, arguments(model, layer_tables(model), shape), mesh)
+    programs = lower(pure, arguments(model, tables, shape), mesh)
     compiled = {
         name: program.compile()
         for name, program in programs._asdict().items()

@@ -79,6 +79,7 @@ class Relay:
         mesh: Mesh | None = None,
         storage: Any = None,
         pinned: bool | None = None,
+        changing: bool = True,
     ):
         """Compiles the programs.
 
@@ -91,6 +92,7 @@ class Relay:
           storage: storage of masters and moments, see `parameter_server`.
           pinned: whether the device's copies are in page-locked memory; if None, on every backend
             but the CPU.
+          changing: whether layouts may change; see `relay.programs.compile_groups`.
 
         Raises:
           UserError: the mesh does not divide the batch.
@@ -109,10 +111,14 @@ class Relay:
         relay_programs.refuse_unsupported(training, self._rows.num_devices)
         rows = training.batch // training.micro_batches
         self._train_shape = (training.micro_batches, rows, training.sequence)
-        self.programs = relay_programs.compile_groups(model, self._train_shape, mesh)
+        self.programs = relay_programs.compile_groups(
+            model, self._train_shape, mesh, changing=changing
+        )
         self._eval_shape = (1, *eval_shape) if eval_shape else None
         if self._eval_shape:
-            self.eval_programs = relay_programs.compile_groups(model, self._eval_shape, mesh, True)
+            self.eval_programs = relay_programs.compile_groups(
+                model, self._eval_shape, mesh, True, changing
+            )
         pinned = jax.default_backend() != "cpu" if pinned is None else pinned
         self.server = ParameterServer(
             model,

@@ -8,6 +8,7 @@ import numpy as np
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.hardware.detect import Chip
+from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel.relay import timeline
 from sparse_dataflow.parallel.relay.host_state import fresh_state
 from sparse_dataflow.parallel.relay.relay import Relay, RelayConfig
@@ -45,9 +46,10 @@ def relayed(model, training, config: RelayConfig, chip: Chip, steps: int) -> dic
     plan = plan_of(model, training, config, chip)
     relay_plan.refuse_small_host(plan)
     start = time.perf_counter()
-    run = Relay(model, training, config)
+    run = Relay(model, training, config, changing=False)
     compiled = time.perf_counter() - start
     state = fresh_state(model, training)
+    state = state._replace(tables=gpt.with_groups(state.tables))
     losses: list[float] = []
     before = most = _live_bytes()
 
