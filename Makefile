@@ -17,7 +17,7 @@ GONE := $(shell test -x $(BIN)/python || echo FORCE)
 
 # Tests of what a compiler for a chip that is not there makes.
 TPU_COMPILES := test_pallas_tpu_compiles.py test_splash_compiles.py test_step_compiles.py
-GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py
+GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py test_grouped_compiles.py
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test quick nightly faults aot-tpu aot-gpu bench lint format docs lock clean FORCE
@@ -53,7 +53,7 @@ aot-tpu: ## compile the TPU kernels and plans for v4 to v6e, without one (fetche
 	@sh launch/make_env.sh .venv-tpu dev,aot
 	.venv-tpu/bin/python -m pytest $(addprefix tests/kernels/,$(TPU_COMPILES)) tests/parallel/relay/test_compiles.py tests/aot/test_plans_compile.py $(TESTS)
 
-aot-gpu: ## compile the Hopper kernels for an H200, without one (fetches CUDA: 4 GB in .venv-gpu)
+aot-gpu: ## compile the GPU programs for an A100 to a B200, without one (fetches CUDA: 4 GB in .venv-gpu)
 	@sh launch/make_env.sh .venv-gpu dev,cuda
 	.venv-gpu/bin/python -m pytest $(addprefix tests/kernels/,$(GPU_COMPILES)) $(TESTS)
 

@@ -1,4 +1,4 @@
-"""Collectives of a compiled program, with loop iterations counted, from its HLO text.
+"""Collectives and memory traffic of a compiled program, from its HLO text.
 
 The text is that of an optimised XLA module (https://openxla.org/xla/operation_semantics).
 Importing this module loads no jax.
@@ -102,6 +102,20 @@ def by_kind(collectives: Iterable[Collective]) -> dict[str, dict[str, float]]:
         total["bytes"] += c.times * c.bytes
         total["moved"] += c.moved
     return dict(sorted(totals.items(), key=lambda item: -item[1]["moved"]))
+
+
+def memory_traffic(text: str) -> int:
+    """Returns the bytes that the kernels of a program without loops read and write.
+
+    Every kernel reads each of its operands, and writes its result, once.
+    """
+    entry = next(iter(_computations(text).values()))
+    return sum(
+        array_bytes(kernel.shape)
+        + sum(array_bytes(entry[name].shape) for name in kernel.operands if name in entry)
+        for kernel in entry.values()
+        if kernel.opcode in ("fusion", "custom-call", "copy", "transpose", "reduce", "dot")
+    )
 
 
 @dataclasses.dataclass(frozen=True)

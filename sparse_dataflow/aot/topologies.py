@@ -1,4 +1,4 @@
-"""Topologies for ahead-of-time compilation: TPU slices and H200 nodes, by name."""
+"""Topologies for ahead-of-time compilation: TPU slices and GPU nodes, by name."""
 
 import contextlib
 import dataclasses
@@ -8,20 +8,19 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from sparse_dataflow.aot.gpu_targets import TARGETS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS, Chip
 
-H200 = Path(__file__).parent / "h200.txtpb"
-"""Target of the GPU compiler: text of a `GpuTargetConfigProto`."""
-
 NODE = 8
-"""H200s per node (DGX H200 datasheet)."""
+"""GPUs per node (DGX A100, H100, H200 and B200 datasheets)."""
+
+_GPUS = {"a100": "a100-80gb", "h100": "h100", "h200": "h200", "b200": "b200"}
 
 _TPUS = {"v5e": ("tpu-v5e", 2, 16), "v5p": ("tpu-v5p", 3, 24), "v6e": ("tpu-v6e", 2, 16)}
 # Largest slices (Google Cloud TPU documentation): v5e and v6e 16x16, v5p 16x16x24.
@@ -30,6 +29,7 @@ _LEGAL = {
     "v5p": "v5p:1x1x1, v5p:2x2x1, v5p:2x2x2, v5p:2x4x4, v5p:4x4x4 and so on to 6,144 chips",
     "v6e": "v6e as v5e",
     "h200": f"h200:1 to h200:{NODE}, h200:4x{NODE} for four nodes",
+    **{kind: f"{kind} as h200" for kind in _GPUS if kind != "h200"},
 }
 SETTINGS = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -47,8 +47,8 @@ class Topology:
 
     Attributes:
       name: name as parsed.
-      kind: "v5e", "v5p", "v6e" or "h200".
-      sides: sides of the torus; (nodes, GPUs per node) for "h200".
+      kind: "v5e", "v5p", "v6e", "a100", "h100", "h200" or "b200".
+      sides: sides of the torus; (nodes, GPUs per node) for GPUs.
       slices: TPU slices, joined by the data-centre network.
     """
 
@@ -65,12 +65,12 @@ class Topology:
     @property
     def chip(self) -> Chip:
         """Rates and memory of a chip."""
-        return CHIPS["h200" if self.kind == "h200" else _TPUS[self.kind][0]]
+        return CHIPS[_GPUS.get(self.kind) or _TPUS[self.kind][0]]
 
     @property
     def platform(self) -> str:
         """Lowering platform of JAX, "cuda" or "tpu"."""
-        return "cuda" if self.kind == "h200" else "tpu"
+        return "cuda" if self.kind in _GPUS else "tpu"
 
 
 def parse(name: str, slices: int = 1) -> Topology:
@@ -86,26 +86,27 @@ def parse(name: str, slices: int = 1) -> Topology:
     kind, _, shape = name.partition(":")
     numbers = re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", shape)
     sides = tuple(int(side) for side in shape.split("x")) if numbers else ()
-    if kind == "h200" and len(sides) == 1:
+    if kind in _GPUS and len(sides) == 1:
         sides = (1, *sides)
     if not _legal(kind, sides):
         legal = _LEGAL.get(kind) or "; ".join(_LEGAL.values())
         raise UserError(f"--topology={name} is unknown; legal: {legal}.")
-    if slices > 1 and kind == "h200":
+    if slices > 1 and kind in _GPUS:
         raise UserError(
             f"--slices={slices} is not legal for {name}, because only TPUs have slices; legal: "
-            f"--slices=1, and several nodes as in h200:4x{NODE}."
+            f"--slices=1, and several nodes as in {kind}:4x{NODE}."
         )
     return Topology(name, kind, sides, slices)
 
 
 def compact_topology(chip: Chip, number: int) -> Topology | None:
     """Returns the most compact topology of a number of chips; None if there is none."""
-    if chip.name == "h200":
+    gpus = [kind for kind, name in _GPUS.items() if name == chip.name]
+    if gpus:
+        (kind,) = gpus
         nodes = -(-number // NODE)
         sides = (nodes, number // nodes)
-        candidates = [sides] if math.prod(sides) == number and _legal("h200", sides) else []
-        kind = "h200"
+        candidates = [sides] if math.prod(sides) == number and _legal(kind, sides) else []
     else:
         kinds = [kind for kind, (name, *_) in _TPUS.items() if name == chip.name]
         if not kinds:
@@ -129,7 +130,7 @@ def _boxes(number, dimensions):
 def _legal(kind, sides):
     if not sides:
         return False
-    if kind == "h200":
+    if kind in _GPUS:
         nodes, gpus = sides if len(sides) == 2 else (0, 0)
         return nodes >= 1 and gpus <= NODE and (nodes == 1 or gpus == NODE)
     if kind not in _TPUS:
@@ -166,10 +167,7 @@ def devices(topology: Topology) -> tuple[jax.Device, ...]:
         raise UserError(f"--topology={topology.name}: {reason}")
     if topology.platform == "cuda":
         nodes, gpus = topology.sides
-        description = topologies.get_topology_desc(
-            "", platform="cuda", target_config=H200.read_text(), topology=f"1x{nodes}x{gpus}"
-        )
-        return tuple(description.devices)
+        return gpu_devices(topology.kind, nodes, gpus)
     shape = "x".join(map(str, topology.sides))
     try:
         return tpu_devices(f"{topology.kind}:{shape}", topology.slices)
@@ -179,6 +177,14 @@ def devices(topology: Topology) -> tuple[jax.Device, ...]:
             f"--topology={topology.name} is not supported by libtpu ({reason}); legal: "
             f"{_LEGAL[topology.kind]}."
         ) from None
+
+
+def gpu_devices(kind: str, nodes: int = 1, gpus: int = 1) -> tuple[jax.Device, ...]:
+    """Returns the devices of nodes with GPUs of a kind in `gpu_targets.TARGETS`."""
+    description = topologies.get_topology_desc(
+        "", platform="cuda", target_config=TARGETS[kind].text(), topology=f"1x{nodes}x{gpus}"
+    )
+    return tuple(description.devices)
 
 
 def tpu_devices(name: str, slices: int = 1) -> tuple[jax.Device, ...]:

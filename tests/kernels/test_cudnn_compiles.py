@@ -3,7 +3,7 @@
 XLA queries cuDNN's plans only on a GPU, so these tests cannot prove that cuDNN runs a shape.
 """
 
-import described_h200
+import described_gpus
 import jax
 import jax.numpy as jnp
 import pytest
@@ -25,7 +25,7 @@ def gradients(query, key, value, dy):
 
 def test_cudnn_attention_compiles_without_materializing_the_scores():
     shape = (1, 2048, 40, 128)  # GPT-13B's.
-    program = described_h200.compiled(gradients, [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 4)
+    program = described_gpus.compiled(gradients, [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 4)
     text = program.as_text()
     assert "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text
     scores = 40 * 2048**2 * 2
@@ -39,4 +39,4 @@ def test_operands_that_cudnn_refuses_compile_without_it(width, dtype, words):
     operand = jax.ShapeDtypeStruct((1, 256, 2, width), jnp.dtype(dtype))
     with targeted_gpu():
         assert words in cudnn.refusal(operand)
-    assert "__cudnn$" not in described_h200.compiled(gradients, [operand] * 4).as_text()
+    assert "__cudnn$" not in described_gpus.compiled(gradients, [operand] * 4).as_text()

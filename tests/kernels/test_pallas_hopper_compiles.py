@@ -1,6 +1,6 @@
 """The Hopper kernels compile ahead of time for an H200 at 13B shapes."""
 
-import described_h200
+import described_gpus
 import jax
 import jax.numpy as jnp
 import pytest
@@ -33,7 +33,7 @@ def compiled(monkeypatch, capfd):
 
     def compile_(function, arguments):
         capfd.readouterr()
-        program = described_h200.compiled(function, arguments)
+        program = described_gpus.compiled(function, arguments)
         return program, "".join(capfd.readouterr())
 
     return compile_

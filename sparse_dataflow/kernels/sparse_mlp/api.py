@@ -44,7 +44,7 @@ def sparse_mlp(
     Raises:
       UserError: if shapes disagree or a named implementation cannot run.
     """
-    _check(x, values_in, bias_in, values_out, tables_in, tables_out)
+    grouped = _check(x, values_in, bias_in, values_out, tables_in, tables_out)
     flat = x.reshape(-1, x.shape[-1])
     stored = (values_in, values_out, tables_in, tables_out)
     if implementation not in (None, *IMPLEMENTATIONS):
@@ -52,7 +52,7 @@ def sparse_mlp(
             f"implementation {implementation!r} is unknown; legal: {', '.join(IMPLEMENTATIONS)}."
         )
     if implementation is None:
-        implementation = _choose(flat, *stored)
+        implementation = _choose(grouped, flat, *stored)
     elif reason := _refusal(implementation, flat, *stored):
         raise UserError(f"implementation {implementation!r} cannot run: {reason} Legal: products.")
     if implementation == "products":
@@ -64,18 +64,28 @@ def sparse_mlp(
 
 
 def _check(x, values_in, bias_in, values_out, tables_in, tables_out):
-    matmul.check_operands(x, values_in, tables_in)
+    """Checks the operands; returns whether both layouts consist of equal groups."""
     features = len(tables_in.in_index) * values_in.shape[-1]
-    matmul.check_operands(jax.ShapeDtypeStruct((0, features), x.dtype), values_out, tables_out)
+    hidden = jax.ShapeDtypeStruct((0, features), x.dtype)
+    layouts = [
+        matmul.check_operands(x, values_in, tables_in),
+        matmul.check_operands(hidden, values_out, tables_out),
+    ]
     if bias_in.shape != (features,):
         raise UserError(f"bias_in has shape {bias_in.shape}; legal: ({features},).")
+    return all(
+        layout.groups if layout else tables.groups
+        for layout, tables in zip(layouts, (tables_in, tables_out))
+    )
 
 
-def _choose(flat, *stored):
+def _choose(grouped, flat, *stored):
     """Return the target platform's implementation, or "products" if it refuses."""
     platform = dispatch.platform()
     best = next((name for name, required in _KERNELS.items() if required == platform), "products")
     reason = _refusal(best, flat, *stored)
+    if grouped and platform == "gpu":
+        reason = "the vendor's dense products are faster on equal groups."
     name = "products" if reason else best
     dispatch.log_choice("sparse_mlp", name, platform, reason)
     return name

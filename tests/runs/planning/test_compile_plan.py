@@ -76,7 +76,7 @@ def test_text_of_a_plan():
     ("arguments", "words"),
     [
         (["--topology=v5e:3x3"], "--topology=v5e:3x3 is unknown; legal: v5e:1x1"),
-        (["--topology=a100:8"], "h200:1 to h200:8"),
+        (["--topology=v100:8"], "h200:1 to h200:8"),
         (["--topology=v5e:4x4", "--mesh=fsdp:5"], "legal: sizes whose product is 16"),
         (["--topology=v5e:4x4", "--mesh=fdsp:16"], "did you mean fsdp?"),
         (["--topology=v5e:4x4", "--mesh=fsdp:16", "--batch=24"], "legal: multiples of 16"),
