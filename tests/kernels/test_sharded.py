@@ -85,3 +85,21 @@ def test_arrays_that_may_be_sharded_use_kernels_only_inside_shard_map():
         specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
         mapped = jax.shard_map(product, mesh=mesh, check_vma=False, **specs)
         assert kernels(mapped, x, values) == 1
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("shape", "divide"),
+    [
+        ((40, 120), sharded.cut_columns),
+        ((40, 40), sharded.cut_rows),
+        ((40, 160), sharded.cut_columns),
+        ((160, 40), sharded.cut_rows),
+    ],
+)
+def test_shards_of_monarch_hold_whole_groups(shape, divide, shards):
+    """GPT-13B's projections in blocks of 128: every shard has the same structure."""
+    layout = make_layout("monarch", *shape, 1, 1 / 8)
+    groups = divide(layout, shards).tables.with_groups().groups
+    assert groups.count == layout.groups.count // shards
+    assert max(groups.in_parts, groups.out_parts) == layout.groups.count
