@@ -213,6 +213,16 @@ def test_measured_tiles_compute_the_same(folder):
         np.testing.assert_allclose(got, right, rtol=2e-4, atol=2e-2)
 
 
+def test_the_first_tiles_of_13b_divide_the_tokens_of_a_gpu():
+    layout = make_layout("random", 5120, 20480, 128, 1 / 8)
+    x = jax.ShapeDtypeStruct((8192, 5120), jnp.bfloat16)
+    values = jax.ShapeDtypeStruct((layout.nnz, 128, 128), jnp.bfloat16)
+    with targeted_gpu("NVIDIA A100-SXM4-80GB", 108):
+        tuning = tuning_xla.default_tuning(x, values, layout.tables())
+    tokens = [getattr(tuning, product).tokens for product in tuned.PRODUCTS]
+    assert tokens == [256, 256, 1024]
+
+
 def test_later_measurements_replace_earlier_ones_of_the_same_case(folder):
     path = folder / "chip.json"
     cases = list(spaces("xla"))
