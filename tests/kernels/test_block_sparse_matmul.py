@@ -256,6 +256,51 @@ def test_gradients_match_finite_differences(implementation, balanced):
         )
 
 
+@pytest.mark.parametrize("batched", ["x", "values", "both"])
+@every_implementation
+def test_vmap_is_a_loop(implementation, batched):
+    layout = make_layout(
+        "monarch", *[2 * implementation.blocks[0]] * 2, implementation.blocks[0], 0.5
+    )
+    dtype = implementation.dtypes[0]
+    several = [draw_operands(layout, (16,), dtype, seed) for seed in range(2)]
+    axes = (0 if batched != "values" else None, 0 if batched != "x" else None, 0)
+    operands = [
+        np.stack([each[i] for each in several]) if axis == 0 else several[0][i]
+        for i, axis in enumerate(axes)
+    ]
+    products = lambda x, values, dy: all_products(  # noqa: E731
+        x, values, dy, implementation.tables(layout), implementation.name
+    )
+    results = jax.jit(jax.vmap(products, axes))(*operands)
+    for number in range(2):
+        one = [o[number] if axis == 0 else o for o, axis in zip(operands, axes)]
+        assert_close([result[number] for result in results], one, layout)
+
+
+@every_implementation
+def test_second_derivatives_are_right_or_refused_in_words(implementation):
+    block, dtype = implementation.blocks[0], implementation.dtypes[0]
+    layout = make_layout("monarch", 2 * block, 2 * block, block, 0.5)
+    x, values, _ = draw_operands(layout, (16,), dtype)
+
+    def curvature(name):
+        def slope(x):
+            y = block_sparse_matmul(x, values, implementation.tables(layout), name)
+            return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+        return jax.grad(lambda x: jnp.sum(jax.grad(slope)(x) ** 2))(x)
+
+    if implementation.name.startswith("pallas"):
+        with pytest.raises(UserError, match="first derivatives alone; legal"):
+            curvature(implementation.name)
+    else:
+        expected = curvature("reference")
+        np.testing.assert_allclose(
+            curvature(implementation.name), expected, atol=1e-4 * np.abs(expected).max()
+        )
+
+
 @with_runtime_tables
 def test_changed_tables_run_in_the_same_program(implementation):
     block = implementation.blocks[-1]

@@ -55,6 +55,21 @@ def test_irregular_layouts_and_ragged_widths(block, dtype):
     assert_close(actual, exact(operands, dy, layouts), dtype)
 
 
+def test_vmap_is_a_loop():
+    layouts = irregular(128)
+    several = [draw_operands(layouts, (16,), "float32", seed) for seed in range(2)]
+    inputs = [(operands[0], dy) for operands, dy in several]
+    weights = several[0][0][1:]
+    with simulated_tpu():
+        tables = tables_of(layouts)
+        tiles = default_tuning(several[0][0], tables)
+        run = lambda x, dy: gradients([x, *weights], dy, tables, tiles)  # noqa: E731
+        together = jax.jit(jax.vmap(run))(*map(np.stack, zip(*inputs)))
+    for number, (x, dy) in enumerate(inputs):
+        right = exact([x, *weights], dy, layouts)
+        assert_close([result[number] for result in together], right, "float32")
+
+
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_many_tiles_over_two_cores(buffers):
     """Several token tiles, steps of result columns, and weight chunks."""

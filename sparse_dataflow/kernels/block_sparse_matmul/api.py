@@ -30,7 +30,10 @@ MAX_STATIC_GROUPS = 128
 def block_sparse_matmul(
     x: jax.Array, values: jax.Array, tables: LayoutTables, implementation: str | None = None
 ) -> jax.Array:
-    """Compute `x @ W` where only some blocks of W are stored; differentiable in x and values.
+    """Compute `x @ W` where only some blocks of W are stored.
+
+    Differentiable in x and values in reverse mode, and in jax.vmap over both. The Mosaic kernels
+    have first derivatives alone.
 
     The gradient of values exists at stored blocks only. No array has the size of the dense W,
     except in "reference".

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from sparse_dataflow.files.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -25,6 +27,8 @@ class Options:
 def differentiable(product: Callable, gradients: Callable) -> Callable:
     """Return the differentiable op (options, x, values, bias, residual, tables) -> y.
 
+    It has first derivatives, in reverse mode.  `jax.vmap` runs its kernels once for each element.
+
     Args:
       product: (options, x, values, bias, residual, tables, keep=...) -> [y], or with `keep`
         [y, pre-activation].
@@ -32,6 +36,8 @@ def differentiable(product: Callable, gradients: Callable) -> Callable:
         dz is the gradient of the pre-activation and dbias its sum over tokens, or None to let XLA
         compute the sum.  Without an activation `preactivation` is None and dz is dy.
     """
+
+    product, gradients = batchable(product), batchable(gradients)
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def matmul(options, x, values, bias, residual, tables):
@@ -55,3 +61,28 @@ def differentiable(product: Callable, gradients: Callable) -> Callable:
 
     matmul.defvjp(forward, backward)
     return matmul
+
+
+def batchable(kernels: Callable) -> Callable:
+    """Return `kernels` for use in a custom derivative, where `jax.vmap` then runs them in a loop.
+
+    Args:
+      kernels: (options, *arrays, **static) -> arrays; `static` is not traced.
+
+    The result raises a UserError where it is differentiated again.
+    """
+
+    def run(options, *arrays, **static):
+        call = functools.partial(kernels, options, **static)
+        once = jax.custom_jvp(jax.custom_batching.sequential_vmap(call))
+        once.defjvp(_refuse_second_derivative)
+        return once(*arrays)
+
+    return run
+
+
+def _refuse_second_derivative(primals, tangents):
+    raise UserError(
+        "Mosaic kernels of block-sparse weights have first derivatives alone; legal for higher "
+        "ones: implementation='xla' ('products' for the MLP)."
+    )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels import tuned
+from sparse_dataflow.kernels.block_sparse_matmul import fused
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu as products
 from sparse_dataflow.kernels.block_sparse_matmul import tuning as sizes
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import (
@@ -178,7 +179,12 @@ def _stored_bytes(values):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(options, x, values_in, bias_in, values_out, lines_in, lines_out):
+def _mlp(options, *operands):
+    return _value(options, *operands)
+
+
+@fused.batchable
+def _value(options, x, values_in, bias_in, values_out, lines_in, lines_out):
     y = kernels.forward(
         pad_to(x, _rows(lines_in, values_in)),
         values_in,
@@ -193,15 +199,19 @@ def _mlp(options, x, values_in, bias_in, values_out, lines_in, lines_out):
 
 
 def _forward(options, *operands):
-    return _mlp(options, *operands), operands
+    return _value(options, *operands), (operands,)
 
 
-def _backward(options, operands, dy):
-    x, values_in, bias_in, values_out, lines_in, lines_out = operands
+def _backward(options, saved, dy):
+    return *_gradients(options, *saved[0], dy), None, None
+
+
+@fused.batchable
+def _gradients(options, x, values_in, bias_in, values_out, lines_in, lines_out, dy):
     tuning = options.tuning
     if tuning.backward is None:
         pair = functools.partial(_pair, options, lines_in=lines_in, lines_out=lines_out)
-        return *jax.vjp(pair, *operands[:4])[1](dy), None, None
+        return jax.vjp(pair, x, values_in, bias_in, values_out)[1](dy)
     # Padding rows of dy are zero, so the hidden layer's padding rows add nothing to dW.
     wide_x = pad_to(x, _rows(lines_in, values_in))
     wide_dy = pad_to(dy, len(lines_out[0].count) * tile_side(values_out))
@@ -221,7 +231,7 @@ def _backward(options, operands, dy):
     (dvalues_in,) = gradient(tiles_in, wide_x, derived, values_in, lines_in)
     (dvalues_out,) = gradient(tuning.product_out, hidden, wide_dy, values_out, lines_out)
     dbias = dbias[0, : len(bias_in)].astype(bias_in.dtype)
-    return dx[: len(x), : x.shape[1]], dvalues_in, dbias, dvalues_out, None, None
+    return dx[: len(x), : x.shape[1]], dvalues_in, dbias, dvalues_out
 
 
 _mlp.defvjp(_forward, _backward)
