@@ -161,9 +161,13 @@ def learning_rate_multipliers(model: ModelConfig, training: TrainingConfig, para
     moves every weight equally, so the change of an output grows with the inputs that it sums.  The
     first factor of a low-rank term reads all inputs (density 1); the second reads a constant rank
     and has no factor.  The initial variance follows the stored fan-in in both parametrizations.
+
+    Muon's update of a matrix of m inputs changes its output by sqrt(m).  An output sums f / m
+    matrices, whose changes are about as coherent as Adam's, so it changes by f / sqrt(m).  Muon's
+    factor is that of Adam times sqrt(m / SUPAR_WIDTH): a dense weight's is the root of Adam's.
     """
 
-    def multiplier(path, _):
+    def multiplier(path, leaf):
         name = path[-1].key
         if name not in ("kernel", "values", "a_kernel", "b_kernel"):
             return training.vector_rate
@@ -175,6 +179,9 @@ def learning_rate_multipliers(model: ModelConfig, training: TrainingConfig, para
         read = {"kernel": density, "values": density, "a_kernel": 1.0}
         if model.supar and name in read:
             rate *= SUPAR_WIDTH / (model.d_model * read[name])
+            if training.optimizer == "muon" and muon.is_matrix(path):
+                inputs = model.projection_shape(path[-2].key)[0]
+                rate *= math.sqrt(model.d_model * leaf.shape[-2] / inputs / SUPAR_WIDTH)
         return rate
 
     return jax.tree_util.tree_map_with_path(multiplier, params)

@@ -1,6 +1,8 @@
 """Muon: equality with optax, orthogonal blocks and groups, one moment, and learning rates."""
 
 import dataclasses
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import SUPAR_WIDTH, LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.optim import muon
-from sparse_dataflow.optim.optimizers import B1, B2, EPS, adam_state, make_optimizer
+from sparse_dataflow.optim.optimizers import (
+    B1,
+    B2,
+    EPS,
+    adam_state,
+    learning_rate_multipliers,
+    make_optimizer,
+)
 
 MODEL = ModelConfig(
     num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12
@@ -144,6 +153,23 @@ def test_a_matrix_has_one_moment_in_the_state_dtype(dtype):
     matrices = size(params) - size(muon.without_matrices(params))
     assert matrices > 0.7 * size(params)
     assert size(adam.nu) == size(params) - matrices
+
+
+def test_supar_keeps_the_change_of_an_output_over_width_density_and_block():
+    """Of aligned inputs: f / m matrices of m inputs each move an output by RMS sqrt(m)."""
+    changes = []
+    for width, density, block in itertools.product((64, 256), (1.0, 0.5, 0.25), (0, 8, 16)):
+        if not block and density < 1:
+            continue
+        spec = LinearSpec("block_sparse", "cyclic", density, block) if block else LinearSpec()
+        model = ModelConfig(1, width, 4, 2 * width, 40, 12, parametrization="supar")
+        model = model.with_linears(spec)
+        params = jax.eval_shape(lambda key, m=model: gpt.init(m, key), jax.random.key(0))
+        module = learning_rate_multipliers(model, TRAINING, params)["blocks"]["qkv"]
+        side = block or width
+        rate = module["values" if block else "kernel"]
+        changes.append(rate * density * width / side * math.sqrt(side))
+    np.testing.assert_allclose(changes, math.sqrt(SUPAR_WIDTH))
 
 
 def test_unknown_optimizers_are_refused():
