@@ -30,6 +30,11 @@ class Executor:
         """Number of devices."""
         return 1
 
+    @property
+    def tensor_shards(self) -> int:
+        """Number of shards of a tensor-parallel weight."""
+        return 1
+
     def describe(self) -> str:
         """Returns a few words for reports."""
         return "one device"

@@ -30,8 +30,10 @@ from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.distributed.processes import to_host
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.linear import with_room
 from sparse_dataflow.optim.optimizers import adam_state, map_moments
 from sparse_dataflow.optim.train_state import TrainState
+from sparse_dataflow.parallel.sharding import COLUMN_PARALLEL
 from sparse_dataflow.sparsity.evolution import Update, block_sources, largest_blocks
 from sparse_dataflow.sparsity.layout import BlockLayout
 
@@ -44,6 +46,7 @@ def update_layouts(
     update: Update,
     share: float,
     gradient_norms: dict[str, np.ndarray] | None = None,
+    row_shards: int = 1,
 ) -> TrainState:
     """Returns the state with every layout updated.
 
@@ -55,18 +58,20 @@ def update_layouts(
       update: update rule of a method; see `sparsity.evolution`.
       share: fraction of stored blocks to exchange.
       gradient_norms: from `block_gradient_norms`; None if the update does not read them.
+      row_shards: see `EvolutionConfig.row_shards`.
     """
     key = jax.random.key_data(jax.random.fold_in(state.key, state.step))
     seed = np.asarray(jax.device_get(key)).ravel().tolist()
     layouts = gpt.layouts_from_tables(model, state.tables)
     for name, old in layouts.items():
         new = []
+        shards = 1 if name in COLUMN_PARALLEL else row_shards
         for place in _places(name, [group.layers for group in layer_groups(model)]):
             norms = _block_norms(place.module(state.params)["values"])
             for layer, layer_norms in zip(place.layers, norms, strict=True):
                 gradients = None if gradient_norms is None else gradient_norms[name][layer]
                 rng = np.random.default_rng([*seed, PROJECTIONS.index(name), layer])
-                new.append(update(old[layer], layer_norms, gradients, share, rng))
+                new.append(update(old[layer], layer_norms, gradients, share, shards, rng))
             sources = np.stack([block_sources(old[i], new[i]) for i in place.layers])
             gather = functools.partial(_gather_blocks, sources=sources)
             state = _with_converted(state, place, "values", "values", gather)
@@ -273,7 +278,10 @@ def _prune(state, place, old: list[BlockLayout] | None, spec):
             norms[layer, layout.rows, layout.cols] = stored_norms[layer]
         stored = [layout.mask for layout in old]
     degree = round(spec.density * np.gcd(*norms[0].shape))
-    new = [largest_blocks(n, spec.block, degree, mask) for n, mask in zip(norms, stored)]
+    new = [
+        with_room(largest_blocks(n, spec.block, degree, mask), spec)
+        for n, mask in zip(norms, stored)
+    ]
     if old is None:
         collect = functools.partial(_collect, *_positions(new), block=spec.block)
         return _with_converted(state, place, "kernel", "values", collect), new

@@ -209,7 +209,7 @@ class Pipelined(Sharded):
 
     def _cut_tables(self, tables, changing):
         """Stages share one program, so it cannot be specialised to layouts."""
-        sharded = cuts.cut(tables, self._tensor, changing)
+        sharded = cuts.cut(tables, self.tensor_shards, changing)
         return {name: to_stages(self.division, cut.tables) for name, cut in sharded.items()}
 
 
