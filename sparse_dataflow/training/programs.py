@@ -155,7 +155,7 @@ def _compile(phase, training, data, executor):
 def _with_updates(programs, phase, training, data, evolution, executor):
     """Adds `gradient_norms` and `update_seconds`; runs two updates and times the second."""
     model, method = phase.model, METHODS[evolution.method]
-    _refuse_row_shards(evolution, executor)
+    refuse_row_shards(evolution, executor)
     if method.reads_gradients:
         measure = programs.gradient_norms or jax.jit(
             functools.partial(executor.block_gradient_norms, model),
@@ -183,7 +183,8 @@ def _with_updates(programs, phase, training, data, evolution, executor):
     return dataclasses.replace(programs, update_seconds=seconds)
 
 
-def _refuse_row_shards(evolution, executor):
+def refuse_row_shards(evolution: EvolutionConfig, executor: Executor) -> None:
+    """Raises UserError if updates could move blocks between shards of a row-parallel weight."""
     shards = executor.tensor_shards
     if evolution.row_shards % shards:
         raise UserError(

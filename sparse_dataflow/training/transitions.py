@@ -99,7 +99,10 @@ def change_model(state: TrainState, old: ModelConfig, new: ModelConfig) -> Train
             state, chosen = _change_projection(state, place, stored, old, new, key)
             new_layouts += chosen or ()
         if new_layouts:
-            layouts[name] = new_layouts
+            layouts[name] = [
+                with_room(layout, layer_linear(new, name, layer))
+                for layer, layout in enumerate(new_layouts)
+            ]
     return _regroup(state, common, after)._replace(tables=gpt.layout_tables(layouts))
 
 
@@ -278,10 +281,7 @@ def _prune(state, place, old: list[BlockLayout] | None, spec):
             norms[layer, layout.rows, layout.cols] = stored_norms[layer]
         stored = [layout.mask for layout in old]
     degree = round(spec.density * np.gcd(*norms[0].shape))
-    new = [
-        with_room(largest_blocks(n, spec.block, degree, mask), spec)
-        for n, mask in zip(norms, stored)
-    ]
+    new = [largest_blocks(n, spec.block, degree, mask) for n, mask in zip(norms, stored)]
     if old is None:
         collect = functools.partial(_collect, *_positions(new), block=spec.block)
         return _with_converted(state, place, "kernel", "values", collect), new
