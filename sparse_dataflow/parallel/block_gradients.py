@@ -69,12 +69,12 @@ class Portions(NamedTuple):
 
     Attributes:
       rows: sequences of one program call.
-      count: number of calls.
+      calls: number of calls.
       per_batch: calls whose sequences come from one training batch.
     """
 
     rows: int
-    count: int
+    calls: int
     per_batch: int
 
 
@@ -100,10 +100,10 @@ def mean_norms(
       division: the portions.
     """
     totals: dict[str, np.ndarray] = {}
-    rows, count, per_batch = division
-    for batch, tokens in zip(range(0, count, per_batch), batches):
-        for portion in range(min(per_batch, count - batch)):
+    rows, calls, per_batch = division
+    for batch, tokens in zip(range(0, calls, per_batch), batches):
+        for portion in range(min(per_batch, calls - batch)):
             norms = jax.device_get(measure(tokens[portion * rows : (portion + 1) * rows]))
             for name, norm in norms.items():
                 totals[name] = totals.get(name, 0.0) + np.square(norm, dtype=np.float64)
-    return {name: np.sqrt(total / count) for name, total in totals.items()}
+    return {name: np.sqrt(total / calls) for name, total in totals.items()}

@@ -55,7 +55,8 @@ def exchange(
     profit = gain * growth / (np.sort(absent)[max(0, len(absent) - count) :].sum() or 1.0)
     fan_out = layout.fan_out.copy()
     shard_of_row = np.arange(layout.in_blocks) * shards // layout.in_blocks
-    stacks, offers = [], []
+    stacks: list[tuple[int, list[int], list[int]]] = []
+    offers: list[tuple[float, int]] = []
 
     def offer(cell):
         col, drops, grows = stacks[cell]

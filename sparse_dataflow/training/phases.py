@@ -75,8 +75,8 @@ def phases_flops(
     tokens_by_model = [(phase.model, phase.steps * tokens) for phase in run_phases]
     total = cost.training_flops(tokens_by_model, training.sequence)
     if METHODS[evolution.method].reads_gradients:
-        rows, count, _ = portions(training, evolution.sequences)
-        measured = rows * count * training.sequence
+        rows, calls, _ = portions(training, evolution.sequences)
+        measured = rows * calls * training.sequence
         norms = cost.gradient_norms_flops(run_phases[0].model, measured, training.sequence)
         total += len(update_steps(evolution, training.steps)) * norms
     return total

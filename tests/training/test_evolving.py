@@ -225,7 +225,7 @@ def test_norms_are_the_root_mean_square_over_portions_of_the_batches():
         measured.append(tokens.ravel().tolist())
         return {"qkv": np.float32(tokens[:1])}
 
-    norms = mean_norms(measure, batches, Portions(rows=4, count=3, per_batch=2))
+    norms = mean_norms(measure, batches, Portions(rows=4, calls=3, per_batch=2))
     assert measured == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert norms["qkv"] == pytest.approx(((0**2 + 4**2 + 8**2) / 3) ** 0.5)
     assert next(batches)[0] == 16
