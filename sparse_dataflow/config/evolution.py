@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from sparse_dataflow.config.model import PROJECTIONS
-from sparse_dataflow.config.settings import MOST_STEPS, between, setting, validate
+from sparse_dataflow.config.settings import MOST_SEQUENCES, MOST_STEPS, between, setting, validate
 
 METHOD_NAMES: list[str] = []
 """Names of the methods, filled by `sparsity.evolution.register`."""
@@ -21,10 +21,19 @@ class EvolutionConfig:
     Attributes:
       method: a name in `sparsity.evolution`.
       every: steps between two updates (set, rigl).
-      at: fraction of the steps after which the last update is made (set, rigl) or the last phase
-        begins (gradual, sparse_to_dense, low_rank_tail); 0 is the method's own.
+      at: fraction of the steps after which the last update is made (set, rigl), the cubic schedule
+        ends (gradual) or the last phase begins (sparse_to_dense, low_rank_tail); 0 is the method's
+        own.
       share: stored blocks that the first update exchanges, as a fraction; it falls to 0 along a
         cosine (arXiv 1911.11134, section 3).
+      max_fan_out: most output blocks that an input block may feed after an update, as a multiple of
+        the mean.  Tables by input block have this width, so the gradient of the inputs costs up to
+        this multiple of the stored blocks in plain XLA; the TPU and Hopper kernels skip padding.
+      sequences: sequences over which rigl measures gradients before an update, rounded up to whole
+        micro-batches.  A sequence costs a forward and a backward pass with dense weight gradients.
+      row_shards: ranges of the input blocks of row-parallel projections, between which updates move
+        no block, so that the shards of a tensor-parallel mesh store equally many.  A multiple of
+        the mesh's tensor axis.  Results depend on it and not on the mesh.
       first: projections that sparse_to_dense makes dense at `at`, the others halfway from there to
         the end; none for all at once.
       plateau: evaluations without progress after which the next phase of sparse_to_dense begins
@@ -46,7 +55,7 @@ class EvolutionConfig:
     )
     at: float = setting(
         0.0,
-        "Fraction of the steps at which set and rigl stop (0.75), gradual reaches the density "
+        "Fraction of the steps at which set and rigl stop (0.75), gradual's cubic schedule ends "
         "(0.5), sparse_to_dense turns dense (0.7) or low_rank_tail adds its term (0.99); 0 is the "
         "number in brackets.",
         legal=("in [0, 1)", lambda fraction: 0 <= fraction < 1),
@@ -55,6 +64,22 @@ class EvolutionConfig:
         EXCHANGED_BLOCKS,
         "Share of the blocks that the first update of set or rigl exchanges.",
         legal=("in (0, 1)", lambda share: 0 < share < 1),
+    )
+    max_fan_out: float = setting(
+        3.0,
+        "Most outputs of an input block after an update of set or rigl, as a multiple of the mean.",
+        legal=("above 1, at most 100", lambda multiple: 1 < multiple <= 100),
+    )
+    sequences: int = setting(
+        32,
+        "Sequences that rigl measures gradients on before an update.",
+        legal=between(1, MOST_SEQUENCES),
+    )
+    row_shards: int = setting(
+        1,
+        "Parts of the inputs between which set and rigl move no block in attn_out and mlp_out: a "
+        "multiple of the mesh's tensor axis.",
+        legal=between(1, MOST_SEQUENCES),
     )
     first: tuple[str, ...] = setting(
         (),

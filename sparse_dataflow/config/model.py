@@ -52,6 +52,8 @@ class LinearSpec:
         block-sparse product (`kernels.hadamard`): a power of 2 that divides them; 0 for none.
       turned_dense: whether a dense weight was block-sparse before, which raises its learning rate;
         see `optim.optimizers`.
+      max_fan_out: width of a layout's tables by input block, as a multiple of the mean fan-out;
+        above 1 for a layout that training changes (`sparsity.evolution`).
     """
 
     kind: str = "dense"
@@ -61,6 +63,7 @@ class LinearSpec:
     rank: int = 0
     hadamard: int = 0
     turned_dense: bool = False
+    max_fan_out: float = 1.0
 
     def __post_init__(self):
         if self.kind not in ("dense", "block_sparse"):
@@ -69,6 +72,8 @@ class LinearSpec:
             raise UserError(f"density {self.density} is not in (0, 1].")
         if self.turned_dense and self.kind != "dense":
             raise UserError(f"turned_dense needs kind 'dense', not {self.kind!r}.")
+        if not self.max_fan_out >= 1:
+            raise UserError(f"max_fan_out is {self.max_fan_out}; legal: 1 or more.")
         if not isinstance(self.pattern, str):
             raise UserError(f"pattern {self.pattern!r} must be a name.")
         _whole("block", self.block, 1)

@@ -127,6 +127,9 @@ def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:
                 differences.append(_difference(setting, before.hadamard, after.hadamard))
             if before.block != after.block:
                 differences.append(_difference(f"{name}: block size", before.block, after.block))
+            if before.max_fan_out > after.max_fan_out and before.density == after.density:
+                setting = f"{name}: evolution.max_fan_out"
+                differences.append(_difference(setting, before.max_fan_out, after.max_fan_out))
             if start.num_layers == model.num_layers:
                 differences += _first_denser_layer(start, model, name)
     if differences:

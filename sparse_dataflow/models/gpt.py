@@ -206,7 +206,7 @@ def layout_tables(layouts: dict[str, list[BlockLayout]]) -> Any:
     """Returns numpy tables stacked over the layers of each group.
 
     A group is a run of layers with equal numbers of stored blocks.  The layouts of a group have
-    equal fans, as balanced layouts do.
+    tables of equal widths.
     """
     stored = zip(*([layout.nnz for layout in layers] for layers in layouts.values()))
     ends = itertools.accumulate(len(list(run)) for _, run in itertools.groupby(stored))

@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.config.layer_groups import layer_linear
-from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
@@ -31,7 +31,17 @@ def projection_layout(config: ModelConfig, projection: str, layer: int) -> Block
     spec = layer_linear(config, projection, layer)
     offset = config.seed + layer * len(PROJECTIONS) + PROJECTIONS.index(projection)
     in_features, out_features = config.projection_shape(projection)
-    return make_layout(spec.pattern, in_features, out_features, spec.block, spec.density, offset)
+    layout = make_layout(spec.pattern, in_features, out_features, spec.block, spec.density, offset)
+    return with_room(layout, spec)
+
+
+def with_room(layout: BlockLayout, spec: LinearSpec) -> BlockLayout:
+    """Returns the layout with tables as wide as `LinearSpec.max_fan_out` asks."""
+    if spec.max_fan_out == 1:
+        return layout
+    mean = layout.nnz / layout.in_blocks
+    width = min(layout.out_blocks, math.ceil(spec.max_fan_out * mean))
+    return dataclasses.replace(layout, max_fan_out=width)
 
 
 @functools.partial(

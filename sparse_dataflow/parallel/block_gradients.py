@@ -1,9 +1,12 @@
 """Gradient norms of all blocks, stored or not, without storing a dense gradient."""
 
 import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sparse_dataflow.config.layer_groups import join_groups, split_groups
@@ -61,6 +64,46 @@ def block_gradient_norms(
     return {name: jnp.concatenate([group[name] for group in norms]) for name in norms[0]}
 
 
-def probed_rows(training: TrainingConfig) -> int:
-    """Returns the number of sequences to measure: a quarter of a micro-batch, at least one."""
-    return max(1, training.batch // training.micro_batches // 4)
+class Portions(NamedTuple):
+    """How the measured sequences are divided, so that a measurement fits in a micro-batch's memory.
+
+    Attributes:
+      rows: sequences of one program call.
+      calls: number of calls.
+      per_batch: calls whose sequences come from one training batch.
+    """
+
+    rows: int
+    calls: int
+    per_batch: int
+
+
+def portions(training: TrainingConfig, sequences: int) -> Portions:
+    """Returns the portions of at least `sequences` sequences: micro-batches, or fewer rows."""
+    rows = min(sequences, training.batch // training.micro_batches)
+    return Portions(rows, -(-sequences // rows), training.batch // rows)
+
+
+def mean_norms(
+    measure: Callable[[Any], Mapping[str, np.ndarray]],
+    batches: Iterable[Any],
+    division: Portions,
+) -> dict[str, np.ndarray]:
+    """Returns the root mean square of block gradient norms over portions of training batches.
+
+    Norms of separate portions need no dense gradient between them.  Ranked by them, blocks capture
+    as much of the gradient of many sequences as ranked by the norm of the summed gradient.
+
+    Args:
+      measure: int32 [rows, sequence + 1] tokens -> {projection: norms}.
+      batches: int32 [batch, sequence + 1] tokens of enough batches.
+      division: the portions.
+    """
+    totals: dict[str, np.ndarray] = {}
+    rows, calls, per_batch = division
+    for batch, tokens in zip(range(0, calls, per_batch), batches):
+        for portion in range(min(per_batch, calls - batch)):
+            norms = jax.device_get(measure(tokens[portion * rows : (portion + 1) * rows]))
+            for name, norm in norms.items():
+                totals[name] = totals.get(name, 0.0) + np.square(norm, dtype=np.float64)
+    return {name: np.sqrt(total / calls) for name, total in totals.items()}

@@ -35,6 +35,11 @@ class Executor:
         """Number of pipeline stages, which shard stacked layers."""
         return 1
 
+    @property
+    def tensor_shards(self) -> int:
+        """Number of shards of a tensor-parallel weight."""
+        return 1
+
     def describe(self) -> str:
         """Returns a few words for reports."""
         return "one device"

@@ -53,7 +53,7 @@ class Sharded(Executor):
             self.mesh, model, training.batch, training.micro_batches, training.sequence
         )
         for group in split_groups(gpt.layout_tables(gpt.layouts(model))):
-            cuts.cut(group, self._tensor, changing=False)
+            cuts.cut(group, self.tensor_shards, changing=False)
 
     def loss(self, model, params, tables, tokens, weights):
         """See `Executor`."""
@@ -120,7 +120,7 @@ class Sharded(Executor):
         gradient_specs = sharding.specs(params, self.mesh, self.zero >= sharding.ZERO["gradients"])
         by_group = {name: split_groups(section) for name, section in specs.items()}
         by_group["blocks"] = tuple(map(sharding.layer_specs, by_group["blocks"]))
-        tensor_parallel = self._tensor > 1
+        tensor_parallel = self.tensor_shards > 1
         member = whole.Member(
             Shard(
                 "tensor" if tensor_parallel else None,
@@ -153,7 +153,8 @@ class Sharded(Executor):
         return lambda params, *rest: mapped(params, *operands, *rest)
 
     @property
-    def _tensor(self) -> int:
+    def tensor_shards(self):
+        """See `Executor`."""
         return self.mesh.shape["tensor"]
 
     def shardings(self, state):
@@ -219,9 +220,9 @@ class Sharded(Executor):
         `permutation` maps the order of the shards to the indices to take.
         """
         orders: dict[tuple[int, str], np.ndarray] = {}
-        if self._tensor > 1:
+        if self.tensor_shards > 1:
             for group, tables in enumerate(split_groups(state.tables)):
-                sharded = cuts.cut(tables, self._tensor, changing=False)
+                sharded = cuts.cut(tables, self.tensor_shards, changing=False)
                 orders |= {(group, n): c.order for n, c in sharded.items() if c.order is not None}
         arrays = state._replace(tables=())
 
@@ -243,9 +244,9 @@ class Sharded(Executor):
         )
 
     def _cut_tables(self, tables, changing):
-        if self._tensor == 1 and not changing:
+        if self.tensor_shards == 1 and not changing:
             return ()
-        groups = [cuts.cut(group, self._tensor, changing) for group in split_groups(tables)]
+        groups = [cuts.cut(group, self.tensor_shards, changing) for group in split_groups(tables)]
         return join_groups([{name: cut.tables for name, cut in group.items()} for group in groups])
 
     def arrays(self, state, tables, changing, batch):

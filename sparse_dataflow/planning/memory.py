@@ -230,7 +230,9 @@ def table_bytes(config: ModelConfig, stored_density: Mapping[str, float] | None 
         if spec.kind == "block_sparse":
             fan_in, fan_out = config.projection_shape(name)
             weights = config.num_layers * fan_in * fan_out * fractions[name]
-            total += round(weights / spec.block**2) * TABLE_BYTES_PER_BLOCK
+            # Half of the tables are by input block, and as wide as a changing layout needs.
+            width = (1 + spec.max_fan_out) / 2
+            total += round(weights / spec.block**2 * width * TABLE_BYTES_PER_BLOCK)
     return total
 
 

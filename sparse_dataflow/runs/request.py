@@ -18,6 +18,10 @@ from sparse_dataflow.config.settings import FIXED, FRESH, Setting
 from sparse_dataflow.files.errors import UserError
 
 EVOLUTION = "evolution.method"
+EXCHANGING = tuple(
+    f"evolution.{name}" for name in ("every", "share", "max_fan_out", "sequences", "row_shards")
+)
+"""Settings of the methods that exchange blocks."""
 
 NAMED: dict[str, tuple[str, str]] = {
     "scale": ("", ""),
@@ -325,7 +329,7 @@ def _refuse_contradictions(request, spelled):
 def _refuse_other_methods(changes, words):
     """Raises UserError for options that the evolution method does not have."""
     method = changes.get(EVOLUTION, "static")
-    exchanging = [p for p in ("evolution.every", "evolution.share") if p in changes]
+    exchanging = [p for p in EXCHANGING if p in changes]
     if exchanging and method not in ("set", "rigl"):
         raise UserError(
             f"{words(exchanging)} is for methods that exchange blocks, which {method} does not; "

@@ -1,8 +1,8 @@
 """How block layouts change during training: a registry of evolution methods.
 
 A method has up to two parts:
-- `update` chooses a new layout of equal fan-in and fan-out every `every` steps.  Shapes stay and
-  index tables are arrays, so nothing recompiles.
+- `update` chooses a new layout of equal fan-in every `every` steps.  Shapes stay and index tables
+  are arrays, so nothing recompiles.
 - `phase_specs` lists the model of each phase and the fraction of the steps at which it starts.
   Shapes change between phases; the programs of all phases are compiled before training starts.
 
@@ -11,11 +11,12 @@ stays keeps them bit by bit, a new block starts at zero.
 
 Example of a new method, which replaces the smallest eighth of the blocks by random blocks:
 
-    register("mine", Method(update=lambda layout, norms, gradients, share, rng:
-                            set_blocks(layout, norms, gradients, 1 / 8, rng)))
+    register("mine", Method(update=lambda layout, norms, gradients, share, shards, rng:
+                            set_blocks(layout, norms, gradients, 1 / 8, shards, rng)))
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -26,6 +27,7 @@ from sparse_dataflow.config.layer_groups import layer_groups
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.sparsity.balance import balanced_top
+from sparse_dataflow.sparsity.exchange import exchange
 from sparse_dataflow.sparsity.layout import BlockLayout
 
 
@@ -48,10 +50,11 @@ class PhaseSpec:
 
 
 Update = Callable[
-    [BlockLayout, np.ndarray, np.ndarray | None, float, np.random.Generator], BlockLayout
+    [BlockLayout, np.ndarray, np.ndarray | None, float, int, np.random.Generator], BlockLayout
 ]
 """(layout, float [nnz] block norms, float [in_blocks, out_blocks] block norms of the dense gradient
-or None, share of blocks to exchange, random generator) -> layout of equal fan-in and fan-out."""
+or None, share of blocks to exchange, row shards, random generator) -> layout with the same fan-in,
+`max_fan_out` and number of blocks in every row shard (`EvolutionConfig.row_shards`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Method:
     """An evolution method.
 
     Attributes:
-      update: chooses the next layout, of equal fan-in and fan-out; None if layouts are fixed.
+      update: chooses the next layout; None if layouts are fixed.
       reads_gradients: whether `update` receives the block norms of the dense gradient.
       phase_specs: (model from the flags, config) -> specs of the phases in order; None for one
         phase.
@@ -99,10 +102,15 @@ def phase_specs(model: ModelConfig, config: EvolutionConfig) -> tuple[PhaseSpec,
       UserError: the method cannot change this model.
     """
     method = METHODS[config.method]
+    specs: tuple[PhaseSpec, ...]
     if config.method != "static":
         _refuse_unchangeable(model, config.method)
-    if method.phase_specs is None:
-        specs: tuple[PhaseSpec, ...] = (PhaseSpec(0.0, model, method.update is not None),)
+    if method.update is not None:
+        _refuse_row_shards(model, config.row_shards)
+        widen = functools.partial(dataclasses.replace, max_fan_out=config.max_fan_out)
+        specs = (PhaseSpec(0.0, _with_sparse_specs(model, widen), runtime_layouts=True),)
+    elif method.phase_specs is None:
+        specs = (PhaseSpec(0.0, model),)
     else:
         specs = method.phase_specs(model, config)
     if config.given_layouts:
@@ -136,15 +144,11 @@ def set_blocks(
     norms: np.ndarray,
     gradient_norms: np.ndarray | None,
     share: float,
+    shards: int,
     rng: np.random.Generator,
 ) -> BlockLayout:
-    """SET at block level (arXiv 1707.04780): replaces the smallest blocks by random blocks.
-
-    A dropped block returns only where balance allows no other.
-    """
-    remaining, dropped = _drop_smallest(layout, norms, share)
-    scores = rng.random(remaining.shape) - (dropped.sum() + 1) * dropped
-    return _refill(layout, remaining, scores)
+    """SET at block level (arXiv 1707.04780): replaces the smallest blocks by random blocks."""
+    return exchange(layout, norms, rng.random(layout.mask.shape), share, shards, gain=0.0)
 
 
 def rigl_blocks(
@@ -152,13 +156,12 @@ def rigl_blocks(
     norms: np.ndarray,
     gradient_norms: np.ndarray | None,
     share: float,
+    shards: int,
     rng: np.random.Generator,
 ) -> BlockLayout:
-    """RigL at block level (arXiv 1911.11134): replaces the smallest blocks by blocks of largest
-    dense gradient.  A dropped block may return."""
+    """RigL at block level (arXiv 1911.11134): replaces small blocks by blocks of large gradient."""
     assert gradient_norms is not None  # `reads_gradients` is True for this method.
-    remaining, _ = _drop_smallest(layout, norms, share)
-    return _refill(layout, remaining, gradient_norms)
+    return exchange(layout, norms, gradient_norms, share, shards, gain=1.0)
 
 
 def largest_blocks(
@@ -180,20 +183,6 @@ def largest_blocks(
     return BlockLayout.from_mask(mask, block)
 
 
-def _drop_smallest(layout, norms, share):
-    """Returns (mask of the remaining blocks, mask of the dropped blocks)."""
-    smallest = np.argsort(norms, kind="stable")[: round(share * layout.nnz)]
-    dropped = np.zeros(layout.mask.shape, bool)
-    dropped[layout.rows[smallest], layout.cols[smallest]] = True
-    return layout.mask & ~dropped, dropped
-
-
-def _refill(layout, remaining, scores):
-    """Adds the blocks of highest score to `remaining` until fan-in and fan-out are as before."""
-    fan_in, fan_out = int(layout.fan_in.max()), int(layout.fan_out.max())
-    return BlockLayout.from_mask(balanced_top(scores, fan_in, fan_out, remaining), layout.block)
-
-
 def _refuse_unchangeable(model, method):
     if not model.sparse_projections:
         raise UserError(f"--evolution={method} needs a block-sparse projection.")
@@ -204,6 +193,17 @@ def _refuse_unchangeable(model, method):
                     f"--evolution={method} cannot add or remove a block in {name}: density 1 "
                     "stores every block. Legal: a density below 1."
                 )
+
+
+def _refuse_row_shards(model, row_shards):
+    for name in model.sparse_projections:
+        in_blocks = model.projection_shape(name)[0] // model.linear(name).block
+        if in_blocks % row_shards:
+            legal = [n for n in range(1, in_blocks + 1) if in_blocks % n == 0]
+            raise UserError(
+                f"--set evolution.row_shards={row_shards} does not divide the {in_blocks} input "
+                f"blocks of {name}; legal: {', '.join(map(str, legal))}."
+            )
 
 
 def _sparse_to_dense(model, config):
@@ -246,10 +246,10 @@ def _low_rank_tail(model, config):
 def _gradual(model, config):
     """Block-magnitude pruning along the cubic schedule of arXiv 1710.01878, in halvings.
 
-    Each phase stores twice the density of the next.  It starts where the cubic reaches its density,
-    so the density is never below the cubic.  The last phase starts at `until(config)`, where the
-    cubic ends.  With per-layer densities, a layer stores every block until the phase in which its
-    doubled density is below 1.
+    Each phase stores twice the density of the next.  It starts where the cubic is halfway from the
+    density before it, so the mean density of the ramp is about the cubic's.  The cubic ends at
+    `until(config)`.  With per-layer densities, a layer stores every block until the phase in which
+    its doubled density is below 1.
     """
     lowest = min(
         group.model.linear(name).density
@@ -259,8 +259,8 @@ def _gradual(model, config):
     halvings = math.ceil(math.log2(1 / lowest) - 1e-9)
     specs = []
     for power in range(halvings, -1, -1):
-        density = min(1.0, lowest * 2**power)
-        excess = (density - lowest) / (1 - lowest)
+        before, density = (min(1.0, lowest * 2**p) for p in (power + 1, power))
+        excess = ((before + density) / 2 - lowest) / (1 - lowest)
         specs.append(
             PhaseSpec(
                 start=until(config) * (1 - excess ** (1 / 3)),

@@ -87,6 +87,9 @@ class BlockLayout:
       out_blocks: output blocks of the grid.
       rows: int32 [nnz], input block of each stored block.
       cols: int32 [nnz], output block of each stored block; (cols, rows) ascend strictly.
+      max_fan_out: width of the tables by input block, which bounds the fan-out; None for the
+        longest line.  A fixed width lets a layout change without recompiling.  No part of the
+        content.
     """
 
     block: int
@@ -94,6 +97,7 @@ class BlockLayout:
     out_blocks: int
     rows: np.ndarray
     cols: np.ndarray
+    max_fan_out: int | None = None
 
     def __post_init__(self):
         sides = (self.block, self.in_blocks, self.out_blocks)
@@ -122,20 +126,29 @@ class BlockLayout:
             raise UserError(
                 "Stored blocks must be sorted by output, then input block, without duplicates."
             )
+        if self.max_fan_out is not None and self.max_fan_out < self.fan_out.max():
+            raise UserError(
+                f"Fan-out {self.fan_out.max()} is above the layout's {self.max_fan_out}; legal: "
+                f"at most {self.max_fan_out}."
+            )
 
     @classmethod
-    def from_mask(cls, mask: np.ndarray, block: int) -> "BlockLayout":
+    def from_mask(
+        cls, mask: np.ndarray, block: int, max_fan_out: int | None = None
+    ) -> "BlockLayout":
         """Builds the layout of the True blocks of a bool [in_blocks, out_blocks] mask."""
         mask = np.asarray(mask)
         if mask.ndim != 2 or mask.dtype != np.bool_:
             raise UserError(f"Mask is {mask.dtype} of rank {mask.ndim}; legal: a bool matrix.")
         cols, rows = np.nonzero(mask.T)
         in_blocks, out_blocks = mask.shape
-        return cls(block, in_blocks, out_blocks, rows, cols)
+        return cls(block, in_blocks, out_blocks, rows, cols, max_fan_out)
 
     @classmethod
     def from_tables(cls, tables: LayoutTables, block: int) -> "BlockLayout":
         """Builds the layout of concrete tables; inverse of `tables`, also for padded tables.
+
+        `max_fan_out` is the width of the tables by input block.
 
         Raises:
           UserError: a dtype, rank or index is not legal, or the four tables do not describe one
@@ -148,7 +161,7 @@ class BlockLayout:
         by_slot = np.argsort(slot)
         if not np.array_equal(slot[by_slot], np.arange(slot.size)):
             raise UserError(f"in_slot must have each slot from 0 to {slot.size - 1} once.")
-        layout = cls(block, *grid, rows[by_slot], cols[by_slot])
+        layout = cls(block, *grid, rows[by_slot], cols[by_slot], out_index.shape[1])
         rows, cols, slot = _entries(out_index, out_slot, "out", grid[1])
         if slot.size != layout.nnz or not np.array_equal(np.sort(slot), np.arange(slot.size)):
             raise UserError(f"out_slot must have each slot from 0 to {layout.nnz - 1} once.")
@@ -251,7 +264,9 @@ class BlockLayout:
         """Returns the index tables as int32 numpy arrays."""
         by_row = np.lexsort((self.cols, self.rows))
         in_index, in_slot = _padded(self.cols, self.rows, np.arange(self.nnz), self.fan_in)
-        out_index, out_slot = _padded(self.rows[by_row], self.cols[by_row], by_row, self.fan_out)
+        out_index, out_slot = _padded(
+            self.rows[by_row], self.cols[by_row], by_row, self.fan_out, self.max_fan_out
+        )
         return LayoutTables(in_index, in_slot, out_index, out_slot)
 
     def to_dense(self, values: Any) -> np.ndarray:
@@ -323,10 +338,13 @@ def _entries(index, slot, side, bound):
     return line, index, slot
 
 
-def _padded(line, index, slot, counts):
-    """Returns (index, slot) tables [len(counts), max(counts)] from entries sorted by line."""
+def _padded(line, index, slot, counts, width=None):
+    """Returns (index, slot) tables [len(counts), width] from entries sorted by line.
+
+    `width` defaults to the longest line.
+    """
     position = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
-    indices = np.zeros((len(counts), counts.max()), np.int32)
+    indices = np.zeros((len(counts), width or counts.max()), np.int32)
     slots = np.full_like(indices, -1)
     indices[line, position], slots[line, position] = index, slot
     return indices, slots

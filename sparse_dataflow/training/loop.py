@@ -1,6 +1,7 @@
 """The training loop of one model: steps, metrics, evaluation, checkpoints and resume."""
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -164,7 +165,7 @@ class Trainer:
         self._clock.step = f"step {self.step + 1} of {self.name}"
         with self._clock.during("data"):
             batch = self._put(next(self._batches))
-        self._evolve(batch)
+        self._evolve()
         rate = learning_rate_schedule(self.training)(self.step)
         sigmas = self.training.skip_spikes
         limit = self._spikes.loss_limit(sigmas) if sigmas else None
@@ -248,15 +249,15 @@ class Trainer:
             self._plateau = Plateau()
             say(f"{self.name:>6}: plateau: the next phase starts after step {self.step}")
 
-    def _evolve(self, batch):
+    def _evolve(self):
         """Changes the model or its layouts if that is due before the next step."""
         share = exchanged_share(self.evolution, self.step, self.training.steps)
         if not share and self.step != self.phases[self._phase].stop:
             return
         with self._clock.during("evolution"):
-            self._evolve_now(share, batch)
+            self._evolve_now(share)
 
-    def _evolve_now(self, share, batch):
+    def _evolve_now(self, share):
         start = time.perf_counter()
         if self.step == self.phases[self._phase].stop:
             before, after = self.phases[self._phase : self._phase + 2]
@@ -265,7 +266,14 @@ class Trainer:
         else:
             programs = self._programs[self._phase]
             self.state = evolve_layouts(
-                self.state, self.model, programs, self.evolution, share, batch, self.executor
+                self.state,
+                self.model,
+                programs,
+                self.evolution,
+                share,
+                # Read ahead: training reads the same batches again, so a resumed run does as well.
+                (self._put(self._data.train[step]) for step in itertools.count(self.step)),
+                self.executor,
             )
         self._tables = self._programs[self._phase].tables(self.state.tables)
         elapsed = time.perf_counter() - start

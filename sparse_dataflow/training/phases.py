@@ -7,7 +7,7 @@ from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.parallel.block_gradients import probed_rows
+from sparse_dataflow.parallel.block_gradients import portions
 from sparse_dataflow.planning import cost
 from sparse_dataflow.sparsity.evolution import METHODS, exchanged_share, phase_specs, until
 
@@ -75,8 +75,9 @@ def phases_flops(
     tokens_by_model = [(phase.model, phase.steps * tokens) for phase in run_phases]
     total = cost.training_flops(tokens_by_model, training.sequence)
     if METHODS[evolution.method].reads_gradients:
-        probed = probed_rows(training) * training.sequence
-        norms = cost.gradient_norms_flops(run_phases[0].model, probed, training.sequence)
+        rows, calls, _ = portions(training, evolution.sequences)
+        measured = rows * calls * training.sequence
+        norms = cost.gradient_norms_flops(run_phases[0].model, measured, training.sequence)
         total += len(update_steps(evolution, training.steps)) * norms
     return total
 

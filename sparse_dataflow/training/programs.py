@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -12,9 +12,10 @@ import numpy as np
 from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.train_state import group_norms
-from sparse_dataflow.parallel.block_gradients import probed_rows
+from sparse_dataflow.parallel.block_gradients import mean_norms, portions
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
 from sparse_dataflow.sparsity.evolution import METHODS, PhaseSpec
 from sparse_dataflow.training.step import (
@@ -58,8 +59,8 @@ class Compiled:
       seconds: compile time.
       tables: canonical numpy tables -> tables that both programs take; () if the programs are
         specialised to them.
-      gradient_norms: (params, tables, tokens of a batch) -> norms of the dense gradient's blocks;
-        None if the evolution does not read them.
+      gradient_norms: (params, tables, iterator over the tokens of training batches) -> norms of the
+        dense gradient's blocks; None if the evolution does not read them.
       update_seconds: measured seconds of one layout update.
       parameter_norms: params -> norms by parameter group.
       start_state: (variant's name, training, identity of its checkpoints, step of the newest
@@ -154,31 +155,43 @@ def _compile(phase, training, data, executor):
 def _with_updates(programs, phase, training, data, evolution, executor):
     """Adds `gradient_norms` and `update_seconds`; runs two updates and times the second."""
     model, method = phase.model, METHODS[evolution.method]
-    rows = probed_rows(training)
-    if method.reads_gradients and programs.gradient_norms is None:
-        norms = jax.jit(
+    refuse_row_shards(evolution, executor)
+    if method.reads_gradients:
+        measure = programs.gradient_norms or jax.jit(
             functools.partial(executor.block_gradient_norms, model),
             out_shardings=executor.replicated(),
         )
+        division = portions(training, evolution.sequences)
         programs = dataclasses.replace(
             programs,
-            gradient_norms=lambda params, tables, tokens: jax.device_get(
-                norms(params, tables, tokens[:rows])
+            gradient_norms=lambda params, tables, batches: mean_norms(
+                functools.partial(measure, params, tables), batches, division
             ),
         )
     state = initial_state(model, training, executor)
-    batches = [executor.put(data.train[step], data.train.batch_size) for step in range(2)]
+    batch = executor.put(data.train[0], data.train.batch_size)
     for _ in range(2):
         # Updates get the output state of a step, as in training.
         tables = programs.tables(state.tables)
-        state, *_ = run_step(programs, state, tables, batches[0], 0.0, no_loss_limit(training))
+        state, *_ = run_step(programs, state, tables, batch, 0.0, no_loss_limit(training))
         jax.block_until_ready(state.params)
         start = time.perf_counter()
         state = evolve_layouts(
-            state, model, programs, evolution, evolution.share, batches[1], executor
+            state, model, programs, evolution, evolution.share, itertools.repeat(batch), executor
         )
         seconds = time.perf_counter() - start
     return dataclasses.replace(programs, update_seconds=seconds)
+
+
+def refuse_row_shards(evolution: EvolutionConfig, executor: Executor) -> None:
+    """Raises UserError if updates could move blocks between shards of a row-parallel weight."""
+    shards = executor.tensor_shards
+    if evolution.row_shards % shards:
+        raise UserError(
+            f"--set evolution.row_shards={evolution.row_shards} lets blocks move between the "
+            f"mesh's {shards} tensor shards, which must store equally many; legal: multiples of "
+            f"{shards}."
+        )
 
 
 def no_loss_limit(training: TrainingConfig) -> np.float32 | None:
@@ -222,7 +235,7 @@ def evolve_layouts(
     programs: Compiled,
     evolution: EvolutionConfig,
     share: float,
-    batch,
+    batches: Iterator,
     executor: Executor = SINGLE_DEVICE,
 ):
     """Returns the state after one layout update.
@@ -231,9 +244,9 @@ def evolve_layouts(
       state: as placed by the executor; must not be used again.
       model: config of the state's model.
       programs: of the model.
-      evolution: names the method.
+      evolution: the method and its settings.
       share: fraction of stored blocks to exchange.
-      batch: batch of the next step, for methods that read gradients.
+      batches: training batches, as put by the executor, for methods that read gradients.
       executor: that the programs were compiled for.
     """
     method = METHODS[evolution.method]
@@ -241,9 +254,10 @@ def evolve_layouts(
     norms = None
     if method.reads_gradients:
         assert programs.gradient_norms is not None
-        tables = programs.tables(state.tables)
-        norms = programs.gradient_norms(state.params, tables, batch["tokens"])
-    state = update_layouts(executor.canonical(state, model), model, method.update, share, norms)
+        tokens = (batch["tokens"] for batch in batches)
+        norms = programs.gradient_norms(state.params, programs.tables(state.tables), tokens)
+    state = executor.canonical(state, model)
+    state = update_layouts(state, model, method.update, share, norms, evolution.row_shards)
     return executor.place(state)
 
 

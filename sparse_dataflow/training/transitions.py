@@ -31,8 +31,10 @@ from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.distributed.processes import to_host
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.linear import with_room
 from sparse_dataflow.optim.optimizers import adam_state, map_moments
 from sparse_dataflow.optim.train_state import TrainState
+from sparse_dataflow.parallel.sharding import COLUMN_PARALLEL
 from sparse_dataflow.sparsity.evolution import Update, block_sources, largest_blocks
 from sparse_dataflow.sparsity.layout import BlockLayout
 
@@ -45,6 +47,7 @@ def update_layouts(
     update: Update,
     share: float,
     gradient_norms: dict[str, np.ndarray] | None = None,
+    row_shards: int = 1,
 ) -> TrainState:
     """Returns the state with every layout updated.
 
@@ -56,18 +59,20 @@ def update_layouts(
       update: update rule of a method; see `sparsity.evolution`.
       share: fraction of stored blocks to exchange.
       gradient_norms: from `block_gradient_norms`; None if the update does not read them.
+      row_shards: see `EvolutionConfig.row_shards`.
     """
     key = jax.random.key_data(jax.random.fold_in(state.key, state.step))
     seed = np.asarray(jax.device_get(key)).ravel().tolist()
     layouts = gpt.layouts_from_tables(model, state.tables)
     for name, old in layouts.items():
         new = []
+        shards = 1 if name in COLUMN_PARALLEL else row_shards
         for place in _places(name, [group.layers for group in layer_groups(model)]):
             norms = _block_norms(place.module(state.params)["values"])
             for layer, layer_norms in zip(place.layers, norms, strict=True):
                 gradients = None if gradient_norms is None else gradient_norms[name][layer]
                 rng = np.random.default_rng([*seed, PROJECTIONS.index(name), layer])
-                new.append(update(old[layer], layer_norms, gradients, share, rng))
+                new.append(update(old[layer], layer_norms, gradients, share, shards, rng))
             sources = np.stack([block_sources(old[i], new[i]) for i in place.layers])
             gather = functools.partial(_gather_blocks, sources=sources)
             state = _with_converted(state, place, "values", "values", gather)
@@ -95,7 +100,10 @@ def change_model(state: TrainState, old: ModelConfig, new: ModelConfig) -> Train
             state, chosen = _change_projection(state, place, stored, old, new, key)
             new_layouts += chosen or ()
         if new_layouts:
-            layouts[name] = new_layouts
+            layouts[name] = [
+                with_room(layout, layer_linear(new, name, layer))
+                for layer, layout in enumerate(new_layouts)
+            ]
     return _regroup(state, common, after)._replace(tables=gpt.layout_tables(layouts))
 
 

@@ -73,6 +73,14 @@ def test_the_largest_blocks_are_kept_and_balanced():
         np.testing.assert_array_equal(values, layout.from_dense(kernel[layer]))
 
 
+@pytest.mark.parametrize("start", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_layouts_that_rigl_will_change_get_wide_tables(start):
+    (phase,) = phase_specs(SPARSE, EvolutionConfig("rigl", given_layouts=True))
+    state = initial_state_from(start_of(start), phase.model, TRAINING)
+    expected = gpt.layout_tables(gpt.layouts(phase.model))
+    assert jax.tree.map(np.shape, state.tables) == jax.tree.map(np.shape, expected)
+
+
 def test_given_layouts_are_runtime_data():
     (phase,) = phase_specs(SPARSE, EvolutionConfig(given_layouts=True))
     assert phase.runtime_layouts
@@ -116,3 +124,9 @@ def test_given_layouts_are_runtime_data():
 def test_a_mismatch_is_named(model, message):
     with pytest.raises(UserError, match=message):
         initial_state_from(start_of(SPARSE), model, TRAINING)
+
+
+def test_a_static_run_refuses_layouts_that_rigl_changed():
+    wide = SPARSE.with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8, max_fan_out=1.5))
+    with pytest.raises(UserError, match=r"qkv: evolution.max_fan_out is 1.5 .* and 1.0 in this"):
+        initial_state_from(start_of(wide), SPARSE, TRAINING)

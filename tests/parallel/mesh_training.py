@@ -202,7 +202,7 @@ def evolve(name, texts):
     if by_depth:
         model = dataclasses.replace(model, density_by_depth=(2.0, 1.0) if dense else (1.0, 0.5))
     training = TrainingConfig(6, BATCH, SEQUENCE, learning_rate=1e-3)
-    evolution = EvolutionConfig(method, every=2)
+    evolution = EvolutionConfig(method, every=2, row_shards=2)
     text = np.random.default_rng(0).integers(0, 48, 3000).astype(np.uint16)
 
     def run(executor):

@@ -46,7 +46,12 @@ def staged(model, evolution):
 
 def updated(method):
     update = METHODS[method].update
-    return lambda model: (model, model, lambda s: update_layouts(s, model, update, 0.3, NORMS))
+
+    def transition_of(model):
+        (model,) = staged(model, EvolutionConfig(method))
+        return model, model, lambda s: update_layouts(s, model, update, 0.3, NORMS)
+
+    return transition_of
 
 
 def transition(name, model):

@@ -75,7 +75,8 @@ def _cut(layout, shards, fan, side, name):
             cols = cols - shard * local_blocks
         else:
             rows = rows - shard * local_blocks
-        shard_layouts.append(BlockLayout(layout.block, *grid, rows, cols))
+        max_fan_out = None if by_column else layout.max_fan_out
+        shard_layouts.append(BlockLayout(layout.block, *grid, rows, cols, max_fan_out))
     order = np.concatenate(members).astype(np.int32)
     return ShardedLayout(tuple(shard_layouts), order, _stacked(shard_layouts, fan, by_column))
 

@@ -214,7 +214,7 @@ class Pipelined(Sharded):
 
     def _cut_tables(self, tables, changing):
         """Stages share one program, so it can be specialised to common groups alone."""
-        sharded = cuts.cut(tables, self._tensor, changing)
+        sharded = cuts.cut(tables, self.tensor_shards, changing)
         return {name: to_stages(self.division, cut.tables) for name, cut in sharded.items()}
 
 
