@@ -34,10 +34,6 @@ LOGIT_BYTES = 4 * 4
 # State dtype -> bytes per parameter of AdamW: reads master, gradient and two moments; writes
 # master, moments and the working copy.
 OPTIMIZER_BYTES = {"float32": 30, "bfloat16": 20}
-# Relay transfers at 16 bits: weights for forward and backward, and gradients (arXiv 2002.05645).
-RELAY_BYTES = 6
-HOST_MEMORY_BANDWIDTH = 200e9
-"""Bytes/s of host memory in the relay's optimizer: eight DDR4-3200 channels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +108,7 @@ GROUPS = {
     "memory passes": ("element-wise", "optimizer", "passes"),
     "collectives in layers": ("tensor",),
     "pipeline": ("bubble", "sends"),
-    "collectives of state": ("state", "host"),
+    "collectives of state": ("state",),
     "waits": ("waits",),
 }
 
@@ -141,8 +137,6 @@ def step_time(
     plan: ParallelPlan,
     chip: Chip,
     efficiency: Efficiency,
-    *,
-    stored_density: Mapping[str, float] | None = None,
     rates: Mapping[str, float] | None = None,
 ) -> StepTime:
     """Estimates the seconds of one optimizer step, by term.
@@ -153,7 +147,6 @@ def step_time(
       plan: parallel plan; not checked for divisibility or memory (see `search.violations`).
       chip: must have rates, bandwidth and, for several chips, a network.
       efficiency: constants of the chip family.
-      stored_density: see `cost.stored_fractions`.
       rates: name -> measured FLOP/s of a section, forward and backward together, which replaces the
         roofline; or measured bytes/s of "norms", "gelu" and "optimizer".
 
@@ -169,7 +162,7 @@ def step_time(
             )
         network = Network(1, 1.0, 1.0)
     rates = rates or {}
-    sections = _sections(config, sequence, plan, chip, efficiency, stored_density, rates)
+    sections = _sections(config, sequence, plan, chip, efficiency, rates)
     block = {name: 3 * sections[name].seconds for name in PROJECTIONS}
     factor = 1 + (ATTENTION_BACKWARD if plan.fused_attention else 2)
     block["attention"] = factor * sections["attention"].seconds
@@ -189,46 +182,39 @@ def step_time(
     terms["bubble"] = bubble * stage_pass
     terms["sends"] = _send_seconds(config, sequence, plan, network, efficiency)
     computing = sum(terms.values()) - terms["bubble"] - terms["sends"]
-    weights = stage_parameters(config, plan, stored_density)
+    weights = stage_parameters(config, plan)
     terms["state"] = _state_seconds(
         weights, plan, network, efficiency, computing, DTYPE_BYTES[config.compute_dtype]
     )
     shards = plan.fsdp if plan.zero else 1
-    if plan.executor == "relay":
-        terms["optimizer"] = 0.0 * computing
-        terms["host"] = _relay_seconds(weights, chip, efficiency, computing)
-    else:
-        rate = rates.get("optimizer", bandwidth * efficiency.bandwidth)
-        terms["optimizer"] = weights / shards * OPTIMIZER_BYTES[plan.state_dtype] / rate
-        terms["host"] = 0.0 * computing
+    rate = rates.get("optimizer", bandwidth * efficiency.bandwidth)
+    terms["optimizer"] = weights / shards * OPTIMIZER_BYTES[plan.state_dtype] / rate
     islands = np.maximum(np.asarray(plan.chips) / (plan.island or network.island), 1)
     terms["waits"] = efficiency.waits * np.log2(islands) * sum(terms.values())
     return StepTime(terms, sections)
 
 
-def stage_parameters(config: ModelConfig, plan: ParallelPlan, stored_density=None):
+def stage_parameters(config: ModelConfig, plan: ParallelPlan):
     """Returns the parameters on one chip of the fullest stage, before sharding over "fsdp"."""
     uniform = with_densest_layers(config)
-    shallow, deep = (
-        parameter_count(dataclasses.replace(uniform, num_layers=n), stored_density) for n in (1, 2)
-    )
+    shallow, deep = (parameter_count(dataclasses.replace(uniform, num_layers=n)) for n in (1, 2))
     ends = 2 * shallow - deep
-    block = (parameter_count(config, stored_density) - ends) / config.num_layers
+    block = (parameter_count(config) - ends) / config.num_layers
     return (np.ceil(config.num_layers / np.asarray(plan.stage)) * block + ends) / plan.tensor
 
 
-def _sections(config, sequence, plan, chip, efficiency, stored_density, rates):
+def _sections(config, sequence, plan, chip, efficiency, rates):
     dtype_bytes = DTYPE_BYTES[config.compute_dtype]
     peak, bandwidth = chip.rates(config.compute_dtype)
     memory = bandwidth * efficiency.bandwidth
     tokens = np.asarray(plan.micro_batch, np.float64) * sequence
     tensor = np.asarray(plan.tensor, np.float64)
-    fractions = stored_fractions(config, stored_density)
+    fractions = stored_fractions(config)
 
-    def product(name, fan_in, fan_out, density=1.0, block=0, rank=0, extra=0.0):
+    def product(name, fan_in, fan_out, density=1.0, block=0, rank=0):
         weights = fan_in * fan_out * density + rank * (fan_in + fan_out)
         flops = 2 * tokens * weights
-        size = dtype_bytes * (tokens * (fan_in + fan_out) + weights) + extra
+        size = dtype_bytes * (tokens * (fan_in + fan_out) + weights)
         width = np.minimum(np.minimum(fan_in, fan_out), tokens)
         rate = peak * efficiency.matmul * width / (width + efficiency.half_width)
         if block:
@@ -339,20 +325,6 @@ def _state_seconds(weights, plan, network, efficiency, computing, dtype_bytes):
     # Collectives once per step overlap with the backward pass of the last micro-batch (two thirds
     # of its time), and updated weights with the forward pass of the first.
     once = (1 if plan.zero else 2 / 3) / np.asarray(plan.accumulation)
-    hides = computing * np.where(streams, 1.0, once)
-    return _exposed(inner + crossing, hides, efficiency)
-
-
-def _exposed(seconds, compute, efficiency):
-    """Returns the exposed seconds of transfers that overlap with `compute` seconds."""
-    exposed = seconds - efficiency.overlap * compute
+    hides, seconds = computing * np.where(streams, 1.0, once), inner + crossing
+    exposed = seconds - efficiency.overlap * hides
     return np.maximum(exposed, (1 - efficiency.overlap) * seconds)
-
-
-def _relay_seconds(weights, chip, efficiency, computing):
-    """Returns the exposed seconds of host transfers and the optimizer on the host."""
-    if chip.host_bandwidth is None:
-        raise UserError(f"{chip.name} has no known rate to its host, which the relay needs.")
-    moved = weights * RELAY_BYTES / (chip.host_bandwidth * efficiency.fast_link)
-    update = weights * OPTIMIZER_BYTES["float32"] / HOST_MEMORY_BANDWIDTH
-    return _exposed(np.maximum(moved, update), computing, efficiency)

@@ -44,7 +44,7 @@ def test_one_chip_by_hand():
     assert time.terms["optimizer"] == pytest.approx(memory.parameter_count(MODEL) * 30 / 2e12)
     logits = tokens * 32768 * 16 / 2e12
     assert time.terms["head"] == pytest.approx(3 * 2 * tokens * d * 32768 / 100e12 + logits)
-    for name in ("tensor", "bubble", "sends", "state", "host", "waits", "passes", "recompute"):
+    for name in ("tensor", "bubble", "sends", "state", "waits", "passes", "recompute"):
         assert time.terms[name] == 0
     assert time.total == pytest.approx(sum(time.terms.values()))
 
@@ -126,16 +126,6 @@ def test_a_pipeline_gathers_its_weights_once_a_step():
     whole = seconds(dataclasses.replace(plan, stage=1)).terms["state"]
     alone = memory.parameter_count(MODEL)
     assert whole == pytest.approx(4 * (4 + 2 * 2) * alone * 7 / 8 / 300e9)
-
-
-def test_relay_moves_six_bytes_a_parameter():
-    time = seconds(ParallelPlan(executor="relay", remat="full"))
-    weights = memory.parameter_count(MODEL)
-    assert time.terms["host"] == pytest.approx(weights * 6 / 32e9)
-    assert time.terms["optimizer"] == 0
-    hiding = dataclasses.replace(IDEAL, overlap=1.0)
-    many = ParallelPlan(executor="relay", remat="full", accumulation=64)
-    assert seconds(many, efficiency=hiding).terms["host"] == 0
 
 
 def test_measured_rates_take_the_place_of_the_roofline():
@@ -267,9 +257,7 @@ def test_unknown_rates_and_choices_are_refused():
     assert seconds(chip=alone).total > 0
     with pytest.raises(UserError, match="no known links"):
         seconds(ParallelPlan(fsdp=2), chip=alone)
-    with pytest.raises(UserError, match="rate to its host"):
-        seconds(ParallelPlan(executor="relay"), chip=alone)
-    for wrong in ({"schedule": "2f2b"}, {"remat": "some"}, {"executor": "magic"}, {"zero": 4}):
+    for wrong in ({"schedule": "2f2b"}, {"remat": "some"}, {"zero": 4}):
         with pytest.raises(UserError, match="legal"):
             ParallelPlan(**wrong)
 

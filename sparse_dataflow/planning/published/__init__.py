@@ -154,7 +154,6 @@ def _scaling(fields):
             zero=1,
             accumulation=int(fields[f"batch_{end}"]) // fsdp,
             remat="block",
-            executor="pipeline",
             gradient_bytes=2,
         )
 
@@ -175,7 +174,6 @@ def _row(source, fields):
         **counts,
         schedule="interleaved" if counts["chunks"] > 1 else "1f1b",
         remat=fields["remat"],
-        executor="pipeline" if counts["stage"] > 1 else "whole",
         sequence_parallel=fields["sequence_parallel"] == "1",
         fused_attention=fields["fused_attention"] == "1",
     )

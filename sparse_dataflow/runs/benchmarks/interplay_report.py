@@ -167,7 +167,7 @@ def _predicted(options, model, chip, sequence, batch, fused, rates):
             rates |= {name: chip.bandwidth * efficiency.bandwidth for name in ("norms", "gelu")}
     serial = step_time(model, sequence, layout, chip, efficiency, rates=rates)
     network = chip.network or chips.Network(options.stages, chip.bandwidth, chip.bandwidth)
-    several = dataclasses.replace(layout, stage=options.stages, executor="pipeline")
+    several = dataclasses.replace(layout, stage=options.stages)
     joined = dataclasses.replace(chip, network=network)
     pipelined = step_time(model, sequence, several, joined, efficiency, rates=rates)
     return {"serial": serial, "pipelined": pipelined}

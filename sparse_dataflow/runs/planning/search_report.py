@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_dataflow.config import settings
-from sparse_dataflow.files import folders
+from sparse_dataflow.files import folders, tables
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning import plan_memory, search, sensitivity, step_time
@@ -44,20 +44,17 @@ def run(options) -> None:
 
 
 def _search(options, request, folder):
-    priced = search.price(request, search.space(request))
+    priced = search.price(request)
     search.check_legal(priced)
-    speeds = priced.throughput.reshape(-1)
-    ranked = [(choice, speeds[index]) for index, choice in priced.ranked(ROWS)]
-    rows = [plan_rows.row(request, choice, speed) for choice, speed in ranked]
-    print(f"{int(priced.legal.sum()):,} legal plans of {priced.space.size:,}, all priced")
-    plans = [search.scalar_plan(request.plan(choice)) for choice, _ in ranked[:10]]
-    verdicts = verify.verdicts(options.scale, request, plans, options.verify)
+    ranked = priced.ranked(ROWS)
+    rows = [plan_rows.row(request, plan, speed) for plan, speed in ranked]
+    print(f"{int(priced.legal.sum()):,} legal plans of {priced.legal.size:,}, all priced")
+    plans = [plan for plan, _ in ranked]
+    verdicts = verify.verdicts(options.scale, request, plans[:10], options.verify)
     _print_best(rows[:10], verdicts)
-    plan_rows.write_csv(folder / "trials.csv", rows)
-    for choice, _ in ranked[: options.explain]:
-        plan = search.scalar_plan(request.plan(choice))
-        print(f"\n{plan}")
-        print(search.explain(request, choice).explain())
+    tables.write_csv(folder / "trials.csv", rows)
+    for plan in plans[: options.explain]:
+        print(f"\n{plan}\n{request.time(plan).explain()}")
         print(f"\nmemory of the fullest chip\n{_memory(request, plan)}")
     _sensitivity(priced, folder)
     _roofline(options, request, plans[0], folder)

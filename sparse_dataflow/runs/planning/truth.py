@@ -3,13 +3,12 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from sparse_dataflow.files import folders
+from sparse_dataflow.files import folders, tables
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.planning import fitting, published
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, Efficiency
 from sparse_dataflow.planning.fitting import Error
 from sparse_dataflow.reporting import planner_figures
-from sparse_dataflow.runs.planning import plan_rows
 from sparse_dataflow.runs.planning.options import named_model
 
 Constants = Mapping[str, Efficiency]
@@ -37,9 +36,8 @@ def run(fit: bool, out: str) -> None:
     _print_scalings(constants)
     _print_sparse(constants)
     folders.claim(folder, "planner_truth")
-    plan_rows.write_csv(
-        folder / "truth.csv", [_row(source, e) for source in errors for e in errors[source]]
-    )
+    rows = [_row(source, e) for source in errors for e in errors[source]]
+    tables.write_csv(folder / "truth.csv", rows)
     points = {
         source: [
             (e.row.seconds, _predicted_seconds(e, constants), e.row.split == "fit")
