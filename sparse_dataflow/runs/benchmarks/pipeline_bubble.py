@@ -25,11 +25,7 @@ WIDTH = 4
 
 
 def run(options) -> None:
-    """Measures every schedule, prints and writes.
-
-    Args:
-      options: of `experiments.pipeline_bubble`.
-    """
+    """Measures every schedule, prints and writes; see `experiments.pipeline_bubble`."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.stages)
     cases = []
@@ -44,22 +40,21 @@ def run(options) -> None:
     rows = []
     for schedule, recompute in cases:
         seconds, bubble = _measured(schedule, 1e-3 * options.milliseconds, options.rounds)
-        of_table = schedule.bubble()
-        rows.append(
-            {
-                "schedule": schedule.name,
-                "chunks": schedule.chunks,
-                "recompute": recompute,
-                "ticks": schedule.ticks,
-                "step_seconds": seconds,
-                "bubble_of_table": of_table,
-                "bubble_measured": bubble,
-            }
-        )
+        row = {
+            "schedule": schedule.name,
+            "chunks": schedule.chunks,
+            "recompute": recompute,
+            "ticks": schedule.ticks,
+            "step_seconds": seconds,
+            "bubble_of_table": schedule.bubble(),
+            "bubble_measured": bubble,
+        }
+        rows.append(row)
         label = schedule.name + " with recomputation" * recompute
+        error = bubble / max(row["bubble_of_table"], 1e-9) - 1
         print(
-            f"{label:32} {schedule.ticks:4} ticks  bubble of the table {of_table:.3f}"
-            f"  measured {bubble:.3f}  ({bubble / max(of_table, 1e-9) - 1:+.1%})"
+            f"{label:32} {schedule.ticks:4} ticks  bubble of the table "
+            f"{row['bubble_of_table']:.3f}  measured {bubble:.3f}  ({error:+.1%})"
         )
     result = {
         "inputs": "blocks that sleep in place of computing",
@@ -68,7 +63,7 @@ def run(options) -> None:
         "action_ms": options.milliseconds,
         "rows": rows,
     }
-    measurement.keep(options.keep, "pipeline_bubble_cpu", "cpu", result)
+    measurement.keep(options.keep, "pipeline_bubble_cpu", "cpu", [result])
 
 
 def _measured(schedule: Schedule, action: float, rounds: int) -> tuple[float, float]:

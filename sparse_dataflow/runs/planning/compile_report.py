@@ -303,4 +303,4 @@ def _write(out: str, plan: CompilePlan, result: dict) -> None:
     density = min((spec.density for spec in dict(plan.config.linears).values()), default=1.0)
     kind = f"density-{density:g}" if density < 1 else "dense"
     name = f"{plan.scale}_{kind}_{plan.topology.name}".replace(":", "-")
-    measurement.keep(out, name, hardware.cpu_name(), {"compilers": compilers, **result})
+    measurement.keep(out, name, hardware.cpu_name(), [{"compilers": compilers, **result}])

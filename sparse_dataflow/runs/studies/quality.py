@@ -93,7 +93,7 @@ def run(
                     results.append({"equal": budget, "arm": arm, "seed": seed, **result})
     settings = base.config.to_json()
     result = {"settings": settings, "results": results}
-    measurement.write(str(folder), "quality", base.chip.name, result)
+    measurement.keep(str(folder), "quality", base.chip.name, [result])
     ends_dense = [arm for arm, changes in all_arms.items() if _ends_dense(changes)]
     text = tables(results, ends_dense)
     (folder / "quality.md").write_text(text)
