@@ -20,6 +20,7 @@ from collections.abc import Iterable
 
 from sparse_dataflow.config.layer_groups import mean_multiplier
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.kernels.hadamard import factors
 
@@ -87,7 +88,12 @@ def flops_per_token(
       causal_half: whether to count the causal half of attention.  False counts the whole square,
         which masked attention executes.
       training: whether to count forward and backward pass; False counts the forward pass.
+
+    Raises:
+      UserError: `sequence` is below 1.
     """
+    if sequence < 1:
+        raise UserError(f"sequence is {sequence} tokens; legal: 1 or more.")
     fractions, layers = stored_fractions(config), config.num_layers
     forward = {}
     for name in PROJECTIONS:

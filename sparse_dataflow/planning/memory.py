@@ -39,6 +39,9 @@ def parameter_count(config: ModelConfig) -> int:
     output layer is tied); per block two norms (scale, and bias for layernorm), and for each
     projection its stored weights, bias and low-rank term (rank (in + out), and a gate); and the
     final norm.
+
+    Args:
+      config: the model.
     """
     fractions = stored_fractions(config)
     norm = config.d_model * (2 if config.norm == "layernorm" else 1)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import CHIPS, Chip
 from sparse_dataflow.planning import cost
 from sparse_dataflow.planning.parallel_plan import RECOMPUTED
@@ -214,6 +215,11 @@ def test_mfu_is_rate_over_peak_and_none_without_a_peak():
     assert cost.mfu(1e9, 312e12 / 1e9 / 2, CHIPS["a100-80gb"], "bfloat16") == pytest.approx(0.5)
     assert cost.mfu(1e9, 1e3, Chip("unheard-of"), "bfloat16") is None
     assert cost.mfu(1e9, 1e3, CHIPS["tpu-v4"], "float64") is None
+
+
+def test_a_sequence_without_tokens_is_refused():
+    with pytest.raises(UserError, match="legal: 1 or more"):
+        cost.flops_per_token(SIZES["nano"], 0)
 
 
 def test_importing_costs_loads_no_jax():

@@ -8,13 +8,14 @@ import jax
 import numpy as np
 
 from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.presets import preset
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.models import gpt
 from sparse_dataflow.runs import measurement, train
+from sparse_dataflow.runs.planning import options
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.training.variants import variant
 
@@ -124,11 +125,9 @@ def named_model(
     Raises:
       UserError: block and density have no layout.
     """
-    config = preset(scale, compute_dtype=dtype)
-    if density == 1:
-        return config.model
-    config = config.change(sparsity__density=density, sparsity__block=block)
-    return variant(config, "sparse").model
+    model = options.named_model(scale, density, block, dtype)
+    gpt.check_layouts(model)
+    return model
 
 
 def timed(

@@ -231,13 +231,13 @@ def _keep(options, rows, rooflines, chip, text, machine):
     }
     labels = ["dense", *(f"{density:g}" for density in DENSITIES[1:])]
     title = f"{options.scale} on {chip.name}: gain over dense, unfused, serial"
-    figure = planner_figures.bars(labels, panels, "gain, times", title)
-    print(planner_figures.save(figure, folder / "interplay.png"))
+    planner_figures.bars(folder / "interplay.png", labels, panels, "gain, times", title)
+    print(folder / "interplay.png")
     shown = {n: s for n, s in rooflines.items() if n.startswith(("dense", "0.125"))}
     dtype = "float32" if options.hardware == "this" else "bfloat16"
     title = f"{options.scale} on {chip.name}: sections of a block, forward, with their passes"
-    figure = planner_figures.roofline(chip, dtype, shown, title)
-    print(planner_figures.save(figure, folder / "roofline.png"))
+    planner_figures.roofline(folder / "roofline.png", chip, dtype, shown, title)
+    print(folder / "roofline.png")
     if machine:
         settings = ("scale", "tokens", "block", "stages", "micro_batches", "rounds")
         result = {name: getattr(options, name) for name in settings} | {"rows": rows}

@@ -65,8 +65,8 @@ def _study(kind: str, hardware: list[Chip], counts: list[int], folder: Path) -> 
             "--most, or others by --hardware."
         )
     title = f"{kind.capitalize()} scaling, best plan of each point, predicted"
-    figure = planner_figures.scaling(panels, "MFU, %", title)
-    print(planner_figures.save(figure, folder / f"{kind}.png"))
+    planner_figures.scaling(folder / f"{kind}.png", panels, "MFU, %", title)
+    print(folder / f"{kind}.png")
     return rows
 
 

@@ -120,8 +120,8 @@ def _sensitivity(priced, folder):
         print(f"  {name.replace('_', '-'):<12} {effect:>6.1%}   {shares}")
     request = priced.request
     title = f"What decides the throughput on {request.chips:,} {request.chip.name}"
-    figure = planner_figures.sensitivity(effects, best, title)
-    print(f"  {planner_figures.save(figure, folder / 'sensitivity.png')}")
+    planner_figures.sensitivity(folder / "sensitivity.png", effects, best, title)
+    print(f"  {folder / 'sensitivity.png'}")
 
 
 def _roofline(options, request, plan, folder):
@@ -142,5 +142,6 @@ def _roofline(options, request, plan, folder):
     title = (
         f"{options.scale} on {request.chip.name}: sections of a block, forward, with their passes"
     )
-    figure = planner_figures.roofline(request.chip, request.config.compute_dtype, models, title)
-    print(f"  {planner_figures.save(figure, folder / 'roofline.png')}")
+    path, dtype = folder / "roofline.png", request.config.compute_dtype
+    planner_figures.roofline(path, request.chip, dtype, models, title)
+    print(f"  {path}")

@@ -39,14 +39,12 @@ def run(fit: bool, out: str) -> None:
     rows = [_row(source, e) for source in errors for e in errors[source]]
     tables.write_csv(folder / "truth.csv", rows)
     points = {
-        source: [
-            (e.row.seconds, _predicted_seconds(e, constants), e.row.split == "fit")
-            for e in errors[source]
-        ]
+        source: [(e.row.seconds, e.seconds, e.row.split == "fit") for e in errors[source]]
         for source in errors
     }
     title = "Steps of published runs: predicted against measured"
-    print(planner_figures.save(planner_figures.accuracy(points, title), folder / "truth.png"))
+    planner_figures.accuracy(folder / "truth.png", points, title)
+    print(folder / "truth.png")
 
 
 def _fitted_constants() -> Constants:
@@ -55,10 +53,6 @@ def _fitted_constants() -> Constants:
         differs = "" if constants == EFFICIENCIES[family] else "  (differs)"
         print(f"{family}: {constants}{differs}")
     return {**EFFICIENCIES, **families}
-
-
-def _predicted_seconds(error, constants):
-    return fitting.predict_seconds(error.row, constants[error.row.chip.family])
 
 
 def _print_source(source: str, errors: Iterable[Error]) -> None:
