@@ -116,14 +116,11 @@ def headline(variants: Sequence[VariantData]) -> str:
     start = f"At equal wall-clock time ({quantities.durations([sum(times) / 2])[0]} each)"
     if score["sparse"] == score["dense"]:
         return f"{start} the sparse model and its dense twin both reach {score['sparse']} {unit}."
-    if float(score["sparse"]) < float(score["dense"]):
-        return (
-            f"{start} the sparse model is better: {score['sparse']} {unit}; "
-            f"its dense twin reaches {score['dense']}."
-        )
+    title = {"sparse": "sparse model", "dense": "dense twin"}
+    better, worse = sorted(score, key=lambda name: float(score[name]))
     return (
-        f"{start} the dense twin is better: {score['dense']} {unit}; "
-        f"the sparse model reaches {score['sparse']}."
+        f"{start} the {title[better]} is better: {score[better]} {unit}; the {title[worse]} "
+        f"reaches {score[worse]}."
     )
 
 

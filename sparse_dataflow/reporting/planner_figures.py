@@ -82,8 +82,10 @@ def sensitivity(
       title: title of the figure.
     """
     names, height = list(effects), 0.42 * len(effects) + 1.3
-    options = {"columns": 2, "sharey": True, "width_ratios": (1, 2)}
-    with png.figure(path, 9.6, height, title, **options) as (_, [[left, right]]):
+    with png.figure(path, 9.6, height, title, columns=2, sharey=True, width_ratios=(1, 2)) as (
+        _,
+        [[left, right]],
+    ):
         rows = np.arange(len(names))
         left.barh(rows, list(effects.values()), color=COLOURS[0], height=0.6)
         left.set_yticks(rows, [n.replace("_", "-") for n in names])
@@ -125,8 +127,8 @@ def scaling(
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
     points = [point for lines in panels.values() for line in lines.values() for point in line]
     limits = list(dict.fromkeys(limit for _, _, limit in points))
-    options = {"columns": len(panels), "sharey": True}
-    with png.figure(path, 3.1 * len(panels) + 1.8, 3.3, title, **options) as (figure, [row]):
+    width, columns = 3.1 * len(panels) + 1.8, len(panels)
+    with png.figure(path, width, 3.3, title, columns=columns, sharey=True) as (figure, [row]):
         for axes, (panel, lines) in zip(row, panels.items()):
             for label, line in lines.items():
                 colour, (chips, values, _) = COLOURS[labels.index(label)], zip(*line)
@@ -194,8 +196,8 @@ def bars(
       ylabel: label of the values.
       title: title of the figure.
     """
-    options = {"columns": len(panels), "sharey": True}
-    with png.figure(path, 4.2 * len(panels), 3.6, title, **options) as (_, [row]):
+    columns = len(panels)
+    with png.figure(path, 4.2 * columns, 3.6, title, columns=columns, sharey=True) as (_, [row]):
         for axes, (panel, groups) in zip(row, panels.items()):
             width = 0.84 / len(groups)
             for number, (name, values) in enumerate(groups.items()):

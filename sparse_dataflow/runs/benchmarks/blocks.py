@@ -24,7 +24,7 @@ def run(request: Request, options: BenchOptions) -> None:
     models.announce(f"a block of {models.scale}, {training.batch} x {training.sequence} tokens")
     programs = {name: _program(model, training) for name, model in models.by_name.items()}
     seconds, medians = benchmark.timed(programs, options.rounds, ENOUGH_SECONDS)
-    rows = {}
+    rows: dict[str, dict] = {}
     for name, model in models.by_name.items():
         flops = cost.flops_per_token(model, training.sequence)
         block_flops = (flops.total - flops.head) / model.num_layers

@@ -27,7 +27,7 @@ def run(request: Request, options) -> None:
         for name, model in models.by_name.items()
     }
     seconds, medians = benchmark.timed(programs, options.rounds)
-    rows = {}
+    rows: dict[str, dict] = {}
     for name, model in models.by_name.items():
         token = medians[name] / options.tokens
         read = cost.decoding_bytes(model, batch, cached)

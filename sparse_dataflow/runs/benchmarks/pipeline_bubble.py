@@ -40,21 +40,23 @@ def run(options) -> None:
     rows = []
     for schedule, recompute in cases:
         seconds, bubble = _measured(schedule, 1e-3 * options.milliseconds, options.rounds)
-        row = {
-            "schedule": schedule.name,
-            "chunks": schedule.chunks,
-            "recompute": recompute,
-            "ticks": schedule.ticks,
-            "step_seconds": seconds,
-            "bubble_of_table": schedule.bubble(),
-            "bubble_measured": bubble,
-        }
-        rows.append(row)
+        of_table = schedule.bubble()
+        rows.append(
+            {
+                "schedule": schedule.name,
+                "chunks": schedule.chunks,
+                "recompute": recompute,
+                "ticks": schedule.ticks,
+                "step_seconds": seconds,
+                "bubble_of_table": of_table,
+                "bubble_measured": bubble,
+            }
+        )
         label = schedule.name + " with recomputation" * recompute
-        error = bubble / max(row["bubble_of_table"], 1e-9) - 1
+        error = bubble / max(of_table, 1e-9) - 1
         print(
-            f"{label:32} {schedule.ticks:4} ticks  bubble of the table "
-            f"{row['bubble_of_table']:.3f}  measured {bubble:.3f}  ({error:+.1%})"
+            f"{label:32} {schedule.ticks:4} ticks  bubble of the table {of_table:.3f}"
+            f"  measured {bubble:.3f}  ({error:+.1%})"
         )
     result = {
         "inputs": "blocks that sleep in place of computing",
