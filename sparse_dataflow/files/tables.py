@@ -8,8 +8,8 @@ from typing import Any
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence]) -> str:
     """Returns a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    first, *others = (f"| {' | '.join(map(str, line))} |" for line in (head, *rows))
+    return "\n".join([first, f"|{'---|' * len(head)}", *others])
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int = 1) -> str:

@@ -14,7 +14,7 @@ CELLS = st.lists(
 
 
 def test_markdown_has_a_head_a_rule_and_the_rows():
-    assert tables.markdown(("name", "n"), [("a", 1)]) == "| name | n |\n| --- | --- |\n| a | 1 |"
+    assert tables.markdown(("name", "n"), [("a", 1)]) == "| name | n |\n|---|---|\n| a | 1 |"
 
 
 @given(CELLS, st.integers(0, 3))

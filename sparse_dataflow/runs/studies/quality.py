@@ -68,15 +68,16 @@ def run(request: Request, all_arms: Mapping[str, Changes], options) -> int:
             planned: dict[str, dict[str, int]] = {}
             for budget in equal:
                 for arm in arms:
-
-                    def planned_variant(budget=budget, arm=arm, seed=seed, planned=planned):
-                        if not planned:
-                            planned |= _steps(base, all_arms, arms, equal, seed)
-                        return _variant(base, all_arms[arm], seed).with_steps(planned[budget][arm])
-
                     where = folder / f"equal_{budget}" / arm / f"seed_{seed}"
-                    result = base.trained(f"{arm}, seed {seed}", planned_variant, where, stop)
+                    result = study.read_result(where)
                     if result is None:
+                        planned = planned or _steps(base, all_arms, arms, equal, seed)
+                        variant = _variant(base, all_arms[arm], seed)
+                        variant = variant.with_steps(planned[budget][arm])
+                        data = base.data(variant)
+                        result = study.train(f"{arm}, seed {seed}", variant, data, where, stop)
+                    if result is None:
+                        say("stopped; the same command goes on")
                         return stopped_status(stop())
                     results.append({"equal": budget, "arm": arm, "seed": seed, **result})
     result = {"settings": base.config.to_json(), "results": results}

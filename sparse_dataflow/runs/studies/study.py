@@ -5,7 +5,7 @@ A study trains many models on one corpus, each into a folder of its own.
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from sparse_dataflow.training.programs import TrainingData, compile_programs
 from sparse_dataflow.training.turns import advance_side_by_side
 from sparse_dataflow.training.variants import Variant
 
+_NO_CHANGES: Mapping[str, Any] = {}
 _UNUSED = ("training.seed", "run.", "parallel.")
 """Settings, and parts with a dot, that no study reads."""
 _DIFFERENCES_SHOWN = 4
@@ -61,20 +62,10 @@ class Study:
         config = self.config.change(training__seed=variant.training.seed)
         return training_data(config, variant, self.corpus, self.tokenizer)
 
-    def trained(
-        self, label: str, make_variant: Callable[[], Variant], where: Path, stop
-    ) -> dict | None:
-        """The result of a training, which is read or else trained; see `train`."""
-        result = read_result(where)
-        if result is None:
-            variant = make_variant()
-            result = train(label, variant, self.data(variant), where, stop)
-        if result is None:
-            say("stopped; the same command goes on")
-        return result
 
-
-def prepare(request: Request, varied: Sequence[str], fixed: Mapping[str, Any]) -> Study:
+def prepare(
+    request: Request, varied: Sequence[str], fixed: Mapping[str, Any] = _NO_CHANGES
+) -> Study:
     """Settles the config, loads corpus and tokenizer.
 
     Args:
@@ -114,8 +105,7 @@ def train(label: str, variant: Variant, data: TrainingData, where: Path, stop) -
       {"bits_per_byte", "loss" (nats a token), "steps", "tokens", "seconds", "flops"} of the whole
       training, measured on all held-out windows after the last step.
     """
-    # New measurements of its speed do not change the steps of a training.
-    variant = variant.with_steps(_read(where / "steps.json", int) or variant.training.steps)
+    variant = variant.with_steps(_saved_steps(where) or variant.training.steps)
     refuse_unfit(variant.model, variant.evolution, variant.training.steps)
     programs = compile_programs(variant.phase_specs, variant.training, data, variant.evolution)
     where.mkdir(parents=True, exist_ok=True)
@@ -156,21 +146,25 @@ def train(label: str, variant: Variant, data: TrainingData, where: Path, stop) -
 
 def read_result(where: Path) -> dict | None:
     """What `train` returned for this folder; None if it has not come to its end."""
-    return _read(where / "result.json", dict)
+    path = where / "result.json"
+    return _read(path, dict) if path.exists() else None
 
 
 def _read(path, kind):
-    """JSON that a study wrote, of type `kind`: an object, or a number of 1 or more; None if the
-    file is missing."""
-    if not path.exists():
-        return None
+    """JSON that a study wrote, of type `kind`: an object, or a number of 1 or more."""
     try:
         value = json_files.load(path)
-        if type(value) is not kind or (kind is int and value < 1):
-            raise ValueError(f"it is no {kind.__name__}")
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); remove it to make it anew.") from None
+    if type(value) is not kind or (kind is int and value < 1):
+        raise UserError(f"{path} is damaged; remove it to make it anew.")
     return value
+
+
+def _saved_steps(where):
+    """Steps that a training began with; new measurements of its speed do not change them."""
+    path = where / "steps.json"
+    return _read(path, int) if path.exists() else None
 
 
 def keep_settings(folder: Path, config: RunConfig, owner: str) -> None:
@@ -183,8 +177,8 @@ def keep_settings(folder: Path, config: RunConfig, owner: str) -> None:
     folders.refuse_foreign(folder, owner)
     settings = config.to_json()
     path = folder / "settings.json"
-    saved = _read(path, dict)
-    if saved is not None:
+    if path.exists():
+        saved = _read(path, dict)
         words = [
             f"{spelling(name)}={now} (saved: {before})"
             for name, before, now in differences(saved, json.loads(json.dumps(settings)))
