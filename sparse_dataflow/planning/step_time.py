@@ -171,7 +171,9 @@ def step_time(
     # Norms and GELU are recomputed with the products that read them.
     passes = sections["norms"].seconds + sections["gelu"].seconds
     block["element-wise"] = (4 if "mlp_in" in recomputed else 3) * passes
-    block["tensor"] = _tensor_seconds(config, sequence, plan, network, efficiency)
+    boundary = np.asarray(plan.micro_batch) * sequence * config.d_model
+    boundary = boundary * DTYPE_BYTES[config.compute_dtype]
+    block["tensor"] = _tensor_seconds(boundary, plan, network, efficiency)
     block["passes"] = 3 * efficiency.pass_seconds
     layers = np.ceil(config.num_layers / np.asarray(plan.stage))
     count = layers * plan.accumulation
@@ -180,7 +182,7 @@ def step_time(
     stage_pass = layers * sum(block.values())
     bubble = BUBBLES[plan.schedule] * (np.asarray(plan.stage) - 1) / plan.chunks
     terms["bubble"] = bubble * stage_pass
-    terms["sends"] = _send_seconds(config, sequence, plan, network, efficiency)
+    terms["sends"] = _send_seconds(boundary / plan.tensor, plan, network, efficiency)
     computing = sum(terms.values()) - terms["bubble"] - terms["sends"]
     weights = stage_parameters(config, plan)
     terms["state"] = _state_seconds(
@@ -267,12 +269,10 @@ def _attention(config, sequence, tokens, tensor, plan, peak, memory, efficiency,
     return Section(flops, size, seconds + size / memory)
 
 
-def _tensor_seconds(config, sequence, plan, network, efficiency):
+def _tensor_seconds(size, plan, network, efficiency):
     """Returns the collective seconds of one block and micro-batch, forward and backward."""
     recomputed = RECOMPUTED[plan.remat]
     reductions = 4 + ("attn_out" in recomputed) + ("mlp_out" in recomputed)
-    size = np.asarray(plan.micro_batch) * sequence * config.d_model
-    size = size * DTYPE_BYTES[config.compute_dtype]
     island = plan.island or network.island
     tensor = np.asarray(plan.tensor)
     axes = _tensor_axes(tensor, island, network)
@@ -288,11 +288,9 @@ def _tensor_axes(tensor, island, network):
     return np.where(tensor > 1, np.clip(along, 1, network.axes), 0)
 
 
-def _send_seconds(config, sequence, plan, network, efficiency):
+def _send_seconds(size, plan, network, efficiency):
     """Returns the exposed seconds of sends of activations and gradients between stages."""
     stages = np.asarray(plan.stage)
-    size = np.asarray(plan.micro_batch) * sequence * config.d_model / plan.tensor
-    size = size * DTYPE_BYTES[config.compute_dtype]
     island = plan.island or network.island
     near = np.asarray(2 * plan.fsdp * plan.tensor) <= island
     send = collectives.send_seconds(size, near, network, efficiency)
