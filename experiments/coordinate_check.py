@@ -36,7 +36,7 @@ def main(request, options):
     """Trains all, prints the exponents and draws the figure."""
     from sparse_dataflow.runs.benchmarks import coordinates
 
-    coordinates.run(request, options.widths, options.densities, options.steps, options.out)
+    coordinates.run(request, options)
 
 
 if __name__ == "__main__":

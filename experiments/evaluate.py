@@ -59,18 +59,7 @@ def main(options):
     refuse_without_lm_eval()
     from sparse_dataflow.runs import evaluate
 
-    evaluate.evaluate(
-        options.run,
-        against=options.against,
-        variants=options.variant,
-        checkpoint=options.checkpoint,
-        tasks=options.tasks,
-        shots=options.num_fewshot,
-        items=options.items,
-        limit=options.limit,
-        seed=options.seed,
-        mesh=options.mesh,
-    )
+    evaluate.evaluate(options)
 
 
 if __name__ == "__main__":

@@ -40,9 +40,9 @@ class Options:
 
 def main(options):
     """Plans, and runs where asked; see the module docstring."""
-    from sparse_dataflow.runs.benchmarks import relay_studies
+    from sparse_dataflow.runs.benchmarks import relay
 
-    relay_studies.fifty_billion(options)
+    relay.fifty_billion(options)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ class Options(RelayOptions):
 
 def main(request, options):
     """Runs every batch; see the module docstring."""
-    from sparse_dataflow.runs.benchmarks import relay_studies
+    from sparse_dataflow.runs.benchmarks import relay
 
-    relay_studies.bert_large(request, options.batches, options.device_batch, options)
+    relay.bert_large(request, options)
 
 
 if __name__ == "__main__":

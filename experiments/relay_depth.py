@@ -29,9 +29,9 @@ class Options(RelayOptions):
 
 def main(request, options):
     """Runs every depth; see the module docstring."""
-    from sparse_dataflow.runs.benchmarks import relay_studies
+    from sparse_dataflow.runs.benchmarks import relay
 
-    relay_studies.depth(request, options.depths, options)
+    relay.depth(request, options)
 
 
 if __name__ == "__main__":

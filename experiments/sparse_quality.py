@@ -100,7 +100,7 @@ def main(request, options):
     """Trains what is not trained yet, then writes the tables."""
     from sparse_dataflow.runs.studies import quality
 
-    return quality.run(request, ARMS, **vars(options))
+    return quality.run(request, ARMS, options)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ stopped.
 """
 
 import dataclasses
-import pathlib
 
 from sparse_dataflow.config.settings import A_FRACTION, AT_LEAST_ONE, setting
 from sparse_dataflow.runs import command_line
@@ -47,18 +46,7 @@ def main(request, options):
     """Reads or trains the runs, then fits, prints and draws."""
     from sparse_dataflow.runs.studies import scaling_law
 
-    folder = pathlib.Path(options.out)
-    if options.runs:
-        return scaling_law.fit_again(pathlib.Path(options.runs), options.rounds, folder)
-    return scaling_law.train_and_fit(
-        request,
-        widths=options.widths,
-        densities=options.densities,
-        lengths=options.lengths,
-        seeds=options.seeds,
-        rounds=options.rounds,
-        folder=folder,
-    )
+    return scaling_law.run(request, options)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,12 @@ class Trained:
         """Context length of the training in tokens."""
         return self.training.sequence
 
+    @property
+    def saved_record(self) -> RunRecord:
+        """The record of a model that was loaded from a run folder."""
+        assert self.record is not None
+        return self.record
+
 
 def load(run_folder: str | Path, variant: str, checkpoint: str = NEWEST) -> Trained:
     """Loads a variant's model from a checkpoint and verifies all of its bytes.

@@ -1,18 +1,18 @@
 """README.md of an exported model: its sizes, training data, losses and task scores."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from sparse_dataflow.evaluation.trained import Trained
 from sparse_dataflow.files import json_files
+from sparse_dataflow.files.tables import markdown
 from sparse_dataflow.interchange import numpy_reader
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.training.metrics import read_metrics
 
 EVALUATION = "evaluation.json"
 _NO_TASK = "None was evaluated; `python -m experiments.evaluate` does."
-_BASELINES = ("chance", "unigram", "bigram")
 
 _READERS = {
     "dense": """```python
@@ -44,15 +44,14 @@ def model_card(trained: Trained, form: str, versions: Mapping[str, str]) -> str:
       form: form of the export, one of `huggingface.FORMS`.
       versions: versions of the exporting packages, by name.
     """
-    record = trained.record
-    assert record is not None, "an exported model comes from a run folder"
+    record = trained.saved_record
     name = f"{Path(trained.folder).name}, {trained.variant}"
     return "\n\n".join(
         [
             _front_matter(record),
             f"# {name}",
             _sentence(trained, record),
-            _table(("", ""), _shape(trained)),
+            markdown(("", ""), _shape(trained)),
             f"## Use\n{_use(form)}",
             f"## Held-out loss\n{_losses(trained)}",
             f"## Tasks\n{_tasks(trained)}",
@@ -84,7 +83,8 @@ def _sentence(trained, record):
 
 def _shape(trained):
     model = trained.model
-    dense = memory.parameter_count(_dense(model))
+    dense = memory.parameter_count(dataclasses.replace(model, linears=()))
+    flops = cost.flops_per_token(model, trained.context, training=False)
     rows = [
         ("layers, width, heads", f"{model.num_layers}, {model.d_model}, {model.num_heads}"),
         ("MLP width, activation", f"{model.d_ff}, {model.activation}"),
@@ -93,41 +93,29 @@ def _shape(trained):
         ("vocabulary", f"{model.vocab_size:,} tokens"),
         ("context it was trained with", f"{trained.context} tokens"),
         ("parameters stored", f"{memory.parameter_count(model):,} (dense: {dense:,})"),
-        (
-            "forward FLOPs a token",
-            f"{cost.flops_per_token(model, trained.context, training=False).total:.3g}",
-        ),
+        ("forward FLOPs a token", f"{flops.total:.3g}"),
         ("optimizer steps", f"{trained.step:,} of {trained.training.steps:,}"),
     ]
     for name, spec in model.linears:
         if spec.kind == "block_sparse":
             rank = f", low-rank term of {spec.rank}" if spec.rank else ""
             mixed = f", inputs mixed by {spec.hadamard}" if spec.hadamard else ""
-            rows.append(
-                (
-                    name,
-                    f"density {spec.density:g}, blocks of {spec.block}, pattern {spec.pattern} at "
-                    f"the start{mixed}{rank}",
-                )
-            )
+            layout = f"density {spec.density:g}, blocks of {spec.block}, pattern {spec.pattern}"
+            rows.append((name, f"{layout} at the start{mixed}{rank}"))
     if model.density_by_depth:
         times = ", ".join(f"{number:g}" for number in model.density_by_depth)
         rows.append(("density of each layer", f"these times {times}"))
     return rows
 
 
-def _dense(model):
-    return model.with_linears(type(model.linear("qkv"))())
-
-
 def _losses(trained):
     path = trained.folder / trained.variant / "metrics.jsonl"
-    rows = [] if not path.exists() else read_metrics(path)
+    rows = read_metrics(path) if path.exists() else []
     kinds = {"eval": "a part of the held-out text", "final": "all held-out windows"}
     last = {row["kind"]: row for row in rows if row["kind"] in kinds}
     if not last:
         return "None was measured."
-    return _table(
+    return markdown(
         ("measured on", "step", "loss, nats a token", "bits per byte"),
         [
             (kinds[kind], f"{row['step']:,}", f"{row['loss']:.4f}", f"{row['bits_per_byte']:.4f}")
@@ -147,28 +135,16 @@ def _tasks(trained):
         return _NO_TASK
     if judged["step"] != trained.step:
         return f"They were evaluated after step {judged['step']:,} only, not of these weights."
-    table = _table(
-        ("task", "shots", "metric", "items", "value", "standard error", *_BASELINES),
-        [
-            (
-                row["task"],
-                "" if row["shots"] is None else row["shots"],
-                row["metric"],
-                f"{row['items']:,}",
-                *(_number(row["models"][trained.variant][key]) for key in ("value", "error")),
-                *(
-                    _number((row["baselines"] | {"chance": row["chance"]}).get(b))
-                    for b in _BASELINES
-                ),
-            )
-            for row in result["rows"]
-        ],
-    )
-    return f"{table}\n\n`{result['command']}`"
-
-
-def _number(value):
-    return "" if value is None else f"{value:.4g}"
+    rows = []
+    for row in result["rows"]:
+        model = row["models"][trained.variant]
+        baselines = (row["baselines"].get(name) for name in ("unigram", "bigram"))
+        numbers = model["value"], model["error"], row["chance"], *baselines
+        shots = "" if row["shots"] is None else row["shots"]
+        cells = ("" if number is None else f"{number:.4g}" for number in numbers)
+        rows.append((row["task"], shots, row["metric"], f"{row['items']:,}", *cells))
+    head = "task, shots, metric, items, value, standard error, chance, unigram, bigram"
+    return f"{markdown(head.split(', '), rows)}\n\n`{result['command']}`"
 
 
 def _provenance(record, versions):
@@ -179,8 +155,3 @@ def _provenance(record, versions):
         f"## How it was made\n`{command}`\n\nTrained {record.date} on {record.machine} with "
         f"{trained_with}. Exported with {exported}.\n"
     )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

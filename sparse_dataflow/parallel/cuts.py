@@ -53,7 +53,7 @@ def _cut(name, stacked, shards, changing):
     if not changing:
         sharded = [divide(layout, shards) for layout in layouts]
         index = 2 if column_parallel else 0
-        width = max(each.tables[index].shape[2] for each in sharded)
+        width = max(each.tables.arrays[index].shape[2] for each in sharded)
     sharded = [divide(layout, shards, width) for layout in layouts]
     order = None if column_parallel else np.stack([each.order for each in sharded])
     stacked = stack_tables([each.tables for each in sharded])

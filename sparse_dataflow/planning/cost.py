@@ -9,14 +9,14 @@ Counting rules of the project:
   memory-bound and MFU measures the matrix units.  Muon's products are `orthogonalization_flops`.
 - Attention is Q Kᵀ and A V.  *Model* FLOPs count its causal half (PaLM, arXiv 2204.02311, appendix
   B, counts the whole square).
-- Rematerialised FLOPs are *hardware* FLOPs, not *model* FLOPs, and MFU uses model FLOPs (arXiv
-  2205.05198, section 6.2).
+- Rematerialised FLOPs are *hardware* FLOPs, not *model* FLOPs, and do not count (arXiv 2205.05198,
+  section 6.2).
 
 Pure Python: importing this module loads no jax.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from sparse_dataflow.config.layer_groups import mean_multiplier
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
@@ -40,7 +40,6 @@ class SectionFlops:
       mlp_in: first projection of the MLP.
       mlp_out: second projection of the MLP.
       head: logits.
-      recompute: rematerialised FLOPs; not part of `total`.
     """
 
     embed: float
@@ -50,24 +49,16 @@ class SectionFlops:
     mlp_in: float
     mlp_out: float
     head: float
-    recompute: float = 0.0
 
     @property
     def sections(self) -> dict[str, float]:
         """Section name -> model FLOPs per token, in the order of execution."""
-        fields = dataclasses.asdict(self)
-        del fields["recompute"]
-        return fields
+        return dataclasses.asdict(self)
 
     @property
     def total(self) -> float:
-        """Model FLOPs per token: sum of the sections, without recompute."""
+        """Model FLOPs per token: sum of the sections."""
         return sum(self.sections.values())
-
-    @property
-    def hardware_total(self) -> float:
-        """Executed FLOPs per token: `total` plus `recompute`."""
-        return self.total + self.recompute
 
     @property
     def projections(self) -> float:
@@ -80,58 +71,31 @@ class SectionFlops:
         return self.projections / self.total
 
 
-def stored_fractions(
-    config: ModelConfig, stored_density: Mapping[str, float] | None = None
-) -> dict[str, float]:
-    """Returns projection name -> stored fraction of its weight, in (0, 1].
-
-    Args:
-      config: the model.
-      stored_density: measured densities (stored blocks / all blocks) of some or all projections.
-        The others have the density of their spec, averaged over layers, or 1 if dense.
-
-    Raises:
-      UserError: a projection is unknown, or a fraction is not in (0, 1].
-    """
-    measured = dict(stored_density or {})
-    for name, fraction in measured.items():
-        if name not in PROJECTIONS:
-            raise UserError(f"projection {name!r} is unknown; legal: {', '.join(PROJECTIONS)}.")
-        if not 0 < fraction <= 1:
-            raise UserError(f"stored density {fraction} of {name} is not in (0, 1].")
-    specs = {name: config.linear(name) for name in PROJECTIONS}
+def stored_fractions(config: ModelConfig) -> dict[str, float]:
+    """Returns projection name -> stored fraction of its weight, averaged over layers, in (0, 1]."""
     mean = mean_multiplier(config)
-    planned = {n: s.density * mean if s.kind == "block_sparse" else 1.0 for n, s in specs.items()}
-    return {**planned, **measured}
+    specs = {name: config.linear(name) for name in PROJECTIONS}
+    return {n: s.density * mean if s.kind == "block_sparse" else 1.0 for n, s in specs.items()}
 
 
 def flops_per_token(
-    config: ModelConfig,
-    sequence: int,
-    stored_density: Mapping[str, float] | None = None,
-    *,
-    causal_half: bool = True,
-    training: bool = True,
+    config: ModelConfig, sequence: int, *, causal_half: bool = True, training: bool = True
 ) -> SectionFlops:
     """Returns the FLOPs per token of a training step or forward pass.
 
     Args:
-      config: the model; `config.remat` determines `recompute`.  Remat "full" recomputes a block's
-        forward pass except `mlp_out`, whose output the backward pass does not read; "dots" keeps
-        the projection outputs and recomputes attention.
+      config: the model.
       sequence: tokens per sequence.
-      stored_density: see `stored_fractions`.
       causal_half: whether to count the causal half of attention.  False counts the whole square,
         which masked attention executes.
       training: whether to count forward and backward pass; False counts the forward pass.
 
     Raises:
-      UserError: `sequence` is below 1, or `stored_density` is not legal.
+      UserError: `sequence` is below 1.
     """
     if sequence < 1:
         raise UserError(f"sequence is {sequence} tokens; legal: 1 or more.")
-    fractions = stored_fractions(config, stored_density)
-    layers = config.num_layers
+    fractions, layers = stored_fractions(config), config.num_layers
     forward = {}
     for name in PROJECTIONS:
         fan_in, fan_out = config.projection_shape(name)
@@ -145,15 +109,7 @@ def flops_per_token(
     forward["head"] = 2.0 * config.d_model * config.vocab_size
     forward["embed"] = 0.0
     passes = 1 + BACKWARD_PER_FORWARD if training else 1
-    recompute = {
-        "none": 0.0,
-        "dots": forward["attention"],
-        "full": sum(forward[n] for n in ("qkv", "attention", "attn_out", "mlp_in")),
-    }[config.remat]
-    return SectionFlops(
-        **{name: passes * flops for name, flops in forward.items()},
-        recompute=recompute if training else 0.0,
-    )
+    return SectionFlops(**{name: passes * flops for name, flops in forward.items()})
 
 
 def training_flops(phases: Iterable[tuple[ModelConfig, int]], sequence: int) -> float:
@@ -162,9 +118,6 @@ def training_flops(phases: Iterable[tuple[ModelConfig, int]], sequence: int) -> 
     Args:
       phases: (model, training tokens) of each phase.
       sequence: tokens per sequence.
-
-    Raises:
-      UserError: see `flops_per_token`.
     """
     return sum(tokens * flops_per_token(model, sequence).total for model, tokens in phases)
 
@@ -174,9 +127,6 @@ def gradient_norms_flops(config: ModelConfig, tokens: int, sequence: int) -> flo
 
     The sum of a forward pass, a backward pass without weight gradients, and the dense xᵀ dy of
     every block-sparse projection.
-
-    Raises:
-      UserError: see `flops_per_token`.
     """
     forward = flops_per_token(config, sequence, training=False)
     sides = [config.projection_shape(name) for name in config.sparse_projections]
@@ -185,18 +135,13 @@ def gradient_norms_flops(config: ModelConfig, tokens: int, sequence: int) -> flo
     return tokens * (2 * forward.total + forward.attention + dense)
 
 
-def orthogonalization_flops(
-    config: ModelConfig, stored_density: Mapping[str, float] | None = None
-) -> float:
+def orthogonalization_flops(config: ModelConfig) -> float:
     """Returns the FLOPs of Muon's Newton-Schulz in one optimizer step, whatever its batch.
 
     A step on a matrix of m x n, m <= n, has three products: 2 m (2 m n + m^2).  Dense weights are
     whole matrices, block-sparse weights are matrices of one block.
-
-    Raises:
-      UserError: see `stored_fractions`.
     """
-    fractions, total = stored_fractions(config, stored_density), 0.0
+    fractions, total = stored_fractions(config), 0.0
     for name in PROJECTIONS:
         spec, sides = config.linear(name), config.projection_shape(name)
         weights = sides[0] * sides[1] * fractions[name]
@@ -205,36 +150,23 @@ def orthogonalization_flops(
     return muon.STEPS * config.num_layers * total
 
 
-def flop_ceiling(
-    config: ModelConfig,
-    sequence: int,
-    stored_density: Mapping[str, float] | None = None,
-    *,
-    causal_half: bool = False,
-) -> float:
+def flop_ceiling(config: ModelConfig, sequence: int) -> float:
     """Returns the FLOP ceiling: model FLOPs of the dense twin over those of `config`.
 
-    By default the whole square of attention counts, because the ceiling is compared with measured
-    speed-ups, and masked attention executes the whole square.  This is the lower of the two
-    conventions: the 13B at 87.5% sparsity has 5.13x (5.89x with `causal_half`).
+    The whole square of attention counts, because the ceiling is compared with measured speed-ups,
+    and masked attention executes the whole square: the 13B at 87.5% sparsity has 5.13x.
 
     Returns:
       Ratio from 1 (dense) to 1 / the lowest stored density.
-
-    Raises:
-      UserError: see `flops_per_token`.
     """
     dense = dataclasses.replace(config, linears={})
-    sparse_flops = flops_per_token(config, sequence, stored_density, causal_half=causal_half)
-    return flops_per_token(dense, sequence, causal_half=causal_half).total / sparse_flops.total
+    of_dense, of_sparse = (
+        flops_per_token(model, sequence, causal_half=False).total for model in (dense, config)
+    )
+    return of_dense / of_sparse
 
 
-def decoding_bytes(
-    config: ModelConfig,
-    batch: int,
-    cached: int,
-    stored_density: Mapping[str, float] | None = None,
-) -> float:
+def decoding_bytes(config: ModelConfig, batch: int, cached: int) -> float:
     """Returns the bytes that a decoding step reads: each weight once, and the KV caches.
 
     Weights and caches have the compute dtype.  The tied embedding is read once, as the output
@@ -244,12 +176,8 @@ def decoding_bytes(
       config: the model.
       batch: rows.
       cached: cached tokens of each row.
-      stored_density: see `stored_fractions`.
-
-    Raises:
-      UserError: see `stored_fractions`.
     """
-    fractions = stored_fractions(config, stored_density)
+    fractions = stored_fractions(config)
     weights: float = config.vocab_size * config.d_model
     for name in PROJECTIONS:
         fan_in, fan_out = config.projection_shape(name)
@@ -260,25 +188,20 @@ def decoding_bytes(
     return (weights + caches) * {"float32": 4, "bfloat16": 2}[config.compute_dtype]
 
 
-def mfu(
-    flops_per_token: float, tokens_per_second: float, chip: Chip, dtype: str, chips: int = 1
-) -> float | None:
-    """Returns the model FLOPs utilisation: model FLOP/s as a fraction of the peak rate.
+def mfu(flops_per_token: float, tokens_per_second: float, chip: Chip, dtype: str) -> float | None:
+    """Returns the model FLOPs utilisation: model FLOP/s as a fraction of the chip's peak rate.
 
     Pass the stored FLOPs of a sparse model, so that MFU measures the use of the chip.  The peak of
     a CPU is measured with large products, so MFU can slightly exceed 1 there.
 
     Args:
       flops_per_token: `flops_per_token(...).total`.
-      tokens_per_second: over all chips.
+      tokens_per_second: of one chip.
       chip: from `hardware.detect()` or `hardware.CHIPS`.
       dtype: dtype of the operands, "bfloat16" or "float32".
-      chips: number of chips.
 
     Returns:
       A fraction, or None if the peak for this dtype is unknown.
     """
     peak = chip.peak(dtype)
-    if peak is None:
-        return None
-    return flops_per_token * tokens_per_second / (peak * chips)
+    return None if peak is None else flops_per_token * tokens_per_second / peak

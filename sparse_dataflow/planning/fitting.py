@@ -32,23 +32,22 @@ NOISE = 0.03
 """Assumed relative standard deviation of published step times."""
 
 
-def fit(rows: Sequence[Row], start: Efficiency = PRIOR) -> Efficiency:
+def fit(rows: Sequence[Row]) -> Efficiency:
     """Fits constants to rows by least squares in log seconds.
 
-    Each constant has a prior around `start`, so constants that the rows do not determine stay
-    there.
+    Each constant has a prior around PRIOR, so constants that the rows do not determine stay there.
     """
     names = list(RANGES)
     low, high, spread = np.array([RANGES[name] for name in names]).T
-    centre = _logit(np.array([getattr(start, name) for name in names]), low, high)
+    centre = _logit(np.array([getattr(PRIOR, name) for name in names]), low, high)
 
     def residuals(point):
-        constants = _at(start, names, point, low, high)
+        constants = _at(names, point, low, high)
         errors = [np.log(predict_seconds(row, constants) / row.seconds) / NOISE for row in rows]
         return np.concatenate([errors, (point - centre) / spread])
 
     solution = optimize.least_squares(residuals, centre).x
-    return _at(start, names, solution, low, high)
+    return _at(names, solution, low, high)
 
 
 def predict_seconds(row: Row, efficiency: Efficiency) -> float:
@@ -63,11 +62,13 @@ class Error:
 
     Attributes:
       row: published row.
+      seconds: predicted seconds per step.
       figure: predicted figure, in the unit of the row.
       limit: group of terms that limits the plan.
     """
 
     row: Row
+    seconds: float
     figure: float
     limit: str
 
@@ -86,7 +87,7 @@ def errors(source: str, efficiencies: Mapping[str, Efficiency]) -> list[Error]:
         )
         ratio = float(time.total) / row.seconds
         figure = row.value * (ratio if row.unit == "seconds" else 1 / ratio)
-        result.append(Error(row, figure, time.limit))
+        result.append(Error(row, float(time.total), figure, time.limit))
     return result
 
 
@@ -136,6 +137,6 @@ def _logit(value, low, high):
     return np.log(share / (1 - share))
 
 
-def _at(start, names, point, low, high):
+def _at(names, point, low, high):
     values = low + (high - low) / (1 + np.exp(-point))
-    return dataclasses.replace(start, **dict(zip(names, map(float, values))))
+    return dataclasses.replace(PRIOR, **dict(zip(names, map(float, values))))

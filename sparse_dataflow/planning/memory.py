@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from sparse_dataflow.config.layer_groups import with_densest_layers
 from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
-from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.planning.cost import stored_fractions
 
@@ -26,26 +25,27 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 # Usable fraction of device memory; the rest is for the runtime and fragmentation.
 USABLE = 0.9
+LOGITS_CHUNK = 512
+"""Tokens per chunk of the chunked cross-entropy."""
+
 LAPTOP_SCALE = "nano"
-LARGE_SCALES = ("125m", "350m", "1.3b", "6.7b", "13b", "22b", "175b", "1t")
+TARGET_SCALE = "13b"
+LARGE_SCALES = ("125m", "350m", "1.3b", "6.7b", TARGET_SCALE)
+"""Scales of the main job on an accelerator, smallest first."""
 
 
-def parameter_count(config: ModelConfig, stored_density: Mapping[str, float] | None = None) -> int:
-    """Counts the stored parameters; exact if `stored_density` is that of the layouts.
+def parameter_count(config: ModelConfig) -> int:
+    """Counts the stored parameters.
 
     The sum of: embeddings (vocab_size d_model, and max_len d_model for learned positions; the
-      output
-    layer is tied); per block two norms (scale, and bias for layernorm), and for each projection its
-    stored weights, bias and low-rank term (rank (in + out), and a gate); and the final norm.
+    output layer is tied); per block two norms (scale, and bias for layernorm), and for each
+    projection its stored weights, bias and low-rank term (rank (in + out), and a gate); and the
+    final norm.
 
     Args:
       config: the model.
-      stored_density: see `cost.stored_fractions`.
-
-    Raises:
-      UserError: `stored_density` is not legal.
     """
-    fractions = stored_fractions(config, stored_density)
+    fractions = stored_fractions(config)
     norm = config.d_model * (2 if config.norm == "layernorm" else 1)
     positions = config.max_len if config.positions == "learned" else 0
     block, stored = 2 * norm, 0
@@ -58,9 +58,9 @@ def parameter_count(config: ModelConfig, stored_density: Mapping[str, float] | N
     return embeddings + stored + config.num_layers * block + norm
 
 
-def matrix_count(config: ModelConfig, stored_density: Mapping[str, float] | None = None) -> int:
+def matrix_count(config: ModelConfig) -> int:
     """Counts the stored weights of projections, which Muon updates; see `parameter_count`."""
-    fractions = stored_fractions(config, stored_density)
+    fractions = stored_fractions(config)
     sizes = (math.prod(config.projection_shape(name)) * fractions[name] for name in PROJECTIONS)
     return sum(round(config.num_layers * size) for size in sizes)
 
@@ -125,9 +125,7 @@ def training_bytes(
     batch: int,
     sequence: int,
     *,
-    stored_density: Mapping[str, float] | None = None,
     accumulation: int = 1,
-    logits_chunk: int = 512,
     fused_attention: bool = False,
     state_dtype: str = "float32",
     optimizer: str = "adamw",
@@ -138,37 +136,24 @@ def training_bytes(
       config: the model; `remat` and `compute_dtype` determine the activations.
       batch: sequences in a micro-batch on the device.
       sequence: tokens per sequence.
-      stored_density: see `cost.stored_fractions`.
       accumulation: micro-batches per step; above 1, a float32 sum of gradients is added.
-      logits_chunk: tokens per chunk of the chunked cross-entropy.
       fused_attention: whether attention scores stay on chip (flash attention).
       state_dtype: see `TrainingConfig`, also for `optimizer`.
-
-    Raises:
-      UserError: batch, sequence, accumulation or logits_chunk is below 1, or `stored_density` is
-        not legal.
     """
-    sizes = {"batch": batch, "sequence": sequence}
-    sizes |= {"accumulation": accumulation, "logits_chunk": logits_chunk}
-    for name, value in sizes.items():
-        if value < 1:
-            raise UserError(f"{name} is {value}; legal: 1 or more.")
-    parameters = parameter_count(config, stored_density)
-    copied = parameters
-    if config.remat != "none":
-        copied = parameter_count(single_layer(config), stored_density)
+    parameters = parameter_count(config)
+    copied = parameters if config.remat == "none" else parameter_count(single_layer(config))
     tokens = batch * sequence
     compute = DTYPE_BYTES[config.compute_dtype]
     per_token = activation_bytes(config, sequence, fused_attention)
-    matrices = matrix_count(config, stored_density)
+    matrices = matrix_count(config)
     activations = tokens * config.num_layers * per_token.saved
-    logits = 2 * min(tokens, logits_chunk) * config.vocab_size * 4
+    logits = 2 * min(tokens, LOGITS_CHUNK) * config.vocab_size * 4
     return MemoryEstimate(
         parameters=parameters * MASTER_BYTES,
         working_copy=copied * compute if compute != MASTER_BYTES else 0,
         gradients=parameters * gradient_bytes(accumulation, state_dtype),
         moments=moment_bytes(parameters, matrices, state_dtype, optimizer),
-        layout_tables=table_bytes(config, stored_density),
+        layout_tables=table_bytes(config),
         activations=activations,
         working_set=max(
             tokens * (per_token.working + per_token.ends),
@@ -221,9 +206,9 @@ def update_bytes(matrices, optimizer: str):
     return MASTER_BYTES * matrices if optimizer == "muon" else 0 * matrices
 
 
-def table_bytes(config: ModelConfig, stored_density: Mapping[str, float] | None = None) -> int:
-    """Returns the bytes of the index tables of all layers; see `cost.stored_fractions`."""
-    fractions = stored_fractions(config, stored_density)
+def table_bytes(config: ModelConfig) -> int:
+    """Returns the bytes of the index tables of all layers."""
+    fractions = stored_fractions(config)
     total = 0
     for name in PROJECTIONS:
         spec = config.linear(name)
@@ -281,7 +266,7 @@ def activation_bytes(
     return ActivationBytes(saved, boundary, whole_block, 3 * d * compute)
 
 
-def scale_estimate(scale: str, linears: Mapping[str, LinearSpec] | None = None) -> MemoryEstimate:
+def scale_estimate(scale: str, linears: Mapping[str, LinearSpec]) -> MemoryEstimate:
     """Estimates the smallest memory in which a scale trains on one device.
 
     It assumes micro-batches of one full sequence, bfloat16 compute with float32 masters, and full
@@ -290,93 +275,50 @@ def scale_estimate(scale: str, linears: Mapping[str, LinearSpec] | None = None) 
     Args:
       scale: key of SIZES.
       linears: projection name -> LinearSpec of a sparse model; missing names are dense.
-
-    Raises:
-      UserError: the scale is unknown.
     """
-    _legal_scale(scale)
     config = dataclasses.replace(
-        SIZES[scale], linears=dict(linears or {}), remat="full", compute_dtype="bfloat16"
+        SIZES[scale], linears=linears, remat="full", compute_dtype="bfloat16"
     )
     return training_bytes(config, batch=1, sequence=config.max_len)
 
 
-def largest_scale_that_fits(
-    memory_bytes: int,
-    linears: Mapping[str, LinearSpec] | None = None,
-    up_to: str = LARGE_SCALES[-1],
-) -> str:
-    """Returns the largest of LARGE_SCALES, up to `up_to`, whose `scale_estimate` fits, else "nano".
-
-    Raises:
-      UserError: `up_to` is not one of LARGE_SCALES.
-    """
-    if up_to not in LARGE_SCALES:
-        raise UserError(f"scale {up_to!r} is not large; legal: {', '.join(LARGE_SCALES)}.")
-    candidates = LARGE_SCALES[: LARGE_SCALES.index(up_to) + 1]
-    fitting = [s for s in candidates if scale_estimate(s, linears).total <= memory_bytes]
-    return fitting[-1] if fitting else LAPTOP_SCALE
-
-
-def choose_scale(
-    memory_bytes: int | None,
-    backend: str,
-    linears: Mapping[str, LinearSpec] | None = None,
-    up_to: str = "13b",
-) -> str:
-    """Returns the scale for `--scale=auto`.
+def choose_scale(memory_bytes: int | None, backend: str, linears: Mapping[str, LinearSpec]) -> str:
+    """Returns the scale for `--scale=auto`: the largest of LARGE_SCALES that fits, else "nano".
 
     Args:
-      memory_bytes: of one device; None if unknown, which selects "nano".
+      memory_bytes: of one device, of which USABLE counts; None if unknown, which selects "nano".
       backend: as in `jax.default_backend()`.  A CPU always selects "nano", because larger scales
         are too slow there.
       linears: see `scale_estimate`.
-      up_to: scale of the experiment, the maximum.
-
-    Returns:
-      "nano", or the largest scale that fits into 90% of the memory.
     """
     if backend == "cpu" or memory_bytes is None:
         return LAPTOP_SCALE
-    return largest_scale_that_fits(int(memory_bytes * USABLE), linears, up_to)
+    usable = int(memory_bytes * USABLE)
+    fitting = [s for s in LARGE_SCALES if scale_estimate(s, linears).total <= usable]
+    return fitting[-1] if fitting else LAPTOP_SCALE
 
 
-def scale_message(
-    memory_bytes: int,
-    scale: str,
-    linears: Mapping[str, LinearSpec] | None = None,
-    target: str = "13b",
-) -> str:
-    """Returns a log line with the scale that runs, and why it is not `target`.
+def scale_message(memory_bytes: int, scale: str, linears: Mapping[str, LinearSpec]) -> str:
+    """Returns a log line with the scale that runs, and why it is not TARGET_SCALE.
 
     Args:
       memory_bytes: of this machine's device; host memory on a CPU.
       scale: scale that runs.
       linears: see `scale_estimate`.
-      target: scale of the experiment.
-
-    Raises:
-      UserError: a scale is unknown.
     """
-    _legal_scale(scale)
-    need = scale_estimate(target, linears).total
-    # A CPU with enough memory still runs the laptop scale.
-    reason = ", but it is too slow for it" if need <= memory_bytes * USABLE else ""
+    need = scale_estimate(TARGET_SCALE, linears).total
     line = (
-        f"{target.upper()} in training needs {_gib(need, math.ceil)} GiB; "
+        f"{TARGET_SCALE.upper()} in training needs {_gib(need, math.ceil)} GiB; "
         f"this machine has {_gib(memory_bytes, math.floor)}"
     )
-    if scale == target:
+    if scale == TARGET_SCALE:
         return f"{line}: running the '{scale}' scale"
-    return f"{line}{reason}: running the '{scale}' scale; on a pod pass --scale={target}"
+    # A CPU with enough memory still runs the laptop scale.
+    reason = ", but it is too slow for it" if need <= memory_bytes * USABLE else ""
+    return f"{line}{reason}: running the '{scale}' scale; on a pod pass --scale={TARGET_SCALE}"
 
 
 def _gib(size: int, rounding) -> str:
     """Formats bytes as GiB, rounded by `rounding`, with one decimal below 10."""
     gib = size / GIB
     return f"{rounding(gib)}" if gib >= 10 else f"{rounding(gib * 10) / 10}"
-
-
-def _legal_scale(scale: str) -> None:
-    if scale not in SIZES:
-        raise UserError(f"scale {scale!r} is unknown; legal: {', '.join(SIZES)}.")

@@ -29,9 +29,13 @@ def fitting_plans(request: Request, rejected: ParallelPlan | None) -> list[Paral
     Args:
       request: the model, batch and chips.
       rejected: the plan that does not fit, which is excluded; None orders by speed alone.
+
+    Raises:
+      UserError: no plan is legal; see `search.check_legal`.
     """
-    priced = search.price(request, search.space(request))
-    plans = [search.scalar_plan(request.plan(c)) for _, c in priced.ranked(CANDIDATES)]
+    priced = search.price(request)
+    search.check_legal(priced)
+    plans = [plan for plan, _ in priced.ranked(CANDIDATES)]
     if rejected is None:
         return plans
     others = [plan for plan in plans if changes(rejected, plan)]

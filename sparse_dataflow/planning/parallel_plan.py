@@ -16,7 +16,6 @@ from sparse_dataflow.files.errors import UserError
 
 Counts = int | np.ndarray
 
-EXECUTORS = ("whole", "pipeline", "relay")
 BUBBLES = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zero_bubble": 1 / 3}
 """Schedule -> duration of its bubble, in units of (stages - 1) / chunks passes over a stage.
 
@@ -57,7 +56,6 @@ class ParallelPlan:
       chunks: model chunks per stage; above 1 only for the schedule "interleaved".
       schedule: key of BUBBLES; no effect if stage is 1.
       remat: key of RECOMPUTED.
-      executor: one of EXECUTORS.
       sequence_parallel: whether activations between tensor-parallel products are sharded along the
         sequence (arXiv 2205.05198).
       fused: whether element-wise operations are fused with each other and into products.
@@ -79,7 +77,6 @@ class ParallelPlan:
     chunks: Counts = 1
     schedule: str = "1f1b"
     remat: str = "none"
-    executor: str = "whole"
     sequence_parallel: bool = False
     fused: bool = True
     fused_attention: bool = True
@@ -92,7 +89,6 @@ class ParallelPlan:
         choices: dict[str, Collection[str]] = {
             "schedule": BUBBLES,
             "remat": RECOMPUTED,
-            "executor": EXECUTORS,
             "state_dtype": DTYPES,
             "optimizer": OPTIMIZERS,
         }

@@ -9,7 +9,6 @@ the compiler's.
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -21,35 +20,26 @@ from sparse_dataflow.planning.memory import MemoryEstimate
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.planning.step_time import stage_matrices, stage_parameters
 
-LOGITS_CHUNK = 512
 NORM_COPIES = {"full": 6, "dots": 0, "none": 5}
 """Remat -> float32 arrays of width d_model that a pipelined layer saves of its norms and attention;
 see `pipeline_bytes`."""
 
 
-def plan_bytes(
-    config: ModelConfig,
-    sequence: int,
-    plan: ParallelPlan,
-    stored_density: Mapping[str, float] | None = None,
-) -> MemoryEstimate:
+def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> MemoryEstimate:
     """Estimates the memory of the fullest chip; the results broadcast over the plan's counts.
 
     Args:
       config: the model; its remat is ignored.
       sequence: tokens per sequence.
-      plan: parallel plan; remat policies other than "none" and "dots" count as "full".  A relay
-        counts two blocks on the device, and no state in host memory.
-      stored_density: see `cost.stored_fractions`.
+      plan: parallel plan; remat policies other than "none" and "dots" count as "full".
     """
     remat = plan.remat if plan.remat in ("none", "dots") else "full"
     config = dataclasses.replace(config, remat=remat)
-    weights = stage_parameters(config, plan, stored_density)
-    matrices = stage_matrices(config, plan, stored_density)
-    block_weights = stage_parameters(memory.single_layer(config), plan, stored_density)
+    weights, matrices = stage_parameters(config, plan), stage_matrices(config, plan)
+    block_weights = stage_parameters(memory.single_layer(config), plan)
     compute = memory.DTYPE_BYTES[config.compute_dtype]
     tokens = np.asarray(plan.micro_batch) * sequence
-    shares = {stage: _shard_share(config, plan, stage, stored_density) for stage in (1, 2, 3)}
+    shares = {stage: _shard_share(config, plan, stage) for stage in (1, 2, 3)}
     staged, sharded = np.asarray(plan.stage) > 1, np.asarray(plan.fsdp) > 1
     per_token = memory.activation_bytes(config, sequence, plan.fused_attention)
     layers = np.ceil(config.num_layers / np.asarray(plan.stage))
@@ -57,7 +47,6 @@ def plan_bytes(
     saved = per_token.boundary * boundary_share
     saved = saved + (per_token.saved - per_token.boundary) / plan.tensor
     working = per_token.working / plan.tensor + per_token.ends * boundary_share
-    whole = memory.training_bytes(config, 1, sequence, stored_density=stored_density)
     # A stage sums the gradients of all its weights in float32, and reduce-scatters them at the end.
     gradient = memory.gradient_bytes(np.asarray(plan.accumulation), plan.state_dtype)
     staged_gradients = memory.MASTER_BYTES * (1 + np.where(sharded, shares[2], 0))
@@ -70,14 +59,14 @@ def plan_bytes(
     copies = np.where(staged, weights if plan.zero == 3 else block_weights, copies)
     gathers_weights = sharded & (plan.zero == 3)
     # Gradients of the embedding and of one projection before they are reduce-scattered.
-    full = (embedding(config) + _largest_projection(config, stored_density)) / plan.tensor
+    full = (embedding(config) + _largest_projection(config)) / plan.tensor
     full = np.where(sharded & ~staged & (plan.zero >= 2), memory.MASTER_BYTES * full, 0)
     activations = tokens * np.where(
         staged, pipeline_bytes(config, plan), saved * layers * in_flight(plan)
     )
-    logits = 2.0 * np.minimum(tokens, LOGITS_CHUNK) * config.vocab_size * 4 / plan.tensor
+    logits = 2.0 * np.minimum(tokens, memory.LOGITS_CHUNK) * config.vocab_size * 4 / plan.tensor
     updates = memory.update_bytes(matrices, plan.optimizer) * shares[1]
-    estimate = MemoryEstimate(
+    return MemoryEstimate(
         parameters=weights * memory.MASTER_BYTES * shares[3],
         working_copy=np.where(
             gathers_weights | (compute != memory.MASTER_BYTES), copies * compute, 0
@@ -85,19 +74,10 @@ def plan_bytes(
         gradients=weights * np.where(staged, staged_gradients, shares[2] * gradient),
         moments=shares[1]
         * memory.moment_bytes(weights, matrices, plan.state_dtype, plan.optimizer),
-        layout_tables=whole.layout_tables * layers / config.num_layers / plan.tensor,
+        layout_tables=memory.table_bytes(config) * layers / config.num_layers / plan.tensor,
         activations=activations,
         working_set=np.maximum(tokens * working + full, updates - activations - logits),
         logits=logits,
-    )
-    if plan.executor != "relay":
-        return estimate
-    return dataclasses.replace(
-        estimate,
-        parameters=2 * block_weights * compute,
-        working_copy=0.0 * weights,
-        gradients=2 * block_weights * memory.MASTER_BYTES,
-        moments=0.0 * weights,
     )
 
 
@@ -107,13 +87,13 @@ def embedding(config: ModelConfig) -> int:
     return (config.vocab_size + positions) * config.d_model
 
 
-def _largest_projection(config, stored_density):
+def _largest_projection(config):
     """Returns the largest number of stored weights of one projection in one layer."""
-    fractions = stored_fractions(with_densest_layers(config), stored_density)
+    fractions = stored_fractions(with_densest_layers(config))
     return max(fractions[n] * np.prod(config.projection_shape(n)) for n in PROJECTIONS)
 
 
-def _shard_share(config, plan, stage, stored_density):
+def _shard_share(config, plan, stage):
     """Returns the share of the weights, or of state of their shape, on one chip under "fsdp".
 
     It is 1 below ZeRO stage `stage`.  Projections that "fsdp" does not divide are replicated
@@ -126,7 +106,7 @@ def _shard_share(config, plan, stage, stored_density):
     local = np.where(config.d_model % fsdp == 0, embedding(config) / fsdp, embedding(config))
     for group, name in itertools.product(layer_groups(config), PROJECTIONS):
         spec, (inside, outside) = config.linear(name), config.projection_shape(name)
-        stored = inside * outside * stored_fractions(group.model, stored_density)[name]
+        stored = inside * outside * stored_fractions(group.model)[name]
         if spec.kind == "block_sparse":
             blocks = round(stored / spec.block**2)
             divides = (blocks % (fsdp * tensor) == 0) | (spec.block % fsdp == 0)
@@ -182,11 +162,9 @@ def pipeline_bytes(config: ModelConfig, plan: ParallelPlan):
 def in_flight(plan: ParallelPlan):
     """Returns the number of micro-batches in flight on the first stage (arXiv 2104.04473, 2.2).
 
-    Interleaved stages have 1 + (p - 1) / (p v) times as many as 1F1B; the relay has all.
+    Interleaved stages have 1 + (p - 1) / (p v) times as many as 1F1B.
     """
     stages, count = np.asarray(plan.stage), np.asarray(plan.accumulation)
-    if plan.executor == "relay":
-        return count
     if plan.schedule == "gpipe":
         result = count
     elif plan.schedule == "interleaved":

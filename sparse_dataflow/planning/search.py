@@ -1,6 +1,6 @@
 """Exhaustive search for the fastest parallel plan of a model on given chips.
 
-A `Space` is the product of the levels of every choice.  Every plan of the space is priced.  Plans
+The space is the product of the levels of every choice.  Every plan of the space is priced.  Plans
 that cannot run stay in the tables, with the constraints that they violate, so that an impossible
 request is answered with the nearest possible one.
 """
@@ -16,6 +16,7 @@ import numpy as np
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
+from sparse_dataflow.planning import relay
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency
 from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.planning.parallel_plan import BUBBLES, ParallelPlan
@@ -24,7 +25,6 @@ from sparse_dataflow.planning.step_time import StepTime, step_time
 
 COUNTS = ("tensor", "stage", "data", "micro_batch", "chunks")
 NAMES = ("schedule", "zero", "remat")
-CHOICES = COUNTS + NAMES
 
 # Constraints of a legal plan.
 CONSTRAINTS = ("heads", "chips", "layers", "batch", "schedule", "memory")
@@ -76,52 +76,40 @@ class Request:
             accumulation=np.maximum(self.batch // rows, 1),
             **{name: choice[name] for name in NAMES},
             sequence_parallel=True,  # as in parallel/sharded.py
-            executor="pipeline" if np.any(stage > 1) else "whole",
             state_dtype=self.state_dtype,
             optimizer=self.optimizer,
         )
 
+    def time(self, plan: ParallelPlan) -> StepTime:
+        """Returns the step time of a plan, by term."""
+        return step_time(self.config, self.sequence, plan, self.chip, self.efficiency)
 
-@dataclasses.dataclass(frozen=True)
-class Space:
-    """Levels of every choice.
-
-    Attributes:
-      levels: name in CHOICES -> values, in the order of CHOICES.
-    """
-
-    levels: Mapping[str, tuple]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Number of levels of each choice."""
-        return tuple(len(values) for values in self.levels.values())
-
-    @property
-    def size(self) -> int:
-        """Number of plans."""
-        return math.prod(self.shape)
+    def chip_bytes(self, plan: ParallelPlan) -> np.ndarray:
+        """Returns the bytes of a plan on the fullest chip."""
+        return np.asarray(plan_bytes(self.config, self.sequence, plan).total)
 
 
-def space(request: Request) -> Space:
+Levels = Mapping[str, tuple]
+"""Choice -> its values; first COUNTS, then NAMES."""
+
+
+def space(request: Request) -> Levels:
     """Returns the useful levels for a request: divisors, and powers of two."""
     layers, chips = request.config.num_layers, request.chips
     stages = [n for n in _divisors(layers) if chips % n == 0 and n <= _LARGEST["stage"]]
     stages = stages or [1]
     chunks = sorted({c for s in stages if s > 1 for c in _divisors(layers // s)}) or [1]
     dense = not request.config.sparse_projections
-    return Space(
-        {
-            "tensor": _powers(min(chips, _LARGEST["tensor"])),
-            "stage": tuple(stages),
-            "data": tuple(n for n in _copies(chips) if chips % n == 0),
-            "micro_batch": _powers(_LARGEST["micro_batch"]),
-            "chunks": tuple(chunks),
-            "schedule": tuple(BUBBLES),
-            "zero": (1, 2, 3),
-            "remat": ("none", "dots", "full") if dense else ("none", "full"),
-        }
-    )
+    return {
+        "tensor": _powers(min(chips, _LARGEST["tensor"])),
+        "stage": tuple(stages),
+        "data": tuple(n for n in _copies(chips) if chips % n == 0),
+        "micro_batch": _powers(_LARGEST["micro_batch"]),
+        "chunks": tuple(chunks),
+        "schedule": tuple(BUBBLES),
+        "zero": (1, 2, 3),
+        "remat": ("none", "dots", "full") if dense else ("none", "full"),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,95 +118,80 @@ class Priced:
 
     Attributes:
       request: the request.
-      space: the space.
-      seconds: float [space.shape], seconds of an optimizer step.
-      memory: float [space.shape], bytes on the fullest chip.
-      violated: name in CONSTRAINTS -> bool [space.shape].
+      levels: the levels of each choice, one axis of the arrays each.
+      seconds: float [levels, ...], seconds of an optimizer step.
+      memory: float [levels, ...], bytes on the fullest chip.
+      violated: name in CONSTRAINTS -> bool [levels, ...].
     """
 
     request: Request
-    space: Space
+    levels: Levels
     seconds: np.ndarray
     memory: np.ndarray
     violated: Mapping[str, np.ndarray]
 
     @property
     def legal(self) -> np.ndarray:
-        """bool [space.shape], True where no constraint is violated."""
+        """bool [levels, ...], True where no constraint is violated."""
         return ~self.violated_except("")
 
     def violated_except(self, constraint: str) -> np.ndarray:
-        """Returns bool [space.shape], True where any other constraint is violated."""
+        """Returns bool [levels, ...], True where any other constraint is violated."""
         return np.any([v for name, v in self.violated.items() if name != constraint], axis=0)
 
     @property
     def throughput(self) -> np.ndarray:
-        """float [space.shape], tokens per second and chip; 0 for plans that are not legal."""
-        r = self.request
-        tokens = r.batch * r.sequence / r.chips
-        return np.where(self.legal, tokens / self.seconds, 0.0)
+        """float [levels, ...], tokens per second and chip; 0 for plans that are not legal."""
+        return self._speeds(self.legal)
 
     @property
     def unbounded_speed(self) -> float:
         """Tokens per second and chip of the fastest plan without the memory limit; 0 for none."""
-        others = self.violated_except("memory")
-        r = self.request
-        return float(np.where(others, 0.0, r.batch * r.sequence / r.chips / self.seconds).max())
+        return float(self._speeds(~self.violated_except("memory")).max())
 
-    def ranked(self, count: int) -> list[tuple[int, dict]]:
-        """Returns (flat index, choice) of the fastest legal plans, fastest first."""
+    def _speeds(self, possible):
+        r = self.request
+        return np.where(possible, r.batch * r.sequence / r.chips / self.seconds, 0.0)
+
+    def ranked(self, count: int) -> list[tuple[ParallelPlan, float]]:
+        """Returns (plan, tokens per second and chip) of the fastest legal plans, fastest first."""
         speed = self.throughput.reshape(-1)
         order = np.argsort(-speed, kind="stable")[:count]
-        return [(int(index), self.choice(index)) for index in order if speed[index] > 0]
+        return [(self.plan(index), float(speed[index])) for index in order if speed[index] > 0]
 
-    def choice(self, index: int) -> dict:
-        """Returns the choice at a flat index, as name -> value."""
-        where = np.unravel_index(index, self.space.shape)
-        return {n: v[i] for (n, v), i in zip(self.space.levels.items(), where)}
+    def plan(self, index: int) -> ParallelPlan:
+        """Returns the plan at a flat index, with integers as its counts."""
+        where = np.unravel_index(index, self.seconds.shape)
+        choice = {name: values[i] for (name, values), i in zip(self.levels.items(), where)}
+        plan = self.request.plan(choice)
+        names = (*COUNTS, "fsdp", "accumulation")
+        counts: dict[str, Any] = {name: int(getattr(plan, name)) for name in names}
+        return dataclasses.replace(plan, **counts)
 
 
-def price(request: Request, choices: Space) -> Priced:
-    """Prices every plan of a space."""
-    counts = np.meshgrid(*(choices.levels[name] for name in COUNTS), indexing="ij", sparse=True)
-    inner = choices.shape[: len(COUNTS)]
-    seconds, sizes = np.empty(choices.shape), np.empty(choices.shape)
-    violated = {name: np.zeros(choices.shape, bool) for name in CONSTRAINTS}
-    indices = [range(len(choices.levels[name])) for name in NAMES]
-    for at in itertools.product(*indices):
-        names = {name: choices.levels[name][i] for name, i in zip(NAMES, at)}
-        choice = {**dict(zip(COUNTS, counts)), **names}
-        plan = request.plan(choice)
+def price(request: Request, levels: Levels | None = None) -> Priced:
+    """Prices every plan of a space; of `space(request)` where `levels` is None."""
+    levels = levels or space(request)
+    shape = tuple(len(values) for values in levels.values())
+    inner = shape[: len(COUNTS)]
+    seconds, sizes = np.empty(shape), np.empty(shape)
+    violated = {name: np.zeros(shape, bool) for name in CONSTRAINTS}
+    for at in itertools.product(*(range(len(levels[name])) for name in NAMES)):
+        names = {name: levels[name][i] for name, i in zip(NAMES, at)}
+        plan = request.plan(_grid(levels) | names)
         where = (slice(None),) * len(inner) + at
-        time = step_time(request.config, request.sequence, plan, request.chip, request.efficiency)
-        size = chip_bytes(request, plan)
-        seconds[where] = np.broadcast_to(time.total, inner)
+        size = request.chip_bytes(plan)
+        seconds[where] = np.broadcast_to(request.time(plan).total, inner)
         sizes[where] = np.broadcast_to(size, inner)
         for name, mask in violations(request, plan, size).items():
             violated[name][where] = np.broadcast_to(mask, inner)
-    return Priced(request, choices, seconds, sizes, violated)
+    return Priced(request, levels, seconds, sizes, violated)
 
 
-def explain(request: Request, choice: Mapping) -> StepTime:
-    """Returns the step time of one choice, by term."""
-    return step_time(
-        request.config,
-        request.sequence,
-        scalar_plan(request.plan(choice)),
-        request.chip,
-        request.efficiency,
-    )
-
-
-def chip_bytes(request: Request, plan: ParallelPlan) -> np.ndarray:
-    """Returns the bytes on the fullest chip."""
-    return np.asarray(plan_bytes(request.config, request.sequence, plan).total)
-
-
-def scalar_plan(plan: ParallelPlan) -> ParallelPlan:
-    """Returns the plan with its counts as Python integers."""
-    names = (*COUNTS, "fsdp", "accumulation")
-    counts: dict[str, Any] = {name: int(getattr(plan, name)) for name in names}
-    return dataclasses.replace(plan, **counts)
+def _grid(levels) -> dict[str, np.ndarray]:
+    """Returns name in COUNTS -> its levels, as arrays that broadcast."""
+    grid = np.meshgrid(*(levels[name] for name in COUNTS), indexing="ij", sparse=True)
+    return dict(zip(COUNTS, grid))
 
 
 def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.ndarray]:
@@ -280,48 +253,37 @@ def check_legal(priced: Priced) -> None:
     )
 
 
-def relay(request: Request) -> tuple[ParallelPlan, float] | None:
-    """Returns (plan, seconds per step) of the fastest relay on one chip, or None.
+def _more_chips(request: Request) -> str:
+    if micro_batches := _relay_micro_batches(request):
+        return f"the relay fits: --executor=relay --set training.micro_batches={micro_batches}"
+    for factor in (2, 4, 8, 16, 32, 64):
+        more = dataclasses.replace(request, chips=factor * request.chips)
+        for batch in dict.fromkeys((request.batch, max(request.batch, more.chips))):
+            if price(dataclasses.replace(more, batch=batch)).legal.any():
+                return f"the closest legal request is --chips={more.chips} --batch={batch}"
+    return "no plan is legal on up to 64 times as many chips either"
+
+
+def _relay_micro_batches(request: Request) -> int | None:
+    """Returns the fewest micro-batches at which the relay fits one chip, or None.
 
     The relay keeps weights, gradients and moments in host memory, whose size is not checked here.
     """
     if request.chips != 1 or request.chip.host_bandwidth is None:
         return None
-    candidates = []
-    for micro_batch in _divisors(request.batch):
-        plan = ParallelPlan(
-            micro_batch=micro_batch,
-            accumulation=request.batch // micro_batch,
-            remat="full",
-            executor="relay",
+    for count in _divisors(request.batch):
+        size = relay.estimate(
+            request.config, request.batch, request.sequence, count, fused_attention=True
         )
-        if float(chip_bytes(request, plan)) <= USABLE * request.chip.capacity:
-            time = step_time(
-                request.config, request.sequence, plan, request.chip, request.efficiency
-            )
-            candidates.append((plan, float(time.total)))
-    return min(candidates, key=lambda pair: pair[1], default=None)
-
-
-def _more_chips(request: Request) -> str:
-    fastest_relay = relay(request)
-    if fastest_relay:
-        accumulation = fastest_relay[0].accumulation
-        return f"the relay fits: --executor=relay --set training.micro_batches={accumulation}"
-    for factor in (2, 4, 8, 16, 32, 64):
-        more = dataclasses.replace(request, chips=factor * request.chips)
-        for batch in dict.fromkeys((request.batch, max(request.batch, more.chips))):
-            larger = dataclasses.replace(more, batch=batch)
-            if price(larger, space(larger)).legal.any():
-                return f"the closest legal request is --chips={more.chips} --batch={batch}"
-    return "no plan is legal on up to 64 times as many chips either"
+        if size.device_total <= USABLE * request.chip.capacity:
+            return count
+    return None
 
 
 def _nearest_batch(priced: Priced, possible: np.ndarray) -> int:
     r = priced.request
-    grid = np.meshgrid(*(priced.space.levels[name] for name in COUNTS), indexing="ij", sparse=True)
-    names = {name: priced.space.levels[name][0] for name in NAMES}
-    plan = r.plan({**dict(zip(COUNTS, grid)), **names})
+    names = {name: priced.levels[name][0] for name in NAMES}
+    plan = r.plan(_grid(priced.levels) | names)
     rows = np.broadcast_to(plan.replicas * plan.micro_batch, possible.shape[: len(COUNTS)])
     rows = rows[possible.any(axis=tuple(range(len(COUNTS), possible.ndim)))]
     near = np.maximum(np.round(r.batch / rows), 1) * rows

@@ -22,7 +22,7 @@ def decisions(priced: Priced) -> tuple[np.ndarray, dict[str, tuple]]:
     "chunks" and "schedule" become one choice, because only the interleaved schedule has several
     chunks.  A plan of one stage has no schedule, so its throughput is repeated for each.
     """
-    levels = dict(priced.space.levels)
+    levels = dict(priced.levels)
     names = list(levels)
     chunks, schedules = levels.pop("chunks"), levels.pop("schedule")
     pairs = [(c, s) for s in schedules for c in chunks if (c > 1) == (s == "interleaved")]

@@ -37,12 +37,6 @@ OPTIMIZER_BYTES = {"float32": 30, "bfloat16": 20}
 # Bytes per weight of Newton-Schulz in float32: each of five steps has three products with two reads
 # and a write of arrays of at most the matrix's size.
 ORTHOGONALIZATION_BYTES = 5 * 3 * 3 * 4
-# Relay transfers at 16 bits: weights for forward and backward, and gradients (arXiv 2002.05645).
-RELAY_BYTES = 6
-HOST_MEMORY_BANDWIDTH = 200e9
-"""Bytes/s of host memory in the relay's optimizer: eight DDR4-3200 channels."""
-HOST_FLOPS = 2e12
-"""Float32 FLOP/s of the host in the relay's Newton-Schulz: about 32 cores with AVX-512."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +111,7 @@ GROUPS = {
     "memory passes": ("element-wise", "optimizer", "passes"),
     "collectives in layers": ("tensor",),
     "pipeline": ("bubble", "sends"),
-    "collectives of state": ("state", "host"),
+    "collectives of state": ("state",),
     "waits": ("waits",),
 }
 
@@ -146,8 +140,6 @@ def step_time(
     plan: ParallelPlan,
     chip: Chip,
     efficiency: Efficiency,
-    *,
-    stored_density: Mapping[str, float] | None = None,
     rates: Mapping[str, float] | None = None,
 ) -> StepTime:
     """Estimates the seconds of one optimizer step, by term.
@@ -158,7 +150,6 @@ def step_time(
       plan: parallel plan; not checked for divisibility or memory (see `search.violations`).
       chip: must have rates, bandwidth and, for several chips, a network.
       efficiency: constants of the chip family.
-      stored_density: see `cost.stored_fractions`.
       rates: name -> measured FLOP/s of a section, forward and backward together, which replaces the
         roofline; or measured bytes/s of "norms", "gelu" and "optimizer", which includes Muon's
         products.
@@ -175,7 +166,7 @@ def step_time(
             )
         network = Network(1, 1.0, 1.0)
     rates = rates or {}
-    sections = _sections(config, sequence, plan, chip, efficiency, stored_density, rates)
+    sections = _sections(config, sequence, plan, chip, efficiency, rates)
     block = {name: 3 * sections[name].seconds for name in PROJECTIONS}
     factor = 1 + (ATTENTION_BACKWARD if plan.fused_attention else 2)
     block["attention"] = factor * sections["attention"].seconds
@@ -184,7 +175,9 @@ def step_time(
     # Norms and GELU are recomputed with the products that read them.
     passes = sections["norms"].seconds + sections["gelu"].seconds
     block["element-wise"] = (4 if "mlp_in" in recomputed else 3) * passes
-    block["tensor"] = _tensor_seconds(config, sequence, plan, network, efficiency)
+    boundary = np.asarray(plan.micro_batch) * sequence * config.d_model
+    boundary = boundary * DTYPE_BYTES[config.compute_dtype]
+    block["tensor"] = _tensor_seconds(boundary, plan, network, efficiency)
     block["passes"] = 3 * efficiency.pass_seconds
     layers = np.ceil(config.num_layers / np.asarray(plan.stage))
     count = layers * plan.accumulation
@@ -193,85 +186,74 @@ def step_time(
     stage_pass = layers * sum(block.values())
     bubble = BUBBLES[plan.schedule] * (np.asarray(plan.stage) - 1) / plan.chunks
     terms["bubble"] = bubble * stage_pass
-    terms["sends"] = _send_seconds(config, sequence, plan, network, efficiency)
+    terms["sends"] = _send_seconds(boundary / plan.tensor, plan, network, efficiency)
     computing = sum(terms.values()) - terms["bubble"] - terms["sends"]
-    weights = stage_parameters(config, plan, stored_density)
+    weights = stage_parameters(config, plan)
     terms["state"] = _state_seconds(
         weights, plan, network, efficiency, computing, DTYPE_BYTES[config.compute_dtype]
     )
     shards = plan.fsdp if plan.zero else 1
-    if plan.executor == "relay":
-        terms["optimizer"] = 0.0 * computing
-        update = optimizer_bytes(config, plan, stored_density) / HOST_MEMORY_BANDWIDTH
-        if plan.optimizer == "muon":
-            update = update + orthogonalization_flops(config, stored_density) / HOST_FLOPS
-        terms["host"] = _relay_seconds(weights, update, chip, efficiency, computing)
-    else:
-        rate = rates.get("optimizer", bandwidth * efficiency.bandwidth)
-        terms["optimizer"] = optimizer_bytes(config, plan, stored_density) / shards / rate
-        if plan.optimizer == "muon" and "optimizer" not in rates:
-            seconds = _orthogonalization_seconds(config, plan, chip, efficiency, stored_density)
-            terms["optimizer"] = terms["optimizer"] + seconds / shards
-        terms["host"] = 0.0 * computing
+    rate = rates.get("optimizer", bandwidth * efficiency.bandwidth)
+    terms["optimizer"] = optimizer_bytes(config, plan) / shards / rate
+    if plan.optimizer == "muon" and "optimizer" not in rates:
+        seconds = _orthogonalization_seconds(config, plan, chip, efficiency)
+        terms["optimizer"] = terms["optimizer"] + seconds / shards
     islands = np.maximum(np.asarray(plan.chips) / (plan.island or network.island), 1)
     terms["waits"] = efficiency.waits * np.log2(islands) * sum(terms.values())
     return StepTime(terms, sections)
 
 
-def stage_parameters(config: ModelConfig, plan: ParallelPlan, stored_density=None):
+def stage_parameters(config: ModelConfig, plan: ParallelPlan):
     """Returns the parameters on one chip of the fullest stage, before sharding over "fsdp"."""
     uniform = with_densest_layers(config)
-    shallow, deep = (
-        parameter_count(dataclasses.replace(uniform, num_layers=n), stored_density) for n in (1, 2)
-    )
+    shallow, deep = (parameter_count(dataclasses.replace(uniform, num_layers=n)) for n in (1, 2))
     ends = 2 * shallow - deep
-    block = (parameter_count(config, stored_density) - ends) / config.num_layers
+    block = (parameter_count(config) - ends) / config.num_layers
     return (np.ceil(config.num_layers / np.asarray(plan.stage)) * block + ends) / plan.tensor
 
 
-def stage_matrices(config: ModelConfig, plan: ParallelPlan, stored_density=None):
+def stage_matrices(config: ModelConfig, plan: ParallelPlan):
     """Returns the part of `stage_parameters` that Muon updates."""
-    per_layer = matrix_count(config, stored_density) / config.num_layers
+    per_layer = matrix_count(config) / config.num_layers
     return np.ceil(config.num_layers / np.asarray(plan.stage)) * per_layer / plan.tensor
 
 
-def optimizer_bytes(config: ModelConfig, plan: ParallelPlan, stored_density=None):
+def optimizer_bytes(config: ModelConfig, plan: ParallelPlan):
     """Returns the memory traffic of an update on one chip, before sharding over "fsdp"."""
-    size = stage_parameters(config, plan, stored_density) * OPTIMIZER_BYTES[plan.state_dtype]
+    size = stage_parameters(config, plan) * OPTIMIZER_BYTES[plan.state_dtype]
     if plan.optimizer == "muon":  # Reads and writes no second moment.
-        saved = 2 * DTYPE_BYTES[plan.state_dtype]
-        size = size - stage_matrices(config, plan, stored_density) * saved
+        size = size - stage_matrices(config, plan) * 2 * DTYPE_BYTES[plan.state_dtype]
     return size
 
 
-def _orthogonalization_seconds(config, plan, chip, efficiency, stored_density):
+def _orthogonalization_seconds(config, plan, chip, efficiency):
     """Returns the seconds of Muon's Newton-Schulz on one chip, before sharding over "fsdp".
 
     A chip orthogonalises the blocks that it holds.  Dense matrices that are sharded cost
     collectives as well, which are not in the estimate.
     """
     peak, bandwidth = chip.rates("float32")
-    flops = orthogonalization_flops(config, stored_density)
-    size = matrix_count(config, stored_density) * ORTHOGONALIZATION_BYTES
+    size = matrix_count(config) * ORTHOGONALIZATION_BYTES
     seconds = np.maximum(
-        flops / (peak * efficiency.matmul), size / (bandwidth * efficiency.bandwidth)
+        orthogonalization_flops(config) / (peak * efficiency.matmul),
+        size / (bandwidth * efficiency.bandwidth),
     )
     layers = np.ceil(config.num_layers / np.asarray(plan.stage))
     return seconds * layers / config.num_layers / plan.tensor
 
 
-def _sections(config, sequence, plan, chip, efficiency, stored_density, rates):
+def _sections(config, sequence, plan, chip, efficiency, rates):
     dtype_bytes = DTYPE_BYTES[config.compute_dtype]
     peak, bandwidth = chip.rates(config.compute_dtype)
     memory = bandwidth * efficiency.bandwidth
     tokens = np.asarray(plan.micro_batch, np.float64) * sequence
     tensor = np.asarray(plan.tensor, np.float64)
-    fractions = stored_fractions(config, stored_density)
+    fractions = stored_fractions(config)
 
-    def product(name, fan_in, fan_out, density=1.0, block=0, rank=0, extra=0.0):
+    def product(name, fan_in, fan_out, density=1.0, block=0, rank=0):
         weights = fan_in * fan_out * density + rank * (fan_in + fan_out)
         flops = 2 * tokens * weights
-        size = dtype_bytes * (tokens * (fan_in + fan_out) + weights) + extra
+        size = dtype_bytes * (tokens * (fan_in + fan_out) + weights)
         width = np.minimum(np.minimum(fan_in, fan_out), tokens)
         rate = peak * efficiency.matmul * width / (width + efficiency.half_width)
         if block:
@@ -324,12 +306,10 @@ def _attention(config, sequence, tokens, tensor, plan, peak, memory, efficiency,
     return Section(flops, size, seconds + size / memory)
 
 
-def _tensor_seconds(config, sequence, plan, network, efficiency):
+def _tensor_seconds(size, plan, network, efficiency):
     """Returns the collective seconds of one block and micro-batch, forward and backward."""
     recomputed = RECOMPUTED[plan.remat]
     reductions = 4 + ("attn_out" in recomputed) + ("mlp_out" in recomputed)
-    size = np.asarray(plan.micro_batch) * sequence * config.d_model
-    size = size * DTYPE_BYTES[config.compute_dtype]
     island = plan.island or network.island
     tensor = np.asarray(plan.tensor)
     axes = _tensor_axes(tensor, island, network)
@@ -345,11 +325,9 @@ def _tensor_axes(tensor, island, network):
     return np.where(tensor > 1, np.clip(along, 1, network.axes), 0)
 
 
-def _send_seconds(config, sequence, plan, network, efficiency):
+def _send_seconds(size, plan, network, efficiency):
     """Returns the exposed seconds of sends of activations and gradients between stages."""
     stages = np.asarray(plan.stage)
-    size = np.asarray(plan.micro_batch) * sequence * config.d_model / plan.tensor
-    size = size * DTYPE_BYTES[config.compute_dtype]
     island = plan.island or network.island
     near = np.asarray(2 * plan.fsdp * plan.tensor) <= island
     send = collectives.send_seconds(size, near, network, efficiency)
@@ -382,19 +360,6 @@ def _state_seconds(weights, plan, network, efficiency, computing, dtype_bytes):
     # Collectives once per step overlap with the backward pass of the last micro-batch (two thirds
     # of its time), and updated weights with the forward pass of the first.
     once = (1 if plan.zero else 2 / 3) / np.asarray(plan.accumulation)
-    hides = computing * np.where(streams, 1.0, once)
-    return _exposed(inner + crossing, hides, efficiency)
-
-
-def _exposed(seconds, compute, efficiency):
-    """Returns the exposed seconds of transfers that overlap with `compute` seconds."""
-    exposed = seconds - efficiency.overlap * compute
+    hides, seconds = computing * np.where(streams, 1.0, once), inner + crossing
+    exposed = seconds - efficiency.overlap * hides
     return np.maximum(exposed, (1 - efficiency.overlap) * seconds)
-
-
-def _relay_seconds(weights, update, chip, efficiency, computing):
-    """Returns the exposed seconds of host transfers and of the `update` seconds on the host."""
-    if chip.host_bandwidth is None:
-        raise UserError(f"{chip.name} has no known rate to its host, which the relay needs.")
-    moved = weights * RELAY_BYTES / (chip.host_bandwidth * efficiency.fast_link)
-    return _exposed(np.maximum(moved, update), computing, efficiency)

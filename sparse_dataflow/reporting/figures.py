@@ -143,11 +143,7 @@ def stacked_bars(
     """
     height = _BAR_HEIGHT * len(bars) + 6
     unit = 0.8 * WIDTH / (max(sum(values.values()) for values in bars.values()) or 1.0)
-    with matplotlib.rc_context(svg.STYLE):
-        figure = svg.new_figure(WIDTH, height)
-        axes = figure.add_axes((0, 0, 1, 1))
-        axes.set(xlim=(0, WIDTH), ylim=(height, 0))
-        axes.set_axis_off()
+    with svg.drawing(WIDTH, height) as (figure, axes):
         for row, (variant, values) in enumerate(bars.items()):
             left, middle = 0.0, _BAR_HEIGHT * row + 34
             axes.text(0, middle - 23, variant, color=COLOUR[variant], fontweight="bold", **TEXT)
@@ -191,11 +187,7 @@ def block_picture(
         (column * cell + gap, row * cell + gap, length * cell - 2 * gap, cell - 2 * gap)
         for row, column, length in runs
     ]
-    with matplotlib.rc_context(svg.STYLE):
-        figure = svg.new_figure(width, height)
-        axes = figure.add_axes((0, 0, 1, 1))
-        axes.set(xlim=(0, width), ylim=(height, 0))
-        axes.set_axis_off()
+    with svg.drawing(width, height) as (figure, axes):
         for colour, rectangles in (("well", [(0.0, 0.0, width, height)]), ("sparse", boxes)):
             if rectangles:
                 axes.add_patch(PathPatch(_path(rectangles), fc=COLOUR[colour], linewidth=0))

@@ -6,13 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparse_dataflow.reporting import figures, quantities, svg
+from sparse_dataflow.reporting.evaluation_table import evaluation_table
 from sparse_dataflow.reporting.quantities import MISSING, finite
-from sparse_dataflow.reporting.report_data import (
-    EvaluationData,
-    LayoutData,
-    ReportData,
-    VariantData,
-)
+from sparse_dataflow.reporting.report_data import LayoutData, ReportData, VariantData
 from sparse_dataflow.reporting.timeline_figure import timeline
 
 _EQUAL_TIME_TOLERANCE = 0.05
@@ -92,52 +88,11 @@ def goodput(seconds: dict[str, float]) -> str:
     total = sum(seconds.values())
     if not total or "productive" not in seconds:
         return ""
-    shares = [f"{_percent(seconds['productive'] / total)} of {total:,.0f} s in productive steps"]
-    others = ", ".join(
-        f"{name} {_percent(value / total)}"
-        for name, value in seconds.items()
-        if name != "productive" and value / total >= 0.0005
-    )
-    return "; ".join([*shares, others] if others else shares)
-
-
-def evaluation_table(evaluation: EvaluationData) -> list[dict[str, Any]]:
-    """Returns the rows of the evaluation table.
-
-    A difference is better or worse for the first model only where its 95% interval excludes zero.
-    """
-    rows = []
-    for row in evaluation.rows:
-        text = _percent if row.metric in ("acc", "acc_norm", "exact_match") else _plain_number
-        better, interval = None, ""
-        if row.low is not None and row.high is not None:
-            interval = f"{text(row.low)} to {text(row.high)}"
-            if row.low * row.high > 0:
-                better = (row.low < 0) == row.lower_is_better
-        rows.append({
-            "task": row.task,
-            "shots": "" if row.shots is None else f"{row.shots}-shot",
-            "about": f"{row.metric}; {row.items:,} items from {row.documents:,} documents",
-            "cells": [
-                (text(row.values.get(name)),
-                 f"± {text(row.errors[name])}" if row.errors.get(name) is not None else "")
-                for name in evaluation.models
-            ],
-            "baselines": [text(v) for v in (row.chance, row.unigram, row.bigram)],
-            "difference": text(row.difference, sign=True) if row.difference is not None else "",
-            "interval": interval,
-            "p": "" if row.p is None else f"p = {row.p:.2g}" if row.p >= 1e-4 else "p < 0.0001",
-            "better": better,
-        })  # fmt: skip
-    return rows
-
-
-def _percent(value: float | None, sign: bool = False) -> str:
-    return MISSING if value is None else f"{100 * value:{'+' if sign else ''}.1f}%"
-
-
-def _plain_number(value: float | None, sign: bool = False) -> str:
-    return MISSING if value is None else f"{value:{'+' if sign else ''}.3f}"
+    shares = {name: value / total for name, value in seconds.items() if value / total >= 0.0005}
+    productive = shares.pop("productive", 0.0)
+    text = f"{productive:.1%} of {total:,.0f} s in productive steps"
+    others = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
+    return f"{text}; {others}" if others else text
 
 
 def headline(variants: Sequence[VariantData]) -> str:
@@ -161,14 +116,11 @@ def headline(variants: Sequence[VariantData]) -> str:
     start = f"At equal wall-clock time ({quantities.durations([sum(times) / 2])[0]} each)"
     if score["sparse"] == score["dense"]:
         return f"{start} the sparse model and its dense twin both reach {score['sparse']} {unit}."
-    if float(score["sparse"]) < float(score["dense"]):
-        return (
-            f"{start} the sparse model is better: {score['sparse']} {unit}; "
-            f"its dense twin reaches {score['dense']}."
-        )
+    title = {"sparse": "sparse model", "dense": "dense twin"}
+    better, worse = sorted(score, key=lambda name: float(score[name]))
     return (
-        f"{start} the dense twin is better: {score['dense']} {unit}; "
-        f"the sparse model reaches {score['sparse']}."
+        f"{start} the {title[better]} is better: {score[better]} {unit}; the {title[worse]} "
+        f"reaches {score[worse]}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Figures of studies as PNG files: panels of curves or samples."""
+"""Figures of studies: panels of curves or samples."""
 
 import dataclasses
 import math
@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+from sparse_dataflow.reporting import png
 
 Values = Sequence[float] | np.ndarray
 
@@ -75,34 +75,24 @@ def save_panels(path: Path, panels: Sequence[Panel], title: str = "") -> None:
     """
     columns = min(_COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(
-        figsize=(_INCHES * columns, _INCHES * rows + 0.5), dpi=130, layout="constrained"
-    )
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=11)
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
     separate = len(panels) > 1 and len(names) == sum(len(panel.curves) for panel in panels)
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for axes, panel in zip(grid.flat, panels):
-        _draw(axes, panel, list(panel.curves) if separate else names)
-        if separate:
-            axes.legend(frameon=False, fontsize=8)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_axis_off()
-    if not separate:
-        _legend(figure, grid.flat, names)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-
-
-def _legend(figure, all_axes, names):
-    handles: dict[str, Artist] = {}
-    for axes in all_axes:
-        for handle, name in zip(*axes.get_legend_handles_labels()):
-            handles.setdefault(name, handle)
-    figure.legend(
-        [handles[n] for n in names], names, loc="outside lower center", ncols=4, frameon=False
-    )
+    size = _INCHES * columns, _INCHES * rows + 0.5
+    with png.figure(path, *size, title, rows, columns) as (figure, grid):
+        for axes, panel in zip(grid.flat, panels):
+            _draw(axes, panel, list(panel.curves) if separate else names)
+            if separate:
+                axes.legend(fontsize=8)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_axis_off()
+        if not separate:
+            handles: dict[str, Artist] = {}
+            for axes in grid.flat:
+                for handle, name in zip(*axes.get_legend_handles_labels()):
+                    handles.setdefault(name, handle)
+            figure.legend(
+                [handles[name] for name in names], names, loc="outside lower center", ncols=4
+            )
 
 
 def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
@@ -114,7 +104,6 @@ def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
         if len(curve.low):
             axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
     axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
-    axes.title.set_fontsize(10)
     if panel.log_x:
         axes.set_xscale("log", base=panel.log_x)
     if panel.log_y:
@@ -128,10 +117,6 @@ def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
         axes.xaxis.set_minor_locator(NullLocator())
     if len(panel.limits):
         axes.set_ylim(*panel.limits)
-    axes.grid(color="0.9")
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
 
 
 def save_strips(
@@ -148,26 +133,17 @@ def save_strips(
       reference: name whose mean is drawn as a line across its panel.
     """
     longest = max(len(rows) for rows in groups.values())
-    size = (_INCHES * 1.25 * len(groups), 0.3 * longest + 1.2)
-    figure = Figure(figsize=size, dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (title, rows) in zip(
-        figure.subplots(1, len(groups), squeeze=False).flat, groups.items()
-    ):
-        order = sorted(rows, key=lambda name: np.mean(rows[name]), reverse=True)
-        for row, name in enumerate(order):
-            colour = "0.35" if name == reference else "C0"
-            mean = float(np.mean(rows[name]))
-            axes.plot([mean, mean], [row - 0.35, row + 0.35], color=colour, linewidth=3)
-            axes.plot(rows[name], [row] * len(rows[name]), "k.", markersize=4)
-        if reference in rows:
-            axes.axvline(np.mean(rows[reference]), color="0.35", linestyle="--", linewidth=1)
-        axes.set_yticks(range(len(order)), order, fontsize=8)
-        axes.grid(axis="y", color="0.92")
-        axes.set_axisbelow(True)
-        axes.set(xlabel=label)
-        axes.set_title(title, fontsize=10)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    size = _INCHES * 1.25 * len(groups), 0.3 * longest + 1.2
+    with png.figure(path, *size, columns=len(groups)) as (_, grid):
+        for axes, (title, rows) in zip(grid[0], groups.items()):
+            order = sorted(rows, key=lambda name: np.mean(rows[name]), reverse=True)
+            for row, name in enumerate(order):
+                colour = "0.35" if name == reference else "C0"
+                mean = float(np.mean(rows[name]))
+                axes.plot([mean, mean], [row - 0.35, row + 0.35], color=colour, linewidth=3)
+                axes.plot(rows[name], [row] * len(rows[name]), "k.", markersize=4)
+            if reference in rows:
+                axes.axvline(np.mean(rows[reference]), color="0.35", linestyle="--", linewidth=1)
+            axes.set_yticks(range(len(order)), order, fontsize=8)
+            axes.grid(False, axis="x")
+            axes.set(xlabel=label, title=title)

@@ -112,71 +112,22 @@ class Continuation:
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluationRow:
-    """Scores of the models in one task with one number of examples in the prompt.
-
-    Attributes:
-      task: name of the task.
-      shots: number of examples in the prompt; None where the task has no prompts, e.g. a loss.
-      metric: name of the metric.
-      lower_is_better: whether smaller values are better.
-      items: number of items.
-      documents: number of documents of the items.
-      chance: score of guessing; None where unknown.
-      unigram: score of a unigram model of the training tokens; None where not evaluated.
-      bigram: score of a bigram model of the training tokens; None where not evaluated.
-      values: model name -> value.
-      errors: model name -> standard error, or None where undefined.
-      difference: value of the first model minus value of the second, on the same items.
-      low: lower end of the difference's 95% interval.
-      high: upper end of the difference's 95% interval.
-      p: two-sided p-value of the difference.
-    """
-
-    task: str
-    shots: int | None
-    metric: str
-    lower_is_better: bool
-    items: int
-    documents: int
-    chance: float | None
-    unigram: float | None
-    bigram: float | None
-    values: dict[str, float]
-    errors: dict[str, float | None]
-    difference: float | None = None
-    low: float | None = None
-    high: float | None = None
-    p: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class EvaluationData:
     """Evaluation of a run's models.
 
     Attributes:
       models: model names; differences are first minus second.
-      rows: scores of each task.
+      rows: rows of evaluation.json, without the values of single items.
       method: description of the statistical test.
       notes: sentences under the table.
       command: command of the evaluation.
     """
 
     models: list[str]
-    rows: list[EvaluationRow]
+    rows: list[dict[str, Any]]
     method: str
     notes: list[str]
     command: str
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "EvaluationData":
-        """Creates the evaluation from parsed JSON.
-
-        Raises:
-          UserError: a key is missing or unknown.
-        """
-        rows = data.get("rows", ()) if isinstance(data, Mapping) else ()
-        return _construct(cls, data, {"rows": [_construct(EvaluationRow, row) for row in rows]})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,41 +185,20 @@ class ReportData:
         """Creates the report from a parsed report.json.
 
         Raises:
-          UserError: a key is missing or unknown.
+          TypeError: a key is missing or unknown, or a value has another structure; likewise the
+            other errors of `json_files.MALFORMED`.
         """
-        classes = {"variants": VariantData, "layouts": LayoutData, "continuations": Continuation}
+        kinds = {"variants": VariantData, "layouts": LayoutData, "continuations": Continuation}
         nested: dict[str, Any] = {
-            key: [_construct(cls_, item) for item in data[key]]
-            for key, cls_ in classes.items()
-            if isinstance(data, Mapping) and key in data
+            key: [kind(**item) for item in data[key]] for key, kind in kinds.items() if key in data
         }
-        if isinstance(data, Mapping) and data.get("evaluation") is not None:
-            nested["evaluation"] = EvaluationData.from_json(data["evaluation"])
-        return _construct(cls, data, nested)
+        if data.get("evaluation") is not None:
+            nested["evaluation"] = EvaluationData(**data["evaluation"])
+        return cls(**{**data, **nested})
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values: numpy values as Python values, non-finite numbers as None."""
         return _plain(self)
-
-
-def _construct(cls: type, data: Any, nested: Mapping[str, Any] | None = None) -> Any:
-    if not isinstance(data, Mapping):
-        raise UserError(f"{cls.__name__} must be a JSON object, not {type(data).__name__}.")
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    unknown = sorted(set(data) - set(fields))
-    missing = [
-        name
-        for name, field in fields.items()
-        if name not in data
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
-    if unknown or missing:
-        raise UserError(
-            f"{cls.__name__} has the unknown keys {unknown} and lacks {missing}; "
-            f"legal: {', '.join(fields)}."
-        )
-    return cls(**{**data, **(nested or {})})
 
 
 def _plain(value: Any) -> Any:

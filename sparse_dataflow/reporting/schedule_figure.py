@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Sequence
 
 import jinja2
-import matplotlib
 import numpy as np
 from markupsafe import Markup
 from matplotlib.patches import Rectangle
@@ -48,11 +47,7 @@ def schedule_picture(schedule: Schedule, key: str) -> Markup:
     cell = min(18.0, max(1.0, 880 / ticks))
     width, body = _LABEL + ticks * cell + 6, _ROW * schedule.stages
     height = _TOP + body + _LEGEND + 8
-    with matplotlib.rc_context(svg.STYLE):
-        figure = svg.new_figure(max(width, 430), height)
-        axes = figure.add_axes((0, 0, 1, 1))
-        axes.set(xlim=(0, max(width, 430)), ylim=(height, 0))
-        axes.set_axis_off()
+    with svg.drawing(max(width, 430), height) as (figure, axes):
         for stage in range(schedule.stages):
             top = _TOP + stage * _ROW
             axes.text(0, top + _ROW / 2, f"stage {stage}", color=COLOUR["muted"], **TEXT)

@@ -4,12 +4,16 @@ Colours are CSS variables of the page (`--ink`, `--sparse`, ...), so a figure su
 pages. Text stays text. Ids have the figure's key as prefix, so several figures fit on one page.
 """
 
+import contextlib
 import io
 import re
+from collections.abc import Iterator
 from typing import Any
 from xml.etree import ElementTree
 
+import matplotlib
 from markupsafe import Markup
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
@@ -62,6 +66,17 @@ def new_figure(width: float, height: float) -> Figure:
     figure.patch.set_visible(False)
     FigureCanvasSVG(figure)
     return figure
+
+
+@contextlib.contextmanager
+def drawing(width: float, height: float) -> Iterator[tuple[Figure, Axes]]:
+    """Yields a figure under `STYLE` and axes whose units are SVG units, from the top left."""
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure(width, height)
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set(xlim=(0, width), ylim=(height, 0))
+        axes.set_axis_off()
+        yield figure, axes
 
 
 def inline(figure: Figure, key: str, title: str, description: str) -> Markup:

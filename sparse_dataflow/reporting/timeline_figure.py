@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import matplotlib
 from markupsafe import Markup
 
 from sparse_dataflow.reporting import svg
@@ -29,13 +28,10 @@ def timeline(spans: Sequence[Span], key: str, description: str) -> Markup:
     first = min(start for _, _, start, _ in spans)
     last = max(stop for *_, stop in spans)
     length = (last - first) or 1.0
-    sections = list(dict.fromkeys(section for _, section, *_ in sorted(spans, key=_start)))
+    by_start = sorted(spans, key=lambda span: span[2])
+    sections = list(dict.fromkeys(section for _, section, *_ in by_start))
     height = _LANE * len(LANES) + 26
-    with matplotlib.rc_context(svg.STYLE):
-        figure = svg.new_figure(WIDTH, height)
-        axes = figure.add_axes((0, 0, 1, 1))
-        axes.set(xlim=(0, WIDTH), ylim=(height, 0))
-        axes.set_axis_off()
+    with svg.drawing(WIDTH, height) as (figure, axes):
         unit = (WIDTH - 70) / length
         for lane, kind in enumerate(LANES):
             middle = _LANE * lane + 18
@@ -43,39 +39,16 @@ def timeline(spans: Sequence[Span], key: str, description: str) -> Markup:
             for section, start, stop in _merged(spans, kind):
                 left, width = 64 + (start - first) * unit, (stop - start) * unit
                 category = sections.index(section) % svg.CATEGORIES
-                axes.barh(
-                    middle,
-                    max(width, 0.6),
-                    height=22,
-                    left=left,
-                    align="center",
-                    color=COLOUR[f"category{category}"],
-                )
+                bar = {"height": 22, "left": left, "color": COLOUR[f"category{category}"]}
+                axes.barh(middle, max(width, 0.6), **bar)
                 label = section.removeprefix("block ")
                 if width > 7 * len(label) + 4:
-                    axes.text(
-                        left + width / 2,
-                        middle,
-                        label,
-                        ha="center",
-                        fontsize=10,
-                        color=COLOUR[f"on-category{category}"],
-                        **TEXT,
-                    )
-        axes.text(64, height - 10, "0", color=COLOUR["muted"], **TEXT)
-        axes.text(
-            WIDTH - 4,
-            height - 10,
-            f"{1e3 * length:,.3g} ms",
-            ha="right",
-            color=COLOUR["muted"],
-            **TEXT,
-        )
+                    style = {"ha": "center", "color": COLOUR[f"on-category{category}"], **TEXT}
+                    axes.text(left + width / 2, middle, label, fontsize=10, **style)
+        muted = {"color": COLOUR["muted"], **TEXT}
+        axes.text(64, height - 10, "0", **muted)
+        axes.text(WIDTH - 4, height - 10, f"{1e3 * length:,.3g} ms", ha="right", **muted)
         return svg.inline(figure, key, "Timeline of a step", description)
-
-
-def _start(span):
-    return span[2]
 
 
 def _merged(spans, kind):

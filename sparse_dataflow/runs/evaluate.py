@@ -4,7 +4,6 @@ Needs the extra `eval`.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -33,50 +32,29 @@ from sparse_dataflow.training.run_files import read_config, read_record
 BASELINES = ("unigram", "bigram")
 
 
-def evaluate(
-    run_folder: str,
-    *,
-    against: str,
-    variants: Sequence[str],
-    checkpoint: str,
-    tasks: str,
-    shots: Sequence[int],
-    items: int,
-    limit: int,
-    seed: int,
-    mesh: str,
-) -> None:
+def evaluate(options) -> None:
     """Evaluates one or two models, prints a table and writes evaluation.json and the report.
 
     Args:
-      run_folder: the run; its models are compared where it has two.
-      against: another run, with which its first model is compared; "" for none.
-      variants: models of the run; those that it does not have are ignored.
-      checkpoint: "newest", "best" or a step.
-      tasks: comma list; see `evaluation_tasks.named`.
-      shots: numbers of examples in the prompt.
-      items: items to make for each own task.
-      limit: most items of a task to score; 0 for all.
-      seed: draws the items of the own tasks.
-      mesh: devices; see `parallel.mesh.parse`.
+      options: of `experiments.evaluate`.
 
     Raises:
       UserError: before anything is scored where it can be known then.
     """
     keep_freed_memory()
-    if not run_folder:
+    if not options.run:
         raise UserError("--run is needed: the run folder to evaluate.")
     # A name that is wrong, or that the network does not reach, costs no load.
-    corpus_name = read_record(run_folder, read_config(run_folder)).corpus
-    named = evaluation_tasks.named(tasks, corpus_name, max(shots))
-    models = _models(run_folder, against, variants, checkpoint)
+    corpus_name = read_record(options.run, read_config(options.run)).corpus
+    named = evaluation_tasks.named(options, corpus_name)
+    models = _models(options)
     first = next(iter(models.values()))
     corpus = _corpus(first)
     context = min(trained.context for trained in models.values())
-    ready = evaluation_tasks.ready(named, corpus, first.tokenizer, context, items, seed, max(shots))
+    ready = evaluation_tasks.ready(named, options, corpus, first.tokenizer, context)
     tokens = prepare_tokens(corpus, first.tokenizer, cache.FOLDER)
     ngrams = Ngrams(tokens.train.tokens, first.tokenizer.vocab_size)
-    scorers = {name: _scorer(mesh, trained) for name, trained in models.items()}
+    scorers = {name: _scorer(options.mesh, trained) for name, trained in models.items()}
     lms = {name: harness.harness_lm(models[name], *scorers[name]) for name in models}
     for name in BASELINES:
         scorer = getattr(ngrams, f"score_{name}")
@@ -86,7 +64,7 @@ def evaluate(
         name: _losses(models[name], tokens.validation.tokens, *scorers[name]) for name in models
     }
     rows, notes = [_loss_row(losses, first.tokenizer)], []
-    for count in sorted(shots):
+    for count in sorted(options.num_fewshot):
         scored = {n: task for n, task in ready.items() if count == 0 or not task.zero_shot_only}
         scores: dict[str, dict] = {name: {} for name in scored}
         for name, lm in lms.items():
@@ -95,7 +73,7 @@ def evaluate(
                 continue
             say(f"{name:>8}: {count}-shot {', '.join(chosen)}")
             before = lm.counts
-            for task, score in harness.evaluate(lm, chosen, count, limit or None).items():
+            for task, score in harness.evaluate(lm, chosen, count, options.limit or None).items():
                 scores[task][name] = score
             if name in models:
                 notes += _truncation(name, count, before, lm.counts, context)
@@ -114,13 +92,14 @@ def evaluate(
     say(f"report: {report}" if report else "no report yet: the run has not ended")
 
 
-def _models(run_folder, against, variants, checkpoint) -> dict[str, Trained]:
+def _models(options) -> dict[str, Trained]:
     """The one or two models to evaluate, by their names in the table."""
+    run_folder, against, checkpoint = options.run, options.against, options.checkpoint
     available = read_config(run_folder).variants
-    chosen = [name for name in variants if name in available]
+    chosen = [name for name in options.variant if name in available]
     if not chosen:
         raise UserError(
-            f"--variant={settings.text(variants)} leaves no model; {run_folder} has: "
+            f"--variant={settings.text(options.variant)} leaves no model; {run_folder} has: "
             f"{', '.join(available)}."
         )
     if not against:
@@ -129,7 +108,7 @@ def _models(run_folder, against, variants, checkpoint) -> dict[str, Trained]:
     twin = "dense" if "dense" in others else others[0]
     model = load(run_folder, chosen[0], checkpoint)
     other = load(against, twin, checkpoint)
-    if _record(model).corpus_hash != _record(other).corpus_hash:
+    if model.saved_record.corpus_hash != other.saved_record.corpus_hash:
         raise UserError(
             f"{run_folder} and {against} were trained on different corpora, so what one held out "
             "the other may have learned; give two runs on the same corpus."
@@ -143,13 +122,8 @@ def _models(run_folder, against, variants, checkpoint) -> dict[str, Trained]:
     return {chosen[0]: model, name: other}
 
 
-def _record(trained: Trained):
-    assert trained.record is not None, "loaded from a run folder"
-    return trained.record
-
-
 def _corpus(trained) -> Corpus:
-    record = _record(trained)
+    record = trained.saved_record
     corpus = load_corpus(record.corpus, cache.FOLDER)
     if corpus.content_hash != record.corpus_hash:
         raise UserError(

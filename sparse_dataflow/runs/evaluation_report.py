@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from sparse_dataflow.evaluation.significance import METHOD
-from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files import json_files, storage, tables
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.reporting.evaluation_table import evaluation_table
 from sparse_dataflow.reporting.report import write_report
-from sparse_dataflow.reporting.report_data import EvaluationData, EvaluationRow, ReportData
+from sparse_dataflow.reporting.report_data import EvaluationData, ReportData
 
 RESULT = "evaluation.json"
 REPORT = "report.json"
@@ -18,70 +19,50 @@ REPORT = "report.json"
 
 def data(result: Mapping[str, Any]) -> EvaluationData:
     """Converts the JSON of evaluation.json to the report's data."""
+    rows = []
+    for row in result["rows"]:
+        models = {
+            name: {key: model[key] for key in ("value", "error")}
+            for name, model in row["models"].items()
+        }
+        rows.append({**row, "models": models})
     return EvaluationData(
-        models=list(result["models"]),
-        rows=[_row(row) for row in result["rows"]],
-        method=METHOD,
-        notes=list(result["notes"]),
-        command=result["command"],
-    )
-
-
-def _row(row) -> EvaluationRow:
-    shown = ("task", "shots", "metric", "lower_is_better", "items", "documents", "chance")
-    return EvaluationRow(
-        **{name: row[name] for name in shown},
-        unigram=row["baselines"].get("unigram"),
-        bigram=row["baselines"].get("bigram"),
-        values={name: model["value"] for name, model in row["models"].items()},
-        errors={name: model["error"] for name, model in row["models"].items()},
-        **(row["paired"] or {}),
+        list(result["models"]), rows, METHOD, list(result["notes"]), result["command"]
     )
 
 
 def text(result: Mapping[str, Any]) -> str:
     """Returns the table for a terminal, with its notes."""
-    # Imports matplotlib: slow, so only after an evaluation.
-    from sparse_dataflow.reporting.page import evaluation_table
-
     shown = data(result)
     pair = len(shown.models) == 2
     head = ["task", "", *shown.models, *(["difference (95%)", "p"] if pair else [])]
     lines = [[*head, "chance", "unigram", "bigram", "items", "documents"]]
-    for row, cells in zip(shown.rows, evaluation_table(shown)):
-        compared = []
-        if pair:
-            interval = f" ({cells['interval']})" if cells["interval"] else ""
-            compared = [
-                f"{cells['difference']}{interval}",
-                cells["p"].removeprefix("p ").removeprefix("= "),
-            ]
+    for row in evaluation_table(shown):
+        interval = f" ({row['interval']})" if row["interval"] else ""
+        p = row["p"].removeprefix("p ").removeprefix("= ")
         lines.append(
             [
-                f"{row.task}",
-                cells["shots"] or row.metric,
-                *(f"{value} {error}".strip() for value, error in cells["cells"]),
-                *compared,
-                *cells["baselines"],
-                f"{row.items:,}",
-                f"{row.documents:,}",
+                f"{row['task']}",
+                row["shots"] or row["metric"],
+                *(f"{value} {error}".strip() for value, error in row["cells"]),
+                *([f"{row['difference']}{interval}", p] if pair else []),
+                *row["baselines"],
+                row["items"],
+                row["documents"],
             ]
         )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    table = [
-        "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths)))
-        for line in lines
-    ]
-    footer = [*(["± is a standard error. " + METHOD] if pair else ["± is a standard error."])]
-    return "\n".join([*table, *footer, *shown.notes])
+    footer = "± is a standard error." + (f" {METHOD}" if pair else "")
+    return "\n".join([tables.aligned(lines, left=2), footer, *shown.notes])
 
 
 def read(folder: Path) -> EvaluationData | None:
     """Reads the evaluation of a run folder; None if it is missing or damaged."""
     try:
-        return data(json_files.load(folder / RESULT))
+        evaluation = data(json_files.load(folder / RESULT))
+        evaluation_table(evaluation)  # Raises for values that the report cannot show.
     except json_files.MALFORMED:
         return None
+    return evaluation
 
 
 def keep(folder: Path, result: Mapping[str, Any]) -> Path:

@@ -56,14 +56,12 @@ class Task:
         return float(np.mean(each))
 
 
-def named(tasks: str, corpus: str, most_shots: int) -> dict[str, dict[str, Task] | None]:
-    """The tasks that a comma list names, in that order.
+def named(options, corpus: str) -> dict[str, dict[str, Task] | None]:
+    """The tasks that `options.tasks` names, in that order.
 
     Args:
-      tasks: "own" (every own task that the corpus gives), names of own tasks, lm-eval's tasks, and
-        files of JSON lines.
+      options: of `experiments.evaluate`.
       corpus: name of the corpus that the model was trained on.
-      most_shots: most examples in a prompt.
 
     Returns:
       Name -> tasks; None for an own task, which `ready` makes.
@@ -73,7 +71,7 @@ def named(tasks: str, corpus: str, most_shots: int) -> dict[str, dict[str, Task]
     """
     of_project, manager = builtin.task_names(corpus), None
     by_name: dict[str, dict[str, Task] | None] = {}
-    words = [word.strip() for word in tasks.split(",") if word.strip()]
+    words = [word.strip() for word in options.tasks.split(",") if word.strip()]
     for name in dict.fromkeys(
         name for word in words for name in (of_project if word == "own" else [word])
     ):
@@ -86,7 +84,7 @@ def named(tasks: str, corpus: str, most_shots: int) -> dict[str, dict[str, Task]
             by_name[name] = None
         elif name.endswith((".jsonl", ".json")):
             items = read_items(Path(name))
-            _refuse_unfit(name, items, most_shots)
+            _refuse_unfit(name, items, max(options.num_fewshot))
             stem = Path(name).stem
             by_name[name] = {stem: Task(lm_eval_tasks.make_task(stem, items), items)}
         else:
@@ -95,31 +93,27 @@ def named(tasks: str, corpus: str, most_shots: int) -> dict[str, dict[str, Task]
             by_name[name] = {task: Task(it) for task, it in of_lm_eval.items()}
     if not by_name:
         raise UserError(
-            f"--tasks={tasks} names no task; legal: own, {', '.join(of_project)}, lm-eval's tasks "
-            "and files of JSON lines."
+            f"--tasks={options.tasks} names no task; legal: own, {', '.join(of_project)}, "
+            "lm-eval's tasks and files of JSON lines."
         )
     return by_name
 
 
 def ready(
     by_name: Mapping[str, dict[str, Task] | None],
+    options,
     corpus: Corpus,
     tokenizer: Tokenizer,
     context: int,
-    count: int,
-    seed: int,
-    most_shots: int,
 ) -> dict[str, Task]:
     """The tasks of `named` with the own ones made.
 
     Args:
       by_name: as `named` returns them.
+      options: of `experiments.evaluate`.
       corpus: the corpus whose held-out documents give the items.
       tokenizer: tokenizer of the models.
       context: tokens that a prompt may have.
-      count: items to make for each own task.
-      seed: draws them.
-      most_shots: most examples in a prompt.
 
     Raises:
       UserError: no task is left, as the documents give too few items.
@@ -129,9 +123,11 @@ def ready(
         if group is not None:
             tasks |= group
             continue
-        say(f"making {count} items of {name}")
-        items, examples = builtin.make_items(name, corpus, tokenizer, context, count, seed)
-        if len(items) < 2 or len(examples) < most_shots:
+        say(f"making {options.items} items of {name}")
+        items, examples = builtin.make_items(
+            name, corpus, tokenizer, context, options.items, options.seed
+        )
+        if len(items) < 2 or len(examples) < max(options.num_fewshot):
             say(f"{name} is left out: the documents of {corpus.name} give too few items")
             continue
         tasks[name] = Task(lm_eval_tasks.make_task(name, items, examples), items)

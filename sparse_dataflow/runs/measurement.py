@@ -10,7 +10,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -66,30 +66,18 @@ def program_bytes(program: jax.stages.Compiled) -> int | None:
     return inputs + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
 
 
-def paired_ratio(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float, float]:
-    """Returns the median, lower and upper quartile of the ratio over rounds."""
-    ratio = numerator / denominator
-    low, middle, high = np.percentile(ratio, [25, 50, 75])
-    return float(middle), float(low), float(high)
+def paired_ratio(
+    numerator: np.ndarray, denominator: np.ndarray, name: str = "ratio"
+) -> dict[str, float]:
+    """Returns {NAME: median, NAME_low, NAME_high: quartiles} of the ratio over rounds."""
+    low, middle, high = np.percentile(numerator / denominator, [25, 50, 75])
+    return {name: float(middle), f"{name}_low": float(low), f"{name}_high": float(high)}
 
 
-def speedup(seconds: Mapping[str, np.ndarray], bound: str, ceiling: float) -> dict[str, float]:
-    """Prints and returns the ratio of dense to sparse time, and its bound.
-
-    Args:
-      seconds: of "dense" and "sparse", as `paired_seconds` gives them.
-      bound: name of the bound.
-      ceiling: the largest possible ratio.
-
-    Returns:
-      {"ratio" (median), "ratio_low", "ratio_high" (quartiles)}, for a result file.
-    """
-    ratio, low, high = paired_ratio(seconds["dense"], seconds["sparse"])
-    print(
-        f"dense / sparse: {ratio:.2f}x (quartiles {low:.2f}-{high:.2f}); {bound} {ceiling:.2f}x, "
-        f"reached {ratio / ceiling:.0%}"
-    )
-    return {"ratio": ratio, "ratio_low": low, "ratio_high": high}
+def ratio_text(ratio: Mapping[str, float]) -> str:
+    """Returns a `paired_ratio` as text."""
+    low, high = ratio["ratio_low"], ratio["ratio_high"]
+    return f"{ratio['ratio']:.2f}x (quartiles {low:.2f}-{high:.2f})"
 
 
 def provenance(machine: str) -> dict:
@@ -107,26 +95,28 @@ def provenance(machine: str) -> dict:
     }
 
 
-def keep(folder: str, name: str, machine: str, result: dict) -> None:
-    """Calls `write` and prints the path; does nothing if `folder` is ""."""
-    if folder:
-        print(f"kept in {write(folder, name, machine, result)}", flush=True)
-
-
-def write(folder: str, name: str, machine: str, result: dict) -> Path:
-    """Writes a result with its `provenance` as FOLDER/NAME.json, and returns its path.
+def keep(folder: str, name: str, machine: str, results: Iterable[dict]) -> Path | None:
+    """Writes each result with its `provenance` as FOLDER/NAME.json, and prints the path at the end.
 
     Args:
-      folder: created if missing.
+      folder: created if missing; "" writes none.
       name: becomes lower-case words joined by "-" or "_".  A file of this name that another program
         wrote is not replaced: the result is then NAME_2.json, and so on.
       machine: name of the machine of the measurement.
-      result: JSON-able.
+      results: JSON-able; each replaces the one before, because a benchmark may be stopped.
+
+    Returns:
+      The path; None if nothing was written.
     """
-    result = {**provenance(machine), **result}
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    path = next(filter(_may_write, _paths(Path(folder), hardware.slug(name))))
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path = None
+    for result in results:
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            path = next(filter(_may_write, _paths(Path(folder), hardware.slug(name))))
+            content = {**provenance(machine), **result}
+            path.write_text(json.dumps(content, indent=1) + "\n")
+    if path:
+        print(f"kept in {path}", flush=True)
     return path
 
 

@@ -20,17 +20,11 @@ def needed_bytes(variants: list[Variant]) -> int:
     A variant with several phases counts with its largest.
     """
     flash = jax.default_backend() != "cpu"
-    plans = [
-        max(
-            (
-                memory.training_config_bytes(phase.model, v.training, flash)
-                for phase in v.phase_specs
-            ),
-            key=lambda plan: plan.total,
-        )
-        for v in variants
-    ]
-    return memory.alternating_bytes(plans)
+    largest = []
+    for v in variants:
+        plans = (memory.training_config_bytes(p.model, v.training, flash) for p in v.phase_specs)
+        largest.append(max(plans, key=lambda plan: plan.total))
+    return memory.alternating_bytes(largest)
 
 
 def fitting(variants: list[Variant], memory_bytes: int) -> tuple[str, int] | None:
@@ -41,10 +35,8 @@ def fitting(variants: list[Variant], memory_bytes: int) -> tuple[str, int] | Non
     batch, micro = variants[0].training.batch, variants[0].training.micro_batches
     for count in (n for n in range(micro, batch + 1) if batch % n == 0):
         for remat in dict.fromkeys((variants[0].model.remat, "full")):
-            if (
-                needed_bytes(_with(variants, remat, micro_batches=count))
-                <= memory_bytes * memory.USABLE
-            ):
+            need = needed_bytes(_with(variants, remat, micro_batches=count))
+            if need <= memory_bytes * memory.USABLE:
                 return remat, count
     return None
 
@@ -73,20 +65,16 @@ def refuse_too_large(config: RunConfig, variants: list[Variant], memory_bytes: i
 
 
 def _advice(config, variants, memory_bytes):
-    fit = fitting(variants, memory_bytes)
-    if fit:
-        return f"it fits with {_settings(fit)}"
-    rounded = _with(variants, state_dtype="bfloat16")
-    fit = fitting(rounded, memory_bytes)
-    if fit:
-        return f"it fits with --set training.state_dtype=bfloat16 {_settings(fit)}"
-    fit = fitting(variants[:1], memory_bytes) if len(variants) > 1 else None
-    if fit:
-        return f"it fits with --twin=no {_settings(fit)}"
+    for flag, candidate in (
+        ("", variants),
+        ("--set training.state_dtype=bfloat16 ", _with(variants, state_dtype="bfloat16")),
+        ("--twin=no ", variants[:1]),
+    ):
+        if fit := fitting(candidate, memory_bytes):
+            return f"it fits with {flag}{_settings(fit)}"
     smaller = list(SIZES)[: list(SIZES).index(config.run.scale)]
     for scale in reversed(smaller):
-        fit = _fitting_scale(config, scale, memory_bytes)
-        if fit:
+        if fit := _fitting_scale(config, scale, memory_bytes):
             return f"the largest scale that fits is --scale={scale} {_settings(fit)}"
     return "no smaller scale fits with these settings"
 

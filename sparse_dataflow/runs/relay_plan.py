@@ -5,31 +5,49 @@ import os
 import jax
 import psutil
 
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.parallel import ParallelConfig
 from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import CHIPS, GIB, Chip
 from sparse_dataflow.parallel.relay import timeline
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
+from sparse_dataflow.parallel.relay.relay import RelayConfig
 from sparse_dataflow.planning import memory, relay
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.variants import Variant
 
 
 def estimate(
-    config: RunConfig, variant: Variant, chip: Chip, devices: int = 1
+    model: ModelConfig,
+    training: TrainingConfig,
+    how: RelayConfig | ParallelConfig,
+    chip: Chip,
+    files: bool = False,
+    devices: int = 1,
 ) -> relay.RelayEstimate:
-    """Returns the estimate of one variant under `config.parallel`."""
-    training = variant.training
+    """Returns the estimate of a model; see `planning.relay.estimate`.
+
+    Args:
+      model: the model.
+      training: batch, sequence and micro-batches.
+      how: stash and clipping.
+      chip: the chip; one of CHIPS has page-locked host memory and fused attention.
+      files: whether masters and moments are in files.
+      devices: data-parallel devices.
+    """
     return relay.estimate(
-        variant.model,
+        model,
         training.batch,
         training.sequence,
         training.micro_batches,
-        stash=config.parallel.stash,
-        clipping=config.parallel.clipping,
-        files=bool(config.parallel.server_dir),
+        stash=how.stash,
+        clipping=how.clipping,
+        files=files,
         pinned=chip.name in CHIPS,
+        fused_attention=chip.name in CHIPS,
         chip=chip,
         host_bandwidth=chip.host_bandwidth,
         devices=devices,
@@ -45,7 +63,11 @@ def check(config: RunConfig, variants: list[Variant], chip: Chip, executor: Rela
       UserError: the device, the host or the disk is too small, or `parallel.server_dir` cannot be
         used; names the bytes needed.
     """
-    estimates = [estimate(config, v, chip, executor.devices) for v in variants]
+    plan = config.parallel
+    estimates = [
+        estimate(v.model, v.training, plan, chip, bool(plan.server_dir), executor.devices)
+        for v in variants
+    ]
     for v, each in zip(variants, estimates):
         say(f"{v.name:>6}: {each.text()}")
     refuse_small_host(estimates[0].with_host_memory_of(estimates[1:]))

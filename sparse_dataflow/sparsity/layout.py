@@ -301,7 +301,8 @@ def check_shapes(tables: LayoutTables) -> None:
 
 def stack_tables(tables: Sequence[LayoutTables]) -> LayoutTables:
     """Stacks numpy tables of equal shapes along a new first axis, without their groups."""
-    return LayoutTables(*map(np.stack, zip(*(each.arrays for each in tables))))
+    arrays: list[Any] = [np.stack(each) for each in zip(*(layer.arrays for layer in tables))]
+    return LayoutTables(*arrays)
 
 
 def pad_tables(tables: LayoutTables, fan_in: int, fan_out: int) -> LayoutTables:
@@ -312,7 +313,7 @@ def pad_tables(tables: LayoutTables, fan_in: int, fan_out: int) -> LayoutTables:
     """
     fans = (fan_in, fan_in, fan_out, fan_out)
     fills = (0, -1, 0, -1)
-    padded = []
+    padded: list[Any] = []
     for table, fan, fill in zip(tables.arrays, fans, fills):
         if fan < table.shape[1]:
             raise UserError(f"Fan {fan} is too small; legal: at least {table.shape[1]}.")

@@ -1,12 +1,11 @@
 """A tiny model's step, compiled: categories, FLOPs and collectives against counts by hand."""
 
-import dataclasses
-
 import pytest
 from compiled_steps import BATCH, MODEL, SEQUENCE, SPARSE
 from eight_devices import on_eight_devices
 
 from sparse_dataflow.planning import cost, memory
+from sparse_dataflow.planning.parallel_plan import RECOMPUTED
 
 TOKENS = BATCH * SEQUENCE
 LAYERS, WIDTH = MODEL.num_layers, MODEL.d_model
@@ -61,9 +60,13 @@ def test_categories_by_hand(compiled):
 @pytest.mark.slow
 def test_flops_equal_the_planners_with_recomputation(compiled):
     def expected(config, remat):
-        config = dataclasses.replace(config, remat=remat)
         # XLA's attention also computes the masked half.
-        return cost.flops_per_token(config, SEQUENCE, causal_half=False).hardware_total * TOKENS
+        forward, step = (
+            cost.flops_per_token(config, SEQUENCE, causal_half=False, training=training)
+            for training in (False, True)
+        )
+        recomputed = sum(forward.sections[name] for name in RECOMPUTED[remat])
+        return (step.total + recomputed) * TOKENS
 
     assert compiled["/1/full/dense"]["flops"] == pytest.approx(expected(MODEL, "full"))
     assert compiled["data:8/1/none/dense"]["flops"] == pytest.approx(expected(MODEL, "none") / 8)

@@ -19,8 +19,7 @@ SPARSE = MODEL.with_linears(LinearSpec("block_sparse", density=1 / 4, block=128)
 
 
 def tiny_plan(config, topology, **choices):
-    executor = "pipeline" if choices.get("stage", 1) > 1 else "whole"
-    parallel = ParallelPlan(**choices, remat="full", executor=executor, sequence_parallel=True)
+    parallel = ParallelPlan(**choices, remat="full", sequence_parallel=True)
     return CompilePlan("tiny", config, 256, topologies.parse(topology), parallel)
 
 

@@ -172,20 +172,20 @@ def test_a_link_is_no_mark(tmp_path):
 @pytest.mark.parametrize("content", ["mine", "{}", "[]", '{"command": "python -m experiments.x"}'])
 def test_a_result_stands_beside_a_file_of_its_name(tmp_path, content):
     (tmp_path / "step.json").write_text(content)
-    path = measurement.write(str(tmp_path), "step", "abacus", {"a": 1})
+    path = measurement.keep(str(tmp_path), "step", "abacus", [{"a": 1}])
     assert path == tmp_path / "step_2.json"
-    assert measurement.write(str(tmp_path), "step", "abacus", {"a": 2}) == path
+    assert measurement.keep(str(tmp_path), "step", "abacus", [{"a": 2}]) == path
     assert json.loads(path.read_text())["a"] == 2
     assert (tmp_path / "step.json").read_text() == content
 
 
 def test_a_result_of_another_experiment_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["step_bench.py", "--keep=here"])
-    first = measurement.write(str(tmp_path), "step", "abacus", {})
+    first = measurement.keep(str(tmp_path), "step", "abacus", [{}])
     monkeypatch.setattr(sys, "argv", ["step_bench.py", "--rounds=2"])
-    assert measurement.write(str(tmp_path), "step", "abacus", {}) == first
+    assert measurement.keep(str(tmp_path), "step", "abacus", [{}]) == first
     monkeypatch.setattr(sys, "argv", ["block_bench.py"])
-    assert measurement.write(str(tmp_path), "step", "abacus", {}) != first
+    assert measurement.keep(str(tmp_path), "step", "abacus", [{}]) != first
 
 
 def test_a_page_of_schedules_replaces_its_like_alone(tmp_path):

@@ -88,16 +88,13 @@ def test_no_axis_increases_memory(axis, zero, remat):
 
 @given(st.integers(1, 32), st.integers(1, 64), st.sampled_from([1, 2, 4]))
 def test_micro_batches_in_flight(stages, count, chunks):
-    def count_of(schedule, chunks=1, executor="pipeline"):
-        plan = ParallelPlan(
-            stage=stages, accumulation=count, chunks=chunks, schedule=schedule, executor=executor
-        )
+    def count_of(schedule, chunks=1):
+        plan = ParallelPlan(stage=stages, accumulation=count, chunks=chunks, schedule=schedule)
         return float(in_flight(plan))
 
     assert count_of("1f1b") == (min(stages, count) if stages > 1 else 1)
     assert count_of("gpipe") == (count if stages > 1 else 1)
     assert count_of("1f1b") <= count_of("interleaved", chunks) <= count_of("gpipe")
-    assert count_of("1f1b", executor="relay") == count
 
 
 @given(
@@ -116,15 +113,6 @@ def test_micro_batches_in_flight_agree_with_the_schedule_table(name, stages, rou
     assert stored.max() / chunks <= float(in_flight(plan)) + 1e-9
     if chunks == 1:
         assert stored.max() == float(in_flight(plan))
-
-
-def test_depth_adds_only_the_stash_of_a_relay():
-    plan = ParallelPlan(executor="relay", remat="full", accumulation=8)
-    shallow, deep = (
-        plan_bytes(dataclasses.replace(MODEL, num_layers=n), 2048, plan) for n in (4, 40)
-    )
-    assert shallow.state == deep.state
-    assert deep.activations > shallow.activations
 
 
 def test_only_stored_blocks_take_memory():

@@ -50,7 +50,7 @@ def test_one_chip_by_hand():
     assert time.terms["optimizer"] == pytest.approx(memory.parameter_count(MODEL) * 30 / 2e12)
     logits = tokens * 32768 * 16 / 2e12
     assert time.terms["head"] == pytest.approx(3 * 2 * tokens * d * 32768 / 100e12 + logits)
-    for name in ("tensor", "bubble", "sends", "state", "host", "waits", "passes", "recompute"):
+    for name in ("tensor", "bubble", "sends", "state", "waits", "passes", "recompute"):
         assert time.terms[name] == 0
     assert time.total == pytest.approx(sum(time.terms.values()))
 
@@ -147,16 +147,6 @@ def test_muon_reads_no_second_moment_and_multiplies_matrices():
         assert muon - adamw == pytest.approx(max(products, traffic) - matrices * 8 / 2e12)
         # Whole matrices are bound by the matrix units, blocks of 128 by memory.
         assert (products > traffic) == (model is MODEL)
-
-
-def test_relay_moves_six_bytes_a_parameter():
-    time = seconds(ParallelPlan(executor="relay", remat="full"))
-    weights = memory.parameter_count(MODEL)
-    assert time.terms["host"] == pytest.approx(weights * 6 / 32e9)
-    assert time.terms["optimizer"] == 0
-    hiding = dataclasses.replace(IDEAL, overlap=1.0)
-    many = ParallelPlan(executor="relay", remat="full", accumulation=64)
-    assert seconds(many, efficiency=hiding).terms["host"] == 0
 
 
 def test_measured_rates_take_the_place_of_the_roofline():
@@ -288,9 +278,7 @@ def test_unknown_rates_and_choices_are_refused():
     assert seconds(chip=alone).total > 0
     with pytest.raises(UserError, match="no known links"):
         seconds(ParallelPlan(fsdp=2), chip=alone)
-    with pytest.raises(UserError, match="rate to its host"):
-        seconds(ParallelPlan(executor="relay"), chip=alone)
-    for wrong in ({"schedule": "2f2b"}, {"remat": "some"}, {"executor": "magic"}, {"zero": 4}):
+    for wrong in ({"schedule": "2f2b"}, {"remat": "some"}, {"zero": 4}):
         with pytest.raises(UserError, match="legal"):
             ParallelPlan(**wrong)
 

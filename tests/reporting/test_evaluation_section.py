@@ -5,9 +5,11 @@ import json
 import pytest
 import report_sample
 
-from sparse_dataflow.reporting.page import evaluation_table
+from sparse_dataflow.reporting.evaluation_table import evaluation_table
 from sparse_dataflow.reporting.report import write_report
-from sparse_dataflow.reporting.report_data import EvaluationData, EvaluationRow, ReportData
+from sparse_dataflow.reporting.report_data import EvaluationData, ReportData
+
+PAIRED = {"difference": 0.04, "low": 0.01, "high": 0.07, "p": 0.012}
 
 
 def row(**changes):
@@ -19,16 +21,14 @@ def row(**changes):
         "items": 200,
         "documents": 18,
         "chance": 0.25,
-        "unigram": 0.3,
-        "bigram": None,
-        "values": {"sparse": 0.51, "dense": 0.47},
-        "errors": {"sparse": 0.03, "dense": None},
-        "difference": 0.04,
-        "low": 0.01,
-        "high": 0.07,
-        "p": 0.012,
+        "baselines": {"unigram": 0.3},
+        "models": {
+            "sparse": {"value": 0.51, "error": 0.03},
+            "dense": {"value": 0.47, "error": None},
+        },
+        "paired": PAIRED,
     }
-    return EvaluationRow(**{**fields, **changes})
+    return {**fields, **changes}
 
 
 def evaluation(*rows, models=("sparse", "dense")):
@@ -42,17 +42,20 @@ def evaluation(*rows, models=("sparse", "dense")):
         ({"difference": -0.04, "low": -0.07, "high": -0.01}, False),
         ({"low": -0.01}, None),
         ({"low": None, "high": None, "p": None}, None),
-        ({"lower_is_better": True, "metric": "loss"}, False),
-        ({"lower_is_better": True, "difference": -0.5, "low": -0.7, "high": -0.1}, True),
     ],
 )
-def test_better_or_worse_only_where_the_interval_excludes_zero(changes, better):
-    (table_row,) = evaluation_table(evaluation(row(**changes)))
+@pytest.mark.parametrize("lower_is_better", [False, True])
+def test_better_or_worse_only_where_the_interval_excludes_zero(changes, better, lower_is_better):
+    changed = row(lower_is_better=lower_is_better, paired={**PAIRED, **changes})
+    better = better if better is None else better != lower_is_better
+    (table_row,) = evaluation_table(evaluation(changed))
     assert table_row["better"] is better
 
 
 def test_the_section_has_all_numbers(tmp_path):
-    data = report_sample.bare(evaluation=evaluation(row(), row(shots=0, p=1e-9)))
+    data = report_sample.bare(
+        evaluation=evaluation(row(), row(shots=0, paired={**PAIRED, "p": 1e-9}))
+    )
     assert ReportData.from_json(json.loads(json.dumps(data.to_json()))) == data
     write_report(data, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
@@ -72,8 +75,7 @@ def test_the_section_has_all_numbers(tmp_path):
 
 
 def test_one_model_has_no_difference(tmp_path):
-    single = row(values={"sparse": 0.5}, errors={"sparse": 0.1}, difference=None, low=None,
-                 high=None, p=None)  # fmt: skip
+    single = row(models={"sparse": {"value": 0.5, "error": 0.1}}, paired=None)
     data = report_sample.bare(evaluation=evaluation(single, models=("sparse",)))
     write_report(data, tmp_path / "report.html")
     assert "sparse −" not in (tmp_path / "report.html").read_text()

@@ -12,7 +12,12 @@ def saved_figures(monkeypatch):
     """List of all figures that are saved."""
     figures = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a: (figures.append(self), save(self, *a)))
+
+    def saved(self, *arguments, **options):
+        figures.append(self)
+        save(self, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
     return figures
 
 

@@ -6,6 +6,7 @@ import pytest
 import report_sample
 from report_sample import bare
 
+from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.reporting.report_data import LayoutData, ReportData
 
@@ -38,12 +39,12 @@ def without(data: dict, key: str) -> dict:
         (lambda d: {**d, "variants": d["variants"][:1] * 2}, "different variants"),
         (lambda d: {**d, "variants": [{**d["variants"][0], "name": "third"}]}, "third"),
         (lambda d: {**d, "variants": [without(d["variants"][0], "loss")]}, "loss"),
-        (lambda d: {**d, "variants": ["dense"]}, "JSON object"),
-        (lambda d: [d], "JSON object"),
+        (lambda d: {**d, "variants": ["dense"]}, "must be a mapping"),
+        (lambda d: [d], "list"),
     ],
 )
 def test_invalid_report_data_raises(change, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(json_files.MALFORMED, match=message):
         ReportData.from_json(change(bare().to_json()))
 
 

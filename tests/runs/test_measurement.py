@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from sparse_dataflow.distributed import warm_up
 from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.benchmarks import benchmark
 
 positive = hnp.arrays(float, 7, elements=st.floats(1e-3, 1e3))
 
@@ -60,11 +61,11 @@ def test_a_short_run_is_started_again_until_the_time_is_enough(monkeypatch, stil
 
 @given(positive, positive)
 def test_the_ratio_is_taken_round_by_round(sparse, slowness):
-    middle, low, high = measurement.paired_ratio(3 * sparse * slowness, sparse * slowness)
-    assert (middle, low, high) == pytest.approx((3, 3, 3))
-    middle, low, high = measurement.paired_ratio(slowness, sparse)
-    assert low <= middle <= high
-    assert middle == pytest.approx(np.median(slowness / sparse))
+    ratio = measurement.paired_ratio(3 * sparse * slowness, sparse * slowness)
+    assert tuple(ratio.values()) == pytest.approx((3, 3, 3))
+    ratio = measurement.paired_ratio(slowness, sparse, "share")
+    assert ratio["share_low"] <= ratio["share"] <= ratio["share_high"]
+    assert ratio["share"] == pytest.approx(np.median(slowness / sparse))
 
 
 def test_provenance_is_enough_to_repeat_it(monkeypatch):
@@ -79,7 +80,7 @@ def test_provenance_is_enough_to_repeat_it(monkeypatch):
 
 def test_a_result_is_kept_under_a_plain_name(tmp_path):
     folder, name = tmp_path / "new" / "folder", "step_Intel(R) X, 2 GHz!"
-    path = measurement.write(str(folder), name, "abacus", {"a": [1]})
+    path = measurement.keep(str(folder), name, "abacus", [{"a": [1]}])
     assert path == folder / "step_intel-r-x-2-ghz.json"
     kept = json.loads(path.read_text())
     assert (kept["a"], kept["machine"]) == ([1], "abacus")
@@ -87,12 +88,13 @@ def test_a_result_is_kept_under_a_plain_name(tmp_path):
 
 def test_a_speedup_is_told_beside_its_ceiling(capsys):
     seconds = {"dense": np.asarray([4.0, 6.0, 8.0]), "sparse": np.asarray([2.0, 2.0, 2.0])}
-    found = measurement.speedup(seconds, "FLOP ceiling", 6.0)
-    assert found == {"ratio": 3.0, "ratio_low": 2.5, "ratio_high": 3.5}
+    rows = {name: {"compile_seconds": 1.0} for name in seconds}
+    found = benchmark.compared(rows, str, seconds, "FLOP ceiling", 6.0)
+    assert found == {"ratio": 3.0, "ratio_low": 2.5, "ratio_high": 3.5, "rows": rows}
     said = "dense / sparse: 3.00x (quartiles 2.50-3.50); FLOP ceiling 6.00x, reached 50%"
-    assert capsys.readouterr().out.strip() == said
+    assert capsys.readouterr().out.splitlines()[-1] == said
 
 
 def test_no_folder_keeps_nothing(capsys):
-    measurement.keep("", "step", "abacus", {})
+    assert measurement.keep("", "step", "abacus", [{}]) is None
     assert not capsys.readouterr().out

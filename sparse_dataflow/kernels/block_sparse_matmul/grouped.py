@@ -107,5 +107,5 @@ def _dot(a, b, contracted, batch):
     """Batched dot that accumulates in float32 or wider; the result has the dtype of `a`."""
     # GPUs and TPUs accumulate in float32 and round once. A CPU accumulates in the result's dtype.
     wide = jnp.promote_types(a.dtype, jnp.float32) if dispatch.platform() == "cpu" else a.dtype
-    axes = contracted, tuple((axis,) for axis in batch)
+    axes = contracted, ((batch[0],), (batch[1],))
     return lax.dot_general(a, b, axes, preferred_element_type=wide).astype(a.dtype)

@@ -51,7 +51,6 @@ class Row:
     """One published figure.
 
     Attributes:
-      source: name in SOURCES.
       name: name of the run.
       config: the model.
       sequence: tokens per sequence.
@@ -66,7 +65,6 @@ class Row:
       split: "fit" or "test".
     """
 
-    source: str
     name: str
     config: ModelConfig
     sequence: int
@@ -106,7 +104,7 @@ class Row:
 
 def rows(source: str) -> list[Row]:
     """Returns the rows of one of SOURCES, in the order of the source."""
-    return [_row(source, fields) for fields in _table(source)]
+    return [_row(fields) for fields in _table(source)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +118,6 @@ class Scaling:
       before: plan on few chips.
       after: plan on many chips.
       value: throughput per chip of `after`, in percent of that of `before`.
-      plan_status: see `Row`.
     """
 
     name: str
@@ -129,7 +126,6 @@ class Scaling:
     before: ParallelPlan
     after: ParallelPlan
     value: float
-    plan_status: str
 
 
 def scalings() -> list[Scaling]:
@@ -154,7 +150,6 @@ def _scaling(fields):
             zero=1,
             accumulation=int(fields[f"batch_{end}"]) // fsdp,
             remat="block",
-            executor="pipeline",
             gradient_bytes=2,
         )
 
@@ -165,17 +160,15 @@ def _scaling(fields):
         plan("from"),
         plan("to"),
         float(fields["value"]),
-        fields["layout"],
     )
 
 
-def _row(source, fields):
+def _row(fields):
     counts: dict[str, Any] = {name: int(fields[name]) for name in _COUNTS}
     plan = ParallelPlan(
         **counts,
         schedule="interleaved" if counts["chunks"] > 1 else "1f1b",
         remat=fields["remat"],
-        executor="pipeline" if counts["stage"] > 1 else "whole",
         sequence_parallel=fields["sequence_parallel"] == "1",
         fused_attention=fields["fused_attention"] == "1",
     )
@@ -184,7 +177,6 @@ def _row(source, fields):
     )
     config = ModelConfig(layers, d_model, heads, d_ff, vocab, sequence, compute_dtype="bfloat16")
     return Row(
-        source,
         fields["name"],
         config,
         config.max_len,

@@ -10,45 +10,37 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt
 from sparse_dataflow.planning import cost
+from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark
-from sparse_dataflow.runs.benchmarks.benchmark import Models, Program
+from sparse_dataflow.runs.benchmarks.benchmark import ENOUGH_SECONDS, Program
 from sparse_dataflow.runs.benchmarks.options import BenchOptions
 from sparse_dataflow.runs.request import Request
-
-ENOUGH_SECONDS = 0.01
-"""Seconds of one timing, at least."""
 
 
 def run(request: Request, options: BenchOptions) -> None:
     """Measures, prints and writes; see `experiments.block_bench`."""
-    benchmark.run_models(
-        "block_bench",
-        request,
-        options,
-        lambda models: f"a block of {models.scale}, {models.shape}",
-        lambda models: _results(models, options.rounds),
-    )
-
-
-def _results(models: Models, rounds):
-    training = models.training
+    models = benchmark.models_of(request)
+    training, chip = models.training, models.chip
+    models.announce(f"a block of {models.scale}, {training.batch} x {training.sequence} tokens")
     programs = {name: _program(model, training) for name, model in models.by_name.items()}
-
-    def row(model, seconds):
+    seconds, medians = benchmark.timed(programs, options.rounds, ENOUGH_SECONDS)
+    rows: dict[str, dict] = {}
+    for name, model in models.by_name.items():
         flops = cost.flops_per_token(model, training.sequence)
         block_flops = (flops.total - flops.head) / model.num_layers
-        speed = models.tokens / seconds
-        return {
-            "block_ms": 1e3 * seconds,
+        speed = models.tokens / medians[name]
+        rows[name] = {
+            "block_ms": 1e3 * medians[name],
             "tflops": block_flops * speed / 1e12,
-            "mfu": cost.mfu(block_flops, speed, models.chip, model.compute_dtype),
+            "mfu": cost.mfu(block_flops, speed, chip, model.compute_dtype),
             "flops_per_token": block_flops,
+            "compile_seconds": programs[name].compile_seconds,
         }
-
-    rows, seconds = benchmark.measured(models, programs, row, rounds, ENOUGH_SECONDS)
     ceiling = rows["dense"]["flops_per_token"] / rows["sparse"]["flops_per_token"]
     result = benchmark.compared(rows, _line, seconds, "ratio of FLOPs", ceiling)
-    yield {"inputs": "normal, unit variance", "flop_ratio": ceiling, **result}
+    facts = models.facts(inputs="normal, unit variance", flop_ratio=ceiling)
+    name = f"block_bench_{chip.name}_{models.scale}"
+    measurement.keep(options.keep, name, chip.name, [facts | result])
 
 
 def _line(row):

@@ -1,8 +1,8 @@
 """The trainings of coordinate_check, their table and their figure."""
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import load_tokenizer
-from sparse_dataflow.files import folders
+from sparse_dataflow.files import folders, tables
 from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark
@@ -30,69 +30,49 @@ PARAMETRIZATIONS = ("standard", "supar")
 _FLAT = "same everywhere"
 
 
-def run(
-    request: Request,
-    widths: Sequence[int],
-    densities: Sequence[float],
-    steps: int,
-    out: str,
-) -> None:
+def run(request: Request, options) -> None:
     """Trains all, prints the exponents, draws and writes; see `experiments.coordinate_check`.
-
-    Args:
-      request: the model, the corpus and the learning rates.
-      widths: values of d_model.
-      densities: fractions of blocks stored.
-      steps: steps of each training.
-      out: folder to make.
 
     Raises:
       UserError: a width or density has no layout.
     """
-    folder = Path(out)
+    folder = Path(options.out)
     folders.refuse_foreign(folder, "coordinate_check")
     config, chip = benchmark.config_here(request)
     corpus = load_corpus(config.data.corpus, cache.FOLDER)
     size = config.model.vocab_size
     tokenizer = load_tokenizer(config.data.tokenizer, corpus, size, cache.FOLDER)
     models = {
-        (parametrization, width, density): _variant(request, chip, parametrization, width, density)
-        for parametrization in PARAMETRIZATIONS
-        for width in sorted(widths)
-        for density in sorted(densities)
+        place: _variant(request, chip, *place)
+        for place in itertools.product(
+            PARAMETRIZATIONS, sorted(options.widths), sorted(options.densities)
+        )
     }
     # The batches have the same shape for all models.
     data = training_data(config, next(iter(models.values())), corpus, tokenizer)
-    batches = [data.train[step]["tokens"] for step in range(steps)]
-    rows = measure(models, batches)
-    print(table(rows))
-    result = {**measurement.provenance(chip.name), "changes": rows}
-    folders.claim(folder, "coordinate_check")
-    (folder / "coordinate_check.json").write_text(json.dumps(result, indent=1) + "\n")
-    draw(rows, folder / "coordinate_check.png")
-    print(f"figure: {folder / 'coordinate_check.png'}")
-
-
-def measure(
-    models: Mapping[tuple[str, int, float], Variant], batches: Sequence[np.ndarray]
-) -> list[dict]:
-    """A row {"parametrization", "width", "density", "activation", "changes"} for each training and
-    activation; "changes" are root mean squares, one a step.
-
-    Args:
-      models: (parametrization, width, density) -> what is trained.
-      batches: int32 [batch, sequence + 1] tokens of each step.
-    """
+    batches = [data.train[step]["tokens"] for step in range(options.steps)]
     rows = []
     for (parametrization, width, density), model in models.items():
         changes = activation_changes(model.model, model.training, batches)
         say(f"{parametrization}, width {width}, density {density:g}")
+        place = {"parametrization": parametrization, "width": width, "density": density}
         rows += [
-            {"parametrization": parametrization, "width": width, "density": density,
-             "activation": name, "changes": changes[name].tolist()}
-            for name in ACTIVATIONS
-        ]  # fmt: skip
-    return rows
+            {**place, "activation": name, "changes": changes[name].tolist()} for name in ACTIVATIONS
+        ]
+    last_changes: dict[tuple[str, str], dict[tuple[int, float], float]] = {}
+    for row in rows:
+        sizes = last_changes.setdefault((row["parametrization"], row["activation"]), {})
+        sizes[row["width"], row["density"]] = row["changes"][-1]
+    exponents = (
+        (name, parametrization, *(f"{power:+.2f}" for power in fit_exponents(sizes)))
+        for (parametrization, name), sizes in last_changes.items()
+    )
+    print(tables.markdown(("activation", "parametrization", "width", "density"), exponents))
+    folders.claim(folder, "coordinate_check")
+    result = {**measurement.provenance(chip.name), "changes": rows}
+    (folder / "coordinate_check.json").write_text(json.dumps(result, indent=1) + "\n")
+    _draw(last_changes, options.steps, folder / "coordinate_check.png")
+    print(f"figure: {folder / 'coordinate_check.png'}")
 
 
 def _variant(request, chip, parametrization, width, density) -> Variant:
@@ -106,65 +86,35 @@ def _variant(request, chip, parametrization, width, density) -> Variant:
     return dataclasses.replace(sparse, model=with_width(model, width))
 
 
-def exponents(rows: list[dict]) -> dict[tuple[str, str], tuple[float, float]]:
-    """{(parametrization, activation): powers of width and density that its last change follows}."""
-    found = {}
-    for key in dict.fromkeys((r["parametrization"], r["activation"]) for r in rows):
-        sizes = {
-            (r["width"], r["density"]): r["changes"][-1]
-            for r in rows
-            if (r["parametrization"], r["activation"]) == key
-        }
-        found[key] = fit_exponents(sizes)
-    return found
+def _draw(last_changes, steps, path):
+    """Last changes against width, a curve for each density: a row of panels per parametrization.
 
-
-def table(rows: list[dict]) -> str:
-    """The exponents, a Markdown row an activation and parametrization."""
-    lines = ["| activation | parametrization | width | density |", "|---|---|---|---|"]
-    for (parametrization, name), (width, density) in exponents(rows).items():
-        lines.append(f"| {name} | {parametrization} | {width:+.2f} | {density:+.2f} |")
-    return "\n".join(lines)
-
-
-def draw(rows: list[dict], path: Path) -> None:
-    """Last changes against width, a curve a density: a row of panels a parametrization.
-
-    Each is divided by that of the narrowest model at the highest density, and all panels have one
-    scale, so that what is right lies on the line at 1.
+    Each is divided by that of the narrowest model at the highest density. All panels have one
+    scale, so a correct curve lies on the line at 1.
     """
-    drawn = {}
-    for parametrization in PARAMETRIZATIONS:
-        for name in ACTIVATIONS:
-            last = {
-                (r["width"], r["density"]): r["changes"][-1]
-                for r in rows
-                if (r["parametrization"], r["activation"]) == (parametrization, name)
-            }
-            widths, densities = (sorted(set(axis)) for axis in zip(*last))
-            first = last[widths[0], densities[-1]]
-            curves = {_FLAT: Curve(widths, np.ones(len(widths)), marked=False, dashed=True)}
-            for density in reversed(densities):
-                sizes = [last[width, density] / first for width in widths]
-                curves[f"density {density:g}"] = Curve(widths, sizes)
-            drawn[parametrization, name] = curves
-    everything = [y for curves in drawn.values() for curve in curves.values() for y in curve.y]
+    curves_of = {}
+    for place, sizes in last_changes.items():
+        widths, densities = (sorted(set(axis)) for axis in zip(*sizes))
+        first = sizes[widths[0], densities[-1]]
+        curves = {_FLAT: Curve(widths, np.ones(len(widths)), marked=False, dashed=True)}
+        for density in reversed(densities):
+            relative = [sizes[width, density] / first for width in widths]
+            curves[f"density {density:g}"] = Curve(widths, relative)
+        curves_of[place] = curves
+    everything = [y for curves in curves_of.values() for curve in curves.values() for y in curve.y]
     limits = min(0.5, *everything) / 1.1, max(2.0, *everything) * 1.1
-    save_panels(
-        path,
-        [
-            Panel(
-                f"{name}, {parametrization}",
-                "width (d_model)",
-                "size of the change, relative",
-                curves,
-                log_x=2,
-                log_y=True,
-                ticks=sorted({r["width"] for r in rows}),
-                limits=limits,
-            )
-            for (parametrization, name), curves in drawn.items()
-        ],
-        f"Change of activations after {len(rows[0]['changes'])} steps, relative to the narrowest "
-        "dense model: flat is right",
-    )
+    panels = [
+        Panel(
+            f"{name}, {parametrization}",
+            "width (d_model)",
+            "size of the change, relative",
+            curves,
+            log_x=2,
+            log_y=True,
+            ticks=widths,
+            limits=limits,
+        )
+        for (parametrization, name), curves in curves_of.items()
+    ]
+    title = f"Change of activations after {steps} steps, relative to the narrowest dense model"
+    save_panels(path, panels, f"{title}: flat is right")

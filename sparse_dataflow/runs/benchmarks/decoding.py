@@ -10,52 +10,41 @@ import numpy as np
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.planning import cost
+from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark
-from sparse_dataflow.runs.benchmarks.benchmark import Models, Program
+from sparse_dataflow.runs.benchmarks.benchmark import Program
 from sparse_dataflow.runs.request import Request
 
 
 def run(request: Request, options) -> None:
-    """Measures, prints and writes; see `experiments.decode_bench`.
-
-    Args:
-      request: the models, and how many texts are written at once.
-      options: of the experiment.
-    """
-    benchmark.run_models(
-        "decode_bench",
-        request,
-        options,
-        lambda models: (
-            f"scale {models.scale}, {models.config.model.num_layers} layers, batch "
-            f"{models.training.batch}, {options.cached} tokens cached"
-        ),
-        lambda models: _results(models, options.cached, options.tokens, options.rounds),
-        f"_batch{request.changes['training.batch']}",
-    )
-
-
-def _results(models: Models, cached, tokens, rounds):
-    batch, seed = models.training.batch, models.training.seed
+    """Measures, prints and writes; see `experiments.decode_bench`."""
+    models = benchmark.models_of(request)
+    batch, seed, chip = models.training.batch, models.training.seed, models.chip
+    layers, cached = models.config.model.num_layers, options.cached
+    models.announce(f"scale {models.scale}, {layers} layers, batch {batch}, {cached} tokens cached")
     programs = {
-        name: _program(model, batch, cached, tokens, seed) for name, model in models.by_name.items()
+        name: _program(model, batch, cached, options.tokens, seed)
+        for name, model in models.by_name.items()
     }
-
-    def row(model, seconds):
-        token, read = seconds / tokens, cost.decoding_bytes(model, batch, cached)
-        return {
+    seconds, medians = benchmark.timed(programs, options.rounds)
+    rows: dict[str, dict] = {}
+    for name, model in models.by_name.items():
+        token = medians[name] / options.tokens
+        read = cost.decoding_bytes(model, batch, cached)
+        rows[name] = {
             "token_ms": 1e3 * token,
             "tokens_per_second": batch / token,
             "read_bytes": read,
             "gigabytes_per_second": read / token / 1e9,
+            "compile_seconds": programs[name].compile_seconds,
         }
-
-    rows, seconds = benchmark.measured(models, programs, row, rounds)
     ceiling = rows["dense"]["read_bytes"] / rows["sparse"]["read_bytes"]
     result = benchmark.compared(rows, _line, seconds, "byte ceiling", ceiling)
-    layers = models.config.model.num_layers
-    facts = {"inputs": "random weights", "layers": layers, "cached": cached}
-    yield {**facts, "byte_ceiling": ceiling, **result}
+    facts = models.facts(
+        inputs="random weights", layers=layers, cached=cached, byte_ceiling=ceiling
+    )
+    name = f"decode_bench_{chip.name}_{models.scale}_batch{batch}"
+    measurement.keep(options.keep, name, chip.name, [facts | result])
 
 
 def _line(row):

@@ -1,6 +1,5 @@
 """Runs the interplay study: measures by child processes, predicts, tabulates, draws."""
 
-import csv
 import dataclasses
 import json
 import os
@@ -9,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sparse_dataflow.files import folders
+from sparse_dataflow.files import folders, tables
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.chips import Chip
@@ -18,21 +17,17 @@ from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.planning.step_time import step_time, with_passes
 from sparse_dataflow.reporting import planner_figures
 from sparse_dataflow.runs import measurement
-from sparse_dataflow.runs.benchmarks import interplay_step
+from sparse_dataflow.runs.benchmarks import interplay_step, prediction
 from sparse_dataflow.runs.benchmarks.benchmark import named_model
 from sparse_dataflow.runs.benchmarks.interplay_step import DENSITIES, Work
 
-LONGEST = 512
 NO_FUSION = "--xla_disable_hlo_passes=fusion"
 ORDERS = ("serial", "pipelined")
 WAYS = ("measured", "predicted")
 
 
 def run(options) -> None:
-    """Measures where `options.measure`, then predicts and reports.
-
-    Args:
-      options: of `experiments.interplay`.
+    """Measures where `options.measure`, then predicts and reports; see `experiments.interplay`.
 
     Raises:
       UserError: this machine is to be predicted but not measured, it has no core for each stage,
@@ -41,7 +36,7 @@ def run(options) -> None:
     folders.refuse_foreign(Path(options.out), "interplay")
     config = named_model(options.scale)
     here = options.hardware == "this"
-    sequence = min(config.max_len, LONGEST) if here else config.max_len
+    sequence = min(config.max_len, prediction.LONGEST) if here else config.max_len
     batch = max(1, options.tokens // sequence)
     if options.stages > config.num_layers:
         raise UserError(
@@ -104,13 +99,10 @@ def _cores(stages):
 
 
 def _measured(work: Work, fused: bool, cores):
-    """The result of `interplay_step` with a process on each core at once; seconds are the mean over
-    processes.
+    """Runs `interplay_step` in a process on each of the cores at once; `fused` lets XLA fuse.
 
-    Args:
-      work: of every process.
-      fused: whether XLA may fuse.
-      cores: numbers of the cores.
+    Returns:
+      The result of the first process, with the mean seconds of all.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     environment = {**os.environ, "XLA_FLAGS": flags if fused else f"{flags} {NO_FUSION}".strip()}
@@ -167,7 +159,7 @@ def _predicted(options, model, chip, sequence, batch, fused, rates):
             rates |= {name: chip.bandwidth * efficiency.bandwidth for name in ("norms", "gelu")}
     serial = step_time(model, sequence, layout, chip, efficiency, rates=rates)
     network = chip.network or chips.Network(options.stages, chip.bandwidth, chip.bandwidth)
-    several = dataclasses.replace(layout, stage=options.stages, executor="pipeline")
+    several = dataclasses.replace(layout, stage=options.stages)
     joined = dataclasses.replace(chip, network=network)
     pipelined = step_time(model, sequence, several, joined, efficiency, rates=rates)
     return {"serial": serial, "pipelined": pipelined}
@@ -190,25 +182,27 @@ def _gain(rows, row, way, order):
 
 def _table(rows, chip):
     """Markdown."""
-    columns = _columns(rows)
+    columns, sections = _columns(rows), ("qkv", "attn_out", "mlp_in", "mlp_out")
     heads = [f"{way}, {order}" for order, way in columns]
+    cells = [
+        [
+            f"{row['density']:g}",
+            _word(row["fused"]),
+            *(
+                f"{row[_key(order, way)]:.2f} ({_gain(rows, row, way, order):.2f}x)"
+                for order, way in columns
+            ),
+            ", ".join(f"{row[f'intensity_{name}']:.0f}" for name in sections),
+        ]
+        for row in rows
+    ]
     lines = [
         f"{chip.name}: a chip's milliseconds for a micro-batch, and the gain over dense, unfused, "
         "serial",
         "",
-        f"| density | | {' | '.join(heads)} | FLOP/byte of qkv, attn_out, mlp_in, mlp_out |",
-        f"|---|---|{'---|' * len(heads)}---|",
+        tables.markdown(["density", "", *heads, f"FLOP/byte of {', '.join(sections)}"], cells),
+        "",
     ]
-    for row in rows:
-        cells = [
-            f"{row[_key(order, way)]:.2f} ({_gain(rows, row, way, order):.2f}x)"
-            for order, way in columns
-        ]
-        sections = ("qkv", "attn_out", "mlp_in", "mlp_out")
-        intensity = ", ".join(f"{row[f'intensity_{name}']:.0f}" for name in sections)
-        cells = [f"{row['density']:g}", _word(row["fused"]), *cells, intensity]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines.append("")
     for order, way in columns:
         key = _key(order, way)
         alone, both = rows[0][key] / rows[-2][key], rows[1][key] / rows[-1][key]
@@ -223,10 +217,7 @@ def _keep(options, rows, rooflines, chip, text, machine):
     folders.claim(folder, "interplay")
     figures = "![gains](interplay.png)\n\n![roofline](roofline.png)\n"
     (folder / "interplay.md").write_text(f"# Interplay, {options.scale}\n\n{text}\n\n{figures}")
-    with (folder / "interplay.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    tables.write_csv(folder / "interplay.csv", rows)
     panels = {
         order: {
             f"{_word(fused)}, {way}": [
@@ -240,14 +231,14 @@ def _keep(options, rows, rooflines, chip, text, machine):
     }
     labels = ["dense", *(f"{density:g}" for density in DENSITIES[1:])]
     title = f"{options.scale} on {chip.name}: gain over dense, unfused, serial"
-    figure = planner_figures.bars(labels, panels, "gain, times", title)
-    print(planner_figures.save(figure, folder / "interplay.png"))
+    planner_figures.bars(folder / "interplay.png", labels, panels, "gain, times", title)
+    print(folder / "interplay.png")
     shown = {n: s for n, s in rooflines.items() if n.startswith(("dense", "0.125"))}
     dtype = "float32" if options.hardware == "this" else "bfloat16"
     title = f"{options.scale} on {chip.name}: sections of a block, forward, with their passes"
-    figure = planner_figures.roofline(chip, dtype, shown, title)
-    print(planner_figures.save(figure, folder / "roofline.png"))
+    planner_figures.roofline(folder / "roofline.png", chip, dtype, shown, title)
+    print(folder / "roofline.png")
     if machine:
         settings = ("scale", "tokens", "block", "stages", "micro_batches", "rounds")
         result = {name: getattr(options, name) for name in settings} | {"rows": rows}
-        measurement.keep(options.keep, f"interplay_{machine}_{options.scale}", machine, result)
+        measurement.keep(options.keep, f"interplay_{machine}_{options.scale}", machine, [result])

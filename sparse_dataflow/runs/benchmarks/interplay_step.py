@@ -84,16 +84,9 @@ def _measured(work):
             "seconds": prediction.measured_seconds(config, step, work.rounds, executor),
             "rates": chip and prediction.measured_rates(config, one, chip),
         }
-    return {"densities": by_density, "chip": chip and _described(chip)}
-
-
-def _described(chip):
-    return {
-        "name": chip.name,
-        "peak_flops": dict(chip.peak_flops or {}),
-        "memory_bytes": chip.memory_bytes,
-        "bandwidth": chip.bandwidth,
-    }
+    names = ("name", "peak_flops", "memory_bytes", "bandwidth")
+    described = chip and {name: getattr(chip, name) for name in names}
+    return {"densities": by_density, "chip": described}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,23 @@ from sparse_dataflow.sparsity.layout import BlockLayout
 
 STATIC = "xla_static"
 """The implementation that is specialised to its layout; others read it from arrays."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The cases of `kernel_bench`: every layout of a shape with every number of tokens.
+
+    Attributes:
+      layouts: (in_features, out_features) -> (pattern, density, layout) triples.
+      tokens: rows of x.
+      dtype: of x and the weights.
+      implementations: of the block-sparse product.
+    """
+
+    layouts: Mapping[tuple[int, int], Sequence[tuple[str, float, BlockLayout]]]
+    tokens: Sequence[int]
+    dtype: str
+    implementations: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,21 +91,13 @@ def dense(product: str, operands: Operands) -> Program:
 def block_sparse(case: Case, operands: Operands, implementation: str) -> Program:
     """The product at stored blocks."""
     tables, values = case.layout.tables(), operands.stored(case.layout)
-    if implementation == STATIC:
-        return product_of(
-            case.product,
-            operands,
-            lambda x, weight: block_sparse_matmul(x, weight, tables, STATIC),
-            values,
-        )
-    # As arguments, so that tables are data in this program as in one whose layout changes.
-    return product_of(
-        case.product,
-        operands,
-        lambda x, weight, tables: block_sparse_matmul(x, weight, tables, implementation),
-        values,
-        jax.tree.map(jnp.asarray, tables),
-    )
+
+    def product(x, weight, tables=tables):
+        return block_sparse_matmul(x, weight, tables, implementation)
+
+    # As arguments, tables are data in this program as in one whose layout changes.
+    data = () if implementation == STATIC else (jax.tree.map(jnp.asarray, tables),)
+    return product_of(case.product, operands, product, values, *data)
 
 
 def product_of(

@@ -13,19 +13,11 @@ from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.runs import measurement
-from sparse_dataflow.runs.benchmarks import (
-    benchmark,
-    kernel_peers,
-    kernel_programs,
-    kernel_tuning,
-)
-from sparse_dataflow.runs.benchmarks.benchmark import Program
-from sparse_dataflow.runs.benchmarks.kernel_tuning import Grid
+from sparse_dataflow.runs.benchmarks import kernel_peers, kernel_programs, kernel_tuning
+from sparse_dataflow.runs.benchmarks.benchmark import ENOUGH_SECONDS, Program
+from sparse_dataflow.runs.benchmarks.kernel_programs import Grid
 from sparse_dataflow.runs.benchmarks.options import IMPLEMENTATIONS
 from sparse_dataflow.sparsity.patterns import make_layout
-
-ENOUGH_SECONDS = 0.01
-"""Seconds of one timing, at least."""
 
 CPU: dict[str, Any] = {
     "shapes": "512x2048,1024x4096,4096x1024,2048x8192",
@@ -49,10 +41,7 @@ ACCELERATOR: dict[str, Any] = {
 
 
 def run(options) -> None:
-    """Measures, prints and writes; with `options.tune`, tunes instead.
-
-    Args:
-      options: of `experiments.kernel_bench`.
+    """Measures, prints and writes, or tunes; see `experiments.kernel_bench`.
 
     Raises:
       UserError: a shape or a layout is not possible, before anything is timed.
@@ -63,14 +52,12 @@ def run(options) -> None:
         print(f"\nkept in {kernel_tuning.run(grid, options.rounds, options.tuned)}")
         return
     chip = hardware.detect([grid.dtype])
-    benchmark.run(
-        f"kernel_bench_{chip.name}_{grid.dtype}",
-        chip,
+    print(
         f"{chip.name}; {grid.dtype}, normal inputs, medians of {options.rounds} rounds\n\n{_HEAD}",
-        {"inputs": "normal, unit variance", "dtype": grid.dtype},
-        _results(grid, options.products, options.peers, options.rounds),
-        options.keep,
+        flush=True,
     )
+    name = f"kernel_bench_{chip.name}_{grid.dtype}"
+    measurement.keep(options.keep, name, chip.name, _results(grid, options))
 
 
 def _grid(options) -> Grid:
@@ -115,20 +102,21 @@ def _shapes(text: str) -> list[tuple[int, int]]:
     return shapes
 
 
-def _results(grid: Grid, products, peers, rounds):
+def _results(grid: Grid, options) -> Iterator[dict]:
+    """Yields what was measured so far, after each shape and number of tokens."""
     rows = []
     for shape, layouts in grid.layouts.items():
         for tokens in grid.tokens:
             operands = kernel_programs.Operands.draw(*shape, tokens, grid.dtype)
-            for product in products:
+            for product in options.products:
                 dense = kernel_programs.dense(product, operands)
                 for pattern, density, layout in layouts:
                     case = kernel_programs.Case(layout, tokens, grid.dtype, product)
-                    sparse = _programs(case, operands, grid.implementations, peers)
-                    for row in _measured(case, dense, sparse, rounds):
+                    sparse = _programs(case, operands, grid.implementations, options.peers)
+                    for row in _measured(case, dense, sparse, options.rounds):
                         rows.append({"pattern": pattern, "density": density, **row})
                         print(_line(rows[-1]), flush=True)
-            yield {"rows": rows}
+            yield {"inputs": "normal, unit variance", "dtype": grid.dtype, "rows": rows}
 
 
 def _programs(case, operands, implementations: Sequence[str], peers) -> dict[str, Program]:
@@ -156,7 +144,7 @@ def _measured(case, dense: Program, sparse: dict[str, Program], rounds) -> Itera
     layout, dense_median = case.layout, float(np.median(seconds["dense"]))
     for name, program in sparse.items():
         median = float(np.median(seconds[name]))
-        ratio, low, high = measurement.paired_ratio(seconds["dense"], seconds[name])
+        ratio = measurement.paired_ratio(seconds["dense"], seconds[name])
         yield {
             "shape": f"{layout.in_features}x{layout.out_features}",
             "tokens": case.tokens,
@@ -165,10 +153,8 @@ def _measured(case, dense: Program, sparse: dict[str, Program], rounds) -> Itera
             "implementation": name,
             "dense_ms": 1e3 * dense_median,
             "sparse_ms": 1e3 * median,
-            "ratio": ratio,
-            "ratio_low": low,
-            "ratio_high": high,
-            "of_ideal": ratio * case.stored_flops / case.dense_flops,
+            **ratio,
+            "of_ideal": ratio["ratio"] * case.stored_flops / case.dense_flops,
             "dense_tflops": case.dense_flops / dense_median / 1e12,
             "stored_tflops": case.stored_flops / median / 1e12,
             "compile_seconds": program.compile_seconds,

@@ -25,11 +25,7 @@ WIDTH = 4
 
 
 def run(options) -> None:
-    """Measures every schedule, prints and writes.
-
-    Args:
-      options: of `experiments.pipeline_bubble`.
-    """
+    """Measures every schedule, prints and writes; see `experiments.pipeline_bubble`."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.stages)
     cases = []
@@ -57,9 +53,10 @@ def run(options) -> None:
             }
         )
         label = schedule.name + " with recomputation" * recompute
+        error = bubble / max(of_table, 1e-9) - 1
         print(
             f"{label:32} {schedule.ticks:4} ticks  bubble of the table {of_table:.3f}"
-            f"  measured {bubble:.3f}  ({bubble / max(of_table, 1e-9) - 1:+.1%})"
+            f"  measured {bubble:.3f}  ({error:+.1%})"
         )
     result = {
         "inputs": "blocks that sleep in place of computing",
@@ -68,7 +65,7 @@ def run(options) -> None:
         "action_ms": options.milliseconds,
         "rows": rows,
     }
-    measurement.keep(options.keep, "pipeline_bubble_cpu", "cpu", result)
+    measurement.keep(options.keep, "pipeline_bubble_cpu", "cpu", [result])
 
 
 def _measured(schedule: Schedule, action: float, rounds: int) -> tuple[float, float]:

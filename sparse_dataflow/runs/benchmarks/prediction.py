@@ -25,10 +25,7 @@ LONGEST = 512
 
 
 def run(options) -> None:
-    """Predicts and measures every scale, dense and sparse; prints and writes.
-
-    Args:
-      options: of `experiments.predict_check`.
+    """Predicts and measures every scale; see `experiments.predict_check`.
 
     Raises:
       UserError: a model has no layout, before anything is measured.
@@ -53,7 +50,7 @@ def run(options) -> None:
             flush=True,
         )
     print(f"largest error {max(abs(row['error']) for row in rows):.1%}")
-    measurement.keep(options.keep, f"predict_check_{chip.name}", chip.name, {"rows": rows})
+    measurement.keep(options.keep, f"predict_check_{chip.name}", chip.name, [{"rows": rows}])
 
 
 def check_model(scale: str, density: float, block: int) -> ModelConfig:

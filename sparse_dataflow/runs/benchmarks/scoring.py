@@ -27,12 +27,8 @@ from sparse_dataflow.training.step import initial_state, make_eval_step
 def run(request: Request, options) -> None:
     """Measures, prints and writes; see `experiments.scoring_bench`.
 
-    Args:
-      request: the models and the corpus.
-      options: of the experiment.
-
     Raises:
-      UserError: in words, before anything is timed.
+      UserError: before anything is timed.
     """
     shots = sorted(options.num_fewshot)
     models = benchmark.models_of(request)
@@ -42,21 +38,26 @@ def run(request: Request, options) -> None:
     trained = {name: _random(models, name, tokenizer) for name in models.by_name}
     item_options = trained["dense"].context, options.items, models.training.seed
     tasks = _tasks(shots, corpus, tokenizer, *item_options)
-    benchmark.run(
-        f"scoring_bench_{models.chip.name}_{models.scale}",
-        models.chip,
+    print(
         f"{models.chip.name}: scale {models.scale}, micro-batches of "
         f"{batch_limits(trained['dense']).tokens:,} tokens, {', '.join(tasks)}",
-        {
-            "inputs": "random weights; items of the held-out documents",
-            "tokens": "of the requests, context and continuation, without padding",
-            "corpus": corpus.name,
-            "tasks": list(tasks),
-            **models.facts,
-        },
-        _results(trained, tasks, shots, options.rounds),
-        options.keep,
+        flush=True,
     )
+    facts = models.facts(
+        inputs="random weights; items of the held-out documents",
+        tokens="of the requests, context and continuation, without padding",
+        corpus=corpus.name,
+        tasks=list(tasks),
+    )
+
+    def results():
+        rows: list[dict] = []
+        for count in shots:
+            rows += _rows(trained, tasks, count, options.rounds)
+            yield facts | {"rows": rows}
+
+    name = f"scoring_bench_{models.chip.name}_{models.scale}"
+    measurement.keep(options.keep, name, models.chip.name, results())
 
 
 def _random(models: Models, name: str, tokenizer: Tokenizer) -> Trained:
@@ -82,13 +83,6 @@ def _tasks(shots, corpus, *item_options):
     return tasks
 
 
-def _results(models, tasks, shots, rounds):
-    rows = []
-    for count in shots:
-        rows += _rows(models, tasks, count, rounds)
-        yield {"rows": rows}
-
-
 def _rows(models, tasks, shots, rounds):
     """Measures all models with `shots` examples in the prompt; prints and returns a row each."""
     requests = _requests(models["dense"], tasks, shots)
@@ -104,29 +98,23 @@ def _rows(models, tasks, shots, rounds):
     rows = []
     for name, (counts, forward_tokens) in about.items():
         scoring, forward = (seconds[name, kind] for kind in ("scoring", "forward"))
-        share, low, high = measurement.paired_ratio(
-            forward / forward_tokens, scoring / counts.tokens
-        )
-        rows.append(
-            {
-                "model": name,
-                "shots": shots,
-                "requests": counts.requests,
-                "tokens": counts.tokens,
-                "padding": counts.padded / counts.tokens - 1,
-                "programs": len(counts.lengths),
-                "tokens_per_second": counts.tokens / float(np.median(scoring)),
-                "forward_tokens_per_second": forward_tokens / float(np.median(forward)),
-                "share": share,
-                "share_low": low,
-                "share_high": high,
-            }
-        )
+        row = {
+            "model": name,
+            "shots": shots,
+            "requests": counts.requests,
+            "tokens": counts.tokens,
+            "padding": counts.padded / counts.tokens - 1,
+            "programs": len(counts.lengths),
+            "tokens_per_second": counts.tokens / float(np.median(scoring)),
+            "forward_tokens_per_second": forward_tokens / float(np.median(forward)),
+            **measurement.paired_ratio(forward / forward_tokens, scoring / counts.tokens, "share"),
+        }
+        rows.append(row)
         print(
-            f"{name:>6}: {shots}-shot scoring {rows[-1]['tokens_per_second']:7,.0f} tokens/s, "
-            f"{share:.0%} of the forward pass's {rows[-1]['forward_tokens_per_second']:,.0f} "
-            f"(quartiles {low:.0%} to {high:.0%}; {rows[-1]['padding']:.0%} padding, "
-            f"{rows[-1]['programs']} programs)"
+            f"{name:>6}: {shots}-shot scoring {row['tokens_per_second']:7,.0f} tokens/s, "
+            f"{row['share']:.0%} of the forward pass's {row['forward_tokens_per_second']:,.0f} "
+            f"(quartiles {row['share_low']:.0%} to {row['share_high']:.0%}; "
+            f"{row['padding']:.0%} padding, {row['programs']} programs)"
         )
     return rows
 

@@ -94,18 +94,12 @@ def compared(seconds: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:
     Args:
       seconds: of "dense", "sparse" and the peers that ran, as `measurement.paired_seconds` gives.
     """
-    ratios_by_peer = {}
-    for name in seconds.keys() & {NAME}:
-        ratios = {
-            n: measurement.paired_ratio(seconds[name], seconds[n]) for n in ("dense", "sparse")
-        }
-        words = ", ".join(
-            f"{name} / {n}: {middle:.2f}x (quartiles {low:.2f}-{high:.2f})"
-            for n, (middle, low, high) in ratios.items()
-        )
-        print(words)
-        ratios_by_peer[name] = {f"over_{n}": middle for n, (middle, _, _) in ratios.items()}
-    return ratios_by_peer
+    if NAME not in seconds:
+        return {}
+    ratios = {n: measurement.paired_ratio(seconds[NAME], seconds[n]) for n in ("dense", "sparse")}
+    words = (f"{NAME} / {n}: {measurement.ratio_text(ratio)}" for n, ratio in ratios.items())
+    print(", ".join(words))
+    return {NAME: {f"over_{n}": ratio["ratio"] for n, ratio in ratios.items()}}
 
 
 def torch_step(

@@ -13,7 +13,6 @@ from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark, step_peers
-from sparse_dataflow.runs.benchmarks.benchmark import Models
 from sparse_dataflow.runs.benchmarks.step_peers import Step
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.training.step import initial_state, jitted_train_step
@@ -22,38 +21,20 @@ LEARNING_RATE = 1e-4
 
 
 def run(request: Request, options) -> None:
-    """Measures, prints and writes; see `experiments.step_bench`.
-
-    Args:
-      request: the models and their training.
-      options: of the experiment.
-    """
-    benchmark.run_models(
-        "step_bench",
-        request,
-        options,
-        lambda models: (
-            f"scale {models.scale}, {models.shape} (projections hold {_share(models):.1%} of the "
-            "dense FLOPs)"
-        ),
-        lambda models: _results(models, options.peers, options.rounds),
-    )
-
-
-def _share(models: Models) -> float:
-    """Share of the projections in the FLOPs of the dense model."""
-    flops = cost.flops_per_token(models.by_name["dense"], models.training.sequence)
-    return flops.projection_share
-
-
-def _results(models: Models, peers, rounds):
+    """Measures, prints and writes; see `experiments.step_bench`."""
+    models = benchmark.models_of(request)
     training, chip, by_name = models.training, models.chip, dict(models.by_name)
+    share = cost.flops_per_token(by_name["dense"], training.sequence).projection_share
+    models.announce(
+        f"scale {models.scale}, {training.batch} x {training.sequence} tokens (projections hold "
+        f"{share:.1%} of the dense FLOPs)"
+    )
     tokens = random_tokens(by_name["dense"], training)
     makers: dict[str, Callable[[], Step]] = {
         name: functools.partial(compiled_step, model, training, tokens)
         for name, model in by_name.items()
     }
-    if peers:
+    if options.peers:
         peer = step_peers.maker(by_name["dense"], training, tokens, LEARNING_RATE)
         makers = peer | makers  # Peers first, as jax does not give memory back.
         by_name |= {name: by_name["dense"] for name in peer}
@@ -61,7 +42,7 @@ def _results(models: Models, peers, rounds):
     seconds: dict[str, np.ndarray] = {}
     rows: dict[str, dict] = {}
     for names in [list(makers)] if paired else [[name] for name in makers]:
-        times, about = _timed({name: makers[name] for name in names}, rounds)
+        times, about = _timed({name: makers[name] for name in names}, options.rounds)
         seconds |= times
         rows |= about
         step_peers.release()
@@ -75,15 +56,16 @@ def _results(models: Models, peers, rounds):
         }
     ceiling = cost.flop_ceiling(by_name["sparse"], training.sequence)
     result = benchmark.compared(rows, _line, seconds, "FLOP ceiling", ceiling)
-    yield {
-        "inputs": "uniform random tokens",
-        "state_dtype": training.state_dtype,
-        "projection_share": _share(models),
-        "paired": paired,
-        "flop_ceiling": ceiling,
-        "peers": step_peers.compared(seconds),
-        **result,
-    }
+    facts = models.facts(
+        inputs="uniform random tokens",
+        state_dtype=training.state_dtype,
+        projection_share=share,
+        paired=paired,
+        flop_ceiling=ceiling,
+        peers=step_peers.compared(seconds),
+    )
+    name = f"step_bench_{chip.name}_{models.scale}"
+    measurement.keep(options.keep, name, chip.name, [facts | result])
 
 
 def _timed(makers, rounds):

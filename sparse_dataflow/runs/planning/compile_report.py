@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import importlib.metadata
 
-from sparse_dataflow.aot import compile, hlo, topologies
+from sparse_dataflow.aot import compile, topologies
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.files import tables
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import GIB
@@ -46,32 +47,40 @@ class CompilePlan:
         return dataclasses.replace(self, config=config, parallel=parallel)
 
     @property
+    def request(self) -> search.Request:
+        """The search for other parallel plans of the same batch."""
+        return search.Request(
+            self.config,
+            self.sequence,
+            int(self.parallel.batch),
+            self.topology.chip,
+            self.topology.size,
+            self.parallel.state_dtype,
+            self.parallel.optimizer,
+        )
+
+    @property
     def flags(self) -> str:
         """The flags of `experiments.compile_plan` that describe it."""
+        parallel, slices = self.parallel, self.topology.slices
         sparse = next(iter(dict(self.config.linears).values()), None)
-        parallel = self.parallel
-        flags = {"scale": self.scale}
-        if sparse is not None:
-            flags |= {"density": f"{sparse.density}", "block": f"{sparse.block}"}
-        flags |= {"topology": self.topology.name}
-        if self.topology.slices > 1:
-            flags |= {"slices": f"{self.topology.slices}"}
-        flags |= {
+        schedule = schedules.format_schedule(parallel.schedule, int(parallel.chunks))
+        flags = {
+            "scale": self.scale,
+            "density": sparse and sparse.density,
+            "block": sparse and sparse.block,
+            "topology": self.topology.name,
+            "slices": slices if slices > 1 else None,
             "mesh": ",".join(f"{axis}:{getattr(parallel, axis)}" for axis in meshes.AXES),
-            "zero": f"{parallel.zero}",
-            "batch": f"{parallel.batch}",
-            "accumulation": f"{parallel.accumulation}",
+            "zero": parallel.zero,
+            "batch": parallel.batch,
+            "accumulation": parallel.accumulation,
             "remat": parallel.remat,
+            "schedule": schedule if parallel.stage > 1 else None,
+            "state_dtype": parallel.state_dtype if parallel.state_dtype != "float32" else None,
+            "optimizer": parallel.optimizer if parallel.optimizer != "adamw" else None,
         }
-        if parallel.stage > 1:
-            flags |= {
-                "schedule": schedules.format_schedule(parallel.schedule, int(parallel.chunks))
-            }
-        if parallel.state_dtype != "float32":
-            flags |= {"state_dtype": parallel.state_dtype}
-        if parallel.optimizer != "adamw":
-            flags |= {"optimizer": parallel.optimizer}
-        return " ".join(f"--{name}={text}" for name, text in flags.items())
+        return " ".join(f"--{name}={text}" for name, text in flags.items() if text is not None)
 
 
 def run(options) -> int:
@@ -181,7 +190,6 @@ def plan_of(options) -> CompilePlan:
         chunks=chunks,
         schedule=schedule,
         remat=options.remat,
-        executor="pipeline" if sizes["stage"] > 1 else "whole",
         sequence_parallel=True,
         state_dtype=options.state_dtype,
         optimizer=options.optimizer,
@@ -200,10 +208,7 @@ def _fastest(options, topology) -> ParallelPlan:
         options.state_dtype,
         options.optimizer,
     )
-    plans = nearest.fitting_plans(request, None)
-    if not plans:
-        search.check_legal(search.price(request, search.space(request)))
-    return plans[0]
+    return nearest.fitting_plans(request, None)[0]
 
 
 def _executor(plan: CompilePlan, devices):
@@ -217,22 +222,10 @@ def _executor(plan: CompilePlan, devices):
 
 def _nearest(plan: CompilePlan, tries: int) -> tuple[CompilePlan, dict] | None:
     """The nearest plan that fits, with its verdict; prints each plan that is tried."""
-    parallel, topology = plan.parallel, plan.topology
-    request = search.Request(
-        plan.config,
-        plan.sequence,
-        int(parallel.batch),
-        topology.chip,
-        topology.size,
-        parallel.state_dtype,
-        parallel.optimizer,
-    )
-    candidates = nearest.fitting_plans(request, parallel)
-    if not candidates:
-        try:
-            search.check_legal(search.price(request, search.space(request)))
-        except UserError as error:
-            print(f"\n{error}")
+    try:
+        candidates = nearest.fitting_plans(plan.request, plan.parallel)
+    except UserError as error:
+        print(f"\n{error}")
         return None
     for candidate in candidates[:tries]:
         other = plan.with_parallel(candidate)
@@ -286,10 +279,10 @@ def _memory(plan, result) -> str:
     predicted = predicted_bytes(plan)
     rows = [(name, size, predicted[name]) for name, size in result["bytes"].items()]
     rows.append(("total", sum(result["bytes"].values()), sum(predicted.values())))
-    lines = [f"{'GiB a chip':<14}{'compiled':>10}{'predicted':>11}"]
-    lines += [f"{name:<14}{_gib(size):>10}{_gib(guess):>11}" for name, size, guess in rows]
+    lines = [(name, _gib(size), _gib(guess)) for name, size, guess in rows]
     error = rows[-1][2] / rows[-1][1] - 1
-    return "\n".join([*lines, f"{'error':<14}{'':>10}{error:>+11.1%}"])
+    head = ("GiB a chip", "compiled", "predicted")
+    return tables.aligned([head, *lines, ("error", "", f"{error:+.1%}")])
 
 
 def _flops(result) -> str:
@@ -300,17 +293,16 @@ def _flops(result) -> str:
 
 
 def _collectives(result) -> str:
-    lines = [f"{'a chip and step':<21}{'group':>7}{'times':>9}{'GB':>10}{'GB sent':>10}"]
-    collectives = [
-        hlo.Collective(c["kind"], c["group"], c["times"], c["bytes"]) for c in result["collectives"]
-    ]
-    for kind, group in sorted({(c.kind, c.group) for c in collectives}):
-        total = hlo.by_kind([c for c in collectives if (c.kind, c.group) == (kind, group)])[kind]
-        lines.append(
-            f"{kind:<21}{group:>7}{total['times']:>9,.0f}{total['bytes'] / 1e9:>10.2f}"
-            f"{total['moved'] / 1e9:>10.2f}"
-        )
-    return "\n".join(lines if len(lines) > 1 else ["nothing is sent between chips"])
+    if not result["collectives"]:
+        return "nothing is sent between chips"
+    lines = [("a chip and step", "group", "times", "GB", "GB sent")]
+    for kind, group in sorted({(c["kind"], c["group"]) for c in result["collectives"]}):
+        alike = [c for c in result["collectives"] if (c["kind"], c["group"]) == (kind, group)]
+        times = sum(c["times"] for c in alike)
+        size = sum(c["times"] * c["bytes"] for c in alike) / 1e9
+        moved = sum(c["moved"] for c in alike) / 1e9
+        lines.append((kind, f"{group}", f"{times:,.0f}", f"{size:.2f}", f"{moved:.2f}"))
+    return tables.aligned(lines)
 
 
 def _gib(size) -> str:
@@ -325,4 +317,4 @@ def _write(out: str, plan: CompilePlan, result: dict) -> None:
     density = min((spec.density for spec in dict(plan.config.linears).values()), default=1.0)
     kind = f"density-{density:g}" if density < 1 else "dense"
     name = f"{plan.scale}_{kind}_{plan.topology.name}".replace(":", "-")
-    measurement.keep(out, name, hardware.cpu_name(), {"compilers": compilers, **result})
+    measurement.keep(out, name, hardware.cpu_name(), [{"compilers": compilers, **result}])

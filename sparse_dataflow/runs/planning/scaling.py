@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from sparse_dataflow.files import folders
+from sparse_dataflow.files import folders, tables
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.chips import Chip
@@ -41,7 +41,7 @@ def run(options) -> None:
         raise UserError(f"--kinds=none leaves no study; legal: {', '.join(STUDIES)}.")
     with folders.claimed(Path(options.out), "scaling_study") as folder:
         rows = [row for kind in options.kinds for row in _study(kind, hardware, counts, folder)]
-        plan_rows.write_csv(folder / "scaling.csv", rows)
+        tables.write_csv(folder / "scaling.csv", rows)
         (folder / "scaling.md").write_text(_markdown(rows))
         print(folder / "scaling.md")
 
@@ -65,8 +65,8 @@ def _study(kind: str, hardware: list[Chip], counts: list[int], folder: Path) -> 
             "--most, or others by --hardware."
         )
     title = f"{kind.capitalize()} scaling, best plan of each point, predicted"
-    figure = planner_figures.scaling(panels, "MFU, %", title)
-    print(planner_figures.save(figure, folder / f"{kind}.png"))
+    planner_figures.scaling(folder / f"{kind}.png", panels, "MFU, %", title)
+    print(folder / f"{kind}.png")
     return rows
 
 
@@ -75,13 +75,12 @@ def _point(kind: str, label: str, chip: Chip, count: int) -> dict | None:
     config = named_model(*MODELS[label])
     batch = WEAK[label] * count if kind == "weak" else STRONG[label]
     request = search.Request(config, config.max_len, batch, chip, count)
-    priced = search.price(request, search.space(request))
+    priced = search.price(request)
     best = priced.ranked(1)
     if not best:
         return None
-    index, choice = best[0]
-    speed = priced.throughput.reshape(-1)[index]
-    row = plan_rows.row(request, choice, speed)
+    plan, speed = best[0]
+    row = plan_rows.row(request, plan, speed)
     if priced.unbounded_speed > MEMORY_BOUND * speed:
         row["limit"] = "memory size"
     head = {"kind": kind, "model": label, "hardware": chip.name, "chips": count, "batch": batch}
@@ -101,10 +100,6 @@ def _print_line(kind, label, chip, first, last):
 def _markdown(rows):
     names = ["kind", "model", "hardware", "chips", "batch", "mfu", "tokens_per_second_per_chip"]
     names += ["stage", "fsdp", "tensor", "micro_batch", "schedule", "zero", "remat", "limit"]
-    lines = [f"| {' | '.join(n.replace('_', ' ') for n in names)} |", "|" + " --- |" * len(names)]
-    for row in rows:
-        cells = dict(row)
-        cells["mfu"] = f"{row['mfu']:.1%}"
-        cells["tokens_per_second_per_chip"] = f"{row['tokens_per_second_per_chip']:,.1f}"
-        lines.append(f"| {' | '.join(str(cells[n]) for n in names)} |")
-    return "\n".join(lines) + "\n"
+    formats = {"mfu": ".1%", "tokens_per_second_per_chip": ",.1f"}
+    cells = ([f"{row[name]:{formats.get(name, '')}}" for name in names] for row in rows)
+    return tables.markdown([name.replace("_", " ") for name in names], cells) + "\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_dataflow.config import settings
-from sparse_dataflow.files import folders
+from sparse_dataflow.files import folders, tables
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning import plan_memory, search, sensitivity, step_time
@@ -44,20 +44,17 @@ def run(options) -> None:
 
 
 def _search(options, request, folder):
-    priced = search.price(request, search.space(request))
+    priced = search.price(request)
     search.check_legal(priced)
-    speeds = priced.throughput.reshape(-1)
-    ranked = [(choice, speeds[index]) for index, choice in priced.ranked(ROWS)]
-    rows = [plan_rows.row(request, choice, speed) for choice, speed in ranked]
-    print(f"{int(priced.legal.sum()):,} legal plans of {priced.space.size:,}, all priced")
-    plans = [search.scalar_plan(request.plan(choice)) for choice, _ in ranked[:10]]
-    verdicts = verify.verdicts(options.scale, request, plans, options.verify)
+    ranked = priced.ranked(ROWS)
+    rows = [plan_rows.row(request, plan, speed) for plan, speed in ranked]
+    print(f"{int(priced.legal.sum()):,} legal plans of {priced.legal.size:,}, all priced")
+    plans = [plan for plan, _ in ranked]
+    verdicts = verify.verdicts(options.scale, request, plans[:10], options.verify)
     _print_best(rows[:10], verdicts)
-    plan_rows.write_csv(folder / "trials.csv", rows)
-    for choice, _ in ranked[: options.explain]:
-        plan = search.scalar_plan(request.plan(choice))
-        print(f"\n{plan}")
-        print(search.explain(request, choice).explain())
+    tables.write_csv(folder / "trials.csv", rows)
+    for plan in plans[: options.explain]:
+        print(f"\n{plan}\n{request.time(plan).explain()}")
         print(f"\nmemory of the fullest chip\n{_memory(request, plan)}")
     _sensitivity(priced, folder)
     _roofline(options, request, plans[0], folder)
@@ -123,8 +120,8 @@ def _sensitivity(priced, folder):
         print(f"  {name.replace('_', '-'):<12} {effect:>6.1%}   {shares}")
     request = priced.request
     title = f"What decides the throughput on {request.chips:,} {request.chip.name}"
-    figure = planner_figures.sensitivity(effects, best, title)
-    print(f"  {planner_figures.save(figure, folder / 'sensitivity.png')}")
+    planner_figures.sensitivity(folder / "sensitivity.png", effects, best, title)
+    print(f"  {folder / 'sensitivity.png'}")
 
 
 def _roofline(options, request, plan, folder):
@@ -145,5 +142,6 @@ def _roofline(options, request, plan, folder):
     title = (
         f"{options.scale} on {request.chip.name}: sections of a block, forward, with their passes"
     )
-    figure = planner_figures.roofline(request.chip, request.config.compute_dtype, models, title)
-    print(f"  {planner_figures.save(figure, folder / 'roofline.png')}")
+    path, dtype = folder / "roofline.png", request.config.compute_dtype
+    planner_figures.roofline(path, request.chip, dtype, models, title)
+    print(f"  {path}")

@@ -3,13 +3,12 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from sparse_dataflow.files import folders
+from sparse_dataflow.files import folders, tables
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.planning import fitting, published
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, Efficiency
 from sparse_dataflow.planning.fitting import Error
 from sparse_dataflow.reporting import planner_figures
-from sparse_dataflow.runs.planning import plan_rows
 from sparse_dataflow.runs.planning.options import named_model
 
 Constants = Mapping[str, Efficiency]
@@ -37,18 +36,15 @@ def run(fit: bool, out: str) -> None:
     _print_scalings(constants)
     _print_sparse(constants)
     folders.claim(folder, "planner_truth")
-    plan_rows.write_csv(
-        folder / "truth.csv", [_row(source, e) for source in errors for e in errors[source]]
-    )
+    rows = [_row(source, e) for source in errors for e in errors[source]]
+    tables.write_csv(folder / "truth.csv", rows)
     points = {
-        source: [
-            (e.row.seconds, _predicted_seconds(e, constants), e.row.split == "fit")
-            for e in errors[source]
-        ]
+        source: [(e.row.seconds, e.seconds, e.row.split == "fit") for e in errors[source]]
         for source in errors
     }
     title = "Steps of published runs: predicted against measured"
-    print(planner_figures.save(planner_figures.accuracy(points, title), folder / "truth.png"))
+    planner_figures.accuracy(folder / "truth.png", points, title)
+    print(folder / "truth.png")
 
 
 def _fitted_constants() -> Constants:
@@ -57,10 +53,6 @@ def _fitted_constants() -> Constants:
         differs = "" if constants == EFFICIENCIES[family] else "  (differs)"
         print(f"{family}: {constants}{differs}")
     return {**EFFICIENCIES, **families}
-
-
-def _predicted_seconds(error, constants):
-    return fitting.predict_seconds(error.row, constants[error.row.chip.family])
 
 
 def _print_source(source: str, errors: Iterable[Error]) -> None:

@@ -1,6 +1,6 @@
 """The trainings of sparse_quality: planned to one budget, resumed, and put into tables."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.tables import markdown
 from sparse_dataflow.reporting.panels import save_strips
 from sparse_dataflow.runs import measurement, memory_check, step_plan
 from sparse_dataflow.runs.request import Request
@@ -36,26 +37,13 @@ power of 2 that divides the width.  "training_flops" is the share of the dense t
 the arm spends in all, by the step at which it turns dense."""
 
 
-def run(
-    request: Request,
-    all_arms: Mapping[str, Changes],
-    *,
-    arms: Sequence[str],
-    equal: Sequence[str],
-    steps: int,
-    seeds: int,
-    out: str,
-) -> int:
+def run(request: Request, all_arms: Mapping[str, Changes], options) -> int:
     """Trains every arm, seed and budget that is named; see `experiments.sparse_quality`.
 
     Args:
       request: the config that arms change.
       all_arms: name of an arm -> its changes.
-      arms: the arms to train.
-      equal: budgets to train them to: "tokens", "flops", "seconds".
-      steps: optimizer steps of the dense model.
-      seeds: trainings of each arm.
-      out: folder to make, or to go on in.
+      options: of the experiment.
 
     Returns:
       The exit status.
@@ -63,9 +51,10 @@ def run(
     Raises:
       UserError: before the first step where it can be known then.
     """
+    arms, equal, steps = options.arms, options.equal, options.steps
     if not arms or not equal:
         raise UserError("--arms or --equal names nothing, so there is nothing to train; name some.")
-    folder = Path(out)
+    folder = Path(options.out)
     folders.refuse_foreign(folder, OWNER)
     base = study.prepare(request, VARIED, {"training.steps": steps})
     study.keep_settings(folder, base.config, OWNER)
@@ -75,7 +64,7 @@ def run(
         memory_check.refuse_too_large(base.config, [variant], base.chip.memory_bytes)
     results = []
     with stop_on_signals() as stop:
-        for seed in range(seeds):
+        for seed in range(options.seeds):
             planned: dict[str, dict[str, int]] = {}
             for budget in equal:
                 for arm in arms:
@@ -91,13 +80,16 @@ def run(
                         say("stopped; the same command goes on")
                         return stopped_status(stop())
                     results.append({"equal": budget, "arm": arm, "seed": seed, **result})
-    settings = base.config.to_json()
-    result = {"settings": settings, "results": results}
-    measurement.write(str(folder), "quality", base.chip.name, result)
+    result = {"settings": base.config.to_json(), "results": results}
+    measurement.keep(str(folder), "quality", base.chip.name, [result])
     ends_dense = [arm for arm, changes in all_arms.items() if _ends_dense(changes)]
     text = tables(results, ends_dense)
     (folder / "quality.md").write_text(text)
-    draw(results, folder / "quality.png")
+    groups: dict[str, dict[str, list[float]]] = {}
+    for r in results:
+        group = groups.setdefault(_title(r["equal"]), {})
+        group.setdefault(r["arm"], []).append(r["bits_per_byte"])
+    save_strips(folder / "quality.png", groups, "held-out bits per byte", BASELINE)
     say(text)
     return 0
 
@@ -189,18 +181,14 @@ def tables(results: list[dict], ends_dense: Container[str]) -> str:
         for r in (r for r in results if r["equal"] == equal):
             arms.setdefault(r["arm"], []).append(r)
         mean = {a: float(np.mean([r["bits_per_byte"] for r in rs])) for a, rs in arms.items()}
-        lines = [
-            f"## {_title(equal)}\n",
-            "| arm | bits per byte | spread | to dense | gap closed | steps | FLOPs | seconds |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for arm in sorted(arms, key=mean.__getitem__):
-            lines.append(_line(arm, arms, mean))
-        best = min(mean, key=mean.__getitem__)
-        ending = [arm for arm in mean if arm not in ends_dense]
-        sparse = min(ending, key=mean.__getitem__, default=None)
-        lines.append(f"\nLowest: {best}; of those that end sparse: {sparse or 'none was trained'}.")
-        sections.append("\n".join(lines) + "\n")
+        order = sorted(arms, key=mean.__getitem__)
+        table = markdown(
+            "arm, bits per byte, spread, to dense, gap closed, steps, FLOPs, seconds".split(", "),
+            [_row(arm, arms, mean) for arm in order],
+        )
+        sparse = next((arm for arm in order if arm not in ends_dense), "none was trained")
+        lowest = f"Lowest: {order[0]}; of those that end sparse: {sparse}."
+        sections.append(f"## {_title(equal)}\n\n{table}\n\n{lowest}\n")
     return "\n".join(sections)
 
 
@@ -208,16 +196,7 @@ def _title(equal):
     return f"Equal {'FLOPs' if equal == 'flops' else equal}"
 
 
-def draw(results: list[dict], path: Path) -> None:
-    """Held-out bits per byte, a panel a budget, every seed a dot."""
-    groups: dict[str, dict[str, list[float]]] = {}
-    for r in results:
-        group = groups.setdefault(_title(r["equal"]), {})
-        group.setdefault(r["arm"], []).append(r["bits_per_byte"])
-    save_strips(path, groups, "held-out bits per byte", BASELINE)
-
-
-def _line(arm, arms, mean):
+def _row(arm, arms, mean):
     of_arm = arms[arm]
     bits = [r["bits_per_byte"] for r in of_arm]
     closed = "-"
@@ -226,11 +205,15 @@ def _line(arm, arms, mean):
         if gap > 0:  # Else there is nothing to close, as early in a training.
             closed = f"{(mean[FLOOR] - mean[arm]) / gap:.0%}"
     average = {name: np.mean([r[name] for r in of_arm]) for name in ("steps", "flops", "seconds")}
-    to_dense = _to_dense(arm, arms, mean)
     return (
-        f"| {arm} | {mean[arm]:.4f} | {(max(bits) - min(bits)) / 2:.4f} | {to_dense} | "
-        f"{closed} | {average['steps']:.0f} | {average['flops']:.3g} | "
-        f"{average['seconds']:.1f} |"
+        arm,
+        f"{mean[arm]:.4f}",
+        f"{(max(bits) - min(bits)) / 2:.4f}",
+        _to_dense(arm, arms, mean),
+        closed,
+        f"{average['steps']:.0f}",
+        f"{average['flops']:.3g}",
+        f"{average['seconds']:.1f}",
     )
 
 

@@ -5,13 +5,12 @@ import dataclasses
 import io
 import itertools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
-from sparse_dataflow.files import folders, json_files
+from sparse_dataflow.files import folders, json_files, tables
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planning import cost
 from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
@@ -45,86 +44,66 @@ VARIED = ("sparsity.density", "sparsity.budget", "sparsity.rank", "sparsity.hada
 """What is the same or planned in a scaling law, as `study.prepare` takes it."""
 
 
-def fit_again(path: Path, rounds: int, folder: Path) -> None:
-    """Fits the runs of a CSV, predicts those that it holds out, and writes the report.
-
-    Args:
-      path: the CSV; see `read_runs`.
-      rounds: bootstrap rounds of the intervals.
-      folder: folder of the report.
-
-    Raises:
-      UserError: the CSV cannot be read or fitted.
-    """
-    folders.refuse_foreign(folder, OWNER)
-    runs, held_out = read_runs(path)
-    fitted = runs.take(~held_out)
-    law, laws = fit(fitted), bootstrap(fitted, rounds)
-    folders.claim(folder, OWNER)
-    losses = _losses(runs.take(held_out))
-    predictions = [_predicted(place, law, laws) for place in losses]
-    _report(folder, "any", fitted, law, laws, _measured(predictions, losses))
-
-
-def train_and_fit(
-    request: Request,
-    *,
-    widths: Sequence[int],
-    densities: Sequence[float],
-    lengths: Sequence[int],
-    seeds: int,
-    rounds: int,
-    folder: Path,
-) -> int:
-    """Trains a grid, fits it, and predicts its widest, longest trainings before they run.
-
-    Args:
-      request: the config that the grid changes.
-      widths: values of d_model.
-      densities: fractions of the blocks stored.
-      lengths: optimizer steps.
-      seeds: trainings of each.
-      rounds: bootstrap rounds of the intervals.
-      folder: folder to make, or to go on in.
+def run(request: Request, options) -> int:
+    """Fits the runs of a CSV, or of a grid that it trains; see `experiments.sparse_scaling_law`.
 
     Returns:
       The exit status.
 
     Raises:
-      UserError: what cannot be trained or fitted.
+      UserError: what cannot be read, trained or fitted.
     """
+    folder = Path(options.out)
     folders.refuse_foreign(folder, OWNER)
+    return (_fit_again if options.runs else _train_and_fit)(request, options, folder)
+
+
+def _fit_again(request, options, folder):
+    """Fits the runs of a CSV, and predicts the runs that it holds out."""
+    runs, held_out = read_runs(Path(options.runs))
+    fitted = runs.take(~held_out)
+    law, laws = fit(fitted), bootstrap(fitted, options.rounds)
+    folders.claim(folder, OWNER)
+    losses = _losses(runs.take(held_out))
+    predictions = [_predicted(place, law, laws) for place in losses]
+    _report(folder, "any", fitted, law, laws, _measured(predictions, losses))
+    return 0
+
+
+def _train_and_fit(request, options, folder):
+    """Trains a grid, fits it, and predicts its widest, longest trainings before they run."""
     varied = (*VARIED, "training.steps")
     base = study.prepare(request, varied, {"model.parametrization": "supar"})
     study.keep_settings(folder, base.config, OWNER)
-    plan = _plan(base, widths, densities, lengths, seeds)
+    plan = _plan(base, options)
     held_out = [p for p in plan if p["held_out"]]
     fitted = [p for p in plan if not p["held_out"]]
     with stop_on_signals() as stop:
         if not _train(fitted, base, folder, stop):
             return stopped_status(stop())
         runs = _runs(fitted)
-        law, laws = fit(runs), bootstrap(runs, rounds)
+        law, laws = fit(runs), bootstrap(runs, options.rounds)
         places = dict.fromkeys(tuple(p[name] for name in PLACE) for p in held_out)
         predictions = [_predicted(place, law, laws) for place in places]
         say(_predictions_table(predictions))
         (folder / "predictions.json").write_text(json.dumps(predictions, indent=1) + "\n")
         if not _train(held_out, base, folder, stop):
             return stopped_status(stop())
-    _write_runs(folder / "runs.csv", plan)
+    names = (*COLUMNS, "seed", "held_out")
+    tables.write_csv(folder / "runs.csv", [{name: p[name] for name in names} for p in plan])
     measured = _measured(predictions, _losses(_runs(held_out)))
     _report(folder, base.chip.name, runs, law, laws, measured)
     return 0
 
 
-def _plan(base, widths, densities, lengths, seeds) -> list[dict]:
+def _plan(base, options) -> list[dict]:
     """One dict for each training: its variant, its place in the law, and whether it is held out.
 
     All trainings of one seed come before those of the next.
     """
-    widths, lengths = sorted(widths), sorted(lengths)
+    widths, lengths = sorted(options.widths), sorted(options.lengths)
     plan = []
-    for seed, width, density in itertools.product(range(seeds), widths, densities):
+    for seed, width, density in itertools.product(range(options.seeds), widths, options.densities):
         variant = base.variant("sparse", sparsity__density=density, training__seed=seed)
         model = with_width(variant.model, width)
         for steps in lengths:
@@ -191,25 +170,14 @@ def read_runs(path: Path) -> tuple[Runs, np.ndarray]:
             f"{path} has no column {', '.join(missing)}; legal: {', '.join(COLUMNS)} in its first "
             "line, and a run in each other one."
         )
-    columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
-    for number, row in enumerate(rows, start=2):
-        for name in COLUMNS:
-            try:
-                columns[name].append(float(row[name]))
-            except (TypeError, ValueError):
-                raise UserError(
-                    f"{path}, line {number}: {name} is {row[name]!r}, which is no number."
-                ) from None
-    held_out = np.array([row.get("held_out") == "True" for row in rows])
-    return Runs(**{name: np.asarray(values) for name, values in columns.items()}), held_out
-
-
-def _write_runs(path, trainings):
-    names = (*COLUMNS, "seed", "held_out")
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(names)
-        writer.writerows([training[name] for name in names] for training in trainings)
+    for (number, row), name in itertools.product(enumerate(rows, start=2), COLUMNS):
+        try:
+            row[name] = float(row[name])
+        except (TypeError, ValueError):
+            raise UserError(
+                f"{path}, line {number}: {name} is {row[name]!r}, which is no number."
+            ) from None
+    return _runs(rows), np.array([row.get("held_out") == "True" for row in rows])
 
 
 def _losses(runs) -> dict[tuple, list[float]]:
@@ -240,18 +208,20 @@ def _measured(predictions, losses) -> list[dict]:
 
 
 def _predictions_table(predictions) -> str:
-    lines = [
-        "| held out: stored | zeros | tokens | predicted | 90% interval | measured | error |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for p in predictions:
-        measured = f"{p['loss']:.3f}" if "loss" in p else "-"
-        error = f"{p['predicted'] / p['loss'] - 1:+.1%}" if "loss" in p else "-"
-        lines.append(
-            f"| {p['parameters']:,.0f} | {p['sparsity']:.1%} | {p['tokens']:,.0f} | "
-            f"{p['predicted']:.3f} | {p['low']:.3f} to {p['high']:.3f} | {measured} | {error} |"
+    head = "held out: stored, zeros, tokens, predicted, 90% interval, measured, error".split(", ")
+    rows = [
+        (
+            f"{p['parameters']:,.0f}",
+            f"{p['sparsity']:.1%}",
+            f"{p['tokens']:,.0f}",
+            f"{p['predicted']:.3f}",
+            f"{p['low']:.3f} to {p['high']:.3f}",
+            f"{p['loss']:.3f}" if "loss" in p else "-",
+            f"{p['predicted'] / p['loss'] - 1:+.1%}" if "loss" in p else "-",
         )
-    return "\n".join(lines)
+        for p in predictions
+    ]
+    return tables.markdown(head, rows)
 
 
 def _report(folder, machine, runs, law, laws, predictions):
@@ -291,11 +261,13 @@ def _with_interval(value, samples):
 
 def _text(result) -> str:
     """The report's tables and sentences, Markdown."""
-    lines = ["| constant | value | 90% interval |", "|---|---|---|"]
-    for name, c in result["constants"].items():
-        lines.append(f"| {name} | {c['value']:.4g} | {c['low']:.4g} to {c['high']:.4g} |")
+    constants = [
+        (name, f"{c['value']:.4g}", f"{c['low']:.4g} to {c['high']:.4g}")
+        for name, c in result["constants"].items()
+    ]
     residuals = result["residuals"]
-    lines += [
+    lines = [
+        tables.markdown(("constant", "value", "90% interval"), constants),
         "",
         f"{result['runs']} runs; residuals: median {residuals['median']:.2%}, worst "
         f"{residuals['worst']:.2%}.",

@@ -122,7 +122,7 @@ def test_the_flags_of_a_plan_describe_it():
     flags = "--scale=13b --density=0.5 --topology=v5p:2x2x2 --mesh=stage:4,fsdp:2 --batch=16"
     plan = plan_of(f"{flags} --accumulation=4 --schedule=interleaved:2 --zero=2 --slices=1")
     assert plan_of(plan.flags) == plan
-    assert (plan.parallel.chunks, plan.parallel.executor) == (2, "pipeline")
+    assert (plan.parallel.chunks, plan.parallel.stage) == (2, 4)
 
 
 def test_a_search_names_what_was_compiled_and_what_was_not(monkeypatch):
