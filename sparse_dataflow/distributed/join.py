@@ -12,8 +12,9 @@ import jax
 
 from sparse_dataflow.distributed import rendezvous
 from sparse_dataflow.distributed.cluster import Membership
+from sparse_dataflow.distributed.stopping import Ended
 from sparse_dataflow.distributed.watch import LOST_AFTER
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.errors import TEMPORARY, UserError
 
 
 @contextlib.contextmanager
@@ -41,6 +42,8 @@ def joined(
     text = json.dumps(facts, sort_keys=True, default=str)
     facts = {**facts, "hash of all flags": hashlib.sha256(text.encode()).hexdigest()[:12]}
     group = rendezvous.meet(me.coordinator, me.processes, me.process, facts, timeout)
+    # Its handler of SIGTERM would replace ours.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         # jax's own detection would take one GPU per SLURM task, however few tasks there are.
         jax.distributed.initialize(
@@ -61,10 +64,13 @@ def joined(
             message, status = f"{type(error).__name__}: {error}", 1
             if isinstance(error, KeyboardInterrupt):
                 message, status = "it was interrupted.", 130
+            elif isinstance(error, Ended):
+                message, status = str(error), TEMPORARY
+                print(f"stopped: {error}", file=sys.stderr)
             else:
                 traceback.print_exc()
                 group.wait_for_cause(rendezvous.GRACE_SECONDS)
-        group.fail(message)
+        group.fail(message, TEMPORARY if status == TEMPORARY else 2)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

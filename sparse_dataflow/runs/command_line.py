@@ -23,8 +23,10 @@ from absl import flags as absl_flags
 from sparse_dataflow.config import settings
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.settings import Setting
+from sparse_dataflow.distributed import stopping
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.output import best_effort_errors
 from sparse_dataflow.runs import request
 from sparse_dataflow.runs.request import Request
 
@@ -240,9 +242,14 @@ def run(
       argv: program name, then arguments; `sys.argv` where None.
 
     Raises:
-      SystemExit: always. Status 2 after "error: ..." for a UserError, 130 after Ctrl-C.
+      SystemExit: always. Status 2 after "error: ..." for a UserError, 130 after Ctrl-C, 75 after
+        SIGTERM or SIGHUP.
     """
-    argv = sys.argv if argv is None else argv
+    with best_effort_errors(), stopping.ended_by_signals():
+        _run(main, doc, shared, options, defaults, sys.argv if argv is None else argv)
+
+
+def _run(main, doc, shared, options, defaults, argv) -> None:
     flags = flags_of(shared, options, defaults)
     try:
         if page := _help_kind(argv):
@@ -254,6 +261,9 @@ def run(
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except stopping.Ended as ended:
+        print(f"stopped: {ended}", file=sys.stderr)
+        raise
     sys.exit(status or 0)
 
 

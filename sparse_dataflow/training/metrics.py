@@ -217,7 +217,7 @@ class Progress:
         self._name, self._total, self._every = name, total, every
         self._last_line = time.monotonic()
         self._bar = None
-        if sys.stderr.isatty() and processes.is_first():
+        if sys.stderr is not None and sys.stderr.isatty() and processes.is_first():
             self._bar = tqdm(
                 desc=f"{name:>6}", total=total, initial=step, position=position, unit="step",
                 dynamic_ncols=True,
@@ -240,8 +240,12 @@ class Progress:
 
 
 def say(text: str) -> None:
-    """Prints a line above the progress bars on process 0, with secrets redacted."""
+    """Prints a line above the progress bars on process 0, with secrets redacted.
+
+    A standard error that cannot be written is ignored: training does not depend on its log.
+    """
     if not processes.is_first():
         return
-    tqdm.write(redact(text), file=sys.stderr)
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        tqdm.write(redact(text), file=sys.stderr)
+        sys.stderr.flush()
