@@ -90,6 +90,7 @@ def membership(
             sources.append("JAX_* variables")
         values[name] = value
     if values["processes"] == 1 and not values["coordinator"]:
+        _refuse_later_process(process)
         return Membership()
     missing = [name for name, value in values.items() if value == _UNSET[name]]
     launcher = _launcher_membership(environment, metadata) if missing else None
@@ -98,6 +99,7 @@ def membership(
         sources.append(launcher.source)
         missing = []
     if values["processes"] in (0, 1) and not values["coordinator"]:
+        _refuse_later_process(process)
         return Membership(source=launcher.source if launcher else "")
     if missing:
         settings = ", ".join(f"parallel.{name}" for name in missing)
@@ -105,6 +107,23 @@ def membership(
         raise UserError(f"A run of several processes also needs {settings} (or {variables}).")
     devices = launcher.devices if launcher else None
     return Membership(**values, devices=devices, source=", ".join(dict.fromkeys(sources)))
+
+
+def _refuse_later_process(process):
+    if process > 0:
+        raise UserError(
+            f"parallel.process={process} of one process; a run of several also needs "
+            "parallel.coordinator and parallel.processes."
+        )
+
+
+def token(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns what the processes of one run share and others do not: SPARSE_DATAFLOW_TOKEN, else
+    the SLURM job and step, else ""; a job's number is no secret, but tells runs apart."""
+    if text := environment.get("SPARSE_DATAFLOW_TOKEN"):
+        return text
+    numbers = [environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    return "SLURM " + ".".join(numbers) if all(numbers) else ""
 
 
 def _launcher_membership(environment, metadata) -> Membership | None:

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from sparse_dataflow.distributed import rendezvous
+from sparse_dataflow.distributed import cluster, rendezvous
 from sparse_dataflow.distributed.cluster import Membership
+from sparse_dataflow.distributed.stopping import Ended
 from sparse_dataflow.distributed.watch import LOST_AFTER
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.errors import TEMPORARY, UserError, in_words
 
 
 @contextlib.contextmanager
@@ -40,7 +41,14 @@ def joined(
         return
     text = json.dumps(facts, sort_keys=True, default=str)
     facts = {**facts, "hash of all flags": hashlib.sha256(text.encode()).hexdigest()[:12]}
-    group = rendezvous.meet(me.coordinator, me.processes, me.process, facts, timeout)
+    token = cluster.token()
+    group = rendezvous.meet(me.coordinator, me.processes, me.process, facts, timeout, token)
+    bind = None
+    if group.interface:
+        host = f"[{group.interface}]" if ":" in group.interface else group.interface
+        bind = f"{host}:{me.coordinator.rpartition(':')[2]}"
+    # Its handler of SIGTERM would replace ours.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         # jax's own detection would take one GPU per SLURM task, however few tasks there are.
         jax.distributed.initialize(
@@ -48,23 +56,28 @@ def joined(
             me.processes,
             me.process,
             local_device_ids=me.devices,
+            coordinator_bind_address=bind,
             cluster_detection_method="deactivate",
             heartbeat_timeout_seconds=100 + round(2 * LOST_AFTER * heartbeat),
         )
         yield group
         group.leave()
     except BaseException as error:
-        if isinstance(error, UserError):
-            message, status = str(error), 2
+        words = in_words(error) if isinstance(error, Exception) else ""
+        if isinstance(error, UserError) or words:
+            message, status = words or str(error), 2
             print(f"error: {message}", file=sys.stderr, flush=True)
         else:
             message, status = f"{type(error).__name__}: {error}", 1
             if isinstance(error, KeyboardInterrupt):
                 message, status = "it was interrupted.", 130
+            elif isinstance(error, Ended):
+                message, status = str(error), TEMPORARY
+                print(f"stopped: {error}", file=sys.stderr)
             else:
                 traceback.print_exc()
                 group.wait_for_cause(rendezvous.GRACE_SECONDS)
-        group.fail(message)
+        group.fail(message, TEMPORARY if status == TEMPORARY else 2)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

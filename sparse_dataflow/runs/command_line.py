@@ -23,8 +23,10 @@ from absl import flags as absl_flags
 from sparse_dataflow.config import settings
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.settings import Setting
-from sparse_dataflow.files import json_files
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.distributed import stopping
+from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files.errors import UserError, in_words
+from sparse_dataflow.files.output import best_effort_errors
 from sparse_dataflow.runs import request
 from sparse_dataflow.runs.request import Request
 
@@ -131,8 +133,9 @@ def parse(
         )
     if sets:
         absl_flags.DEFINE_multi_string(_SET, [], "path=value", flag_values=values)
+    words = _with_flagfiles(argv)
     try:
-        rest = values(_with_flagfiles(argv))[1:]
+        rest = values(words)[1:]
     except absl_flags.UnrecognizedFlagError as error:
         raise UserError(_unknown(error.flagname.split("=")[0], flags, sets)) from None
     except absl_flags.IllegalFlagValueError as error:
@@ -167,7 +170,10 @@ def _with_flagfiles(argv: Sequence[str]) -> list[str]:
         try:
             lines = json_files.read_bytes(path, _FLAGFILE_BYTES).decode().splitlines()
         except (OSError, ValueError) as error:
-            raise UserError(f"--flagfile={settings.shown(path)} cannot be read: {error}.") from None
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(
+                f"--flagfile={settings.shown(path)} cannot be read: {reason}."
+            ) from None
         words += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     return words
 
@@ -240,11 +246,17 @@ def run(
       argv: program name, then arguments; `sys.argv` where None.
 
     Raises:
-      SystemExit: always. Status 2 after "error: ..." for a UserError, 130 after Ctrl-C.
+      SystemExit: always. Status 2 after "error: ..." for a UserError, 130 after Ctrl-C, 75 after
+        SIGTERM or SIGHUP.
     """
-    argv = sys.argv if argv is None else argv
+    with best_effort_errors(), stopping.ended_by_signals():
+        _run(main, doc, shared, options, defaults, sys.argv if argv is None else argv)
+
+
+def _run(main, doc, shared, options, defaults, argv) -> None:
     flags = flags_of(shared, options, defaults)
     try:
+        storage.allow_open_files()
         if page := _help_kind(argv):
             sys.stdout.write(help_text(doc, program(), flags, bool(shared), all=page == "all"))
             sys.exit(0)
@@ -254,6 +266,14 @@ def run(
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        if not (words := in_words(error)):
+            raise
+        print(f"error: {words}", file=sys.stderr)
+        sys.exit(2)
+    except stopping.Ended as ended:
+        print(f"stopped: {ended}", file=sys.stderr)
+        raise
     sys.exit(status or 0)
 
 

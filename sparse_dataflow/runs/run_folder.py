@@ -3,17 +3,17 @@
 import contextlib
 import datetime
 import json
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sparse_dataflow.config import settings
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.distributed import processes
-from sparse_dataflow.files import folders, storage
+from sparse_dataflow.distributed import processes, stopping
+from sparse_dataflow.files import folder_lock, folders, storage
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.folder_lock import FolderLock
 from sparse_dataflow.files.json_difference import differences
 from sparse_dataflow.training.run_files import (
     CONFIG,
@@ -26,33 +26,52 @@ from sparse_dataflow.training.run_files import (
 )
 
 _DIFFERENCES_SHOWN = 3
-_UNFINISHED = (TOKENIZER, f"{TOKENIZER}.new", RECORD, f"{RECORD}.new", f"{CONFIG}.new")
+_UNFINISHED = (
+    TOKENIZER, f"{TOKENIZER}.new", RECORD, f"{RECORD}.new", f"{CONFIG}.new", folder_lock.NAME,
+)  # fmt: skip
 """What a run that is killed before its config.json is whole may leave."""
 
 
 @contextlib.contextmanager
-def opened(experiment: str, out: str, resume: bool) -> Iterator[Path]:
-    """The run folder, or a new one where `out` is empty; proven writable by the first process.
+def opened(experiment: str, out: str, resume: bool) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """The run folder, or a new one where `out` is empty; locked by the first process.
 
-    A new run takes a folder that is missing or empty. If the block fails before a config.json is
+    A new run takes a folder that is missing or empty. If the block ends before a config.json is
     there, whatever this process created is removed.
 
+    Yields:
+      (folder, check): `check` raises UserError if the folder was deleted or moved; it does nothing
+      on other processes than the first.
+
     Raises:
-      UserError: on all processes, where the folder holds anything else or cannot be written.
+      UserError: on all processes, where the folder holds anything else, is in use by another
+        process or cannot be written.
     """
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = Path(processes.broadcast(out or f"runs/{experiment}-{stamp}"))
+    locks: list[FolderLock] = []
     with contextlib.ExitStack() as stack:
 
         def prepare():
-            if resume:
-                _prove_writable(folder)
-            else:
+            if not resume:
                 _refuse_run(folder)
-                stack.enter_context(folders.claimed(folder, experiment, names=_UNFINISHED))
+                undo = folders.claim(folder, experiment, names=_UNFINISHED)
+                stack.enter_context(stopping.cleaned_up(undo))
+            locks.append(FolderLock(folder))
+            stack.enter_context(stopping.cleaned_up(locks[0].release))
+            if not resume:
+                _refuse_run(folder)  # Another process may have begun and ended one meanwhile.
+
+        def check():
+            for lock in locks:
+                lock.check()
 
         processes.on_first(prepare)
-        yield folder
+        try:
+            yield folder, check
+        except Exception:
+            check()  # The cause of whatever failed.
+            raise
 
 
 def _refuse_run(folder):
@@ -60,19 +79,6 @@ def _refuse_run(folder):
         raise UserError(
             f"{folder} holds a run already; pass --resume={folder} to resume it, or another --out."
         )
-
-
-def _prove_writable(folder):
-    def probe():
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-
-    try:
-        storage.retry(f"Writing {folder}", probe)
-    except OSError as error:
-        raise UserError(
-            f"Run folder {folder} cannot be written: {error.strerror}; make it writable."
-        ) from error
 
 
 def start(folder: Path, config: RunConfig, record: RunRecord, tokenizer: Tokenizer) -> None:

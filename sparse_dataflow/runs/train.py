@@ -7,9 +7,8 @@ import functools
 import importlib.metadata
 import platform
 import shlex
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -22,6 +21,7 @@ from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.distributed.clock import Clock
+from sparse_dataflow.distributed.stopping import ENDING, stop_on_signals
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.trained import Trained
 from sparse_dataflow.files.errors import TEMPORARY
@@ -88,7 +88,7 @@ def train(
     """Trains what a config says into its run folder: data, programs, training with checkpoints and
     evaluations, report.
 
-    Ctrl-C and SIGTERM save and stop; `resume` then goes on to the same bits.  With several
+    Ctrl-C, SIGTERM and SIGHUP save and stop; `resume` then goes on to the same bits.  With several
     processes all of them call it, after `devices.joined`.
 
     Args:
@@ -106,8 +106,8 @@ def train(
     """
     keep_freed_memory()
     clock = clock or Clock()
-    with run_folder.opened(experiment, config.run.out, resume) as folder:
-        return _Job(config, experiment, folder, clock).run(texts, resume)
+    with run_folder.opened(experiment, config.run.out, resume) as (folder, check):
+        return _Job(config, experiment, folder, clock, check).run(texts, resume)
 
 
 def run(request: Request, experiment: str, *, sparse: bool = True) -> int:
@@ -119,8 +119,7 @@ def run(request: Request, experiment: str, *, sparse: bool = True) -> int:
       sparse: whether the model is block-sparse; else the dense one is trained alone.
 
     Returns:
-      The exit status: TEMPORARY where SIGTERM ended the run after saving, as schedulers take a
-      machine away by it; else 0.
+      The exit status: TEMPORARY where SIGTERM or SIGHUP ended the run after saving, else 0.
 
     Raises:
       UserError: in words, before the first step where it can be known then.
@@ -164,8 +163,16 @@ def _fitted(config, chip):
 class _Job:
     """One start of a run."""
 
-    def __init__(self, config: RunConfig, experiment: str, folder: Path, clock: Clock):
+    def __init__(
+        self,
+        config: RunConfig,
+        experiment: str,
+        folder: Path,
+        clock: Clock,
+        check_folder: Callable[[], None],
+    ):
         self.config, self.experiment, self.folder, self.clock = config, experiment, folder, clock
+        self._check_folder = check_folder
         self.chip = hardware.detect([config.model.compute_dtype])
         self.executor = devices.executor(config)
 
@@ -188,13 +195,14 @@ class _Job:
         if config.training.steps:
             _refuse_unfit_steps(models)
         programs = self._compiled(models, data)
+        self._check_folder()
         if not record:
             models = self._planned(models, programs, data)
             record = self._new_record(models, corpus, tokenizer)
             run_folder.start(folder, config, record, tokenizer)
 
         goodput_log = goodput.GoodputLog(folder, self.clock)
-        with stop_on_signals() as stop, contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             trainers = []
             for position, v in enumerate(models):
                 trainer = self._trainer(v, data, programs[v.name], position)
@@ -202,7 +210,11 @@ class _Job:
                 trainers.append(trainer)
                 if resume:
                     say(f"{v.name:>6}: resumes after step {trainer.step} of {v.training.steps}")
-            finished = _advance(trainers, stop, goodput_log)
+            with stop_on_signals(say) as stop:
+                finished = self._advance(trainers, stop, goodput_log)
+            if finished:
+                for trainer in trainers:
+                    trainer.evaluate_finally()
         goodput_log.write(ended=not finished)
         if not finished:
             again = f"python -m experiments.{self.experiment} --resume={shlex.quote(str(folder))}"
@@ -214,6 +226,7 @@ class _Job:
                 timeline = programs[v.name][-1].timeline
                 if timeline is not None:
                     say(f"{v.name:>6}: {relay_plan.measured(timeline())}")
+            self._check_folder()
             seconds = goodput_log.seconds(sum(t.seconds for t in trainers))
             written = report.write(folder, record, trainers, corpus, tokenizer, self.chip, seconds)
             goodput_log.write(ended=True)
@@ -314,6 +327,16 @@ class _Job:
             clock=self.clock,
         )
 
+    def _advance(self, trainers: list[Trainer], stop, goodput_log: goodput.GoodputLog) -> bool:
+        """Trains all to the end; False if `stop()` came before, after saving."""
+        goodput_log.write()
+        for _ in advance_side_by_side(trainers, stop):
+            self._check_folder()
+            goodput_log.write(throttle=True)
+        # A signal may have come in the last step.
+        stopped = processes.any_process(bool(stop()))
+        return all(trainer.finished for trainer in trainers) and not stopped
+
     def _start(self, v: Variant) -> Callable[[], TrainState] | None:
         """Makes the state before the first step from `run.init_from`, where that names weights; a
         resumed run calls it only where it has no checkpoint."""
@@ -376,46 +399,12 @@ def _refuse_unfit_steps(models):
         refuse_unfit(v.model, v.evolution, v.training.steps)
 
 
-def _advance(trainers: list[Trainer], stop, goodput_log: goodput.GoodputLog) -> bool:
-    """Trains and evaluates all to the end; False if `stop()` came before, after saving."""
-    goodput_log.write()
-    for _ in advance_side_by_side(trainers, stop):
-        goodput_log.write(throttle=True)
-    finished = all(trainer.finished for trainer in trainers)
-    if finished:
-        for trainer in trainers:
-            trainer.evaluate_finally()
-    return finished
-
-
-@contextlib.contextmanager
-def stop_on_signals() -> Iterator[Callable[[], int]]:
-    """Yields a function that returns which of SIGINT and SIGTERM came first, 0 while none did.
-
-    A second SIGINT interrupts.
-    """
-    signals = []
-
-    def note(number, frame):
-        signals.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        say("stopping: finishing this step and saving (Ctrl-C again to stop at once)")
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: signals[0] if signals else 0
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def stopped_status(number: int) -> int:
     """Exit status of a run that this signal ended after saving; the same on all processes.
 
-    SIGTERM is how a machine is taken away: TEMPORARY asks the scheduler for another start.  Whoever
-    presses Ctrl-C is there to resume: 0.
+    TEMPORARY asks the scheduler for another start.  Whoever presses Ctrl-C is there to resume: 0.
     """
-    return TEMPORARY if processes.any_process(number == signal.SIGTERM) else 0
+    return TEMPORARY if processes.any_process(number in ENDING) else 0
 
 
 def _versions():

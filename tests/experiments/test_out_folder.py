@@ -120,7 +120,7 @@ class Tokens:
 
 def test_files_that_came_while_a_run_compiled_stay(tmp_path):
     with pytest.raises(UserError, match=r"notes\.txt"):
-        with run_folder.opened("gpt13b_sparse", str(tmp_path / "run"), resume=False) as folder:
+        with run_folder.opened("gpt13b_sparse", str(tmp_path / "run"), resume=False) as (folder, _):
             (folder / "notes.txt").write_text("mine")
             (folder / "tokenizer.json").write_text("mine")
             run_folder.start(folder, preset("pico"), RECORD, Tokens())
@@ -132,7 +132,7 @@ def test_a_run_killed_before_its_config_begins_anew(tmp_path):
     """As kill -9 leaves it between the two files."""
     folders.claim(tmp_path / "run", "gpt13b_sparse")
     (tmp_path / "run" / "tokenizer.json").write_text("{}")
-    with run_folder.opened("gpt13b_sparse", str(tmp_path / "run"), resume=False) as folder:
+    with run_folder.opened("gpt13b_sparse", str(tmp_path / "run"), resume=False) as (folder, _):
         run_folder.start(folder, preset("pico"), RECORD, Tokens())
     assert (folder / "config.json").exists()
     with pytest.raises(UserError, match="holds a run already"):

@@ -7,15 +7,17 @@ from typing import Any
 import numpy as np
 
 from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.distributed.stopping import stop_on_signals
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.folder_lock import FolderLock
 from sparse_dataflow.files.tables import markdown
 from sparse_dataflow.reporting.panels import save_strips
 from sparse_dataflow.runs import measurement, memory_check, step_plan
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.studies import study
 from sparse_dataflow.runs.studies.study import Study
-from sparse_dataflow.runs.train import stop_on_signals, stopped_status
+from sparse_dataflow.runs.train import stopped_status
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import refuse_unfit, run_flops
 from sparse_dataflow.training.variants import Variant
@@ -63,7 +65,7 @@ def run(request: Request, all_arms: Mapping[str, Changes], options) -> int:
         refuse_unfit(variant.model, variant.evolution, steps)
         memory_check.refuse_too_large(base.config, [variant], base.chip.memory_bytes)
     results = []
-    with stop_on_signals() as stop:
+    with FolderLock(folder), stop_on_signals(say) as stop:
         for seed in range(options.seeds):
             planned: dict[str, dict[str, int]] = {}
             for budget in equal:

@@ -10,14 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
+from sparse_dataflow.distributed.stopping import stop_on_signals
 from sparse_dataflow.files import folders, json_files, tables
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.folder_lock import FolderLock
 from sparse_dataflow.planning import cost
 from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.studies import study
-from sparse_dataflow.runs.train import stop_on_signals, stopped_status
+from sparse_dataflow.runs.train import stopped_status
 from sparse_dataflow.sparsity.scaling_law import (
     COLUMNS,
     Runs,
@@ -78,7 +80,7 @@ def _train_and_fit(request, options, folder):
     plan = _plan(base, options)
     held_out = [p for p in plan if p["held_out"]]
     fitted = [p for p in plan if not p["held_out"]]
-    with stop_on_signals() as stop:
+    with FolderLock(folder), stop_on_signals(say) as stop:
         if not _train(fitted, base, folder, stop):
             return stopped_status(stop())
         runs = _runs(fitted)

@@ -1,0 +1,122 @@
+"""A folder lock: one owner at a time, whoever died before."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from sparse_dataflow.files import folder_lock
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.folder_lock import FolderLock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from sparse_dataflow.files.folder_lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """A process that owns `tmp_path`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "locked\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_second_process_is_refused_with_the_host_and_pid_of_the_first(owner, tmp_path):
+    before = sorted(os.listdir(tmp_path)), (tmp_path / folder_lock.NAME).read_bytes()
+    with pytest.raises(UserError) as refusal:
+        FolderLock(tmp_path)
+    words = str(refusal.value)
+    assert re.search(rf"in use by process {owner.pid} on {os.uname().nodename} since 20", words)
+    assert (sorted(os.listdir(tmp_path)), (tmp_path / folder_lock.NAME).read_bytes()) == before
+
+
+def test_the_lock_of_a_killed_process_is_taken_over_at_once(owner, tmp_path):
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    assert (tmp_path / folder_lock.NAME).exists()
+    with FolderLock(tmp_path) as lock:
+        lock.check()
+    assert not list(tmp_path.iterdir())
+
+
+def without_flock(monkeypatch):
+    def flock(file, operation):
+        raise OSError(folder_lock.errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(folder_lock.fcntl, "flock", flock)
+
+
+def test_without_flock_the_owner_is_looked_up_by_its_start_time(owner, tmp_path, monkeypatch):
+    without_flock(monkeypatch)
+    with pytest.raises(UserError, match=f"process {owner.pid}"):
+        FolderLock(tmp_path)
+    path = tmp_path / folder_lock.NAME
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"started": 1.0}))
+    FolderLock(tmp_path).release()
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_an_owner_on_another_machine_is_alive_while_it_counts(tmp_path, monkeypatch, counts):
+    """Its flock is not visible here."""
+    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.05)
+    path, count = tmp_path / folder_lock.NAME, [0]
+    there = {"host": "far", "machine": "another", "pid": 1, "started": 1.0, "since": "2026"}
+    path.write_text(json.dumps(there | {"count": 0}))
+
+    def sleep(seconds):
+        count[0] += counts
+        path.write_text(json.dumps(there | {"count": count[0]}))
+
+    monkeypatch.setattr(folder_lock.time, "sleep", sleep)
+    if counts:
+        with pytest.raises(UserError, match="process 1 on far since 2026"):
+            FolderLock(tmp_path)
+    else:
+        FolderLock(tmp_path).release()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff" * 9000, b'{"pid": "1"}'])
+def test_a_damaged_lock_is_taken_over(tmp_path, content, monkeypatch):
+    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.01)
+    (tmp_path / folder_lock.NAME).write_bytes(content)
+    FolderLock(tmp_path).release()
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/etc/passwd", path)]
+)
+def test_no_regular_file_is_refused(tmp_path, make):
+    make(tmp_path / folder_lock.NAME)
+    with pytest.raises(UserError, match=r"not a regular file|cannot be written"):
+        FolderLock(tmp_path)
+
+
+def test_a_folder_that_goes_away_is_noticed_and_its_successor_stays(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock = FolderLock(folder)
+    lock.check()
+    folder.rename(tmp_path / "moved")
+    with pytest.raises(UserError, match="deleted, moved or taken over"):
+        lock.check()
+    folder.mkdir()
+    with FolderLock(folder) as other:
+        with pytest.raises(UserError, match="deleted, moved or taken over"):
+            lock.check()
+        lock.release()
+        lock.release()
+        other.check()
