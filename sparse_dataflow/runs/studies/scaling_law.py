@@ -10,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.files import folders, json_files
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planning import cost
+from sparse_dataflow.planning.equal_cost import stored_parameters
 from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.request import Request
@@ -141,15 +140,6 @@ def _plan(base, widths, densities, lengths, seeds) -> list[dict]:
                 }
             )
     return plan
-
-
-def stored_parameters(model: ModelConfig) -> int:
-    """Stored weights of all projections: the N of the law.
-
-    Embeddings do not count, as they stay dense (arXiv 2001.08361, section 2.1).
-    """
-    flops = cost.flops_per_token(model, 1, training=False).sections
-    return round(sum(flops[name] for name in PROJECTIONS) / 2)
 
 
 def _train(trainings, base, folder, stop) -> bool:
