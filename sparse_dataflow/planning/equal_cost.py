@@ -147,7 +147,8 @@ def _has_layouts(model):
     try:
         for name in model.sparse_projections:
             spec = model.linear(name)
-            make_layout(spec.pattern, *model.projection_shape(name), spec.block, spec.density)
+            rows, columns = model.projection_shape(name)
+            make_layout(spec.pattern, rows, columns, spec.block, spec.density)
     except UserError:
         return False
     return True

@@ -13,7 +13,7 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.files import folders, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planning import cost
-from sparse_dataflow.planning.equal_cost import equal_cost_model, stored_parameters
+from sparse_dataflow.planning.equal_cost import Cost, equal_cost_model, stored_parameters
 from sparse_dataflow.runs import memory_check
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.studies import rate_search, study
@@ -238,7 +238,7 @@ def plan_curves(
     shape = dataclasses.replace(shape, linears=config.sparsity.linears())
     flops = functools.partial(_flops_per_token, sequence=config.training.sequence)
     scale_flops = flops(dataclasses.replace(shape, linears={}))
-    cost_of = {"flops": flops, "parameters": stored_parameters}
+    cost_of: dict[str, Cost] = {"flops": flops, "parameters": stored_parameters}
     curves = []
     for budget in sorted(budgets):
         dense = equal_cost_model(shape, flops, budget * scale_flops)

@@ -122,7 +122,7 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
     dense = curve.arms[0]
     of_dense = iso_flop.measured_results(plan, dense, results)
     target = quality_target(plan, curve, results)
-    arms = []
+    arms: list[dict[str, Any]] = []
     for arm in curve.arms:
         measured = iso_flop.measured_results(plan, arm, results)
         bits = {seed: iso_flop.bits_per_byte(result) for seed, result in measured.items()}
