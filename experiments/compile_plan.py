@@ -23,6 +23,7 @@ import dataclasses
 
 from sparse_dataflow.config.model import DTYPES, REMATS
 from sparse_dataflow.config.settings import AT_LEAST_ONE, AT_LEAST_ZERO, setting
+from sparse_dataflow.config.training import OPTIMIZERS
 from sparse_dataflow.runs import command_line
 from sparse_dataflow.runs.planning.options import ModelOptions
 
@@ -64,8 +65,9 @@ class Options(ModelOptions):
         "Pipeline schedule: gpipe, 1f1b, interleaved:V (V model chunks a stage) or zero_bubble.",
     )
     state_dtype: str = setting(
-        "float32", "Dtype of Adam's moments and of a micro-batch's gradients.", choices=DTYPES
+        "float32", "Dtype of the moments and of a micro-batch's gradients.", choices=DTYPES
     )
+    optimizer: str = setting("adamw", "Optimizer of the matrices.", choices=OPTIMIZERS)
     tries: int = setting(
         3,
         "Plans that are compiled in search of one that fits, where this one does not.",

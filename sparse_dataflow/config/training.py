@@ -14,6 +14,7 @@ from sparse_dataflow.config.settings import (
 )
 from sparse_dataflow.files.errors import UserError
 
+OPTIMIZERS = ("adamw", "muon")
 _DIVISORS_SHOWN = 12
 
 
@@ -27,6 +28,8 @@ class TrainingConfig:
       batch: sequences in an optimizer step.
       sequence: tokens in a sequence.
       micro_batches: equal parts over which the gradient of a batch is accumulated.
+      optimizer: "adamw", or "muon" for the matrices of projections (see `optim.muon`) and AdamW for
+        everything else.
       learning_rate: peak of the schedule, at which dense weights learn.
       sparse_rate: learning-rate multiplier of block-sparse weights, and of their low-rank terms, at
         density 1/8; scales with a power of the density, so that 1 is 1 at every density.
@@ -36,7 +39,7 @@ class TrainingConfig:
         (arXiv 2005.14165, appendix B); 0 is lower for a fixed token budget (arXiv 2502.15938).
       weight_decay: decoupled decay of matrices (biases, norms and gates have none).
       clip: largest global gradient norm.
-      state_dtype: dtype of both Adam moments and of a micro-batch's gradients; masters, sums over
+      state_dtype: dtype of the moments and of a micro-batch's gradients; masters, sums over
         micro-batches and all arithmetic are float32.
       skip_spikes: a step is skipped where its loss is this many standard deviations above the mean
         of the last losses (see `spikes`); 0 skips none.
@@ -54,6 +57,12 @@ class TrainingConfig:
         1,
         "Micro-batches of an optimizer step (gradient accumulation).",
         legal=between(1, MOST_SEQUENCES),
+    )
+    optimizer: str = setting(
+        "adamw",
+        "muon: orthogonalised momentum for dense weights, stored blocks and groups; embeddings, "
+        "vectors and low-rank terms have adamw.",
+        choices=OPTIMIZERS,
     )
     learning_rate: float = setting(
         1e-3, "Peak of the warm-up and cosine schedule, for dense weights.", legal=positive(1e38)
@@ -80,8 +89,8 @@ class TrainingConfig:
     clip: float = setting(1.0, "Largest global gradient norm.", legal=positive(10**12))
     state_dtype: str = setting(
         "float32",
-        "Dtype of Adam's moments and of a micro-batch's gradients; bfloat16 takes 10 bytes a "
-        "parameter, float32 16.",
+        "Dtype of the moments and of a micro-batch's gradients; bfloat16 takes 10 bytes a "
+        "parameter, float32 16; with muon 8 and 12.",
         choices=DTYPES,
     )
     skip_spikes: float = setting(

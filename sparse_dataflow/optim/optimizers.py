@@ -1,4 +1,5 @@
-"""AdamW with warm-up, cosine decay, a decay mask and a learning-rate multiplier per parameter."""
+"""AdamW or Muon, with warm-up, cosine decay, a decay mask and a learning-rate multiplier per
+parameter."""
 
 import functools
 import math
@@ -12,6 +13,7 @@ import optax
 from sparse_dataflow.config.layer_groups import group_index_of_path, layer_groups
 from sparse_dataflow.config.model import SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.optim import muon
 
 B1, B2, EPS = 0.9, 0.95, 1e-8
 """Adam's decay rates of the moments, from GPT-3 (arXiv 2005.14165, appendix B), and epsilon.
@@ -45,11 +47,19 @@ def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
     return lambda step: float(schedule(step))
 
 
-def make_optimizer(model: ModelConfig, training: TrainingConfig) -> optax.GradientTransformation:
-    """Returns global-norm clipping, Adam, decoupled weight decay and per-parameter multipliers.
+def make_optimizer(
+    model: ModelConfig, training: TrainingConfig, *, staged: bool = False
+) -> optax.GradientTransformation:
+    """Returns clipping, Adam or Muon, decoupled weight decay and per-parameter multipliers.
 
     The caller multiplies the updates by minus the learning rate.  The learning rate is an argument
     of the train step, so a schedule never recompiles.
+
+    Args:
+      model: config of the model.
+      training: optimizer settings.
+      staged: whether stacked layers are sharded.  Otherwise Muon orthogonalises one layer after
+        another, so that its temporaries are those of one layer.
     """
     multipliers = lambda params: learning_rate_multipliers(model, training, params)  # noqa: E731
 
@@ -58,31 +68,57 @@ def make_optimizer(model: ModelConfig, training: TrainingConfig) -> optax.Gradie
 
     return optax.chain(
         optax.clip_by_global_norm(training.clip),
-        _adam(jnp.dtype(training.state_dtype)),
+        _moments(training, staged),
         optax.add_decayed_weights(training.weight_decay, mask=decay_mask),
         optax.GradientTransformation(lambda params: optax.EmptyState(), scale),
     )
 
 
-def _adam(dtype):
-    """Returns Adam with moments stored in `dtype` and computed in the gradients' dtype."""
-    base = optax.scale_by_adam(b1=B1, b2=B2, eps=EPS)
+def _moments(training, staged):
+    """Returns Adam, or Muon for matrices and Adam for the rest.
+
+    Its state is optax's of Adam.  `mu` has the first moment of every parameter, which is Muon's
+    momentum; `nu` has no entry for a parameter of Muon.  Moments are stored in the state dtype and
+    computed in the gradients' dtype.
+    """
+    dtype = jnp.dtype(training.state_dtype)
+    adam = optax.scale_by_adam(b1=B1, b2=B2, eps=EPS)
+    has_muon = training.optimizer == "muon"
+    others = muon.without_matrices if has_muon else lambda tree: tree
 
     def rounded(state):
         cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
         return state._replace(mu=cast(state.mu), nu=cast(state.nu))
 
-    def update(gradients, state, params=None):
-        cast = lambda tree: jax.tree.map(lambda m, g: m.astype(g.dtype), tree, gradients)  # noqa: E731
-        state = state._replace(mu=cast(state.mu), nu=cast(state.nu))
-        updates, state = base.update(gradients, state, params)
-        return updates, rounded(state)
+    def with_matrices(function, rest, *trees):
+        """Returns `function` of the matrices of trees like the params, and the leaves of `rest`."""
+        if not has_muon:
+            return rest
+        leaves = iter(jax.tree.leaves(rest))
+        return jax.tree_util.tree_map_with_path(
+            lambda path, *x: function(*x) if muon.is_matrix(path) else next(leaves), *trees
+        )
 
-    return optax.GradientTransformation(lambda params: rounded(base.init(params)), update)
+    def init(params):
+        state = adam.init(others(params))
+        return rounded(state._replace(mu=jax.tree.map(jnp.zeros_like, params)))
+
+    def update(gradients, state, params=None):
+        widen = lambda tree, like: jax.tree.map(lambda m, g: m.astype(g.dtype), tree, like)  # noqa: E731
+        mu, rest = widen(state.mu, gradients), others(gradients)
+        small = state._replace(mu=others(mu), nu=widen(state.nu, rest))
+        updates, small = adam.update(rest, small, params)
+        mu = with_matrices(muon.with_gradient, small.mu, mu, gradients)
+        step = functools.partial(muon.update, number=small.count)
+        by_layer = lambda *stacks: jax.lax.map(lambda layer: step(*layer), stacks)  # noqa: E731
+        updates = with_matrices(step if staged else by_layer, updates, mu, gradients)
+        return updates, rounded(small._replace(mu=mu))
+
+    return optax.GradientTransformation(init, update)
 
 
 def adam_state(moments: optax.OptState) -> Any:
-    """Returns the Adam entry of an optimizer state, which has `count`, `mu` and `nu`."""
+    """Returns the entry of an optimizer state that has `count`, `mu` and `nu`; see `_moments`."""
     return next(entry for entry in moments if hasattr(entry, "mu"))
 
 
@@ -91,12 +127,12 @@ def map_moments(
     moments: optax.OptState,
     second: Callable[[dict], dict] | None = None,
 ) -> optax.OptState:
-    """Returns the optimizer state with both trees of Adam moments replaced.
+    """Returns the optimizer state with both trees of moments replaced.
 
     Args:
       function: tree of first moments, with the params' structure -> new tree.
       moments: the optimizer state.
-      second: the same for the second moments; `function` if None.
+      second: the same for the second moments, which Muon's matrices lack; `function` if None.
     """
     second = second or function
     return tuple(
@@ -125,9 +161,13 @@ def learning_rate_multipliers(model: ModelConfig, training: TrainingConfig, para
     moves every weight equally, so the change of an output grows with the inputs that it sums.  The
     first factor of a low-rank term reads all inputs (density 1); the second reads a constant rank
     and has no factor.  The initial variance follows the stored fan-in in both parametrizations.
+
+    Muon's update of a matrix of m inputs changes its output by sqrt(m).  An output sums f / m
+    matrices, whose changes are about as coherent as Adam's, so it changes by f / sqrt(m).  Muon's
+    factor is that of Adam times sqrt(m / SUPAR_WIDTH): a dense weight's is the root of Adam's.
     """
 
-    def multiplier(path, _):
+    def multiplier(path, leaf):
         name = path[-1].key
         if name not in ("kernel", "values", "a_kernel", "b_kernel"):
             return training.vector_rate
@@ -139,6 +179,9 @@ def learning_rate_multipliers(model: ModelConfig, training: TrainingConfig, para
         read = {"kernel": density, "values": density, "a_kernel": 1.0}
         if model.supar and name in read:
             rate *= SUPAR_WIDTH / (model.d_model * read[name])
+            if training.optimizer == "muon" and muon.is_matrix(path):
+                inputs = model.projection_shape(path[-2].key)[0]
+                rate *= math.sqrt(model.d_model * leaf.shape[-2] / inputs / SUPAR_WIDTH)
         return rate
 
     return jax.tree_util.tree_map_with_path(multiplier, params)

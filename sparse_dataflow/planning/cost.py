@@ -5,8 +5,8 @@ Counting rules of the project:
 - A product of [m, k] and [k, n] has 2 m k n FLOPs.  The backward pass has twice the forward FLOPs.
 - A block-sparse projection counts its stored blocks.  Its low-rank term `x A B`, and its Hadamard
   transform as two products, count in the projection.
-- Embedding lookups, norms, biases, GELU, softmax and the optimizer count as 0, because they are
-  memory-bound and MFU measures the matrix units.
+- Embedding lookups, norms, biases, GELU, softmax and AdamW count as 0, because they are
+  memory-bound and MFU measures the matrix units.  Muon's products are `orthogonalization_flops`.
 - Attention is Q Kᵀ and A V.  *Model* FLOPs count its causal half (PaLM, arXiv 2204.02311, appendix
   B, counts the whole square).
 - Rematerialised FLOPs are *hardware* FLOPs, not *model* FLOPs, and MFU uses model FLOPs (arXiv
@@ -23,6 +23,7 @@ from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.kernels.hadamard import factors
+from sparse_dataflow.optim import muon
 
 BACKWARD_PER_FORWARD = 2
 
@@ -182,6 +183,26 @@ def gradient_norms_flops(config: ModelConfig, tokens: int, sequence: int) -> flo
     dense = 2.0 * config.num_layers * sum(fan_in * fan_out for fan_in, fan_out in sides)
     # Attention has two backward products for each forward product.
     return tokens * (2 * forward.total + forward.attention + dense)
+
+
+def orthogonalization_flops(
+    config: ModelConfig, stored_density: Mapping[str, float] | None = None
+) -> float:
+    """Returns the FLOPs of Muon's Newton-Schulz in one optimizer step, whatever its batch.
+
+    A step on a matrix of m x n, m <= n, has three products: 2 m (2 m n + m^2).  Dense weights are
+    whole matrices, block-sparse weights are matrices of one block.
+
+    Raises:
+      UserError: see `stored_fractions`.
+    """
+    fractions, total = stored_fractions(config, stored_density), 0.0
+    for name in PROJECTIONS:
+        spec, sides = config.linear(name), config.projection_shape(name)
+        weights = sides[0] * sides[1] * fractions[name]
+        m, n = sorted((spec.block, spec.block) if spec.kind == "block_sparse" else sides)
+        total += weights / (m * n) * 2 * m * (2 * m * n + m * m)
+    return muon.STEPS * config.num_layers * total
 
 
 def flop_ceiling(

@@ -1,7 +1,8 @@
 """Memory estimate of training on one device, by category, and the largest scale that fits.
 
-Master weights are float32.  Gradients and both Adam moments have the `state_dtype` of the training
-config.  With bfloat16 compute, a working copy of the weights is added.  Only stored blocks count.
+Master weights are float32.  Gradients and moments have the `state_dtype` of the training config;
+AdamW has two moments, and Muon one for each stored weight of a projection.  With bfloat16 compute,
+a working copy of the weights is added.  Only stored blocks count.
 Pure Python: importing this module loads no jax.
 """
 
@@ -18,6 +19,7 @@ from sparse_dataflow.planning.cost import stored_fractions
 
 MASTER_BYTES = 4
 ADAM_MOMENTS = 2
+MUON_MOMENTS = 1
 # Index and slot of every stored block, by output and by input, int32 (`LayoutTables`).
 TABLE_BYTES_PER_BLOCK = 4 * 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -56,6 +58,13 @@ def parameter_count(config: ModelConfig, stored_density: Mapping[str, float] | N
     return embeddings + stored + config.num_layers * block + norm
 
 
+def matrix_count(config: ModelConfig, stored_density: Mapping[str, float] | None = None) -> int:
+    """Counts the stored weights of projections, which Muon updates; see `parameter_count`."""
+    fractions = stored_fractions(config, stored_density)
+    sizes = (math.prod(config.projection_shape(name)) * fractions[name] for name in PROJECTIONS)
+    return sum(round(config.num_layers * size) for size in sizes)
+
+
 def single_layer(config: ModelConfig) -> ModelConfig:
     """Returns the model with one layer, the densest."""
     return dataclasses.replace(with_densest_layers(config), num_layers=1)
@@ -70,10 +79,11 @@ class MemoryEstimate:
       working_copy: weights in the compute dtype, if that is not float32: of the whole model with
         remat "none", else of the embedding and one block.
       gradients: of one micro-batch, plus a float32 sum with gradient accumulation.
-      moments: both Adam moments.
+      moments: of the optimizer.
       layout_tables: index tables of block-sparse weights.
       activations: saved by the forward pass for the backward pass.
-      working_set: temporaries of one block, and the head's input and gradient.
+      working_set: temporaries of one block, and the head's input and gradient; or what Muon's
+        updates need beyond the activations, which are free by then.
       logits: one chunk of float32 logits and its gradient.
     """
 
@@ -120,6 +130,7 @@ def training_bytes(
     logits_chunk: int = 512,
     fused_attention: bool = False,
     state_dtype: str = "float32",
+    optimizer: str = "adamw",
 ) -> MemoryEstimate:
     """Estimates the memory of a training step on one device that holds the whole model.
 
@@ -131,7 +142,7 @@ def training_bytes(
       accumulation: micro-batches per step; above 1, a float32 sum of gradients is added.
       logits_chunk: tokens per chunk of the chunked cross-entropy.
       fused_attention: whether attention scores stay on chip (flash attention).
-      state_dtype: see `optim.optimizers.TrainingConfig`.
+      state_dtype: see `TrainingConfig`, also for `optimizer`.
 
     Raises:
       UserError: batch, sequence, accumulation or logits_chunk is below 1, or `stored_density` is
@@ -149,15 +160,21 @@ def training_bytes(
     tokens = batch * sequence
     compute = DTYPE_BYTES[config.compute_dtype]
     per_token = activation_bytes(config, sequence, fused_attention)
+    matrices = matrix_count(config, stored_density)
+    activations = tokens * config.num_layers * per_token.saved
+    logits = 2 * min(tokens, logits_chunk) * config.vocab_size * 4
     return MemoryEstimate(
         parameters=parameters * MASTER_BYTES,
         working_copy=copied * compute if compute != MASTER_BYTES else 0,
         gradients=parameters * gradient_bytes(accumulation, state_dtype),
-        moments=parameters * moment_bytes(state_dtype),
+        moments=moment_bytes(parameters, matrices, state_dtype, optimizer),
         layout_tables=table_bytes(config, stored_density),
-        activations=tokens * config.num_layers * per_token.saved,
-        working_set=tokens * (per_token.working + per_token.ends),
-        logits=2 * min(tokens, logits_chunk) * config.vocab_size * 4,
+        activations=activations,
+        working_set=max(
+            tokens * (per_token.working + per_token.ends),
+            update_bytes(matrices, optimizer) - activations - logits,
+        ),
+        logits=logits,
     )
 
 
@@ -172,6 +189,7 @@ def training_config_bytes(
         accumulation=training.micro_batches,
         fused_attention=fused_attention,
         state_dtype=training.state_dtype,
+        optimizer=training.optimizer,
     )
 
 
@@ -190,9 +208,17 @@ def gradient_bytes(accumulation, state_dtype: str):
     return DTYPE_BYTES[state_dtype] + MASTER_BYTES * (accumulation > 1)
 
 
-def moment_bytes(state_dtype: str) -> int:
-    """Returns the bytes of both moments per parameter."""
-    return ADAM_MOMENTS * DTYPE_BYTES[state_dtype]
+def moment_bytes(parameters, matrices, state_dtype: str, optimizer: str):
+    """Returns the bytes of all moments of so many parameters, with `matrices` of `matrix_count`."""
+    moments = ADAM_MOMENTS * parameters
+    if optimizer == "muon":
+        moments = moments - (ADAM_MOMENTS - MUON_MOMENTS) * matrices
+    return moments * DTYPE_BYTES[state_dtype]
+
+
+def update_bytes(matrices, optimizer: str):
+    """Returns the bytes of float32 updates that exist at once; AdamW's are never stored."""
+    return MASTER_BYTES * matrices if optimizer == "muon" else 0 * matrices
 
 
 def table_bytes(config: ModelConfig, stored_density: Mapping[str, float] | None = None) -> int:

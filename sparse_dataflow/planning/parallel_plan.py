@@ -11,6 +11,7 @@ from collections.abc import Collection
 import numpy as np
 
 from sparse_dataflow.config.model import DTYPES
+from sparse_dataflow.config.training import OPTIMIZERS
 from sparse_dataflow.files.errors import UserError
 
 Counts = int | np.ndarray
@@ -64,7 +65,8 @@ class ParallelPlan:
       gradient_bytes: bytes of one gradient element in a collective.
       island: number of chips joined by fast links; None for that of the chip.
       state_dtype: dtype of moments, and of the gradients of a micro-batch; see
-        `optim.optimizers.TrainingConfig`.
+        `TrainingConfig`.
+      optimizer: see `TrainingConfig`.
     """
 
     data: Counts = 1
@@ -84,6 +86,7 @@ class ParallelPlan:
     gradient_bytes: int = 4
     island: int | None = None
     state_dtype: str = "float32"
+    optimizer: str = "adamw"
 
     def __post_init__(self):
         choices: dict[str, Collection[str]] = {
@@ -91,6 +94,7 @@ class ParallelPlan:
             "remat": RECOMPUTED,
             "executor": EXECUTORS,
             "state_dtype": DTYPES,
+            "optimizer": OPTIMIZERS,
         }
         for name, legal in choices.items():
             if getattr(self, name) not in legal:

@@ -19,7 +19,7 @@ from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.cost import stored_fractions
 from sparse_dataflow.planning.memory import MemoryEstimate
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
-from sparse_dataflow.planning.step_time import stage_parameters
+from sparse_dataflow.planning.step_time import stage_matrices, stage_parameters
 
 LOGITS_CHUNK = 512
 NORM_COPIES = {"full": 6, "dots": 0, "none": 5}
@@ -45,6 +45,7 @@ def plan_bytes(
     remat = plan.remat if plan.remat in ("none", "dots") else "full"
     config = dataclasses.replace(config, remat=remat)
     weights = stage_parameters(config, plan, stored_density)
+    matrices = stage_matrices(config, plan, stored_density)
     block_weights = stage_parameters(memory.single_layer(config), plan, stored_density)
     compute = memory.DTYPE_BYTES[config.compute_dtype]
     tokens = np.asarray(plan.micro_batch) * sequence
@@ -71,18 +72,23 @@ def plan_bytes(
     # Gradients of the embedding and of one projection before they are reduce-scattered.
     full = (embedding(config) + _largest_projection(config, stored_density)) / plan.tensor
     full = np.where(sharded & ~staged & (plan.zero >= 2), memory.MASTER_BYTES * full, 0)
+    activations = tokens * np.where(
+        staged, pipeline_bytes(config, plan), saved * layers * in_flight(plan)
+    )
+    logits = 2.0 * np.minimum(tokens, LOGITS_CHUNK) * config.vocab_size * 4 / plan.tensor
+    updates = memory.update_bytes(matrices, plan.optimizer) * shares[1]
     estimate = MemoryEstimate(
         parameters=weights * memory.MASTER_BYTES * shares[3],
         working_copy=np.where(
             gathers_weights | (compute != memory.MASTER_BYTES), copies * compute, 0
         ),
         gradients=weights * np.where(staged, staged_gradients, shares[2] * gradient),
-        moments=weights * memory.moment_bytes(plan.state_dtype) * shares[1],
+        moments=shares[1]
+        * memory.moment_bytes(weights, matrices, plan.state_dtype, plan.optimizer),
         layout_tables=whole.layout_tables * layers / config.num_layers / plan.tensor,
-        activations=tokens
-        * np.where(staged, pipeline_bytes(config, plan), saved * layers * in_flight(plan)),
-        working_set=tokens * working + full,
-        logits=2.0 * np.minimum(tokens, LOGITS_CHUNK) * config.vocab_size * 4 / plan.tensor,
+        activations=activations,
+        working_set=np.maximum(tokens * working + full, updates - activations - logits),
+        logits=logits,
     )
     if plan.executor != "relay":
         return estimate

@@ -3,7 +3,7 @@
 The device holds two blocks, the activations of one micro-batch in a block, and those at block
 boundaries, the stash (L2L, arXiv 2002.05645, section 3.4: `layers x batch` activations on the
 device, or none if they go to the host).  Host memory holds masters and moments (12 bytes per stored
-parameter), copies of the weights for the device, and gradients.
+parameter; 8 for those of Muon), copies of the weights for the device, and gradients.
 
 Pure Python: importing this module loads no jax.
 """
@@ -19,7 +19,6 @@ from sparse_dataflow.hardware.detect import GIB, Chip
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.planning.memory import DTYPE_BYTES, MASTER_BYTES
 
-STATE_BYTES = MASTER_BYTES * (1 + memory.ADAM_MOMENTS)
 FILE_SLOTS = 2
 """Copies of masters and moments in the server's files: last step and current step."""
 
@@ -112,6 +111,7 @@ def estimate(
     fused_attention: bool = False,
     devices: int = 1,
     local_devices: int = 1,
+    optimizer: str = "adamw",
 ) -> RelayEstimate:
     """Estimates bytes, traffic and seconds of one step.
 
@@ -129,6 +129,7 @@ def estimate(
       fused_attention: see `memory.training_bytes`.
       devices: data-parallel devices; each holds all parameters of a section.
       local_devices: devices of one process; each has its own page-locked copies and stash.
+      optimizer: see `TrainingConfig`.
 
     Raises:
       UserError: the batch is not divisible by micro_batches x devices.
@@ -162,13 +163,14 @@ def estimate(
         "boundaries": boundary * ((model.num_layers + 3) if stash == "device" else 5),
         "inside a block": max(micro.activations + micro.working_set, micro.logits),
     }
-    state = parameters * STATE_BYTES + memory.table_bytes(model)
+    state = parameters * MASTER_BYTES
+    state += memory.moment_bytes(parameters, memory.matrix_count(model), "float32", optimizer)
     # Eager clipping frees the gradients of a block after its update.
     gradients = parameters if clipping == "exact" else rest + 3 * block
     copied = parameters * compute if pinned or compute != MASTER_BYTES else 0
     stashed = boundary * model.num_layers if stash == "host" else 0
     host = {
-        "masters and moments": 0 if files else parameters * STATE_BYTES,
+        "masters and moments": 0 if files else state,
         "device's copies": copied * (local_devices if pinned else 1),
         "gradients": gradients * compute,
         "stash": local_devices * stashed,
@@ -191,7 +193,7 @@ def estimate(
     return RelayEstimate(
         device=device,
         host=host,
-        disk=FILE_SLOTS * state if files else 0,
+        disk=FILE_SLOTS * (state + memory.table_bytes(model)) if files else 0,
         fetched=fetched,
         returned=returned,
         updated=parameters,

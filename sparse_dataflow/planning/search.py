@@ -41,7 +41,7 @@ class Request:
       batch: sequences per optimizer step.
       chip: kind of chip.
       chips: number of chips; a legal plan uses all of them.
-      state_dtype: see `parallel_plan.ParallelPlan`.
+      state_dtype: see `parallel_plan.ParallelPlan`, also for `optimizer`.
     """
 
     config: ModelConfig
@@ -50,6 +50,7 @@ class Request:
     chip: Chip
     chips: int
     state_dtype: str = "float32"
+    optimizer: str = "adamw"
 
     @property
     def efficiency(self) -> Efficiency:
@@ -77,6 +78,7 @@ class Request:
             sequence_parallel=True,  # as in parallel/sharded.py
             executor="pipeline" if np.any(stage > 1) else "whole",
             state_dtype=self.state_dtype,
+            optimizer=self.optimizer,
         )
 
 

@@ -15,9 +15,9 @@ from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip, Network
 from sparse_dataflow.planning import collectives
-from sparse_dataflow.planning.cost import stored_fractions
+from sparse_dataflow.planning.cost import orthogonalization_flops, stored_fractions
 from sparse_dataflow.planning.efficiency import Efficiency
-from sparse_dataflow.planning.memory import DTYPE_BYTES, parameter_count
+from sparse_dataflow.planning.memory import DTYPE_BYTES, matrix_count, parameter_count
 from sparse_dataflow.planning.parallel_plan import BUBBLES, RECOMPUTED, ParallelPlan
 
 # Fused? -> elements per token that element-wise operations of a block's forward pass read and
@@ -34,10 +34,15 @@ LOGIT_BYTES = 4 * 4
 # State dtype -> bytes per parameter of AdamW: reads master, gradient and two moments; writes
 # master, moments and the working copy.
 OPTIMIZER_BYTES = {"float32": 30, "bfloat16": 20}
+# Bytes per weight of Newton-Schulz in float32: each of five steps has three products with two reads
+# and a write of arrays of at most the matrix's size.
+ORTHOGONALIZATION_BYTES = 5 * 3 * 3 * 4
 # Relay transfers at 16 bits: weights for forward and backward, and gradients (arXiv 2002.05645).
 RELAY_BYTES = 6
 HOST_MEMORY_BANDWIDTH = 200e9
 """Bytes/s of host memory in the relay's optimizer: eight DDR4-3200 channels."""
+HOST_FLOPS = 2e12
+"""Float32 FLOP/s of the host in the relay's Newton-Schulz: about 32 cores with AVX-512."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +160,8 @@ def step_time(
       efficiency: constants of the chip family.
       stored_density: see `cost.stored_fractions`.
       rates: name -> measured FLOP/s of a section, forward and backward together, which replaces the
-        roofline; or measured bytes/s of "norms", "gelu" and "optimizer".
+        roofline; or measured bytes/s of "norms", "gelu" and "optimizer", which includes Muon's
+        products.
 
     Raises:
       UserError: the chip has no known rates or links.
@@ -196,10 +202,16 @@ def step_time(
     shards = plan.fsdp if plan.zero else 1
     if plan.executor == "relay":
         terms["optimizer"] = 0.0 * computing
-        terms["host"] = _relay_seconds(weights, chip, efficiency, computing)
+        update = optimizer_bytes(config, plan, stored_density) / HOST_MEMORY_BANDWIDTH
+        if plan.optimizer == "muon":
+            update = update + orthogonalization_flops(config, stored_density) / HOST_FLOPS
+        terms["host"] = _relay_seconds(weights, update, chip, efficiency, computing)
     else:
         rate = rates.get("optimizer", bandwidth * efficiency.bandwidth)
-        terms["optimizer"] = weights / shards * OPTIMIZER_BYTES[plan.state_dtype] / rate
+        terms["optimizer"] = optimizer_bytes(config, plan, stored_density) / shards / rate
+        if plan.optimizer == "muon" and "optimizer" not in rates:
+            seconds = _orthogonalization_seconds(config, plan, chip, efficiency, stored_density)
+            terms["optimizer"] = terms["optimizer"] + seconds / shards
         terms["host"] = 0.0 * computing
     islands = np.maximum(np.asarray(plan.chips) / (plan.island or network.island), 1)
     terms["waits"] = efficiency.waits * np.log2(islands) * sum(terms.values())
@@ -215,6 +227,37 @@ def stage_parameters(config: ModelConfig, plan: ParallelPlan, stored_density=Non
     ends = 2 * shallow - deep
     block = (parameter_count(config, stored_density) - ends) / config.num_layers
     return (np.ceil(config.num_layers / np.asarray(plan.stage)) * block + ends) / plan.tensor
+
+
+def stage_matrices(config: ModelConfig, plan: ParallelPlan, stored_density=None):
+    """Returns the part of `stage_parameters` that Muon updates."""
+    per_layer = matrix_count(config, stored_density) / config.num_layers
+    return np.ceil(config.num_layers / np.asarray(plan.stage)) * per_layer / plan.tensor
+
+
+def optimizer_bytes(config: ModelConfig, plan: ParallelPlan, stored_density=None):
+    """Returns the memory traffic of an update on one chip, before sharding over "fsdp"."""
+    size = stage_parameters(config, plan, stored_density) * OPTIMIZER_BYTES[plan.state_dtype]
+    if plan.optimizer == "muon":  # Reads and writes no second moment.
+        saved = 2 * DTYPE_BYTES[plan.state_dtype]
+        size = size - stage_matrices(config, plan, stored_density) * saved
+    return size
+
+
+def _orthogonalization_seconds(config, plan, chip, efficiency, stored_density):
+    """Returns the seconds of Muon's Newton-Schulz on one chip, before sharding over "fsdp".
+
+    A chip orthogonalises the blocks that it holds.  Dense matrices that are sharded cost
+    collectives as well, which are not in the estimate.
+    """
+    peak, bandwidth = chip.rates("float32")
+    flops = orthogonalization_flops(config, stored_density)
+    size = matrix_count(config, stored_density) * ORTHOGONALIZATION_BYTES
+    seconds = np.maximum(
+        flops / (peak * efficiency.matmul), size / (bandwidth * efficiency.bandwidth)
+    )
+    layers = np.ceil(config.num_layers / np.asarray(plan.stage))
+    return seconds * layers / config.num_layers / plan.tensor
 
 
 def _sections(config, sequence, plan, chip, efficiency, stored_density, rates):
@@ -349,10 +392,9 @@ def _exposed(seconds, compute, efficiency):
     return np.maximum(exposed, (1 - efficiency.overlap) * seconds)
 
 
-def _relay_seconds(weights, chip, efficiency, computing):
-    """Returns the exposed seconds of host transfers and the optimizer on the host."""
+def _relay_seconds(weights, update, chip, efficiency, computing):
+    """Returns the exposed seconds of host transfers and of the `update` seconds on the host."""
     if chip.host_bandwidth is None:
         raise UserError(f"{chip.name} has no known rate to its host, which the relay needs.")
     moved = weights * RELAY_BYTES / (chip.host_bandwidth * efficiency.fast_link)
-    update = weights * OPTIMIZER_BYTES["float32"] / HOST_MEMORY_BANDWIDTH
     return _exposed(np.maximum(moved, update), computing, efficiency)

@@ -34,6 +34,7 @@ def estimate(
         host_bandwidth=chip.host_bandwidth,
         devices=devices,
         local_devices=jax.local_device_count() if devices > 1 else 1,
+        optimizer=training.optimizer,
     )
 
 

@@ -187,7 +187,8 @@ def _evolution_notes(folder, trainers):
 def _notes(folder, trainers, timed):
     return [
         f"{t.name}: {t.model.num_layers} layers of width {t.model.d_model}, sequences of "
-        f"{t.training.sequence} tokens, {t.training.batch} a step, peak learning rate "
+        f"{t.training.sequence} tokens, {t.training.batch} a step, "
+        f"{t.training.optimizer} with a peak learning rate of "
         f"{t.training.learning_rate:g} (blocks at 1/8 density x {t.training.sparse_rate:g}, "
         f"embeddings, biases and norms x {t.training.vector_rate:g}), {t.model.compute_dtype}."
         for t in trainers

@@ -1,9 +1,10 @@
-"""Transitions from one layout, or one model, to the next, of parameters and both Adam moments.
+"""Transitions from one layout, or one model, to the next, of parameters and moments.
 
 Blocks that stay keep their bits.  New blocks start with zero weights and zero moments.  Zero second
 moments are safe.  Adam's count goes on, so the bias correction is not small, and with m and v both
 from zero |m| / sqrt(v) <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) (Cauchy-Schwarz), which is 1.2
-for b1 0.9 and b2 0.95.  So a new weight moves no faster than an old one.
+for b1 0.9 and b2 0.95.  So a new weight moves no faster than an old one.  Muon has no second
+moment, and every block that has a gradient moves equally.
 
 Projections are converted one at a time, one layer group (`config.layer_groups`) after another.
 Each old array is freed before the next one is converted, so the extra memory is one array of one
@@ -324,8 +325,10 @@ def _average_inputs(second, width):
 
 
 def _convert_leaf(tree, place, before, after, convert):
-    """Replaces one leaf of a projection and frees the old array."""
+    """Replaces one leaf of a projection, if the tree has it, and frees the old array."""
     module = dict(place.module(tree))
+    if before not in module:  # Muon's matrices have no second moment.
+        return tree
     leaf = module.pop(before)
     module[after] = jax.block_until_ready(convert(leaf))
     if isinstance(leaf, jax.Array):

@@ -2,8 +2,9 @@
 
 Run as a process by test_sharded.py and test_pipeline.py, because the number of devices is fixed at
 start. Arguments: the task; the name of the model ("dense+bfloat16": with bfloat16 moments and
-gradients) or of the evolution; then meshes, each as "data:2,tensor:4/ZERO/MICRO_BATCHES". Pipelines
-add "/SCHEDULE/CHUNKS", and optionally "/2+3", the layers of each virtual stage.
+gradients; "dense+muon": trained by Muon) or of the evolution; then meshes, each as
+"data:2,tensor:4/ZERO/MICRO_BATCHES". Pipelines add "/SCHEDULE/CHUNKS", and optionally "/2+3", the
+layers of each virtual stage.
 """
 
 import dataclasses
@@ -73,11 +74,13 @@ def executor(text, model):
     return Pipelined(mesh, zero, division=division, schedule=schedule), int(micro)
 
 
-def train(model, executor, micro_batches, dtype="float32"):
+OPTIONS = {"": {}, "bfloat16": {"state_dtype": "bfloat16"}, "muon": {"optimizer": "muon"}}
+"""What follows "+" in the name of a model -> changes of its training."""
+
+
+def train(model, executor, micro_batches, **changes):
     """Returns losses, norms, canonical moments and params, eval loss and program text by name."""
-    training = TrainingConfig(
-        STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3, state_dtype=dtype
-    )
+    training = TrainingConfig(STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3, **changes)
     state = initial_state(model, training, executor)
     tables = gpt.layout_tables(gpt.layouts(model))
     placed_tables = executor.tables(tables, changing=False)
@@ -144,14 +147,13 @@ def gathered(text):
 
 
 def compare(name, texts):
-    name, _, dtype = name.partition("+")
+    name, _, option = name.partition("+")
     model, errors, right = MODELS[name], {}, {}
-    dtype = dtype or "float32"
     for text in texts:
         sharded, micro = executor(text, model)
         if micro not in right:
-            right[micro] = train(model, SINGLE_DEVICE, micro, dtype)
-        mine = train(model, sharded, micro, dtype)
+            right[micro] = train(model, SINGLE_DEVICE, micro, **OPTIONS[option])
+        mine = train(model, sharded, micro, **OPTIONS[option])
         errors[text] = {key: error(mine[key], right[micro][key]) for key in mine if key != "text"}
         errors[text]["gathered"] = gathered(mine["text"])
     return errors

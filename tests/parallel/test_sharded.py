@@ -43,6 +43,19 @@ def test_eight_devices_train_like_a_single_one(model, texts):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["dense", "sparse"])
+def test_muon_trains_over_a_mesh_as_on_a_single_device(model):
+    """A dense kernel is one matrix on all devices; stored blocks stay where they are."""
+    texts = ["data:2,fsdp:2,tensor:2/3/2", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1"]
+    results = mesh_training("compare", f"{model}+muon", *texts)
+    assert_like_single_device(results)
+    if model == "sparse":
+        adamw = mesh_training("compare", model, *texts)
+        for text in texts:
+            assert results[text]["gathered"] == adamw[text]["gathered"]
+
+
+@pytest.mark.slow
 def test_a_state_in_bfloat16_trains_over_a_mesh_as_on_a_single_device():
     texts = ["data:2,fsdp:2,tensor:2/3/2", "stage:2,fsdp:4/2/2/1f1b/1"]
     for text, errors in mesh_training("compare", "dense+bfloat16", *texts).items():

@@ -14,9 +14,23 @@ from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import CHIPS, Chip
+from sparse_dataflow.models import gpt
+from sparse_dataflow.optim import muon
 from sparse_dataflow.planning import cost
 
 MLP = ("mlp_in", "mlp_out")
+
+
+@pytest.mark.parametrize("linears", [{}, {"mlp_in": LinearSpec("block_sparse", "cyclic", 0.5, 32)}])
+def test_flops_of_newton_schulz_are_those_of_the_program(linears):
+    model = ModelConfig(1, 64, 4, 256, vocab_size=48, max_len=8, linears=linears)
+    params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+    with_path = jax.tree_util.tree_leaves_with_path(params)
+    stacks = [leaf for path, leaf in with_path if muon.is_matrix(path)]
+    program = jax.jit(lambda stacks: jax.tree.map(muon.orthogonalize, stacks)).lower(stacks)
+    assert cost.orthogonalization_flops(model) == pytest.approx(
+        program.cost_analysis()["flops"], rel=0.05
+    )
 
 
 def sparse_spec(density, rank=0):

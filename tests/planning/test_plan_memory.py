@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.config.model import PROJECTIONS, LinearSpec
 from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.training import OPTIMIZERS
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
@@ -22,9 +23,14 @@ SPARSE = MODEL.with_linears(LinearSpec("block_sparse", density=1 / 8, block=128)
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_plan_of_one_chip_equals_training_bytes(model, remat, accumulation, fused):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_plan_of_one_chip_equals_training_bytes(model, remat, accumulation, fused, optimizer):
     plan = ParallelPlan(
-        micro_batch=2, accumulation=accumulation, remat=remat, fused_attention=fused
+        micro_batch=2,
+        accumulation=accumulation,
+        remat=remat,
+        fused_attention=fused,
+        optimizer=optimizer,
     )
     expected = memory.training_bytes(
         dataclasses.replace(model, remat=remat),
@@ -32,6 +38,7 @@ def test_a_plan_of_one_chip_equals_training_bytes(model, remat, accumulation, fu
         model.max_len,
         accumulation=accumulation,
         fused_attention=fused,
+        optimizer=optimizer,
     )
     actual = plan_bytes(model, model.max_len, plan)
     assert {n: float(v) for n, v in actual.categories.items()} == expected.categories

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.presets import SIZES
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.config.training import OPTIMIZERS, TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import CHIPS, GIB
 from sparse_dataflow.parallel.relay.host_state import abstract_state
@@ -25,11 +25,12 @@ QUARTER = PICO.with_linears(LinearSpec("block_sparse", "monarch", density=0.25, 
 BY_DEPTH = dataclasses.replace(QUARTER, density_by_depth=(2.0, 1.0))
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", [PICO, QUARTER, BY_DEPTH], ids=["dense", "sparse", "by depth"])
-def test_masters_and_moments_are_those_of_the_state(model):
-    state = abstract_state(model, TrainingConfig(1, 8, 64))
+def test_masters_and_moments_are_those_of_the_state(model, optimizer):
+    state = abstract_state(model, TrainingConfig(1, 8, 64, optimizer=optimizer))
     arrays = [a for a in jax.tree.leaves((state.params, state.moments)) if a.ndim]
-    planned = relay.estimate(model, 8, 64).host["masters and moments"]
+    planned = relay.estimate(model, 8, 64, optimizer=optimizer).host["masters and moments"]
     assert planned == sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in arrays)
 
 

@@ -12,13 +12,19 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.training import OPTIMIZERS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS, Chip, Network
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning import collectives, cost, memory
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency
 from sparse_dataflow.planning.parallel_plan import BUBBLES, RECOMPUTED, ParallelPlan
-from sparse_dataflow.planning.step_time import GROUPS, stage_parameters, step_time
+from sparse_dataflow.planning.step_time import (
+    GROUPS,
+    ORTHOGONALIZATION_BYTES,
+    stage_parameters,
+    step_time,
+)
 
 GOLDEN = Path(__file__).parent / "explain.txt"
 IDEAL = Efficiency(1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -126,6 +132,21 @@ def test_a_pipeline_gathers_its_weights_once_a_step():
     whole = seconds(dataclasses.replace(plan, stage=1)).terms["state"]
     alone = memory.parameter_count(MODEL)
     assert whole == pytest.approx(4 * (4 + 2 * 2) * alone * 7 / 8 / 300e9)
+
+
+def test_muon_reads_no_second_moment_and_multiplies_matrices():
+    chip = dataclasses.replace(CHIP, peak_flops={"bfloat16": 100e12, "float32": 50e12})
+    sparse = MODEL.with_linears(LinearSpec("block_sparse", density=1 / 8, block=128))
+    for model in (MODEL, sparse):
+        adamw, muon = (
+            seconds(ParallelPlan(optimizer=o), model, chip).terms["optimizer"] for o in OPTIMIZERS
+        )
+        matrices = memory.matrix_count(model)
+        products = cost.orthogonalization_flops(model) / 50e12
+        traffic = matrices * ORTHOGONALIZATION_BYTES / 2e12
+        assert muon - adamw == pytest.approx(max(products, traffic) - matrices * 8 / 2e12)
+        # Whole matrices are bound by the matrix units, blocks of 128 by memory.
+        assert (products > traffic) == (model is MODEL)
 
 
 def test_relay_moves_six_bytes_a_parameter():

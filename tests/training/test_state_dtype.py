@@ -30,6 +30,7 @@ DENSE = ModelConfig(2, 32, 4, 64, vocab_size=48, max_len=8)
 SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))
 TRAINING = TrainingConfig(steps=30, batch=4, sequence=8, state_dtype="bfloat16")
 WIDE = dataclasses.replace(TRAINING, state_dtype="float32")
+MUON = dataclasses.replace(TRAINING, optimizer="muon")
 # Each sequence counts up with its own increment.
 TOKENS = np.arange(120, dtype=np.int32).reshape(30, 4, 1) * 7
 TOKENS = (TOKENS + np.arange(9, dtype=np.int32) * np.arange(1, 5, dtype=np.int32)[:, None]) % 48
@@ -152,16 +153,17 @@ def test_no_float32_gradient_of_all_layers_is_allocated(remat):
     assert narrow_temp - wide_temp < blocks / 8
 
 
+@pytest.mark.parametrize("training", [TRAINING, MUON], ids=["adamw", "muon"])
 @pytest.mark.parametrize("model", [DENSE, SPARSE], ids=["dense", "sparse"])
-def test_a_resumed_training_has_the_same_bits(model, tmp_path):
-    undisturbed, _ = trained(model, TRAINING, 6)
-    halfway, _ = trained(model, TRAINING, 3)
-    config = identity(model, TRAINING, EvolutionConfig(), "none")
+def test_a_resumed_training_has_the_same_bits(model, training, tmp_path):
+    undisturbed, _ = trained(model, training, 6)
+    halfway, _ = trained(model, training, 3)
+    config = identity(model, training, EvolutionConfig(), "none")
     with Checkpoints(tmp_path, config=config) as checkpoints:
         checkpoints.save(3, halfway, {})
-    abstract = abstract_state(model, TRAINING)._replace(tables=halfway.tables)
+    abstract = abstract_state(model, training)._replace(tables=halfway.tables)
     restored, _ = Checkpoints(tmp_path, config=config).restore(abstract)
-    resumed, _ = trained(model, TRAINING, 6, restored)
+    resumed, _ = trained(model, training, 6, restored)
     assert bits(resumed) == bits(undisturbed)
 
 
@@ -180,7 +182,7 @@ def test_a_checkpoint_of_another_dtype_is_refused(tmp_path):
 
 @given(
     st.sampled_from([DENSE, SPARSE]),
-    st.sampled_from([TRAINING, WIDE]),
+    st.sampled_from([TRAINING, WIDE, MUON]),
     st.sampled_from(["dots", "full"]),
 )
 def test_the_planned_bytes_are_the_bytes_of_the_arrays(model, training, remat):

@@ -25,10 +25,11 @@ MODEL = ModelConfig(2, 64, 4, 128, vocab_size=40, max_len=8).with_linears(SPARSE
 RANKED = MODEL.with_linears(dataclasses.replace(SPARSE, rank=3))
 MIXED = MODEL.with_linears(dataclasses.replace(SPARSE, hadamard=16))
 TRAINING = TrainingConfig(steps=9, batch=2, sequence=8)
+MUON = dataclasses.replace(TRAINING, optimizer="muon")
 TOKENS = np.random.default_rng(1).integers(0, 40, (2, 8), np.int32)
 
 
-def trained_state(model, seed=0) -> TrainState:
+def trained_state(model, seed=0, training=TRAINING) -> TrainState:
     """Returns a state with random parameters and moments, so that no two are equal."""
     rng = np.random.default_rng(seed)
 
@@ -37,7 +38,7 @@ def trained_state(model, seed=0) -> TrainState:
             lambda leaf: jax.numpy.asarray(0.1 * rng.normal(size=leaf.shape), leaf.dtype), tree
         )
 
-    state = initial_state(model, TRAINING)
+    state = initial_state(model, training)
     params, moments = draw(state.params), map_moments(draw, state.moments)
     return state._replace(params=params, moments=moments, step=jax.numpy.int32(5))
 
@@ -63,12 +64,12 @@ def logits_of(model, state):
     return np.asarray(jax.jit(lambda p: whole.logits(model, p, tables, TOKENS))(state.params))
 
 
-def assert_shaped_like(state, model):
+def assert_shaped_like(state, model, training=TRAINING):
     """Asserts that the optimizer of `model` accepts the state: same tree, shapes and dtypes."""
-    expected = jax.eval_shape(lambda: initial_state(model, TRAINING))
+    expected = jax.eval_shape(lambda: initial_state(model, training))
     describe = lambda leaf: (leaf.shape, leaf.dtype)  # noqa: E731
     assert jax.tree.map(describe, state) == jax.tree.map(describe, expected)
-    optimizer = make_optimizer(model, TRAINING)
+    optimizer = make_optimizer(model, training)
     jax.eval_shape(optimizer.update, state.params, state.moments, state.params)
 
 
@@ -204,3 +205,30 @@ def test_converted_arrays_are_freed():
     values = [tree["blocks"]["qkv"]["values"] for tree in trees(state)]
     update_layouts(state, MODEL, METHODS["set"].update, 0.3)
     assert all(leaf.is_deleted() for leaf in values)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (RANKED, phase_specs(RANKED, EvolutionConfig("sparse_to_dense"))[1].model),
+        (MIXED, phase_specs(MIXED, EvolutionConfig("sparse_to_dense"))[1].model),
+        (dataclasses.replace(MODEL, linears=()), MIXED),
+        (MODEL, RANKED),
+    ],
+    ids=["merge low rank", "merge transform", "prune", "add low rank"],
+)
+def test_muon_momentum_changes_as_the_first_moment_of_adam(old, new):
+    adamw, muon = (change_model(trained_state(old, training=t), old, new) for t in (TRAINING, MUON))
+    assert_shaped_like(muon, new, MUON)
+    for mine, theirs in zip(trees(muon)[:2], trees(adamw)[:2]):
+        jax.tree.map(np.testing.assert_array_equal, mine, theirs)
+
+
+def test_muon_momentum_follows_its_blocks():
+    update = METHODS["set"].update
+    adamw, muon = (
+        update_layouts(trained_state(MODEL, training=t), MODEL, update, 0.3)
+        for t in (TRAINING, MUON)
+    )
+    assert_shaped_like(muon, MODEL, MUON)
+    jax.tree.map(np.testing.assert_array_equal, trees(muon)[1], trees(adamw)[1])

@@ -1,4 +1,4 @@
-"""AdamW on the host, in place: the arithmetic of `optim.optimizers`, vectorised with numpy.
+"""AdamW and Muon on the host, in place: the arithmetic of `optim`, vectorised with numpy.
 
 Arrays are updated in pieces whose temporaries stay in a core's cache. numpy releases Python's lock
 in each operation, so several threads update at once. XLA on the CPU backend would allocate its
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sparse_dataflow.optim import muon
 from sparse_dataflow.optim.optimizers import B1, B2, EPS
 
 PIECE = 2**17
@@ -37,21 +38,30 @@ class Rates(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A parameter and its moments: contiguous float32 arrays of one shape."""
+    """A parameter and its moments: contiguous float32 arrays of one shape.
+
+    A matrix of Muon has no second moment; its first moment is Muon's momentum.
+    """
 
     parameter: np.ndarray
     mu: np.ndarray
-    nu: np.ndarray
+    nu: np.ndarray | None = None
 
     def piece(self, where: slice) -> "Leaf":
         """Returns flat views of a range of elements."""
-        return Leaf(*(_flat(array)[where] for array in self))
+        return Leaf(*(None if array is None else _flat(array)[where] for array in self))
 
 
-def pieces(size: int, count: int = 1) -> Iterator[slice]:
-    """Yields about `count` slices that cover `size` elements; all but the last are multiples of
-    PIECE."""
-    step = PIECE * max(1, math.ceil(size / (PIECE * count)))
+def pieces(size: int, count: int = 1, unit: int = 1) -> Iterator[slice]:
+    """Yields slices that cover `size` elements.
+
+    Args:
+      size: number of elements.
+      count: number of slices, about; all but the last have a multiple of PIECE elements.
+      unit: elements of a matrix, which no slice divides.
+    """
+    least = unit * math.ceil(PIECE / unit)
+    step = least * max(1, math.ceil(size / (least * count)))
     for start in range(0, size, step):
         yield slice(start, min(size, start + step))
 
@@ -93,6 +103,37 @@ def update(
         np.subtract(p, t, out=p_out)
         if copy is not None:
             narrow(p_out, copy[where])
+
+
+def update_matrices(
+    before: Leaf,
+    gradient: np.ndarray,
+    rates: Rates,
+    after: Leaf,
+    copy: np.ndarray | None = None,
+    *,
+    shape: tuple[int, int],
+) -> None:
+    """Runs one step of Muon on some matrices.
+
+    Args:
+      before: 1-D views of the old values.
+      gradient: float32 or bfloat16, of the same length.
+      rates: scalars of this step.
+      after: 1-D views for the results; may be `before`.
+      copy: also receives the parameter, rounded to its dtype, float32 or bfloat16.
+      shape: of a matrix.
+    """
+    for where in pieces(gradient.size, gradient.size, math.prod(shape)):
+        g = widen(gradient[where]) * np.float32(rates.clip)
+        after.mu[where] = muon.with_gradient(before.mu[where], g)
+        stacks = (array.reshape(-1, *shape) for array in (after.mu[where], g))
+        step = _flat(muon.update(*stacks, rates.number))
+        step += np.float32(rates.decay) * before.parameter[where]
+        step *= np.float32(rates.learning_rate)
+        np.subtract(before.parameter[where], step, out=after.parameter[where])
+        if copy is not None:
+            narrow(after.parameter[where], copy[where])
 
 
 def square_sum(gradient: np.ndarray) -> float:

@@ -13,6 +13,7 @@ One thread fetches, one returns gradients, several update. Gradients are clipped
 """
 
 import collections
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -228,12 +229,16 @@ class ServerStep:
         if isinstance(section, int):
             model = layer_groups(model)[group_index(model, section)].model
         multipliers = jax.tree.leaves(learning_rate_multipliers(model, server.training, masters))
-        before = zip(*(jax.tree.leaves(view(tree, section)) for tree in self._before))
-        after = list(zip(*(jax.tree.leaves(view(tree, section)) for tree in self._after)))
+        before, after = (_leaves(paths, trees, section) for trees in (self._before, self._after))
         old_copies = jax.tree.leaves(server.copy(self._state.params, section))
         copies, jobs = [], []
         for number, old in enumerate(before):
-            new, gradient = Leaf(*after[number]), gradients[number]
+            new, gradient = after[number], gradients[number]
+            update, unit = host_optimizer.update, 1
+            if new.nu is None:
+                shape = gradient.shape[-2:]
+                update = functools.partial(host_optimizer.update_matrices, shape=shape)
+                unit = math.prod(shape)
             narrow = None
             if device_dtype(server.model, paths[number]) != new.parameter.dtype:
                 narrow = old_copies[number]
@@ -246,17 +251,17 @@ class ServerStep:
                 self._learning_rate * multipliers[number],
                 server.training.weight_decay if decayed[number] else 0.0,
             )
-            for where in host_optimizer.pieces(gradient.size, server.threads):
+            for where in host_optimizer.pieces(gradient.size, server.threads, unit):
                 copy = None if narrow is None else narrow.reshape(-1)[where]
                 flat = gradient.reshape(-1)[where]
-                job = (Leaf(*old).piece(where), flat, rates, new.piece(where), copy)
-                jobs.append(server.updating.submit(self._timed, section, job))
+                job = (old.piece(where), flat, rates, new.piece(where), copy)
+                jobs.append(server.updating.submit(self._timed, section, update, job))
         self._copies[section] = jax.tree.unflatten(jax.tree.structure(masters), copies)
         self._updates[section] = jobs
 
-    def _timed(self, section, job):
+    def _timed(self, section, update, job):
         with self._timeline.span("update", section_name(section)):
-            host_optimizer.update(*job)
+            update(*job)
 
     def _finish_update(self, section):
         """Waits for a section's update, then pins its copy and notifies the storage."""
@@ -307,6 +312,13 @@ class ServerStep:
             if old is not new:
                 jax.tree.map(np.copyto, views[-1], view(old, section))
         self._server.storage.updated(section, tuple(views))
+
+
+def _leaves(paths, trees, section) -> list[Leaf]:
+    """Returns the leaves of a section's (params, mu, nu); Muon's matrices are not in nu."""
+    params, mu, nu = (jax.tree_util.tree_leaves_with_path(view(tree, section)) for tree in trees)
+    second = dict(nu)
+    return [Leaf(p, m, second.get(path)) for path, (_, p), (_, m) in zip(paths, params, mu)]
 
 
 def group_norms(squares: dict[Section, dict[str, float]]) -> dict[str, float]:

@@ -11,10 +11,9 @@ from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
-from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.efficiency import PRIOR
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
-from sparse_dataflow.planning.step_time import OPTIMIZER_BYTES, step_time
+from sparse_dataflow.planning.step_time import optimizer_bytes, step_time
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks.benchmark import named_model
 from sparse_dataflow.runs.benchmarks.steps import compiled_step, random_tokens
@@ -103,6 +102,7 @@ def layout_of(config: ModelConfig, training: TrainingConfig) -> ParallelPlan:
         remat=config.remat,
         fused_attention=False,
         state_dtype=training.state_dtype,
+        optimizer=training.optimizer,
     )
 
 
@@ -118,7 +118,7 @@ def measured_rates(config: ModelConfig, training: TrainingConfig, chip: Chip) ->
     rates["head"] = 3 * float(sections["head"].flops) / seconds["head and loss"]
     passes = 3 * float(sections["norms"].bytes + sections["gelu"].bytes)
     rates["norms"] = rates["gelu"] = passes / seconds["norms and GELU"]
-    updated = memory.parameter_count(one) * OPTIMIZER_BYTES[training.state_dtype]
+    updated = float(optimizer_bytes(one, layout))
     rates["optimizer"] = updated / (seconds["optimizer"] * training.micro_batches)
     return rates
 

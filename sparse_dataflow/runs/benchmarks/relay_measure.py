@@ -30,6 +30,7 @@ def plan_of(model: ModelConfig, training: TrainingConfig, config: RelayConfig, c
         pinned=jax.default_backend() != "cpu",
         chip=chip,
         host_bandwidth=chip.host_bandwidth,
+        optimizer=training.optimizer,
     )
 
 

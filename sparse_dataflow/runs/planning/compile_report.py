@@ -69,6 +69,8 @@ class CompilePlan:
             }
         if parallel.state_dtype != "float32":
             flags |= {"state_dtype": parallel.state_dtype}
+        if parallel.optimizer != "adamw":
+            flags |= {"optimizer": parallel.optimizer}
         return " ".join(f"--{name}={text}" for name, text in flags.items())
 
 
@@ -105,7 +107,12 @@ def verdict(plan: CompilePlan) -> dict:
     devices = topologies.devices(topology)
     batch, accumulation = int(parallel.batch), int(parallel.accumulation)
     training = TrainingConfig(
-        1, batch, plan.sequence, accumulation, state_dtype=parallel.state_dtype
+        1,
+        batch,
+        plan.sequence,
+        accumulation,
+        optimizer=parallel.optimizer,
+        state_dtype=parallel.state_dtype,
     )
     executor = _executor(plan, devices)
     flops = cost.flops_per_token(plan.config, plan.sequence)
@@ -177,6 +184,7 @@ def plan_of(options) -> CompilePlan:
         executor="pipeline" if sizes["stage"] > 1 else "whole",
         sequence_parallel=True,
         state_dtype=options.state_dtype,
+        optimizer=options.optimizer,
     )
     return plan.with_parallel(parallel)
 
@@ -184,7 +192,13 @@ def plan_of(options) -> CompilePlan:
 def _fastest(options, topology) -> ParallelPlan:
     batch = options.batch or max(options.scale_batch, topology.size)
     request = search.Request(
-        options.model, options.tokens, batch, topology.chip, topology.size, options.state_dtype
+        options.model,
+        options.tokens,
+        batch,
+        topology.chip,
+        topology.size,
+        options.state_dtype,
+        options.optimizer,
     )
     plans = nearest.fitting_plans(request, None)
     if not plans:
@@ -211,6 +225,7 @@ def _nearest(plan: CompilePlan, tries: int) -> tuple[CompilePlan, dict] | None:
         topology.chip,
         topology.size,
         parallel.state_dtype,
+        parallel.optimizer,
     )
     candidates = nearest.fitting_plans(request, parallel)
     if not candidates:

@@ -1,4 +1,4 @@
-"""AdamW on the host equals that of optax."""
+"""AdamW and Muon on the host equal those of optax."""
 
 import itertools
 
@@ -36,10 +36,41 @@ def test_updates_equal_those_of_optax(size, in_place):
     np.testing.assert_allclose(leaf.nu, moments[0].nu, rtol=1e-5)
 
 
-@given(st.integers(1, 10**7), st.integers(1, 9))
-def test_pieces_cover_all_elements_once(size, count):
-    slices = list(host_optimizer.pieces(size, count))
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("shape", [(1, 24, 40), (70, 48, 48), (600, 8, 16)])
+def test_updates_of_matrices_equal_those_of_optax(shape, in_place):
+    """A dense kernel, and stacks in more than one piece."""
+    count, *matrix = shape
+    size, rng = count * matrix[0] * matrix[1], np.random.default_rng(count)
+    draw = lambda: rng.normal(size=size).astype(np.float32)  # noqa: E731
+    chain = optax.contrib.muon(
+        1.0,
+        weight_decay=0.1,
+        muon_weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(1, 2),
+        consistent_rms=0.2,
+    )
+    leaf = Leaf(draw(), np.zeros(size, np.float32))
+    theirs = leaf.parameter.reshape(shape).copy()
+    moments = chain.init(theirs)
+    for number in range(1, 5):
+        gradient, rate = draw(), 1e-2 / number
+        updates, moments = chain.update(0.5 * gradient.reshape(shape), moments, theirs)
+        theirs = theirs + rate * updates
+        after = leaf if in_place else Leaf(*(np.empty_like(a) for a in leaf[:2]))
+        copy = np.empty(size, ml_dtypes.bfloat16)
+        rates = Rates(number, 0.5, rate, 0.1)
+        host_optimizer.update_matrices(leaf, gradient, rates, after, copy, shape=tuple(matrix))
+        leaf = after
+        np.testing.assert_allclose(leaf.parameter.reshape(shape), theirs, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(copy, leaf.parameter.astype(ml_dtypes.bfloat16))
+
+
+@given(st.integers(1, 10**4), st.integers(1, 9), st.sampled_from([1, 64, 1000, 10**6]))
+def test_pieces_cover_all_matrices_once(matrices, count, unit):
+    size = matrices * unit
+    slices = list(host_optimizer.pieces(size, count, unit))
     assert slices[0].start == 0 and slices[-1].stop == size
+    assert all(piece.start % unit == 0 for piece in slices)
     assert all(first.stop == second.start for first, second in itertools.pairwise(slices))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.config.training import OPTIMIZERS, TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.parallel import block_gradients, whole
@@ -99,9 +99,17 @@ def test_losses_equal_those_of_the_whole_executor(name, stash):
     assert_same_reports(mine, theirs, rtol=2e-6)
 
 
+@pytest.mark.parametrize("name", ["mixed", pytest.param("by_depth", marks=pytest.mark.slow)])
+def test_muon_trains_as_in_the_whole_executor(name):
+    model, how = MODELS[name], training(optimizer="muon")
+    _, mine = relay_run(Relay(model, how), fresh_state(model, how))
+    assert_same_reports(mine, whole_run(model, how), rtol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["mixed", "by_depth"])
-def test_initial_state_equals_that_of_the_whole_executor(name):
-    model, how = MODELS[name], training()
+def test_initial_state_equals_that_of_the_whole_executor(name, optimizer):
+    model, how = MODELS[name], training(optimizer=optimizer)
     mine, theirs = fresh_state(model, how), initial_state(model, how)
     assert jax.tree.structure(mine) == jax.tree.structure(theirs)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), mine) == jax.tree.map(

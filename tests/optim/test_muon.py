@@ -1,0 +1,177 @@
+"""Muon: equality with optax, orthogonal blocks and groups, one moment, and learning rates."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_dataflow.config.model import SUPAR_WIDTH, LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.models import gpt
+from sparse_dataflow.optim import muon
+from sparse_dataflow.optim.optimizers import (
+    B1,
+    B2,
+    EPS,
+    adam_state,
+    learning_rate_multipliers,
+    make_optimizer,
+)
+
+MODEL = ModelConfig(
+    num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12
+).with_linears(LinearSpec("block_sparse", "cyclic", density=0.5, block=8, rank=2), ["qkv"])
+MODEL = MODEL.with_linears(LinearSpec("block_sparse", "cyclic", density=0.25, block=8), ["mlp_out"])
+TRAINING = TrainingConfig(steps=20, batch=4, sequence=8, weight_decay=0.3, optimizer="muon")
+WIDE = dataclasses.replace(TRAINING, optimizer="adamw")
+
+stacks = st.builds(
+    lambda lead, m, n, seed: np.random.default_rng(seed).normal(size=(*lead, m, n)).astype("f4"),
+    st.lists(st.integers(1, 3), max_size=2),
+    st.sampled_from([4, 8, 24]),
+    st.sampled_from([4, 8, 24]),
+    st.integers(0, 10**6),
+)
+
+
+def gradients_of(model, number=1):
+    rng = np.random.default_rng(number)
+    shapes = jax.eval_shape(lambda key: gpt.init(model, key), jax.random.key(0))
+    return jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), shapes)
+
+
+def moves(model, training, steps=3):
+    """Returns the update of the last of some steps on random gradients, and the state."""
+    optimizer, params = make_optimizer(model, training), gradients_of(model, 0)
+    state = optimizer.init(params)
+    for number in range(1, steps + 1):
+        updates, state = jax.jit(optimizer.update)(gradients_of(model, number), state, params)
+    return updates, state
+
+
+@given(stacks)
+def test_every_matrix_of_a_stack_becomes_orthogonal(stack):
+    for array in (stack, jnp.asarray(stack)):
+        singular = np.linalg.svd(np.asarray(muon.orthogonalize(array)), compute_uv=False)
+        large = np.linalg.svd(stack, compute_uv=False) > 0.01 * np.linalg.norm(
+            stack, axis=(-2, -1), keepdims=True
+        ).squeeze(-1)
+        assert np.all((singular > 0.6) & (singular < 1.3) | ~large)
+
+
+@given(stacks, st.sampled_from([np.asarray, jnp.asarray]))
+def test_stacks_are_orthogonalised_matrix_by_matrix(stack, array):
+    """Zeros stay zero, and the transpose gives the transpose."""
+    whole = muon.orthogonalize(array(stack))
+    flat = stack.reshape(-1, *stack.shape[-2:])
+    one_by_one = np.stack([muon.orthogonalize(array(matrix)) for matrix in flat])
+    np.testing.assert_allclose(np.asarray(whole).reshape(flat.shape), one_by_one, atol=2e-3)
+    np.testing.assert_allclose(
+        muon.orthogonalize(array(stack).swapaxes(-1, -2)).swapaxes(-1, -2), whole, atol=2e-3
+    )
+    assert not np.any(muon.orthogonalize(array(np.zeros_like(stack))))
+
+
+def test_a_dense_model_is_trained_as_by_optax():
+    """Kernels alone: optax gives Nesterov's momentum to its AdamW as well."""
+    model, rate, decay = dataclasses.replace(MODEL, linears={}), 0.01, 0.3
+
+    def matrices(params):
+        numbers = optax.contrib.MuonDimensionNumbers(1, 2)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: numbers if muon.is_matrix(path) else None, params
+        )
+
+    theirs = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.contrib.muon(
+            rate,
+            weight_decay=decay,
+            adam_b1=B1,
+            adam_b2=B2,
+            eps=EPS,
+            adam_weight_decay=0.0,
+            muon_weight_dimension_numbers=matrices,
+            consistent_rms=muon.RMS,
+        ),
+    )
+    ours = make_optimizer(model, TRAINING)
+    params = right = gradients_of(model, 0)
+    state, their_state = ours.init(params), theirs.init(right)
+    for number in range(1, 5):
+        gradients = gradients_of(model, number)
+        updates, state = jax.jit(ours.update)(gradients, state, params)
+        params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
+        updates, their_state = jax.jit(theirs.update)(gradients, their_state, right)
+        right = jax.tree.map(np.add, right, updates)
+    for name, module in params["blocks"].items():
+        if "kernel" in module:
+            twin = right["blocks"][name]["kernel"]
+            np.testing.assert_allclose(module["kernel"], twin, rtol=1e-5, atol=1e-5)
+
+
+def test_each_block_and_each_group_moves_by_the_same_root_mean_square():
+    training = dataclasses.replace(TRAINING, weight_decay=0.0)
+    updates, _ = moves(MODEL, training)
+    for module, leaf in (("qkv", "values"), ("mlp_out", "values"), ("mlp_in", "kernel")):
+        move = np.asarray(updates["blocks"][module][leaf])
+        np.testing.assert_allclose(
+            np.sqrt(np.mean(move**2, axis=(-2, -1))), muon.RMS, rtol=0.3, err_msg=module
+        )
+    grouped = gradients_of(MODEL)["blocks"]["mlp_in"]["kernel"].reshape(2, 4, 16, 32)
+    by_group = muon.update(grouped, grouped, 1)
+    one = muon.update(grouped[1, 2], grouped[1, 2], 1)
+    np.testing.assert_allclose(by_group[1, 2], one, atol=1e-4)
+
+
+def test_everything_but_matrices_of_projections_has_adamw():
+    mine, theirs = (moves(MODEL, training)[0] for training in (TRAINING, WIDE))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(mine):
+        twin = theirs
+        for key in path:
+            twin = twin[key.key]
+        same = np.array_equal(leaf, twin)
+        assert same != muon.is_matrix(path), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_matrix_has_one_moment_in_the_state_dtype(dtype):
+    training = dataclasses.replace(TRAINING, state_dtype=dtype)
+    params = gradients_of(MODEL)
+    adam = adam_state(moves(MODEL, training)[1])
+    assert jax.tree.structure(adam.mu) == jax.tree.structure(params)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves((adam.mu, adam.nu))} == {dtype}
+    size = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
+    matrices = size(params) - size(muon.without_matrices(params))
+    assert matrices > 0.7 * size(params)
+    assert size(adam.nu) == size(params) - matrices
+
+
+def test_supar_keeps_the_change_of_an_output_over_width_density_and_block():
+    """Of aligned inputs: f / m matrices of m inputs each move an output by RMS sqrt(m)."""
+    changes = []
+    for width, density, block in itertools.product((64, 256), (1.0, 0.5, 0.25), (0, 8, 16)):
+        if not block and density < 1:
+            continue
+        spec = LinearSpec("block_sparse", "cyclic", density, block) if block else LinearSpec()
+        model = ModelConfig(1, width, 4, 2 * width, 40, 12, parametrization="supar")
+        model = model.with_linears(spec)
+        params = jax.eval_shape(lambda key, m=model: gpt.init(m, key), jax.random.key(0))
+        module = learning_rate_multipliers(model, TRAINING, params)["blocks"]["qkv"]
+        side = block or width
+        rate = module["values" if block else "kernel"]
+        changes.append(rate * density * width / side * math.sqrt(side))
+    np.testing.assert_allclose(changes, math.sqrt(SUPAR_WIDTH))
+
+
+def test_unknown_optimizers_are_refused():
+    with pytest.raises(UserError, match=r"training.optimizer.* Legal: adamw, muon"):
+        dataclasses.replace(TRAINING, optimizer="lion")
