@@ -12,6 +12,9 @@ READY := $(VENV)/.complete
 unexport PYTHONHOME PYTHONPATH
 export PYTHON LOCKED
 
+# Of the same shape, and of the same FLOPs, unless the arguments say which models there are.
+DEMO_TWIN := $(if $(filter --twin% --notwin% --resume% --init_from% --scale%,$(ARGS)),,--twin=narrow)
+
 # An environment whose Python was since removed is made anew.
 GONE := $(shell test -x $(BIN)/python || echo FORCE)
 
@@ -33,8 +36,8 @@ env: $(READY) ## make the environment, or bring it up to date
 $(READY): setup.cfg pyproject.toml $(GONE)
 	@sh launch/make_env.sh $(VENV)
 
-demo: $(READY) ## train a sparse GPT and its dense twin here; ARGS="--help" lists the flags
-	@$(BIN)/python -m experiments.gpt13b_sparse $(ARGS)
+demo: $(READY) ## train a sparse GPT and two dense ones here; ARGS="--help" lists the flags
+	@$(BIN)/python -m experiments.gpt13b_sparse $(DEMO_TWIN) $(ARGS)
 
 test: $(READY) ## run the tests; TESTS="tests/sparsity -k layout" runs some
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(TESTS)

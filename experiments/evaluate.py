@@ -20,7 +20,9 @@ from sparse_dataflow.config.settings import AT_LEAST_TWO, AT_LEAST_ZERO, setting
 from sparse_dataflow.evaluation import refuse_without_lm_eval
 from sparse_dataflow.runs import command_line
 
-VARIANTS = ("sparse", "dense")
+VARIANTS = ("sparse", "dense", "narrow")
+COMPARED = VARIANTS[:2]
+"""Evaluated where --variant names none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Options:
         "Another run on the same corpus: its model, the dense one where it has one, is the twin.",
     )
     variant: tuple[str, ...] = setting(
-        VARIANTS, "Models of the run; those that it has.", choices=VARIANTS
+        COMPARED, "Models of the run; those that it has.", choices=VARIANTS
     )
     checkpoint: str = setting("newest", "newest, best (held-out loss) or a step.")
     tasks: str = setting(

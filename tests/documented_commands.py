@@ -12,6 +12,7 @@ RUN = {
     "experiments.gpt13b_dense": E + "test_main_job.py::test_the_dense_experiment_alone",
     "experiments.gpt13b_sparse": E + "conftest.py::undisturbed",
     "experiments.interplay": E + "test_benches.py::test_interplay_of_a_chip",
+    "experiments.iso_flop": E + "test_iso_flop.py::test_a_small_study_goes_on",
     "experiments.kernel_bench": E + "test_benches.py::test_kernel_bench",
     "experiments.layout_search": E + "test_planner_experiments.py::test_layout_search_prints",
     "experiments.pipeline_bubble": E + "test_small_studies.py::test_pipeline_bubble",

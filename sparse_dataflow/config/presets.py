@@ -93,7 +93,7 @@ def preset(scale: str, *, compute_dtype: str = "float32") -> RunConfig:
     return RunConfig(
         model=dataclasses.replace(size, compute_dtype=compute_dtype),
         training=TrainingConfig(sequence=size.max_len, **vars(recipe)),
-        run=RunSettings(scale=scale, twin=scale in LAPTOP_SCALES),
+        run=RunSettings(scale=scale, twin="yes" if scale in LAPTOP_SCALES else "no"),
     )
 
 

@@ -22,6 +22,8 @@ from sparse_dataflow.config.sparsity import SparsityConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 
+TWINS = ("no", "yes", "narrow")
+
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
@@ -31,7 +33,9 @@ class RunSettings:
       scale: the preset that the config began as.
       minutes: training time of each model where `training.steps` is 0; compiling and evaluating are
         not counted.
-      twin: whether the dense twin of a sparse model is trained as well, for the same time.
+      twin: dense models that are trained beside a sparse one, for the same time: "no"; "yes", the
+        dense twin of the same shape; "narrow", that twin and a narrower dense model whose tokens
+        cost the FLOPs of the sparse model's.  True and False are "yes" and "no".
       init_from: run folder or Hugging Face directory whose weights, shape and tokenizer the run
         begins with; empty draws weights.
       out: run folder to make; empty for runs/EXPERIMENT-DATE.
@@ -47,7 +51,12 @@ class RunSettings:
         "Training time of each model, in minutes; compiling and evaluating are not counted.",
         legal=positive(MOST_SECONDS),
     )
-    twin: bool = setting(False, "Train the dense twin as well, for the same time.")
+    twin: str = setting(
+        "no",
+        "Train the dense twin as well, for the same time; narrow adds a narrower dense model of "
+        "the sparse model's FLOPs per token.",
+        choices=TWINS,
+    )
     init_from: str = setting(
         "",
         "Run folder, or Hugging Face directory of GPT-2 or OPT, whose weights, shape and "
@@ -71,6 +80,8 @@ class RunSettings:
     )
 
     def __post_init__(self):
+        if isinstance(self.twin, bool):
+            object.__setattr__(self, "twin", "yes" if self.twin else "no")
         validate(self, self.NAME)
 
 
@@ -113,6 +124,11 @@ class RunConfig:
             raise UserError(
                 "evolution.method=low_rank_tail adds a term of sparsity.rank; legal: 1 or more."
             )
+        if self.run.twin == "narrow" and self.run.init_from:
+            raise UserError(
+                "run.twin=narrow trains a narrower model, which the weights of run.init_from do "
+                "not fit; legal with them: yes, no."
+            )
         if self.parallel.executor == "relay":
             self._check_relay()
 
@@ -134,7 +150,8 @@ class RunConfig:
         """Names of the models that the run trains."""
         if not self.sparsity.projections:
             return ("dense",)
-        return ("sparse", "dense") if self.run.twin else ("sparse",)
+        twins = {"no": (), "yes": ("dense",), "narrow": ("dense", "narrow")}
+        return ("sparse", *twins[self.run.twin])
 
     def change(self, **changes: Any) -> "RunConfig":
         """This config with other values, as in `change(training__batch=16)`: `__` is a dot.
@@ -152,7 +169,7 @@ class RunConfig:
             self,
             sparsity=dataclasses.replace(self.sparsity, projections=()),
             evolution=EvolutionConfig(),
-            run=dataclasses.replace(self.run, twin=False),
+            run=dataclasses.replace(self.run, twin="no"),
         )
 
     def to_json(self) -> dict[str, dict[str, Any]]:

@@ -99,12 +99,23 @@ class Setting:
             value = _names(text, self.choices)
         elif self.type in _NUMBER_LISTS:
             value = self._numbers(text)
+        elif self.choices:
+            value = nearest_choice(self._spelled(text), self.choices)
         else:
-            value = nearest_choice(text, self.choices) if self.choices else _utf8(text)
-            value = expanded(value) if self.path else value
+            value = expanded(_utf8(text)) if self.path else _utf8(text)
         if reason := self.refusal(value):
             raise ValueError(reason)
         return value
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether --NAME and --noNAME are legal, as yes and no."""
+        return self.type is bool or {"yes", "no"} <= set(self.choices)
+
+    def _spelled(self, text: str) -> str:
+        """The text, with yes or no for another spelling of them in a switch with more choices."""
+        switched = _BOOLEANS.get(text.lower()) if self.is_switch else None
+        return text if switched is None else "yes" if switched else "no"
 
     def _numbers(self, text: str) -> tuple[int | float, ...]:
         """The numbers of a comma list, in order, each once."""

@@ -24,7 +24,7 @@ not scaled."""
 
 Row = Mapping[str, Any]
 
-_MARKER = {"sparse": "o", "dense": "s"}
+_MARKER = {"sparse": "o", "dense": "s", "narrow": "^"}
 _MAX_POINTS = 300
 _HALF_WINDOW = 1 / 40
 _STEEP_START = 0.05

@@ -60,7 +60,7 @@ RUN_MEASURES = (
 
 
 def contents(data: ReportData) -> dict[str, Any]:
-    """Returns the variables of the template; variants in the order dense, sparse."""
+    """Returns the variables of the template; variants in the order dense, narrow, sparse."""
     variants = sorted(data.variants, key=lambda v: v.name)
     seconds = _breakdown({v.name: v.section_seconds for v in variants}, quantities.seconds, "step")
     memory = _breakdown({v.name: v.memory for v in variants}, quantities.size, "memory")
@@ -69,6 +69,7 @@ def contents(data: ReportData) -> dict[str, Any]:
         "data": data,
         "names": [v.name for v in variants],
         "headline": headline(variants),
+        "compared": compared(variants),
         "table": table(variants, data.flop_ceiling),
         "run_table": [(label, text([getattr(v, field) for v in variants]))
                       for label, field, text in RUN_MEASURES],
@@ -95,8 +96,14 @@ def goodput(seconds: dict[str, float]) -> str:
     return f"{text}; {others}" if others else text
 
 
+def compared(variants: Sequence[VariantData]) -> list[str]:
+    """Returns the names of the models that the sparse model is compared with; [] without it."""
+    names = [v.name for v in variants]
+    return [name for name in names if name != "sparse"] if "sparse" in names else []
+
+
 def headline(variants: Sequence[VariantData]) -> str:
-    """Returns the result of the run in one sentence, in bits per byte or else in loss."""
+    """Returns the result of the run in one or two sentences, in bits per byte or else in loss."""
     field, unit = "bits_per_byte", "bits per byte of held-out text"
     if any(finite(v.bits_per_byte) is None for v in variants):
         field, unit = "loss", "nats per token of held-out text"
@@ -107,6 +114,12 @@ def headline(variants: Sequence[VariantData]) -> str:
     if len(variants) == 1:
         (name,) = score
         return f"The {name} model reaches {score[name]} {unit} after {clock[name]} of training."
+    if len(variants) == 3:
+        first = headline([v for v in variants if v.name != "narrow"])
+        return (
+            f"{first} A narrower dense model of equal FLOPs per token reaches {score['narrow']} "
+            f"after {clock['narrow']}."
+        )
     times = [v.train_seconds for v in variants]
     if max(times) - min(times) > _EQUAL_TIME_TOLERANCE * max(times):
         return (
@@ -125,25 +138,30 @@ def headline(variants: Sequence[VariantData]) -> str:
 
 
 def table(variants: Sequence[VariantData], flop_ceiling: float | None) -> list[dict[str, Any]]:
-    """Returns the rows of the headline table: label, cells by variant, verdict and its note."""
+    """Returns the rows of the headline table: label, cells by variant, verdicts and a note.
+
+    A verdict compares the sparse model with one of `compared`.
+    """
     rows = []
     for measure in MEASURES:
-        values = [finite(getattr(v, measure.field)) for v in variants]
+        by_name = {v.name: finite(getattr(v, measure.field)) for v in variants}
+        values = list(by_name.values())
         row: dict[str, Any] = {
             "label": measure.label,
             "field": measure.field,
             "cells": measure.text(values),
             "note": None,
         }
-        if len(variants) == 2:
-            row["verdict"], row["better"] = _verdict(measure, *values)
+        row["verdicts"] = [
+            _verdict(measure, by_name[name], by_name["sparse"]) for name in compared(variants)
+        ]
         if measure.field == "tokens_per_second":
-            row["note"] = _ceiling(values, flop_ceiling)
+            row["note"] = _ceiling(by_name.get("dense"), by_name.get("sparse"), flop_ceiling)
         rows.append(row)
     return rows
 
 
-def _verdict(measure: Measure, dense: float | None, sparse: float | None):
+def _verdict(measure: Measure, dense: float | None, sparse: float | None) -> tuple:
     """Returns (verdict, whether sparse is better), e.g. ("2.31× faster", True); None if equal."""
     if not dense or not sparse or dense < 0 or sparse < 0:
         return MISSING, None
@@ -158,12 +176,12 @@ def _verdict(measure: Measure, dense: float | None, sparse: float | None):
     return f"{quantities.significant(factor)}× {word}", better
 
 
-def _ceiling(values: Sequence[float | None], flop_ceiling: float | None) -> str | None:
+def _ceiling(dense: float | None, sparse: float | None, flop_ceiling: float | None) -> str | None:
     """Returns the FLOP ceiling and the share of it that the speed-up reaches, as text."""
     ceiling = finite(flop_ceiling)
-    if not ceiling or len(values) < 2 or not values[0] or values[1] is None:
+    if not ceiling or not dense or sparse is None:
         return None
-    share = values[1] / values[0] / ceiling
+    share = sparse / dense / ceiling
     return f"{100 * share:.0f}% of the FLOP ceiling {quantities.significant(ceiling)}×"
 
 

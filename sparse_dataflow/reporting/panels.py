@@ -31,6 +31,7 @@ class Curve:
       joined: whether to connect the points by a line.
       marked: whether to draw markers.
       dashed: whether the line is dashed, e.g. for predictions and references.
+      bars: whether the spread is drawn as bars instead of a band.
     """
 
     x: Values
@@ -40,6 +41,7 @@ class Curve:
     joined: bool = True
     marked: bool = True
     dashed: bool = False
+    bars: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +103,9 @@ def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
         line = "none" if not curve.joined else "--" if curve.dashed else "-"
         marker = "o" if curve.marked else "none"
         axes.plot(curve.x, curve.y, label=name, ls=line, marker=marker, color=colour, markersize=4)
-        if len(curve.low):
+        if curve.bars:
+            axes.vlines(curve.x, curve.low, curve.high, color=colour, linewidth=1.2)
+        elif len(curve.low):
             axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
     axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
     if panel.log_x:

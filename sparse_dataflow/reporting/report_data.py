@@ -9,7 +9,8 @@ import numpy as np
 
 from sparse_dataflow.files.errors import UserError
 
-VARIANTS = ("dense", "sparse")
+VARIANTS = ("dense", "narrow", "sparse")
+"""Names of the models; "narrow" is a dense one of the sparse model's FLOPs per token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +20,7 @@ class VariantData:
     Measurements that were not made are None and print as a dash.
 
     Attributes:
-      name: "dense" or "sparse".
+      name: a name in VARIANTS.
       loss: held-out loss, nats per token.
       bits_per_byte: held-out loss in bits per byte of text, comparable between tokenizers.
       stored_parameters: number of stored parameters (only the stored blocks of sparse weights).
@@ -143,7 +144,7 @@ class ReportData:
       corpus: description of the training corpus.
       tokenizer: description of the tokenizer.
       notes: sentences under the headline.
-      variants: one or two variants with different names.
+      variants: one to three variants with different names.
       layouts: layouts of the sparse weights; empty for a dense run.
       flop_ceiling: dense FLOPs over sparse FLOPs of a step, the upper bound of the speed-up.
       projection_share: share of a dense step's FLOPs in the projections, a fraction of one.
@@ -176,7 +177,7 @@ class ReportData:
         names = [v.name for v in self.variants]
         if not names or len(set(names)) < len(names) or not set(names) <= set(VARIANTS):
             raise UserError(
-                f"A report needs one or two different variants; legal: {', '.join(VARIANTS)}; "
+                f"A report needs one to three different variants; legal: {', '.join(VARIANTS)}; "
                 f"got {names}."
             )
 

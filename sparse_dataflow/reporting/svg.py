@@ -21,7 +21,7 @@ CATEGORIES = 9
 """Number of category colours: --category0 to --category8, with --on-category0 ... for text."""
 
 _NAMES = (
-    *("ink", "muted", "rule", "paper", "well", "sparse", "dense"),
+    *("ink", "muted", "rule", "paper", "well", "sparse", "dense", "narrow"),
     *(f"{kind}{i}" for i in range(CATEGORIES) for kind in ("category", "on-category")),
 )
 

@@ -126,7 +126,7 @@ def parse(
                 flag.name,
                 None,
                 flag.setting.help,
-                boolean=flag.setting.type is bool,
+                boolean=flag.setting.is_switch,
             ),
             values,
             _MODULE,

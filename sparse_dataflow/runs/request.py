@@ -293,7 +293,7 @@ def _refuse_contradictions(request, spelled):
     if has("sparsity.projections") and not changes["sparsity.projections"]:
         others = [p for p in changes if p.startswith(("sparsity.", "evolution."))]
         others = [p for p in others if p != "sparsity.projections"]
-        others += ["run.twin"] if changes.get("run.twin") else []
+        others += ["run.twin"] if changes.get("run.twin", "no") != "no" else []
         if others:
             raise UserError(
                 f"{words(others)} without a block-sparse projection; legal with "

@@ -38,6 +38,10 @@ from sparse_dataflow.training.saved_state import SavedProgress, abstract_saved_s
 from sparse_dataflow.training.step import initial_state
 
 
+class DivergedError(UserError):
+    """A loss, a gradient or a parameter is not finite."""
+
+
 class Trainer:
     """Trains one model to its last step.
 
@@ -67,7 +71,7 @@ class Trainer:
         """Opens the folder and resumes from its newest verified checkpoint, if there is one.
 
         Args:
-          name: of the variant, "sparse" or "dense".
+          name: of the variant, such as "sparse".
           folder: created if missing.
           model: config of the model; part of a checkpoint's identity.
           training: batch, steps and optimizer settings; part of a checkpoint's identity.
@@ -159,8 +163,8 @@ class Trainer:
         right after a step, and a resumed run makes the same changes again.
 
         Raises:
-          UserError: a loss or gradient is not finite; names the step, the parameter groups and the
-            last good checkpoint.
+          DivergedError: a loss or gradient is not finite; names the step, the parameter groups and
+            the last good checkpoint.
         """
         self._clock.step = f"step {self.step + 1} of {self.name}"
         with self._clock.during("data"):
@@ -322,7 +326,8 @@ class Trainer:
         """Starts a checkpoint of the current step, unless there is one.
 
         Raises:
-          UserError: a parameter is not finite, or the folder cannot be written.
+          DivergedError: a parameter is not finite.
+          UserError: the folder cannot be written.
         """
         parameter_norms = self._programs[self._phase].parameter_norms
         norms = jax.device_get(parameter_norms(self.state.params))
@@ -383,7 +388,7 @@ class Trainer:
         good = self._checkpoints.steps()
         values = [f"{kind} of {', '.join(broken)}"] if broken else []
         values += [f"loss {loss}"] if loss else []
-        raise UserError(
+        raise DivergedError(
             f"{self.name}: step {self.step} is not finite ({', '.join(values)}). Last good "
             f"checkpoint: {f'step {good[-1]}' if good else 'none'}; start a new run with a lower "
             "--learning_rate."

@@ -8,6 +8,8 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt
+from sparse_dataflow.planning import cost
+from sparse_dataflow.planning.equal_cost import equal_cost_model
 from sparse_dataflow.sparsity.allocation import allocate
 from sparse_dataflow.sparsity.evolution import PhaseSpec, phase_specs
 from sparse_dataflow.training.phases import Phase, phases
@@ -18,7 +20,7 @@ class Variant:
     """One model of a run.
 
     Attributes:
-      name: "sparse" or "dense".
+      name: "sparse", "dense" or "narrow".
       model: final or initial config of the model; see `EvolutionConfig`.
       training: training settings, with the variant's number of steps.
       evolution: how its layouts or its model change.
@@ -66,7 +68,11 @@ def variants(
 
 
 def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Variant:
-    """Returns the "sparse" or "dense" model of a run; see `variants`."""
+    """Returns a model of a run; see `variants`.
+
+    "narrow" is the dense model whose width gives it the training FLOPs per token of the sparse
+    model, on average over its phases.
+    """
     dense = dataclasses.replace(
         config.model,
         vocab_size=vocab_size or config.model.vocab_size,
@@ -74,6 +80,12 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
     )
     if name == "dense":
         return Variant(name, dense, config.training)
+    if name == "narrow":
+        flops = lambda model: cost.flops_per_token(model, config.training.sequence).total  # noqa: E731
+        specs = variant(config, "sparse", vocab_size).phase_specs
+        stops = [spec.start for spec in specs[1:]] + [1.0]
+        mean = sum((stop - s.start) * flops(s.model) for s, stop in zip(specs, stops, strict=True))
+        return Variant(name, equal_cost_model(dense, flops, mean), config.training)
     model = dataclasses.replace(dense, linears=config.sparsity.linears())
     model = allocate(model, config.sparsity.budget)
     gpt.check_layouts(model)

@@ -55,8 +55,14 @@ def test_variants_follow_projections_and_twin():
     config = preset("pico")
     assert config.variants == ("sparse", "dense")
     assert config.change(run__twin=False).variants == ("sparse",)
+    assert config.change(run__twin="narrow").variants == ("sparse", "dense", "narrow")
     assert config.dense().variants == ("dense",)
     assert preset("13b").variants == ("sparse",)
+
+
+def test_a_narrow_twin_begins_with_no_weights():
+    with pytest.raises(UserError, match=r"run\.twin=narrow .*legal with them: yes, no"):
+        preset("pico").change(run__twin="narrow", run__init_from="folder")
 
 
 def test_an_unknown_scale_names_the_legal_ones():

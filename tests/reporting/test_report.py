@@ -101,6 +101,7 @@ SAMPLES = {
     "both": lambda: report_sample.report(),
     "dense": lambda: report_sample.report("dense", layouts=[], flop_ceiling=None),
     "sparse": lambda: report_sample.report("sparse"),
+    "narrow": lambda: report_sample.report("sparse", "dense", "narrow"),
     "unmeasured": lambda: report_sample.report(
         variants=[unmeasured("dense"), unmeasured("sparse")]
     ),
@@ -178,6 +179,18 @@ def test_a_single_variant_has_no_comparison(tmp_path_factory, name, other):
     parsed = Page(rendered(tmp_path_factory, report_sample.report(name, layouts=[])))
     assert parsed.rows and all(len(cells) == 1 for cells in parsed.rows.values())
     assert f"of-{name}" in parsed.values("class") and f"of-{other}" not in parsed.values("class")
+
+
+def test_a_narrow_model_has_a_curve_a_verdict_and_a_sentence(tmp_path_factory):
+    data = report_sample.report("sparse", "dense", "narrow", layouts=[])
+    parsed = Page(rendered(tmp_path_factory, data))
+    assert all(len(cells) == 5 for cells in parsed.rows.values())
+    words = "".join(parsed.text)
+    assert "sparse vs. narrow" in words and "A narrower dense model of equal FLOPs" in words
+    assert {"dense", "narrow", "sparse"} <= set(parsed.figure_text)
+    pair = Page(rendered(tmp_path_factory, report_sample.report(layouts=[])))
+    for field, cells in pair.rows.items():
+        assert parsed.rows[field][0] == cells[0] and parsed.rows[field][3] == cells[2]
 
 
 MEASURED = {

@@ -35,7 +35,7 @@ def without(data: dict, key: str) -> dict:
     [
         (lambda d: without(d, "command"), "command"),
         (lambda d: {**d, "colour": 1}, "colour"),
-        (lambda d: {**d, "variants": []}, "dense, sparse"),
+        (lambda d: {**d, "variants": []}, "dense, narrow, sparse"),
         (lambda d: {**d, "variants": d["variants"][:1] * 2}, "different variants"),
         (lambda d: {**d, "variants": [{**d["variants"][0], "name": "third"}]}, "third"),
         (lambda d: {**d, "variants": [without(d["variants"][0], "loss")]}, "loss"),

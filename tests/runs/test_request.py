@@ -99,7 +99,10 @@ def test_contradictions_are_refused_by_name(arguments, words):
         ),
         (["--set=data.tokenizer=gpt2"], {"data__tokenizer": "gpt2", "model__vocab_size": 50257}),
         (["--set=accumulation=2"], {"training__micro_batches": 2}),
-        (["--notwin"], {"run__twin": False}),
+        (["--notwin"], {"run__twin": "no"}),
+        (["--twin"], {"run__twin": "yes"}),
+        (["--twin=true"], {"run__twin": "yes"}),
+        (["--twin=Narrow"], {"run__twin": "narrow"}),
     ],
 )
 def test_what_agrees_changes_the_preset_and_nothing_else(arguments, changes):
@@ -127,7 +130,7 @@ def test_supar_brings_its_rates_unless_they_are_given():
             "sparsity.block": st.integers(1, 512),
             "sparsity.pattern": st.sampled_from(["pixelfly", "random"]),
             "training.seed": st.integers(0, 2**31),
-            "run.twin": st.booleans(),
+            "run.twin": st.sampled_from(["no", "yes", "narrow"]),
             "training.warmup": st.floats(0, 0.99),
             "evolution.first": st.just(()),
         },

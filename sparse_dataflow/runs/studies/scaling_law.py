@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.distributed.stopping import stop_on_signals
 from sparse_dataflow.files import folders, json_files, tables
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folder_lock import FolderLock
-from sparse_dataflow.planning import cost
+from sparse_dataflow.planning.equal_cost import stored_parameters
 from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.request import Request
@@ -122,15 +121,6 @@ def _plan(base, options) -> list[dict]:
                 }
             )
     return plan
-
-
-def stored_parameters(model: ModelConfig) -> int:
-    """Stored weights of all projections: the N of the law.
-
-    Embeddings do not count, as they stay dense (arXiv 2001.08361, section 2.1).
-    """
-    flops = cost.flops_per_token(model, 1, training=False).sections
-    return round(sum(flops[name] for name in PROJECTIONS) / 2)
 
 
 def _train(trainings, base, folder, stop) -> bool:

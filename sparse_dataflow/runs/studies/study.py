@@ -5,15 +5,19 @@ A study trains many models on one corpus, each into a folder of its own.
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data import cache
+from sparse_dataflow.data.batches import EvalBatches
 from sparse_dataflow.data.corpora import Corpus, load_corpus
+from sparse_dataflow.data.holdout import three_splits
 from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
 from sparse_dataflow.files import folders, json_files, storage
 from sparse_dataflow.files.errors import UserError
@@ -21,10 +25,15 @@ from sparse_dataflow.files.json_difference import differences
 from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.runs.request import Request, spelling
-from sparse_dataflow.runs.train import EVALUATIONS_A_RUN, detect_chip, training_data
+from sparse_dataflow.runs.train import (
+    EVALUATIONS_A_RUN,
+    FINAL_WINDOWS,
+    detect_chip,
+    training_data,
+)
 from sparse_dataflow.training import variants
 from sparse_dataflow.training.loop import Trainer
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.metrics import read_metrics, say
 from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import TrainingData, compile_programs
 from sparse_dataflow.training.turns import advance_side_by_side
@@ -34,6 +43,12 @@ _NO_CHANGES: Mapping[str, Any] = {}
 _UNUSED = ("training.seed", "run.", "parallel.")
 """Settings, and parts with a dot, that no study reads."""
 _DIFFERENCES_SHOWN = 4
+
+TUNING, HELD_OUT = "tuning", "held_out"
+"""Splits of a study that chooses hyperparameters: for the choice, and for the reported loss."""
+
+FINAL_TOKENS = 2**18
+"""Tokens of a split that the evaluation after the last step reads, or FINAL_WINDOWS if more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +60,15 @@ class Study:
       corpus: the documents.
       tokenizer: tokenizer of the corpus.
       chip: the chip that trains.
+      tuning_documents: number of validation documents, the first ones, that are the tuning split;
+        0 for a study without one.
     """
 
     config: RunConfig
     corpus: Corpus
     tokenizer: Tokenizer
     chip: Chip
+    tuning_documents: int = 0
 
     def variant(self, name: str, **changes: Any) -> Variant:
         """The "sparse" or "dense" model of `config.change(**changes)`."""
@@ -62,9 +80,43 @@ class Study:
         config = self.config.change(training__seed=variant.training.seed)
         return training_data(config, variant, self.corpus, self.tokenizer)
 
+    def split_data(self, variant: Variant, split: str, windows: int) -> TrainingData:
+        """`data`, evaluated on the TUNING or the HELD_OUT documents alone.
+
+        Args:
+          variant: gives shape and seed of the batches.
+          split: TUNING or HELD_OUT.
+          windows: windows of the periodic evaluations; the last one reads more.
+        """
+        data = self.data(variant)
+        tuning, held_out = self._splits(data)
+        tokens = tuning if split == TUNING else held_out
+        shape = variant.training.batch, variant.training.sequence
+        most = max(FINAL_WINDOWS, FINAL_TOKENS // variant.training.sequence)
+        periodic, final = (EvalBatches(tokens, *shape, count) for count in (windows, most))
+        count = lambda batches: batches.total_bytes(self.tokenizer.token_bytes)  # noqa: E731
+        return dataclasses.replace(
+            data,
+            validation=periodic,
+            validation_bytes=count(periodic),
+            final=final,
+            final_bytes=count(final),
+        )
+
+    def _splits(self, data: TrainingData) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of the tuning and of the held-out documents."""
+        tokens = data.final.tokens[: len(data.final.tokens)]
+        ends = np.flatnonzero(tokens == self.tokenizer.eot_id)
+        first = int(ends[self.tuning_documents - 1]) + 1
+        return tokens[:first], tokens[first:]
+
 
 def prepare(
-    request: Request, varied: Sequence[str], fixed: Mapping[str, Any] = _NO_CHANGES
+    request: Request,
+    varied: Sequence[str],
+    fixed: Mapping[str, Any] = _NO_CHANGES,
+    *,
+    tuned: bool = False,
 ) -> Study:
     """Settles the config, loads corpus and tokenizer.
 
@@ -73,6 +125,7 @@ def prepare(
       varied: paths that the study changes from training to training, so that a command line may
         not; "evolution." is every setting of that part.
       fixed: path -> value of what the study sets once.
+      tuned: whether the study chooses hyperparameters, so that it needs a tuning split.
 
     Raises:
       UserError: the command line or the corpus cannot be used.
@@ -85,13 +138,25 @@ def prepare(
     request = dataclasses.replace(request, changes={**request.changes, **fixed})
     chip = detect_chip(request)
     config = request.config(jax.default_backend(), chip.memory_bytes)
-    corpus = load_corpus(config.data.corpus, cache.FOLDER)
+    corpus, tuning_documents = load_corpus(config.data.corpus, cache.FOLDER), 0
+    if tuned:
+        corpus, tuning_documents = three_splits(corpus)
     size = config.model.vocab_size
     tokenizer = load_tokenizer(config.data.tokenizer, corpus, size, cache.FOLDER)
-    return Study(config, corpus, tokenizer, chip)
+    return Study(config, corpus, tokenizer, chip, tuning_documents)
 
 
-def train(label: str, variant: Variant, data: TrainingData, where: Path, stop) -> dict | None:
+def train(
+    label: str,
+    variant: Variant,
+    data: TrainingData,
+    where: Path,
+    stop,
+    *,
+    evaluations: int = EVALUATIONS_A_RUN,
+    compiled: dict | None = None,
+    keep_weights: bool = True,
+) -> dict | None:
     """Trains one model to its end, resuming where it was stopped; None if `stop()` ends it before.
 
     Args:
@@ -100,17 +165,23 @@ def train(label: str, variant: Variant, data: TrainingData, where: Path, stop) -
       data: batches of the variant's shape.
       where: folder of this training alone.
       stop: () -> whether to save and end.
+      evaluations: number of periodic evaluations.
+      compiled: `cache` of `compile_programs`, for trainings of the same model.
+      keep_weights: whether the checkpoints stay after the last step.
 
     Returns:
       {"bits_per_byte", "loss" (nats a token), "steps", "tokens", "seconds", "flops"} of the whole
-      training, measured on all held-out windows after the last step.
+      training, measured on all held-out windows after the last step; "step_seconds", the median;
+      "curve", [[tokens, bits per byte]] of the periodic evaluations.
     """
     variant = variant.with_steps(_saved_steps(where) or variant.training.steps)
     refuse_unfit(variant.model, variant.evolution, variant.training.steps)
-    programs = compile_programs(variant.phase_specs, variant.training, data, variant.evolution)
+    programs = compile_programs(
+        variant.phase_specs, variant.training, data, variant.evolution, compiled
+    )
     where.mkdir(parents=True, exist_ok=True)
     _keep(where / "steps.json", variant.training.steps)
-    every = max(1, variant.training.steps // EVALUATIONS_A_RUN)
+    every = max(1, variant.training.steps // evaluations)
     trainer = Trainer(
         variant.name[:6],
         where,
@@ -132,6 +203,9 @@ def train(label: str, variant: Variant, data: TrainingData, where: Path, stop) -
         final = trainer.evaluate_finally()
     finally:
         trainer.close()
+    rows = read_metrics(where / "metrics.jsonl")
+    tokens = variant.training.batch * variant.training.sequence
+    times = [tokens / row["tokens_per_second"] for row in rows if row["kind"] == "train"]
     result = {
         "bits_per_byte": final["bits_per_byte"],
         "loss": final["loss"],
@@ -139,9 +213,18 @@ def train(label: str, variant: Variant, data: TrainingData, where: Path, stop) -
         "tokens": trainer.tokens,
         "seconds": trainer.seconds,
         "flops": trainer.flops,
+        "step_seconds": float(np.median(times or [trainer.seconds / trainer.step])),
+        "curve": [[r["tokens"], r["bits_per_byte"]] for r in rows if r["kind"] == "eval"],
     }
-    _keep(where / "result.json", result)
+    keep_result(where, result)
+    if not keep_weights:
+        shutil.rmtree(where / "checkpoints", ignore_errors=True)
     return result
+
+
+def keep_result(where: Path, result: dict) -> None:
+    """Writes the result of a training, which `read_result` then returns."""
+    _keep(where / "result.json", result)
 
 
 def read_result(where: Path) -> dict | None:

@@ -1,0 +1,69 @@
+"""Is block sparsity better than a narrower dense model of the same FLOPs?
+
+Trains GPTs of equal FLOPs per token, or of equal stored parameters, at several densities: the
+sparser a model, the wider it is.  Every arm has the same tokens, the same number of trials of its
+learning rate on tuning documents, and the same seeds.  Bits per byte are measured on other,
+held-out documents.  Differences to the dense model are paired by seed, with intervals of Student's
+t.  Time to quality is what an arm needs to reach the final loss of the best-tuned dense model of
+its budget.
+
+    python -m experiments.iso_flop --budgets=0.25 --equal=flops            one core: about 2 hours
+    python -m experiments.iso_flop                                         one core: days
+    python -m experiments.iso_flop --scale=125m --block=32 --budgets=1,4 --steps=20000 --corpus=...
+                                                                           a GPU
+
+Leaves OUT/runs.jsonl (every run with its config, written after each), OUT/iso_flop.json,
+OUT/iso_flop.md and OUT/iso_flop.png; the same command goes on where it was stopped.
+"""
+
+import dataclasses
+
+from sparse_dataflow.config.settings import A_FRACTION, ABOVE_ZERO, AT_LEAST_ONE, setting
+from sparse_dataflow.config.training import OPTIMIZERS
+from sparse_dataflow.runs import command_line
+
+SHARED = ("scale", "corpus", "batch", "learning_rate", "pattern", "block", "evolution")
+DEFAULTS = {"scale": "3m", "block": 8, "pattern": "random"}
+"""Small blocks, so that an output reads several blocks at every density, as in the 13B."""
+
+EQUAL = ("flops", "parameters")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The flags of its own."""
+
+    budgets: tuple[float, ...] = setting(
+        (0.25, 1, 4),
+        "FLOPs per token, relative to the dense model of the scale.",
+        legal=ABOVE_ZERO,
+    )
+    densities: tuple[float, ...] = setting(
+        (1, 0.5, 0.25, 0.125, 0.0625),
+        "Densities; the dense model is always trained.",
+        legal=A_FRACTION,
+    )
+    optimizers: tuple[str, ...] = setting(
+        OPTIMIZERS, "Optimizers, each tuned by itself.", choices=OPTIMIZERS
+    )
+    equal: tuple[str, ...] = setting(
+        EQUAL, "What the arms have in common with the dense model.", choices=EQUAL
+    )
+    steps: int = setting(1000, "Optimizer steps of every training.", legal=AT_LEAST_ONE)
+    trials: int = setting(4, "Trials of the learning rate of each arm.", legal=AT_LEAST_ONE)
+    seeds: int = setting(3, "Measured seeds of each arm.", legal=AT_LEAST_ONE)
+    headline_seeds: int = setting(
+        5, "Seeds of the dense and of the best sparse arm of a curve.", legal=AT_LEAST_ONE
+    )
+    out: str = setting("runs/iso_flop", "Folder to make, or to go on in.")
+
+
+def main(request, options):
+    """Trains what is not trained yet, then writes tables and figure."""
+    from sparse_dataflow.runs.studies import iso_flop
+
+    return iso_flop.run(request, **vars(options))
+
+
+if __name__ == "__main__":
+    command_line.run(main, __doc__, shared=SHARED, options=Options, defaults=DEFAULTS)

@@ -1,0 +1,76 @@
+"""Three splits of a corpus: training, tuning and held-out documents.
+
+Studies choose hyperparameters on the tuning documents and report the loss of the held-out ones, so
+a reported loss is not the best of many trials on the same text.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.documents import Document
+from sparse_dataflow.data.splits import HOLD_OUT_EVERY, document_hash
+from sparse_dataflow.files.errors import UserError
+
+MOVED = 3
+"""Twentieths of the documents that a small corpus moves from training to the held-out split."""
+
+LARGE_VALIDATION = 1000
+"""Documents of a validation split that is large enough to be cut in two."""
+
+
+@dataclass(frozen=True)
+class _Documents(Sequence[Document]):
+    """Documents of several sequences, each picked by its indices, one after another."""
+
+    picks: tuple[tuple[Sequence[Document], np.ndarray], ...]
+
+    def __len__(self) -> int:
+        return sum(len(indices) for _, indices in self.picks)
+
+    # Slices are not supported.
+    def __getitem__(self, index: int) -> Document:  # type: ignore[override]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index = index % len(self)
+        starts = np.cumsum([0, *(len(indices) for _, indices in self.picks)])
+        pick = int(np.searchsorted(starts, index, side="right")) - 1
+        documents, indices = self.picks[pick]
+        return documents[int(indices[index - starts[pick]])]
+
+
+def three_splits(corpus: Corpus) -> tuple[Corpus, int]:
+    """Returns the corpus with the tuning documents, then the held-out ones, as validation; and the
+    number of tuning documents.
+
+    A validation split of LARGE_VALIDATION documents is cut in two.  A smaller one becomes the
+    tuning split, and three twentieths of the training documents, chosen by the hash of their ids,
+    become the held-out split.
+
+    Raises:
+      UserError: the corpus has too few documents.
+    """
+    train, validation = corpus.train, corpus.validation
+    count = len(validation)
+    if count >= LARGE_VALIDATION:
+        tuning = np.arange(0, count, 2)
+        held_out = _Documents(((validation, tuning), (validation, np.arange(1, count, 2))))
+    else:
+        hashes = np.array([document_hash(document.id) for document in train], np.uint64)
+        remainders = hashes % np.uint64(HOLD_OUT_EVERY)
+        moved = (remainders >= 1) & (remainders <= MOVED)
+        if moved.all() or not moved.any():
+            raise UserError(
+                f"The corpus {corpus.name} has {len(train)} training documents, too few for a "
+                "held-out split of its own; legal: about 20 documents or more."
+            )
+        tuning = np.arange(count)
+        # In the order of their hashes, so that the first ones are a sample of all.
+        ordered = np.argsort(hashes, kind="stable")
+        held_out = _Documents(((validation, tuning), (train, ordered[moved[ordered]])))
+        train = _Documents(((train, np.flatnonzero(~moved)),))
+    content = hashlib.sha256(f"{corpus.content_hash} three splits {MOVED}".encode()).hexdigest()
+    return Corpus(corpus.name, train, held_out, content), len(tuning)

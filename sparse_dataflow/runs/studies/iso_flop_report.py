@@ -1,0 +1,262 @@
+"""Tables, result file and figure of iso_flop."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparse_dataflow.evaluation.significance import paired_difference
+from sparse_dataflow.planning import cost, memory
+from sparse_dataflow.planning.equal_cost import stored_parameters
+from sparse_dataflow.reporting import panels
+from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.studies import iso_flop, rate_search
+from sparse_dataflow.runs.studies.iso_flop import Arm, Curve, Plan
+from sparse_dataflow.runs.studies.study import HELD_OUT, TUNING, Study
+from sparse_dataflow.runs.studies.time_to_quality import effort, mean_curve
+from sparse_dataflow.training.metrics import say
+
+NONE = "-"
+
+
+def write(base: Study, plan: Plan, results: Mapping[str, dict], folder: Path) -> None:
+    """Writes iso_flop.json, iso_flop.md and iso_flop.png, and prints the tables.
+
+    Args:
+      base: the study.
+      plan: what was trained.
+      results: name of every run of the list -> its result.
+      folder: of the study.
+    """
+    splits = _splits(base, plan)
+    curves = [summary(plan, curve, results) for curve in plan.curves]
+    arms = [_shape(arm, base.config.training.sequence) for arm in plan.arms]
+    options = {name: getattr(plan, name) for name in ("trials", "seeds", "headline_seeds")}
+    measurement.write(
+        str(folder),
+        "iso_flop",
+        base.chip.name,
+        {
+            "settings": base.config.to_json(),
+            "options": options,
+            "splits": splits,
+            "arms": arms,
+            "curves": curves,
+        },
+    )
+    sizes = ", ".join(
+        f"{s['bytes']:,} bytes of {s['documents']} files ({n})" for n, s in splits.items()
+    )
+    text = "\n".join(
+        [
+            arms_table(plan, base.config.training.sequence),
+            f"Evaluated on {sizes.replace('_', ' ')}.\n",
+            *(curve_table(curve) for curve in curves),
+        ]
+    )
+    (folder / "iso_flop.md").write_text(text)
+    draw(curves, folder / "iso_flop.png")
+    say(text)
+
+
+def _splits(base, plan):
+    """Returns name of a split -> its documents and the bytes that the last evaluation reads."""
+    chosen = iso_flop.variant_of(base, iso_flop.Run(plan.arms[0], iso_flop.TUNE, 1.0, 0))
+    documents = {TUNING: base.tuning_documents}
+    documents[HELD_OUT] = len(base.corpus.validation) - base.tuning_documents
+    return {
+        name: {"documents": count, "bytes": base.split_data(chosen, name, 1).final_bytes}
+        for name, count in documents.items()
+    }
+
+
+def _shape(arm: Arm, sequence: int) -> dict[str, Any]:
+    model = arm.model
+    blocks = [model.linear(n).block for n in model.sparse_projections]
+    return {
+        "name": arm.name,
+        "equal": arm.equal,
+        "budget": arm.budget,
+        "optimizer": arm.optimizer,
+        "density": arm.density,
+        "stored_density": arm.stored_density,
+        "width": model.d_model,
+        "heads": model.num_heads,
+        "fan_in": round(arm.stored_density * model.d_model / blocks[0]) if blocks else None,
+        "flops_per_token": cost.flops_per_token(model, sequence).total,
+        "stored_in_projections": stored_parameters(model),
+        "parameters": memory.parameter_count(model),
+        "mismatch": arm.mismatch,
+    }
+
+
+def arms_table(plan: Plan, sequence: int) -> str:
+    """Returns a Markdown table of the models, equal for all optimizers."""
+    lines = [
+        "| budget | equal | density | stored | width | heads | blocks an output reads "
+        "| FLOPs a token | stored in projections | mismatch |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    optimizer = plan.curves[0].optimizer
+    for arm in (arm for arm in plan.arms if arm.optimizer == optimizer):
+        s = _shape(arm, sequence)
+        lines.append(
+            f"| {arm.budget:g} | {arm.equal or 'dense'} | {arm.density:g} | "
+            f"{s['stored_density']:.4f} | {s['width']} | {s['heads']} | {s['fan_in'] or NONE} | "
+            f"{s['flops_per_token']:.3g} | {s['stored_in_projections']:,} | {arm.mismatch:+.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, Any]:
+    """Returns the measured arms of a curve, and its minimum.
+
+    Differences to the dense arm are paired by seed, as a seed draws the same order of the data in
+    every arm; intervals are Student's t at 95%.  Time to quality is what an arm needs to reach the
+    final loss of the best-tuned dense arm of the budget, over optimizers, by the seeds that all
+    arms have.
+    """
+    dense = curve.arms[0]
+    of_dense = iso_flop.measured_results(plan, dense, results)
+    target = quality_target(plan, curve, results)
+    arms: list[dict[str, Any]] = []
+    for arm in curve.arms:
+        measured = iso_flop.measured_results(plan, arm, results)
+        bits = {seed: iso_flop.bits_per_byte(result) for seed, result in measured.items()}
+        seeds = [seed for seed in bits if seed in of_dense]
+        difference = None
+        if arm != dense and all(math.isfinite(bits[seed]) for seed in seeds):
+            pairs = [[bits[s], of_dense[s]["bits_per_byte"]] for s in seeds]
+            first, second = np.transpose(pairs)
+            difference = dataclasses.asdict(paired_difference(first, second, seeds))
+        losses = iso_flop.trial_losses(plan, arm, results)
+        curves = [r for s, r in measured.items() if s < plan.seeds]
+        reached = None
+        if target is not None and all("curve" in result for result in curves):
+            reached = effort(curves, target)
+        all_finite = all(math.isfinite(b) for b in bits.values())
+        arms.append(
+            {
+                "name": arm.name,
+                "density": arm.density,
+                "stored_density": arm.stored_density,
+                "bits_per_byte": float(np.mean(list(bits.values()))) if all_finite else None,
+                "by_seed": {str(seed): measured[seed]["bits_per_byte"] for seed in bits},
+                "to_dense": difference,
+                "trials": {f"{m:.4g}": b if math.isfinite(b) else None for m, b in losses.items()},
+                "multiplier": rate_search.best_multiplier(losses),
+                "bracketed": rate_search.is_bracketed(losses),
+                "step_seconds": float(
+                    np.median([r.get("step_seconds", math.nan) for r in measured.values()])
+                ),
+                "time_to_quality": dataclasses.asdict(reached) if reached else None,
+            }
+        )
+    finite = [a for a in arms if a["bits_per_byte"] is not None]
+    lowest = min(finite, key=lambda a: a["bits_per_byte"], default=None)
+    return {
+        "equal": curve.equal,
+        "budget": curve.budget,
+        "optimizer": curve.optimizer,
+        "target": target,
+        "minimum": lowest["name"] if lowest else None,
+        "significant": bool(lowest and _is_below(lowest["to_dense"])),
+        "arms": arms,
+    }
+
+
+def _is_below(difference):
+    """Returns whether the whole interval is below zero."""
+    return bool(difference) and difference["high"] is not None and difference["high"] < 0
+
+
+def quality_target(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> float | None:
+    """Returns the final loss, in bits per byte of the periodic evaluation, of the best-tuned dense
+    model of a budget over all optimizers; None where every dense training diverged."""
+    dense = {c.arms[0].name: c.arms[0] for c in plan.curves if c.budget == curve.budget}
+    finals = []
+    for arm in dense.values():
+        measured = iso_flop.measured_results(plan, arm, results)
+        common = [result for seed, result in measured.items() if seed < plan.seeds]
+        if common and all("curve" in result for result in common):
+            finals.append(float(mean_curve(common)[-1, 1]))
+    return min(finals, default=None)
+
+
+def curve_table(curve: Mapping[str, Any]) -> str:
+    """Returns a Markdown table of one `summary`, and its minimum in words."""
+    lines = [
+        f"## Equal {'FLOPs' if curve['equal'] == 'flops' else curve['equal']}, budget "
+        f"{curve['budget']:g}, {curve['optimizer']}\n",
+        "| density | bits per byte | seeds | to dense, 95% interval | rate | seconds a step "
+        "| to quality: tokens | FLOPs | seconds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for arm in curve["arms"]:
+        bits = arm["bits_per_byte"]
+        reached = arm["time_to_quality"]
+        effort_cells = ["not reached"] + [NONE] * 2
+        if reached:
+            effort_cells = [f"{reached[name]:.3g}" for name in ("tokens", "flops", "seconds")]
+        edge = "" if arm["bracketed"] else " (edge)"
+        lines.append(
+            f"| {arm['density']:g} | {'diverged' if bits is None else f'{bits:.4f}'} | "
+            f"{len(arm['by_seed'])} | {_difference(curve, arm)} | {arm['multiplier']:.3g}x{edge} | "
+            f"{arm['step_seconds']:.3f} | {' | '.join(effort_cells)} |"
+        )
+    return "\n".join(lines) + f"\n\n{_verdict(curve)}\n"
+
+
+def _difference(curve, arm):
+    difference, dense = arm["to_dense"], curve["arms"][0]["bits_per_byte"]
+    if difference is None or dense is None:
+        return NONE
+    text = f"{difference['difference'] / dense:+.2%}"
+    if difference["low"] is not None:
+        text += f" ({difference['low'] / dense:+.2%} to {difference['high'] / dense:+.2%})"
+    return text
+
+
+def _verdict(curve):
+    lowest = next((arm for arm in curve["arms"] if arm["name"] == curve["minimum"]), None)
+    if lowest is None:
+        return "No arm has a finite loss."
+    if lowest["density"] == 1:
+        return "Minimum: the dense model."
+    words = "by more than" if curve["significant"] else "but not by more than"
+    return f"Minimum: density {lowest['density']:g}, below dense {words} the interval."
+
+
+def draw(curves: list[dict[str, Any]], path: Path) -> None:
+    """Draws bits per byte over stored density: a panel for each equal cost and budget, a curve for
+    each optimizer.  Bars are the 95% interval of the difference to the dense model."""
+    drawn = []
+    for equal, budget in dict.fromkeys((c["equal"], c["budget"]) for c in curves):
+        chosen = [c for c in curves if (c["equal"], c["budget"]) == (equal, budget)]
+        drawn.append(
+            panels.Panel(
+                f"Equal {'FLOPs' if equal == 'flops' else equal}, budget {budget:g}",
+                "stored density",
+                "held-out bits per byte",
+                {c["optimizer"]: _drawn_curve(c) for c in chosen},
+                log_x=2,
+                ticks=[a["density"] for a in chosen[0]["arms"]],
+            )
+        )
+    panels.save_panels(path, drawn)
+
+
+def _drawn_curve(curve):
+    arms = [arm for arm in curve["arms"] if arm["bits_per_byte"] is not None]
+    bits = [arm["bits_per_byte"] for arm in arms]
+    dense = curve["arms"][0]["bits_per_byte"]
+
+    def ends(name):
+        edges = [(arm["to_dense"] or {}).get(name) for arm in arms]
+        return [b if edge is None else dense + edge for edge, b in zip(edges, bits)]
+
+    x = [arm["stored_density"] for arm in arms]
+    return panels.Curve(x, bits, ends("low"), ends("high"), bars=True)

@@ -1,0 +1,132 @@
+"""The list of runs of the iso-FLOP study, and its statistics."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments import iso_flop as experiment
+from sparse_dataflow.config.presets import preset
+from sparse_dataflow.planning import cost
+from sparse_dataflow.runs.studies import iso_flop, iso_flop_report
+from sparse_dataflow.runs.studies.iso_flop import MEASURE, TUNE, Plan
+from sparse_dataflow.training.variants import variant
+
+CONFIG = preset("3m").change(sparsity__block=8, sparsity__pattern="random", training__steps=20)
+BUDGETS, DENSITIES, EQUAL = (0.25, 1), (1, 0.5, 0.125), ("flops", "parameters")
+
+
+@pytest.fixture(scope="module")
+def plan():
+    curves = iso_flop.plan_curves(CONFIG, 1024, BUDGETS, DENSITIES, ("adamw",), EQUAL)
+    return Plan(curves, trials=3, seeds=3, headline_seeds=5)
+
+
+def fake_result(run, shift=0.0):
+    """Returns a loss that is lowest at density 1/2 and at twice the recipe's rate."""
+    bits = 2 + abs(math.log2(run.arm.stored_density / 0.5)) / 10 + shift
+    bits += abs(math.log2(run.multiplier / 2)) / 10 + 0.01 * math.sin(run.seed * run.arm.density)
+    return {
+        "bits_per_byte": bits, "steps": 20, "tokens": 200, "flops": 2e6, "seconds": 3.0,
+        "step_seconds": 0.1, "curve": [[100, bits + 1], [200, bits]],
+    }  # fmt: skip
+
+
+def all_results(plan, **changes):
+    """Returns the results of a list that is run to its end."""
+    results = {}
+    while missing := [r for r in iso_flop.run_list(plan, results) if r.name not in results]:
+        results[missing[0].name] = fake_result(missing[0], **changes)
+    return results
+
+
+def test_default_options_are_legal_and_budgets_are_four_times_apart():
+    options = experiment.Options()
+    ratios = np.divide(sorted(options.budgets)[1:], sorted(options.budgets)[:-1])
+    assert len(options.budgets) == 3 and min(ratios) >= 4
+
+
+def test_arms_of_a_curve_have_the_dense_models_cost(plan):
+    for curve in plan.curves:
+        dense, *sparse = curve.arms
+        assert dense.density == 1 and not dense.model.sparse_projections
+        assert [arm.density for arm in sparse] == [0.5, 0.125]
+        for arm in curve.arms:
+            assert abs(arm.mismatch) <= 0.025
+            each = variant(arm.config(CONFIG, 2.0, 7), arm.config(CONFIG, 2.0, 7).variants[0], 1024)
+            assert each.model.d_model == arm.model.d_model and each.training.seed == 7
+            assert each.training.learning_rate == 2 * CONFIG.training.learning_rate
+            if curve.equal == "flops":
+                flops = [cost.flops_per_token(m, 128).total for m in (each.model, dense.model)]
+                assert flops[0] == pytest.approx(flops[1], rel=0.03)
+
+
+def test_every_arm_has_equal_trials_and_seeds_and_headline_arms_have_more(plan):
+    results = all_results(plan)
+    runs = iso_flop.run_list(plan, results)
+    assert len({run.name for run in runs}) == len(runs) == len(results)
+    for arm in plan.arms:
+        of_arm = [run for run in runs if run.arm == arm]
+        assert sum(run.role == TUNE for run in of_arm) == plan.trials
+        measured = [run for run in of_arm if run.role == MEASURE]
+        headline = arm.density in (1, 0.5)
+        assert [run.seed for run in measured] == list(range(5 if headline else 3))
+        assert {run.multiplier for run in measured} == {2.0}
+        assert iso_flop.TUNING_SEED not in [run.seed for run in measured]
+
+
+def test_a_list_that_lost_its_end_goes_on_as_the_same_list(plan):
+    results = all_results(plan)
+    names = [run.name for run in iso_flop.run_list(plan, results)]
+    for count in (0, 1, 7, len(names) // 2, len(names) - 1):
+        saved = {name: results[name] for name in names[:count]}
+        known = [run.name for run in iso_flop.run_list(plan, saved)]
+        assert next(name for name in known if name not in saved) == names[count]
+        assert [name for name in known if name in saved] == names[:count]
+
+
+def test_differences_are_paired_by_seed_with_students_t(plan):
+    results = all_results(plan)
+    summary = iso_flop_report.summary(plan, plan.curves[0], results)
+    dense, half, eighth = summary["arms"]
+    assert summary["minimum"] == half["name"] and dense["to_dense"] is None
+    assert summary["target"] == pytest.approx(np.mean([dense["by_seed"][seed] for seed in "012"]))
+    for arm, seeds in ((half, 5), (eighth, 3)):
+        pairs = np.array([[arm["by_seed"][str(s)], dense["by_seed"][str(s)]] for s in range(seeds)])
+        expected = stats.ttest_rel(pairs[:, 0], pairs[:, 1])
+        interval = expected.confidence_interval(0.95)
+        difference = arm["to_dense"]
+        assert difference["difference"] == pytest.approx(np.mean(pairs[:, 0] - pairs[:, 1]))
+        assert difference["low"] == pytest.approx(interval.low)
+        assert difference["high"] == pytest.approx(interval.high)
+        assert difference["p"] == pytest.approx(expected.pvalue)
+    assert summary["significant"] == (half["to_dense"]["high"] < 0)
+    assert half["time_to_quality"]["tokens"] < dense["time_to_quality"]["tokens"] == 200
+
+
+def test_a_run_that_diverged_is_never_the_best(plan):
+    results = all_results(plan)
+    half = next(arm for arm in plan.curves[0].arms if arm.density == 0.5)
+    for run in iso_flop.run_list(plan, results):
+        if run.arm == half and run.role == MEASURE:
+            results[run.name] = {**results[run.name], "bits_per_byte": None}
+            del results[run.name]["curve"]
+    for run in iso_flop.run_list(plan, results):
+        results.setdefault(run.name, fake_result(run))
+    summary = iso_flop_report.summary(plan, plan.curves[0], results)
+    assert summary["minimum"] != half.name
+    json.dumps(summary, allow_nan=False)
+    assert "diverged" in iso_flop_report.curve_table(summary)
+
+
+def test_tables_and_figure_show_every_arm(plan, tmp_path):
+    results = all_results(plan)
+    curves = [iso_flop_report.summary(plan, curve, results) for curve in plan.curves]
+    table = iso_flop_report.curve_table(curves[0])
+    assert table.startswith("## Equal FLOPs, budget 0.25, adamw")
+    assert "| 0.125 | " in table and "not reached" in table and "Minimum: density 0.5" in table
+    assert iso_flop_report.arms_table(plan, 128).count("\n") == 2 + len(plan.arms)
+    iso_flop_report.draw(curves, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
