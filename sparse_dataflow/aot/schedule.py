@@ -1,0 +1,514 @@
+"""Estimated cycles of a TPU kernel, from the final schedule that libtpu writes when it compiles.
+
+A TPU core executes one VLIW bundle per cycle, so the executed bundles are the cycles of a kernel,
+except for stalls.  This module reads the text of a `*final_bundles.txt` dump and executes its
+scalar instructions: loop counters, branches, and loads from index tables.  So trip counts are
+exact, also where they depend on a layout.  Vector instructions are counted, not executed.
+
+The result is an estimate.  Stalls (waits for HBM, memory conflicts) are not counted, so absolute
+times are optimistic by 5% to 20%; ratios between kernels are good.  HBM traffic is a separate
+bound: `Schedule.hbm_bytes`.
+
+`DUMP_FLAGS` makes libtpu write the text.  It must be in LIBTPU_INIT_ARGS before jax is imported:
+
+    LIBTPU_INIT_ARGS="$(python -m sparse_dataflow.aot.schedule --flags DIR)" python compile_it.py
+    python -m sparse_dataflow.aot.schedule DIR
+
+Importing this module loads no jax.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+DUMP_FLAGS = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_pass_label_regex=final_bundles"
+"""Value of LIBTPU_INIT_ARGS for dumps into `folder`."""
+
+GRANULE = 32
+"""Bytes of a DMA granule."""
+
+DELAY_SLOTS = 4
+"""Bundles after a branch that execute whether or not it is taken."""
+
+
+class ScheduleError(Exception):
+    """The text has a scalar instruction or a control flow that this reader does not know."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop of a kernel.
+
+    Attributes:
+      first: address of its first bundle.
+      last: address of its last bundle.
+      depth: number of loops around it.
+      entries: how often it is entered.
+      iterations: iterations, over all entries.
+      cycles: bundles executed in it, including inner loops.
+      products: matrix-unit instructions (vmatmul) executed in it, including inner loops.
+    """
+
+    first: int
+    last: int
+    depth: int
+    entries: int
+    iterations: int
+    cycles: int
+    products: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Executed instructions of a kernel on one core.  An estimate; see the module docstring.
+
+    Attributes:
+      cycles: executed bundles.
+      products: executed vmatmul instructions, over all matrix units.
+      hbm_bytes: bytes of executed copies between HBM and on-chip memory.
+      copies: number of these copies.
+      spills: vector registers that the compiler stores to VMEM because it lacks registers.
+      bundles: bundles of the program text.
+      loops: loops, in program order.
+    """
+
+    cycles: int
+    products: int
+    hbm_bytes: int
+    copies: int
+    spills: int
+    bundles: int
+    loops: tuple[Loop, ...]
+
+    def table(self) -> str:
+        """Return a text table of the loop nest."""
+        lines = [
+            f"{self.cycles:,} cycles (estimate; stalls not counted), {self.products:,} vmatmul, "
+            f"{self.hbm_bytes:,} HBM bytes in {self.copies:,} copies, {self.spills} spills, "
+            f"{self.bundles:,} bundles",
+            f"{'loop':<24}{'entries':>10}{'iterations':>12}{'cycles':>14}{'/iter':>10}{'vmatmul':>12}",
+        ]
+        for loop in self.loops:
+            name = f"{'  ' * loop.depth}{loop.first:#x}-{loop.last:#x}"
+            each = loop.cycles / max(1, loop.iterations)
+            lines.append(
+                f"{name:<24}{loop.entries:>10,}{loop.iterations:>12,}{loop.cycles:>14,}"
+                f"{each:>10,.1f}{loop.products:>12,}"
+            )
+        return "\n".join(lines)
+
+
+def kernel_dumps(folder: pathlib.Path, kernels: str = "") -> dict[str, pathlib.Path]:
+    """Return HLO name -> `final_bundles` file of each compiled instruction in a dump folder.
+
+    Args:
+      folder: folder of DUMP_FLAGS.
+      kernels: regular expression that the names must contain.
+    """
+    dumps = {}
+    for path in sorted(folder.glob("*final_bundles.txt")):
+        name = re.match(r"\d+-(.*)-\d+-final_bundles\.txt", path.name)
+        if name and re.search(kernels, name[1]):
+            dumps[name[1]] = path
+    return dumps
+
+
+def read_schedule(text: str, operands: Sequence[Any] = (), limit: int = 50_000_000) -> Schedule:
+    """Return the executed instructions of a kernel.
+
+    Args:
+      text: contents of a `final_bundles` dump.
+      operands: integer arrays, the kernel's first operands: the tables that it copies to scalar
+        memory.  Needed only if branches or copies depend on them.
+      limit: basic blocks executed before the reader gives up.
+
+    Raises:
+      ScheduleError: the text is not understood, a needed table is missing, or `limit` is reached.
+    """
+    bundles, regions = _parse(text)
+    program = _Program(bundles, regions)
+    return program.run(operands, limit)
+
+
+@dataclasses.dataclass
+class _Op:
+    """An instruction.
+
+    `predicate` is "" or a Python expression; `otherwise` is the name that the result takes when the
+    predicate is false, "" for no assignment.
+    """
+
+    result: str
+    opcode: str
+    operands: list[str]
+    predicate: str
+    otherwise: str
+
+
+_BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) +(?:[A-Z]{2})?:[ >]*\{(.*?)\}([^{}]*?)(?=^ *0x|\Z)", re.M | re.S)
+_COMMENT = re.compile(r"/\*.*?\*/", re.S)
+_REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
+_PREDICATE = re.compile(r"\((!?)%(\w+)(?:, (%\w+))?\),?")
+_OP = re.compile(r"(?:%(\w+) = )?([a-z][\w.]*)(.*)", re.S)
+
+
+def _parse(text):
+    """Return the bundles, lists of `_Op`, and region number -> index of its first bundle."""
+    lines = re.split(r"^ *(0x[0-9a-f]+|0) +(?:[A-Z]{2})?:?[ ]?:?[ >]*(?=\{)", text, flags=re.M)
+    bundles, regions = [], {}
+    for number, (address, body) in enumerate(zip(lines[1::2], lines[2::2], strict=True)):
+        if int(address, 16) != number:
+            raise ScheduleError(f"bundle {address} follows bundle {number - 1:#x}.")
+        comments = " ".join(_COMMENT.findall(body))
+        for region in _REGION.findall(comments):
+            regions.setdefault(region, number)
+        content = _COMMENT.sub(" ", body).strip()
+        if not (content.startswith("{") and content.endswith("}")):
+            raise ScheduleError(f"bundle {address} is not understood: {content[:80]}")
+        parts = (part.strip() for part in content[1:-1].split(";;"))
+        bundles.append([_parse_op(part) for part in parts if part])
+    if not bundles:
+        raise ScheduleError("the text has no bundles.")
+    return bundles, regions
+
+
+def _parse_op(text):
+    match = _OP.fullmatch(text)
+    if match is None:
+        raise ScheduleError(f"instruction is not understood: {text[:120]}")
+    result, opcode, rest = match.groups()
+    predicate, otherwise = "", ""
+    if found := _PREDICATE.search(rest):
+        predicate = f"{'not ' if found[1] else ''}%{found[2]}"
+        otherwise = (found[3] or "")[1:]
+        rest = rest[: found.start()] + rest[found.end() :]
+    rest = re.sub(r"\[(?:thread|resolvable|shape)[^\]]*\]*", "", rest)
+    rest = re.sub(r"\[smem:(\[[^\]]*\])\]", r"\1,", rest)
+    operands = [operand.strip() for operand in rest.split(",") if operand.strip()]
+    return _Op(result or "", opcode, operands, predicate, otherwise)
+
+
+def _signed(value):
+    """Wrap to a signed 32-bit integer; addresses (2**40 and more) stay."""
+    if -(2**31) <= value < 2**31 or abs(value) >= 2**36:
+        return value
+    return (value + 2**31) % 2**32 - 2**31
+
+
+_BASE = 2**40
+_MASK = 2**32 - 1
+
+# Python expressions of scalar instructions; {0}, {1}, {2} are the operands.
+_EXPRESSIONS = {
+    "smov.u32": "{0}",
+    "pmov": "{0}",
+    "sadd.s32": "w({0} + {1})",
+    "ssub.s32": "w({0} - {1})",
+    "smul.u32": "w({0} * {1})",
+    "smulhi.u32": "w((({0} & M) * ({1} & M)) >> 32)",
+    "sshll.u32": "w({0} << {1})",
+    "sshrl.u32": "w(({0} & M if abs({0}) < 2**36 else {0}) >> {1})",
+    "sshra.s32": "({0} >> {1})",
+    "sand.u32": "w({0} & {1})",
+    "sor.u32": "w({0} | {1})",
+    "sxor.u32": "w({0} ^ {1})",
+    "smin.u32": "min({0}, {1})",
+    "smax.u32": "max({0}, {1})",
+    "smin.s32": "min({0}, {1})",
+    "smax.s32": "max({0}, {1})",
+    "por": "({0} or {1})",
+    "pand": "({0} and {1})",
+    "pnand": "(not ({0} and {1}))",
+    "pnor": "(not ({0} or {1}))",
+    "pxor": "(bool({0}) != bool({1}))",
+    "pneg": "(not {0})",
+    "scalar_select": "({1} if {0} else {2})",
+    "scalar_lea.vmem": "({0} + {1})",
+    "scalar_lea.hbm": "({0} + {1})",
+    "scalar_lea.smem": "({0} + {1})",
+    "scalar_lea.sflag": "({0} + {1})",
+}
+_COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+
+
+def _expression(op):
+    if compare := re.fullmatch(r"scmp\.(\w\w)\.([su])32\.totalorder", op.opcode):
+        unsigned = compare[2] == "u" and compare[1] not in ("eq", "ne")
+        form = "(({0} & M) {c} ({1} & M))" if unsigned else "({0} {c} {1})"
+        return form.replace("{c}", _COMPARE[compare[1]])
+    if op.opcode.startswith("int_to_ptr"):
+        return "{0}"
+    return _EXPRESSIONS.get(op.opcode)
+
+
+class _Program:
+    """Basic blocks of a kernel, compiled to Python functions of the values that branches need."""
+
+    def __init__(self, bundles, regions):
+        self.bundles = bundles
+        self.phis = {
+            op.result: op.operands for ops in bundles for op in ops if op.opcode == "sphi"
+        }
+        self.branches = {}
+        for number, ops in enumerate(bundles):
+            for op in ops:
+                if op.opcode.startswith("sbr"):
+                    target = re.search(r"target = \$region(\d+)", " ".join(op.operands))
+                    if target is None or target[1] not in regions:
+                        raise ScheduleError(f"branch without a known target at {number:#x}.")
+                    self.branches[number] = (op.predicate, regions[target[1]])
+        starts = {0, *(target for _, target in self.branches.values())}
+        starts |= {number + 1 + DELAY_SLOTS for number in self.branches}
+        # A loop's first bundle has the values that change with its iterations.
+        starts |= {n for n, ops in enumerate(bundles) if any(op.opcode == "sphi" for op in ops)}
+        self.starts = sorted(start for start in starts if start < len(bundles))
+        self.needed = self._slice()
+        self.slots = {name: number for number, name in enumerate(sorted(self.needed))}
+
+    def _slice(self):
+        """Return the names of all values that branches, copies and their predicates depend on."""
+        writers = {}
+        stores = []
+        roots = [predicate for predicate, _ in self.branches.values()]
+        for ops in self.bundles:
+            for op in ops:
+                if op.result:
+                    writers[op.result] = op
+                if op.opcode == "sst":
+                    stores.append(op)
+                if op.opcode.startswith("dma.hbm_to_smem"):
+                    roots += [op.predicate, *op.operands]
+                elif op.opcode.startswith(("dma.hbm", "dma.vmem_to_hbm")):
+                    roots += [op.predicate, op.operands[1]]
+        needed: set[str] = set()
+        loads: set[str] = set()
+        pending = [name for root in roots for name in _names(root)]
+        while pending:
+            name = pending.pop()
+            if name in needed:
+                continue
+            needed.add(name)
+            if name not in writers:
+                raise ScheduleError(f"value %{name} has no definition.")
+            op = writers[name]
+            for operand in (op.predicate, "%" + op.otherwise, *op.operands):
+                pending += _names(operand)
+            if op.opcode == "sld":
+                spaces = _space(op.operands[0])
+                for store in stores if spaces not in loads else ():
+                    if not spaces or _space(store.operands[0]) in (spaces, ""):
+                        pending += _names(" ".join([store.predicate, *store.operands]))
+                loads.add(spaces)
+        self.loaded = loads
+        return needed
+
+    def _value(self, text):
+        """Return the Python expression of an operand."""
+        text = text.strip()
+        if match := re.fullmatch(r"%(\w+)", text):
+            return f"v[{self.slots[match[1]]}]"
+        if match := re.fullmatch(r"(-?\d+|\$?0x[0-9a-f]+)(?: \[#allocation\d+\w*\])?", text):
+            return str(int(match[1].lstrip("$"), 0))
+        if match := re.fullmatch(r"\[(.*)\]", text):
+            terms = [term.strip() for term in match[1].split(" + ")]
+            return "(" + " + ".join(map(self._term, terms)) + ")"
+        raise ScheduleError(f"operand is not understood: {text[:80]}")
+
+    def _term(self, term):
+        if match := re.fullmatch(r"#allocation(\d+)(?:_spill)?", term):
+            return str((int(match[1]) + 1) * _BASE)
+        return self._value(term)
+
+    def _statement(self, op):
+        """Return the Python statement of an instruction; "" if nothing depends on it."""
+        statement = ""
+        if op.opcode == "sst":
+            if self.loaded & {_space(op.operands[0]), ""}:
+                statement = f"m[{self._value(op.operands[0])}] = {self._value(op.operands[1])}"
+        elif op.opcode.startswith("dma.hbm_to_smem"):
+            hbm, _, smem = map(self._value, op.operands[:3])
+            statement = f"copy_table({hbm}, {smem})"
+        elif op.opcode.startswith(("dma.hbm", "dma.vmem_to_hbm")):
+            statement = f"traffic[0] += {self._value(op.operands[1])}; traffic[1] += 1"
+        elif op.result in self.needed and op.opcode != "sphi":
+            slot = f"v[{self.slots[op.result]}]"
+            if op.opcode.startswith("inlined_call_operand"):
+                return ""
+            if op.opcode == "sld":
+                value = f"load({self._value(op.operands[0])})"
+            elif form := _expression(op):
+                value = form.format(*map(self._value, op.operands))
+            else:
+                raise ScheduleError(f"a branch depends on an unknown instruction: {op.opcode}.")
+            if op.otherwise:
+                other = f"v[{self.slots[op.otherwise]}]"
+                return f"{slot} = {value} if {self._condition(op.predicate)} else {other}"
+            statement = f"{slot} = {value}"
+        if statement and op.predicate:
+            return f"if {self._condition(op.predicate)}: {statement}"
+        return statement
+
+    def _condition(self, predicate):
+        return re.sub(r"%(\w+)", lambda m: f"v[{self.slots[m[1]]}]", predicate)
+
+    def _edge(self, target, which):
+        """Return the statement that assigns the phis of a block on entry."""
+        if target >= len(self.bundles):
+            return ""
+        phis = [op for op in self.bundles[target] if op.opcode == "sphi"]
+        phis = [op for op in phis if op.result in self.needed]
+        if not phis:
+            return ""
+        left = ", ".join(f"v[{self.slots[op.result]}]" for op in phis)
+        right = ", ".join(self._value(op.operands[which]) for op in phis)
+        return f"{left} = {right}"
+
+    def _source(self):
+        """Return the source of one function per basic block; each returns the next block."""
+        numbers = {start: number for number, start in enumerate(self.starts)}
+        numbers[len(self.bundles)] = -1
+        source = []
+        for number, start in enumerate(self.starts):
+            end = self.starts[number + 1] if number + 1 < len(self.starts) else len(self.bundles)
+            lines = []
+            branch = None
+            for index in range(start, end):
+                if index in self.branches:
+                    if branch or index + 1 + DELAY_SLOTS != end:
+                        raise ScheduleError(f"a branch in a delay slot at {index:#x}.")
+                    branch = self.branches[index]
+                    # The delay slots may change the predicate's register, not this value.
+                lines += [self._statement(op) for op in self.bundles[index]]
+            if branch:
+                predicate, target = branch
+                lines.append(f"if {self._condition(predicate) or 'True'}:")
+                lines.append("  " + (self._edge(target, 1 if target <= start else 0) or "pass"))
+                lines.append(f"  return {numbers[target]}")
+            lines.append(self._edge(end, 0))
+            lines.append(f"return {numbers[end]}")
+            body = "\n".join(f"  {line}" for line in lines if line)
+            source.append(f"def block{number}(v, m, traffic, load, copy_table, w, M):\n{body}\n")
+        return "\n".join(source)
+
+    def run(self, operands, limit) -> Schedule:
+        """Execute the kernel's scalar instructions; see `read_schedule`."""
+        namespace: dict[str, Any] = {}
+        exec(self._source(), namespace)  # noqa: S102: source made above from parsed numbers only
+        blocks = [namespace[f"block{number}"] for number in range(len(self.starts))]
+        values: list[Any] = [0] * len(self.slots)
+        addresses = {}
+        for ops in self.bundles:
+            for op in ops:
+                if op.opcode.startswith("inlined_call_operand") and op.result in self.slots:
+                    index = int(re.search(r"index: (\d+)", " ".join(op.operands))[1])
+                    values[self.slots[op.result]] = address = (index + 1) * _BASE * 2**20
+                    addresses[address] = index
+        memory: dict[int, int] = {_BASE: 0}  # Allocation 0 has the number of the core.
+
+        def copy_table(hbm, smem):
+            index = addresses.get(hbm, addresses.get(hbm >> 4))
+            if index is not None and index < len(operands):
+                flat = np.asarray(operands[index]).reshape(-1).tolist()
+                memory.update(zip(range(smem, smem + len(flat)), flat, strict=True))
+
+        def load(address):
+            try:
+                return memory[address]
+            except KeyError:
+                raise ScheduleError(
+                    "a branch depends on a table that is not among the operands "
+                    f"(allocation {address // _BASE - 1})."
+                ) from None
+
+        visits = [0] * len(blocks)
+        entries = [0] * len(blocks)
+        traffic = [0, 0]
+        block, previous = 0, -1
+        for _ in range(limit):
+            visits[block] += 1
+            entries[block] += previous < block
+            previous = block
+            block = blocks[block](values, memory, traffic, load, copy_table, _signed, _MASK)
+            if block < 0:
+                break
+        else:
+            raise ScheduleError(f"no end after {limit} basic blocks.")
+        return self._summary(visits, entries, traffic)
+
+    def _summary(self, visits, entries, traffic):
+        ends = [*self.starts[1:], len(self.bundles)]
+        numbers = {start: number for number, start in enumerate(self.starts)}
+        is_product = [
+            sum(op.opcode.startswith("vmatmul") for op in ops) for ops in self.bundles
+        ]
+        times = np.zeros(len(self.bundles), np.int64)
+        for start, end, count in zip(self.starts, ends, visits, strict=True):
+            times[start:end] = count
+        products = times * np.array(is_product)
+        loops = []
+        for branch, (_, target) in sorted(self.branches.items(), key=lambda item: item[1][1]):
+            if target <= branch:
+                block = numbers[target]
+                last = branch + DELAY_SLOTS
+                loops.append((target, last, entries[block], visits[block]))
+        spans = [(first, last) for first, last, _, _ in loops]
+        return Schedule(
+            cycles=int(times.sum()),
+            products=int(products.sum()),
+            hbm_bytes=traffic[0] * GRANULE,
+            copies=traffic[1],
+            spills=sum(_is_spill(op) for ops in self.bundles for op in ops),
+            bundles=len(self.bundles),
+            loops=tuple(
+                Loop(
+                    first,
+                    last,
+                    sum(a <= first and last <= b for a, b in spans) - 1,
+                    entered,
+                    iterations,
+                    int(times[first : last + 1].sum()),
+                    int(products[first : last + 1].sum()),
+                )
+                for first, last, entered, iterations in loops
+            ),
+        )
+
+
+def _names(text) -> Iterator[str]:
+    return iter(re.findall(r"%(\w+)", text))
+
+
+def _space(address):
+    """Return the allocation that an address begins with; "" if a register says it."""
+    match = re.match(r"\[#(allocation\w+)", address)
+    return match[1] if match else ""
+
+
+def _is_spill(op):
+    return op.opcode.startswith("vst") and "_spill" in " ".join(op.operands)
+
+
+def main():
+    """Print the schedules of a dump folder."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=pathlib.Path, help="folder of the dumps")
+    parser.add_argument("kernels", nargs="?", default="", help="regular expression of names")
+    parser.add_argument("--flags", action="store_true", help="print LIBTPU_INIT_ARGS and exit")
+    arguments = parser.parse_args()
+    if arguments.flags:
+        print(DUMP_FLAGS.format(folder=arguments.folder))
+        return
+    for name, path in kernel_dumps(arguments.folder, arguments.kernels).items():
+        try:
+            print(f"{name}: {read_schedule(path.read_text()).table()}")
+        except ScheduleError as error:
+            print(f"{name}: not read: {error}")
+
+
+if __name__ == "__main__":
+    main()
