@@ -20,7 +20,7 @@ TPU_COMPILES := test_pallas_tpu_compiles.py test_splash_compiles.py test_step_co
 GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick nightly faults aot-tpu aot-gpu bench lint format docs lock clean FORCE
+.PHONY: help env demo test quick nightly faults aot-tpu aot-gpu bench bench-schedule lint format docs lock clean FORCE
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="--flag=value ..."] [VENV=.venv] [PYTHON=python3.12]'
@@ -60,6 +60,10 @@ aot-gpu: ## compile the Hopper kernels for an H200, without one (fetches CUDA: 4
 bench: $(READY) ## time the kernels and the training step, sparse beside dense
 	@$(BIN)/python -m experiments.kernel_bench $(ARGS)
 	@$(BIN)/python -m experiments.step_bench $(ARGS)
+
+bench-schedule: ## estimate the products' time on TPUs from compiled programs, without one (.venv-tpu)
+	@sh launch/make_env.sh .venv-tpu dev,aot
+	@.venv-tpu/bin/python -m experiments.schedule_bench $(ARGS)
 
 lint: $(READY) ## check style and types
 	$(BIN)/ruff check .

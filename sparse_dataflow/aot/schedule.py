@@ -65,7 +65,7 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Executed instructions of a kernel on one core.  An estimate; see the module docstring.
+    """Executed instructions of a kernel.  An estimate; see the module docstring.
 
     Attributes:
       cycles: executed bundles.
@@ -118,13 +118,17 @@ def kernel_dumps(folder: pathlib.Path, kernels: str = "") -> dict[str, pathlib.P
     return dumps
 
 
-def read_schedule(text: str, operands: Sequence[Any] = (), limit: int = 50_000_000) -> Schedule:
+def read_schedule(
+    text: str, operands: Sequence[Any] = (), cores: int = 1, limit: int = 50_000_000
+) -> Schedule:
     """Return the executed instructions of a kernel.
 
     Args:
       text: contents of a `final_bundles` dump.
       operands: integer arrays, the kernel's first operands: the tables that it copies to scalar
         memory.  Needed only if branches or copies depend on them.
+      cores: cores of the device that share the kernel (2 on v4 and v5p).  Copies are summed over
+        cores; cycles and loops are those of the core with the most.
       limit: basic blocks executed before the reader gives up.
 
     Raises:
@@ -132,7 +136,12 @@ def read_schedule(text: str, operands: Sequence[Any] = (), limit: int = 50_000_0
     """
     bundles, regions = _parse(text)
     program = _Program(bundles, regions)
-    return program.run(operands, limit)
+    runs = [program.run(operands, core, limit) for core in range(cores)]
+    return dataclasses.replace(
+        max(runs, key=lambda run: run.cycles),
+        hbm_bytes=sum(run.hbm_bytes for run in runs),
+        copies=sum(run.copies for run in runs),
+    )
 
 
 @dataclasses.dataclass
@@ -395,7 +404,7 @@ class _Program:
             source.append(f"def block{number}(v, m, traffic, load, copy_table, w, M):\n{body}\n")
         return "\n".join(source)
 
-    def run(self, operands, limit) -> Schedule:
+    def run(self, operands, core, limit) -> Schedule:
         """Execute the kernel's scalar instructions; see `read_schedule`."""
         namespace: dict[str, Any] = {}
         exec(self._source(), namespace)  # noqa: S102: source made above from parsed numbers only
@@ -408,7 +417,7 @@ class _Program:
                     index = int(re.search(r"index: (\d+)", " ".join(op.operands))[1])
                     values[self.slots[op.result]] = address = (index + 1) * _BASE * 2**20
                     addresses[address] = index
-        memory: dict[int, int] = {_BASE: 0}  # Allocation 0 has the number of the core.
+        memory: dict[int, int] = {_BASE: core}  # Allocation 0 has the number of the core.
 
         def copy_table(hbm, smem):
             index = addresses.get(hbm, addresses.get(hbm >> 4))

@@ -1,0 +1,204 @@
+"""The products of one weight, compiled for a described TPU; their schedules as a line of JSON.
+
+`schedules` starts this module in a process of its own, because libtpu reads the flags that make it
+write schedules once, when jax starts it:
+
+    python -m sparse_dataflow.runs.benchmarks.schedule_case '{"chip": "v5e", ...}' FOLDER
+"""
+
+import dataclasses
+import functools
+import importlib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sparse_dataflow.aot import schedule
+
+PRODUCTS = ("forward", "dx", "dW")
+
+DENSE = "dense"
+"""The implementation that is XLA's dense product."""
+
+KERNELS = "sparse_dataflow.kernels.block_sparse_matmul"
+"""Package of the other implementations, modules with a function `block_sparse_matmul`."""
+
+SLICES = {"v4": "2x2x1", "v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2"}
+"""Chip -> a slice that libtpu describes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One weight on one chip.
+
+    Attributes:
+      chip: kind of a described TPU, as in `--topology`: v5e, v5p, v6e.
+      implementation: DENSE, or a module of `kernels.block_sparse_matmul`.
+      pattern: of the layout; "" for DENSE.
+      in_features: rows of the weight.
+      out_features: columns of the weight.
+      block: side of a block; 0 for DENSE.
+      density: stored fraction; 1 for DENSE.
+      tokens: rows of x.
+    """
+
+    chip: str
+    implementation: str
+    pattern: str
+    in_features: int
+    out_features: int
+    block: int
+    density: float
+    tokens: int
+
+
+def measure(case: Case, folder: Path) -> dict[str, dict[str, int]]:
+    """Return each product's counts, in cycles and bytes of the whole device.
+
+    Args:
+      case: the weight and the chip.
+      folder: that libtpu writes schedules to; its content is deleted.
+
+    Returns:
+      product -> {"cycles", "xla_cycles" (the compiler's own estimate of all other instructions),
+      "hbm_bytes", "spills", "products" (executed vmatmul)}.
+    """
+    import jax
+
+    from sparse_dataflow.aot import topologies
+
+    (device, *_) = topologies.devices(topologies.parse(f"{case.chip}:{SLICES[case.chip]}"))
+    function, operands, tables = _functions(case)
+    counts = {}
+    for product in PRODUCTS:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        where = jax.sharding.SingleDeviceSharding(device)
+        structs = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), (*operands, tables)
+        )
+        with topologies.tracing_for(device):
+            trace = jax.jit(functools.partial(function, product)).trace(*structs)
+            text = trace.lower(lowering_platforms=("tpu",)).compile().as_text()
+        known = [*(None for _ in operands), *jax.tree.leaves(tables)]
+        prefetched = list(_kernel_tables(trace.jaxpr.jaxpr, known, trace.jaxpr.consts))
+        cores = getattr(device, "num_cores", 1) or 1
+        counts[product] = _counts(text, folder, prefetched, cores)
+        if case.implementation == DENSE:
+            counts[product]["hbm_bytes"] = sum(map(_bytes, operands))
+    return counts
+
+
+def _functions(case) -> tuple[Callable, tuple, Any]:
+    """Return (function of (product, x, weight, dy, tables), shapes of x, weight, dy; tables)."""
+    import jax
+    import jax.numpy as jnp
+
+    from sparse_dataflow.sparsity.patterns import make_layout
+
+    def struct(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    x, dy = struct(case.tokens, case.in_features), struct(case.tokens, case.out_features)
+    if case.implementation == DENSE:
+        dense = {
+            "forward": lambda x, weight, dy: x @ weight,
+            "dx": lambda x, weight, dy: dy @ weight.T,
+            "dW": lambda x, weight, dy: x.T @ dy,
+        }
+        weight = struct(case.in_features, case.out_features)
+        return lambda product, x, weight, dy, _: dense[product](x, weight, dy), (x, weight, dy), ()
+    layout = make_layout(
+        case.pattern, case.in_features, case.out_features, case.block, case.density
+    )
+    kernels = importlib.import_module(f"{KERNELS}.{case.implementation}")
+
+    def product_of(product, x, values, dy, tables):
+        def forward(x, values):
+            return kernels.block_sparse_matmul(x, values, tables)
+
+        if product == "forward":
+            return forward(x, values)
+        if product == "dx":
+            return jax.vjp(lambda x: forward(x, values), x)[1](dy)
+        return jax.vjp(lambda values: forward(x, values), values)[1](dy)
+
+    values = struct(layout.nnz, case.block, case.block)
+    return product_of, (x, values, dy), layout.tables()
+
+
+def _counts(text, folder, tables, cores):
+    """Return the counts of a compiled program, whose schedules are in the folder.
+
+    Args:
+      text: of the compiled program.
+      folder: of the dumps.
+      tables: (name, scalar-prefetch operands) of each traced kernel; the program has some of them.
+      cores: of the device.
+    """
+    names = re.findall(r'^\s*(?:ROOT )?%(\S+) = .*custom_call_target="tpu_custom_call"', text, re.M)
+    dumps = schedule.kernel_dumps(folder)
+    total = {"cycles": 0, "xla_cycles": 0, "hbm_bytes": 0, "spills": 0, "products": 0}
+    for name in names:
+        operands = next(operands for kernel, operands in tables if kernel in name)
+        read = schedule.read_schedule(dumps[name].read_text(), operands, cores)
+        for field in ("cycles", "hbm_bytes", "spills", "products"):
+            total[field] += getattr(read, field)
+    total["xla_cycles"] = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
+    return total
+
+
+def _kernel_tables(jaxpr, known, consts=()) -> Iterator[tuple[str, list]]:
+    """Yield (name, scalar-prefetch operands) of each Pallas kernel, evaluated from the tables.
+
+    Args:
+      jaxpr: an open jaxpr.
+      known: concrete value of each input, None where it is only a shape.
+      consts: values of its constants.
+    """
+    values = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, known))
+
+    def value(atom):
+        return atom.val if hasattr(atom, "val") else values.get(atom)
+
+    for equation in jaxpr.eqns:
+        inputs = [value(atom) for atom in equation.invars]
+        inner = next(
+            (equation.params[key] for key in _INNER if key in equation.params), None
+        )
+        if equation.primitive.name == "pallas_call":
+            number = equation.params["grid_mapping"].num_index_operands
+            yield equation.params["name"], inputs[:number]
+        elif all(entry is not None for entry in inputs):
+            results = equation.primitive.bind(*inputs, **equation.params)
+            results = results if equation.primitive.multiple_results else [results]
+            values.update(zip(equation.outvars, results))
+        elif inner is not None:
+            yield from _kernel_tables(
+                getattr(inner, "jaxpr", inner), inputs, getattr(inner, "consts", ())
+            )
+
+
+_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+def _bytes(struct):
+    return math.prod(struct.shape) * struct.dtype.itemsize
+
+
+def main(arguments):
+    """Prints the counts of a case."""
+    case, folder = Case(**json.loads(arguments[0])), Path(arguments[1])
+    os.environ["LIBTPU_INIT_ARGS"] = schedule.DUMP_FLAGS.format(folder=folder)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    print(json.dumps(measure(case, folder)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
