@@ -159,7 +159,6 @@ class _Op:
     otherwise: str
 
 
-_BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) +(?:[A-Z]{2})?:[ >]*\{(.*?)\}([^{}]*?)(?=^ *0x|\Z)", re.M | re.S)
 _COMMENT = re.compile(r"/\*.*?\*/", re.S)
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _PREDICATE = re.compile(r"\((!?)%(\w+)(?:, (%\w+))?\),?")

@@ -146,7 +146,7 @@ def _counts(text, folder, tables, cores):
     dumps = schedule.kernel_dumps(folder)
     total = {"cycles": 0, "xla_cycles": 0, "hbm_bytes": 0, "spills": 0, "products": 0}
     for name in names:
-        operands = next(operands for kernel, operands in tables if kernel in name)
+        operands = next((operands for kernel, operands in tables if kernel in name), ())
         read = schedule.read_schedule(dumps[name].read_text(), operands, cores)
         for field in ("cycles", "hbm_bytes", "spills", "products"):
             total[field] += getattr(read, field)
@@ -174,7 +174,7 @@ def _kernel_tables(jaxpr, known, consts=()) -> Iterator[tuple[str, list]]:
         )
         if equation.primitive.name == "pallas_call":
             number = equation.params["grid_mapping"].num_index_operands
-            yield equation.params["name"], inputs[:number]
+            yield _kernel_name(equation.params), inputs[:number]
         elif all(entry is not None for entry in inputs):
             results = equation.primitive.bind(*inputs, **equation.params)
             results = results if equation.primitive.multiple_results else [results]
@@ -183,6 +183,11 @@ def _kernel_tables(jaxpr, known, consts=()) -> Iterator[tuple[str, list]]:
             yield from _kernel_tables(
                 getattr(inner, "jaxpr", inner), inputs, getattr(inner, "consts", ())
             )
+
+
+def _kernel_name(params):
+    info = params.get("name_and_src_info") or params.get("name")
+    return str(getattr(info, "name", info))
 
 
 _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
