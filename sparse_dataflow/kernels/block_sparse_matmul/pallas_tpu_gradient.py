@@ -109,7 +109,9 @@ def line_gradient(
         out_shape=[shape for shape, _ in results],
         input_output_aliases={} if accumulator is None else {len(tables) + len(operands) - 1: 0},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_bytes
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_bytes,
+            disable_bounds_checks=True,
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * tokens * result.size,

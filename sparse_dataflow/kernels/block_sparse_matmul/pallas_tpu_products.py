@@ -99,6 +99,7 @@ def line_product(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=vmem_bytes,
+            disable_bounds_checks=True,
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * len(x) * values.size,
