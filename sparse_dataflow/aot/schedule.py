@@ -1,11 +1,11 @@
 """Estimated cycles of a TPU kernel, from the final schedule that libtpu writes when it compiles.
 
 A TPU core executes one VLIW bundle per cycle, so the executed bundles are the cycles of a kernel,
-except for stalls.  This module reads the text of a `*final_bundles.txt` dump and executes its
+except for stalls.  Stalls for busy matrix units are added.  This module reads the text of a `*final_bundles.txt` dump and executes its
 scalar instructions: loop counters, branches, and loads from index tables.  So trip counts are
 exact, also where they depend on a layout.  Vector instructions are counted, not executed.
 
-The result is an estimate.  Stalls (waits for HBM, memory conflicts) are not counted, so absolute
+The result is an estimate.  Other stalls (waits for HBM, memory conflicts) are not counted, so absolute
 times are optimistic by 5% to 20%; ratios between kernels are good.  HBM traffic is a separate
 bound: `Schedule.hbm_bytes`.
 
@@ -18,6 +18,7 @@ Importing this module loads no jax.
 """
 
 import argparse
+import collections
 import dataclasses
 import pathlib
 import re
@@ -36,6 +37,10 @@ DELAY_SLOTS = 4
 """Bundles after a branch that execute whether or not it is taken."""
 
 
+PRODUCT_CYCLES = {"v4": 16, "v5e": 16, "v5p": 16, "v6e": 8}
+"""Chip -> cycles of a vmatmul: 16 rows of bfloat16, one row per cycle, on v6e two."""
+
+
 class ScheduleError(Exception):
     """The text has a scalar instruction or a control flow that this reader does not know."""
 
@@ -50,7 +55,7 @@ class Loop:
       depth: number of loops around it.
       entries: how often it is entered.
       iterations: iterations, over all entries.
-      cycles: bundles executed in it, including inner loops.
+      cycles: as in `Schedule`, in it and its inner loops.
       products: matrix-unit instructions (vmatmul) executed in it, including inner loops.
     """
 
@@ -68,7 +73,7 @@ class Schedule:
     """Executed instructions of a kernel.  An estimate; see the module docstring.
 
     Attributes:
-      cycles: executed bundles.
+      cycles: executed bundles, and the matrix units' time where that is longer.
       products: executed vmatmul instructions, over all matrix units.
       hbm_bytes: bytes of executed copies between HBM and on-chip memory.
       copies: number of these copies.
@@ -119,7 +124,11 @@ def kernel_dumps(folder: pathlib.Path, kernels: str = "") -> dict[str, pathlib.P
 
 
 def read_schedule(
-    text: str, operands: Sequence[Any] = (), cores: int = 1, limit: int = 50_000_000
+    text: str,
+    operands: Sequence[Any] = (),
+    cores: int = 1,
+    product_cycles: int = 0,
+    limit: int = 50_000_000,
 ) -> Schedule:
     """Return the executed instructions of a kernel.
 
@@ -129,6 +138,8 @@ def read_schedule(
         memory.  Needed only if branches or copies depend on them.
       cores: cores of the device that share the kernel (2 on v4 and v5p).  Copies are summed over
         cores; cycles and loops are those of the core with the most.
+      product_cycles: cycles that a matrix unit needs for a vmatmul, see `PRODUCT_CYCLES`.  A basic
+        block takes at least the time of its busiest unit.  0 counts only bundles.
       limit: basic blocks executed before the reader gives up.
 
     Raises:
@@ -136,7 +147,7 @@ def read_schedule(
     """
     bundles, regions = _parse(text)
     program = _Program(bundles, regions)
-    runs = [program.run(operands, core, limit) for core in range(cores)]
+    runs = [program.run(operands, core, product_cycles, limit) for core in range(cores)]
     return dataclasses.replace(
         max(runs, key=lambda run: run.cycles),
         hbm_bytes=sum(run.hbm_bytes for run in runs),
@@ -403,7 +414,7 @@ class _Program:
             source.append(f"def block{number}(v, m, traffic, load, copy_table, w, M):\n{body}\n")
         return "\n".join(source)
 
-    def run(self, operands, core, limit) -> Schedule:
+    def run(self, operands, core, product_cycles, limit) -> Schedule:
         """Execute the kernel's scalar instructions; see `read_schedule`."""
         namespace: dict[str, Any] = {}
         exec(self._source(), namespace)  # noqa: S102: source made above from parsed numbers only
@@ -446,18 +457,26 @@ class _Program:
                 break
         else:
             raise ScheduleError(f"no end after {limit} basic blocks.")
-        return self._summary(visits, entries, traffic)
+        return self._summary(visits, entries, traffic, product_cycles)
 
-    def _summary(self, visits, entries, traffic):
+    def _summary(self, visits, entries, traffic, product_cycles):
         ends = [*self.starts[1:], len(self.bundles)]
         numbers = {start: number for number, start in enumerate(self.starts)}
-        is_product = [
-            sum(op.opcode.startswith("vmatmul") for op in ops) for ops in self.bundles
-        ]
         times = np.zeros(len(self.bundles), np.int64)
+        stalls = np.zeros(len(self.bundles), np.int64)
+        products = np.zeros(len(self.bundles), np.int64)
         for start, end, count in zip(self.starts, ends, visits, strict=True):
+            units = collections.Counter(
+                op.opcode.rpartition(".")[2]
+                for ops in self.bundles[start:end]
+                for op in ops
+                if op.opcode.startswith("vmatmul")
+            )
+            busy = product_cycles * max(units.values(), default=0)
             times[start:end] = count
-        products = times * np.array(is_product)
+            stalls[end - 1] = count * max(0, busy - (end - start))
+            products[end - 1] = count * units.total()
+        cycles = times + stalls
         loops = []
         for branch, (_, target) in sorted(self.branches.items(), key=lambda item: item[1][1]):
             if target <= branch:
@@ -466,7 +485,7 @@ class _Program:
                 loops.append((target, last, entries[block], visits[block]))
         spans = [(first, last) for first, last, _, _ in loops]
         return Schedule(
-            cycles=int(times.sum()),
+            cycles=int(cycles.sum()),
             products=int(products.sum()),
             hbm_bytes=traffic[0] * GRANULE,
             copies=traffic[1],
@@ -479,7 +498,7 @@ class _Program:
                     sum(a <= first and last <= b for a, b in spans) - 1,
                     entered,
                     iterations,
-                    int(times[first : last + 1].sum()),
+                    int(cycles[first : last + 1].sum()),
                     int(products[first : last + 1].sum()),
                 )
                 for first, last, entered, iterations in loops
@@ -506,6 +525,7 @@ def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=pathlib.Path, help="folder of the dumps")
     parser.add_argument("kernels", nargs="?", default="", help="regular expression of names")
+    parser.add_argument("--chip", choices=PRODUCT_CYCLES, help="to count busy matrix units too")
     parser.add_argument("--flags", action="store_true", help="print LIBTPU_INIT_ARGS and exit")
     arguments = parser.parse_args()
     if arguments.flags:
@@ -513,7 +533,9 @@ def main():
         return
     for name, path in kernel_dumps(arguments.folder, arguments.kernels).items():
         try:
-            print(f"{name}: {read_schedule(path.read_text()).table()}")
+            cycles = PRODUCT_CYCLES.get(arguments.chip, 0)
+            read = read_schedule(path.read_text(), product_cycles=cycles)
+            print(f"{name}: {read.table()}")
         except ScheduleError as error:
             print(f"{name}: not read: {error}")
 

@@ -103,3 +103,11 @@ def test_dumps_are_found_by_name(tmp_path):
     assert list(schedule.kernel_dumps(tmp_path)) == ["f.1"]
     assert schedule.kernel_dumps(tmp_path, "other") == {}
     assert re.search(r"--xla_jf_dump_to=here ", schedule.DUMP_FLAGS.format(folder="here"))
+
+
+def test_a_block_takes_at_least_the_time_of_its_busiest_unit():
+    operands = [np.array([4, 4, 4]), np.zeros(12, int)]
+    bundles = schedule.read_schedule(TEXT, operands).cycles
+    for cycles in (16, 29, 40):  # a block of 29 bundles with one vmatmul
+        read = schedule.read_schedule(TEXT, operands, product_cycles=cycles)
+        assert read.cycles == bundles + 12 * max(0, cycles - 29)

@@ -89,7 +89,7 @@ def measure(case: Case, folder: Path) -> dict[str, dict[str, int]]:
         known = [*(None for _ in operands), *jax.tree.leaves(tables)]
         prefetched = list(_kernel_tables(trace.jaxpr.jaxpr, known, trace.jaxpr.consts))
         cores = getattr(device, "num_cores", 1) or 1
-        counts[product] = _counts(text, folder, prefetched, cores)
+        counts[product] = _counts(text, folder, prefetched, cores, case.chip)
         if case.implementation == DENSE:
             counts[product]["hbm_bytes"] = sum(map(_bytes, operands))
     return counts
@@ -133,7 +133,7 @@ def _functions(case) -> tuple[Callable, tuple, Any]:
     return product_of, (x, values, dy), layout.tables()
 
 
-def _counts(text, folder, tables, cores):
+def _counts(text, folder, tables, cores, chip):
     """Return the counts of a compiled program, whose schedules are in the folder.
 
     Args:
@@ -141,13 +141,15 @@ def _counts(text, folder, tables, cores):
       folder: of the dumps.
       tables: (name, scalar-prefetch operands) of each traced kernel; the program has some of them.
       cores: of the device.
+      chip: key of `schedule.PRODUCT_CYCLES`.
     """
     names = re.findall(r'^\s*(?:ROOT )?%(\S+) = .*custom_call_target="tpu_custom_call"', text, re.M)
     dumps = schedule.kernel_dumps(folder)
     total = {"cycles": 0, "xla_cycles": 0, "hbm_bytes": 0, "spills": 0, "products": 0}
     for name in names:
         operands = next((operands for kernel, operands in tables if kernel in name), ())
-        read = schedule.read_schedule(dumps[name].read_text(), operands, cores)
+        cycles = schedule.PRODUCT_CYCLES[chip]
+        read = schedule.read_schedule(dumps[name].read_text(), operands, cores, cycles)
         for field in ("cycles", "hbm_bytes", "spills", "products"):
             total[field] += getattr(read, field)
     total["xla_cycles"] = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
