@@ -218,7 +218,7 @@ def _widest(operand, tokens, buffers, wide_blocks, vmem_bytes):
 
 def streams(operand: Operand) -> Iterator[StreamTiles]:
     """Yield ways to stream a weight, best first: dots of length 1024, 4 chunks in flight."""
-    for length in (1024, 512, 256, LANES):
+    for length in (2560, 1024, 512, 256, LANES):
         entries = even(operand.entries, max(1, length // operand.tile))
         for ahead in (4, 2):
             yield StreamTiles(entries, ahead)
