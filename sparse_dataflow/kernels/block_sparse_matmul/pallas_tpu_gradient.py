@@ -17,7 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_tables
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import pop_if, precision
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import (
+    pop_if,
+    precision,
+    wait_for,
+)
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import GradientTiles
 from sparse_dataflow.kernels.gelu.api import value_and_derivative
 
@@ -57,7 +61,7 @@ def line_gradient(
     block = result.shape[1]
     tile = ratio * block
     tokens = len(gathered)
-    tables = pallas_tpu_tables.padded(tables, tiles.lines, tiles.entries)
+    tables = pallas_tpu_tables.chunked(tables, tiles.lines, tiles.entries)
     entries, blocks = tables.index.shape[1], tiles.entries * ratio**2
     width = tiles.lines * tile
     wide = pl.BlockSpec((tiles.tokens, width), lambda line_set, i, *_: (i, line_set))
@@ -126,7 +130,7 @@ def line_gradient(
 
 
 def _kernel(
-    count_ref,
+    stored_ref,
     index_ref,
     slot_ref,
     gathered_ref,
@@ -180,40 +184,42 @@ def _kernel(
 
     incoming, received = pop_if(accumulates, refs), pop_if(accumulates, refs)
 
-    @pl.when(i == 0)
-    def _():
-        sums_ref[...] = jnp.zeros_like(sums_ref)
-
     chunks = entries // tiles.entries
     total_chunks = tiles.lines * chunks
 
-    def for_stored_blocks(number, act):
-        """Call `act(p, slot)` on each stored block p of chunk `number` of the line set."""
+    def start_copies(number, copy):
+        """Start `copy(p, slot)` of each stored block p of chunk `number` of the line set."""
         first = (line_set * total_chunks + number) * blocks
-
-        @pl.loop(0, blocks)
-        def _(p):
+        for p in range(blocks):
             slot = slot_ref[first + p]
 
             @pl.when(slot >= 0)
             def _():
-                act(p, slot)
+                copy(p, slot).start()
 
-    def outgoing_copies(number, act):
+    def send(number):
         buffer = lax.rem(number, 2)
-        copy = lambda p, slot: pltpu.make_async_copy(  # noqa: E731
-            outgoing.at[buffer, p], result_hbm.at[slot], sent.at[buffer]
+        start_copies(
+            number,
+            lambda p, slot: pltpu.make_async_copy(
+                outgoing.at[buffer, p], result_hbm.at[slot], sent.at[buffer]
+            ),
         )
-        for_stored_blocks(number, lambda p, slot: act(copy(p, slot)))
 
-    def incoming_copies(number, act):
+    def receive(number):
         buffer = lax.rem(number, 2)
-        copy = lambda p, slot: pltpu.make_async_copy(  # noqa: E731
-            accumulator_hbm.at[slot], incoming.at[buffer, p], received.at[buffer]
+        start_copies(
+            number,
+            lambda p, slot: pltpu.make_async_copy(
+                accumulator_hbm.at[slot], incoming.at[buffer, p], received.at[buffer]
+            ),
         )
-        for_stored_blocks(number, lambda p, slot: act(copy(p, slot)))
 
-    start, wait = (lambda copy: copy.start()), (lambda copy: copy.wait())
+    def wait(number, buffers, semaphores):
+        """Wait for the copies of a chunk's stored blocks."""
+        buffer = lax.rem(number, 2)
+        stored = stored_ref[line_set * total_chunks + number]
+        wait_for(stored, buffers.at[buffer], semaphores.at[buffer])
 
     def write_chunk(c, chunk):
         """Write the sums of a chunk of line c to their slots."""
@@ -222,15 +228,15 @@ def _kernel(
 
         @pl.when(number >= 2)
         def _():
-            outgoing_copies(number - 2, wait)
+            wait(number - 2, outgoing, sent)
 
         if accumulates:
 
             @pl.when(number + 1 < total_chunks)
             def receive_next():
-                incoming_copies(number + 1, start)
+                receive(number + 1)
 
-            incoming_copies(number, wait)
+            wait(number, incoming, received)
 
         @pl.loop(0, tiles.entries)
         def _(k):
@@ -245,13 +251,13 @@ def _kernel(
                         total = total + incoming[buffer, p]
                     outgoing[buffer, p] = total.astype(outgoing.dtype)
 
-        outgoing_copies(number, start)
+        send(number)
 
     if accumulates:
 
         @pl.when(last)
         def receive_first():
-            incoming_copies(0, start)
+            receive(0)
 
     @pl.loop(0, tiles.lines)
     def _(c):
@@ -259,8 +265,7 @@ def _kernel(
         columns = pl.ds(pl.multiple_of(c * tile, tile), tile)
         prepare(columns)
 
-        @pl.loop(0, pl.cdiv(count_ref[line], tiles.entries))
-        def _(chunk):
+        def add_chunk(chunk):
             first = chunk * tiles.entries
             gathered_tiles = [
                 transposed_ref[
@@ -274,7 +279,18 @@ def _kernel(
                 precision=precision(factor_ref.dtype),
                 preferred_element_type=jnp.float32,
             )
-            sums_ref[c, pl.ds(first, tiles.entries)] += products.reshape(-1, tile, tile)
+            sums = sums_ref.at[c, pl.ds(first, tiles.entries)]
+            sums[...] = products.reshape(-1, tile, tile) + jnp.where(i == 0, 0.0, sums[...])
+
+        if chunks == 1:
+            add_chunk(0)
+        else:
+
+            @pl.loop(0, chunks)
+            def _(chunk):
+                @pl.when(stored_ref[line * chunks + chunk] > 0)
+                def _():
+                    add_chunk(chunk)
 
         @pl.when(last)
         def _():
@@ -285,4 +301,4 @@ def _kernel(
     @pl.when(last)
     def _():
         for number in range(max(0, total_chunks - 2), total_chunks):
-            outgoing_copies(number, wait)
+            wait(number, outgoing, sent)

@@ -23,6 +23,16 @@ def pop_if(present: bool, refs: list) -> Any:
     return refs.pop(0) if present else None
 
 
+def wait_for(count: Any, blocks_ref: Any, semaphore: Any) -> None:
+    """Wait for the copies of `count` blocks of a ref [blocks, ...], in powers of two."""
+    for bit in range(blocks_ref.shape[0].bit_length()):
+
+        @pl.when((count >> bit) & 1 == 1)
+        def _():
+            blocks = blocks_ref.at[pl.ds(0, 2**bit)]
+            pltpu.make_async_copy(blocks, blocks, semaphore).wait()
+
+
 def precision(dtype):
     """Return full precision for float32, which the matrix unit would round to bfloat16."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
@@ -82,17 +92,13 @@ def stream_shape(
     lines: int,
     transposed: bool,
 ) -> tuple[StreamShape, pallas_tpu_tables.TileTables]:
-    """Return a weight's stream shape, and its tables padded to whole chunks and `lines` lines.
-
-    The tables' `count` becomes the number of stored blocks of each chunk, [lines, chunks].
-    """
-    tables = pallas_tpu_tables.padded(tables, lines, tiles.entries)
+    """Return a weight's stream shape, and its tables as `pallas_tpu_tables.chunked`."""
+    tables = pallas_tpu_tables.chunked(tables, lines, tiles.entries)
     count, entries, ratio, _ = tables.slot.shape
     chunks = entries // tiles.entries
     block = values.shape[1]
     shape = StreamShape(count, chunks, tiles.entries, ratio, block, tiles.ahead, transposed)
-    stored = (tables.slot >= 0).reshape(count, chunks, -1).sum(2, dtype=jnp.int32)
-    return shape, tables._replace(count=stored)
+    return shape, tables
 
 
 class Stream(NamedTuple):
@@ -151,7 +157,8 @@ class Stream(NamedTuple):
             following = self.stored_ref[jnp.minimum(place + 1, shape.lines * shape.chunks - 1)]
             last = (chunk + 1 == shape.chunks) | (following == 0)
             used = (stored > 0) | (chunk == 0)
-            self._wait(number, stored)
+            buffer = lax.rem(number, shape.ahead)
+            wait_for(stored, self.buffers_ref.at[buffer], self.arrived.at[buffer])
 
             def compute(masked):
                 weight = self._weight(number, masked)
@@ -206,16 +213,6 @@ class Stream(NamedTuple):
                     self.buffers_ref.at[buffer, block],
                     self.arrived.at[buffer],
                 ).start()
-
-    def _wait(self, number, stored):
-        """Wait for the `stored` copies of a chunk, by powers of two."""
-        buffer = lax.rem(number, self.shape.ahead)
-        for bit in range(self.shape.blocks.bit_length()):
-
-            @pl.when((stored >> bit) & 1 == 1)
-            def _():
-                blocks = self.buffers_ref.at[buffer, pl.ds(0, 2**bit)]
-                pltpu.make_async_copy(blocks, blocks, self.arrived.at[buffer]).wait()
 
     def _dot(self, x_ref, rows, weight, number):
         tile = self.shape.tile

@@ -258,7 +258,7 @@ def gradient_tiles(
       vmem_bytes: VMEM budget.
       cores: cores that share the lines.
     """
-    entries = even(operand.entries, max(1, 512 // operand.tile))
+    entries = even(operand.entries, max(1, 1024 // operand.tile))
     padded = -(-operand.entries // entries) * entries
     max_lines = max(1, vmem_bytes // 2 // (padded * operand.tile**2 * 4))
     for lines in _divided(-(-operand.lines // cores), max_lines):
