@@ -210,7 +210,7 @@ def _widest(operand, tokens, buffers, wide_blocks, vmem_bytes):
     """Return the tiles with the best stream, then the widest result, for these tokens."""
     for stream in streams(operand):
         for lines in range(min(4, operand.lines), 0, -1):
-            tiles = ProductTiles(tokens, buffers, min(tokens, 512), lines, stream)
+            tiles = ProductTiles(tokens, buffers, min(tokens, 1024), lines, stream)
             if product_bytes(operand, tiles, wide_blocks) <= vmem_bytes:
                 return tiles
     return None
@@ -293,7 +293,9 @@ def gradient_bytes(operand: Operand, tiles: GradientTiles, activated: bool) -> i
     sums = tiles.lines * padded * operand.tile**2 * 4
     gathered_rows = 3 * tiles.tokens * operand.features * operand.itemsize
     width = tiles.lines * operand.tile
-    other = (7 if activated else 3) * tiles.tokens * width * operand.itemsize
+    # Copies of the lined operand: two buffers, and one with its ragged rows zeroed.
+    copies = 7 if activated else 3 if operand.tokens % tiles.tokens else 2
+    other = copies * tiles.tokens * width * operand.itemsize
     # Two incoming chunks of float32 and two outgoing chunks of results.
     written = 4 * tiles.entries * operand.entry_bytes * 4 // operand.itemsize
     values = tiles.entries * operand.tile * (tiles.tokens * operand.itemsize + operand.tile * 8)
