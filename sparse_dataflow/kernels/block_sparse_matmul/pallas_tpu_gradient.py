@@ -259,44 +259,52 @@ def _kernel(
         def receive_first():
             receive(0)
 
-    @pl.loop(0, tiles.lines)
-    def _(c):
-        line = line_set * tiles.lines + c
-        columns = pl.ds(pl.multiple_of(c * tile, tile), tile)
-        prepare(columns)
+    def columns_of(c):
+        return pl.ds(pl.multiple_of(c * tile, tile), tile)
 
-        def add_chunk(chunk):
-            first = chunk * tiles.entries
-            gathered_tiles = [
-                transposed_ref[
-                    pl.ds(pl.multiple_of(index_ref[line * entries + first + k] * tile, tile), tile)
-                ]
-                for k in range(tiles.entries)
-            ]
-            products = jnp.dot(
-                jnp.concatenate(gathered_tiles, axis=0),
-                factor_ref[:, columns],
-                precision=precision(factor_ref.dtype),
-                preferred_element_type=jnp.float32,
-            )
-            sums = sums_ref.at[c, pl.ds(first, tiles.entries)]
-            sums[...] = products.reshape(-1, tile, tile) + jnp.where(i == 0, 0.0, sums[...])
+    def add_chunk(c, chunk):
+        """Add the products of a chunk of line c to its sums."""
+        first = chunk * tiles.entries
+        entry = (line_set * tiles.lines + c) * entries + first
+        gathered_tiles = [
+            transposed_ref[pl.ds(pl.multiple_of(index_ref[entry + k] * tile, tile), tile)]
+            for k in range(tiles.entries)
+        ]
+        products = jnp.dot(
+            jnp.concatenate(gathered_tiles, axis=0),
+            factor_ref[:, columns_of(c)],
+            precision=precision(factor_ref.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        sums = sums_ref.at[c, pl.ds(first, tiles.entries)]
+        sums[...] = products.reshape(-1, tile, tile) + jnp.where(i == 0, 0.0, sums[...])
 
+    # Dots of a pair of lines overlap.
+    together = 2 if chunks == 1 and tiles.lines % 2 == 0 else 1
+
+    @pl.loop(0, tiles.lines // together)
+    def _(pair):
+        lines = [pair * together + n for n in range(together)]
+        for c in lines:
+            prepare(columns_of(c))
         if chunks == 1:
-            add_chunk(0)
+            for c in lines:
+                add_chunk(c, 0)
         else:
 
             @pl.loop(0, chunks)
             def _(chunk):
-                @pl.when(stored_ref[line * chunks + chunk] > 0)
+                @pl.when(stored_ref[line_set * total_chunks + lines[0] * chunks + chunk] > 0)
                 def _():
-                    add_chunk(chunk)
+                    add_chunk(lines[0], chunk)
 
         @pl.when(last)
         def _():
-            @pl.loop(0, chunks)
-            def _(chunk):
-                write_chunk(c, chunk)
+            for c in lines:
+
+                @pl.loop(0, chunks)
+                def _(chunk, c=c):
+                    write_chunk(c, chunk)
 
     @pl.when(last)
     def _():
