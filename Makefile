@@ -51,7 +51,7 @@ faults: $(READY) ## every fault test; what they measured becomes the table of do
 
 aot-tpu: ## compile the TPU kernels and plans for v4 to v6e, without one (fetches libtpu: 200 MB in .venv-tpu)
 	@sh launch/make_env.sh .venv-tpu dev,aot
-	.venv-tpu/bin/python -m pytest $(addprefix tests/kernels/,$(TPU_COMPILES)) tests/parallel/relay/test_compiles.py tests/aot/test_plans_compile.py $(TESTS)
+	.venv-tpu/bin/python -m pytest $(addprefix tests/kernels/,$(TPU_COMPILES)) tests/parallel/relay/test_compiles.py tests/aot/test_plans_compile.py tests/runs/benchmarks/test_schedules_compile.py $(TESTS)
 
 aot-gpu: ## compile the Hopper kernels for an H200, without one (fetches CUDA: 4 GB in .venv-gpu)
 	@sh launch/make_env.sh .venv-gpu dev,cuda

@@ -217,11 +217,18 @@ def _widest(operand, tokens, buffers, wide_blocks, vmem_bytes):
 
 
 def streams(operand: Operand) -> Iterator[StreamTiles]:
-    """Yield ways to stream a weight, best first: dots of length 1024, 4 chunks in flight."""
-    for length in (2560, 1024, 512, 256, LANES):
+    """Yield ways to stream a weight, best first: long dots, 4 chunks in flight."""
+    longest = _length(operand, 2560)
+    for length in (longest, *(step for step in (1024, 512, 256, LANES) if step < longest)):
         entries = even(operand.entries, max(1, length // operand.tile))
         for ahead in (4, 2):
             yield StreamTiles(entries, ahead)
+
+
+def _length(operand: Operand, whole: int) -> int:
+    """Return the length of a dot: `whole` for tiles that are blocks; short for tiles of small
+    blocks, whose number differs between lines, so that unused chunks are skipped."""
+    return whole if operand.block >= LANES else 512
 
 
 def stream_bytes(operand: Operand, stream: StreamTiles) -> int:
@@ -258,7 +265,7 @@ def gradient_tiles(
       vmem_bytes: VMEM budget.
       cores: cores that share the lines.
     """
-    entries = even(operand.entries, max(1, 1024 // operand.tile))
+    entries = even(operand.entries, max(1, _length(operand, 1024) // operand.tile))
     padded = -(-operand.entries // entries) * entries
     max_lines = max(1, vmem_bytes // 2 // (padded * operand.tile**2 * 4))
     for lines in _divided(-(-operand.lines // cores), max_lines):

@@ -91,20 +91,33 @@ def run(options) -> None:
 
 def cases_of(options) -> Iterator[tuple[str, Case]]:
     """Yields (projection, case) of a table, dense first on each chip."""
+    names = [name for name in available() if name in options.implementations]
     for chip in options.chips:
-        for projection in options.projections:
-            shape = SIZES["13b"].projection_shape(projection)
-            yield projection, Case(chip, DENSE, "", *shape, 0, 1.0, options.tokens)
-        for name in available():
-            if name not in options.implementations:
-                continue
-            for block in options.blocks:
-                for projection in options.projections:
-                    shape = SIZES["13b"].projection_shape(projection)
-                    density = _density(*shape, block, options.density)
-                    pattern = IMPLEMENTATIONS[name]
-                    case = Case(chip, name, pattern, *shape, block, density, options.tokens)
-                    yield projection, case
+        weights = [(DENSE, 0)] + [(name, block) for name in names for block in options.blocks]
+        for name, block in weights:
+            for projection in options.projections:
+                case = case_of(chip, name, projection, block, options.density, options.tokens)
+                yield projection, case
+
+
+def case_of(
+    chip: str, name: str, projection: str, block: int, density: float, tokens: int
+) -> Case:
+    """Returns the case of a GPT-13B projection, at the largest legal density up to `density`.
+
+    Args:
+      chip: key of CLOCKS.
+      name: DENSE or key of IMPLEMENTATIONS.
+      projection: one of `config.model.PROJECTIONS`.
+      block: side of a block; ignored for DENSE.
+      density: stored fraction, at most; ignored for DENSE.
+      tokens: rows of x.
+    """
+    shape = SIZES["13b"].projection_shape(projection)
+    if name == DENSE:
+        return Case(chip, DENSE, "", *shape, 0, 1.0, tokens)
+    density = _density(*shape, block, density)
+    return Case(chip, name, IMPLEMENTATIONS[name], *shape, block, density, tokens)
 
 
 def _density(in_features, out_features, block, density):
