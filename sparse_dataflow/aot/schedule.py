@@ -1,13 +1,14 @@
 """Estimated cycles of a TPU kernel, from the final schedule that libtpu writes when it compiles.
 
 A TPU core executes one VLIW bundle per cycle, so the executed bundles are the cycles of a kernel,
-except for stalls.  Stalls for busy matrix units are added.  This module reads the text of a `*final_bundles.txt` dump and executes its
-scalar instructions: loop counters, branches, and loads from index tables.  So trip counts are
-exact, also where they depend on a layout.  Vector instructions are counted, not executed.
+except for stalls.  Stalls for busy matrix units are added.  This module reads the text of a
+`*final_bundles.txt` dump and executes its scalar instructions: loop counters, branches, and loads
+from index tables.  So trip counts are exact, also where they depend on a layout.  Vector
+instructions are counted, not executed.
 
-The result is an estimate.  Other stalls (waits for HBM, memory conflicts) are not counted, so absolute
-times are optimistic by 5% to 20%; ratios between kernels are good.  HBM traffic is a separate
-bound: `Schedule.hbm_bytes`.
+The result is an estimate.  Other stalls (waits for HBM, memory conflicts) are not counted, so
+absolute times are optimistic by 5% to 20%; ratios between kernels are good.  HBM traffic is a
+separate bound: `Schedule.hbm_bytes`.
 
 `DUMP_FLAGS` makes libtpu write the text.  It must be in LIBTPU_INIT_ARGS before jax is imported:
 
@@ -22,10 +23,21 @@ import collections
 import dataclasses
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from sparse_dataflow.aot.bundles import (
+    BASE,
+    MASK,
+    ScheduleError,
+    allocation,
+    expression,
+    names,
+    parse,
+    signed,
+)
 
 DUMP_FLAGS = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_pass_label_regex=final_bundles"
 """Value of LIBTPU_INIT_ARGS for dumps into `folder`."""
@@ -39,10 +51,6 @@ DELAY_SLOTS = 4
 
 PRODUCT_CYCLES = {"v4": 16, "v5e": 16, "v5p": 16, "v6e": 8}
 """Chip -> cycles of a vmatmul: 16 rows of bfloat16, one row per cycle, on v6e two."""
-
-
-class ScheduleError(Exception):
-    """The text has a scalar instruction or a control flow that this reader does not know."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +153,7 @@ def read_schedule(
     Raises:
       ScheduleError: the text is not understood, a needed table is missing, or `limit` is reached.
     """
-    bundles, regions = _parse(text)
-    program = _Program(bundles, regions)
+    program = _Program(*parse(text))
     runs = [program.run(operands, core, product_cycles, limit) for core in range(cores)]
     return dataclasses.replace(
         max(runs, key=lambda run: run.cycles),
@@ -155,124 +162,12 @@ def read_schedule(
     )
 
 
-@dataclasses.dataclass
-class _Op:
-    """An instruction.
-
-    `predicate` is "" or a Python expression; `otherwise` is the name that the result takes when the
-    predicate is false, "" for no assignment.
-    """
-
-    result: str
-    opcode: str
-    operands: list[str]
-    predicate: str
-    otherwise: str
-
-
-_COMMENT = re.compile(r"/\*.*?\*/", re.S)
-_REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
-_PREDICATE = re.compile(r"\((!?)%(\w+)(?:, (%\w+))?\),?")
-_OP = re.compile(r"(?:%(\w+) = )?([a-z][\w.]*)(.*)", re.S)
-
-
-def _parse(text):
-    """Return the bundles, lists of `_Op`, and region number -> index of its first bundle."""
-    lines = re.split(r"^ *(0x[0-9a-f]+|0) +(?:[A-Z]{2})?:?[ ]?:?[ >]*(?=\{)", text, flags=re.M)
-    bundles, regions = [], {}
-    for number, (address, body) in enumerate(zip(lines[1::2], lines[2::2], strict=True)):
-        if int(address, 16) != number:
-            raise ScheduleError(f"bundle {address} follows bundle {number - 1:#x}.")
-        comments = " ".join(_COMMENT.findall(body))
-        for region in _REGION.findall(comments):
-            regions.setdefault(region, number)
-        content = _COMMENT.sub(" ", body).strip()
-        if not (content.startswith("{") and content.endswith("}")):
-            raise ScheduleError(f"bundle {address} is not understood: {content[:80]}")
-        parts = (part.strip() for part in content[1:-1].split(";;"))
-        bundles.append([_parse_op(part) for part in parts if part])
-    if not bundles:
-        raise ScheduleError("the text has no bundles.")
-    return bundles, regions
-
-
-def _parse_op(text):
-    match = _OP.fullmatch(text)
-    if match is None:
-        raise ScheduleError(f"instruction is not understood: {text[:120]}")
-    result, opcode, rest = match.groups()
-    predicate, otherwise = "", ""
-    if found := _PREDICATE.search(rest):
-        predicate = f"{'not ' if found[1] else ''}%{found[2]}"
-        otherwise = (found[3] or "")[1:]
-        rest = rest[: found.start()] + rest[found.end() :]
-    rest = re.sub(r"\[(?:thread|resolvable|shape)[^\]]*\]*", "", rest)
-    rest = re.sub(r"\[smem:(\[[^\]]*\])\]", r"\1,", rest)
-    operands = [operand.strip() for operand in rest.split(",") if operand.strip()]
-    return _Op(result or "", opcode, operands, predicate, otherwise)
-
-
-def _signed(value):
-    """Wrap to a signed 32-bit integer; addresses (2**40 and more) stay."""
-    if -(2**31) <= value < 2**31 or abs(value) >= 2**36:
-        return value
-    return (value + 2**31) % 2**32 - 2**31
-
-
-_BASE = 2**40
-_MASK = 2**32 - 1
-
-# Python expressions of scalar instructions; {0}, {1}, {2} are the operands.
-_EXPRESSIONS = {
-    "smov.u32": "{0}",
-    "pmov": "{0}",
-    "sadd.s32": "w({0} + {1})",
-    "ssub.s32": "w({0} - {1})",
-    "smul.u32": "w({0} * {1})",
-    "smulhi.u32": "w((({0} & M) * ({1} & M)) >> 32)",
-    "sshll.u32": "w({0} << {1})",
-    "sshrl.u32": "w(({0} & M if abs({0}) < 2**36 else {0}) >> {1})",
-    "sshra.s32": "({0} >> {1})",
-    "sand.u32": "w({0} & {1})",
-    "sor.u32": "w({0} | {1})",
-    "sxor.u32": "w({0} ^ {1})",
-    "smin.u32": "min({0}, {1})",
-    "smax.u32": "max({0}, {1})",
-    "smin.s32": "min({0}, {1})",
-    "smax.s32": "max({0}, {1})",
-    "por": "({0} or {1})",
-    "pand": "({0} and {1})",
-    "pnand": "(not ({0} and {1}))",
-    "pnor": "(not ({0} or {1}))",
-    "pxor": "(bool({0}) != bool({1}))",
-    "pneg": "(not {0})",
-    "scalar_select": "({1} if {0} else {2})",
-    "scalar_lea.vmem": "({0} + {1})",
-    "scalar_lea.hbm": "({0} + {1})",
-    "scalar_lea.smem": "({0} + {1})",
-    "scalar_lea.sflag": "({0} + {1})",
-}
-_COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-
-
-def _expression(op):
-    if compare := re.fullmatch(r"scmp\.(\w\w)\.([su])32\.totalorder", op.opcode):
-        unsigned = compare[2] == "u" and compare[1] not in ("eq", "ne")
-        form = "(({0} & M) {c} ({1} & M))" if unsigned else "({0} {c} {1})"
-        return form.replace("{c}", _COMPARE[compare[1]])
-    if op.opcode.startswith("int_to_ptr"):
-        return "{0}"
-    return _EXPRESSIONS.get(op.opcode)
-
-
 class _Program:
     """Basic blocks of a kernel, compiled to Python functions of the values that branches need."""
 
     def __init__(self, bundles, regions):
         self.bundles = bundles
-        self.phis = {
-            op.result: op.operands for ops in bundles for op in ops if op.opcode == "sphi"
-        }
+        self.phis = {op.result: op.operands for ops in bundles for op in ops if op.opcode == "sphi"}
         self.branches = {}
         for number, ops in enumerate(bundles):
             for op in ops:
@@ -306,7 +201,7 @@ class _Program:
                     roots += [op.predicate, op.operands[1]]
         needed: set[str] = set()
         loads: set[str] = set()
-        pending = [name for root in roots for name in _names(root)]
+        pending = [name for root in roots for name in names(root)]
         while pending:
             name = pending.pop()
             if name in needed:
@@ -316,12 +211,12 @@ class _Program:
                 raise ScheduleError(f"value %{name} has no definition.")
             op = writers[name]
             for operand in (op.predicate, "%" + op.otherwise, *op.operands):
-                pending += _names(operand)
+                pending += names(operand)
             if op.opcode == "sld":
-                spaces = _space(op.operands[0])
+                spaces = allocation(op.operands[0])
                 for store in stores if spaces not in loads else ():
-                    if not spaces or _space(store.operands[0]) in (spaces, ""):
-                        pending += _names(" ".join([store.predicate, *store.operands]))
+                    if not spaces or allocation(store.operands[0]) in (spaces, ""):
+                        pending += names(" ".join([store.predicate, *store.operands]))
                 loads.add(spaces)
         self.loaded = loads
         return needed
@@ -340,14 +235,14 @@ class _Program:
 
     def _term(self, term):
         if match := re.fullmatch(r"#allocation(\d+)(?:_spill)?", term):
-            return str((int(match[1]) + 1) * _BASE)
+            return str((int(match[1]) + 1) * BASE)
         return self._value(term)
 
     def _statement(self, op):
         """Return the Python statement of an instruction; "" if nothing depends on it."""
         statement = ""
         if op.opcode == "sst":
-            if self.loaded & {_space(op.operands[0]), ""}:
+            if self.loaded & {allocation(op.operands[0]), ""}:
                 statement = f"m[{self._value(op.operands[0])}] = {self._value(op.operands[1])}"
         elif op.opcode.startswith("dma.hbm_to_smem"):
             hbm, _, smem = map(self._value, op.operands[:3])
@@ -360,7 +255,7 @@ class _Program:
                 return ""
             if op.opcode == "sld":
                 value = f"load({self._value(op.operands[0])})"
-            elif form := _expression(op):
+            elif form := expression(op):
                 value = form.format(*map(self._value, op.operands))
             else:
                 raise ScheduleError(f"a branch depends on an unknown instruction: {op.opcode}.")
@@ -417,7 +312,7 @@ class _Program:
     def run(self, operands, core, product_cycles, limit) -> Schedule:
         """Execute the kernel's scalar instructions; see `read_schedule`."""
         namespace: dict[str, Any] = {}
-        exec(self._source(), namespace)  # noqa: S102: source made above from parsed numbers only
+        exec(self._source(), namespace)  # its text is made above, from numbers
         blocks = [namespace[f"block{number}"] for number in range(len(self.starts))]
         values: list[Any] = [0] * len(self.slots)
         addresses = {}
@@ -425,9 +320,9 @@ class _Program:
             for op in ops:
                 if op.opcode.startswith("inlined_call_operand") and op.result in self.slots:
                     index = int(re.search(r"index: (\d+)", " ".join(op.operands))[1])
-                    values[self.slots[op.result]] = address = (index + 1) * _BASE * 2**20
+                    values[self.slots[op.result]] = address = (index + 1) * BASE * 2**20
                     addresses[address] = index
-        memory: dict[int, int] = {_BASE: core}  # Allocation 0 has the number of the core.
+        memory: dict[int, int] = {BASE: core}  # Allocation 0 has the number of the core.
 
         def copy_table(hbm, smem):
             index = addresses.get(hbm, addresses.get(hbm >> 4))
@@ -441,7 +336,7 @@ class _Program:
             except KeyError:
                 raise ScheduleError(
                     "a branch depends on a table that is not among the operands "
-                    f"(allocation {address // _BASE - 1})."
+                    f"(allocation {address // BASE - 1})."
                 ) from None
 
         visits = [0] * len(blocks)
@@ -452,7 +347,7 @@ class _Program:
             visits[block] += 1
             entries[block] += previous < block
             previous = block
-            block = blocks[block](values, memory, traffic, load, copy_table, _signed, _MASK)
+            block = blocks[block](values, memory, traffic, load, copy_table, signed, MASK)
             if block < 0:
                 break
         else:
@@ -504,16 +399,6 @@ class _Program:
                 for first, last, entered, iterations in loops
             ),
         )
-
-
-def _names(text) -> Iterator[str]:
-    return iter(re.findall(r"%(\w+)", text))
-
-
-def _space(address):
-    """Return the allocation that an address begins with; "" if a register says it."""
-    match = re.match(r"\[#(allocation\w+)", address)
-    return match[1] if match else ""
 
 
 def _is_spill(op):

@@ -194,7 +194,7 @@ def _kernel(
             slot = slot_ref[first + p]
 
             @pl.when(slot >= 0)
-            def _():
+            def start(p=p, slot=slot):
                 copy(p, slot).start()
 
     def send(number):

@@ -28,8 +28,8 @@ def wait_for(count: Any, blocks_ref: Any, semaphore: Any) -> None:
     for bit in range(blocks_ref.shape[0].bit_length()):
 
         @pl.when((count >> bit) & 1 == 1)
-        def _():
-            blocks = blocks_ref.at[pl.ds(0, 2**bit)]
+        def wait(number=2**bit):
+            blocks = blocks_ref.at[pl.ds(0, number)]
             pltpu.make_async_copy(blocks, blocks, semaphore).wait()
 
 
@@ -207,7 +207,7 @@ class Stream(NamedTuple):
             slot = self.slot_ref[jnp.minimum(slots + block, shape.slots - 1)]
 
             @pl.when(within & (block < shape.blocks) & (slot >= 0))
-            def _():
+            def start(block=block, slot=slot):
                 pltpu.make_async_copy(
                     self.values_hbm.at[slot],
                     self.buffers_ref.at[buffer, block],

@@ -15,9 +15,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from sparse_dataflow.aot import schedule
 
@@ -70,19 +69,22 @@ def measure(case: Case, folder: Path) -> dict[str, dict[str, int]]:
       "hbm_bytes", "spills", "products" (executed vmatmul)}.
     """
     import jax
+    import jax.numpy as jnp
 
     from sparse_dataflow.aot import topologies
 
     (device, *_) = topologies.devices(topologies.parse(f"{case.chip}:{SLICES[case.chip]}"))
-    function, operands, tables = _functions(case)
+    function, weight, tables = _BUILDERS[case.implementation](case)
+    shapes = (case.tokens, case.in_features), weight, (case.tokens, case.out_features)
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    where = jax.sharding.SingleDeviceSharding(device)
+    structs = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), (*operands, tables)
+    )
     counts = {}
     for product in PRODUCTS:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        where = jax.sharding.SingleDeviceSharding(device)
-        structs = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), (*operands, tables)
-        )
         with topologies.tracing_for(device):
             trace = jax.jit(functools.partial(function, product)).trace(*structs)
             text = trace.lower(lowering_platforms=("tpu",)).compile().as_text()
@@ -95,42 +97,58 @@ def measure(case: Case, folder: Path) -> dict[str, dict[str, int]]:
     return counts
 
 
-def _functions(case) -> tuple[Callable, tuple, Any]:
-    """Return (function of (product, x, weight, dy, tables), shapes of x, weight, dy; tables)."""
-    import jax
-    import jax.numpy as jnp
+def _dense_product(case):
+    """Return (function of (product, x, weight, dy, tables), shape of the weight, tables)."""
 
+    def product_of(product, x, weight, dy, _):
+        if product == "forward":
+            return x @ weight
+        return dy @ weight.T if product == "dx" else x.T @ dy
+
+    return product_of, (case.in_features, case.out_features), ()
+
+
+def _table_product(case):
+    from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu
     from sparse_dataflow.sparsity.patterns import make_layout
 
-    def struct(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-    x, dy = struct(case.tokens, case.in_features), struct(case.tokens, case.out_features)
-    if case.implementation == DENSE:
-        dense = {
-            "forward": lambda x, weight, dy: x @ weight,
-            "dx": lambda x, weight, dy: dy @ weight.T,
-            "dW": lambda x, weight, dy: x.T @ dy,
-        }
-        weight = struct(case.in_features, case.out_features)
-        return lambda product, x, weight, dy, _: dense[product](x, weight, dy), (x, weight, dy), ()
     layout = make_layout(
         case.pattern, case.in_features, case.out_features, case.block, case.density
     )
-    kernels = importlib.import_module(f"{KERNELS}.{case.implementation}")
+    products = _three_products(pallas_tpu.block_sparse_matmul)
+    return products, (layout.nnz, case.block, case.block), layout.tables()
 
-    def product_of(product, x, values, dy, tables):
-        def forward(x, values):
-            return kernels.block_sparse_matmul(x, values, tables)
 
+def _grouped_product(case):
+    grouped = importlib.import_module(f"{KERNELS}.pallas_tpu_grouped")
+    count = round(1 / case.density)
+    # Input blocks at a stride, output blocks in runs, as every second weight of `monarch`.
+    groups = grouped.Groups(count, 1, case.out_features // case.block // count)
+    products = _three_products(
+        lambda x, weight, _: grouped.grouped_matmul(x, weight, groups, block=case.block)
+    )
+    return products, (count, case.in_features // count, case.out_features // count), ()
+
+
+def _three_products(forward):
+    """Return a function of (product, x, weight, dy, tables) from y = forward(x, weight, tables)."""
+    import jax
+
+    def product_of(product, x, weight, dy, tables):
         if product == "forward":
-            return forward(x, values)
+            return forward(x, weight, tables)
         if product == "dx":
-            return jax.vjp(lambda x: forward(x, values), x)[1](dy)
-        return jax.vjp(lambda values: forward(x, values), values)[1](dy)
+            return jax.vjp(lambda x: forward(x, weight, tables), x)[1](dy)
+        return jax.vjp(lambda weight: forward(x, weight, tables), weight)[1](dy)
 
-    values = struct(layout.nnz, case.block, case.block)
-    return product_of, (x, values, dy), layout.tables()
+    return product_of
+
+
+_BUILDERS = {
+    DENSE: _dense_product,
+    "pallas_tpu": _table_product,
+    "pallas_tpu_grouped": _grouped_product,
+}
 
 
 def _counts(text, folder, tables, cores, chip):
@@ -171,9 +189,7 @@ def _kernel_tables(jaxpr, known, consts=()) -> Iterator[tuple[str, list]]:
 
     for equation in jaxpr.eqns:
         inputs = [value(atom) for atom in equation.invars]
-        inner = next(
-            (equation.params[key] for key in _INNER if key in equation.params), None
-        )
+        inner = next((equation.params[key] for key in _INNER if key in equation.params), None)
         if equation.primitive.name == "pallas_call":
             number = equation.params["grid_mapping"].num_index_operands
             yield _kernel_name(equation.params), inputs[:number]

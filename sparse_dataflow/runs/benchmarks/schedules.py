@@ -18,7 +18,6 @@ from typing import Any
 
 import sparse_dataflow
 from sparse_dataflow.aot import topologies
-from sparse_dataflow.config.model import PROJECTIONS
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
@@ -100,9 +99,7 @@ def cases_of(options) -> Iterator[tuple[str, Case]]:
                 yield projection, case
 
 
-def case_of(
-    chip: str, name: str, projection: str, block: int, density: float, tokens: int
-) -> Case:
+def case_of(chip: str, name: str, projection: str, block: int, density: float, tokens: int) -> Case:
     """Returns the case of a GPT-13B projection, at the largest legal density up to `density`.
 
     Args:

@@ -97,7 +97,9 @@ def test_a_cached_case_is_not_compiled(monkeypatch, tmp_path):
 
 
 def test_a_failed_compilation_is_told_in_words(monkeypatch):
-    done = argparse.Namespace(returncode=1, stderr="Traceback ...\nout of memory in vmem", stdout="")
+    done = argparse.Namespace(
+        returncode=1, stderr="Traceback ...\nout of memory in vmem", stdout=""
+    )
     monkeypatch.setattr(schedules.subprocess, "run", lambda *a, **k: done)
-    with pytest.raises(schedules.UserError, match="(?s)does not compile: .*vmem"):
+    with pytest.raises(schedules.UserError, match=r"(?s)does not compile: .*vmem"):
         schedules.cached_counts(SPARSE, "")
