@@ -23,7 +23,7 @@ TPU_COMPILES := test_pallas_tpu_compiles.py test_splash_compiles.py test_step_co
 GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py test_grouped_compiles.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick nightly faults aot-tpu aot-gpu bench lint format docs lock clean FORCE
+.PHONY: help env demo test quick nightly faults aot-tpu aot-gpu bench bench-schedule lint format docs lock clean FORCE
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="--flag=value ..."] [VENV=.venv] [PYTHON=python3.12]'
@@ -54,7 +54,7 @@ faults: $(READY) ## every fault test; what they measured becomes the table of do
 
 aot-tpu: ## compile the TPU kernels and plans for v4 to v6e, without one (fetches libtpu: 200 MB in .venv-tpu)
 	@sh launch/make_env.sh .venv-tpu dev,aot
-	.venv-tpu/bin/python -m pytest $(addprefix tests/kernels/,$(TPU_COMPILES)) tests/parallel/relay/test_compiles.py tests/aot/test_plans_compile.py $(TESTS)
+	.venv-tpu/bin/python -m pytest $(addprefix tests/kernels/,$(TPU_COMPILES)) tests/parallel/relay/test_compiles.py tests/aot/test_plans_compile.py tests/runs/benchmarks/test_schedules_compile.py $(TESTS)
 
 aot-gpu: ## compile the GPU programs for an A100 to a B200, without one (fetches CUDA: 4 GB in .venv-gpu)
 	@sh launch/make_env.sh .venv-gpu dev,cuda
@@ -63,6 +63,10 @@ aot-gpu: ## compile the GPU programs for an A100 to a B200, without one (fetches
 bench: $(READY) ## time the kernels and the training step, sparse beside dense
 	@$(BIN)/python -m experiments.kernel_bench $(ARGS)
 	@$(BIN)/python -m experiments.step_bench $(ARGS)
+
+bench-schedule: ## estimate the products' time on TPUs from compiled programs, without one (.venv-tpu)
+	@sh launch/make_env.sh .venv-tpu dev,aot
+	@.venv-tpu/bin/python -m experiments.schedule_bench $(ARGS)
 
 lint: $(READY) ## check style and types
 	$(BIN)/ruff check .

@@ -17,7 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_tables
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import pop_if, precision
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import (
+    pop_if,
+    precision,
+    wait_for,
+)
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import GradientTiles
 from sparse_dataflow.kernels.gelu.api import value_and_derivative
 
@@ -57,7 +61,7 @@ def line_gradient(
     block = result.shape[1]
     tile = ratio * block
     tokens = len(gathered)
-    tables = pallas_tpu_tables.padded(tables, tiles.lines, tiles.entries)
+    tables = pallas_tpu_tables.chunked(tables, tiles.lines, tiles.entries)
     entries, blocks = tables.index.shape[1], tiles.entries * ratio**2
     width = tiles.lines * tile
     wide = pl.BlockSpec((tiles.tokens, width), lambda line_set, i, *_: (i, line_set))
@@ -109,7 +113,9 @@ def line_gradient(
         out_shape=[shape for shape, _ in results],
         input_output_aliases={} if accumulator is None else {len(tables) + len(operands) - 1: 0},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_bytes
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_bytes,
+            disable_bounds_checks=True,
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * tokens * result.size,
@@ -124,7 +130,7 @@ def line_gradient(
 
 
 def _kernel(
-    count_ref,
+    stored_ref,
     index_ref,
     slot_ref,
     gathered_ref,
@@ -178,40 +184,42 @@ def _kernel(
 
     incoming, received = pop_if(accumulates, refs), pop_if(accumulates, refs)
 
-    @pl.when(i == 0)
-    def _():
-        sums_ref[...] = jnp.zeros_like(sums_ref)
-
     chunks = entries // tiles.entries
     total_chunks = tiles.lines * chunks
 
-    def for_stored_blocks(number, act):
-        """Call `act(p, slot)` on each stored block p of chunk `number` of the line set."""
+    def start_copies(number, copy):
+        """Start `copy(p, slot)` of each stored block p of chunk `number` of the line set."""
         first = (line_set * total_chunks + number) * blocks
-
-        @pl.loop(0, blocks)
-        def _(p):
+        for p in range(blocks):
             slot = slot_ref[first + p]
 
             @pl.when(slot >= 0)
-            def _():
-                act(p, slot)
+            def start(p=p, slot=slot):
+                copy(p, slot).start()
 
-    def outgoing_copies(number, act):
+    def send(number):
         buffer = lax.rem(number, 2)
-        copy = lambda p, slot: pltpu.make_async_copy(  # noqa: E731
-            outgoing.at[buffer, p], result_hbm.at[slot], sent.at[buffer]
+        start_copies(
+            number,
+            lambda p, slot: pltpu.make_async_copy(
+                outgoing.at[buffer, p], result_hbm.at[slot], sent.at[buffer]
+            ),
         )
-        for_stored_blocks(number, lambda p, slot: act(copy(p, slot)))
 
-    def incoming_copies(number, act):
+    def receive(number):
         buffer = lax.rem(number, 2)
-        copy = lambda p, slot: pltpu.make_async_copy(  # noqa: E731
-            accumulator_hbm.at[slot], incoming.at[buffer, p], received.at[buffer]
+        start_copies(
+            number,
+            lambda p, slot: pltpu.make_async_copy(
+                accumulator_hbm.at[slot], incoming.at[buffer, p], received.at[buffer]
+            ),
         )
-        for_stored_blocks(number, lambda p, slot: act(copy(p, slot)))
 
-    start, wait = (lambda copy: copy.start()), (lambda copy: copy.wait())
+    def wait(number, buffers, semaphores):
+        """Wait for the copies of a chunk's stored blocks."""
+        buffer = lax.rem(number, 2)
+        stored = stored_ref[line_set * total_chunks + number]
+        wait_for(stored, buffers.at[buffer], semaphores.at[buffer])
 
     def write_chunk(c, chunk):
         """Write the sums of a chunk of line c to their slots."""
@@ -220,15 +228,15 @@ def _kernel(
 
         @pl.when(number >= 2)
         def _():
-            outgoing_copies(number - 2, wait)
+            wait(number - 2, outgoing, sent)
 
         if accumulates:
 
             @pl.when(number + 1 < total_chunks)
             def receive_next():
-                incoming_copies(number + 1, start)
+                receive(number + 1)
 
-            incoming_copies(number, wait)
+            wait(number, incoming, received)
 
         @pl.loop(0, tiles.entries)
         def _(k):
@@ -243,44 +251,62 @@ def _kernel(
                         total = total + incoming[buffer, p]
                     outgoing[buffer, p] = total.astype(outgoing.dtype)
 
-        outgoing_copies(number, start)
+        send(number)
 
     if accumulates:
 
         @pl.when(last)
         def receive_first():
-            incoming_copies(0, start)
+            receive(0)
 
-    @pl.loop(0, tiles.lines)
-    def _(c):
-        line = line_set * tiles.lines + c
-        columns = pl.ds(pl.multiple_of(c * tile, tile), tile)
-        prepare(columns)
+    def columns_of(c):
+        return pl.ds(pl.multiple_of(c * tile, tile), tile)
 
-        @pl.loop(0, pl.cdiv(count_ref[line], tiles.entries))
-        def _(chunk):
-            first = chunk * tiles.entries
-            gathered_tiles = [
-                transposed_ref[
-                    pl.ds(pl.multiple_of(index_ref[line * entries + first + k] * tile, tile), tile)
-                ]
-                for k in range(tiles.entries)
-            ]
-            products = jnp.dot(
-                jnp.concatenate(gathered_tiles, axis=0),
-                factor_ref[:, columns],
-                precision=precision(factor_ref.dtype),
-                preferred_element_type=jnp.float32,
-            )
-            sums_ref[c, pl.ds(first, tiles.entries)] += products.reshape(-1, tile, tile)
+    def add_chunk(c, chunk):
+        """Add the products of a chunk of line c to its sums."""
+        first = chunk * tiles.entries
+        entry = (line_set * tiles.lines + c) * entries + first
+        gathered_tiles = [
+            transposed_ref[pl.ds(pl.multiple_of(index_ref[entry + k] * tile, tile), tile)]
+            for k in range(tiles.entries)
+        ]
+        products = jnp.dot(
+            jnp.concatenate(gathered_tiles, axis=0),
+            factor_ref[:, columns_of(c)],
+            precision=precision(factor_ref.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        sums = sums_ref.at[c, pl.ds(first, tiles.entries)]
+        sums[...] = products.reshape(-1, tile, tile) + jnp.where(i == 0, 0.0, sums[...])
+
+    # Dots of a pair of lines overlap.
+    together = 2 if chunks == 1 and tiles.lines % 2 == 0 else 1
+
+    @pl.loop(0, tiles.lines // together)
+    def _(pair):
+        lines = [pair * together + n for n in range(together)]
+        for c in lines:
+            prepare(columns_of(c))
+        if chunks == 1:
+            for c in lines:
+                add_chunk(c, 0)
+        else:
+
+            @pl.loop(0, chunks)
+            def _(chunk):
+                @pl.when(stored_ref[line_set * total_chunks + lines[0] * chunks + chunk] > 0)
+                def _():
+                    add_chunk(lines[0], chunk)
 
         @pl.when(last)
         def _():
-            @pl.loop(0, chunks)
-            def _(chunk):
-                write_chunk(c, chunk)
+            for c in lines:
+
+                @pl.loop(0, chunks)
+                def _(chunk, c=c):
+                    write_chunk(c, chunk)
 
     @pl.when(last)
     def _():
         for number in range(max(0, total_chunks - 2), total_chunks):
-            outgoing_copies(number, wait)
+            wait(number, outgoing, sent)

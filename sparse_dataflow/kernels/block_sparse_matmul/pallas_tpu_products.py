@@ -99,6 +99,7 @@ def line_product(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=vmem_bytes,
+            disable_bounds_checks=True,
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * len(x) * values.size,
@@ -113,7 +114,7 @@ def line_product(
 
 
 def _kernel(
-    count_ref,
+    stored_ref,
     index_ref,
     slot_ref,
     x_hbm,
@@ -135,7 +136,7 @@ def _kernel(
     tiles_per_core = pl.num_programs(1)
     x = Rows(x_hbm, x_buffers, x_arrived)
     weights = Stream(
-        shape, tiles_per_core, count_ref, index_ref, slot_ref, values_hbm, *stream_refs
+        shape, tiles_per_core, stored_ref, index_ref, slot_ref, values_hbm, *stream_refs
     )
 
     @pl.when((i == 0) & (step == 0))

@@ -23,6 +23,16 @@ def pop_if(present: bool, refs: list) -> Any:
     return refs.pop(0) if present else None
 
 
+def wait_for(count: Any, blocks_ref: Any, semaphore: Any) -> None:
+    """Wait for the copies of `count` blocks of a ref [blocks, ...], in powers of two."""
+    for bit in range(blocks_ref.shape[0].bit_length()):
+
+        @pl.when((count >> bit) & 1 == 1)
+        def wait(number=2**bit):
+            blocks = blocks_ref.at[pl.ds(0, number)]
+            pltpu.make_async_copy(blocks, blocks, semaphore).wait()
+
+
 def precision(dtype):
     """Return full precision for float32, which the matrix unit would round to bfloat16."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
@@ -54,10 +64,20 @@ class StreamShape(NamedTuple):
         """Side of a weight tile."""
         return self.ratio * self.block
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of a chunk."""
+        return self.entries * self.ratio**2
+
+    @property
+    def slots(self) -> int:
+        """Blocks of all chunks of all lines."""
+        return self.lines * self.chunks * self.blocks
+
     def scratch(self, dtype) -> list:
         """Return the scratch shapes of `Stream`'s last three fields (two if ratio is 1)."""
         shapes = [
-            pltpu.VMEM((self.ahead, self.entries * self.ratio**2, self.block, self.block), dtype),
+            pltpu.VMEM((self.ahead, self.blocks, self.block, self.block), dtype),
             pltpu.SemaphoreType.DMA((self.ahead,)),
         ]
         if self.ratio > 1:
@@ -72,8 +92,8 @@ def stream_shape(
     lines: int,
     transposed: bool,
 ) -> tuple[StreamShape, pallas_tpu_tables.TileTables]:
-    """Return a weight's stream shape, and its tables padded to whole chunks and `lines` lines."""
-    tables = pallas_tpu_tables.padded(tables, lines, tiles.entries)
+    """Return a weight's stream shape, and its tables as `pallas_tpu_tables.chunked`."""
+    tables = pallas_tpu_tables.chunked(tables, lines, tiles.entries)
     count, entries, ratio, _ = tables.slot.shape
     chunks = entries // tiles.entries
     block = values.shape[1]
@@ -87,7 +107,7 @@ class Stream(NamedTuple):
     Attributes:
       shape: the static shape.
       passes: token tiles of this core; each reads the whole weight.
-      count_ref: `TileTables.count`, flat, in SMEM.
+      stored_ref: stored blocks of each chunk, flat, in SMEM.
       index_ref: `TileTables.index`, flat, in SMEM.
       slot_ref: `TileTables.slot`, flat, in SMEM.
       values_hbm: [nnz, block, block].
@@ -98,7 +118,7 @@ class Stream(NamedTuple):
 
     shape: StreamShape
     passes: Any
-    count_ref: Any
+    stored_ref: Any
     index_ref: Any
     slot_ref: Any
     values_hbm: Any
@@ -109,7 +129,7 @@ class Stream(NamedTuple):
     def start(self):
         """Start the first copies; call once, before the first line."""
         for number in range(self.shape.ahead - 1):
-            self._start(number)
+            self._start(number, 0, self.shape.blocks)
 
     def line(
         self, pass_number: Any, line: Any, x_ref: Any, rows: int, sum_ref: Any, finish: Callable
@@ -125,68 +145,74 @@ class Stream(NamedTuple):
           finish: called with (slice of tokens, their float32 sums [rows, tile]).
         """
         shape = self.shape
-        used = jnp.maximum(1, pl.cdiv(self.count_ref[line], shape.entries))
-
-        def over_rows(body):
-            @pl.loop(0, x_ref.shape[0] // rows)
-            def _(r):
-                body(pl.ds(pl.multiple_of(r * rows, rows), rows))
+        rounds = x_ref.shape[0] // rows
+        share = pl.cdiv(shape.blocks, rounds)
 
         @pl.loop(0, shape.chunks)
         def _(chunk):
-            number = (pass_number * shape.lines + line) * shape.chunks + chunk
-            self._start(number + shape.ahead - 1)
-            self._copies(number, lambda copy: copy.wait())
+            place = line * shape.chunks + chunk
+            number = pass_number * shape.lines * shape.chunks + place
+            upcoming = number + shape.ahead - 1
+            stored = self.stored_ref[place]
+            following = self.stored_ref[jnp.minimum(place + 1, shape.lines * shape.chunks - 1)]
+            last = (chunk + 1 == shape.chunks) | (following == 0)
+            used = (stored > 0) | (chunk == 0)
+            buffer = lax.rem(number, shape.ahead)
+            wait_for(stored, self.buffers_ref.at[buffer], self.arrived.at[buffer])
 
-            @pl.when(chunk < used)
-            def _():
-                weight = self._weight(number)
+            def compute(masked):
+                weight = self._weight(number, masked)
 
-                def multiply(token_rows):
+                @pl.loop(0, rounds)
+                def _(r):
+                    token_rows = pl.ds(pl.multiple_of(r * rows, rows), rows)
+                    # In the block of the dot, so that the scalar unit starts copies during it.
+                    self._start(upcoming, r * share, share)
                     total = self._dot(x_ref, token_rows, weight, number)
                     if shape.chunks == 1:
                         finish(token_rows, total)
                         return
                     total = total + jnp.where(chunk == 0, 0.0, sum_ref[token_rows, :])
+                    sum_ref[token_rows, :] = total
 
-                    @pl.when(chunk + 1 < used)
+                    @pl.when(last)
                     def _():
-                        sum_ref[token_rows, :] = total
+                        finish(token_rows, sum_ref[token_rows, :])
 
-                    @pl.when(chunk + 1 == used)
-                    def _():
-                        finish(token_rows, total)
+            @pl.when(stored == shape.blocks)
+            def _():
+                compute(masked=False)
 
-                over_rows(multiply)
+            @pl.when(used & (stored < shape.blocks))
+            def _():
+                compute(masked=True)
+
+            @pl.when(~used)
+            def _():
+                self._start(upcoming, 0, shape.blocks)
 
     def _first_entry(self, number):
         """Return the first table entry of a chunk."""
         return lax.rem(number, self.shape.lines * self.shape.chunks) * self.shape.entries
 
-    def _copies(self, number, act):
-        """Call `act` on the copy of each stored block of a chunk."""
-        blocks = self.shape.entries * self.shape.ratio**2
-        first = self._first_entry(number) * self.shape.ratio**2
-        buffer = lax.rem(number, self.shape.ahead)
+    def _start(self, number, first, count):
+        """Start the copies of `count` blocks of a chunk, from the block `first`."""
+        shape = self.shape
+        within = number < self.passes * shape.lines * shape.chunks
+        slots = self._first_entry(number) * shape.ratio**2
+        buffer = lax.rem(number, shape.ahead)
+        for p in range(count):
+            block = first + p
+            # Past the last block, the slot of another chunk is read but not used.
+            slot = self.slot_ref[jnp.minimum(slots + block, shape.slots - 1)]
 
-        @pl.loop(0, blocks)
-        def _(p):
-            slot = self.slot_ref[first + p]
-
-            @pl.when(slot >= 0)
-            def _():
-                act(
-                    pltpu.make_async_copy(
-                        self.values_hbm.at[slot],
-                        self.buffers_ref.at[buffer, p],
-                        self.arrived.at[buffer],
-                    )
-                )
-
-    def _start(self, number):
-        @pl.when(number < self.passes * self.shape.lines * self.shape.chunks)
-        def _():
-            self._copies(number, lambda copy: copy.start())
+            @pl.when(within & (block < shape.blocks) & (slot >= 0))
+            def start(block=block, slot=slot):
+                pltpu.make_async_copy(
+                    self.values_hbm.at[slot],
+                    self.buffers_ref.at[buffer, block],
+                    self.arrived.at[buffer],
+                ).start()
 
     def _dot(self, x_ref, rows, weight, number):
         tile = self.shape.tile
@@ -204,20 +230,27 @@ class Stream(NamedTuple):
             preferred_element_type=jnp.float32,
         )
 
-    def _weight(self, number):
-        """Return a chunk's tiles, concatenated along the contraction; zeros where not stored."""
+    def _weight(self, number, masked):
+        """Return a chunk's tiles, concatenated along the contraction.
+
+        Args:
+          number: of the chunk.
+          masked: whether some blocks are not stored; they become zeros.
+        """
         if self.shape.ratio == 1:
-            tiles = [self._block(number, k) for k in range(self.shape.entries)]
+            tiles = [self._block(number, k, masked) for k in range(self.shape.entries)]
         else:
-            tiles = self._assembled(number)
+            tiles = self._assembled(number, masked)
         return jnp.concatenate(tiles, axis=1 if self.shape.transposed else 0)
 
-    def _block(self, number, p):
-        slot = self.slot_ref[self._first_entry(number) * self.shape.ratio**2 + p]
+    def _block(self, number, p, masked):
         stored = self.buffers_ref[lax.rem(number, self.shape.ahead), p]
+        if not masked:
+            return stored
+        slot = self.slot_ref[self._first_entry(number) * self.shape.ratio**2 + p]
         return jnp.where(slot >= 0, stored, 0)
 
-    def _assembled(self, number):
+    def _assembled(self, number, masked):
         ratio, block = self.shape.ratio, self.shape.block
         side = [pl.ds(number * block, block) for number in range(ratio)]
 
@@ -230,7 +263,8 @@ class Stream(NamedTuple):
                         if self.shape.transposed
                         else (gathered_block, line_block)
                     )
-                    stored = self._block(number, (k * ratio + gathered_block) * ratio + line_block)
+                    p = (k * ratio + gathered_block) * ratio + line_block
+                    stored = self._block(number, p, masked)
                     self.tiles_ref[k, side[place[0]], side[place[1]]] = stored
 
         return [self.tiles_ref[k] for k in range(self.shape.entries)]

@@ -44,9 +44,7 @@ def tile_tables(index: Any, slot: Any, others: int, ratio: int) -> TileTables:
     xp: Any = np if concrete else jnp
     index, slot = xp.asarray(index, np.int32), xp.asarray(slot, np.int32)
     if ratio == 1:
-        places = xp.where(slot >= 0, xp.arange(slot.shape[1]), -1)
-        stored = xp.where(slot >= 0, index, 0)
-        return _int32(xp, xp.max(places, axis=1) + 1, stored, slot[..., None, None])
+        return _compact(xp, index, slot)
     extra = -len(slot) % ratio
     slot = xp.pad(slot, ((0, extra), (0, 0)), constant_values=-1)
     index = xp.pad(index, ((0, extra), (0, 0)))
@@ -78,9 +76,35 @@ def padded(tables: TileTables, lines: int, entries: int) -> TileTables:
     )
 
 
+def chunked(tables: TileTables, lines: int, entries: int) -> TileTables:
+    """Pad tables as `padded`, and count the stored blocks of each chunk of `entries` entries.
+
+    Returns:
+      Tables whose `count` is int32 [lines, chunks].  Chunks without stored blocks come last.
+    """
+    tables = padded(tables, lines, entries)
+    stored = (tables.slot >= 0).reshape(len(tables.count), -1, entries * tables.slot.shape[2] ** 2)
+    return tables._replace(count=stored.sum(2, dtype=jnp.int32))
+
+
 def smem_bytes(tables: TileTables) -> int:
     """Return the bytes of scalar memory that the tables take."""
     return sum(4 * table.size for table in jax.tree.leaves(tables))
+
+
+def _compact(xp, index, slot):
+    """Return the tables of blocks that are tiles; stored blocks first in each line."""
+    used = slot >= 0
+    count = used.sum(axis=1)
+    if xp is np:
+        order = np.argsort(~used, axis=1, kind="stable")
+        index, slot = (np.take_along_axis(a, order, axis=1) for a in (index, slot))
+        return _int32(np, count, np.where(slot >= 0, index, 0), slot[..., None, None])
+    rank = jnp.where(used, jnp.cumsum(used, axis=1) - 1, -1)
+    chosen = rank[:, None] == jnp.arange(slot.shape[1])[:, None]
+    index = jnp.where(chosen, index[:, None], 0).max(axis=2)
+    slot = jnp.where(chosen, slot[:, None], -1).max(axis=2)
+    return _int32(jnp, count, index, slot[..., None, None])
 
 
 def _scatter_concrete(index, slot, others):

@@ -210,18 +210,25 @@ def _widest(operand, tokens, buffers, wide_blocks, vmem_bytes):
     """Return the tiles with the best stream, then the widest result, for these tokens."""
     for stream in streams(operand):
         for lines in range(min(4, operand.lines), 0, -1):
-            tiles = ProductTiles(tokens, buffers, min(tokens, 512), lines, stream)
+            tiles = ProductTiles(tokens, buffers, min(tokens, 1024), lines, stream)
             if product_bytes(operand, tiles, wide_blocks) <= vmem_bytes:
                 return tiles
     return None
 
 
 def streams(operand: Operand) -> Iterator[StreamTiles]:
-    """Yield ways to stream a weight, best first: dots of length 1024, 4 chunks in flight."""
-    for length in (1024, 512, 256, LANES):
+    """Yield ways to stream a weight, best first: long dots, 4 chunks in flight."""
+    longest = _length(operand, 2560)
+    for length in (longest, *(step for step in (1024, 512, 256, LANES) if step < longest)):
         entries = even(operand.entries, max(1, length // operand.tile))
         for ahead in (4, 2):
             yield StreamTiles(entries, ahead)
+
+
+def _length(operand: Operand, whole: int) -> int:
+    """Return the length of a dot: `whole` for tiles that are blocks; short for tiles of small
+    blocks, whose number differs between lines, so that unused chunks are skipped."""
+    return whole if operand.block >= LANES else 512
 
 
 def stream_bytes(operand: Operand, stream: StreamTiles) -> int:
@@ -258,7 +265,7 @@ def gradient_tiles(
       vmem_bytes: VMEM budget.
       cores: cores that share the lines.
     """
-    entries = even(operand.entries, max(1, 512 // operand.tile))
+    entries = even(operand.entries, max(1, _length(operand, 1024) // operand.tile))
     padded = -(-operand.entries // entries) * entries
     max_lines = max(1, vmem_bytes // 2 // (padded * operand.tile**2 * 4))
     for lines in _divided(-(-operand.lines // cores), max_lines):
@@ -293,7 +300,9 @@ def gradient_bytes(operand: Operand, tiles: GradientTiles, activated: bool) -> i
     sums = tiles.lines * padded * operand.tile**2 * 4
     gathered_rows = 3 * tiles.tokens * operand.features * operand.itemsize
     width = tiles.lines * operand.tile
-    other = (7 if activated else 3) * tiles.tokens * width * operand.itemsize
+    # Copies of the lined operand: two buffers, and one with its ragged rows zeroed.
+    copies = 7 if activated else 3 if operand.tokens % tiles.tokens else 2
+    other = copies * tiles.tokens * width * operand.itemsize
     # Two incoming chunks of float32 and two outgoing chunks of results.
     written = 4 * tiles.entries * operand.entry_bytes * 4 // operand.itemsize
     values = tiles.entries * operand.tile * (tiles.tokens * operand.itemsize + operand.tile * 8)

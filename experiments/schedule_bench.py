@@ -1,0 +1,59 @@
+"""Estimated time of GPT-13B's products on TPUs, from compiled programs; needs no chip.
+
+Compiles each weight's three products for described TPUs (the extra `aot` brings the compiler),
+reads libtpu's final instruction schedule, and prints for every chip, projection, block and product:
+
+- cycles, and spills (vector registers stored to memory for lack of registers);
+- MXU: the fraction of the estimated time in which the matrix units, at the data sheet's rate,
+  compute the stored blocks;
+- HBM: the fraction in which HBM, at its peak bandwidth, moves the bytes that the program copies;
+  at 100% HBM is the bound;
+- the estimated time, and the ratio over XLA's dense product.
+
+The dense product's cycles are XLA's own estimate.  All numbers are estimates: stalls are not
+counted, so absolute times are optimistic by 5% to 20%; ratios between programs are good.  Densities
+are the largest legal ones up to --density: 1/8 at blocks of 64 and 128, 1/10 at 256.
+
+    make bench-schedule                                  all chips; at most 6 minutes on 2 cores
+    make bench-schedule ARGS="--chips=v6e --blocks=128"
+
+Results of a compiled weight are cached by content (sources, shapes, versions).  Writes JSON.
+"""
+
+import dataclasses
+
+from sparse_dataflow.config.model import PROJECTIONS
+from sparse_dataflow.config.settings import A_FRACTION, AT_LEAST_ONE, setting
+from sparse_dataflow.runs import command_line
+from sparse_dataflow.runs.benchmarks.options import KEEP_HELP, RESULTS
+
+CHIPS = ("v5e", "v5p", "v6e")
+IMPLEMENTATIONS = ("pallas_tpu", "pallas_tpu_grouped")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is compiled."""
+
+    chips: tuple[str, ...] = setting(CHIPS, "Kinds of TPU.", choices=CHIPS)
+    projections: tuple[str, ...] = setting(PROJECTIONS, "Weights.", choices=PROJECTIONS)
+    blocks: tuple[int, ...] = setting((64, 128, 256), "Sides of a block.", legal=AT_LEAST_ONE)
+    density: float = setting(0.125, "Stored fraction, at most.", legal=A_FRACTION)
+    tokens: int = setting(2048, "Rows of x.", legal=AT_LEAST_ONE)
+    implementations: tuple[str, ...] = setting(
+        IMPLEMENTATIONS, "Implementations of the sparse product.", choices=IMPLEMENTATIONS
+    )
+    jobs: int = setting(2, "Weights compiled at once.", legal=AT_LEAST_ONE)
+    cache: str = setting("build/schedules", "Folder of cached counts; empty caches nothing.")
+    keep: str = setting(RESULTS, KEEP_HELP)
+
+
+def main(options):
+    """Compiles, prints and writes; see the module docstring."""
+    from sparse_dataflow.runs.benchmarks import schedules
+
+    schedules.run(options)
+
+
+if __name__ == "__main__":
+    command_line.run(main, __doc__, options=Options)

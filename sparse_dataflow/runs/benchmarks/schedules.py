@@ -1,0 +1,253 @@
+"""Estimated time of GPT-13B's products on described TPUs, from their compiled schedules.
+
+For `schedule_bench`.  Every weight is compiled in a process of its own (`schedule_case`).
+"""
+
+import concurrent.futures
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sparse_dataflow
+from sparse_dataflow.aot import topologies
+from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.chips import Chip
+from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.benchmarks import schedule_case
+from sparse_dataflow.runs.benchmarks.schedule_case import DENSE, Case
+from sparse_dataflow.sparsity.patterns import legal_densities
+
+LIMITS = (
+    "Estimates from compiled programs; nothing ran on a chip. Stalls are not counted: times are "
+    "optimistic by 5% to 20%, ratios are good. HBM traffic is a separate bound."
+)
+
+CLOCKS = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
+"""Chip -> cycles per second.  With the matrix units of a core (v5e, v5p: 4 of 128x128, 16 cycles
+per 16 rows; v6e: 2 of 256x256, 8 cycles) these reproduce the FLOP/s of the data sheets."""
+
+IMPLEMENTATIONS = {"pallas_tpu": "pixelfly", "pallas_tpu_grouped": "monarch"}
+"""Module in `kernels.block_sparse_matmul` -> the pattern that it is compiled for."""
+
+TIMEOUT = 900
+"""Seconds after which the compilation of one weight is given up."""
+
+
+def available() -> tuple[str, ...]:
+    """Return the implementations whose modules exist."""
+    package = schedule_case.KERNELS
+    return tuple(n for n in IMPLEMENTATIONS if importlib.util.find_spec(f"{package}.{n}"))
+
+
+def run(options) -> None:
+    """Compiles, prints and writes.
+
+    Args:
+      options: of `experiments.schedule_bench`.
+
+    Raises:
+      UserError: libtpu is not installed, or a weight does not compile.
+    """
+    if reason := topologies.missing_compiler(topologies.parse("v5e:2x2")):
+        raise UserError(reason)
+    cases = [(projection, case) for projection, case in cases_of(options)]
+    versions = f"jax {_version('jax')}, libtpu {_version('libtpu')}"
+    print(f"{LIMITS}\n{options.tokens} tokens, bfloat16; {versions}\n\n{_HEAD}", flush=True)
+    rows: list[dict] = []
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        counted = pool.map(
+            functools.partial(cached_counts, cache=options.cache), [case for _, case in cases]
+        )
+        for (projection, case), counts in zip(cases, counted, strict=True):
+            for product, count in counts.items():
+                rows.append(row_of(projection, case, product, count, rows))
+                print(_line(rows[-1]), flush=True)
+    summary = list(summaries(rows))
+    print("\nAll products together, over XLA dense (estimates; ideal: 1 / density)")
+    for entry in summary:
+        print(
+            f"{entry['chip']:>4} {entry['implementation']:>18} block {entry['block']:>3} density "
+            f"{entry['density']:<6g}: {entry['ratio']:5.2f}x"
+        )
+    result = {"limits": LIMITS, "libtpu": _version("libtpu"), "tokens": options.tokens}
+    measurement.keep(
+        options.keep,
+        "schedule_bench",
+        "described TPUs",
+        {**result, "summary": summary, "rows": rows},
+    )
+
+
+def cases_of(options) -> Iterator[tuple[str, Case]]:
+    """Yields (projection, case) of a table, dense first on each chip."""
+    names = [name for name in available() if name in options.implementations]
+    for chip in options.chips:
+        weights = [(DENSE, 0)] + [(name, block) for name in names for block in options.blocks]
+        for name, block in weights:
+            for projection in options.projections:
+                case = case_of(chip, name, projection, block, options.density, options.tokens)
+                yield projection, case
+
+
+def case_of(chip: str, name: str, projection: str, block: int, density: float, tokens: int) -> Case:
+    """Returns the case of a GPT-13B projection, at the largest legal density up to `density`.
+
+    Args:
+      chip: key of CLOCKS.
+      name: DENSE or key of IMPLEMENTATIONS.
+      projection: one of `config.model.PROJECTIONS`.
+      block: side of a block; ignored for DENSE.
+      density: stored fraction, at most; ignored for DENSE.
+      tokens: rows of x.
+    """
+    shape = SIZES["13b"].projection_shape(projection)
+    if name == DENSE:
+        return Case(chip, DENSE, "", *shape, 0, 1.0, tokens)
+    density = _density(*shape, block, density)
+    return Case(chip, name, IMPLEMENTATIONS[name], *shape, block, density, tokens)
+
+
+def _density(in_features, out_features, block, density):
+    """Returns the largest legal density that is not above another."""
+    legal = legal_densities(in_features, out_features, block)
+    return max((value for value in legal if value <= density * (1 + 1e-6)), default=min(legal))
+
+
+def cached_counts(case: Case, cache: str) -> dict[str, dict[str, int]]:
+    """Returns `schedule_case.measure` of a case, from the cache or from a new process.
+
+    Args:
+      case: the weight and the chip.
+      cache: folder of the cached counts, by content; "" caches nothing.
+
+    Raises:
+      UserError: the process fails.
+    """
+    path = Path(cache) / f"{digest(case)}.json"
+    if cache and path.is_file():
+        return json_files.load(path)["counts"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", schedule_case.__name__, json.dumps(vars(case))]
+        done = subprocess.run(
+            [*command, f"{folder}/schedules"], capture_output=True, text=True, timeout=TIMEOUT
+        )
+    if done.returncode:
+        raise UserError(f"{case} does not compile: {done.stderr.strip()[-400:]}")
+    counts = json.loads(done.stdout.splitlines()[-1])
+    if cache:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"case": vars(case), "counts": counts}) + "\n")
+    return counts
+
+
+def digest(case: Case) -> str:
+    """Returns a hash of everything that the counts of a case depend on."""
+    content = hashlib.sha256(json.dumps(vars(case), sort_keys=True).encode())
+    for package in ("jax", "jaxlib", "libtpu"):
+        content.update(f"{package} {_version(package)}\n".encode())
+    for source in () if case.implementation == DENSE else _sources():
+        content.update(source.read_bytes())
+    return content.hexdigest()[:32]
+
+
+@functools.cache
+def _sources():
+    root = Path(sparse_dataflow.__file__).parent
+    folders = ("aot/schedule.py", "runs/benchmarks/schedule_case.py", "sparsity/*.py")
+    kernels = ("kernels/*.py", "kernels/gelu/*.py", "kernels/block_sparse_matmul/**/*tpu*")
+    shared = ("kernels/block_sparse_matmul/tuning.py", "kernels/block_sparse_matmul/fused.py")
+    patterns = (*folders, *kernels, *shared)
+    return sorted({path for pattern in patterns for path in root.glob(pattern)})
+
+
+def row_of(
+    projection: str, case: Case, product: str, count: dict[str, int], earlier: list[dict]
+) -> dict[str, Any]:
+    """Returns a row of the table.
+
+    Args:
+      projection: name of the weight.
+      case: the weight and the chip.
+      product: one of `schedule_case.PRODUCTS`.
+      count: its counts.
+      earlier: earlier rows, with the dense one.
+
+    Returns:
+      The case, its counts, and estimates: "ms", "mxu" and "hbm" (fractions of this time that the
+      matrix units need for the stored FLOPs, and HBM for the bytes, each at its peak), and "ratio"
+      of dense to this time.
+    """
+    chip = _chip(case.chip)
+    flops, bandwidth = chip.rates("bfloat16")
+    cycles = count["cycles"] + count["xla_cycles"]
+    hbm = count["hbm_bytes"] / bandwidth
+    seconds = max(cycles / CLOCKS[case.chip], hbm)
+    stored = 2 * case.tokens * case.in_features * case.out_features * case.density
+    row = {"chip": case.chip, "implementation": case.implementation, "projection": projection}
+    row |= {"product": product, "block": case.block, "pattern": case.pattern}
+    row |= {"density": case.density, **count, "ms": 1e3 * seconds}
+    dense = next((r for r in earlier if _same_product(r, row) and r["density"] == 1), row)
+    return {
+        **row,
+        "mxu": stored / flops / seconds,
+        "hbm": hbm / seconds,
+        "ratio": dense["ms"] / row["ms"],
+    }
+
+
+def summaries(rows: list[dict]) -> Iterator[dict]:
+    """Yields the ratio over dense of all products together, per chip, implementation and block."""
+    keys = ("chip", "implementation", "block", "density")
+    for key in dict.fromkeys(tuple(row[k] for k in keys) for row in rows):
+        if key[1] == DENSE:
+            continue
+        own = [row for row in rows if tuple(row[k] for k in keys) == key]
+        time = sum(row["ms"] for row in own)
+        yield {
+            **dict(zip(keys, key, strict=True)),
+            "ratio": sum(row["ms"] * row["ratio"] for row in own) / time,
+            **{
+                product: [row["mxu"] for row in own if row["product"] == product]
+                for product in schedule_case.PRODUCTS
+            },
+        }
+
+
+def _same_product(row, other):
+    return all(row[key] == other[key] for key in ("chip", "projection", "product"))
+
+
+def _chip(kind: str) -> Chip:
+    return topologies.parse(f"{kind}:{schedule_case.SLICES[kind]}").chip
+
+
+def _version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+_HEAD = (
+    f"{'chip':>4} {'implementation':>18} {'projection':>10} {'block':>5} {'product':>7} "
+    f"{'density':>7} {'cycles':>10} {'MXU':>5} {'HBM':>5} {'spills':>6} {'ms':>8} {'ratio':>6}"
+)
+
+
+def _line(row):
+    return (
+        f"{row['chip']:>4} {row['implementation']:>18} {row['projection']:>10} {row['block']:>5} "
+        f"{row['product']:>7} {row['density']:>7g} {row['cycles'] + row['xla_cycles']:>10,} "
+        f"{row['mxu']:>5.0%} {row['hbm']:>5.0%} {row['spills']:>6} {row['ms']:>8.3f} "
+        f"{row['ratio']:>5.2f}x"
+    )

@@ -1,0 +1,105 @@
+"""Estimates from counted schedules: times, fractions, ratios, and what the cache depends on."""
+
+import argparse
+import dataclasses
+
+import pytest
+
+from experiments.schedule_bench import CHIPS, IMPLEMENTATIONS, Options
+from sparse_dataflow.runs.benchmarks import schedules
+from sparse_dataflow.runs.benchmarks.schedule_case import DENSE, PRODUCTS
+from sparse_dataflow.sparsity.patterns import make_layout
+
+SPARSE = schedules.case_of("v6e", "pallas_tpu", "mlp_in", 128, 1 / 8, 2048)
+DENSE_CASE = schedules.case_of("v6e", DENSE, "mlp_in", 0, 1.0, 2048)
+
+
+def count(cycles=0, xla_cycles=0, hbm_bytes=0):
+    return {
+        "cycles": cycles,
+        "xla_cycles": xla_cycles,
+        "hbm_bytes": hbm_bytes,
+        "spills": 0,
+        "products": 0,
+    }
+
+
+def test_the_flags_offer_what_there_is():
+    assert tuple(schedules.CLOCKS) == CHIPS
+    assert tuple(schedules.IMPLEMENTATIONS) == IMPLEMENTATIONS
+    assert set(schedules.available()) <= set(IMPLEMENTATIONS) and "pallas_tpu" in (
+        schedules.available()
+    )
+
+
+def test_every_case_has_a_layout_and_a_dense_product():
+    cases = [case for _, case in schedules.cases_of(Options())]
+    dense = {(c.chip, c.in_features, c.out_features) for c in cases if c.implementation == DENSE}
+    sparse = [case for case in cases if case.implementation != DENSE]
+    assert {case.block for case in sparse} == {64, 128, 256}
+    for case in sparse:
+        assert (case.chip, case.in_features, case.out_features) in dense
+        shape = case.in_features, case.out_features
+        layout = make_layout(case.pattern, *shape, case.block, case.density)
+        assert layout.density == pytest.approx(case.density) and case.density <= 1 / 8
+
+
+def test_time_is_the_larger_of_cycles_and_bytes():
+    clock, bandwidth = 1.75e9, 1.638e12
+    for product in PRODUCTS:
+        dense = schedules.row_of("mlp_in", DENSE_CASE, product, count(xla_cycles=1_000_000), [])
+        assert dense["ratio"] == 1 and dense["ms"] == pytest.approx(1e3 * 1e6 / clock)
+        bound = schedules.row_of("mlp_in", SPARSE, product, count(250_000, 50_000), [dense])
+        assert bound["ratio"] == pytest.approx(10 / 3)
+        flops = 2 * 2048 * 5120 * 20480 / 8
+        assert bound["mxu"] == pytest.approx(flops / 918e12 / (300_000 / clock))
+        starved = schedules.row_of(
+            "mlp_in", SPARSE, product, count(10, 0, int(bandwidth * 1e-3)), [dense]
+        )
+        assert starved["ms"] == pytest.approx(1) and starved["hbm"] == pytest.approx(1)
+
+
+def test_products_together_weigh_by_time():
+    rows = []
+    for product, dense, sparse in (("forward", 800, 100), ("dx", 800, 300), ("dW", 400, 100)):
+        rows.append(schedules.row_of("mlp_in", DENSE_CASE, product, count(dense), rows))
+        rows.append(schedules.row_of("mlp_in", SPARSE, product, count(sparse), rows))
+    (summary,) = schedules.summaries(rows)
+    assert summary["ratio"] == pytest.approx(2000 / 500)
+    assert summary["implementation"] == "pallas_tpu" and len(summary["dW"]) == 1
+
+
+def test_the_cache_depends_on_the_case_and_the_sources(monkeypatch, tmp_path):
+    digest = schedules.digest(SPARSE)
+    assert digest == schedules.digest(dataclasses.replace(SPARSE))
+    assert digest != schedules.digest(dataclasses.replace(SPARSE, tokens=4096))
+    dense = schedules.digest(DENSE_CASE)
+    source = tmp_path / "kernel.py"
+    source.write_text("another kernel")
+    monkeypatch.setattr(schedules, "_sources", lambda: [source])
+    assert digest != schedules.digest(SPARSE)
+    assert dense == schedules.digest(DENSE_CASE)
+    monkeypatch.setattr(schedules, "_version", lambda package: "another")
+    assert dense != schedules.digest(DENSE_CASE)
+
+
+def test_sources_have_the_kernels_and_the_reader():
+    names = {path.name for path in schedules._sources()}
+    assert {"pallas_tpu_stream.py", "tuning.py", "schedule.py", "patterns.py"} <= names
+
+
+def test_a_cached_case_is_not_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr(schedules.subprocess, "run", lambda *a, **k: pytest.fail("compiled"))
+    counts = {"forward": count(7)}
+    path = tmp_path / f"{schedules.digest(SPARSE)}.json"
+    path.write_text(schedules.json.dumps({"counts": counts}))
+    assert schedules.cached_counts(SPARSE, str(tmp_path)) == counts
+
+
+def test_a_failed_compilation_is_told_in_words(monkeypatch):
+    done = argparse.Namespace(
+        returncode=1, stderr="Traceback ...\nout of memory in vmem", stdout=""
+    )
+    monkeypatch.setattr(schedules.subprocess, "run", lambda *a, **k: done)
+    with pytest.raises(schedules.UserError, match=r"(?s)does not compile: .*vmem"):
+        schedules.cached_counts(SPARSE, "")

@@ -1,0 +1,52 @@
+"""The TPU kernels do not take more estimated cycles than the kept table says.
+
+Cycles are those of compiled programs: deterministic, but only for one version of the compiler.
+"""
+
+import importlib.metadata
+import json
+import pathlib
+
+import pytest
+
+from sparse_dataflow.runs.benchmarks import schedules
+from sparse_dataflow.runs.benchmarks.schedule_case import DENSE
+
+pytest.importorskip("libtpu", reason="compiling for a TPU needs make aot-tpu")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
+
+KEPT = json.loads(
+    (pathlib.Path(__file__).parents[3] / "experiments/results/schedule_bench.json").read_text()
+)
+CASES = [
+    (chip, name, 128, "attn_out")
+    for chip in ("v5e", "v6e")
+    for name in schedules.available()
+    if any(row["implementation"] == name for row in KEPT["rows"])
+]
+
+
+@pytest.fixture(autouse=True)
+def pinned():
+    for package, version in (("jax", KEPT["versions"]["jax"]), ("libtpu", KEPT["libtpu"])):
+        installed = importlib.metadata.version(package)
+        if installed != version:
+            pytest.skip(f"recorded with {package} {version}; this is {installed}")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_cycles_do_not_grow(case):
+    chip, name, block, projection = case
+    rows = [
+        row
+        for row in KEPT["rows"]
+        if (row["chip"], row["implementation"], row["block"], row["projection"]) == case
+    ]
+    (found,) = {(row["density"], row["pattern"]) for row in rows}
+    assert found[1] == schedules.IMPLEMENTATIONS[name] and name != DENSE
+    counts = schedules.cached_counts(
+        schedules.case_of(chip, name, projection, block, found[0], KEPT["tokens"]), cache=""
+    )
+    assert counts.keys() == {row["product"] for row in rows}
+    for row in rows:
+        assert counts[row["product"]]["cycles"] <= row["cycles"], row["product"]
