@@ -73,7 +73,7 @@ def shapes(draw):
     return Groups(count, in_run, out_run), in_blocks, out_blocks, block
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(shape=shapes(), tokens=st.integers(1, 300), dtype=st.sampled_from(["bfloat16", "float32"]))
 def test_any_equal_groups_agree_with_the_dense_product(shape, tokens, dtype):
     operands, expected = drawn(*shape, tokens, dtype)
@@ -85,18 +85,17 @@ def test_any_equal_groups_agree_with_the_dense_product(shape, tokens, dtype):
 
 SMALL_TILES = tuning_grouped.GroupedTuning(
     forward=tuning_grouped.GroupedProductTiles(tokens=64, features=128, rows=48),
-    input_gradient=tuning_grouped.GroupedProductTiles(tokens=32, features=256, rows=16),
+    input_gradient=tuning_grouped.GroupedProductTiles(tokens=32, features=128, rows=16),
     weight_gradient=tuning_grouped.GroupedGradientTiles(tokens=128, features=128, chunk=128),
     vmem_bytes=16 << 20,
     cores=2,
 )
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_many_small_tiles_over_two_cores(count):
-    """The cores share two groups, or the token tiles of three; feature tiles cut the runs."""
-    groups = Groups(count, in_run=2, out_run=2)
-    operands, expected = drawn(groups, 2 * count, 4 * count, 128, 200, "float32")
+def test_many_small_tiles_over_two_cores():
+    """Feature tiles that cut runs, and tokens that are no multiple of a tile."""
+    groups = Groups(3, in_run=2, out_run=2)
+    operands, expected = drawn(groups, 6, 12, 128, 200, "float32")
     with simulated_tpu("TPU v5", 2):
         actual = jax.jit(lambda *o: fused(o, groups, block=128, tuning=SMALL_TILES))(*operands)
     assert_all_close(actual, expected, np.float32)
@@ -148,11 +147,11 @@ def structs(groups, in_features, out_features, tokens=2048, dtype=jnp.bfloat16):
     return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("activated", [False, True])
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip[0])
-def test_default_tiles_of_13b_read_each_operand_once_where_vmem_is_large(chip, activated):
+def test_default_tiles_of_13b_read_each_operand_once_where_vmem_is_large(chip):
     for projection in PROJECTIONS:
-        for count in (1, 2, 4, 8, 20):
+        activated = projection[1] > projection[0]
+        for count in (4, 5, 8, 20):
             groups = Groups(count, in_run=1, out_run=projection[1] // 128 // count)
             operands = structs(groups, *projection)
             options = {"block": 128, "activated": activated}
@@ -161,7 +160,7 @@ def test_default_tiles_of_13b_read_each_operand_once_where_vmem_is_large(chip, a
                 tiles = kernels.default_tuning(*operands, groups, **options)
                 assert tiles.vmem_bytes == tuning.device().vmem_capacity_bytes
             assert min(tiles.forward.tokens, tiles.input_gradient.tokens) >= 256
-            if count >= 8 and chip[0] != "TPU v4":
+            if count % 2 == 0 and count >= 8 and chip[0] != "TPU v4":
                 _, inputs, outputs = operands[1].shape
                 assert tiles.forward.features == outputs
                 assert tiles.input_gradient.features == inputs
@@ -194,7 +193,6 @@ def test_illegal_operands_are_refused():
     assert "bias has shape (3,); legal: (256,)" in refused(bias=np.ones(3))
     assert "residual has shape (8, 1); legal: (8, 256)" in refused(residual=np.ones((8, 1)))
     assert "legal: [tokens, 256] and 2 groups" in refused(weight=np.ones((1, 128, 256), "f4"))
-
 
 
 def test_a_group_too_wide_for_vmem_is_refused():

@@ -1,6 +1,6 @@
 """The three products of a weight of equal groups on a TPU, each group one dense product.
 
-Grid: (cores, groups, feature tiles, token tiles), tokens innermost.  A group's weight, or its dW,
+Grid: (cores, feature tiles of groups, token tiles), tokens innermost.  A group's weight, or its dW,
 stays in VMEM over all tokens; x, dy and the results pass through once per feature tile, of which
 there is one where VMEM allows.
 """
@@ -20,6 +20,7 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows impo
     current_step,
 )
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import pop_if, precision
+from sparse_dataflow.kernels.block_sparse_matmul.tuning import LANES
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_grouped import (
     GroupedGradientTiles,
     GroupedProductTiles,
@@ -65,17 +66,14 @@ def product(
     left, right = sides
     grid = Grid(len(x), tiles.tokens, left.groups, right.width // tiles.features, cores)
     if transposed:
-        shape, index = (1, tiles.features, left.width), lambda g, t: (g, t, 0)
+        weight_spec = unit_spec(grid, (1, tiles.features, left.width), axis=1)
     else:
-        shape, index = (1, left.width, tiles.features), lambda g, t: (g, 0, t)
+        weight_spec = unit_spec(grid, (1, left.width, tiles.features), axis=2)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     operands = [
         (x, anywhere),
-        (weight, pl.BlockSpec(shape, lambda c, g, t, i: index(grid.group(c, g), t))),
-        (
-            bias,
-            pl.BlockSpec((1, 1, tiles.features), lambda c, g, t, i: (grid.group(c, g), 0, t)),
-        ),
+        (weight, weight_spec),
+        (bias, unit_spec(grid, (1, 1, tiles.features), axis=2)),
         (residual, anywhere),
     ]
     operands = [(array, spec) for array, spec in operands if array is not None]
@@ -233,23 +231,22 @@ def gradient(
     narrow, wide = (left, right) if by_column else (right, left)
     grid = Grid(len(x), tiles.tokens, left.groups, wide.width // tiles.features, cores)
     if by_column:
-        shape, index = (1, left.width, tiles.features), lambda g, t: (g, 0, t)
+        stored = unit_spec(grid, (1, left.width, tiles.features), axis=2)
     else:
-        shape, index = (1, tiles.features, right.width), lambda g, t: (g, t, 0)
-    stored = pl.BlockSpec(shape, lambda c, g, t, i: index(grid.group(c, g), t))
+        stored = unit_spec(grid, (1, tiles.features, right.width), axis=1)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     operands = [(x, anywhere), (dy, anywhere), (preactivation, anywhere), (accumulator, stored)]
     operands = [(array, spec) for array, spec in operands if array is not None]
     dtype = x.dtype if accumulator is None else accumulator.dtype
     results = [(jax.ShapeDtypeStruct((left.groups, left.width, right.width), dtype), stored)]
     scratch = [
-        pltpu.VMEM((narrow.width, grid.token_tile), x.dtype),
+        pltpu.VMEM((2, narrow.width, grid.token_tile), x.dtype),
         pltpu.VMEM((narrow.width, tiles.features), jnp.float32),
         *Window.scratch(grid, narrow.width, x.dtype),
         *Window.scratch(grid, tiles.features, x.dtype),
     ]
     if activated:
-        flat = pl.BlockSpec((1, 1, tiles.features), lambda c, g, t, i: (grid.group(c, g), 0, t))
+        flat = unit_spec(grid, (1, 1, tiles.features), axis=2)
         results.append((jax.ShapeDtypeStruct(dy.shape, dy.dtype), anywhere))
         results.append((jax.ShapeDtypeStruct((left.groups, 1, right.width), jnp.float32), flat))
         scratch += 2 * Window.scratch(grid, tiles.features, x.dtype)
@@ -290,50 +287,67 @@ def _gradient_kernel(
     dz_hbm, dbias_ref = pop_if(activated, refs), pop_if(activated, refs)
     transposed_ref, sum_ref = refs.pop(0), refs.pop(0)
     core, step = current_step(grid)
-    i, token_tiles = pl.program_id(3), grid.shape[3]
+    i, token_tiles = pl.program_id(2), grid.shape[2]
 
     def window(columns, tiled, hbm):
         return Window(grid, columns, tiled, core, hbm, refs.pop(0), refs.pop(0))
 
     hbms = (x_hbm, dy_hbm) if by_column else (dy_hbm, x_hbm)
     narrow, wide = (window(sides[k], k == 1, hbms[k]) for k in range(2))
-    incoming, outgoing = [narrow, wide], []
+    incoming, outgoing = [wide], []
     if activated:
         preactivation = window(sides[1], True, preactivation_hbm)
         dz = window(sides[1], True, dz_hbm)
         incoming.append(preactivation)
         outgoing.append(dz)
         dz_ref = dz.reuse(step)
-    start(incoming, step)
-    number = grid.token_tile_number(core, i)
-    repeated = number * grid.token_tile - grid.first_token(number)
-    ragged = grid.tokens % grid.token_tile
+    blocks = sides[0].width // LANES
 
-    def zero_repeated_rows(array):
-        """Zero the rows that the last tile shares with the tile before."""
-        if not ragged:
+    def zero_repeated_rows(array, token_tile):
+        """Zero the rows that the last token tile shares with the tile before."""
+        if not grid.tokens % grid.token_tile:
             return array
+        repeated = token_tile * grid.token_tile - grid.first_token(token_tile)
         return jnp.where(lax.broadcasted_iota(jnp.int32, array.shape, 0) >= repeated, array, 0)
 
-    narrow_ref, wide_ref = narrow.at(step), wide.at(step)
-    for first in range(0, narrow_ref.shape[1], 128):
-        columns = pl.ds(first, 128)
-        transposed_ref[columns, :] = zero_repeated_rows(narrow_ref[:, columns]).T
+    def transpose(at_step, number):
+        columns = pl.ds(pl.multiple_of(number * LANES, LANES), LANES)
+        rows = zero_repeated_rows(narrow.at(at_step)[:, columns], lax.rem(at_step, token_tiles))
+        transposed_ref[lax.rem(at_step, 2), columns, :] = rows.T
 
-    @pl.loop(0, wide_ref.shape[1] // chunk)
+    # The transposes of the next step overlap with the dots of this one.
+    @pl.when(step == 0)
+    def _():
+        narrow.fetch(step)
+        narrow.fetch(step + 1)
+        narrow.wait(step)
+        pl.loop(0, blocks)(lambda number: transpose(step, number))
+
+    @pl.when(step + 1 < grid.steps)
+    def _():
+        narrow.wait(step + 1)
+
+    narrow.fetch(step + 2)
+    start(incoming, step)
+    wide_ref = wide.at(step)
+    chunks = wide_ref.shape[1] // chunk
+
+    @pl.loop(0, chunks)
     def _(c):
+        for number in range(pl.cdiv(blocks, chunks)):
+            transpose(step + 1, jnp.minimum(c * pl.cdiv(blocks, chunks) + number, blocks - 1))
         columns = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
         if activated:
             slope = value_and_derivative(preactivation.at(step)[:, columns].astype(jnp.float32))[1]
             derived = wide_ref[:, columns].astype(jnp.float32) * slope
             dz_ref[:, columns] = derived.astype(dz_ref.dtype)
-            dbias = jnp.sum(zero_repeated_rows(derived), axis=0, keepdims=True)
+            dbias = jnp.sum(zero_repeated_rows(derived, i), axis=0, keepdims=True)
             dbias_ref[0, :, columns] = jnp.where(i == 0, dbias, dbias_ref[0, :, columns] + dbias)
             factor = derived.astype(dz_ref.dtype)
         else:
             factor = wide_ref[:, columns]
         total = jnp.dot(
-            transposed_ref[...],
+            transposed_ref[lax.rem(step, 2)],
             factor,
             precision=precision(factor.dtype),
             preferred_element_type=jnp.float32,
@@ -353,9 +367,19 @@ def _gradient_kernel(
     finish(outgoing, step)
 
 
+def unit_spec(grid: Grid, shape: tuple[int, ...], axis: int) -> pl.BlockSpec:
+    """Return the spec of [groups, ...] whose `axis` the feature tiles cut."""
+
+    def index(core, number, i):
+        group, tile = grid.unit(core, number)
+        return group, *(tile if k == axis else 0 for k in range(1, len(shape)))
+
+    return pl.BlockSpec(shape, index)
+
+
 def _parameters(vmem_bytes):
     return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
+        dimension_semantics=("parallel", "arbitrary", "arbitrary"),
         vmem_limit_bytes=vmem_bytes,
         disable_bounds_checks=True,
     )

@@ -48,16 +48,16 @@ class Columns(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The steps of a kernel: (cores, groups per core, tiles per group, token tiles per core).
+    """The steps of a kernel: (cores, units per core, token tiles), tokens innermost.
 
-    Cores share the groups, or else the token tiles.
+    A unit is a feature tile of a group.  Cores share the units if they can share them equally.
 
     Attributes:
       tokens: rows of the activations.
       token_tile: rows of a step; the last tile overlaps the one before if it is not whole.
       groups: number of groups.
       tiles: feature tiles of a group.
-      cores: cores that share the steps.
+      cores: cores of the device.
     """
 
     tokens: int
@@ -67,38 +67,33 @@ class Grid(NamedTuple):
     cores: int
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def shape(self) -> tuple[int, int, int]:
         """The Pallas grid."""
-        token_tiles = pl.cdiv(self.tokens, self.token_tile)
-        if self.groups % self.cores == 0:
-            return self.cores, self.groups // self.cores, self.tiles, token_tiles
-        cores = self.cores if token_tiles % self.cores == 0 else 1
-        return cores, self.groups, self.tiles, token_tiles // cores
+        units = self.groups * self.tiles
+        cores = self.cores if units % self.cores == 0 else 1
+        return cores, units // cores, pl.cdiv(self.tokens, self.token_tile)
 
     @property
     def steps(self) -> int:
         """Steps of one core."""
-        _, groups, tiles, token_tiles = self.shape
-        return groups * tiles * token_tiles
+        return self.shape[1] * self.shape[2]
 
-    def group(self, core: Any, group: Any) -> Any:
-        """Return the group at these places of the first two axes."""
-        return core * self.shape[1] + group if self.shape[1] < self.groups else group
-
-    def token_tile_number(self, core: Any, i: Any) -> Any:
-        """Return the token tile at these places of the first and the last axis."""
-        return i if self.shape[1] < self.groups else core * self.shape[3] + i
+    def unit(self, core: Any, number: Any) -> tuple[Any, Any]:
+        """Return (group, feature tile) of a core's unit."""
+        number = core * self.shape[1] + number
+        if self.tiles == 1:
+            return number, 0
+        return lax.div(number, self.tiles), lax.rem(number, self.tiles)
 
     def place(self, core: Any, step: Any) -> tuple[Any, Any, Any]:
         """Return (group, feature tile, first token) of a core's step."""
-        _, _, tiles, token_tiles = self.shape
-        outer, i = lax.div(step, token_tiles), lax.rem(step, token_tiles)
-        group, tile = (outer, 0) if tiles == 1 else (lax.div(outer, tiles), lax.rem(outer, tiles))
-        return self.group(core, group), tile, self.first_token(self.token_tile_number(core, i))
+        token_tiles = self.shape[2]
+        unit = self.unit(core, lax.div(step, token_tiles))
+        return *unit, self.first_token(lax.rem(step, token_tiles))
 
-    def first_token(self, number: Any) -> Any:
+    def first_token(self, token_tile: Any) -> Any:
         """Return the first row of a token tile."""
-        first = number * self.token_tile
+        first = token_tile * self.token_tile
         if self.tokens % self.token_tile:
             first = jnp.minimum(first, self.tokens - self.token_tile)
         return first
@@ -183,6 +178,5 @@ class Window(NamedTuple):
 
 def current_step(grid: Grid) -> tuple[jax.Array, jax.Array]:
     """Return (core, this core's step), inside a kernel."""
-    core, group, tile, i = (pl.program_id(axis) for axis in range(4))
-    _, _, tiles, token_tiles = grid.shape
-    return core, (group * tiles + tile) * token_tiles + i
+    core, unit, i = (pl.program_id(axis) for axis in range(3))
+    return core, unit * grid.shape[2] + i

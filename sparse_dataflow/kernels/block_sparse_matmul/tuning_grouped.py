@@ -7,11 +7,15 @@ from typing import Any
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows import Columns
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import LANES, budget, device
 
-TOKEN_TILES = (1024, 512, 256, 128, 64, 32, 16)
-"""Most tokens of a tile, best first: a step's copies take some 100 to 200 bundles."""
+TOKEN_TILES = (2048, 1024, 512, 256, 128, 64, 32, 16)
+"""Most tokens of a tile.  A step of a product takes 80 to 260 bundles besides its dots; a step of
+dW adds to all sums."""
 
 ENOUGH_TOKENS = 256
 """Tokens of a tile below which narrower feature tiles, which read x again, are better."""
+
+LARGEST_DOT = 2**22
+"""Most bytes of dW's dot on the wider side: dots are unrolled, and long programs compile slowly."""
 
 ROWS = 16
 """Tokens are padded to a multiple of a bfloat16 tile's rows, and for dW to at least LANES."""
@@ -104,6 +108,8 @@ def product_tiles(
     longest = 512 if device().mxu_column_size > LANES and itemsize == 2 else 256
 
     def fitting(tile, features):
+        if tile > 1024:
+            return None
         rows = even(tile, longest, ROWS)
         buffers = tile * left.width + wide * tile * features + left.width * features
         need = 2 * buffers * itemsize + rows * (left.width * itemsize + 2 * features * 4)
@@ -119,7 +125,9 @@ def gradient_tiles(
     narrow, wide = sides if streams_x(sides, activated) else sides[::-1]
 
     def fitting(tile, features):
-        chunk = max(size for size in _divisors(features) if size <= 640)
+        chunk = _chunk(features)
+        if tile * chunk * itemsize > LARGEST_DOT:
+            return None
         inputs = 2 * tile * (narrow.width + (3 if activated else 1) * features) * itemsize
         # Sums, two incoming tiles of an accumulator, two outgoing tiles.
         sums = narrow.width * features * 4 * 5
@@ -128,6 +136,13 @@ def gradient_tiles(
         return GroupedGradientTiles(tile, features, chunk) if fits else None
 
     return _first_fitting(max(tokens, LANES), wide, LANES, fitting)
+
+
+def _chunk(features):
+    """Return the features of dW's dot: some 512 that fill the matrix unit's columns, else all."""
+    sizes = list(_divisors(features))
+    full = [size for size in sizes if size <= 640 and size % device().mxu_column_size == 0]
+    return full[0] if full else max(size for size in sizes if size <= 2048)
 
 
 def streams_x(sides: tuple[Columns, Columns], activated: bool) -> bool:
@@ -142,11 +157,15 @@ def even(count: int, most: int, multiple: int) -> int:
 
 
 def _first_fitting(tokens: int, columns: Columns, multiple: int, fitting: Callable) -> Any:
-    """Return the tiles of the widest features that fit, and then the most tokens."""
+    """Return the tiles of the widest features that fit, and then the most tokens.
+
+    All cores should get equally many feature tiles.
+    """
+    legal = [features for features in _divisors(columns.width) if columns.divides(features)]
+    tiles_of = lambda features: columns.groups * (columns.width // features)  # noqa: E731
+    shared = [features for features in legal if tiles_of(features) % device().num_cores == 0]
     for enough in (ENOUGH_TOKENS, 1):
-        for features in _divisors(columns.width):
-            if not columns.divides(features):
-                continue
+        for features in (*shared, *legal):
             for most in TOKEN_TILES:
                 if most < max(multiple, min(enough, tokens)):
                     break
