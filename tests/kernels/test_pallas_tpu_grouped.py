@@ -1,12 +1,11 @@
 """The grouped TPU kernels, interpreted, against dense products in float64."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fused_products import assert_all_close, draw, exact
+from grouped_operands import layout_of, weight_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import simulated_tpu, targeted_tpu
@@ -15,26 +14,6 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_grouped as kernels
 from sparse_dataflow.kernels.block_sparse_matmul import tuning, tuning_grouped
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped import Groups
-from sparse_dataflow.sparsity.layout import BlockLayout
-
-
-def layout_of(groups, in_blocks, out_blocks, block):
-    """Return the layout of groups."""
-    in_group = np.arange(in_blocks) // groups.in_run % groups.count
-    out_group = np.arange(out_blocks) // groups.out_run % groups.count
-    return BlockLayout.from_mask(in_group[:, None] == out_group, block)
-
-
-def weight_of(layout, values, count):
-    """Return stored blocks [nnz, block, block] as [count, K, N]."""
-    inputs, outputs = layout.in_blocks // count, layout.out_blocks // count
-    # Slots ascend by output block; the first input of an output names its group.
-    first_input = layout.rows.reshape(-1, inputs)[:, 0].repeat(inputs)
-    order = np.argsort(first_input, kind="stable")
-    blocks = values[order].reshape(count, outputs, inputs, layout.block, layout.block)
-    return blocks.transpose(0, 2, 3, 1, 4).reshape(
-        count, inputs * layout.block, outputs * layout.block
-    )
 
 
 def drawn(groups, in_blocks, out_blocks, block, tokens, dtype, seed=0):
@@ -178,9 +157,10 @@ def test_few_rows_are_computed_twice(tokens):
         assert number * (side.tokens - multiple) < tokens or tokens < multiple
 
 
-def refused(groups=Groups(2, 1, 1), shape=(256, 256), dtype=np.float32, block=128, **options):
-    x, weight = (np.ones(s.shape, dtype) for s in structs(groups, *shape, tokens=8))
-    weight = options.pop("weight", weight)
+def refused(dtype=np.float32, block=128, weight=None, **options):
+    groups = Groups(2, in_run=1, out_run=1)
+    x, stored = (np.ones(s.shape, dtype) for s in structs(groups, 256, 256, tokens=8))
+    weight = stored if weight is None else weight
     with pytest.raises(UserError) as refusal, targeted_tpu():
         kernels.grouped_matmul(x, weight, groups, block=block, **options)
     return str(refusal.value)

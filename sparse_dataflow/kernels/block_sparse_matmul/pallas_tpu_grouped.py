@@ -174,8 +174,7 @@ def default_tuning(
 ) -> GroupedTuning | None:
     """Return the tile sizes for these shapes on the target TPU; None if no tile fits VMEM."""
     sides = sides_of(weight, groups, block)
-    tokens = -(-len(x) // tuning_grouped.ROWS) * tuning_grouped.ROWS
-    return tuning_grouped.choose_tuning(tokens, sides, x.dtype.itemsize, activated)
+    return tuning_grouped.choose_tuning(padded_tokens(x), sides, x.dtype.itemsize, activated)
 
 
 def sides_of(weight: Shaped, groups: Groups, block: int) -> tuple[Columns, Columns]:
@@ -195,7 +194,7 @@ def _gradients(options, x, weight, before, dy, tables):
         options.sides[::-1],
         options.tuning.input_gradient,
         transposed=True,
-        **_limits(options),
+        **limits(options),
     )
     return dx[: len(x)], dweight, derived, dbias
 
@@ -211,29 +210,31 @@ def _product(options, x, weight, bias, residual, tables, keep):
         gelu=options.gelu,
         residual=None if residual is None else pad_rows(residual),
         with_preactivation=keep,
-        **_limits(options),
+        **limits(options),
     )
     return [result[: len(x)] for result in results]
 
 
 def _weight_gradient(options, x, dy, *, preactivation=None, accumulator=None):
     """Compute (dW,), or with `preactivation` (dW, dz, dbias)."""
-    least = tuning_grouped.LANES
     dweight, *derived = kernels.gradient(
-        pad_rows(x, least),
-        pad_rows(dy, least),
+        pad_rows(x, LANES),
+        pad_rows(dy, LANES),
         options.sides,
         options.tuning.weight_gradient,
-        preactivation=None if preactivation is None else pad_rows(preactivation, least),
+        preactivation=None if preactivation is None else pad_rows(preactivation, LANES),
         accumulator=accumulator,
-        **_limits(options),
+        **limits(options),
     )
     if derived:
         dz, dbias = derived
-        columns = options.sides[1]
-        dbias = dbias.reshape(columns.groups, -1, columns.run).swapaxes(0, 1).reshape(-1)
-        derived = [dz[: len(dy)], dbias]
+        derived = [dz[: len(dy)], from_group(dbias, options.sides[1])]
     return dweight, *derived
+
+
+def padded_tokens(x: Shaped) -> int:
+    """Return the rows that `pad_rows` pads x to."""
+    return -(-len(x) // tuning_grouped.ROWS) * tuning_grouped.ROWS
 
 
 def pad_rows(array: jax.Array, least: int = 0) -> jax.Array:
@@ -248,7 +249,13 @@ def by_group(bias: jax.Array, columns: Columns) -> jax.Array:
     return runs.swapaxes(0, 1).reshape(columns.groups, 1, columns.width)
 
 
-def _limits(options):
+def from_group(bias: jax.Array, columns: Columns) -> jax.Array:
+    """Return [groups, 1, width] as [features]; the inverse of `by_group`."""
+    return bias.reshape(columns.groups, -1, columns.run).swapaxes(0, 1).reshape(-1)
+
+
+def limits(options) -> dict:
+    """Return the keyword arguments of a kernel that limit it to a device."""
     return {
         "vmem_bytes": options.tuning.vmem_bytes,
         "cores": options.tuning.cores,

@@ -16,11 +16,12 @@ from jax.experimental.pallas import tpu as pltpu
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows import (
     Columns,
     Grid,
+    TransposedWindow,
     Window,
     current_step,
+    over_rows,
 )
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import pop_if, precision
-from sparse_dataflow.kernels.block_sparse_matmul.tuning import LANES
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_grouped import (
     GroupedGradientTiles,
     GroupedProductTiles,
@@ -99,7 +100,7 @@ def product(
         out_specs=[anywhere] * results,
         scratch_shapes=scratch,
         out_shape=[jax.ShapeDtypeStruct((len(x), right.features), x.dtype)] * results,
-        compiler_params=_parameters(vmem_bytes),
+        compiler_params=parameters(vmem_bytes),
         cost_estimate=pl.CostEstimate(
             flops=2 * len(x) * weight.size,
             bytes_accessed=(grid.tiles * x.size + wide * len(x) * right.features + weight.size)
@@ -146,12 +147,8 @@ def _product_kernel(
     y_ref, *preactivation_ref = (result.reuse(step) for result in outgoing)
     contraction = ((1,), (1 if transposed else 0,))
 
-    @pl.loop(0, pl.cdiv(grid.token_tile, rows))
-    def _(r):
-        first = r * rows
-        if grid.token_tile % rows:  # The last dot overlaps the one before.
-            first = jnp.minimum(first, grid.token_tile - rows)
-        at = pl.ds(pl.multiple_of(first, 16), rows)
+    @over_rows(grid.token_tile, rows)
+    def _(at):
         total = lax.dot_general(
             x_ref[at, :],
             weight_ref[0],
@@ -240,9 +237,8 @@ def gradient(
     dtype = x.dtype if accumulator is None else accumulator.dtype
     results = [(jax.ShapeDtypeStruct((left.groups, left.width, right.width), dtype), stored)]
     scratch = [
-        pltpu.VMEM((2, narrow.width, grid.token_tile), x.dtype),
         pltpu.VMEM((narrow.width, tiles.features), jnp.float32),
-        *Window.scratch(grid, narrow.width, x.dtype),
+        *TransposedWindow.scratch(grid, narrow.width, x.dtype),
         *Window.scratch(grid, tiles.features, x.dtype),
     ]
     if activated:
@@ -266,7 +262,7 @@ def gradient(
         scratch_shapes=scratch,
         out_shape=[shape for shape, _ in results],
         input_output_aliases={} if accumulator is None else {len(operands) - 1: 0},
-        compiler_params=_parameters(vmem_bytes),
+        compiler_params=parameters(vmem_bytes),
         cost_estimate=pl.CostEstimate(
             flops=2 * len(x) * left.features * right.width,
             bytes_accessed=(x.size + dy.size * (1 + 2 * activated)) * x.dtype.itemsize
@@ -285,15 +281,17 @@ def _gradient_kernel(
     preactivation_hbm, accumulator_ref = pop_if(activated, refs), pop_if(accumulates, refs)
     dweight_ref = refs.pop(0)
     dz_hbm, dbias_ref = pop_if(activated, refs), pop_if(activated, refs)
-    transposed_ref, sum_ref = refs.pop(0), refs.pop(0)
+    sum_ref = refs.pop(0)
     core, step = current_step(grid)
     i, token_tiles = pl.program_id(2), grid.shape[2]
 
     def window(columns, tiled, hbm):
         return Window(grid, columns, tiled, core, hbm, refs.pop(0), refs.pop(0))
 
-    hbms = (x_hbm, dy_hbm) if by_column else (dy_hbm, x_hbm)
-    narrow, wide = (window(sides[k], k == 1, hbms[k]) for k in range(2))
+    narrow_hbm, wide_hbm = (x_hbm, dy_hbm) if by_column else (dy_hbm, x_hbm)
+    narrow = window(sides[0], False, narrow_hbm)
+    narrow = TransposedWindow(narrow, refs.pop(0))
+    wide = window(sides[1], True, wide_hbm)
     incoming, outgoing = [wide], []
     if activated:
         preactivation = window(sides[1], True, preactivation_hbm)
@@ -301,53 +299,26 @@ def _gradient_kernel(
         incoming.append(preactivation)
         outgoing.append(dz)
         dz_ref = dz.reuse(step)
-    blocks = sides[0].width // LANES
-
-    def zero_repeated_rows(array, token_tile):
-        """Zero the rows that the last token tile shares with the tile before."""
-        if not grid.tokens % grid.token_tile:
-            return array
-        repeated = token_tile * grid.token_tile - grid.first_token(token_tile)
-        return jnp.where(lax.broadcasted_iota(jnp.int32, array.shape, 0) >= repeated, array, 0)
-
-    def transpose(at_step, number):
-        columns = pl.ds(pl.multiple_of(number * LANES, LANES), LANES)
-        rows = zero_repeated_rows(narrow.at(at_step)[:, columns], lax.rem(at_step, token_tiles))
-        transposed_ref[lax.rem(at_step, 2), columns, :] = rows.T
-
-    # The transposes of the next step overlap with the dots of this one.
-    @pl.when(step == 0)
-    def _():
-        narrow.fetch(step)
-        narrow.fetch(step + 1)
-        narrow.wait(step)
-        pl.loop(0, blocks)(lambda number: transpose(step, number))
-
-    @pl.when(step + 1 < grid.steps)
-    def _():
-        narrow.wait(step + 1)
-
-    narrow.fetch(step + 2)
+    narrow.advance(step)
     start(incoming, step)
     wide_ref = wide.at(step)
     chunks = wide_ref.shape[1] // chunk
 
     @pl.loop(0, chunks)
     def _(c):
-        for number in range(pl.cdiv(blocks, chunks)):
-            transpose(step + 1, jnp.minimum(c * pl.cdiv(blocks, chunks) + number, blocks - 1))
+        narrow.transpose_next(step, c, chunks)
         columns = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
         if activated:
             slope = value_and_derivative(preactivation.at(step)[:, columns].astype(jnp.float32))[1]
             derived = wide_ref[:, columns].astype(jnp.float32) * slope
             dz_ref[:, columns] = derived.astype(dz_ref.dtype)
-            dbias = jnp.sum(zero_repeated_rows(derived, i), axis=0, keepdims=True)
+            dbias = jnp.sum(grid.zero_repeated_rows(derived, i), axis=0, keepdims=True)
             dbias_ref[0, :, columns] = jnp.where(i == 0, dbias, dbias_ref[0, :, columns] + dbias)
             factor = derived.astype(dz_ref.dtype)
         else:
             factor = wide_ref[:, columns]
         total = jnp.dot(
-            transposed_ref[lax.rem(step, 2)],
+            narrow.at(step)[...],
             factor,
             precision=precision(factor.dtype),
             preferred_element_type=jnp.float32,
@@ -377,7 +348,8 @@ def unit_spec(grid: Grid, shape: tuple[int, ...], axis: int) -> pl.BlockSpec:
     return pl.BlockSpec(shape, index)
 
 
-def _parameters(vmem_bytes):
+def parameters(vmem_bytes: int) -> pltpu.CompilerParams:
+    """Return the compiler parameters of a kernel with a `Grid`."""
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "arbitrary", "arbitrary"),
         vmem_limit_bytes=vmem_bytes,

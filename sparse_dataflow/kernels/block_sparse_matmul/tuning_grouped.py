@@ -7,10 +7,6 @@ from typing import Any
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows import Columns
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import LANES, budget, device
 
-TOKEN_TILES = (2048, 1024, 512, 256, 128, 64, 32, 16)
-"""Most tokens of a tile.  A step of a product takes 80 to 260 bundles besides its dots; a step of
-dW adds to all sums."""
-
 ENOUGH_TOKENS = 256
 """Tokens of a tile below which narrower feature tiles, which read x again, are better."""
 
@@ -108,7 +104,7 @@ def product_tiles(
     longest = 512 if device().mxu_column_size > LANES and itemsize == 2 else 256
 
     def fitting(tile, features):
-        if tile > 1024:
+        if tile > 1024:  # Longer steps save little; those of dW add to all sums.
             return None
         rows = even(tile, longest, ROWS)
         buffers = tile * left.width + wide * tile * features + left.width * features
@@ -140,7 +136,7 @@ def gradient_tiles(
 
 def _chunk(features):
     """Return the features of dW's dot: some 512 that fill the matrix unit's columns, else all."""
-    sizes = list(_divisors(features))
+    sizes = list(divisors(features))
     full = [size for size in sizes if size <= 640 and size % device().mxu_column_size == 0]
     return full[0] if full else max(size for size in sizes if size <= 2048)
 
@@ -161,23 +157,33 @@ def _first_fitting(tokens: int, columns: Columns, multiple: int, fitting: Callab
 
     All cores should get equally many feature tiles.
     """
-    legal = [features for features in _divisors(columns.width) if columns.divides(features)]
+    legal = [features for features in divisors(columns.width) if columns.divides(features)]
     tiles_of = lambda features: columns.groups * (columns.width // features)  # noqa: E731
     shared = [features for features in legal if tiles_of(features) % device().num_cores == 0]
     for enough in (ENOUGH_TOKENS, 1):
         for features in (*shared, *legal):
-            for most in TOKEN_TILES:
-                if most < max(multiple, min(enough, tokens)):
-                    break
-                tile = even(tokens, most, multiple)
-                if tile > tokens:  # Two tiles that overlap.
-                    tile = even(tokens, -(-tokens // 2), multiple)
+            for tile in token_tiles(tokens, 2048, multiple, enough):
                 if tiles := fitting(tile, features):
                     return tiles
     return None
 
 
-def _divisors(features: int) -> Iterator[int]:
+def token_tiles(tokens: int, most: int, multiple: int, least: int = 1) -> Iterator[int]:
+    """Yield tiles that share the tokens evenly, from `most` down by halves.
+
+    Args:
+      tokens: rows to share, at least `multiple`.
+      most: most rows of a tile.
+      multiple: a tile is a multiple of this, and at most `tokens`; the last tile may overlap.
+      least: fewest rows of a tile, unless there are fewer tokens.
+    """
+    while most >= max(multiple, min(least, tokens)):
+        tile = even(tokens, most, multiple)
+        yield tile if tile <= tokens else even(tokens, -(-tokens // 2), multiple)
+        most //= 2
+
+
+def divisors(features: int) -> Iterator[int]:
     """Yield the multiples of LANES that divide a width, descending."""
     lanes = features // LANES
     return (n * LANES for n in range(lanes, 0, -1) if lanes % n == 0)
