@@ -1,0 +1,271 @@
+"""The product of a weight of equal groups on TPUs: all three products, with fused epilogues.
+
+Each group is one dense product, so the kernels need no index tables and copy no weight: they reach
+the matrix unit's rate where a group's sides are multiples of its width.  Activations are padded,
+which copies them, only if the tokens are not a multiple of 16 (for dW also if fewer than 128).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.kernels.block_sparse_matmul import fused, tuning_grouped
+from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_grouped_kernels as kernels
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows import Columns
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import pad_to
+from sparse_dataflow.kernels.block_sparse_matmul.tuning import LANES
+from sparse_dataflow.kernels.block_sparse_matmul.tuning_grouped import GroupedTuning
+from sparse_dataflow.kernels.dispatch import Shaped
+
+DTYPES = ("bfloat16", "float32")
+"""Legal dtypes of x and weight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Equal groups of a layout: a group stores every block of its inputs times its outputs.
+
+    Attributes:
+      count: number of groups.
+      in_run: consecutive input blocks of a group; input block i is in group
+        (i // in_run) % count.
+      out_run: consecutive output blocks of a group.
+    """
+
+    count: int
+    in_run: int
+    out_run: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(fused.Options):
+    """Static options of the op.
+
+    Attributes:
+      sides: columns of x and of y.
+      interpret: as in `pl.pallas_call`.
+    """
+
+    sides: tuple[Columns, Columns]
+    interpret: object
+
+
+def grouped_matmul(
+    x: jax.Array,
+    weight: jax.Array,
+    groups: Groups,
+    *,
+    block: int,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    tuning: GroupedTuning | None = None,
+    interpret=False,
+) -> jax.Array:
+    """Compute activation(x W + bias) + residual; differentiable in x, weight, bias, residual.
+
+    Args:
+      x: bfloat16 or float32 [tokens, in_features].
+      weight: [count, in_features / count, out_features / count] in x's dtype; a group's rows and
+        columns ascend.
+      groups: which blocks of x and y each group has.
+      block: features of a block.
+      bias: [out_features], any float dtype.
+      activation: None or "gelu" (tanh form, `kernels.gelu`).
+      residual: [tokens, out_features] in x's dtype.
+      tuning: tile sizes; None for `default_tuning`.
+      interpret: as in `pl.pallas_call`; `pltpu.InterpretParams()` runs on a CPU.
+
+    Returns:
+      [tokens, out_features] in x's dtype; sums, bias, activation and residual in float32.
+
+    Raises:
+      UserError: if `refusal` gives a reason, shapes disagree, or the activation is unknown.
+    """
+    if reason := refusal(x, weight, groups, block=block, activated=activation is not None):
+        raise UserError(f"grouped_matmul on TPU: {reason}")
+    if activation not in (None, "gelu"):
+        raise UserError(f"activation {activation!r} is unknown; legal: gelu, or None.")
+    sides = sides_of(weight, groups, block)
+    out_features = sides[1].features
+    _check_shape("bias", bias, (out_features,))
+    _check_shape("residual", residual, (len(x), out_features))
+    if len(x) == 0:
+        empty = jnp.zeros((0, out_features), x.dtype)
+        return empty if residual is None else empty + residual
+    activated = activation is not None
+    tuning = tuning or default_tuning(x, weight, groups, block=block, activated=activated)
+    return fused_product(Options(activated, tuning, sides, interpret), x, weight, bias, residual)
+
+
+def weight_gradient(
+    x: jax.Array,
+    dy: jax.Array,
+    groups: Groups,
+    *,
+    block: int,
+    accumulator: jax.Array,
+    tuning: GroupedTuning | None = None,
+    interpret=False,
+) -> jax.Array:
+    """Compute accumulator + xᵀ dy of each group, in place if the accumulator is donated.
+
+    Args:
+      x: bfloat16 or float32 [tokens, in_features].
+      dy: [tokens, out_features] in x's dtype.
+      groups: which blocks of x and dy each group has.
+      block: features of a block.
+      accumulator: float32 [count, in_features / count, out_features / count].
+      tuning: tile sizes; None for `default_tuning`.
+      interpret: as in `pl.pallas_call`.
+
+    Raises:
+      UserError: if `refusal` gives a reason, shapes disagree, or the accumulator is not float32.
+    """
+    weight = jax.ShapeDtypeStruct(accumulator.shape, x.dtype)
+    if reason := refusal(x, weight, groups, block=block):
+        raise UserError(f"weight_gradient on TPU: {reason}")
+    if accumulator.dtype != jnp.float32:
+        raise UserError(f"The accumulator is {accumulator.dtype}; legal: float32.")
+    sides = sides_of(weight, groups, block)
+    _check_shape("dy", dy, (len(x), sides[1].features))
+    if dy.dtype != x.dtype:
+        raise UserError(f"dy is {dy.dtype}; legal: {x.dtype}, the dtype of x.")
+    if len(x) == 0:
+        return accumulator
+    tuning = tuning or default_tuning(x, weight, groups, block=block)
+    options = Options(False, tuning, sides, interpret)
+    return _weight_gradient(options, x, dy, accumulator=accumulator)[0]
+
+
+def _check_shape(name, array, legal):
+    if array is not None and array.shape != legal:
+        raise UserError(f"{name} has shape {array.shape}; legal: {legal}.")
+
+
+def refusal(
+    x: Shaped, weight: Shaped, groups: Groups, *, block: int, activated: bool = False
+) -> str:
+    """Return why the target TPU cannot run these operands; empty if it can."""
+    if x.ndim != 2 or weight.ndim != 3:
+        legal = "[tokens, in_features] and [groups, inputs of a group, outputs of a group]"
+        return f"x has shape {x.shape} and weight has {weight.shape}; legal: {legal}."
+    if x.dtype != weight.dtype or x.dtype not in DTYPES:
+        return f"x is {x.dtype} and weight is {weight.dtype}; legal: one of {', '.join(DTYPES)}."
+    sides = sides_of(weight, groups, block)
+    if len(weight) != groups.count or x.shape[1] != sides[0].features:
+        legal = f"[tokens, {groups.count * weight.shape[1]}] and {groups.count} groups"
+        return f"x has shape {x.shape} and weight has {weight.shape}; legal: {legal}."
+    for side, columns in zip(("in", "out"), sides):
+        if columns.run % LANES or columns.width % columns.run:
+            return (
+                f"a group has {columns.width} {side}put features in runs of {columns.run}; "
+                f"legal: whole runs of a multiple of {LANES}."
+            )
+    if len(x) and default_tuning(x, weight, groups, block=block, activated=activated) is None:
+        return f"no tile of a group {weight.shape[1:]} fits VMEM; legal: more groups."
+    return ""
+
+
+def default_tuning(
+    x: Shaped, weight: Shaped, groups: Groups, *, block: int, activated: bool = False
+) -> GroupedTuning | None:
+    """Return the tile sizes for these shapes on the target TPU; None if no tile fits VMEM."""
+    sides = sides_of(weight, groups, block)
+    return tuning_grouped.choose_tuning(padded_tokens(x), sides, x.dtype.itemsize, activated)
+
+
+def sides_of(weight: Shaped, groups: Groups, block: int) -> tuple[Columns, Columns]:
+    """Return the columns of x and of y that each group of a weight [count, K, N] has."""
+    return (
+        Columns(groups.count, groups.in_run * block, weight.shape[1]),
+        Columns(groups.count, groups.out_run * block, weight.shape[2]),
+    )
+
+
+def _gradients(options, x, weight, before, dy, tables):
+    dweight, *derived = _weight_gradient(options, x, dy, preactivation=before)
+    derived, dbias = derived or (dy, None)
+    (dx,) = kernels.product(
+        pad_rows(derived),
+        weight,
+        options.sides[::-1],
+        options.tuning.input_gradient,
+        transposed=True,
+        **limits(options),
+    )
+    return dx[: len(x)], dweight, derived, dbias
+
+
+def _product(options, x, weight, bias, residual, tables, keep):
+    results = kernels.product(
+        pad_rows(x),
+        weight,
+        options.sides,
+        options.tuning.forward,
+        transposed=False,
+        bias=None if bias is None else by_group(bias, options.sides[1]),
+        gelu=options.gelu,
+        residual=None if residual is None else pad_rows(residual),
+        with_preactivation=keep,
+        **limits(options),
+    )
+    return [result[: len(x)] for result in results]
+
+
+def _weight_gradient(options, x, dy, *, preactivation=None, accumulator=None):
+    """Compute (dW,), or with `preactivation` (dW, dz, dbias)."""
+    dweight, *derived = kernels.gradient(
+        pad_rows(x, LANES),
+        pad_rows(dy, LANES),
+        options.sides,
+        options.tuning.weight_gradient,
+        preactivation=None if preactivation is None else pad_rows(preactivation, LANES),
+        accumulator=accumulator,
+        **limits(options),
+    )
+    if derived:
+        dz, dbias = derived
+        derived = [dz[: len(dy)], from_group(dbias, options.sides[1])]
+    return dweight, *derived
+
+
+def padded_tokens(x: Shaped) -> int:
+    """Return the rows that `pad_rows` pads x to."""
+    return -(-len(x) // tuning_grouped.ROWS) * tuning_grouped.ROWS
+
+
+def pad_rows(array: jax.Array, least: int = 0) -> jax.Array:
+    """Pad [tokens, features] with zero rows to a multiple of ROWS, and to at least `least`."""
+    rows = least if len(array) < least else tuning_grouped.ROWS
+    return pad_to(array, array.shape[1], rows)
+
+
+def by_group(bias: jax.Array, columns: Columns) -> jax.Array:
+    """Return the bias of each group, float32 [groups, 1, width]."""
+    runs = bias.astype(jnp.float32).reshape(-1, columns.groups, columns.run)
+    return runs.swapaxes(0, 1).reshape(columns.groups, 1, columns.width)
+
+
+def from_group(bias: jax.Array, columns: Columns) -> jax.Array:
+    """Return [groups, 1, width] as [features]; the inverse of `by_group`."""
+    return bias.reshape(columns.groups, -1, columns.run).swapaxes(0, 1).reshape(-1)
+
+
+def limits(options) -> dict:
+    """Return the keyword arguments of a kernel that limit it to a device."""
+    return {
+        "vmem_bytes": options.tuning.vmem_bytes,
+        "cores": options.tuning.cores,
+        "interpret": options.interpret,
+    }
+
+
+_differentiable = fused.differentiable(_product, _gradients)
+
+
+def fused_product(options, x, weight, bias, residual):
+    """Compute `grouped_matmul` without its checks."""
+    return _differentiable(options, x, weight, bias, residual, ())

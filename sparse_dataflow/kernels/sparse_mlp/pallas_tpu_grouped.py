@@ -1,0 +1,156 @@
+"""The sparse MLP of aligned groups on a TPU: the hidden layer stays in VMEM.
+
+Groups are aligned if group g of W_out reads exactly the hidden features that group g of W_in
+writes.  Then the MLP is a batch of dense MLPs.  A gradient's forward pass also writes the
+pre-activation, as two products would; a forward pass alone writes nothing but y.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_grouped as products
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped import Groups
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows import Columns
+from sparse_dataflow.kernels.block_sparse_matmul.tuning import LANES
+from sparse_dataflow.kernels.dispatch import Shaped
+from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_grouped_kernels as kernels
+from sparse_dataflow.kernels.sparse_mlp import tuning_grouped
+from sparse_dataflow.kernels.sparse_mlp.tuning_grouped import GroupedMlpTuning
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """Static options of the op: tiles, columns of x, hidden features and y."""
+
+    tuning: GroupedMlpTuning
+    columns: tuple[Columns, Columns, Columns]
+    interpret: object
+
+
+def sparse_mlp(
+    x: jax.Array,
+    weight_in: jax.Array,
+    bias_in: jax.Array,
+    weight_out: jax.Array,
+    groups_in: Groups,
+    groups_out: Groups,
+    *,
+    block: int,
+    tuning: GroupedMlpTuning | None = None,
+    interpret=False,
+) -> jax.Array:
+    """Compute gelu(x W_in + bias_in) W_out; differentiable in the first four arguments.
+
+    Args:
+      x: bfloat16 or float32 [tokens, in_features].
+      weight_in: [count, inputs, hidden] of each group, in x's dtype.
+      bias_in: [hidden_features], any float dtype.
+      weight_out: [count, hidden, outputs] of each group, in x's dtype.
+      groups_in: groups of W_in.
+      groups_out: groups of W_out.
+      block: features of a block.
+      tuning: tile sizes; None for `default_tuning`.
+      interpret: as in `pl.pallas_call`.
+
+    Returns:
+      [tokens, out_features] in x's dtype; sums, bias and activation in float32.
+
+    Raises:
+      UserError: if `refusal` gives a reason, or the bias has another shape.
+    """
+    if reason := refusal(x, weight_in, weight_out, groups_in, groups_out, block=block):
+        raise UserError(f"sparse_mlp on TPU: {reason}")
+    left, hidden = products.sides_of(weight_in, groups_in, block)
+    right = products.sides_of(weight_out, groups_out, block)[1]
+    if bias_in.shape != (hidden.features,):
+        raise UserError(f"bias_in has shape {bias_in.shape}; legal: ({hidden.features},).")
+    if len(x) == 0:
+        return jnp.zeros((0, right.features), x.dtype)
+    tuning = tuning or default_tuning(x, weight_in, weight_out)
+    options = _Options(tuning, (left, hidden, right), interpret)
+    return _mlp(options, x, weight_in, bias_in, weight_out)
+
+
+def refusal(
+    x: Shaped,
+    weight_in: Shaped,
+    weight_out: Shaped,
+    groups_in: Groups,
+    groups_out: Groups,
+    *,
+    block: int,
+) -> str:
+    """Return why the target TPU cannot run these operands; empty if it can."""
+    aligned = (groups_in.count, groups_in.out_run) == (groups_out.count, groups_out.in_run)
+    if not aligned or weight_in.shape[2] != weight_out.shape[1]:
+        return (
+            f"the outputs of {groups_in} are not the inputs of {groups_out}; "
+            "legal: as many groups, with the same hidden blocks."
+        )
+    hidden = jax.ShapeDtypeStruct((len(x), len(weight_out) * weight_out.shape[1]), x.dtype)
+    for reason in (
+        products.refusal(x, weight_in, groups_in, block=block),
+        products.refusal(hidden, weight_out, groups_out, block=block),
+    ):
+        if reason:
+            return reason
+    if len(x) and default_tuning(x, weight_in, weight_out) is None:
+        return (
+            f"the weights {weight_in.shape[1:]} and {weight_out.shape[1:]} of a group do not fit "
+            "VMEM; legal: more groups."
+        )
+    return ""
+
+
+def default_tuning(x: Shaped, weight_in: Shaped, weight_out: Shaped) -> GroupedMlpTuning | None:
+    """Return the tile sizes for these shapes on the target TPU; None if no tile fits VMEM."""
+    group = tuning_grouped.MlpGroup(*weight_in.shape[1:], weight_out.shape[2])
+    return tuning_grouped.choose_tuning(products.padded_tokens(x), group, x.dtype.itemsize)
+
+
+def _product(options, x, weight_in, bias_in, weight_out, *, with_preactivation):
+    left, hidden, right = options.columns
+    return kernels.forward(
+        products.pad_rows(x, LANES if with_preactivation else 0),
+        weight_in,
+        products.by_group(bias_in, hidden),
+        weight_out,
+        (left, right),
+        options.tuning.forward,
+        with_preactivation=with_preactivation,
+        **products.limits(options),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp(options, *operands):
+    return _product(options, *operands, with_preactivation=False)[0][: len(operands[0])]
+
+
+def _forward(options, *operands):
+    y, preactivation = _product(options, *operands, with_preactivation=True)
+    return y[: len(operands[0])], (operands, preactivation)
+
+
+def _backward(options, saved, dy):
+    (x, weight_in, bias_in, weight_out), preactivation = saved
+    left, hidden, right = options.columns
+    dx, dweight_in, dbias, dweight_out = kernels.backward(
+        products.pad_rows(x, LANES),
+        products.pad_rows(dy, LANES),
+        preactivation,
+        weight_in,
+        weight_out,
+        (left, right),
+        options.tuning.backward,
+        **products.limits(options),
+    )
+    dbias = products.from_group(dbias, hidden).astype(bias_in.dtype)
+    return dx[: len(x)], dweight_in, dbias, dweight_out
+
+
+_mlp.defvjp(_forward, _backward)

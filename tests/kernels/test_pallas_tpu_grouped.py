@@ -1,0 +1,195 @@
+"""The grouped TPU kernels, interpreted, against dense products in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fused_products import assert_all_close, draw, exact
+from grouped_operands import layout_of, weight_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated import simulated_tpu, targeted_tpu
+
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_grouped as kernels
+from sparse_dataflow.kernels.block_sparse_matmul import tuning, tuning_grouped
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped import Groups
+
+
+def drawn(groups, in_blocks, out_blocks, block, tokens, dtype, seed=0):
+    """Return operands (x, weight, dy, bias, residual) and exact (y, dx, dW, dbias)."""
+    layout = layout_of(groups, in_blocks, out_blocks, block)
+    x, values, *others = draw(layout, tokens, jnp.dtype(dtype), seed)
+    y, dx, dvalues, dbias = exact(layout, x, values, *others)
+    stored, dstored = (weight_of(layout, array, groups.count) for array in (values, dvalues))
+    return (x, stored, *others), (y, dx, dstored, dbias)
+
+
+def fused(operands, groups, **options):
+    """Return (y, dx, dW, dbias, dresidual) of the kernels."""
+    x, weight, dy, bias, residual = operands
+
+    def product(x, weight, bias, residual):
+        return kernels.grouped_matmul(
+            x, weight, groups, bias=bias, activation="gelu", residual=residual, **options
+        )
+
+    y, pullback = jax.vjp(product, x, weight, bias, residual)
+    return y, *pullback(dy)
+
+
+@st.composite
+def shapes(draw):
+    """Draw (groups, in_blocks, out_blocks, block) with runs of one block, some, and all."""
+    block = draw(st.sampled_from([64, 128]))
+    count, lanes = draw(st.integers(1, 3)), 128 // block
+
+    def side():
+        run = draw(st.integers(1, 2)) * lanes
+        return run, run * draw(st.integers(1, 3)) * count
+
+    (in_run, in_blocks), (out_run, out_blocks) = side(), side()
+    return Groups(count, in_run, out_run), in_blocks, out_blocks, block
+
+
+@settings(max_examples=5)
+@given(shape=shapes(), tokens=st.integers(1, 300), dtype=st.sampled_from(["bfloat16", "float32"]))
+def test_any_equal_groups_agree_with_the_dense_product(shape, tokens, dtype):
+    operands, expected = drawn(*shape, tokens, dtype)
+    with simulated_tpu():
+        actual = jax.jit(lambda *o: fused(o, shape[0], block=shape[-1]))(*operands)
+    assert_all_close(actual, expected, jnp.dtype(dtype))
+    np.testing.assert_array_equal(actual[4], operands[2])
+
+
+SMALL_TILES = tuning_grouped.GroupedTuning(
+    forward=tuning_grouped.GroupedProductTiles(tokens=64, features=128, rows=48),
+    input_gradient=tuning_grouped.GroupedProductTiles(tokens=32, features=128, rows=16),
+    weight_gradient=tuning_grouped.GroupedGradientTiles(tokens=128, features=128, chunk=128),
+    vmem_bytes=16 << 20,
+    cores=2,
+)
+
+
+def test_many_small_tiles_over_two_cores():
+    """Feature tiles that cut runs, and tokens that are no multiple of a tile."""
+    groups = Groups(3, in_run=2, out_run=2)
+    operands, expected = drawn(groups, 6, 12, 128, 200, "float32")
+    with simulated_tpu("TPU v5", 2):
+        actual = jax.jit(lambda *o: fused(o, groups, block=128, tuning=SMALL_TILES))(*operands)
+    assert_all_close(actual, expected, np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("sides", [(2, 4), (4, 2)], ids=["widens", "narrows"])
+def test_weight_gradients_add_into_a_float32_accumulator(sides, dtype):
+    groups = Groups(2, in_run=1, out_run=sides[1] // 2)
+    (x, weight, dy, *_), _ = drawn(groups, *sides, 128, 130, dtype)
+    layout = layout_of(groups, *sides, 128)
+    dense = np.asarray(x, np.float64).T @ np.asarray(dy, np.float64)
+    accumulator = weight.astype(np.float32)
+    with simulated_tpu():
+        total = jax.jit(
+            lambda x, dy, a: kernels.weight_gradient(x, dy, groups, block=128, accumulator=a)
+        )(x, dy, accumulator)
+    assert total.dtype == jnp.float32
+    right = accumulator + weight_of(layout, layout.from_dense(dense), 2)
+    assert_all_close([total], [right], np.float32)
+
+
+def test_an_epilogue_may_be_absent():
+    groups = Groups(2, in_run=1, out_run=2)
+    (x, weight, dy, bias, residual), _ = drawn(groups, 2, 4, 128, 16, "float32")
+    dense = layout_of(groups, 2, 4, 128)
+    dense = np.asarray(x, np.float64) @ np.kron(dense.slots >= 0, np.ones((128, 128)))
+    ones = np.ones_like(weight)
+    for extra in ({}, {"bias": bias}, {"residual": residual}):
+        with simulated_tpu():
+            y, pullback = jax.vjp(
+                lambda x, extra: kernels.grouped_matmul(x, ones, groups, block=128, **extra),
+                x,
+                extra,
+            )
+            gradients = pullback(dy)[1]
+        assert_all_close([y], [dense + sum(extra.values())], np.float32)
+        if "bias" in extra:
+            assert_all_close([gradients["bias"]], [dy.sum(0)], np.float32)
+
+
+CHIPS = [("TPU v4", 2), ("TPU v5 lite", 1), ("TPU v5", 2), ("TPU v6 lite", 1)]
+PROJECTIONS = [(5120, 15360), (5120, 5120), (5120, 20480), (20480, 5120)]
+
+
+def structs(groups, in_features, out_features, tokens=2048, dtype=jnp.bfloat16):
+    count = groups.count
+    shapes = (tokens, in_features), (count, in_features // count, out_features // count)
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip[0])
+def test_default_tiles_of_13b_read_each_operand_once_where_vmem_is_large(chip):
+    for projection in PROJECTIONS:
+        activated = projection[1] > projection[0]
+        for count in (4, 5, 8, 20):
+            groups = Groups(count, in_run=1, out_run=projection[1] // 128 // count)
+            operands = structs(groups, *projection)
+            options = {"block": 128, "activated": activated}
+            with targeted_tpu(*chip):
+                assert kernels.refusal(*operands, groups, **options) == ""
+                tiles = kernels.default_tuning(*operands, groups, **options)
+                assert tiles.vmem_bytes == tuning.device().vmem_capacity_bytes
+            assert min(tiles.forward.tokens, tiles.input_gradient.tokens) >= 256
+            if count % 2 == 0 and count >= 8 and chip[0] != "TPU v4":
+                _, inputs, outputs = operands[1].shape
+                assert tiles.forward.features == outputs
+                assert tiles.input_gradient.features == inputs
+                assert tiles.weight_gradient.features == max(inputs, outputs)
+
+
+@given(tokens=st.integers(1, 9000))
+def test_few_rows_are_computed_twice(tokens):
+    groups = Groups(8, in_run=1, out_run=5)
+    with targeted_tpu():
+        tiles = kernels.default_tuning(*structs(groups, 5120, 5120, tokens), groups, block=128)
+    for side, multiple in ((tiles.forward, 16), (tiles.weight_gradient, 128)):
+        assert side.tokens % multiple == 0
+        number = -(-tokens // side.tokens)
+        assert number * (side.tokens - multiple) < tokens or tokens < multiple
+
+
+def refused(dtype=np.float32, block=128, weight=None, **options):
+    groups = Groups(2, in_run=1, out_run=1)
+    x, stored = (np.ones(s.shape, dtype) for s in structs(groups, 256, 256, tokens=8))
+    weight = stored if weight is None else weight
+    with pytest.raises(UserError) as refusal, targeted_tpu():
+        kernels.grouped_matmul(x, weight, groups, block=block, **options)
+    return str(refusal.value)
+
+
+def test_illegal_operands_are_refused():
+    assert "in runs of 64; legal: whole runs of a multiple of 128" in refused(block=64)
+    assert "legal: one of bfloat16, float32" in refused(dtype=np.float16)
+    assert "legal: gelu" in refused(activation="relu")
+    assert "bias has shape (3,); legal: (256,)" in refused(bias=np.ones(3))
+    assert "residual has shape (8, 1); legal: (8, 256)" in refused(residual=np.ones((8, 1)))
+    assert "legal: [tokens, 256] and 2 groups" in refused(weight=np.ones((1, 128, 256), "f4"))
+
+
+def test_a_group_too_wide_for_vmem_is_refused():
+    groups = Groups(1, 1, 1)
+    with targeted_tpu():
+        assert "legal: more groups" in kernels.refusal(
+            *structs(groups, 2**20, 2**20), groups, block=128
+        )
+
+
+def test_zero_tokens_have_zero_gradients():
+    groups = Groups(2, 1, 1)
+    x, weight = np.ones((0, 256), "f4"), np.ones((2, 128, 128), "f4")
+    with targeted_tpu():
+        y, pullback = jax.vjp(
+            lambda x, w: kernels.grouped_matmul(x, w, groups, block=128), x, weight
+        )
+        dx, dweight = pullback(np.ones((0, 256), "f4"))
+    assert y.shape == dx.shape == (0, 256)
+    np.testing.assert_array_equal(dweight, np.zeros_like(weight))

@@ -1,0 +1,110 @@
+"""The grouped TPU kernels compile ahead of time for TPUs at GPT-13B's shapes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from described_tpus import TOPOLOGIES, compiled, described, nightly
+
+from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_grouped as kernels
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped import Groups
+
+pytest.importorskip(
+    "libtpu", reason="compiling for a TPU needs libtpu: pip install 'sparse_dataflow[aot]'"
+)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
+
+PROJECTIONS = {"qkv": (5120, 15360), "out": (5120, 5120), "in": (5120, 20480), "mlp": (20480, 5120)}
+BLOCK = 128
+MIB = 2**20
+
+
+@pytest.fixture(params=list(TOPOLOGIES))
+def device(request):
+    return described(request.param)[0]
+
+
+def monarch(in_features, out_features, count):
+    """Return the groups of the pattern `monarch`."""
+    inputs = in_features // BLOCK // count if in_features < out_features else 1
+    return Groups(count, inputs, out_features // BLOCK // count)
+
+
+def operands(projection, count, dtype=jnp.bfloat16, tokens=2048):
+    """Return the groups, and the shapes of (x, weight, dy, bias)."""
+    inputs, outputs = PROJECTIONS[projection]
+    shapes = (tokens, inputs), (count, inputs // count, outputs // count), (tokens, outputs)
+    bias = jax.ShapeDtypeStruct((outputs,), jnp.float32)
+    arrays = [*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), bias]
+    return monarch(inputs, outputs, count), arrays
+
+
+def products(groups, x, weight, dy):
+    """Return (y, dx, dW): three kernels."""
+    y, pullback = jax.vjp(lambda x, w: kernels.grouped_matmul(x, w, groups, block=BLOCK), x, weight)
+    return y, *pullback(dy)
+
+
+def fused(groups, x, weight, dy, bias):
+    """Return (y, dx, dW, dbias) of gelu(x W + bias) + residual."""
+    y, pullback = jax.vjp(
+        lambda x, w, b, r: kernels.grouped_matmul(
+            x, w, groups, block=BLOCK, bias=b, activation="gelu", residual=r
+        ),
+        x,
+        weight,
+        bias,
+        dy,
+    )
+    return y, *pullback(dy)
+
+
+def kernels_in(program):
+    return program.as_text().count('custom_call_target="tpu_custom_call"')
+
+
+def temporary_bytes(program):
+    return program.memory_analysis().temp_size_in_bytes
+
+
+EVERY_SHAPE = [(projection, count) for projection in PROJECTIONS for count in (4, 8)]
+EVERY_DAY = [("out", 8), ("mlp", 8)]
+
+
+@pytest.mark.parametrize(
+    ("projection", "count"),
+    [*EVERY_DAY, *(nightly(*shape) for shape in EVERY_SHAPE if shape not in EVERY_DAY)],
+)
+def test_three_products_compile_without_a_temporary(device, projection, count):
+    groups, arrays = operands(projection, count)
+    program = compiled(lambda *o: products(groups, *o), arrays[:3], device)
+    assert kernels_in(program) == 3
+    assert temporary_bytes(program) <= MIB
+
+
+@pytest.mark.parametrize("count", [8, nightly(4)])
+def test_the_fused_product_saves_only_two_activations(device, count):
+    groups, arrays = operands("in", count)
+    program = compiled(lambda *o: fused(groups, *o), arrays, device)
+    assert kernels_in(program) == 3
+    assert temporary_bytes(program) <= 2 * 2048 * 20480 * 2 + MIB
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens"), [("float32", 2048), ("bfloat16", 1999), nightly("float32", 5)]
+)
+def test_other_dtypes_and_token_counts_compile(device, dtype, tokens):
+    groups, arrays = operands("out", 8, jnp.dtype(dtype), tokens)
+    compiled(lambda *o: fused(groups, *o), arrays, device)
+
+
+@pytest.mark.parametrize("projection", ["mlp", nightly("in")])
+def test_accumulation_takes_the_accumulators_buffer(device, projection):
+    groups, (x, weight, dy, _) = operands(projection, 8)
+    accumulator = jax.ShapeDtypeStruct(weight.shape, jnp.float32)
+
+    def add(x, dy, accumulator):
+        return kernels.weight_gradient(x, dy, groups, block=BLOCK, accumulator=accumulator)
+
+    program = compiled(add, [x, dy, accumulator], device, donated=2)
+    assert kernels_in(program) == 1
+    assert temporary_bytes(program) <= MIB

@@ -1,0 +1,103 @@
+"""The grouped sparse MLP's TPU kernels, interpreted, against the dense MLP in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grouped_operands import layout_of, weight_of
+from mlp_operands import assert_close, draw_operands, exact
+from simulated import simulated_tpu, targeted_tpu
+
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped import Groups
+from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_grouped as kernels
+from sparse_dataflow.kernels.sparse_mlp import tuning_grouped
+
+IN, OUT = Groups(2, in_run=1, out_run=2), Groups(2, in_run=2, out_run=1)
+"""Inputs and outputs at a stride, runs of two hidden blocks."""
+
+SMALL_TILES = tuning_grouped.GroupedMlpTuning(
+    forward=tuning_grouped.MlpForwardTiles(tokens=64, rows=48),
+    backward=tuning_grouped.MlpBackwardTiles(tokens=128, chunk=256),
+    vmem_bytes=16 << 20,
+    cores=2,
+)
+
+
+def gradients(operands, dy, **options):
+    """Return (y, gradients in the four operands) of the kernels."""
+    y, pull = jax.vjp(lambda *o: kernels.sparse_mlp(*o, IN, OUT, block=128, **options), *operands)
+    return y, *pull(dy)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "chip", "tuning"),
+    [
+        (37, "float32", ("TPU v5 lite", 1), None),
+        (144, "bfloat16", ("TPU v6 lite", 1), None),
+        (200, "float32", ("TPU v5", 2), SMALL_TILES),
+    ],
+    ids=["one tile", "overlapping tiles", "small tiles over two cores"],
+)
+def test_aligned_groups_agree_with_the_dense_mlp(tokens, dtype, chip, tuning):
+    layouts = layout_of(IN, 4, 8, 128), layout_of(OUT, 8, 4, 128)
+    (x, values_in, bias, values_out), dy = draw_operands(layouts, (tokens,), dtype)
+    expected = list(exact((x, values_in, bias, values_out), dy, layouts))
+    weights = [weight_of(*pair, 2) for pair in zip(layouts, (values_in, values_out))]
+    for place, layout in ((2, layouts[0]), (4, layouts[1])):
+        expected[place] = weight_of(layout, expected[place], 2)
+    with simulated_tpu(*chip):
+        actual = jax.jit(lambda o, dy: gradients(o, dy, tuning=tuning))(
+            (x, weights[0], bias, weights[1]), dy
+        )
+    assert_close(actual, expected, dtype)
+
+
+def structs(count, tokens=2048):
+    shapes = (tokens, 5120), (count, 5120 // count, 20480 // count), (20480,)
+    x, first, bias = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    return x, first, bias, jax.ShapeDtypeStruct((count, *first.shape[:0:-1]), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("chip", [("TPU v5 lite", 1), ("TPU v5", 2), ("TPU v6 lite", 1)])
+def test_13b_is_fused_where_vmem_is_large(chip):
+    x, first, _, second = structs(8)
+    with targeted_tpu(*chip):
+        tiles = kernels.default_tuning(x, first, second)
+    assert tiles.forward.tokens >= 512 and tiles.backward.tokens >= 256
+
+
+def test_the_forward_pass_never_writes_the_hidden_layer(array_sizes):
+    operands = structs(8, tokens=64)
+    hidden = 64 * 20480
+    groups = Groups(8, 1, 20), Groups(8, 20, 5)
+    run = lambda *o: kernels.sparse_mlp(*o, *groups, block=128)  # noqa: E731
+    with targeted_tpu():
+        assert hidden not in array_sizes(run, *operands)
+
+
+def test_zero_tokens_have_zero_gradients():
+    shapes = (0, 256), (2, 128, 256), (512,), (2, 256, 128)
+    operands = [jnp.ones(shape) for shape in shapes]
+    with targeted_tpu():
+        y, *grads = gradients(operands, jnp.ones((0, 256)))
+    assert y.shape == (0, 256)
+    for gradient, operand in zip(grads, operands):
+        np.testing.assert_array_equal(gradient, np.zeros_like(operand))
+
+
+def refused(first, second, groups_out=OUT, bias=None):
+    x = jnp.ones((8, 2 * first[1]))
+    bias = jnp.ones(2 * first[2]) if bias is None else bias
+    with pytest.raises(UserError) as refusal, targeted_tpu("TPU v4"):
+        kernels.sparse_mlp(x, jnp.ones(first), bias, jnp.ones(second), IN, groups_out, block=128)
+    return str(refusal.value)
+
+
+def test_illegal_operands_are_refused():
+    legal = (2, 128, 256), (2, 256, 128)
+    assert "legal: as many groups, with the same hidden blocks" in refused(
+        *legal, groups_out=Groups(2, in_run=1, out_run=1)
+    )
+    assert "bias_in has shape (5,); legal: (512,)" in refused(*legal, bias=jnp.ones(5))
+    assert "do not fit VMEM; legal: more groups" in refused((2, 1024, 1024), (2, 1024, 1024))
