@@ -73,7 +73,7 @@ def dense(product: str, operands: Operands) -> Program:
 
 def block_sparse(case: Case, operands: Operands, implementation: str) -> Program:
     """The product at stored blocks."""
-    tables, values = case.layout.tables(), operands.stored(case.layout)
+    tables, values = case.layout.tables().with_groups(), operands.stored(case.layout)
     if implementation == STATIC:
         return product_of(
             case.product,
