@@ -101,7 +101,11 @@ def find_chip(seconds: float) -> tuple[ChipFacts, dict[str, str]]:
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _FIND_CHIP], capture_output=True, text=True, timeout=seconds
+            [sys.executable, "-c", _FIND_CHIP],
+            env={**chip_rows.ENVIRONMENT, **os.environ},
+            capture_output=True,
+            text=True,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:
         raise UserError(f"jax found no chip within {seconds:.0f} s.") from None
@@ -186,12 +190,15 @@ def _run(command, environment: Mapping[str, str], output: Path, seconds: float) 
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=variables, start_new_session=True
         )
+        # After SIGTERM too, no process stays behind.
+        previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
         finally:
             _stop(process)
+            signal.signal(signal.SIGTERM, previous)
 
 
 def _stop(process: subprocess.Popen) -> None:
@@ -202,7 +209,9 @@ def _stop(process: subprocess.Popen) -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    # A process that waits for a driver may outlive its SIGKILL.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
 
 
 def _measures(row: Row, folder: Path) -> tuple[tuple[Measure, ...], str]:
@@ -217,7 +226,7 @@ def _measures(row: Row, folder: Path) -> tuple[tuple[Measure, ...], str]:
 
 
 def _saved(folder: Path, report: ChipReport) -> dict[str, RowResult]:
-    """Returns name -> outcome of the report in the folder.
+    """Returns name -> outcome of the report in the folder, of the versions that run now.
 
     Raises:
       UserError: it is the report of another chip.
@@ -230,7 +239,7 @@ def _saved(folder: Path, report: ChipReport) -> dict[str, RowResult]:
             f"{folder} has the report of {saved.chip.name}, and this is {report.chip.name}; "
             "give another --out."
         )
-    return {row.name: row for row in saved.rows}
+    return {row.name: row for row in saved.rows if row.versions == report.versions}
 
 
 def _outcome(row: Row, saved: Mapping[str, RowResult]) -> RowResult:

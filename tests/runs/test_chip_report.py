@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -90,6 +91,26 @@ def test_a_failure_and_a_hang_cost_their_rows_alone(collect, tmp_path):
     assert not pathlib.Path("/proc").exists() or not alive(child)
 
 
+def test_a_terminated_report_leaves_no_process(tmp_path):
+    (tmp_path / "out" / "rows").mkdir(parents=True)
+    program = """
+import pathlib, sys
+from sparse_dataflow.runs import chip_report
+chip_report.GRACE = 0.3
+folder, command = pathlib.Path(sys.argv[1]), [sys.executable, "-c", sys.argv[2]]
+chip_report._run([*command, f"--keep={folder}"], {}, folder.parent / "output", 600)
+"""
+    folder = tmp_path / "out" / "rows" / "row"
+    folder.mkdir()
+    process = subprocess.Popen([sys.executable, "-c", program, str(folder), HEAD + HANGS], cwd=ROOT)
+    child = tmp_path / "child"
+    while not (child.exists() and child.read_text()):
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert not pathlib.Path("/proc").exists() or not alive(child.read_text())
+
+
 def test_the_report_is_written_after_every_row(collect, tmp_path):
     report = collect(row("block", SUCCEEDS), row("fails", FAILS), row("sees", SEES), row("z", SEES))
     assert report.row("sees").measures[0].text == "done, failed, not run, not run"
@@ -111,6 +132,9 @@ def test_the_same_command_skips_rows_that_are_done_and_retries_others(collect, t
     # The result of another command is not the row's.
     collect(row("block", SUCCEEDS + "  # changed"), rows[1])
     assert (tmp_path / "block").read_text() == "xx" and (tmp_path / "flaky").read_text() == "xx"
+    # Nor is one of other versions.
+    collect(rows[1], report=dataclasses.replace(EMPTY, versions={"jax": "2"}))
+    assert (tmp_path / "flaky").read_text() == "xxx"
 
 
 def test_rows_wait_when_no_time_is_left(collect):
