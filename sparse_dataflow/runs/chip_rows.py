@@ -21,7 +21,7 @@ TARGETS = {"cpu": "nano"}
 """Platform -> scale of `--scale=auto`; 13b elsewhere."""
 
 SECONDS = {
-    ANSWER: (120, 150),
+    ANSWER: (60, 150),
     "products_grouped": (60, 100),
     "products_tables": (90, 130),
     "step": (90, 200),
@@ -30,7 +30,7 @@ SECONDS = {
     "products_irregular": (90, 100),
     "peers": (60, 60),
 }
-"""Row -> most seconds on a CPU, and on an accelerator, whose compilers are slower."""
+"""Row -> seconds that it may take on a CPU, and on an accelerator, whose compilers are slower."""
 
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 """Variables of every process on a GPU, of which jax takes three quarters by default."""
@@ -52,7 +52,7 @@ class Row:
       name: identifier, the name of the row's folder.
       title: what it measures.
       command: argument vector; --keep=FOLDER is appended.
-      seconds: most seconds that it may take.
+      seconds: time after which it is stopped, unless much time is left.
       measures: result file of the experiment -> figures.
       environment: additional environment variables.
     """

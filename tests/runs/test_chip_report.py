@@ -59,6 +59,8 @@ def row(name, code, seconds=60.0):
 def collect(tmp_path, monkeypatch):
     """collect(row, ...) -> the report of a folder."""
     monkeypatch.setattr(chip_report, "GRACE", 0.3)
+    monkeypatch.setattr(chip_report, "SHARE", 0.0)
+    monkeypatch.setattr(chip_report, "SHORTEST", 0.1)
     (tmp_path / "out").mkdir()
 
     def collect(*rows, minutes=10.0, report=EMPTY):
@@ -143,6 +145,13 @@ def test_rows_wait_when_no_time_is_left(collect):
     assert report.answer == (
         "On this chip a 13B block at 1/8 was not measured: no time was left."
     )  # fmt: skip
+
+
+def test_a_slow_row_may_take_a_share_of_the_time_that_is_left(collect, monkeypatch):
+    slow = row("block", "time.sleep(2); result(2.0)", seconds=0.5)
+    assert collect(slow).rows[0].status == "timed out"
+    monkeypatch.setattr(chip_report, "SHARE", 0.4)
+    assert collect(slow).rows[0].status == "done"
 
 
 def test_a_row_without_a_readable_result_fails(collect):
