@@ -27,7 +27,11 @@ from sparse_dataflow.runs import command_line
 class Options:
     """What is measured, and for how long."""
 
-    minutes: float = setting(9.0, "Time of this call; rows that do not fit wait.", legal=ABOVE_ZERO)
+    minutes: float = setting(
+        9.0,
+        "Time of this call, in minutes; remaining rows wait for the next call.",
+        legal=ABOVE_ZERO,
+    )
     scale: str = setting(
         "auto",
         "Scale of the block and the products; auto is 13b on an accelerator and nano on a CPU.",

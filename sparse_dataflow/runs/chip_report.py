@@ -110,8 +110,8 @@ def find_chip(seconds: float) -> tuple[ChipFacts, dict[str, str]]:
         raise UserError(f"jax found no chip within {seconds:.0f} s.") from None
     if done.returncode:
         raise UserError(f"jax does not start here: {_tail(done.stderr, 1)}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return ChipFacts(**found["chip"]), found["versions"]
+    facts = json.loads(done.stdout.splitlines()[-1])
+    return ChipFacts(**facts["chip"]), facts["versions"]
 
 
 def collect(folder: Path, report: ChipReport, rows: Sequence[Row], deadline: float) -> ChipReport:
@@ -167,6 +167,8 @@ def measure(row: Row, folder: Path, seconds: float, versions: dict[str, str]) ->
     status = _run([*row.command, f"--keep={folder}"], row.environment, folder / OUTPUT, seconds)
     measures, problem = _measures(row, folder)
     outcome = TIMED_OUT if status is None else DONE if status == 0 and measures else FAILED
+    if outcome != DONE:
+        measures = tuple(dataclasses.replace(m, label=f"{m.label} (incomplete)") for m in measures)
     lines = (folder / OUTPUT).read_text(errors="replace")
     if status == 0:
         lines += problem

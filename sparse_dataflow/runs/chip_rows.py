@@ -208,8 +208,8 @@ def summed_products(result: dict[str, Any]) -> list[Measure]:
         dense, sparse = _milliseconds(rows)
         by_product = []
         for product in dict.fromkeys(row["product"] for row in rows):
-            part_dense, part_sparse = _milliseconds([r for r in rows if r["product"] == product])
-            by_product.append(f"{product.replace('_', ' ')} {part_dense / part_sparse:.2f}x")
+            slow, fast = _milliseconds([row for row in rows if row["product"] == product])
+            by_product.append(f"{product.replace('_', ' ')} {slow / fast:.2f}x")
         missing = f"; {most - len(rows)} products missing" if len(rows) < most else ""
         text = (
             f"{len(rows)} products: dense {dense:.4g} ms, sparse {sparse:.4g} ms; "
