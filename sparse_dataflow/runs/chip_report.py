@@ -69,6 +69,8 @@ def run(options) -> int:
     folders.claim(folder, OWNER)
     scale = chip_rows.target(chip, options.scale)
     print(f"{chip.name}: {options.minutes:g} minutes, scale {scale}", flush=True)
+    if chip.platform == "cpu" and shutil.which("nvidia-smi"):
+        print('An NVIDIA GPU is not used; to use it: pip install -e ".[cuda]"', flush=True)
     command = f"python -m experiments.{OWNER} {shlex.join(sys.argv[1:])}".strip()
     empty = ChipReport(chip, scale, chip_rows.DENSITY, command, _now(), versions)
     report = collect(folder, empty, chip_rows.rows(chip, scale), deadline)
