@@ -23,12 +23,12 @@ TPU_COMPILES := test_pallas_tpu_compiles.py test_splash_compiles.py test_step_co
 GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py test_grouped_compiles.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick nightly faults aot-tpu aot-gpu bench bench-schedule lint format docs lock clean FORCE
+.PHONY: help env demo test quick nightly faults aot-tpu aot-gpu bench bench-schedule chip-report lint format docs lock clean FORCE
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="--flag=value ..."] [VENV=.venv] [PYTHON=python3.12]'
 	@echo
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-10s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-11s %s\n", $$1, $$2}'
 
 env: $(READY) ## make the environment, or bring it up to date
 	@:
@@ -67,6 +67,9 @@ bench: $(READY) ## time the kernels and the training step, sparse beside dense
 bench-schedule: ## estimate the products' time on TPUs from compiled programs, without one (.venv-tpu)
 	@sh launch/make_env.sh .venv-tpu dev,aot
 	@.venv-tpu/bin/python -m experiments.schedule_bench $(ARGS)
+
+chip-report: $(READY) ## how much faster than dense this chip trains, in 9 minutes; ARGS="--minutes=30"
+	@$(BIN)/python -m experiments.chip_report $(ARGS)
 
 lint: $(READY) ## check style and types
 	$(BIN)/ruff check .

@@ -32,6 +32,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.interchange import huggingface, sparse_form
 from sparse_dataflow.kernels import tuned
+from sparse_dataflow.reporting import chip_data
 from sparse_dataflow.runs import command_line, evaluation_report
 from sparse_dataflow.runs.request import NAMED
 from sparse_dataflow.runs.studies import study
@@ -165,6 +166,12 @@ EXTRA = {
     "state": {"w": {"shape": [4, 3], "dtype": "float32"}},
 }
 REPORT = {"title": "t", "command": "c", "variants": [{"name": "sparse"}], "layouts": []}
+CHIP_REPORT = chip_data.to_json(
+    chip_data.ChipReport(
+        chip_data.ChipFacts("abacus", "cpu", 8), "nano", 0.125, "c", "d", {"jax": "1"},
+        (chip_data.RowResult("block", "t", "c", "done", (chip_data.Measure("l", 2.0),)),),
+    )
+)  # fmt: skip
 QUESTION = {"context": "c", "choices": ["a", "b"], "answer": 1}
 EXPORT = {"format": sparse_form.FORMAT, "model": MODEL.to_json()}
 READERS = {
@@ -176,6 +183,7 @@ READERS = {
     "goodput.jsonl": ("goodput.jsonl", text(ATTEMPT), counted),
     "evaluation.json": ("evaluation.json", text(EVALUATION), evaluated),
     "report.json": ("report.json", text(REPORT), reported),
+    "chip report": ("report.json", text(CHIP_REPORT), chip_data.read),
     "hardware TOML": ("chip.toml", CHIP, chips.read),
     "tuning JSON": ("tuned.json", tuning(), tuned.read),
     "study CSV": ("runs.csv", RUNS, read_runs),

@@ -53,7 +53,9 @@ def _program(model: ModelConfig, training: TrainingConfig) -> Program:
     """Forward and backward pass of the first block, compiled."""
     shallow = dataclasses.replace(model, num_layers=1)
     dtype = jnp.dtype(model.compute_dtype)
-    tables = jax.tree.map(lambda t: jnp.asarray(t[0]), gpt.layout_tables(gpt.layouts(shallow)))
+    # As in training: index tables are data, the groups of a layout are structure.
+    stacked = gpt.with_groups(gpt.layout_tables(gpt.layouts(shallow)))
+    tables = jax.tree.map(lambda t: jnp.asarray(t[0]), stacked)
 
     @jax.jit
     def draw(key):

@@ -90,7 +90,7 @@ def dense(product: str, operands: Operands) -> Program:
 
 def block_sparse(case: Case, operands: Operands, implementation: str) -> Program:
     """The product at stored blocks."""
-    tables, values = case.layout.tables(), operands.stored(case.layout)
+    tables, values = case.layout.tables().with_groups(), operands.stored(case.layout)
 
     def product(x, weight, tables=tables):
         return block_sparse_matmul(x, weight, tables, implementation)

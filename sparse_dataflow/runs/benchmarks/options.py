@@ -9,9 +9,9 @@ PRODUCTS = ("forward", "input_gradient", "weight_gradient", "forward_backward")
 """y = xW, dx = dy Wᵀ, dW = xᵀ dy (at stored blocks), and the three in one program."""
 
 IMPLEMENTATIONS = {
-    "cpu": ("xla", "xla_static"),
-    "gpu": ("xla", "xla_static", "pallas_hopper"),
-    "tpu": ("xla", "xla_static", "pallas_tpu"),
+    "cpu": ("grouped", "xla", "xla_static"),
+    "gpu": ("grouped", "xla", "xla_static", "pallas_hopper"),
+    "tpu": ("grouped", "xla", "xla_static", "pallas_tpu"),
 }
 """Platform -> implementations of the block-sparse product that run there."""
 

@@ -1,0 +1,51 @@
+"""How much faster than dense this chip trains block-sparse models: one command, one page.
+
+Finds the chip, then measures in order of importance, within --minutes: a block forward and
+backward, the three products of each projection (grouped, and with index tables), a training step
+of the largest scale that fits, a generated token, the overlap of the relay, products of a random
+layout, and other libraries where they are installed. Dense and sparse models take turns at density
+1/8. Each row runs in a process of its own: a row that fails or takes too long costs that row alone.
+
+    python -m experiments.chip_report
+    python -m experiments.chip_report --minutes=30
+    python -m experiments.chip_report --scale=pico       two minutes on two CPU cores
+
+Leaves report.html, whose first sentence is the answer, and report.json, which is written after
+every row. The same command continues: rows that are done are skipped, others are tried again.
+Start it in a shell or a notebook where nothing else uses the chip. Exits with 1 if the answer was
+not measured.
+"""
+
+import dataclasses
+
+from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.settings import ABOVE_ZERO, setting
+from sparse_dataflow.runs import command_line
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is measured, and for how long."""
+
+    minutes: float = setting(
+        9.0,
+        "Time of this call, in minutes; remaining rows wait for the next call.",
+        legal=ABOVE_ZERO,
+    )
+    scale: str = setting(
+        "auto",
+        "Scale of the block and the products; auto is 13b on an accelerator and nano on a CPU.",
+        choices=("auto", *SIZES),
+    )
+    out: str = setting("", "Folder of the report; empty is runs/chip_report-CHIP.")
+
+
+def main(options):
+    """Measures, prints and writes; see the module docstring."""
+    from sparse_dataflow.runs import chip_report
+
+    return chip_report.run(options)
+
+
+if __name__ == "__main__":
+    command_line.run(main, __doc__, options=Options)

@@ -1,0 +1,79 @@
+"""Page of a chip report: the answer, the ratios as bars, and every row."""
+
+import jinja2
+import matplotlib
+from markupsafe import Markup
+
+from sparse_dataflow.reporting import quantities, svg
+from sparse_dataflow.reporting.chip_data import DONE, ChipReport, Measure
+from sparse_dataflow.reporting.svg import COLOUR, TEXT
+
+TARGET = "13b"
+"""Scale that the question is about; a report of another scale says so."""
+
+_WIDTH, _LABEL, _VALUE, _ROW, _TOP = 720, 250, 150, 34, 8
+
+
+def render(report: ChipReport) -> str:
+    """Returns the report as one HTML page that needs no network."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("sparse_dataflow.reporting", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Output of a process can have any characters; Markup values are figures.
+        finalize=lambda value: quantities.visible(value) if type(value) is str else value,
+    )
+    measures = [m for row in report.rows for m in row.measures if m.ratio is not None]
+    return environment.get_template("chip.html.jinja").render(
+        report=report,
+        memory=quantities.size([report.chip.memory_bytes])[0],
+        missing=[row for row in report.rows if row.status != DONE],
+        other_scale="" if report.scale == TARGET else report.scale,
+        bars=ratio_bars(measures) if measures else None,
+        ratio_text=ratio_text,
+    )
+
+
+def ratio_text(measure: Measure) -> str:
+    """Returns the ratio of a measure with its bound, e.g. "4.52x of 5.13x"."""
+    if measure.ratio is None:
+        return ""
+    bound = "" if measure.bound is None else f" of {measure.bound:.2f}x"
+    return f"{measure.ratio:.2f}x{bound}"
+
+
+def ratio_bars(measures: list[Measure]) -> Markup:
+    """Draws a bar per ratio, its quartiles as a line and its bound as a mark.
+
+    Args:
+      measures: figures with a ratio, at least one.
+    """
+    height = _TOP + _ROW * len(measures) + 24
+    largest = max(max(m.ratio or 0, m.high or 0, m.bound or 0, 1.0) for m in measures)
+    unit = (_WIDTH - _LABEL - _VALUE) / largest
+    with matplotlib.rc_context(svg.STYLE):
+        figure = svg.new_figure(_WIDTH, height)
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set(xlim=(0, _WIDTH), ylim=(height, 0))
+        axes.set_axis_off()
+        for row, measure in enumerate(measures):
+            middle, end = _TOP + _ROW * (row + 0.5), _LABEL + unit * (measure.ratio or 0)
+            axes.text(0, middle, measure.label, color=COLOUR["ink"], fontsize=10, **TEXT)
+            axes.barh(middle, end - _LABEL, left=_LABEL, height=18, color=COLOUR["sparse"])
+            if measure.low is not None and measure.high is not None:
+                ends = [_LABEL + unit * quartile for quartile in (measure.low, measure.high)]
+                axes.plot(ends, [middle, middle], color=COLOUR["ink"], linewidth=1.5)
+            right = end
+            if measure.bound is not None:
+                right = max(end, _LABEL + unit * measure.bound)
+                mark = [_LABEL + unit * measure.bound] * 2
+                axes.plot(mark, [middle - 12, middle + 12], color=COLOUR["muted"], linewidth=1.5)
+            axes.text(right + 8, middle, ratio_text(measure), color=COLOUR["ink"], **TEXT)
+        bottom = _TOP + _ROW * len(measures)
+        dense = [_LABEL + unit] * 2
+        axes.plot(dense, [_TOP, bottom], color=COLOUR["dense"], linewidth=1.5)
+        axes.text(dense[0], bottom + 10, "dense", ha="center", color=COLOUR["dense"], **TEXT)
+        description = "; ".join(f"{m.label}: {ratio_text(m)}" for m in measures)
+        return svg.inline(figure, "ratios", "Speed of sparse over dense", description)
