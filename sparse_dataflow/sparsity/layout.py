@@ -25,17 +25,21 @@ class Groups:
 
     Attributes:
       count: number of groups.
-      in_parts: parts of the input blocks; more than `count` only in a shard.
-      out_parts: parts of the output blocks; more than `count` only in a shard.
       in_run: consecutive input blocks of one part before those of the next.
       out_run: consecutive output blocks of one part before those of the next.
+      in_parts: parts of the input blocks; more than `count` only in a shard.  0 means `count`.
+      out_parts: parts of the output blocks, likewise.
     """
 
     count: int
-    in_parts: int
-    out_parts: int
     in_run: int
     out_run: int
+    in_parts: int = 0
+    out_parts: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "in_parts", self.in_parts or self.count)
+        object.__setattr__(self, "out_parts", self.out_parts or self.count)
 
 
 class LayoutTables(NamedTuple):
@@ -246,7 +250,7 @@ class BlockLayout:
         )
         stored = (in_group >= 0) & (in_group < count)
         expected = (in_group[:, None] == out_group) & stored[:, None]
-        return Groups(count, *parts, *runs) if np.array_equal(self.mask, expected) else None
+        return Groups(count, *runs, *parts) if np.array_equal(self.mask, expected) else None
 
     @functools.cached_property
     def content_hash(self) -> str:

@@ -57,6 +57,15 @@ SUITE = [
         environment=simulated_tpu,
     ),
     Implementation(
+        "pallas_tpu_grouped",
+        (128, 256),
+        ("float32", "bfloat16"),
+        runtime_tables=False,
+        grouped=True,
+        examples=3,
+        environment=simulated_tpu,
+    ),
+    Implementation(
         "pallas_hopper",
         (128, 64, 256, 32),
         ("bfloat16", "float32"),

@@ -9,9 +9,11 @@ from mlp_operands import assert_close, draw_operands, exact
 from simulated import simulated_tpu, targeted_tpu
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped import Groups
+from sparse_dataflow.kernels.block_sparse_matmul.sharded import cut_columns, cut_rows
+from sparse_dataflow.kernels.sparse_mlp import api, tuning_grouped
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_grouped as kernels
-from sparse_dataflow.kernels.sparse_mlp import tuning_grouped
+from sparse_dataflow.sparsity.layout import Groups
+from sparse_dataflow.sparsity.patterns import make_layout
 
 IN, OUT = Groups(2, in_run=1, out_run=2), Groups(2, in_run=2, out_run=1)
 """Inputs and outputs at a stride, runs of two hidden blocks."""
@@ -101,3 +103,27 @@ def test_illegal_operands_are_refused():
     )
     assert "bias_in has shape (5,); legal: (512,)" in refused(*legal, bias=jnp.ones(5))
     assert "do not fit VMEM; legal: more groups" in refused((2, 1024, 1024), (2, 1024, 1024))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_stored_blocks_of_monarch_and_of_its_shards_take_the_fused_kernels(shards):
+    sides = (512, 1024), (1024, 512)
+    layouts = [make_layout("monarch", *side, 128, 1 / 2) for side in sides]
+    (x, values_in, bias, values_out), dy = draw_operands(layouts, (32,), "float32")
+    cut_in, cut_out = cut_columns(layouts[0], shards), cut_rows(layouts[1], shards)
+    y = np.zeros_like(dy)
+    for shard in range(shards):
+        tables = [
+            jax.tree.map(lambda table: jnp.asarray(table[shard]), cut.tables.with_groups())  # noqa: B023
+            for cut in (cut_in, cut_out)
+        ]
+        stored = [
+            np.split(values[cut.order], shards)[shard]
+            for values, cut in ((values_in, cut_in), (values_out, cut_out))
+        ]
+        local_bias = np.split(bias, shards)[shard]
+        with simulated_tpu():
+            y += jax.jit(api.sparse_mlp, static_argnums=6)(
+                x, stored[0], local_bias, stored[1], *tables, "pallas_tpu_grouped"
+            )
+    assert_close([y], [exact((x, values_in, bias, values_out), dy, layouts)[0]], "float32")

@@ -222,7 +222,7 @@ def grouped_masks(draw):
     mask = (labels[0][:, None] == labels[1]) & np.isin(labels[0], range(count))[:, None]
     # A run goes on into the next one where no other part lies between.
     runs = tuple(o * r if p == 1 else r for o, p, r in zip(outer, parts, runs))
-    return mask, Groups(count, *parts, *runs)
+    return mask, Groups(count, *runs, *parts)
 
 
 @given(grouped_masks())

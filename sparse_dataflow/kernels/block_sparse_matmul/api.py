@@ -17,8 +17,11 @@ from sparse_dataflow.kernels.block_sparse_matmul import (
 )
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, check_shapes
 
-_KERNELS = {"pallas_tpu": "tpu", "pallas_hopper": "gpu"}
+_KERNELS = {"pallas_tpu": "tpu", "pallas_tpu_grouped": "tpu", "pallas_hopper": "gpu"}
 """Module of each Mosaic implementation -> the platform that it runs on."""
+
+_GROUPED = ("grouped", "pallas_tpu_grouped")
+"""Implementations of layouts of equal groups."""
 
 IMPLEMENTATIONS = ("reference", "grouped", "xla", "xla_static", *_KERNELS)
 
@@ -56,17 +59,25 @@ def block_sparse_matmul(
     flat = x.reshape(tokens, x.shape[-1])
     groups = layout.groups if layout else tables.groups
     name = implementation or _choose(flat, values, tables, layout, groups)
+    if name in _KERNELS and dispatch.platform() != _KERNELS[name]:
+        raise UserError(
+            f"implementation {name!r} runs on {_KERNELS[name]}, and this is "
+            f"{dispatch.platform()}; legal here: reference, xla."
+        )
+    if name in _GROUPED and groups is None:
+        raise UserError(
+            f"implementation {name!r} needs a layout of equal groups that cannot change; "
+            "legal here: reference, xla."
+        )
     if name == "reference":
         y = reference.block_sparse_matmul(flat, values, tables)
     elif name == "xla":
         y = xla.block_sparse_matmul(flat, values, jax.tree.map(jax.numpy.asarray, tables))
     elif name == "grouped":
-        if groups is None:
-            raise UserError(
-                "implementation 'grouped' needs a layout of equal groups that cannot change; "
-                "legal here: reference, xla."
-            )
         y = grouped.block_sparse_matmul(flat, values, tables, groups)
+    elif name == "pallas_tpu_grouped":
+        products = _import_kernels(name).grouped_matmul
+        y = grouped.block_sparse_matmul(flat, values, tables, groups, products)
     elif name == "xla_static":
         if layout is None:
             raise UserError(
@@ -75,12 +86,6 @@ def block_sparse_matmul(
             )
         y = xla_static.block_sparse_matmul(flat, values, layout)
     elif name in _KERNELS:
-        required = _KERNELS[name]
-        if dispatch.platform() != required:
-            raise UserError(
-                f"implementation {name!r} runs on {required}, and this is {dispatch.platform()}; "
-                "legal here: reference, xla."
-            )
         y = _import_kernels(name).block_sparse_matmul(flat, values, tables)
     else:
         raise UserError(f"implementation {name!r} is unknown; legal: {', '.join(IMPLEMENTATIONS)}.")
@@ -116,20 +121,37 @@ def check_operands(
 
 
 def _choose(x, values, tables, layout, groups):
-    name, reason, platform = "xla", "", dispatch.platform()
-    few_rows = len(x) <= xla_few_rows.FEW_ROWS
-    for kernel, required in _KERNELS.items():
-        if platform == required:
-            refusal = _import_kernels(kernel).refusal
-            reason = refusal(x, values, tables) or dispatch.sharding_refusal()
-            name = "xla" if reason else kernel
-    if groups and not few_rows and name != "pallas_tpu":
-        name, reason = "grouped", ""
+    platform, few_rows = dispatch.platform(), len(x) <= xla_few_rows.FEW_ROWS
+    names = [kernel for kernel, required in _KERNELS.items() if required == platform]
+    if groups and not few_rows:
+        # On a GPU the vendor's dense products, on a TPU the kernels of groups, then of tables.
+        names = ["grouped"] if platform != "tpu" else [*reversed(names), "grouped"]
     if platform == "cpu" and layout and not few_rows:
         supports = len(xla_static.column_groups(layout)) + len(xla_static.row_groups(layout))
-        name = "xla_static" if supports <= MAX_STATIC_GROUPS else name
-    dispatch.log_choice("block_sparse_matmul", name, platform, reason)
+        names = ["xla_static", *names] if supports <= MAX_STATIC_GROUPS else names
+    reasons = []
+    for name in [*names, "xla"]:
+        reason = _refusal(name, x, values, tables, groups)
+        if not reason:
+            break
+        reasons.append(reason)
+    dispatch.log_choice("block_sparse_matmul", name, platform, " ".join(reasons))
     return name
+
+
+def _refusal(name, x, values, tables, groups):
+    """Return why an implementation of this platform cannot run; empty if it can."""
+    if name not in _KERNELS:
+        return ""
+    kernels = _import_kernels(name)
+    if name not in _GROUPED:
+        reason = kernels.refusal(x, values, tables)
+    elif groups is None:
+        reason = "the layout has no equal groups, or may change."
+    else:
+        shapes = grouped.operand_shapes(x, values, tables, groups)
+        reason = kernels.refusal(*shapes, groups, block=values.shape[-1])
+    return reason or dispatch.sharding_refusal()
 
 
 def _import_kernels(name):

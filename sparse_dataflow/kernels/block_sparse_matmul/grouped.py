@@ -7,6 +7,7 @@ if there is one.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,16 @@ from sparse_dataflow.sparsity.layout import Groups, LayoutTables
 jax.tree_util.register_static(Groups)
 
 
+Products = Callable[..., jax.Array]
+"""(x [tokens, features], weight [groups, inputs, outputs], its groups, block=side) -> y."""
+
+
 def block_sparse_matmul(
-    x: jax.Array, values: jax.Array, tables: LayoutTables, groups: Groups
+    x: jax.Array,
+    values: jax.Array,
+    tables: LayoutTables,
+    groups: Groups,
+    products: Products | None = None,
 ) -> jax.Array:
     """Computes `x @ W` for x [tokens, in_features], values [nnz, block, block], in x's dtype.
 
@@ -28,22 +37,52 @@ def block_sparse_matmul(
       values: stored blocks, as `BlockLayout` orders them.
       tables: tables of the layout; only shapes are read, and in a shard the first group's part.
       groups: structure of the layout.
+      products: multiplies each group; None for one batched dot.
     """
-    weight = group_values(values, tables, groups)
-    x_parts = _split(x, groups.in_parts, groups.in_run * values.shape[-1])
-    out_features = len(tables.in_index) * values.shape[-1]
-    # In a shard, one side has parts of the other shards too.
-    if groups.in_parts > groups.count:
-        first = tables.in_index[0, 0] // groups.in_run
-        x_parts = lax.dynamic_slice_in_dim(x_parts, first, groups.count, axis=2)
-    y_parts = _batched_products(groups.out_run * values.shape[-1], x_parts, weight)
-    if groups.out_parts > groups.count:
-        first = tables.out_index[0, 0] // groups.out_run
-        shape = (*y_parts.shape[:2], groups.out_parts, y_parts.shape[3])
-        y_parts = lax.dynamic_update_slice_in_dim(
-            jnp.zeros(shape, y_parts.dtype), y_parts, first, axis=2
-        )
-    return y_parts.reshape(len(x), out_features)
+    weight, block = group_values(values, tables, groups), values.shape[-1]
+    x = own_inputs(x, tables, groups, block)
+    y = (products or dense_products)(x, weight, groups, block=block)
+    return among_outputs(y, tables, groups, block)
+
+
+def operand_shapes(
+    x: dispatch.Shaped, values: dispatch.Shaped, tables: LayoutTables, groups: Groups
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of the first two operands of `Products`."""
+    features = groups.count * x.shape[-1] // groups.in_parts
+    x = jax.ShapeDtypeStruct((len(x), features), x.dtype)
+    weight = jax.eval_shape(lambda values: group_values(values, tables, groups), values)
+    return x, weight
+
+
+def own_inputs(x: jax.Array, tables: LayoutTables, groups: Groups, block: int) -> jax.Array:
+    """Returns the columns of x [tokens, features] that a shard's groups read."""
+    if groups.in_parts == groups.count:
+        return x
+    parts = _split(x, groups.in_parts, groups.in_run * block)
+    first = tables.in_index[0, 0] // groups.in_run
+    return lax.dynamic_slice_in_dim(parts, first, groups.count, axis=2).reshape(
+        len(x), groups.count * x.shape[1] // groups.in_parts
+    )
+
+
+def among_outputs(y: jax.Array, tables: LayoutTables, groups: Groups, block: int) -> jax.Array:
+    """Returns the columns y of a shard's groups among all output columns, the others 0."""
+    if groups.out_parts == groups.count:
+        return y
+    parts = _split(y, groups.count, groups.out_run * block)
+    first = tables.out_index[0, 0] // groups.out_run
+    shape = (*parts.shape[:2], groups.out_parts, parts.shape[3])
+    everywhere = lax.dynamic_update_slice_in_dim(jnp.zeros(shape, y.dtype), parts, first, axis=2)
+    return everywhere.reshape(len(y), len(tables.in_index) * block)
+
+
+def dense_products(x: jax.Array, weight: jax.Array, groups: Groups, *, block: int) -> jax.Array:
+    """Multiplies the columns of each group; arguments as in `Products`."""
+    y = _batched_products(
+        groups.out_run * block, _split(x, groups.count, groups.in_run * block), weight
+    )
+    return y.reshape(len(x), len(weight) * weight.shape[2])
 
 
 def group_values(values: jax.Array, tables: LayoutTables, groups: Groups) -> jax.Array:

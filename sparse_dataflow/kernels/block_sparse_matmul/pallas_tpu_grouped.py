@@ -18,25 +18,10 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import pad_to
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import LANES
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_grouped import GroupedTuning
 from sparse_dataflow.kernels.dispatch import Shaped
+from sparse_dataflow.sparsity.layout import Groups
 
 DTYPES = ("bfloat16", "float32")
 """Legal dtypes of x and weight."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Groups:
-    """Equal groups of a layout: a group stores every block of its inputs times its outputs.
-
-    Attributes:
-      count: number of groups.
-      in_run: consecutive input blocks of a group; input block i is in group
-        (i // in_run) % count.
-      out_run: consecutive output blocks of a group.
-    """
-
-    count: int
-    in_run: int
-    out_run: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,11 @@ from sparse_dataflow.kernels.block_sparse_matmul import api as matmul
 from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.sparsity.layout import LayoutTables
 
-_KERNELS = {"pallas_tpu": "tpu", "pallas_hopper": "gpu"}
-"""Module of each Mosaic implementation -> the platform that it runs on."""
+_KERNELS = {"pallas_tpu_grouped": "tpu", "pallas_tpu": "tpu", "pallas_hopper": "gpu"}
+"""Mosaic implementation -> the platform that it runs on; the first that does not refuse runs."""
+
+_MODULES = {"pallas_tpu_grouped": "grouped"}
+"""Module of an implementation; others have the implementation's name."""
 
 IMPLEMENTATIONS = ("products", *_KERNELS)
 
@@ -35,8 +38,9 @@ def sparse_mlp(
       tables_in: layout of W_in; see `block_sparse_matmul`.
       tables_out: layout of W_out.
       implementation: one of IMPLEMENTATIONS, or None to choose by platform and layouts.
-        "products" runs two block-sparse matmuls; "pallas_tpu" keeps the hidden layer in VMEM where
-        that is faster; "pallas_hopper" fuses the GELU and its derivative into the products.
+        "products" runs two block-sparse matmuls; "pallas_tpu_grouped" and "pallas_tpu" keep the
+        hidden layer in VMEM, of equal groups and where that is faster; "pallas_hopper" fuses the
+        GELU and its derivative into the products.
 
     Returns:
       [..., out_features] in x's dtype.
@@ -44,7 +48,7 @@ def sparse_mlp(
     Raises:
       UserError: if shapes disagree or a named implementation cannot run.
     """
-    grouped = _check(x, values_in, bias_in, values_out, tables_in, tables_out)
+    tables_in, tables_out = _check(x, values_in, bias_in, values_out, tables_in, tables_out)
     flat = x.reshape(-1, x.shape[-1])
     stored = (values_in, values_out, tables_in, tables_out)
     if implementation not in (None, *IMPLEMENTATIONS):
@@ -52,7 +56,7 @@ def sparse_mlp(
             f"implementation {implementation!r} is unknown; legal: {', '.join(IMPLEMENTATIONS)}."
         )
     if implementation is None:
-        implementation = _choose(grouped, flat, *stored)
+        implementation = _choose(flat, *stored)
     elif reason := _refusal(implementation, flat, *stored):
         raise UserError(f"implementation {implementation!r} cannot run: {reason} Legal: products.")
     if implementation == "products":
@@ -64,7 +68,7 @@ def sparse_mlp(
 
 
 def _check(x, values_in, bias_in, values_out, tables_in, tables_out):
-    """Checks the operands; returns whether both layouts consist of equal groups."""
+    """Checks the operands; returns the tables, with the groups of concrete ones."""
     features = len(tables_in.in_index) * values_in.shape[-1]
     hidden = jax.ShapeDtypeStruct((0, features), x.dtype)
     layouts = [
@@ -73,21 +77,24 @@ def _check(x, values_in, bias_in, values_out, tables_in, tables_out):
     ]
     if bias_in.shape != (features,):
         raise UserError(f"bias_in has shape {bias_in.shape}; legal: ({features},).")
-    return all(
-        layout.groups if layout else tables.groups
+    return [
+        tables._replace(groups=layout.groups) if layout else tables
         for layout, tables in zip(layouts, (tables_in, tables_out))
-    )
+    ]
 
 
-def _choose(grouped, flat, *stored):
-    """Return the target platform's implementation, or "products" if it refuses."""
-    platform = dispatch.platform()
-    best = next((name for name, required in _KERNELS.items() if required == platform), "products")
-    reason = _refusal(best, flat, *stored)
-    if grouped and platform == "gpu":
-        reason = "the vendor's dense products are faster on equal groups."
-    name = "products" if reason else best
-    dispatch.log_choice("sparse_mlp", name, platform, reason)
+def _choose(flat, *stored):
+    """Return the first implementation of the target platform that does not refuse."""
+    platform, reasons = dispatch.platform(), []
+    names = [name for name, required in _KERNELS.items() if required == platform]
+    if platform == "gpu" and all(tables.groups for tables in stored[2:]):
+        names = []  # Dense products of the vendor's library.
+    for name in [*names, "products"]:
+        reason = _refusal(name, flat, *stored)
+        if not reason:
+            break
+        reasons.append(reason)
+    dispatch.log_choice("sparse_mlp", name, platform, " ".join(reasons))
     return name
 
 
@@ -102,4 +109,4 @@ def _refusal(name, flat, *stored):
 
 
 def _import_kernels(name):
-    return importlib.import_module(f"{__package__}.{name}")
+    return importlib.import_module(f"{__package__}.{_MODULES.get(name, name)}")

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.kernels.block_sparse_matmul import fused
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_grouped as products
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped import Groups
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows import Columns
@@ -112,6 +113,7 @@ def default_tuning(x: Shaped, weight_in: Shaped, weight_out: Shaped) -> GroupedM
     return tuning_grouped.choose_tuning(products.padded_tokens(x), group, x.dtype.itemsize)
 
 
+@fused.batchable
 def _product(options, x, weight_in, bias_in, weight_out, *, with_preactivation):
     left, hidden, right = options.columns
     return kernels.forward(
@@ -137,7 +139,12 @@ def _forward(options, *operands):
 
 
 def _backward(options, saved, dy):
-    (x, weight_in, bias_in, weight_out), preactivation = saved
+    operands, preactivation = saved
+    return _gradients(options, *operands, preactivation, dy)
+
+
+@fused.batchable
+def _gradients(options, x, weight_in, bias_in, weight_out, preactivation, dy):
     left, hidden, right = options.columns
     dx, dweight_in, dbias, dweight_out = kernels.backward(
         products.pad_rows(x, LANES),
