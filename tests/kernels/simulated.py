@@ -8,9 +8,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 
 @contextlib.contextmanager
-def simulated_tpu(kind="TPU v5 lite", cores=1):
-    """Trace for this TPU and interpret its kernels, with memory initialised to NaN."""
-    parameters = pltpu.InterpretParams(uninitialized_memory="nan")
+def simulated_tpu(kind="TPU v5 lite", cores=1, copies="on_wait"):
+    """Trace for this TPU and interpret its kernels, with memory initialised to NaN.
+
+    Copies are done as late ("on_wait") or as early ("eager") as may be.
+    """
+    parameters = pltpu.InterpretParams(uninitialized_memory="nan", dma_execution_mode=copies)
     with targeted_tpu(kind, cores), pltpu.force_tpu_interpret_mode(parameters):
         yield
 

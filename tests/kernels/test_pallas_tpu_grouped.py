@@ -71,11 +71,12 @@ SMALL_TILES = tuning_grouped.GroupedTuning(
 )
 
 
-def test_many_small_tiles_over_two_cores():
+@pytest.mark.parametrize("copies", ["on_wait", "eager"])
+def test_many_small_tiles_over_two_cores(copies):
     """Feature tiles that cut runs, and tokens that are no multiple of a tile."""
     groups = Groups(3, in_run=2, out_run=2)
     operands, expected = drawn(groups, 6, 12, 128, 200, "float32")
-    with simulated_tpu("TPU v5", 2):
+    with simulated_tpu("TPU v5", 2, copies):
         actual = jax.jit(lambda *o: fused(o, groups, block=128, tuning=SMALL_TILES))(*operands)
     assert_all_close(actual, expected, np.float32)
 
@@ -100,18 +101,21 @@ def test_weight_gradients_add_into_a_float32_accumulator(sides, dtype):
 def test_an_epilogue_may_be_absent():
     groups = Groups(2, in_run=1, out_run=2)
     (x, weight, dy, bias, residual), _ = drawn(groups, 2, 4, 128, 16, "float32")
-    dense = layout_of(groups, 2, 4, 128)
-    dense = np.asarray(x, np.float64) @ np.kron(dense.slots >= 0, np.ones((128, 128)))
+    layout = layout_of(groups, 2, 4, 128)
+    product = np.asarray(x, np.float64) @ np.kron(layout.slots >= 0, np.ones((128, 128)))
     ones = np.ones_like(weight)
     for extra in ({}, {"bias": bias}, {"residual": residual}):
-        with simulated_tpu():
+
+        @jax.jit
+        def program(x, extra):
             y, pullback = jax.vjp(
-                lambda x, extra: kernels.grouped_matmul(x, ones, groups, block=128, **extra),
-                x,
-                extra,
+                lambda extra: kernels.grouped_matmul(x, ones, groups, block=128, **extra), extra
             )
-            gradients = pullback(dy)[1]
-        assert_all_close([y], [dense + sum(extra.values())], np.float32)
+            return y, pullback(dy)[0]
+
+        with simulated_tpu():
+            y, gradients = program(x, extra)
+        assert_all_close([y], [product + sum(extra.values())], np.float32)
         if "bias" in extra:
             assert_all_close([gradients["bias"]], [dy.sum(0)], np.float32)
 

@@ -7,6 +7,7 @@ from described_tpus import TOPOLOGIES, compiled, described, nightly
 
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_grouped as kernels
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped import Groups
+from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_grouped as mlp
 
 pytest.importorskip(
     "libtpu", reason="compiling for a TPU needs libtpu: pip install 'sparse_dataflow[aot]'"
@@ -24,8 +25,8 @@ def device(request):
 
 
 def monarch(in_features, out_features, count):
-    """Return the groups of the pattern `monarch`."""
-    inputs = in_features // BLOCK // count if in_features < out_features else 1
+    """Return the groups of the pattern `monarch`: weights that widen read at a stride."""
+    inputs = 1 if in_features < out_features else in_features // BLOCK // count
     return Groups(count, inputs, out_features // BLOCK // count)
 
 
@@ -108,3 +109,30 @@ def test_accumulation_takes_the_accumulators_buffer(device, projection):
     program = compiled(add, [x, dy, accumulator], device, donated=2)
     assert kernels_in(program) == 1
     assert temporary_bytes(program) <= MIB
+
+
+def mlp_gradients(groups, x, weight_in, bias, weight_out, dy):
+    y, pullback = jax.vjp(
+        lambda *o: mlp.sparse_mlp(*o, *groups, block=BLOCK), x, weight_in, bias, weight_out
+    )
+    return y, *pullback(dy)
+
+
+@pytest.mark.parametrize("name", ["v5e", "v5p", "v6e"])
+@pytest.mark.parametrize(
+    ("count", "dtype", "tokens"),
+    [(8, "bfloat16", 2048), nightly(8, "bfloat16", 1999), nightly(20, "float32", 2048)],
+)
+def test_the_sparse_mlp_compiles(name, count, dtype, tokens):
+    _, (x, weight_in, _, bias) = operands("in", count, jnp.dtype(dtype), tokens)
+    _, (_, weight_out, dy, _) = operands("mlp", count, jnp.dtype(dtype), tokens)
+    groups = Groups(count, 1, 160 // count), Groups(count, 160 // count, 40 // count)
+    program = compiled(
+        lambda *o: mlp_gradients(groups, *o),
+        [x, weight_in, bias, weight_out, dy],
+        described(name)[0],
+    )
+    assert kernels_in(program) == 2
+    # The pre-activation; ragged tokens add padded copies.
+    preactivation = tokens * 20480 * x.dtype.itemsize
+    assert tokens % 16 or temporary_bytes(program) <= preactivation + MIB

@@ -38,8 +38,9 @@ def gradients(operands, dy, **options):
         (37, "float32", ("TPU v5 lite", 1), None),
         (144, "bfloat16", ("TPU v6 lite", 1), None),
         (200, "float32", ("TPU v5", 2), SMALL_TILES),
+        (300, "float32", ("TPU v5", 2, "eager"), SMALL_TILES),
     ],
-    ids=["one tile", "overlapping tiles", "small tiles over two cores"],
+    ids=["one tile", "overlapping tiles", "small tiles over two cores", "early copies"],
 )
 def test_aligned_groups_agree_with_the_dense_mlp(tokens, dtype, chip, tuning):
     layouts = layout_of(IN, 4, 8, 128), layout_of(OUT, 8, 4, 128)

@@ -147,24 +147,6 @@ class Window(NamedTuple):
             for hbm, vmem in self._runs(step):
                 pltpu.make_async_copy(hbm, vmem, self.semaphores.at[self._buffer(step)]).start()
 
-    def advance(self, step: Any) -> None:
-        """Wait for the copies of step + 1 and start those of step + 2.
-
-        With three buffers the rows of this step stay, with two they are overwritten.
-        """
-
-        @pl.when(step == 0)
-        def _():
-            self.fetch(step)
-            self.fetch(step + 1)
-            self.wait(step)
-
-        @pl.when(step + 1 < self.grid.steps)
-        def _():
-            self.wait(step + 1)
-
-        self.fetch(step + 2)
-
     def send(self, step: Any) -> None:
         """Start the copies of a step's results to HBM."""
         for hbm, vmem in self._runs(step):
@@ -212,7 +194,7 @@ class TransposedWindow(NamedTuple):
     The transposes of the next step overlap with the dots of this one.
 
     Attributes:
-      window: the rows.
+      window: the rows; with three buffers those of this step stay, with two they are overwritten.
       transposed: [2, width, token_tile].
     """
 
@@ -231,11 +213,20 @@ class TransposedWindow(NamedTuple):
 
     def advance(self, step: Any) -> None:
         """Wait for the rows of the next step, and start the copies of those after it."""
-        self.window.advance(step)
+        window = self.window
 
         @pl.when(step == 0)
         def _():
+            window.fetch(step)
+            window.fetch(step + 1)
+            window.wait(step)
             pl.loop(0, self._blocks)(lambda number: self._transpose(step, number))
+
+        @pl.when(step + 1 < window.grid.steps)
+        def _():
+            window.wait(step + 1)
+
+        window.fetch(step + 2)
 
     def transpose_next(self, step: Any, part: Any, parts: int) -> None:
         """Transpose one of `parts` equal parts of the next step's rows; the last may repeat."""
