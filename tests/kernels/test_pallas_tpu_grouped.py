@@ -13,7 +13,7 @@ from simulated import simulated_tpu, targeted_tpu
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_grouped as kernels
 from sparse_dataflow.kernels.block_sparse_matmul import tuning, tuning_grouped
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped import Groups
+from sparse_dataflow.sparsity.layout import Groups
 
 
 def drawn(groups, in_blocks, out_blocks, block, tokens, dtype, seed=0):

@@ -6,8 +6,8 @@ import pytest
 from described_tpus import TOPOLOGIES, compiled, described, nightly
 
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_grouped as kernels
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped import Groups
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_grouped as mlp
+from sparse_dataflow.sparsity.layout import Groups
 
 pytest.importorskip(
     "libtpu", reason="compiling for a TPU needs libtpu: pip install 'sparse_dataflow[aot]'"
