@@ -24,7 +24,10 @@ from sparse_dataflow.files.errors import UserError
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = sparse_dataflow.__name__
 PAGES = {"README.md": "index.md", "BUILD.md": "build.md", "CHANGELOG.md": "changelog.md"}
-ASSETS = ("LICENSE", "CITATION.cff", "notebooks/sparse_gpt_colab.ipynb")
+ASSETS = (
+    *("LICENSE", "CITATION.cff"),
+    *("notebooks/sparse_gpt_colab.ipynb", "notebooks/chip_report_colab.ipynb"),
+)
 _LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 _CODE = re.compile(r"^```.*?^```", re.M | re.S)
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import sparse_dataflow
 from sparse_dataflow.aot import topologies
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.files import json_files
@@ -162,7 +161,7 @@ def digest(case: Case) -> str:
 
 @functools.cache
 def _sources():
-    root = Path(sparse_dataflow.__file__).parent
+    root = Path(__file__).parents[2]
     folders = ("aot/schedule.py", "runs/benchmarks/schedule_case.py", "sparsity/*.py")
     kernels = ("kernels/*.py", "kernels/gelu/*.py", "kernels/block_sparse_matmul/**/*tpu*")
     shared = ("kernels/block_sparse_matmul/tuning.py", "kernels/block_sparse_matmul/fused.py")
