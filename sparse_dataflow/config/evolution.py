@@ -10,8 +10,8 @@ METHOD_NAMES: list[str] = []
 """Names of the methods, filled by `sparsity.evolution.register`."""
 
 EXCHANGED_BLOCKS = 0.05
-"""Share of the blocks that the first update of rigl or set exchanges.  RigL's 0.3 (arXiv
-1911.11134, section 3) is for single weights; for blocks a smaller share ends at a lower loss."""
+"""Share of the blocks that the first update of rigl or set exchanges.  RigL's is 0.3 (arXiv
+1911.11134, section 3); three seeds of `pico` do not tell the two apart (docs/quality.md)."""
 
 
 @dataclasses.dataclass(frozen=True)

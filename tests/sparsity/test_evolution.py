@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.evolution import METHOD_NAMES, EvolutionConfig
 from sparse_dataflow.config.layer_groups import layer_linear
 from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.files.errors import UserError
@@ -181,3 +181,4 @@ def test_a_registered_method_is_used(monkeypatch):
     assert phase_specs(MODEL, EvolutionConfig("mine"))[0].runtime_layouts
     with pytest.raises(ValueError, match="already"):
         register("mine", method)
+    METHOD_NAMES.remove("mine")
