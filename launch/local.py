@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import secrets
 import select
 import signal
 import socket
@@ -244,12 +245,14 @@ def commands(
             f"each need {processes * gpus}."
         )
     available = available or [str(n) for n in range(processes * gpus)]
+    token = environment.get("SPARSE_DATAFLOW_TOKEN") or secrets.token_hex(16)
     result = []
     for number in range(processes):
         variables = {
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
             "JAX_NUM_PROCESSES": str(processes),
             "JAX_PROCESS_ID": str(number),
+            "SPARSE_DATAFLOW_TOKEN": token,
         }
         if gpus:
             assigned = available[number * gpus : (number + 1) * gpus]

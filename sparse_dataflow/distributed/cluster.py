@@ -107,6 +107,15 @@ def membership(
     return Membership(**values, devices=devices, source=", ".join(dict.fromkeys(sources)))
 
 
+def token(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns what the processes of one run share and others do not: SPARSE_DATAFLOW_TOKEN, else
+    the SLURM job and step, else ""; a job's number is no secret, but tells runs apart."""
+    if text := environment.get("SPARSE_DATAFLOW_TOKEN"):
+        return text
+    numbers = [environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    return "SLURM " + ".".join(numbers) if all(numbers) else ""
+
+
 def _launcher_membership(environment, metadata) -> Membership | None:
     """Returns the membership of the first launcher present; one process has no coordinator."""
     for finder in (_jobset, _tpu_variables, _slurm):

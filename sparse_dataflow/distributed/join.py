@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from sparse_dataflow.distributed import rendezvous
+from sparse_dataflow.distributed import cluster, rendezvous
 from sparse_dataflow.distributed.cluster import Membership
 from sparse_dataflow.distributed.stopping import Ended
 from sparse_dataflow.distributed.watch import LOST_AFTER
@@ -41,7 +41,12 @@ def joined(
         return
     text = json.dumps(facts, sort_keys=True, default=str)
     facts = {**facts, "hash of all flags": hashlib.sha256(text.encode()).hexdigest()[:12]}
-    group = rendezvous.meet(me.coordinator, me.processes, me.process, facts, timeout)
+    token = cluster.token()
+    group = rendezvous.meet(me.coordinator, me.processes, me.process, facts, timeout, token)
+    bind = None
+    if group.interface:
+        host = f"[{group.interface}]" if ":" in group.interface else group.interface
+        bind = f"{host}:{me.coordinator.rpartition(':')[2]}"
     # Its handler of SIGTERM would replace ours.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -51,6 +56,7 @@ def joined(
             me.processes,
             me.process,
             local_device_ids=me.devices,
+            coordinator_bind_address=bind,
             cluster_detection_method="deactivate",
             heartbeat_timeout_seconds=100 + round(2 * LOST_AFTER * heartbeat),
         )

@@ -1,8 +1,11 @@
 """Messages over a TCP connection, one line of JSON each."""
 
+import errno
+import ipaddress
 import json
 import socket
 import threading
+import time
 from typing import Any
 
 from sparse_dataflow.files import json_files
@@ -26,14 +29,21 @@ class Lines:
         with self._lock:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self, end: float | None = None) -> dict[str, Any]:
         """Returns the next message.
+
+        Args:
+          end: `time.monotonic()` by which the whole message must be here; None waits.
 
         Raises:
           OSError: the connection failed.
           ValueError: the connection was closed, or the data is not a message.
         """
         while b"\n" not in self._buffer:
+            if end is not None:
+                if (left := end - time.monotonic()) <= 0:
+                    raise TimeoutError("it did not answer in time")
+                self._connection.settimeout(left)
             piece = self._connection.recv(65536)
             if not piece:
                 raise ValueError("the connection was closed")
@@ -51,9 +61,44 @@ class Lines:
         self._connection.close()
 
 
-def listen(port: int, backlog: int) -> socket.socket:
-    """Returns a listening socket; raises OSError if the port is in use."""
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """Returns a socket that listens where a name leads to, on this machine.
+
+    A name of this machine itself may lead to the loopback address here and to another address
+    elsewhere, and the address of a service lies on no interface. Then the socket listens on every
+    interface.
+
+    Args:
+      host: name or address of this machine, as the other processes know it.
+      port: the port.
+      backlog: number of connections that may wait.
+
+    Raises:
+      OSError: the port is in use.
+    """
+    host = host.strip("[]")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    for family, _, _, _, address in found:
+        loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+        if loopback and not (host.startswith("localhost") or _is_address(host)):
+            continue
+        try:
+            return socket.create_server(address[:2], family=family, backlog=backlog)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
     return socket.create_server(("", port), backlog=backlog)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def connect(address: tuple[str, int], seconds: float) -> Lines:

@@ -1,8 +1,8 @@
 """Rendezvous: the processes of a run meet before training, and learn when one of them ends.
 
 Uses plain TCP, because jax's runtime aborts if a process is missing without naming it. Process 0
-listens at the coordinator's address; the others connect and send their index and settings. The
-connections stay open: every process learns the reason when one ends, a killed one is noticed at
+listens at the coordinator's address; the others connect and send their index and settings (see
+`handshake`). The connections stay open: every process learns the reason when one ends, a killed one is noticed at
 once, and each sends its status (see `watch`).
 """
 
@@ -15,11 +15,17 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sparse_dataflow.distributed.lines import Lines, connect, listen
+from sparse_dataflow.distributed import handshake
+from sparse_dataflow.distributed.lines import Lines, listen
 from sparse_dataflow.files.errors import TEMPORARY, UserError
 
 GRACE_SECONDS = 3.0
 """Seconds that a process may take to end by itself after another ended: it may report the same."""
+
+_FORM = {
+    "status": dict, "announcement": str, "failed": str, "process": int, "exit_status": int,
+    "done": bool,
+}  # fmt: skip
 
 LINGER_SECONDS = 15.0
 """Seconds that process 0, whose end would end the others, waits for them."""
@@ -33,11 +39,12 @@ class ProcessSet:
     Attributes:
       number: index of this process.
       statuses: {connected process: (`time.monotonic` of its last status, that status)}.
+      interface: address that process 0 listened at; empty for every interface.
       on_announcement: called in a thread with each announcement of process 0.
     """
 
-    def __init__(self, number: int, peers: Mapping[int, Lines]):
-        self.number, self._peers = number, dict(peers)
+    def __init__(self, number: int, peers: Mapping[int, Lines], interface: str = ""):
+        self.number, self._peers, self.interface = number, dict(peers), interface
         now = time.monotonic()
         self.statuses: dict[int, tuple[float, dict[str, Any]]] = {peer: (now, {}) for peer in peers}
         self.on_announcement: Callable[[str], None] = lambda text: None
@@ -114,23 +121,30 @@ class ProcessSet:
                 if self.number == 0:
                     self._ended[peer].set()
                     self._wait(LINGER_SECONDS)
-                os._exit(status if type(status) is int else TEMPORARY)
+                os._exit(status if 0 < status < 256 else TEMPORARY)
         self._ended[peer].set()
 
     def _receive(self, peer):
         """Handles the next message of a running process; returns a final message, else {}."""
         message = self._peers[peer].receive()
+        if any(type(value) is not _FORM.get(name) for name, value in message.items()):
+            raise ValueError("a message has an unknown field or type")
         if "status" in message:
-            self.statuses[peer] = time.monotonic(), dict(message["status"])
+            self.statuses[peer] = time.monotonic(), message["status"]
         elif "announcement" in message:
-            self.on_announcement(str(message["announcement"]))
+            self.on_announcement(message["announcement"])
         else:
             return message
         return {}
 
 
 def meet(
-    address: str, count: int, number: int, facts: Mapping[str, object], timeout: float
+    address: str,
+    count: int,
+    number: int,
+    facts: Mapping[str, object],
+    timeout: float,
+    token: str = "",
 ) -> ProcessSet:
     """Waits until all processes have joined, and checks that their settings are equal.
 
@@ -140,6 +154,7 @@ def meet(
       number: index of this process, from 0.
       facts: JSON-able settings; must be equal on all processes.
       timeout: seconds to wait for the last process.
+      token: secret that all processes share; "" for none.
 
     Raises:
       UserError: on every process that joined: a process is missing or differs, the coordinator
@@ -154,106 +169,24 @@ def meet(
             f"{count - 1}."
         )
     mine = {"process": number, "processes": count, "facts": json.loads(json.dumps(dict(facts)))}
-    if number == 0:
-        return ProcessSet(0, _accept_all((host, int(port)), count, mine, timeout))
-    return ProcessSet(number, {0: _connect((host, int(port)), mine, timeout)})
-
-
-def _accept_all(address, count, mine, timeout):
-    """Accepts the connections of all other processes; returns {process: connection}."""
-    end, problem = time.monotonic() + timeout, ""
-    peers: dict[int, Lines] = {}
+    if number:
+        where = (host.strip("[]"), int(port))
+        return ProcessSet(number, {0: handshake.join(where, mine, timeout, token)})
     try:
-        listener = listen(address[1], count)
+        listener = listen(host, int(port), count)
     except OSError as error:
         raise UserError(
-            f"Process 0 cannot listen at port {address[1]} ({error.strerror}); name a free port "
+            f"Process 0 cannot listen at port {port} ({error.strerror}); name a free port "
             "with parallel.coordinator."
         ) from error
     with listener:
-        while len(peers) < count - 1 and not problem:
-            listener.settimeout(max(0.001, end - time.monotonic()))
-            try:
-                connection = Lines(listener.accept()[0])
-            except TimeoutError:
-                break
-            connection.set_timeout(5.0)
-            try:
-                theirs = connection.receive()
-                other = int(theirs["process"])
-            except (OSError, ValueError, KeyError, TypeError):
-                connection.close()  # Not a process of a run.
-                continue
-            connection.set_timeout(None)
-            problem = _difference(mine, theirs, peers)
-            peers[other if other not in peers else -1] = connection
-    missing = [str(n) for n in range(1, count) if n not in peers]
-    if missing and not problem:
-        several = len(missing) > 1
-        problem = (
-            f"Process{'es' if several else ''} {', '.join(missing)} of {count} did not join "
-            f"within {timeout:g} seconds; start {'them' if several else 'it'} with the same "
-            f"flags and --set parallel.process={missing[0]}, or wait longer with "
-            "parallel.join_timeout."
-        )
-    for connection in peers.values():
-        with contextlib.suppress(OSError):
-            connection.send({"refused": problem})
-    if problem:
-        for connection in peers.values():
-            connection.close()
-        raise UserError(problem)
-    return peers
-
-
-def _difference(mine, theirs, peers):
-    """Returns how another process contradicts this one; empty if it does not."""
-    other = theirs["process"]
-    if theirs.get("processes") != mine["processes"]:
-        return (
-            f"Process {other} was started with --set "
-            f"parallel.processes={theirs.get('processes')} and process "
-            f"0 with --set parallel.processes={mine['processes']}; all need the same."
-        )
-    if other in peers or not 0 < other < mine["processes"]:
-        return (
-            f"Two processes were started with --set parallel.process={other}; each needs its own "
-            "number."
-        )
-    expected, received = mine["facts"], theirs.get("facts", {})
-    names = [n for n in sorted({*expected, *received}) if expected.get(n) != received.get(n)]
-    if not names:
-        return ""
-    shown = "; ".join(
-        f"{n} is {received.get(n)} there and {expected.get(n)} here" for n in names[:4]
-    )
-    return f"Process {other} has other settings than process 0: {shown}. All need the same."
-
-
-def _connect(address, mine, timeout):
-    """Connects to process 0 and waits until it has accepted all processes."""
-    end, reason = time.monotonic() + timeout, "no answer"
-    while (left := end - time.monotonic()) > 0:
-        try:
-            connection = connect(address, left)
-            break
-        except OSError as error:
-            reason = error.strerror or str(error) or reason
-            time.sleep(min(0.2, max(0.0, end - time.monotonic())))
-    else:
-        raise UserError(
-            f"The coordinator {address[0]}:{address[1]} was not reached within {timeout:g} seconds "
-            f"({reason}); parallel.coordinator is the host of process 0 and an open port there."
-        )
-    connection.set_timeout(max(1.0, end - time.monotonic()) + timeout)
-    try:
-        connection.send(mine)
-        refused = connection.receive()["refused"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"The coordinator {address[0]}:{address[1]} ended before all processes had joined."
-        ) from error
-    if refused:
-        raise UserError(refused)
-    connection.set_timeout(None)
-    return connection
+        interface = listener.getsockname()[0]
+        interface = "" if interface in ("0.0.0.0", "::") else interface
+        if not interface and not token:
+            print(
+                f"{host} is no address of this machine's interfaces: process 0 listens on all of "
+                "them. SPARSE_DATAFLOW_TOKEN keeps strangers out.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return ProcessSet(0, handshake.accept_all(listener, mine, timeout, token), interface)

@@ -1,5 +1,8 @@
 """Processes that meet, and errors where they do not."""
 
+import contextlib
+import json
+import random
 import socket
 import threading
 import time
@@ -7,17 +10,18 @@ import time
 import pytest
 from ports import free_port
 
-from sparse_dataflow.distributed import rendezvous
+from sparse_dataflow.distributed import cluster, handshake, lines, rendezvous
 from sparse_dataflow.files.errors import UserError
 
 
-def meet_all(*members, timeout=120.0):
-    """Meets as members (number, count, facts); returns the ProcessSet or error text of each."""
-    address, results = f"127.0.0.1:{free_port()}", {}
+def meet_all(*members, timeout=120.0, token="secret", port=None):
+    """Meets as members (number, count, facts[, token]); returns the ProcessSet or error text of
+    each."""
+    address, results = f"127.0.0.1:{port or free_port()}", {}
 
-    def join(place, number, count, facts):
+    def join(place, number, count, facts, token=token):
         try:
-            results[place] = rendezvous.meet(address, count, number, facts, timeout)
+            results[place] = rendezvous.meet(address, count, number, facts, timeout, token)
         except UserError as refusal:
             results[place] = str(refusal)
 
@@ -74,26 +78,182 @@ def test_an_unreachable_coordinator_is_refused_with_the_reason():
     assert "was not reached within 0.5 seconds (Connection refused)" in words
 
 
-def test_other_connections_at_the_port_are_ignored():
-    address, errors = f"127.0.0.1:{free_port()}", []
+def test_without_a_token_a_process_with_other_settings_is_refused_alone():
+    """Anybody could say the same; neither are the values of this run's settings told."""
+    right = ((0, 2, {"--seed": 1}), (1, 2, {"--seed": 1}))
+    results = meet_all((1, 2, {"--seed": 7}), *right, timeout=20.0, token="")
+    groups = [r for r in results if isinstance(r, rendezvous.ProcessSet)]
+    # The process with the wrong settings may come when the others have met.
+    assert len(groups) == 2 and results[1:] == groups, results
+    assert "other settings than process 0: --seed. All" in results[0] or "reached" in results[0]
 
-    def first():
-        try:
-            rendezvous.meet(address, 2, 0, {}, 2.0)
-        except UserError as refusal:
-            errors.append(str(refusal))
 
-    thread = threading.Thread(target=first)
+def test_a_process_of_another_token_is_not_accepted_and_ends_nothing():
+    right = ((0, 2, {}), (1, 2, {}))
+    results = meet_all((1, 2, {}, "another"), *right, timeout=6.0)
+    assert [type(r) for r in results[1:]] == [rendezvous.ProcessSet] * 2, results
+    assert "SPARSE_DATAFLOW_TOKEN" in results[0] or "was not reached" in results[0]
+
+
+def test_a_coordinator_of_another_token_is_not_believed():
+    for words in meet_all((0, 2, {}, "one"), (1, 2, {}, "two"), timeout=3.0):
+        assert "Process 1 of 2 did not join" in words or "SPARSE_DATAFLOW_TOKEN" in words, words
+
+
+def test_a_process_that_ends_while_others_join_may_come_again():
+    port, met = free_port(), []
+    thread = threading.Thread(target=lambda: met.extend(meet_all((0, 3, {}), port=port)))
     thread.start()
-    for _ in range(50):
-        try:
-            with socket.create_connection(("127.0.0.1", int(address.split(":")[1]))) as connection:
-                connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            break
-        except OSError:
-            time.sleep(0.05)
+    hello(port, token="secret", process=1, processes=3)[0].close()
+    others = meet_all((1, 3, {}), (2, 3, {}), port=port)
     thread.join()
-    assert "Process 1 of 2 did not join" in errors[0]
+    assert [type(group) for group in met + others] == [rendezvous.ProcessSet] * 3, met + others
+
+
+def connected(port):
+    """A connection to a port where somebody will listen."""
+    for _ in range(1000):
+        with contextlib.suppress(OSError):
+            return socket.create_connection(("127.0.0.1", port), timeout=10)
+        time.sleep(0.02)
+    raise AssertionError("nobody listens")
+
+
+def hello(port, token="", **changes):
+    """(connection, answer) after a process's hello with some fields changed."""
+    connection = lines.Lines(connected(port))
+    nonces = connection.receive()["nonce"], "0"
+    message = {"process": 1, "processes": 2, "facts": {}, "nonce": "0"} | changes
+    proof = handshake.proof(token, "process", nonces, message)
+    connection.send(message | {"proof": proof})
+    return connection, connection.receive()
+
+
+FORMS = [
+    {"process": "1"}, {"process": 1e999}, {"process": True}, {"process": None}, {"process": [1]},
+    {"processes": "2"}, {"facts": "facts"}, {"facts": []}, {"facts": None}, {"nonce": 3},
+    {"more": 1}, {"process": -1}, {"process": 0}, {"process": 10**30}, {"facts": {"a": 1}},
+]  # fmt: skip
+"""Fields of a hello that end no run."""
+
+
+@pytest.mark.parametrize("token", ["", "secret"])
+def test_a_run_joins_while_strangers_say_anything(token):
+    """A seeded fuzz: bytes, wrong forms, wrong proofs, silence, one byte at a time, floods."""
+    draw, port, joined = random.Random(8), free_port(), []
+    met = threading.Thread(
+        target=lambda: joined.extend(meet_all((0, 2, {}), port=port, token=token, timeout=60.0))
+    )
+    met.start()
+    open_connections = [connected(port) for _ in range(100)]  # Silent ones.
+    end = threading.Event()
+
+    def drip():
+        with contextlib.suppress(OSError), connected(port) as connection:
+            for byte in b'{"process": 1, "processes": 2, "facts": {' + b" " * 10**6:
+                connection.sendall(bytes([byte]))
+                if end.wait(0.05):
+                    return
+
+    dripping = [threading.Thread(target=drip) for _ in range(5)]
+    for thread in dripping:
+        thread.start()
+    for form in FORMS:
+        with contextlib.suppress(OSError, ValueError):
+            # Of these, with a token, only strangers without it.
+            connection, answer = hello(port, "", **form)
+            assert answer["joined"] is False
+    for _ in range(200):
+        choices = [draw.randbytes(draw.randint(0, 60)), b"GET / HTTP/1.1\r\n\r\n", b"[" * 10**5]
+        choices += [b"{}\n", b"null\n", b"\x00\n", b'{"facts": 1e999}\n', b"9" * 5000 + b"\n"]
+        with contextlib.suppress(OSError), connected(port) as connection:
+            connection.sendall(draw.choice(choices))
+    start = time.monotonic()
+    assert not joined
+    others = meet_all((1, 2, {}), port=port, token=token)
+    met.join()
+    assert [type(group) for group in joined + others] == [rendezvous.ProcessSet] * 2, joined
+    assert time.monotonic() - start < 10.0  # It is not served after them, one by one.
+    end.set()
+    for thread in dripping:
+        thread.join()
+    for connection in open_connections:
+        connection.close()
+
+
+def test_a_peer_that_drips_is_not_awaited_beyond_the_timeout():
+    port, end = free_port(), threading.Event()
+
+    def drip():
+        with contextlib.suppress(OSError), connected(port) as connection:
+            while not end.wait(0.2):
+                connection.sendall(b" ")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    start = time.monotonic()
+    [words] = meet_all((0, 2, {}), port=port, timeout=2.0)
+    assert "did not join within 2 seconds" in words and time.monotonic() - start < 8.0
+    end.set()
+    thread.join()
+
+
+def test_a_coordinator_that_drips_is_not_awaited_beyond_the_timeout():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        end = threading.Event()
+
+        def serve():
+            connection, _ = server.accept()
+            with contextlib.suppress(OSError):
+                while not end.wait(0.2):
+                    connection.sendall(b" ")
+            connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        start = time.monotonic()
+        [words] = meet_all((1, 2, {}), port=server.getsockname()[1], timeout=2.0)
+        assert "did not accept this process within 2 seconds" in words
+        assert time.monotonic() - start < 8.0
+        end.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"status": "x"}, {"status": {}, "more": 1}, {"announcement": 3}, {"failed": 1}, {"done": 1}],
+)
+def test_a_message_of_another_form_counts_as_the_end_of_its_sender(message, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(rendezvous.os, "_exit", lambda status: ended.set())
+    ours, theirs = socket.socketpair()
+    group = rendezvous.ProcessSet(1, {0: lines.Lines(ours)})
+    theirs.sendall(json.dumps(message).encode() + b"\n")
+    assert ended.wait(10), group.statuses
+    theirs.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_process_0_listens_at_the_coordinators_address_alone(host):
+    with lines.listen(host, free_port(), 1) as listener:
+        assert listener.getsockname()[0] in ("127.0.0.1", "::1")
+
+
+def test_a_name_that_other_hosts_resolve_otherwise_is_listened_at_everywhere(monkeypatch):
+    """As Debian maps a machine's own name to 127.0.1.1, and a service's address is on no
+    interface."""
+    for address in ("127.0.1.1", "203.0.113.7"):
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+        monkeypatch.setattr(lines.socket, "getaddrinfo", lambda *_, f=found, **__: f)
+        with lines.listen("n07", free_port(), 1) as listener:
+            assert listener.getsockname()[0] in ("0.0.0.0", "::")
+
+
+def test_the_token_comes_from_the_environment():
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    assert cluster.token({}) == cluster.token({"SLURM_JOB_ID": "7"}) == ""
+    assert cluster.token(slurm) == "SLURM 7.0"
+    assert cluster.token({**slurm, "SPARSE_DATAFLOW_TOKEN": "x"}) == "x"
 
 
 @pytest.mark.parametrize("address", ["nowhere", ":80", "host:", "host:port", "host:70000"])

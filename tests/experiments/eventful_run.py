@@ -8,12 +8,16 @@ sends one once the program has noted the first (to Python, two that come togethe
 makes the disk refuse more than 20 kB a file, an error's name ("EIO") makes this operation fail so,
 "clock SECONDS" sets the time of day forward or back.
 
-"calls" are ["module.function", N, WHAT] at its N-th call: a signal, or "full".
+"calls" are ["module.function", N, WHAT] at its N-th call: a signal, or "full". "SIGTERM in a long
+call" sends it to another thread while the main one is in a C function for a minute.
+
+"ignored" are names of signals that are ignored from the start, as under nohup.
 
 What is not "whole" leaves out what takes seconds beside the training: see `shorten`.
 """
 
 import errno
+import hashlib
 import importlib
 import json
 import math
@@ -23,6 +27,7 @@ import resource
 import runpy
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -68,6 +73,11 @@ def fill_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 
 
+def long_call(seconds):
+    """A C function that does not return when a signal comes, and lets other threads run."""
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000 * seconds)
+
+
 def at_call(name, count, what):
     module, _, function = name.rpartition(".")
     module = importlib.import_module(module)
@@ -77,6 +87,9 @@ def at_call(name, count, what):
         left[0] -= 1
         if left[0] == 0 and what == "full":
             fill_disk()
+        elif left[0] == 0 and what == "SIGTERM in a long call":
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            long_call(60)
         elif left[0] == 0:
             os.kill(os.getpid(), getattr(signal, what))
         return whole(*arguments, **options)
@@ -99,6 +112,8 @@ def shorten():
 cache.FOLDER = Path(os.environ["XDG_CACHE_HOME"]) / "sparse_dataflow"
 if not asked["whole"]:
     shorten()
+for number in asked["ignored"]:
+    signal.signal(getattr(signal, number), signal.SIG_IGN)
 for call in asked["calls"]:
     at_call(*call)
 if happenings:

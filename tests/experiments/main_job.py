@@ -47,6 +47,7 @@ class MainJob:
         experiment="gpt13b_sparse",
         events=(),
         calls=(),
+        ignored=(),
         whole=False,
         cwd=None,
         **options,
@@ -56,12 +57,14 @@ class MainJob:
         Args:
           events: what happens to it, as in `eventful_run`.
           calls: likewise.
+          ignored: names of signals that it ignores from its start, as under nohup.
           whole: with all that `eventful_run.shorten` leaves out.
           cwd: the folder that it runs in; that of the tests' corpus if None.
           options: of `Forks.start`.
         """
         arguments = without_repeats(arguments)
-        asked = {"events": list(events), "calls": list(calls), "whole": whole}
+        asked = {"events": list(events), "calls": list(calls), "ignored": list(ignored)}
+        asked["whole"] = whole
         program = Path(__file__).with_name("eventful_run.py")
         cwd = cwd or self.corpus.parent
         return self.forks.start(

@@ -57,3 +57,64 @@ def test_ctrl_c_before_training_leaves_nothing(job, undisturbed, tmp_path, momen
     done = job.new(tmp_path / "run", events=[(moment, 1, "SIGINT")], cache=cache)
     assert_quiet(done, 130)
     assert not (tmp_path / "run").exists()
+
+
+MOMENTS = {
+    "reading the corpus": {"events": [(r"/tokens/", 1, "{}")]},
+    "compiling": {"events": [(r"jit_train_step", 1, "{}")]},
+    "the final evaluation": {"calls": [("sparse_dataflow.training.loop.held_out_nats", 3, "{}")]},
+    "the report": {"events": [(r"report\.json", 1, "{}")]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_outside_training_ends_with_75(job, tmp_path, moment, name):
+    """Nothing is lost, and the same command or --resume goes on."""
+    happening = {
+        kind: [(where, count, name) for where, count, _ in given]
+        for kind, given in MOMENTS[moment].items()
+    }
+    cache = tmp_path / "cache" if "corpus" in moment else None
+    folder = tmp_path / "run"
+    done = job.new(folder, "--notwin", cache=cache, **happening)
+    assert_quiet(done, 75)
+    assert f"stopped: ended by {name}; start it again" in done.stderr
+    before_training = moment in ("reading the corpus", "compiling")
+    assert folder.exists() != before_training
+    if not before_training:
+        assert checkpoint_steps(folder, "sparse")[-1] == 12
+        resumed = job.resume(folder)
+        assert_quiet(resumed, 0)
+        assert (folder / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_process_that_is_inside_a_long_call(job, undisturbed, tmp_path):
+    """As a compiler is; Python does not run a handler before the call returns."""
+    folder = tmp_path / "run"
+    stuck = "sparse_dataflow.runs.train.compile_programs"
+    done = job.new(folder, "--notwin", calls=[(stuck, 1, "SIGTERM in a long call")])
+    assert_quiet(done, 75)
+    assert "stopped: ended by SIGTERM" in done.stderr
+    assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_a_hangup_saves(job, tmp_path):
+    done = job.new(tmp_path / "run", "--notwin", events=[(FIRST_SAVE, 1, "SIGHUP")])
+    assert_quiet(done, 75)
+    assert "sparse saved at step" in done.stderr
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_a_hangup_under_nohup_is_ignored(job, tmp_path):
+    done = job.new(
+        tmp_path / "run",
+        "--notwin",
+        ignored=["SIGHUP"],
+        events=[(r"jit_train_step", 1, "SIGHUP"), (FIRST_SAVE, 1, "SIGHUP")],
+    )
+    assert_quiet(done, 0)
