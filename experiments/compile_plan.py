@@ -71,7 +71,7 @@ class Options(ModelOptions):
         "Plans that are compiled in search of one that fits, where this one does not.",
         legal=AT_LEAST_ZERO,
     )
-    out: str = setting("", "Folder for the JSON of the plan; empty writes none.")
+    out: str = setting("", "Folder for the JSON of the plan; empty writes none.", path=True)
 
 
 def main(options):

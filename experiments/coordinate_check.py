@@ -29,7 +29,7 @@ class Options:
         (1.0, 0.25, 0.125), "Fractions of blocks stored.", legal=A_FRACTION
     )
     steps: int = setting(5, "Steps of each training.", legal=AT_LEAST_ONE)
-    out: str = setting("runs/coordinate_check", "Folder to make.")
+    out: str = setting("runs/coordinate_check", "Folder to make.", path=True)
 
 
 def main(request, options):

@@ -27,7 +27,7 @@ VARIANTS = ("sparse", "dense")
 class Options:
     """The flags."""
 
-    run: str = setting("", "Run folder.")
+    run: str = setting("", "Run folder.", path=True)
     against: str = setting(
         "",
         "Another run on the same corpus: its model, the dense one where it has one, is the twin.",

@@ -19,7 +19,7 @@ from sparse_dataflow.runs.load_model import ModelOptions
 class Options(ModelOptions):
     """The flags."""
 
-    to: str = setting("", "Folder to make.")
+    to: str = setting("", "Folder to make.", path=True)
     form: str = setting("dense", "Contents of the folder.", choices=("dense", "sparse"))
 
 

@@ -43,8 +43,8 @@ class Options:
     stages: int = setting(2, "Stages of the pipeline.", legal=AT_LEAST_ONE)
     micro_batches: int = setting(8, "Micro-batches of a step.", legal=AT_LEAST_ONE)
     rounds: int = setting(3, "Timed steps.", legal=AT_LEAST_ONE)
-    out: str = setting("runs/interplay", "Folder to make.")
-    keep: str = setting(RESULTS, KEEP_HELP)
+    out: str = setting("runs/interplay", "Folder to make.", path=True)
+    keep: str = setting(RESULTS, KEEP_HELP, path=True)
 
 
 def main(options):

@@ -32,8 +32,8 @@ class Options:
     chunks: int = setting(2, "Model chunks a stage, of interleaved.", legal=AT_LEAST_ONE)
     milliseconds: float = setting(40.0, "Time of one action of a stage.", legal=ABOVE_ZERO)
     rounds: int = setting(3, "Timed steps of each schedule.", legal=AT_LEAST_ONE)
-    keep: str = setting(RESULTS, KEEP_HELP)
-    page: str = setting("", "HTML file to draw the schedules in; empty draws none.")
+    keep: str = setting(RESULTS, KEEP_HELP, path=True)
+    page: str = setting("", "HTML file to draw the schedules in; empty draws none.", path=True)
 
 
 def main(options):

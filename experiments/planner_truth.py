@@ -21,7 +21,7 @@ class Options:
     """What is compared."""
 
     fit: bool = setting(False, "Fit the constants again.")
-    out: str = setting("runs/planner_truth", "Output folder; made where it does not exist.")
+    out: str = setting("runs/planner_truth", "Output folder; made where it does not exist.", path=True)
 
 
 def main(options):

@@ -38,7 +38,7 @@ class Options:
         legal=AT_LEAST_ZERO,
     )
     rounds: int = setting(5, "Timed steps.", legal=AT_LEAST_ONE)
-    keep: str = setting(RESULTS, KEEP_HELP)
+    keep: str = setting(RESULTS, KEEP_HELP, path=True)
 
 
 def main(options):

@@ -35,7 +35,7 @@ class Options:
     chip: str = setting("h200", "Chip whose rates the plan takes.", choices=tuple(CHIPS))
     run: bool = setting(False, "Train the sparse model.")
     steps: int = setting(2, "Timed steps of the run.", legal=AT_LEAST_ONE)
-    keep: str = setting(RESULTS, KEEP_HELP)
+    keep: str = setting(RESULTS, KEEP_HELP, path=True)
 
 
 def main(options):

@@ -93,7 +93,7 @@ class Options:
     )
     arms: tuple[str, ...] = setting(COMPARED, "Ways of training.", choices=tuple(ARMS))
     equal: tuple[str, ...] = setting(EQUAL, "What all arms have in common.", choices=EQUAL)
-    out: str = setting("runs/sparse_quality", "Folder to make, or to go on in.")
+    out: str = setting("runs/sparse_quality", "Folder to make, or to go on in.", path=True)
 
 
 def main(request, options):

@@ -28,7 +28,7 @@ DEFAULTS = {"scale": "pico", "block": 8}
 class Options:
     """The flags of its own."""
 
-    runs: str = setting("", "CSV of runs to fit; empty trains the grid.")
+    runs: str = setting("", "CSV of runs to fit; empty trains the grid.", path=True)
     widths: tuple[int, ...] = setting((64, 128, 192), "Values of d_model.", legal=AT_LEAST_ONE)
     densities: tuple[float, ...] = setting(
         (0.125, 0.25, 0.5, 1), "Fractions of the blocks stored.", legal=A_FRACTION
@@ -40,7 +40,7 @@ class Options:
     rounds: int = setting(
         200, "Bootstrap rounds of the intervals.", legal=("10 or more", lambda n: n >= 10)
     )
-    out: str = setting("runs/sparse_scaling_law", "Folder to make, or to go on in.")
+    out: str = setting("runs/sparse_scaling_law", "Folder to make, or to go on in.", path=True)
 
 
 def main(request, options):

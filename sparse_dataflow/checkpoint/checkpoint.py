@@ -35,7 +35,7 @@ from sparse_dataflow.checkpoint.save_barrier import SaveBarrier
 from sparse_dataflow.checkpoint.save_outcome import SaveOutcome
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.files import manifest, storage
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.errors import UserError, advice
 from sparse_dataflow.files.json_difference import refuse_difference
 
 
@@ -171,7 +171,7 @@ class Checkpoints:
             if final.exists() or final.is_symlink():
                 self._set_aside(final, "it is in the way of a new checkpoint of that step")
             checkpoint_folder.remove(saving)
-            saving.mkdir(parents=True)
+            saving.mkdir()
 
         try:
             storage.retry(f"Making {saving}", make)
@@ -359,9 +359,10 @@ class Checkpoints:
             time.sleep(0.1)  # After one array fails, orbax may still be writing others.
         steps = self.steps()
         last = f"the last finished one is step {steps[-1]}" if steps else "there is no earlier one"
+        todo = advice(OSError(storage.error_number(error) or 0, ""))
         return UserError(
             f"The checkpoint of step {step} could not be written to {self._folder} "
-            f"({named_arrays.reason(error)}); {last}. Make room or choose another run folder."
+            f"({named_arrays.reason(error)}); {last}. {todo.capitalize()}"
         )
 
     def _is_verified(self, step: int) -> bool:

@@ -23,6 +23,7 @@ class DataConfig:
     corpus: str = setting(
         "python_stdlib",
         "python_stdlib, sotu, a folder or file (.txt, .jsonl), or a tfds name such as c4/en.",
+        path=True,
     )
     tokenizer: str = setting(
         "bpe", "bpe is trained on the corpus; gpt2 is GPT-2's own.", choices=TOKENIZERS

@@ -87,6 +87,7 @@ class ParallelConfig:
         "",
         "Folder of the relay's mapped files for masters and moments; empty is host memory.",
         resumed=ADOPTED,
+        path=True,
     )
     depth_schedule: str = setting(
         "constant",

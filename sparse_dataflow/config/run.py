@@ -52,8 +52,11 @@ class RunSettings:
         "",
         "Run folder, or Hugging Face directory of GPT-2 or OPT, whose weights, shape and "
         "tokenizer the run begins with.",
+        path=True,
     )
-    out: str = setting("", "Run folder to make; empty is runs/EXPERIMENT-DATE.", resumed=FRESH)
+    out: str = setting(
+        "", "Run folder to make; empty is runs/EXPERIMENT-DATE.", resumed=FRESH, path=True
+    )
     eval_every: int = setting(
         0,
         "Steps between evaluations on held-out documents; 0 is eight a run.",

@@ -7,6 +7,7 @@ through this module and knows nothing else about them.
 import dataclasses
 import difflib
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -48,6 +49,8 @@ AUTO = "auto"
 _NUMBER_LISTS: dict[Any, type] = {tuple[int, ...]: int, tuple[float, ...]: float}
 _BOOLEANS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 _SHOWN = 60
+_LONGEST_NAME, _LONGEST_PATH = 255, 3900
+"""Bytes that common file systems allow, with room for the files of a folder."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Setting:
       legal: the legal numbers, in words and as a test.
       choices: the legal names of a str or tuple; empty where any text is legal.
       resumed: FIXED, ADOPTED or FRESH.
+      path: whether a text may name a file or folder, so that `~` is the user's home.
     """
 
     name: str
@@ -72,6 +76,7 @@ class Setting:
     legal: Legal | None = None
     choices: Sequence[str] = ()
     resumed: str = FIXED
+    path: bool = False
 
     def parse(self, text: str) -> Any:
         """The value that a text names.
@@ -94,7 +99,8 @@ class Setting:
         elif self.type in _NUMBER_LISTS:
             value = self._numbers(text)
         else:
-            value = nearest_choice(text, self.choices) if self.choices else text
+            value = nearest_choice(text, self.choices) if self.choices else _utf8(text)
+            value = expanded(value) if self.path else value
         if reason := self.refusal(value):
             raise ValueError(reason)
         return value
@@ -149,9 +155,10 @@ def setting(
     legal: Legal | None = None,
     choices: Sequence[str] = (),
     resumed: str = FIXED,
+    path: bool = False,
 ) -> Any:
     """A dataclass field that is a setting; see `Setting` for the arguments."""
-    extra = {"help": help, "legal": legal, "choices": choices, "resumed": resumed}
+    extra = {"help": help, "legal": legal, "choices": choices, "resumed": resumed, "path": path}
     return dataclasses.field(default=default, metadata={"setting": extra})
 
 
@@ -282,6 +289,36 @@ def shown(value: Any) -> str:
     """`text`, cut after 60 characters."""
     whole = text(value)
     return whole if len(whole) <= _SHOWN else f"{whole[: _SHOWN - 3]}..."
+
+
+def _utf8(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("is not UTF-8.") from None
+    return text
+
+
+def expanded(text: str) -> str:
+    """A path in which a leading `~` or `~user` is a home folder.
+
+    Raises:
+      ValueError: there is no such home, or no file system allows such a name; the message completes
+        "NAME=TEXT ".
+    """
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise ValueError(
+            "has no home folder here; set HOME, or write ./~ for a folder of that name."
+        )
+    if "\0" in path:
+        raise ValueError("has a NUL character, which no file name may have.")
+    longest = max(len(name.encode()) for name in path.split("/"))
+    if longest > _LONGEST_NAME or len(path.encode()) > _LONGEST_PATH:
+        raise ValueError(
+            f"is too long; a name may have {_LONGEST_NAME} bytes, and a path {_LONGEST_PATH:,}."
+        )
+    return path
 
 
 def _integer(text: str) -> int:

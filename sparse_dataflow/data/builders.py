@@ -3,10 +3,15 @@
 Importing this module imports tensorflow_datasets, without tensorflow.
 """
 
+import contextlib
 import hashlib
+import os
+import struct
+import tempfile
 from collections.abc import Iterable, Iterator
 
 import tensorflow_datasets as tfds
+from tensorflow_datasets.core import shuffle
 
 from sparse_dataflow.data.documents import Document, PythonStdlibSource, Source
 from sparse_dataflow.data.splits import Split, split_for
@@ -17,6 +22,46 @@ SPLITS = ("train", "validation")
 class _LocalDatasetInfo(tfds.core.DatasetInfo):
     def initialize_from_bucket(self) -> None:
         """Does nothing: local corpora have no published metadata."""
+
+
+class _Spool:
+    """Serialised records in the order in which they came, in a temporary file.
+
+    Stands in for the `Shuffler` of tfds, which keeps up to 1 GB of them in memory, and needs
+    tensorflow to keep more.
+    """
+
+    def __init__(self, dirpath: str | os.PathLike, *_: object, **__: object):
+        self._file = tempfile.TemporaryFile(dir=os.fspath(dirpath))
+        self.size = self.num_examples = 0
+
+    @property
+    def bucket_lengths(self) -> list[int]:
+        """All records are in one bucket."""
+        return [self.num_examples]
+
+    def add(self, key: int, data: bytes) -> None:
+        """Appends a record."""
+        self._file.write(struct.pack("=QQ", key, len(data)) + data)
+        self.size += len(data)
+        self.num_examples += 1
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        self._file.seek(0)
+        while head := self._file.read(16):
+            key, size = struct.unpack("=QQ", head)
+            yield key, self._file.read(size)
+
+
+@contextlib.contextmanager
+def in_bounded_memory() -> Iterator[None]:
+    """Inside, tfds stores records in their order, on disk until all are there."""
+    before = shuffle.Shuffler
+    shuffle.Shuffler = _Spool
+    try:
+        yield
+    finally:
+        shuffle.Shuffler = before
 
 
 class DocumentsBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):

@@ -14,7 +14,7 @@ from pathlib import Path
 from sparse_dataflow.files import folders, storage
 from sparse_dataflow.files.errors import UserError
 
-FOLDER = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sparse_dataflow"
+FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "sparse_dataflow"
 """Default cache folder of prepared corpora, tokenizers and tokens."""
 
 _STORAGE_ERRORS = storage.TRANSIENT | {
@@ -30,6 +30,20 @@ def _is_older_cache(folder: Path) -> bool:
     """Whether it is a cache of a version that left no mark: such folders, and nothing else."""
     names = {path.name for path in folder.iterdir() if path.is_dir()}
     return "locks" in names <= _PARTS and len(names) == len(os.listdir(folder))
+
+
+def resolved(folder: str | os.PathLike) -> Path:
+    """Returns a cache folder with `~` expanded.
+
+    Raises:
+      UserError: this user has no home folder.
+    """
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError:
+        raise UserError(
+            "This user has no home folder for the data cache; set XDG_CACHE_HOME."
+        ) from None
 
 
 @contextlib.contextmanager
@@ -67,7 +81,7 @@ def exclusive(cache_dir: Path, key: str) -> Iterator[None]:
 def _cannot_write(cache_dir: Path, error: OSError) -> UserError:
     return UserError(
         f"The data cache {cache_dir} cannot be written ({error.strerror or error}). "
-        "Free disk space or choose a writable folder."
+        "Free disk space, or name a writable folder with XDG_CACHE_HOME."
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.data.cache import atomic_write, exclusive
+from sparse_dataflow.data.cache import atomic_write, exclusive, resolved
 from sparse_dataflow.data.documents import (
     TEXT_SUFFIXES,
     Document,
@@ -105,7 +105,7 @@ def load_corpus(name_or_path: str, cache_dir: Path) -> Corpus:
     Raises:
       UserError: the corpus does not exist, has no readable text, or cannot be downloaded or stored.
     """
-    cache_dir = Path(cache_dir).expanduser()
+    cache_dir = resolved(cache_dir)
     if name_or_path == "python_stdlib":
         source = PythonStdlibSource.of_this_interpreter()
         return _load_local("PythonStdlib", name_or_path, source, cache_dir)
@@ -160,7 +160,8 @@ def _load_once(builder_name, name, source, cache_dir):
         if not builder.data_path.exists():
             with exclusive(cache_dir, f"{builder_name}-{fingerprint}"):
                 if not builder.data_path.exists():
-                    _prepare(builder)
+                    with builders.in_bounded_memory():
+                        _prepare(builder)
                     _check_against_source(builder, builders)
         # Another process may have prepared the corpus after this builder was created.
         builder = getattr(builders, builder_name)(source, data_dir=cache_dir / "tfds")

@@ -16,15 +16,21 @@ import tokenize
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".jsonl")
 
-LONGEST_TEXT_FILE = 256 * 2**20
-"""Bytes. A .txt file is one document, and array_record stores a document as one record."""
+LONG_TEXT = 4 * 2**20
+"""Characters (bytes of a .txt file) from which a text is cut into several documents."""
+
+PART = 2**18
+"""Characters (bytes of a .txt file) of each of these documents, about."""
+
+LONGEST_LINE = 64 * 2**20
+"""Bytes of a line of .jsonl."""
 
 _EXCLUDED_STDLIB_FOLDERS = {
     "__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"
@@ -151,7 +157,8 @@ class LocalSource:
     """A file or a folder, read recursively, of .txt (one document each) and .jsonl.
 
     Each line of .jsonl is an object with the text in its field "text". Ids are paths relative to
-    the folder, followed by `:line` for .jsonl.
+    the folder, followed by `:line` for .jsonl. A text of more than `LONG_TEXT` becomes documents of
+    about `PART`, cut at line breaks where it has any, with ids that end in `#part`.
     """
 
     path: Path
@@ -165,6 +172,8 @@ class LocalSource:
             raise UserError(
                 f"The corpus {self.path} does not exist. Give a folder or file of .txt or .jsonl."
             )
+        if not self.path.is_dir() and not _is_file(self.path):
+            raise UserError(f"The corpus {self.path} is neither a folder nor a regular file.")
         candidates = _files_below(self.path) if self.path.is_dir() else [self.path]
         files = [path for path in candidates if path.suffix in TEXT_SUFFIXES]
         if not files:
@@ -181,12 +190,13 @@ class LocalSource:
         """Yields the documents in the order of their files.
 
         Raises:
-          UserError: there is no text, or a file cannot be read, is not UTF-8, has a line without a
-            JSON field "text", or is a .txt file of more than `LONGEST_TEXT_FILE` bytes.
+          UserError: there is no text, or a file cannot be read, is not UTF-8, or has a line without
+            a JSON field "text" or of more than `LONGEST_LINE` bytes.
         """
         blank = True
         for path in self._files():
-            name = path.relative_to(self._root).as_posix()
+            name = os.fsencode(path.relative_to(self._root).as_posix())
+            name = name.decode("utf-8", "backslashreplace")
             for document in _read_text_file(path, name):
                 blank = False
                 yield document
@@ -196,28 +206,76 @@ class LocalSource:
 
 def _read_text_file(path: Path, name: str) -> Iterator[Document]:
     try:
-        if path.suffix == ".jsonl":
-            with path.open(encoding="utf-8-sig", newline="\n") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        text = _text_field(line, path, number)
-                        if text.strip():
-                            yield Document(f"{name}:{number}", text)
-            return
-        if path.stat().st_size > LONGEST_TEXT_FILE:
-            raise UserError(
-                f"{path} is larger than {LONGEST_TEXT_FILE >> 20} MiB, the limit of one .txt "
-                "document. Split it into several files or into lines of .jsonl."
-            )
-        text = path.read_bytes().decode("utf-8-sig")
-        if text.strip():
-            yield Document(name, text)
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 ({error.reason} at byte {error.start}). Convert it to UTF-8."
-        ) from error
+        with path.open("rb") as file:
+            if path.suffix == ".jsonl":
+                yield from _read_lines(file, path, name)
+                return
+            size = os.fstat(file.fileno()).st_size
+            long = size > LONG_TEXT
+            for number, text in enumerate(_decoded(file, path, PART if long else size + 1)):
+                if text.strip():
+                    yield Document(f"{name}#{number}" if long else name, text)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _decoded(file: BinaryIO, path: Path, size: int) -> Iterator[str]:
+    """Yields the text in parts of about `size` bytes, cut after a line break if there is one."""
+    position, rest = 0, b""
+    while piece := file.read(size - len(rest)):
+        rest += piece
+        cut = len(rest) if len(rest) < size else rest.rfind(b"\n") + 1 or _character_start(rest)
+        yield _text(rest[:cut], path, position)
+        position, rest = position + cut, rest[cut:]
+    if rest:
+        yield _text(rest, path, position)
+
+
+def _character_start(data: bytes) -> int:
+    """Returns the start of the last UTF-8 character, or the length where there is none."""
+    starts = (n for n in range(len(data) - 1, max(0, len(data) - 5), -1) if data[n] & 0xC0 != 0x80)
+    return next(starts, len(data))
+
+
+def _text(data: bytes, path: Path, position: int) -> str:
+    try:
+        return data.decode("utf-8" if position else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 ({error.reason} at byte {position + error.start}). Convert it to "
+            "UTF-8."
+        ) from error
+
+
+def _read_lines(file: BinaryIO, path: Path, name: str) -> Iterator[Document]:
+    position, number = 0, 0
+    while line := file.readline(LONGEST_LINE + 1):
+        number += 1
+        if len(line) > LONGEST_LINE:
+            raise UserError(
+                f"{path}, line {number}, is longer than {LONGEST_LINE >> 20} MiB. Cut its text into "
+                "several lines."
+            )
+        text = _text(line, path, position)
+        position += len(line)
+        if not text.strip():
+            continue
+        text = _text_field(text, path, number)
+        long = len(text) > LONG_TEXT
+        for part, piece in enumerate(_parts(text) if long else [text]):
+            if piece.strip():
+                yield Document(f"{name}:{number}#{part}" if long else f"{name}:{number}", piece)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Yields a text in parts of about `PART` characters, cut after a line break if there is one."""
+    start = 0
+    while start < len(text):
+        end = start + PART
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield text[start:end]
+        start = end
 
 
 def _text_field(line: str, path: Path, number: int) -> str:

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,26 +17,37 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow.data.cache import exclusive
+from sparse_dataflow.data.cache import exclusive, resolved
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError
+
+_LOG = logging.getLogger(__name__)
 
 KINDS = ("bpe", "gpt2")
 SMALLEST_VOCAB = 257  # 256 bytes and the end-of-text token.
 GPT2_VOCAB_SIZE = 50257
 
 # Part of the file name of a cached tokenizer: raise it when training changes.
-TRAINING_VERSION = 1
-TRAINING_CHARACTERS = 256 * 2**20
+TRAINING_VERSION = 2
+TRAINING_CHARACTERS = 64 * 2**20
+LONGEST_WORD = 128
+"""Characters. Training is quadratic in an unbroken run, such as base64, minified code or DNA."""
 
 _FORMAT = "byte-level-bpe-1"
 _ORIGINAL_FORMAT = "byte-level-bpe-2"  # Has the original tokenizer.json and its ids.
 
 # Long texts are encoded in pieces, which bounds memory. GPT-2's pattern always splits after a line
-# break between two visible characters, so a cut there changes no token.
-_PIECE_CHARACTERS = 2**18
-_SAFE_CUT = re.compile(r"(?<=[!-~]\n)(?=[!-~])")
+# break, and before a space, between two visible characters, so a cut there changes no token.
+_PIECE_CHARACTERS, _LONGEST_PIECE = 2**18, 2**20
+_SAFE_CUT = re.compile(r"(?<=[!-~]\n)(?=[!-~])|(?<=[!-~])(?= [!-~])")
+
+# Runs that GPT-2's pattern does not split, cut after so many characters.
+_LONG_WORD = re.compile(
+    "|".join(
+        rf"{characters}{{{LONGEST_WORD}}}" for characters in (r"[^\W\d_]", r"\d", r"\s", r"[^\w\s]")
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -226,12 +238,13 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, cache_dir: Path) -> Tokeniz
             f"{SMALLEST_VOCAB} or more."
         )
     key = f"bpe{TRAINING_VERSION}-{vocab_size}-{corpus.content_hash[:16]}"
-    path = Path(cache_dir).expanduser() / "tokenizers" / f"{key}.json"
-    with exclusive(Path(cache_dir).expanduser(), key):
+    path = resolved(cache_dir) / "tokenizers" / f"{key}.json"
+    with exclusive(resolved(cache_dir), key):
         cached = _load_or_none(path)
         if cached is not None and cached.vocab_size == vocab_size:
             return cached
-        tokenizer = _train(_training_texts(corpus), vocab_size)
+        _LOG.warning("training the tokenizer of %d tokens on the corpus %s", vocab_size, corpus.name)
+        tokenizer = _train(_short_words(_training_texts(corpus)), vocab_size)
         tokenizer.save(path)
     return tokenizer
 
@@ -338,18 +351,35 @@ def _training_texts(corpus: Corpus) -> Iterator[str]:
                     return
 
 
+def _short_words(texts: Iterator[str]) -> Iterator[str]:
+    """Yields texts cut after each run of `LONGEST_WORD` characters of one kind; says so."""
+    said = False
+    for text in texts:
+        start = 0
+        for word in _LONG_WORD.finditer(text):
+            yield text[start : word.end()]
+            start = word.end()
+            if not said:
+                _LOG.warning("words of more than %d characters are cut for it", LONGEST_WORD)
+                said = True
+        yield text[start:]
+
+
 def split_text(text: str) -> Iterator[str]:
     """Splits a long text at places where GPT-2's pattern also splits, so its tokens stay the same.
 
     Yields:
-      Pieces of about 256 Ki characters; longer if there is no such place. Nothing for "".
+      Pieces of about 256 Ki characters; nothing for "". A text without such a place is cut after
+      1 Mi characters, which changes the tokens there.
     """
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:
-        cut = _SAFE_CUT.search(text, start + _PIECE_CHARACTERS)
-        if cut is None:
+        end = start + _LONGEST_PIECE
+        cut = _SAFE_CUT.search(text, start + _PIECE_CHARACTERS, end)
+        if cut is None and len(text) <= end:
             break
-        yield text[start : cut.start()]
-        start = cut.start()
+        stop = cut.start() if cut else end
+        yield text[start:stop]
+        start = stop
     if start < len(text):
         yield text[start:]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow.data.cache import atomic_write, exclusive
+from sparse_dataflow.data.cache import atomic_write, exclusive, resolved
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.stored import StoredArray
@@ -67,7 +67,7 @@ def prepare_tokens(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path) -> Cor
     Raises:
       UserError: the cache folder cannot be written.
     """
-    cache_dir = Path(cache_dir).expanduser()
+    cache_dir = resolved(cache_dir)
     key = f"{corpus.content_hash[:16]}-{tokenizer.content_hash[:16]}"
     folder = cache_dir / "tokens" / key
     return CorpusTokens(

@@ -89,6 +89,12 @@ def membership(
             value = text if name == "coordinator" else _count(environment, ENVIRONMENT[name])
             sources.append("JAX_* variables")
         values[name] = value
+    if values["process"] > 0 and values["processes"] <= 1 and not values["coordinator"]:
+        if process > 0 or values["processes"] == 1:
+            raise UserError(
+                f"parallel.process={values['process']} of one process; a run of several processes "
+                "also needs parallel.coordinator and parallel.processes."
+            )
     if values["processes"] == 1 and not values["coordinator"]:
         return Membership()
     missing = [name for name, value in values.items() if value == _UNSET[name]]

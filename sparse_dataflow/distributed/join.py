@@ -14,7 +14,7 @@ from sparse_dataflow.distributed import cluster, rendezvous
 from sparse_dataflow.distributed.cluster import Membership
 from sparse_dataflow.distributed.stopping import Ended
 from sparse_dataflow.distributed.watch import LOST_AFTER
-from sparse_dataflow.files.errors import TEMPORARY, UserError
+from sparse_dataflow.files.errors import TEMPORARY, UserError, in_words
 
 
 @contextlib.contextmanager
@@ -63,8 +63,9 @@ def joined(
         yield group
         group.leave()
     except BaseException as error:
-        if isinstance(error, UserError):
-            message, status = str(error), 2
+        words = in_words(error) if isinstance(error, Exception) else ""
+        if isinstance(error, UserError) or words:
+            message, status = words or str(error), 2
             print(f"error: {message}", file=sys.stderr, flush=True)
         else:
             message, status = f"{type(error).__name__}: {error}", 1

@@ -173,7 +173,7 @@ def meet(
         where = (host.strip("[]"), int(port))
         return ProcessSet(number, {0: handshake.join(where, mine, timeout, token)})
     try:
-        listener = listen(host, int(port), count)
+        listener = listen(host, int(port), count + 128)
     except OSError as error:
         raise UserError(
             f"Process 0 cannot listen at port {port} ({error.strerror}); name a free port "

@@ -1,4 +1,6 @@
-"""The exception for errors that the user can fix, and the first line of other errors."""
+"""The exception for errors that the user can fix, and words for other errors."""
+
+import errno
 
 from sparse_dataflow.files.redaction import redact
 
@@ -20,3 +22,29 @@ class UserError(ValueError):
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text, at most 300 characters; its type if empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def in_words(error: Exception) -> str:
+    """Returns the words for an error of the machine rather than of the code; "" for others."""
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in first_line(error):
+        return (
+            f"There is too little memory ({first_line(error)}). Use a machine with more, or a "
+            "smaller --scale or --batch."
+        )
+    if not isinstance(error, OSError) or error.errno is None:
+        return ""
+    place = f"{error.filename}: " if error.filename else ""
+    reason = error.strerror or errno.errorcode.get(error.errno, "")
+    return redact(f"{place}{reason}; {advice(error)}")
+
+
+def advice(error: BaseException) -> str:
+    """Returns what to do about a file operation that failed, such as "make room there."."""
+    number = getattr(error, "errno", None)
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "allow more open files (ulimit -n)."
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "make room there."
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "give this user the permission."
+    return "check that place."

@@ -10,10 +10,11 @@ import logging
 import os
 import random
 import re
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
 
@@ -100,6 +101,19 @@ def retry(name: str, operation: Callable[[], T], sleep=time.sleep) -> T:
 
 def _was_retried(error):
     return any(_RETRIED in getattr(cause, "__notes__", ()) for cause in _causes(error))
+
+
+def open_regular(path: str | os.PathLike, mode: str = "rb") -> IO[Any]:
+    """Opens a file that may be anything: a named pipe or a device is refused and never waited for.
+
+    Raises:
+      OSError: it cannot be opened, or is not a regular file.
+    """
+    file = open(path, mode, opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK, 0o666))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
 
 
 def replace(path: str | os.PathLike, content: bytes) -> None:

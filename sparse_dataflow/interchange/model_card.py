@@ -6,6 +6,7 @@ from typing import Any
 
 from sparse_dataflow.evaluation.trained import Trained
 from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import numpy_reader
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.training.metrics import read_metrics
@@ -121,10 +122,11 @@ def _dense(model):
 
 
 def _losses(trained):
-    path = trained.folder / trained.variant / "metrics.jsonl"
-    rows = [] if not path.exists() else read_metrics(path)
+    rows = read_metrics(trained.folder / trained.variant / "metrics.jsonl")
     kinds = {"eval": "a part of the held-out text", "final": "all held-out windows"}
-    last = {row["kind"]: row for row in rows if row["kind"] in kinds}
+    numbers = ("step", "loss", "bits_per_byte")
+    whole = (row for row in rows if all(isinstance(row.get(n), int | float) for n in numbers))
+    last = {row["kind"]: row for row in whole if row.get("kind") in kinds}
     if not last:
         return "None was measured."
     return _table(
@@ -141,7 +143,13 @@ def _tasks(trained):
     path = trained.folder / EVALUATION
     if not path.exists():
         return _NO_TASK
-    result = json_files.load(path)
+    try:
+        return _scores(trained, json_files.load(path))
+    except json_files.MALFORMED as error:
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}).") from None
+
+
+def _scores(trained, result):
     judged = result["models"].get(trained.variant)
     if judged is None or Path(judged["run"]).resolve() != trained.folder.resolve():
         return _NO_TASK

@@ -34,6 +34,8 @@ class Tensors:
         self.folder = Path(folder)
         self._file_of: dict[str, Path] = {}
         for path in _files(self.folder):
+            if not path.is_file():  # Reading a named pipe would never end.
+                raise UserError(f"{path} is not a regular file.")
             try:
                 with safe_open(path, framework="numpy") as file:
                     self._file_of |= dict.fromkeys(file.keys(), path)

@@ -25,7 +25,7 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.settings import Setting
 from sparse_dataflow.distributed import stopping
 from sparse_dataflow.files import json_files
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.errors import UserError, in_words
 from sparse_dataflow.files.output import best_effort_errors
 from sparse_dataflow.runs import request
 from sparse_dataflow.runs.request import Request
@@ -133,8 +133,9 @@ def parse(
         )
     if sets:
         absl_flags.DEFINE_multi_string(_SET, [], "path=value", flag_values=values)
+    words = _with_flagfiles(argv)
     try:
-        rest = values(_with_flagfiles(argv))[1:]
+        rest = values(words)[1:]
     except absl_flags.UnrecognizedFlagError as error:
         raise UserError(_unknown(error.flagname.split("=")[0], flags, sets)) from None
     except absl_flags.IllegalFlagValueError as error:
@@ -169,7 +170,8 @@ def _with_flagfiles(argv: Sequence[str]) -> list[str]:
         try:
             lines = json_files.read_bytes(path, _FLAGFILE_BYTES).decode().splitlines()
         except (OSError, ValueError) as error:
-            raise UserError(f"--flagfile={settings.shown(path)} cannot be read: {error}.") from None
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"--flagfile={settings.shown(path)} cannot be read: {reason}.") from None
         words += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     return words
 
@@ -261,6 +263,11 @@ def _run(main, doc, shared, options, defaults, argv) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        if not (words := in_words(error)):
+            raise
+        print(f"error: {words}", file=sys.stderr)
+        sys.exit(2)
     except stopping.Ended as ended:
         print(f"stopped: {ended}", file=sys.stderr)
         raise

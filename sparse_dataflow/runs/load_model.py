@@ -20,7 +20,7 @@ class ModelOptions:
       checkpoint: "newest", "best" or a step.
     """
 
-    run: str = setting("", "Run folder.")
+    run: str = setting("", "Run folder.", path=True)
     variant: str = setting("", "Model of the run; empty is sparse where it has one.")
     checkpoint: str = setting("newest", "newest, best (held-out loss) or a step.")
 

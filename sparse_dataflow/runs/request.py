@@ -52,7 +52,7 @@ START: dict[str, Setting] = {
     "describe": Setting(
         "describe", bool, False, "Print every array with its sharding and bytes; train nothing."
     ),
-    "resume": Setting("resume", str, "", "Run folder to resume, with its own settings."),
+    "resume": Setting("resume", str, "", "Run folder to resume, with its own settings.", path=True),
 }
 """Shared flags that are not settings of a `RunConfig`."""
 

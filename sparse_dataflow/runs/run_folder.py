@@ -69,7 +69,11 @@ def opened(
                 lock.check()
 
         processes.on_first(prepare)
-        yield folder, check
+        try:
+            yield folder, check
+        except Exception:
+            check()  # The cause of whatever failed.
+            raise
 
 
 def _refuse_run(folder):

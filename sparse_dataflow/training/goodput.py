@@ -62,9 +62,9 @@ class GoodputLog:
             return
         self._written = now
         try:
-            with self._path.open("a", encoding="utf-8") as file:
+            with storage.open_regular(self._path, "ab") as file:
                 # The newline ends an incomplete row of a killed attempt.
-                file.write("\n" * (file.tell() > 0) + json.dumps(self._row(ended)))
+                file.write(b"\n" * (file.tell() > 0) + json.dumps(self._row(ended)).encode())
         except OSError as error:
             if not storage.is_transient(error):
                 self._written = float("inf")
@@ -93,7 +93,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """
 
     def content():
-        with path.open("rb") as file:
+        with storage.open_regular(path) as file:
             return file.read(_MAX_BYTES)
 
     try:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.files import json_files, storage
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.errors import UserError, advice
 from sparse_dataflow.files.redaction import redact
 
 _REQUIRED = {
@@ -33,17 +33,23 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     A killed writer leaves an incomplete line, which is skipped with a warning.  A resumed run
     repeats the steps after its last checkpoint: the later row of a kind and step replaces the
     earlier one.  A missing file has no rows.
+
+    Raises:
+      UserError: it cannot be read, or is not a regular file.
     """
     path = Path(path)
 
     def read():
         if not path.exists():
             return {}
-        with path.open("rb") as file:
+        with storage.open_regular(path) as file:
             lines = enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1)
             return _parse_rows(path, lines)
 
-    return list(storage.retry(f"Reading {path}", read).values())
+    try:
+        return list(storage.retry(f"Reading {path}", read).values())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def _parse_rows(path, lines):
@@ -163,7 +169,7 @@ class MetricsWriter:
         except OSError as error:
             raise UserError(
                 f"Metrics cannot be written to {self._folder} ({error.strerror or error}). "
-                "Make room there, then continue with --resume."
+                f"{advice(error).capitalize()} Then continue with --resume."
             ) from error
 
 

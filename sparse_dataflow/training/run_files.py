@@ -15,6 +15,7 @@ from sparse_dataflow.files.links import refuse_outside_links
 from sparse_dataflow.files.redaction import redact_json
 from sparse_dataflow.training.variants import Variant, variants
 
+_MAX_BYTES = 4 * 2**20
 CONFIG, RECORD, TOKENIZER = "config.json", "run.json", "tokenizer.json"
 
 
@@ -125,7 +126,7 @@ def _read(path, folder):
     if not path.exists():
         raise UserError(f"{folder} is not a run folder: it has no {path.name}.")
     try:
-        return json_files.load(path)
+        return json_files.load(path, _MAX_BYTES)
     except json_files.MALFORMED as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}).") from None
 

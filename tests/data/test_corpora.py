@@ -1,4 +1,5 @@
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -6,7 +7,7 @@ import time
 
 import pytest
 
-from sparse_dataflow.data import corpora
+from sparse_dataflow.data import corpora, documents
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.documents import PythonStdlibSource
 from sparse_dataflow.data.splits import is_held_out
@@ -116,11 +117,56 @@ def test_invalid_input_raises(tmp_path, cache, monkeypatch, files, name, message
         load_corpus(name, cache)
 
 
-def test_a_text_file_too_large_for_one_record_raises(tmp_path, cache):
-    with (tmp_path / "big.txt").open("wb") as file:
+LONG = "".join(f"line {number}, and more words: é\n" for number in range(200_000))
+
+
+@pytest.mark.parametrize("text", [LONG, "é" * 5_000_000, "\ufeff" + LONG])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_a_long_text_becomes_several_documents(tmp_path, cache, text, suffix):
+    text = text if suffix == "txt" else text.removeprefix("\ufeff")
+    content = text if suffix == "txt" else json.dumps({"text": text})
+    (tmp_path / f"long.{suffix}").write_text(content, encoding="utf-8")
+    source = documents.LocalSource(tmp_path / f"long.{suffix}")
+    read = list(source.documents())
+    assert "".join(document.text for document in read) == text.removeprefix("\ufeff")
+    assert len({document.id for document in read}) == len(read) > 8
+    assert max(len(document.text.encode()) for document in read) <= 2 * documents.PART
+    if "\n" in text:
+        assert all(document.text.endswith("\n") for document in read)
+    corpus = load_corpus(str(tmp_path / f"long.{suffix}"), cache)
+    assert 0 < len(corpus.validation) < len(corpus.train)
+
+
+def test_a_text_that_is_not_utf_8_far_inside_is_refused_with_the_byte(tmp_path):
+    (tmp_path / "long.txt").write_bytes(b"words\n" * 1_000_000 + b"\xff" + b"words\n")
+    with pytest.raises(UserError, match="not UTF-8 .* at byte 6000000"):
+        list(documents.LocalSource(tmp_path / "long.txt").documents())
+
+
+def test_a_line_without_end_is_refused(tmp_path, cache):
+    with (tmp_path / "long.jsonl").open("wb") as file:
         file.truncate(300 * 2**20)
-    with pytest.raises(UserError, match=r"big\.txt is larger than 256 MiB"):
-        load_corpus(str(tmp_path / "big.txt"), cache)
+    with pytest.raises(UserError, match=r"long\.jsonl, line 1, is longer than 64 MiB"):
+        load_corpus(str(tmp_path / "long.jsonl"), cache)
+
+
+@pytest.mark.parametrize("name", ["pipe.txt", "pipe.jsonl"])
+def test_a_named_pipe_is_refused(tmp_path, cache, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match="neither a folder nor a regular file"):
+        load_corpus(str(tmp_path / name), cache)
+
+
+def test_records_are_stored_in_order_on_disk_too(tmp_path, cache, monkeypatch):
+    """tfds kept them in memory, and needed tensorflow for more than 1 GB."""
+    monkeypatch.setattr("tensorflow_datasets.core.shuffle.MAX_MEM_BUFFER_SIZE", 1000)
+    lines = [json.dumps({"text": f"document {number}"}) for number in range(2000)]
+    (tmp_path / "many.jsonl").write_text("\n".join(lines))
+    corpus = load_corpus(str(tmp_path / "many.jsonl"), cache)
+    for split in (corpus.train, corpus.validation):
+        numbers = [int(document.text.split()[1]) for document in split]
+        assert numbers == sorted(numbers)
+    assert len(corpus.train) + len(corpus.validation) == 2000
 
 
 def test_an_unknown_name_suggests_the_closest_legal_name(cache):

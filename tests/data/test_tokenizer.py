@@ -1,5 +1,8 @@
+import base64
 import dataclasses
 import json
+import random
+import re
 import subprocess
 import sys
 
@@ -9,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.data import tokenizer as tokenizer_module
+from sparse_dataflow.data.corpora import corpus_of_texts
 from sparse_dataflow.data.tokenizer import (
     SMALLEST_VOCAB,
     Tokenizer,
@@ -87,6 +91,42 @@ def test_a_long_text_is_split():
     pieces = list(tokenizer_module.split_text(text))
     assert len(pieces) > 2
     assert max(map(len, pieces)) < 2**18 + 100
+
+
+@pytest.mark.parametrize("word", ["a", " ", "e\u0301", "ab1"])
+def test_a_text_of_one_word_is_encoded_in_bounded_pieces_and_decoded(either, word):
+    text = word * 2_500_000
+    assert max(map(len, tokenizer_module.split_text(text))) <= 2**20
+    assert either.decode(either.encode(text[:1_200_000])) == text[:1_200_000]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" * 2_000_000,
+        " " * 2_000_000,
+        "e" + "\u0301" * 1_000_000,
+        "".join(random.Random(0).choices("ACGT", k=1_000_000)),
+        base64.b64encode(random.Random(0).randbytes(1_000_000)).decode(),
+        "".join(random.Random(0).choices("abc{};=()", k=1_000_000)),
+    ],
+    ids=["letter", "spaces", "combining", "DNA", "base64", "minified"],
+)
+def test_a_tokenizer_is_trained_on_unbroken_text(text, tmp_path, caplog):
+    """It took time quadratic in the longest word: minutes for the first."""
+    corpus = corpus_of_texts([text[: len(text) // 2], text[len(text) // 2 :]])
+    train_tokenizer(corpus, 600, tmp_path)
+    assert "training the tokenizer of 600 tokens" in caplog.text
+    long = any(re.search(word, text) for word in (r"[A-Z]{128}", r"a{128}", r" {128}", "\u0301{128}"))
+    assert ("words of more than 128 characters are cut" in caplog.text) == bool(long)
+
+
+@given(text=st.text(st.sampled_from("aé1 _-\n\u0301漢"), max_size=400))
+def test_only_long_words_are_cut_before_training(text):
+    pieces = list(tokenizer_module._short_words(iter([text])))
+    assert "".join(pieces) == text
+    if max(map(len, re.split(r"\s", text))) < 128 and " " * 128 not in text:
+        assert len(pieces) == 1 or "\n" in text
 
 
 def test_end_of_text_is_the_last_id_and_has_no_bytes(either):
