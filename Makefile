@@ -46,7 +46,7 @@ nightly: $(READY) ## run the tests that are too long for every day
 	$(BIN)/python -m pytest -m nightly $(TESTS)
 
 faults: $(READY) ## every fault test; what they measured becomes the table of docs/surviving.md
-	FAULTS=$(CURDIR)/tests/experiments/faults.json $(BIN)/python -m pytest -m "" tests/experiments/test_faults.py $(TESTS); \
+	FAULTS=$(CURDIR)/tests/experiments/faults.json $(BIN)/python -m pytest -m "" tests/experiments/test_faults.py tests/experiments/test_storm.py $(TESTS); \
 	ended=$$?; $(BIN)/python tests/experiments/fault_records.py && exit $$ended
 
 aot-tpu: ## compile the TPU kernels and plans for v4 to v6e, without one (fetches libtpu: 200 MB in .venv-tpu)

@@ -50,7 +50,9 @@ class Options(BenchOptions):
     dtype: str | None = setting(None, "Dtype of x and W.", choices=DTYPES)
     rounds: int = setting(9, "Timed rounds.", legal=AT_LEAST_ONE)
     tune: bool = setting(False, "Find tile sizes instead.")
-    tuned: str = setting("", "Folder of the tile sizes; empty is the package's, which is used.", path=True)
+    tuned: str = setting(
+        "", "Folder of the tile sizes; empty is the package's, which is used.", path=True
+    )
 
 
 def main(options):

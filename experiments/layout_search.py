@@ -40,7 +40,9 @@ class Options(ModelOptions):
         "Number of the best plans whose terms of time and memory are printed.",
         legal=AT_LEAST_ZERO,
     )
-    out: str = setting("runs/layout_search", "Output folder; made where it does not exist.", path=True)
+    out: str = setting(
+        "runs/layout_search", "Output folder; made where it does not exist.", path=True
+    )
 
 
 def main(options):

@@ -21,7 +21,9 @@ class Options:
     """What is compared."""
 
     fit: bool = setting(False, "Fit the constants again.")
-    out: str = setting("runs/planner_truth", "Output folder; made where it does not exist.", path=True)
+    out: str = setting(
+        "runs/planner_truth", "Output folder; made where it does not exist.", path=True
+    )
 
 
 def main(options):

@@ -26,7 +26,9 @@ class Options:
     )
     kinds: tuple[str, ...] = setting(STUDIES, "Kinds of scaling.", choices=STUDIES)
     most: int = setting(CHIP_COUNTS[-1], "The largest number of chips.", legal=AT_LEAST_ONE)
-    out: str = setting("runs/scaling_study", "Output folder; made where it does not exist.", path=True)
+    out: str = setting(
+        "runs/scaling_study", "Output folder; made where it does not exist.", path=True
+    )
 
 
 def main(options):

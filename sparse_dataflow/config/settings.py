@@ -35,6 +35,7 @@ def positive(most: float) -> Legal:
     return f"above 0, up to {bound}", lambda n: 0 < n <= most
 
 
+MOST_INTEGER = 2**63
 MOST_STEPS = 10**9
 MOST_SEQUENCES = 2**22
 MOST_SECONDS = 7 * 24 * 3600
@@ -135,6 +136,8 @@ class Setting:
             number = isinstance(value, int) and not isinstance(value, bool)
             if self.type is float:
                 number = number or isinstance(value, float)
+            if number and isinstance(value, int) and abs(value) > MOST_INTEGER:
+                return f"is not legal: it must be {self.legal[0] if self.legal else 'smaller'}."
             if not number or not math.isfinite(value):
                 kind = "a whole number" if self.type is int else "a finite number"
                 return f"is not legal: it must be {kind}."

@@ -253,8 +253,8 @@ def _read_lines(file: BinaryIO, path: Path, name: str) -> Iterator[Document]:
         number += 1
         if len(line) > LONGEST_LINE:
             raise UserError(
-                f"{path}, line {number}, is longer than {LONGEST_LINE >> 20} MiB. Cut its text into "
-                "several lines."
+                f"{path}, line {number}, is longer than {LONGEST_LINE >> 20} MiB. Cut its text "
+                "into several lines."
             )
         text = _text(line, path, position)
         position += len(line)

@@ -243,7 +243,9 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, cache_dir: Path) -> Tokeniz
         cached = _load_or_none(path)
         if cached is not None and cached.vocab_size == vocab_size:
             return cached
-        _LOG.warning("training the tokenizer of %d tokens on the corpus %s", vocab_size, corpus.name)
+        _LOG.warning(
+            "training the tokenizer of %d tokens on the corpus %s", vocab_size, corpus.name
+        )
         tokenizer = _train(_short_words(_training_texts(corpus)), vocab_size)
         tokenizer.save(path)
     return tokenizer

@@ -299,9 +299,7 @@ def join(address: tuple[str, int], mine: Mapping[str, Any], timeout: float, toke
                 raise ValueError("it sent something else")
             refused = final["refused"]
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"The coordinator {name} ended before all processes had joined."
-        ) from error
+        raise UserError(f"The coordinator {name} ended before all processes had joined.") from error
     if refused:
         raise UserError(refused)
     connection.set_timeout(None)

@@ -2,8 +2,8 @@
 
 Uses plain TCP, because jax's runtime aborts if a process is missing without naming it. Process 0
 listens at the coordinator's address; the others connect and send their index and settings (see
-`handshake`). The connections stay open: every process learns the reason when one ends, a killed one is noticed at
-once, and each sends its status (see `watch`).
+`handshake`). The connections stay open: every process learns the reason when one ends, a killed
+one is noticed at once, and each sends its status (see `watch`).
 """
 
 import contextlib

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class BestEffort:
-    """A text stream whose errors are ignored: a full disk, a reader that left, a closed terminal."""
+    """A text stream whose errors are ignored: a full disk, a reader that left."""
 
     def __init__(self, stream: Any):
         self._stream = stream

@@ -171,7 +171,9 @@ def _with_flagfiles(argv: Sequence[str]) -> list[str]:
             lines = json_files.read_bytes(path, _FLAGFILE_BYTES).decode().splitlines()
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise UserError(f"--flagfile={settings.shown(path)} cannot be read: {reason}.") from None
+            raise UserError(
+                f"--flagfile={settings.shown(path)} cannot be read: {reason}."
+            ) from None
         words += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     return words
 

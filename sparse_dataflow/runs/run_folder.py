@@ -33,9 +33,7 @@ _UNFINISHED = (
 
 
 @contextlib.contextmanager
-def opened(
-    experiment: str, out: str, resume: bool
-) -> Iterator[tuple[Path, Callable[[], None]]]:
+def opened(experiment: str, out: str, resume: bool) -> Iterator[tuple[Path, Callable[[], None]]]:
     """The run folder, or a new one where `out` is empty; locked by the first process.
 
     A new run takes a folder that is missing or empty. If the block ends before a config.json is

@@ -139,7 +139,7 @@ def test_a_long_text_becomes_several_documents(tmp_path, cache, text, suffix):
 
 def test_a_text_that_is_not_utf_8_far_inside_is_refused_with_the_byte(tmp_path):
     (tmp_path / "long.txt").write_bytes(b"words\n" * 1_000_000 + b"\xff" + b"words\n")
-    with pytest.raises(UserError, match="not UTF-8 .* at byte 6000000"):
+    with pytest.raises(UserError, match=r"not UTF-8 .* at byte 6000000"):
         list(documents.LocalSource(tmp_path / "long.txt").documents())
 
 

@@ -117,7 +117,9 @@ def test_a_tokenizer_is_trained_on_unbroken_text(text, tmp_path, caplog):
     corpus = corpus_of_texts([text[: len(text) // 2], text[len(text) // 2 :]])
     train_tokenizer(corpus, 600, tmp_path)
     assert "training the tokenizer of 600 tokens" in caplog.text
-    long = any(re.search(word, text) for word in (r"[A-Z]{128}", r"a{128}", r" {128}", "\u0301{128}"))
+    long = any(
+        re.search(word, text) for word in (r"[A-Z]{128}", r"a{128}", r" {128}", "\u0301{128}")
+    )
     assert ("words of more than 128 characters are cut" in caplog.text) == bool(long)
 
 

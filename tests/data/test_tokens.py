@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -107,3 +109,26 @@ def test_a_failed_write_leaves_no_files(prose, tokenizer, tmp_path, monkeypatch)
         prepare_tokens(broken, tokenizer, tmp_path)
     assert not [path for path in (tmp_path / "tokens").rglob("*") if path.is_file()]
     assert len(prepare_tokens(prose, tokenizer, tmp_path).train.tokens) > 0
+
+
+PREPARE = """
+import resource, sys
+from pathlib import Path
+from sparse_dataflow.data import corpora, tokenizer, tokens
+corpus = corpora.load_corpus(sys.argv[1], Path(sys.argv[2]))
+tokens.prepare_tokens(corpus, tokenizer.gpt2_tokenizer(), Path(sys.argv[2]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10)
+"""
+
+
+@pytest.mark.slow
+def test_a_large_file_of_one_line_is_prepared_in_bounded_memory(tmp_path):
+    """It took 118 bytes of memory a byte."""
+    (tmp_path / "line.txt").write_text("some words of a text without end " * 500_000)
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARE, tmp_path / "line.txt", tmp_path / "cache"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) < 1.2e9

@@ -75,7 +75,10 @@ def test_a_file_whose_name_is_not_utf_8_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (OSError(24, "Too many open files", "/x"), "/x: Too many open files; allow more open files"),
+        (
+            OSError(24, "Too many open files", "/x"),
+            "/x: Too many open files; allow more open files",
+        ),
         (OSError(28, "No space left on device"), "No space left on device; make room"),
         (OSError(13, "Permission denied", "/x"), "permission"),
         (MemoryError(), "too little memory"),
@@ -108,9 +111,7 @@ def test_a_user_without_a_home_folder(job, tmp_path):
 
     environment = {"HOME": "", "XDG_CACHE_HOME": "", "PYTHONDONTWRITEBYTECODE": "1"}
     environment["JAX_COMPILATION_CACHE_DIR"] = ""
-    done = process(
-        job, *plan(job, "/tmp/nobody"), environment=environment, preexec_fn=become
-    )
+    done = process(job, *plan(job, "/tmp/nobody"), environment=environment, preexec_fn=become)
     assert done.returncode == 2, done.stderr
     assert "error: " in done.stderr
 

@@ -62,6 +62,6 @@ def test_a_folder_that_goes_away_ends_the_run_in_words(job, tmp_path, deleted):
     run.wait()
     assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
     assert "error: The run folder" in run.stderr and "was deleted, moved or taken" in run.stderr
-    assert not folder.exists()
+    assert not (folder / "config.json").exists()
     done = job.resume(tmp_path / "moved")
     assert done.returncode == 0, done.stderr

@@ -12,8 +12,9 @@ from main_job import PICO, PLAN, TIMEOUT, arrays, checkpoint_steps, complaint, r
 from ports import free_port
 
 
-def start(job, processes, numbers, *arguments, more=None):
-    """Some of a run's processes, started; `more` are flags of one process by its number."""
+def start(job, processes, numbers, *arguments, more=None, happening=None):
+    """Some of a run's processes, started; `more` are flags of one process by its number, and
+    `happening` options of `job.start`."""
     address = f"--set=parallel.coordinator=127.0.0.1:{free_port()}"
     return [
         job.start(
@@ -22,6 +23,7 @@ def start(job, processes, numbers, *arguments, more=None):
             f"--set=parallel.process={n}",
             *arguments,
             *(more or {}).get(n, ()),
+            **(happening or {}).get(n, {}),
         )
         for n in numbers
     ]
@@ -116,6 +118,19 @@ def test_all_hear_that_the_folder_is_of_others(job, tmp_path):
     assert [path.read_text() for path in folder.iterdir()] == ["mine"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("one", [0, 1])
+def test_a_signal_to_one_process_that_compiles_ends_all_with_75(job, tmp_path, one):
+    """JAX's runtime would catch SIGTERM itself."""
+    stuck = ("sparse_dataflow.runs.train.compile_programs", 1, "SIGTERM in a long call")
+    happening = {one: {"calls": [stuck]}}
+    flags = (*new(job, tmp_path / "run"), "--mesh=data:2")
+    done = ended(start(job, 2, (0, 1), *flags, happening=happening))
+    assert [process.returncode for process in done] == [75, 75], [p.stderr for p in done]
+    assert "stopped: ended by SIGTERM" in done[one].stderr
+    assert f"process {one} ended" in done[1 - one].stderr
+
+
 def test_a_process_that_never_joins_is_named(job, tmp_path):
     flags = (*new(job, tmp_path / "run"), "--set=parallel.join_timeout=1")
     [done] = ended(start(job, 2, (0,), *flags))
@@ -124,8 +139,9 @@ def test_a_process_that_never_joins_is_named(job, tmp_path):
 
 
 def test_other_flags_on_another_host_are_refused_on_both(job, tmp_path):
-    flags = new(job, tmp_path / "run")
-    for done in ended(start(job, 2, (0, 1), *flags, more={1: ["--seed=7"]})):
+    flags, token = new(job, tmp_path / "run"), {"environment": {"SPARSE_DATAFLOW_TOKEN": "secret"}}
+    started = start(job, 2, (0, 1), *flags, more={1: ["--seed=7"]}, happening={0: token, 1: token})
+    for done in ended(started):
         error = complaint(done)
         assert "Process 1 has other settings than process 0: --seed is 7 there and 0 here" in error
         assert "hash of all flags" in error

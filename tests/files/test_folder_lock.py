@@ -96,7 +96,9 @@ def test_a_damaged_lock_is_taken_over(tmp_path, content, monkeypatch):
     FolderLock(tmp_path).release()
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/etc/passwd", path)])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/etc/passwd", path)]
+)
 def test_no_regular_file_is_refused(tmp_path, make):
     make(tmp_path / folder_lock.NAME)
     with pytest.raises(UserError, match=r"not a regular file|cannot be written"):
