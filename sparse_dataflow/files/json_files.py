@@ -8,7 +8,7 @@ from typing import Any
 
 from sparse_dataflow.files import storage
 
-MAX_BYTES = 256 * 2**20
+MAX_BYTES = 64 * 2**20
 """Default size limit in bytes, far above any file that a run writes."""
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)

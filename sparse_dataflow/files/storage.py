@@ -10,13 +10,18 @@ import logging
 import os
 import random
 import re
+import resource
 import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from sparse_dataflow.files.errors import UserError
+
 T = TypeVar("T")
+
+LEAST_OPEN_FILES, MOST_OPEN_FILES = 64, 4096
 
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each retry. Up to half as much is added at random, so that many processes do not
@@ -101,6 +106,24 @@ def retry(name: str, operation: Callable[[], T], sleep=time.sleep) -> T:
 
 def _was_retried(error):
     return any(_RETRIED in getattr(cause, "__notes__", ()) for cause in _causes(error))
+
+
+def allow_open_files() -> None:
+    """Raises this process's limit of open files as far as the system allows.
+
+    Raises:
+      UserError: it stays below `LEAST_OPEN_FILES`, which libraries need without saying so.
+    """
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_OPEN_FILES if most == resource.RLIM_INFINITY else min(most, MOST_OPEN_FILES)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+            limit = wanted
+    if limit != resource.RLIM_INFINITY and limit < LEAST_OPEN_FILES:
+        raise UserError(
+            f"This process may open {limit} files; allow {LEAST_OPEN_FILES} or more (ulimit -n)."
+        )
 
 
 def open_regular(path: str | os.PathLike, mode: str = "rb") -> IO[Any]:

@@ -24,7 +24,7 @@ from sparse_dataflow.config import settings
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.settings import Setting
 from sparse_dataflow.distributed import stopping
-from sparse_dataflow.files import json_files
+from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError, in_words
 from sparse_dataflow.files.output import best_effort_errors
 from sparse_dataflow.runs import request
@@ -256,6 +256,7 @@ def run(
 def _run(main, doc, shared, options, defaults, argv) -> None:
     flags = flags_of(shared, options, defaults)
     try:
+        storage.allow_open_files()
         if page := _help_kind(argv):
             sys.stdout.write(help_text(doc, program(), flags, bool(shared), all=page == "all"))
             sys.exit(0)

@@ -119,7 +119,7 @@ class Storm:
             yield
             self._used += 1
         except UserError as error:
-            assert str(error) and "Traceback" not in str(error)
+            assert 0 < len(str(error)) < 3000 and "Traceback" not in str(error), str(error)
             self._refused += 1
         except BaseException as error:
             error.add_note(f"the input: {what!r}"[:2000])

@@ -102,30 +102,37 @@ def test_without_a_home_folder_the_cache_is_named(job, monkeypatch):
         cache.resolved("~/.cache/sparse_dataflow")
 
 
+NOBODY = """
+import pwd, runpy, sys
+def getpwuid(number):
+    raise KeyError(number)
+pwd.getpwuid = getpwuid
+runpy.run_module("experiments.gpt13b_sparse", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without a home folder")
 def test_a_user_without_a_home_folder(job, tmp_path):
-    def become():
-        os.setgid(54321)
-        os.setuid(54321)
-
-    environment = {"HOME": "", "XDG_CACHE_HOME": "", "PYTHONDONTWRITEBYTECODE": "1"}
-    environment["JAX_COMPILATION_CACHE_DIR"] = ""
-    done = process(job, *plan(job, "/tmp/nobody"), environment=environment, preexec_fn=become)
-    assert done.returncode == 2, done.stderr
-    assert "error: " in done.stderr
+    """As a container runs with a number that no passwd file lists."""
+    environment = {n: v for n, v in job.environment.items() if n not in ("HOME", "XDG_CACHE_HOME")}
+    command = [sys.executable, "-c", NOBODY, *plan(job, tmp_path / "run")]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert (
+        "error: This user has no home folder for the data cache; set XDG_CACHE_HOME" in done.stderr
+    )
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("descriptors", [12, 16, 24, 32, 48])
+@pytest.mark.parametrize("descriptors", [10, 12, 16, 24, 63, 64])
 def test_few_file_descriptors(job, tmp_path, descriptors):
     def limit():
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
 
     done = process(job, *plan(job, tmp_path / "run"), preexec_fn=limit)
-    assert done.returncode in (0, 2), done.stderr
-    if done.returncode:
-        assert "error: " in done.stderr and "open files" in done.stderr, done.stderr
+    assert done.returncode == (0 if descriptors >= 64 else 2), done.stderr
+    assert descriptors >= 64 or "may open" in done.stderr, done.stderr
 
 
 @pytest.mark.slow

@@ -133,7 +133,7 @@ def corpus(draw, folder):
 
 
 def test_corpora(storm, tmp_path):
-    draw, counts = random.Random(2), storm("corpora", 25, 300)
+    draw, counts = random.Random(2), storm("corpora", 25, 200)
     for number in counts:
         path = corpus(draw, tmp_path / f"{number}")
         with counts.one(path), no_hang():
@@ -172,7 +172,7 @@ def damage(draw, folder):
 @pytest.mark.slow
 def test_run_folders(storm, undisturbed, tmp_path):
     """As --resume, export and the reports read them."""
-    draw, counts = random.Random(3), storm("damaged run folders", 20, 300)
+    draw, counts = random.Random(3), storm("damaged run folders", 10, 150)
     for number in counts:
         folder = tmp_path / f"{number}"
         shutil.copytree(undisturbed, folder)
@@ -218,7 +218,7 @@ def environment(draw):
 @pytest.mark.nightly
 def test_environments(storm, job, tmp_path):
     """Of a process that is started as a user does."""
-    draw, counts = random.Random(4), storm("environments", 8, 30)
+    draw, counts = random.Random(4), storm("environments", 6, 20)
     for number in counts:
         variables, limit, words = environment(draw)
         out = tmp_path / f"{number}"
@@ -239,7 +239,7 @@ def test_environments(storm, job, tmp_path):
             text = done.stderr.decode(errors="replace")
             assert "Traceback" not in text and done.returncode in (0, 2), (done.returncode, text)
             if done.returncode:
-                raise UserError(text)
+                raise UserError(text[-1000:])
 
 
 def test_sockets(storm):
