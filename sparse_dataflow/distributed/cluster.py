@@ -89,13 +89,8 @@ def membership(
             value = text if name == "coordinator" else _count(environment, ENVIRONMENT[name])
             sources.append("JAX_* variables")
         values[name] = value
-    if values["process"] > 0 and values["processes"] <= 1 and not values["coordinator"]:
-        if process > 0 or values["processes"] == 1:
-            raise UserError(
-                f"parallel.process={values['process']} of one process; a run of several processes "
-                "also needs parallel.coordinator and parallel.processes."
-            )
     if values["processes"] == 1 and not values["coordinator"]:
+        _refuse_later_process(process)
         return Membership()
     missing = [name for name, value in values.items() if value == _UNSET[name]]
     launcher = _launcher_membership(environment, metadata) if missing else None
@@ -104,6 +99,7 @@ def membership(
         sources.append(launcher.source)
         missing = []
     if values["processes"] in (0, 1) and not values["coordinator"]:
+        _refuse_later_process(process)
         return Membership(source=launcher.source if launcher else "")
     if missing:
         settings = ", ".join(f"parallel.{name}" for name in missing)
@@ -111,6 +107,14 @@ def membership(
         raise UserError(f"A run of several processes also needs {settings} (or {variables}).")
     devices = launcher.devices if launcher else None
     return Membership(**values, devices=devices, source=", ".join(dict.fromkeys(sources)))
+
+
+def _refuse_later_process(process):
+    if process > 0:
+        raise UserError(
+            f"parallel.process={process} of one process; a run of several also needs "
+            "parallel.coordinator and parallel.processes."
+        )
 
 
 def token(environment: Mapping[str, str] = os.environ) -> str:

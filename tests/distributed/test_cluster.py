@@ -87,6 +87,14 @@ def test_each_launcher_is_detected_and_named(environment, expected, source):
         assert source in me.describe() and me.coordinator in me.describe()
 
 
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_process_number_alone_is_refused(processes):
+    """It trained the whole run by itself."""
+    with pytest.raises(UserError, match=r"parallel\.process=3 of one process"):
+        membership("", processes, 3, {})
+    assert membership("", processes, 0, {}) == Membership()
+
+
 @given(st.integers(1, 5), st.integers(1, 6))
 def test_the_pods_of_a_jobset_have_distinct_indexes(jobs, pods):
     indexes = set()

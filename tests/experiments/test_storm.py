@@ -239,7 +239,7 @@ def test_environments(storm, job, tmp_path):
             text = done.stderr.decode(errors="replace")
             assert "Traceback" not in text and done.returncode in (0, 2), (done.returncode, text)
             if done.returncode:
-                raise UserError(text[-1000:])
+                raise UserError(text[-1000:] or "standard error is closed")
 
 
 def test_sockets(storm):
