@@ -100,12 +100,16 @@ def _end_if_stuck(reader):
 def stop_on_signals(say: Callable[[str], None]) -> Iterator[Callable[[], int]]:
     """Yields a function that returns the first of SIGINT, SIGTERM and SIGHUP, 0 while none came.
 
-    A second SIGINT interrupts. A signal that is ignored stays ignored.
+    A second SIGINT interrupts. A signal that is ignored stays ignored. Outside the main thread, no
+    signal comes.
 
     Args:
       say: logs a line.
     """
     signals: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: 0
+        return
 
     def note(number, frame):
         signals.append(number)

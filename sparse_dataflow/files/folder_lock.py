@@ -62,7 +62,7 @@ class FolderLock:
                 f"Run folder {folder} cannot be written: {error.strerror or error}; "
                 "make it writable."
             ) from error
-        self._released = threading.Event()
+        self._released, self._writing = threading.Event(), threading.Lock()
         threading.Thread(target=self._count_up, name="folder lock", daemon=True).start()
 
     def __enter__(self) -> "FolderLock":
@@ -91,13 +91,14 @@ class FolderLock:
 
     def release(self) -> None:
         """Releases the lock and removes its file; does nothing the second time."""
-        if self._released.is_set():
-            return
-        self._released.set()
-        with contextlib.suppress(OSError):
-            if _same_file(self._file, self._path):
-                self._path.unlink()
-        os.close(self._file)
+        with self._writing:
+            if self._released.is_set():
+                return
+            self._released.set()
+            with contextlib.suppress(OSError):
+                if _same_file(self._file, self._path):
+                    self._path.unlink()
+            os.close(self._file)
 
     def _acquire(self) -> int:
         while True:
@@ -166,8 +167,10 @@ class FolderLock:
     def _count_up(self) -> None:
         while not self._released.wait(BEAT_SECONDS):
             self._owner["count"] += 1
-            with contextlib.suppress(OSError):
-                self._write(self._file)
+            # Once it is closed, the file's number may be that of another file.
+            with self._writing, contextlib.suppress(OSError):
+                if not self._released.is_set():
+                    self._write(self._file)
 
 
 def _read(path) -> dict[str, Any]:
