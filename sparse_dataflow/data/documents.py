@@ -195,8 +195,8 @@ class LocalSource:
         """
         blank = True
         for path in self._files():
-            name = os.fsencode(path.relative_to(self._root).as_posix())
-            name = name.decode("utf-8", "backslashreplace")
+            relative = os.fsencode(path.relative_to(self._root).as_posix())
+            name = relative.decode("utf-8", "backslashreplace")
             for document in _read_text_file(path, name):
                 blank = False
                 yield document
