@@ -91,7 +91,7 @@ def resized(model: ModelConfig, width: int, density: float) -> ModelConfig | Non
 
     Heads are as wide as they were, up to HEAD_RATIO.  Density 1 gives a dense model.
     """
-    heads = _heads(width, model.d_model // model.num_heads)
+    heads = _heads(width, model)
     d_ff, rest = divmod(width * model.d_ff, model.d_model)
     if not heads or rest:
         return None
@@ -129,11 +129,13 @@ def _densities(density, ring):
     return [count / ring for count in counts if 0 < count < ring]
 
 
-def _heads(width, head_width):
-    """Returns the number of heads whose width is nearest to `head_width`; 0 if none is near."""
+def _heads(width, model):
+    """Returns the number of heads whose width is nearest to the model's; 0 if none is near."""
+    head_width = model.d_model // model.num_heads
+    multiple = 2 if model.positions == "rotary" else 1
     fewest = max(1, math.ceil(width / head_width / HEAD_RATIO))
     most = math.floor(width / head_width * HEAD_RATIO)
-    legal = [h for h in range(fewest, most + 1) if width % h == 0 and width // h % 2 == 0]
+    legal = [h for h in range(fewest, most + 1) if width % h == 0 and width // h % multiple == 0]
     return min(legal, key=lambda h: abs(math.log(width / h / head_width)), default=0)
 
 

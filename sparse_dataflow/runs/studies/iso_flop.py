@@ -94,6 +94,7 @@ class Arm:
             "model__num_heads": self.model.num_heads,
             "model__d_ff": self.model.d_ff,
             "sparsity__density": self.stored_density,
+            "training__optimizer": self.optimizer,
             "training__learning_rate": multiplier * base.training.learning_rate,
             "training__seed": seed,
             "training__optimizer": self.optimizer,
