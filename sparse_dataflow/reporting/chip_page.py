@@ -65,12 +65,14 @@ def ratio_bars(measures: list[Measure]) -> Markup:
             if measure.low is not None and measure.high is not None:
                 ends = [_LABEL + unit * quartile for quartile in (measure.low, measure.high)]
                 axes.plot(ends, [middle, middle], color=COLOUR["ink"], linewidth=1.5)
-            right = end
+                end = max(end, *ends)
             if measure.bound is not None:
-                right = max(end, _LABEL + unit * measure.bound)
-                mark = [_LABEL + unit * measure.bound] * 2
-                axes.plot(mark, [middle - 12, middle + 12], color=COLOUR["muted"], linewidth=1.5)
-            axes.text(right + 8, middle, ratio_text(measure), color=COLOUR["ink"], **TEXT)
+                mark = _LABEL + unit * measure.bound
+                axes.plot([mark] * 2, [middle - 12, middle + 12], color=COLOUR["muted"],
+                          linewidth=1.5)  # fmt: skip
+                # The text is before the mark where it fits.
+                end = end if mark - end > _VALUE - 30 else max(end, mark)
+            axes.text(end + 8, middle, ratio_text(measure), color=COLOUR["ink"], **TEXT)
         bottom = _TOP + _ROW * len(measures)
         dense = [_LABEL + unit] * 2
         axes.plot(dense, [_TOP, bottom], color=COLOUR["dense"], linewidth=1.5)
