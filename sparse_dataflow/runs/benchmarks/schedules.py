@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import sparse_dataflow
 from sparse_dataflow.aot import topologies
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.files import json_files
@@ -162,7 +161,7 @@ def digest(case: Case) -> str:
 
 @functools.cache
 def _sources():
-    root = Path(sparse_dataflow.__file__).parent
+    root = Path(__file__).parents[2]
     folders = ("aot/schedule.py", "runs/benchmarks/schedule_case.py", "sparsity/*.py")
     kernels = ("kernels/*.py", "kernels/gelu/*.py", "kernels/block_sparse_matmul/**/*tpu*")
     shared = ("kernels/block_sparse_matmul/tuning.py", "kernels/block_sparse_matmul/fused.py")
@@ -193,7 +192,11 @@ def row_of(
     hbm = count["hbm_bytes"] / bandwidth
     seconds = max(cycles / CLOCKS[case.chip], hbm)
     stored = 2 * case.tokens * case.in_features * case.out_features * case.density
-    row = {"chip": case.chip, "implementation": case.implementation, "projection": projection}
+    row: dict[str, Any] = {
+        "chip": case.chip,
+        "implementation": case.implementation,
+        "projection": projection,
+    }
     row |= {"product": product, "block": case.block, "pattern": case.pattern}
     row |= {"density": case.density, **count, "ms": 1e3 * seconds}
     dense = next((r for r in earlier if _same_product(r, row) and r["density"] == 1), row)
