@@ -319,7 +319,7 @@ class _Program:
         for ops in self.bundles:
             for op in ops:
                 if op.opcode.startswith("inlined_call_operand") and op.result in self.slots:
-                    index = int(re.search(r"index: (\d+)", " ".join(op.operands))[1])
+                    index = int(" ".join(op.operands).partition("index: ")[2].split()[0])
                     values[self.slots[op.result]] = address = (index + 1) * BASE * 2**20
                     addresses[address] = index
         memory: dict[int, int] = {BASE: core}  # Allocation 0 has the number of the core.

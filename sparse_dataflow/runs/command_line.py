@@ -133,9 +133,9 @@ def parse(
         )
     if sets:
         absl_flags.DEFINE_multi_string(_SET, [], "path=value", flag_values=values)
-    words = _with_flagfiles(argv)
+    argv = _with_flagfiles(argv)
     try:
-        rest = values(words)[1:]
+        rest = values(argv)[1:]
     except absl_flags.UnrecognizedFlagError as error:
         raise UserError(_unknown(error.flagname.split("=")[0], flags, sets)) from None
     except absl_flags.IllegalFlagValueError as error:

@@ -192,7 +192,11 @@ def row_of(
     hbm = count["hbm_bytes"] / bandwidth
     seconds = max(cycles / CLOCKS[case.chip], hbm)
     stored = 2 * case.tokens * case.in_features * case.out_features * case.density
-    row = {"chip": case.chip, "implementation": case.implementation, "projection": projection}
+    row: dict[str, Any] = {
+        "chip": case.chip,
+        "implementation": case.implementation,
+        "projection": projection,
+    }
     row |= {"product": product, "block": case.block, "pattern": case.pattern}
     row |= {"density": case.density, **count, "ms": 1e3 * seconds}
     dense = next((r for r in earlier if _same_product(r, row) and r["density"] == 1), row)
