@@ -97,7 +97,6 @@ class Arm:
             "training__optimizer": self.optimizer,
             "training__learning_rate": multiplier * base.training.learning_rate,
             "training__seed": seed,
-            "training__optimizer": self.optimizer,
         }
         config = base.change(**changes)
         return config if self.model.sparse_projections else config.dense()
