@@ -30,11 +30,6 @@ class Executor:
         """Number of devices."""
         return 1
 
-    @property
-    def stages(self) -> int:
-        """Number of pipeline stages, which shard stacked layers."""
-        return 1
-
     def describe(self) -> str:
         """Returns a few words for reports."""
         return "one device"
