@@ -163,7 +163,7 @@ def compile_step(
     except jax.errors.JaxRuntimeError as error:
         raise _out_of_memory(error) from None
     end, cpu_end = time.perf_counter(), time.process_time()
-    flops = traced.count(trace.jaxpr, rounds)
+    flops = traced.count(trace.jaxpr, rounds, executor.devices)
     analysis = program.memory_analysis()
     return CompiledStep(
         bytes=_bytes(analysis, trace.jaxpr, arrays, training),

@@ -26,20 +26,21 @@ class FlopCount:
     uncounted: tuple[str, ...]
 
 
-def count(jaxpr: Any, rounds: Mapping[str, float]) -> FlopCount:
-    """Counts the FLOPs of a program; inside `shard_map` those of one device.
+def count(jaxpr: Any, rounds: Mapping[str, float], devices: int = 1) -> FlopCount:
+    """Counts the FLOPs of a program on one device; outside `shard_map` its share of all.
 
     Args:
       jaxpr: jaxpr of `jax.jit(...).trace(...)`.
       rounds: name of a `jax.named_scope` -> iterations per step of the loops in it whose length the
         program does not contain.
+      devices: number of devices of the program.
     """
     uncounted: set[str] = set()
-    flops = _flops(_open(jaxpr), 1.0, rounds, uncounted)
+    flops = _flops(_open(jaxpr), 1 / devices, rounds, uncounted, devices)
     return FlopCount(flops, tuple(sorted(uncounted)))
 
 
-def _flops(jaxpr, times, rounds, uncounted):
+def _flops(jaxpr, times, rounds, uncounted, devices):
     total = 0.0
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
@@ -61,15 +62,17 @@ def _flops(jaxpr, times, rounds, uncounted):
             total += times * _products(name) * _scores(equation)
         elif name == "scan":
             inside = _open(params["jaxpr"])
-            total += _flops(inside, times * params["length"], rounds, uncounted)
+            total += _flops(inside, times * params["length"], rounds, uncounted, devices)
         elif name == "while":
             inside = _open(params["body_jaxpr"])
-            total += _flops(inside, _rounds_of(equation, rounds, times), rounds, uncounted)
+            total += _flops(inside, _rounds_of(equation, rounds, times), rounds, uncounted, devices)
         elif name == "cond":
             branches = [_open(branch) for branch in params["branches"]]
-            total += max(_flops(branch, times, rounds, uncounted) for branch in branches)
+            total += max(_flops(branch, times, rounds, uncounted, devices) for branch in branches)
         else:
-            total += sum(_flops(inside, times, rounds, uncounted) for inside in _inside(equation))
+            share = times * devices if name == "shard_map" else times
+            for inside in _inside(equation):
+                total += _flops(inside, share, rounds, uncounted, devices)
     return total
 
 

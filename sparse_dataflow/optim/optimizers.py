@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.config.layer_groups import group_index_of_path, layer_groups
 from sparse_dataflow.config.model import SUPAR_WIDTH, ModelConfig
@@ -48,7 +50,7 @@ def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
 
 
 def make_optimizer(
-    model: ModelConfig, training: TrainingConfig, *, staged: bool = False
+    model: ModelConfig, training: TrainingConfig, mesh: Mesh | AbstractMesh | None = None
 ) -> optax.GradientTransformation:
     """Returns clipping, Adam or Muon, decoupled weight decay and per-parameter multipliers.
 
@@ -58,8 +60,8 @@ def make_optimizer(
     Args:
       model: config of the model.
       training: optimizer settings.
-      staged: whether stacked layers are sharded.  Otherwise Muon orthogonalises one layer after
-        another, so that its temporaries are those of one layer.
+      mesh: devices over which the updated arrays are sharded, with an axis "stage" for layers;
+        None for one device.
     """
     multipliers = lambda params: learning_rate_multipliers(model, training, params)  # noqa: E731
 
@@ -68,13 +70,13 @@ def make_optimizer(
 
     return optax.chain(
         optax.clip_by_global_norm(training.clip),
-        _moments(training, staged),
+        _moments(training, mesh),
         optax.add_decayed_weights(training.weight_decay, mask=decay_mask),
         optax.GradientTransformation(lambda params: optax.EmptyState(), scale),
     )
 
 
-def _moments(training, staged):
+def _moments(training, mesh):
     """Returns Adam, or Muon for matrices and Adam for the rest.
 
     Its state is optax's of Adam.  `mu` has the first moment of every parameter, which is Muon's
@@ -109,12 +111,36 @@ def _moments(training, staged):
         small = state._replace(mu=others(mu), nu=widen(state.nu, rest))
         updates, small = adam.update(rest, small, params)
         mu = with_matrices(muon.with_gradient, small.mu, mu, gradients)
-        step = functools.partial(muon.update, number=small.count)
-        by_layer = lambda *stacks: jax.lax.map(lambda layer: step(*layer), stacks)  # noqa: E731
-        updates = with_matrices(step if staged else by_layer, updates, mu, gradients)
+        matrices = functools.partial(_matrix_updates, number=small.count, mesh=mesh)
+        updates = with_matrices(matrices, updates, mu, gradients)
         return updates, rounded(small._replace(mu=mu))
 
     return optax.GradientTransformation(init, update)
+
+
+def _matrix_updates(momentum, gradient, number, mesh):
+    """Returns `muon.update` of stacked layers.
+
+    One layer follows another, so that temporaries are those of one layer, unless stages shard the
+    layers.  Blocks or groups that are themselves sharded, because no axis divides their number, are
+    gathered once; the products would gather them in every Newton-Schulz step.
+    """
+
+    stacked = momentum.ndim > 3
+
+    def whole(tree):
+        if mesh is None or not stacked:
+            return tree
+        batch = (P.UNCONSTRAINED,) * (jax.tree.leaves(tree)[0].ndim - 2)
+        return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P(*batch, None, None)))
+
+    def update(stacks):
+        layer, layer_gradient = whole(stacks)
+        return whole(muon.update(layer, layer_gradient, number))
+
+    if mesh is not None and mesh.shape["stage"] > 1:
+        return update((momentum, gradient))
+    return jax.lax.map(update, (momentum, gradient))
 
 
 def adam_state(moments: optax.OptState) -> Any:

@@ -31,11 +31,6 @@ class Executor:
         return 1
 
     @property
-    def stages(self) -> int:
-        """Number of pipeline stages, which shard stacked layers."""
-        return 1
-
-    @property
     def tensor_shards(self) -> int:
         """Number of shards of a tensor-parallel weight."""
         return 1

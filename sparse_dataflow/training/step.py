@@ -80,7 +80,7 @@ def make_train_step(
         None, the state's tables are used and may change between steps.
       executor: computes loss and gradients.
     """
-    optimizer = make_optimizer(model, training, staged=executor.stages > 1)
+    optimizer = make_optimizer(model, training, getattr(executor, "mesh", None))
     fixed = tables
 
     def train_step(state: TrainState, tokens: jax.Array, learning_rate: jax.Array, *limit):

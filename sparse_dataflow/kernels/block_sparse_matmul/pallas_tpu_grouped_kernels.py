@@ -328,7 +328,7 @@ def _gradient_kernel(
         @pl.when(i == token_tiles - 1)
         def _():
             whole = sum_ref[:, columns]
-            at = (0, slice(None), columns)
+            at: tuple = (0, slice(None), columns)
             if not by_column:
                 whole, at = whole.T, (0, columns, slice(None))
             if accumulates:

@@ -78,14 +78,12 @@ def choose_tuning(
       activated: whether a GELU is fused.
     """
     info = device()
-    products = (
-        product_tiles(tokens, *sides, itemsize, wide=3),
-        product_tiles(tokens, *sides[::-1], itemsize, wide=1),
-        gradient_tiles(tokens, sides, itemsize, activated),
-    )
-    if None in products:
+    forward = product_tiles(tokens, *sides, itemsize, wide=3)
+    input_gradient = product_tiles(tokens, *sides[::-1], itemsize, wide=1)
+    weight_gradient = gradient_tiles(tokens, sides, itemsize, activated)
+    if forward is None or input_gradient is None or weight_gradient is None:
         return None
-    return GroupedTuning(*products, info.vmem_capacity_bytes, info.num_cores)
+    return GroupedTuning(forward, input_gradient, weight_gradient, info.vmem_capacity_bytes, info.num_cores)
 
 
 def product_tiles(

@@ -47,10 +47,10 @@ def refusal(
     groups_in, groups_out = tables_in.groups, tables_out.groups
     if not groups_in or not groups_out:
         return "a layout has no equal groups, or may change."
-    block, hidden = values_in.shape[-1], len(tables_in.in_index) * values_in.shape[-1]
+    block = values_in.shape[-1]
     if values_out.shape[-1] != block:
         return f"the blocks have sides of {block} and {values_out.shape[-1]}; legal: one side."
     x, weight_in = grouped.operand_shapes(x, values_in, tables_in, groups_in)
-    hidden = jax.ShapeDtypeStruct((len(x), hidden), x.dtype)
+    hidden = jax.ShapeDtypeStruct((len(x), len(tables_in.in_index) * block), x.dtype)
     weight_out = grouped.operand_shapes(hidden, values_out, tables_out, groups_out)[1]
     return kernels.refusal(x, weight_in, weight_out, groups_in, groups_out, block=block)

@@ -72,6 +72,7 @@ def sparse_mlp(
     if len(x) == 0:
         return jnp.zeros((0, right.features), x.dtype)
     tuning = tuning or default_tuning(x, weight_in, weight_out)
+    assert tuning is not None
     options = _Options(tuning, (left, hidden, right), interpret)
     return _mlp(options, x, weight_in, bias_in, weight_out)
 
@@ -109,7 +110,8 @@ def refusal(
 
 def default_tuning(x: Shaped, weight_in: Shaped, weight_out: Shaped) -> GroupedMlpTuning | None:
     """Return the tile sizes for these shapes on the target TPU; None if no tile fits VMEM."""
-    group = tuning_grouped.MlpGroup(*weight_in.shape[1:], weight_out.shape[2])
+    _, inputs, hidden = weight_in.shape
+    group = tuning_grouped.MlpGroup(inputs, hidden, weight_out.shape[2])
     return tuning_grouped.choose_tuning(products.padded_tokens(x), group, x.dtype.itemsize)
 
 

@@ -41,11 +41,6 @@ class Pipelined(Sharded):
     division: Division
     schedule: str = "1f1b"
 
-    @property
-    def stages(self):
-        """See `Executor`."""
-        return self.division.stages
-
     def describe(self):
         """See `Executor`."""
         schedule = schedules.format_schedule(self.schedule, self.division.chunks)

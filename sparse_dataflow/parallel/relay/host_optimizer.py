@@ -8,7 +8,7 @@ single pass saves.
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,11 +45,12 @@ class Leaf(NamedTuple):
 
     parameter: np.ndarray
     mu: np.ndarray
-    nu: np.ndarray | None = None
+    nu: Any = None
 
     def piece(self, where: slice) -> "Leaf":
         """Returns flat views of a range of elements."""
-        return Leaf(*(None if array is None else _flat(array)[where] for array in self))
+        nu = None if self.nu is None else _flat(self.nu)[where]
+        return Leaf(_flat(self.parameter)[where], _flat(self.mu)[where], nu)
 
 
 def pieces(size: int, count: int = 1, unit: int = 1) -> Iterator[slice]:
@@ -127,8 +128,8 @@ def update_matrices(
     for where in pieces(gradient.size, gradient.size, math.prod(shape)):
         g = widen(gradient[where]) * np.float32(rates.clip)
         after.mu[where] = muon.with_gradient(before.mu[where], g)
-        stacks = (array.reshape(-1, *shape) for array in (after.mu[where], g))
-        step = _flat(muon.update(*stacks, rates.number))
+        momentum, gradient_stack = (a.reshape(-1, *shape) for a in (after.mu[where], g))
+        step = _flat(muon.update(momentum, gradient_stack, rates.number))
         step += np.float32(rates.decay) * before.parameter[where]
         step *= np.float32(rates.learning_rate)
         np.subtract(before.parameter[where], step, out=after.parameter[where])

@@ -83,7 +83,7 @@ def run(options) -> None:
         options.keep,
         "schedule_bench",
         "described TPUs",
-        {**result, "summary": summary, "rows": rows},
+        [{**result, "summary": summary, "rows": rows}],
     )
 
 

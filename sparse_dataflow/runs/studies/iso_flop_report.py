@@ -35,18 +35,14 @@ def write(base: Study, plan: Plan, results: Mapping[str, dict], folder: Path) ->
     curves = [summary(plan, curve, results) for curve in plan.curves]
     arms = [_shape(arm, base.config.training.sequence) for arm in plan.arms]
     options = {name: getattr(plan, name) for name in ("trials", "seeds", "headline_seeds")}
-    measurement.write(
-        str(folder),
-        "iso_flop",
-        base.chip.name,
-        {
-            "settings": base.config.to_json(),
-            "options": options,
-            "splits": splits,
-            "arms": arms,
-            "curves": curves,
-        },
-    )
+    result = {
+        "settings": base.config.to_json(),
+        "options": options,
+        "splits": splits,
+        "arms": arms,
+        "curves": curves,
+    }
+    measurement.keep(str(folder), "iso_flop", base.chip.name, [result])
     sizes = ", ".join(
         f"{s['bytes']:,} bytes of {s['documents']} files ({n})" for n, s in splits.items()
     )
