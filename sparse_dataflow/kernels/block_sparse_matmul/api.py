@@ -73,10 +73,9 @@ def block_sparse_matmul(
         y = reference.block_sparse_matmul(flat, values, tables)
     elif name == "xla":
         y = xla.block_sparse_matmul(flat, values, jax.tree.map(jax.numpy.asarray, tables))
-    elif name == "grouped":
-        y = grouped.block_sparse_matmul(flat, values, tables, groups)
-    elif name == "pallas_tpu_grouped":
-        products = _import_kernels(name).grouped_matmul
+    elif name in _GROUPED:
+        assert groups is not None
+        products = None if name == "grouped" else _import_kernels(name).grouped_matmul
         y = grouped.block_sparse_matmul(flat, values, tables, groups, products)
     elif name == "xla_static":
         if layout is None:

@@ -83,7 +83,9 @@ def choose_tuning(
     weight_gradient = gradient_tiles(tokens, sides, itemsize, activated)
     if forward is None or input_gradient is None or weight_gradient is None:
         return None
-    return GroupedTuning(forward, input_gradient, weight_gradient, info.vmem_capacity_bytes, info.num_cores)
+    return GroupedTuning(
+        forward, input_gradient, weight_gradient, info.vmem_capacity_bytes, info.num_cores
+    )
 
 
 def product_tiles(
