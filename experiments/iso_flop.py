@@ -8,7 +8,7 @@ t.  Time to quality is what an arm needs to reach the final loss of the best-tun
 its budget.
 
     python -m experiments.iso_flop --pattern=monarch --block=4 --budgets=0.27 --equal=flops
-        one core: HOURS
+        one core: about 6 hours
     python -m experiments.iso_flop
         one core: days
     python -m experiments.iso_flop --scale=125m --block=32 --budgets=1,4 --steps=20000 --corpus=...

@@ -12,7 +12,6 @@ def test_a_small_study_goes_on_with_the_same_list(job, tmp_path):
     arguments = ["--scale=pico", "--budgets=1", "--densities=0.25", "--equal=flops", "--steps=4"]
     arguments += [
         "--set=model.num_layers=1",
-        "--block=16",
         "--trials=1",
         "--seeds=2",
         "--headline_seeds=2",
