@@ -46,7 +46,7 @@ def test_shards_of_exchanged_layouts_have_the_same_shapes():
     for name in before:
         assert before[name] != after[name]
         first, second = (cut[name] for cut in sharded)
-        assert [t.shape for t in first.tables] == [t.shape for t in second.tables]
+        assert [t.shape for t in first.tables.arrays] == [t.shape for t in second.tables.arrays]
 
 
 def test_blocks_that_move_between_shards_are_refused_before_the_first_step():

@@ -47,7 +47,7 @@ def test_fans_and_shards_keep_their_sizes(problem, share, gain):
     assert new.fan_out.max() <= layout.max_fan_out
     in_shards = lambda lay: lay.mask.reshape(shards, -1, lay.out_blocks).sum(axis=1)  # noqa: E731
     np.testing.assert_array_equal(in_shards(new), in_shards(layout))
-    assert [t.shape for t in new.tables()] == [t.shape for t in layout.tables()]
+    assert [t.shape for t in new.tables().arrays] == [t.shape for t in layout.tables().arrays]
     dropped = layout.mask & ~new.mask
     assert dropped.sum() <= round(share * layout.nnz)
     if gain == 0 and shards == 1:
