@@ -32,7 +32,7 @@ TOKENS = (np.arange(400) * 7 % 40).astype(np.uint16)
 WINDOWS = EvalBatches(TOKENS[:100], 4, 8, 4)
 DATA = TrainingData(TrainBatches(TOKENS, 4, 8), WINDOWS, 99, WINDOWS, 99, "hash")
 EVOLUTIONS = {
-    "set": EvolutionConfig("set", every=2),
+    "set": EvolutionConfig("set", every=2, share=0.3),
     "rigl": EvolutionConfig("rigl", every=3, at=0.9, share=0.5),
     "gradual": EvolutionConfig("gradual", at=0.6),
     "sparse_to_dense": EvolutionConfig("sparse_to_dense", at=0.5),
