@@ -26,7 +26,7 @@ from sparse_dataflow.kernels.sparse_mlp.tuning_grouped import GroupedMlpTuning
 class _Options:
     """Static options of the op: tiles, columns of x, hidden features and y."""
 
-    tuning: GroupedMlpTuning
+    tuning: GroupedMlpTuning | None
     columns: tuple[Columns, Columns, Columns]
     interpret: object
 
@@ -108,7 +108,8 @@ def refusal(
 
 def default_tuning(x: Shaped, weight_in: Shaped, weight_out: Shaped) -> GroupedMlpTuning | None:
     """Return the tile sizes for these shapes on the target TPU; None if no tile fits VMEM."""
-    group = tuning_grouped.MlpGroup(*weight_in.shape[1:], weight_out.shape[2])
+    _, inputs, hidden = weight_in.shape
+    group = tuning_grouped.MlpGroup(inputs, hidden, weight_out.shape[2])
     return tuning_grouped.choose_tuning(products.padded_tokens(x), group, x.dtype.itemsize)
 
 
