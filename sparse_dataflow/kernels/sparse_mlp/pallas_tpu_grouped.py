@@ -27,7 +27,7 @@ from sparse_dataflow.kernels.sparse_mlp.tuning_grouped import GroupedMlpTuning
 class _Options:
     """Static options of the op: tiles, columns of x, hidden features and y."""
 
-    tuning: GroupedMlpTuning
+    tuning: GroupedMlpTuning | None
     columns: tuple[Columns, Columns, Columns]
     interpret: object
 
