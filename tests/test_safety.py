@@ -68,9 +68,14 @@ def test_code_that_executes_input_is_found(source):
     assert offences(source)
 
 
+GENERATED = {"aot/schedule.py": ["exec"]}
+"""Sources that execute text which they make themselves, of checked parts."""
+
+
 def test_no_source_executes_input():
     assert len(SOURCES) > 200
-    assert {str(p): o for p in SOURCES if (o := offences(p.read_text()))} == {}
+    found = {p.as_posix(): o for p in SOURCES if (o := offences(p.read_text()))}
+    assert {path.partition("sparse_dataflow/")[2]: o for path, o in found.items()} == GENERATED
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c/d"]), max_size=3), st.booleans())

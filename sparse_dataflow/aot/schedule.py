@@ -268,6 +268,8 @@ class _Program:
         return statement
 
     def _condition(self, predicate):
+        if not re.fullmatch(r"(?:%\w+|not|and|or|[\s()])*", predicate):
+            raise ScheduleError(f"predicate is not understood: {predicate[:80]}")
         return re.sub(r"%(\w+)", lambda m: f"v[{self.slots[m[1]]}]", predicate)
 
     def _edge(self, target, which):
@@ -312,7 +314,8 @@ class _Program:
     def run(self, operands, core, product_cycles, limit) -> Schedule:
         """Execute the kernel's scalar instructions; see `read_schedule`."""
         namespace: dict[str, Any] = {}
-        exec(self._source(), namespace)  # its text is made above, from numbers
+        # The source consists of numbers, indices and our own words; names of the dump never enter.
+        exec(self._source(), namespace)
         blocks = [namespace[f"block{number}"] for number in range(len(self.starts))]
         values: list[Any] = [0] * len(self.slots)
         addresses = {}
