@@ -271,11 +271,11 @@ def test_merged_lines_have_every_stored_block_once(mask, width, padding, traced)
 
 
 def test_lines_are_merged_if_that_is_faster():
-    """Monarch's adjacent output blocks share their inputs, but its input blocks share no outputs in
-    a square weight; random blocks share hardly any."""
+    """Monarch's adjacent output blocks share their inputs, but its adjacent input blocks share no
+    outputs in a weight that widens; random blocks share hardly any."""
     chosen = {}
     for pattern in ("monarch", "random"):
-        layout = make_layout(pattern, 5120, 5120, 64, 1 / 8)
+        layout = make_layout(pattern, 5120, 15360, 64, 1 / 8)
         x = jax.ShapeDtypeStruct((2048, 5120), jnp.bfloat16)
         values = jax.ShapeDtypeStruct((layout.nnz, 64, 64), jnp.bfloat16)
         with targeted_gpu():
