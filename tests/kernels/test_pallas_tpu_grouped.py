@@ -13,7 +13,9 @@ from simulated import simulated_tpu, targeted_tpu
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_grouped as kernels
 from sparse_dataflow.kernels.block_sparse_matmul import tuning, tuning_grouped
+from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
 from sparse_dataflow.sparsity.layout import Groups
+from sparse_dataflow.sparsity.patterns import make_layout
 
 
 def drawn(groups, in_blocks, out_blocks, block, tokens, dtype, seed=0):
@@ -197,3 +199,22 @@ def test_zero_tokens_have_zero_gradients():
         dx, dweight = pullback(np.ones((0, 256), "f4"))
     assert y.shape == dx.shape == (0, 256)
     np.testing.assert_array_equal(dweight, np.zeros_like(weight))
+
+
+def test_runs_narrower_than_the_lanes_are_moved_together():
+    layout = make_layout("monarch", 512, 1024, 64, 1 / 2)
+    assert layout.groups.in_run * 64 < 128
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(48, 512)), jnp.float32)
+    values = jnp.asarray(rng.normal(size=(layout.nnz, 64, 64)), jnp.float32)
+
+    def gradients(name):
+        squares = lambda x, v: jnp.sum(  # noqa: E731
+            block_sparse_matmul(x, v, layout.tables(), name) ** 2
+        )
+        return jax.jit(jax.value_and_grad(squares, argnums=(0, 1)))(x, values)
+
+    with simulated_tpu():
+        actual, expected = gradients("pallas_tpu_grouped"), gradients("reference")
+    for got, right in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-3)

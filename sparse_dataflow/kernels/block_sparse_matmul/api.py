@@ -75,7 +75,7 @@ def block_sparse_matmul(
         y = xla.block_sparse_matmul(flat, values, jax.tree.map(jax.numpy.asarray, tables))
     elif name in _GROUPED:
         assert groups is not None
-        products = None if name == "grouped" else _import_kernels(name).grouped_matmul
+        products = None if name == "grouped" else _import_kernels(name).products
         y = grouped.block_sparse_matmul(flat, values, tables, groups, products)
     elif name == "xla_static":
         if layout is None:
@@ -149,7 +149,10 @@ def _refusal(name, x, values, tables, groups):
         reason = "the layout has no equal groups, or may change."
     else:
         shapes = grouped.operand_shapes(x, values, tables, groups)
-        reason = kernels.refusal(*shapes, groups, block=values.shape[-1])
+        block = values.shape[-1]
+        reason = kernels.refusal(
+            *shapes, grouped.lane_groups(groups, shapes[1], block), block=block
+        )
     return reason or dispatch.sharding_refusal()
 
 

@@ -6,6 +6,7 @@ contiguous.  Elsewhere XLA moves whole blocks, in the elementwise pass before or
 if there is one.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -53,6 +54,24 @@ def operand_shapes(
     x = jax.ShapeDtypeStruct((len(x), features), x.dtype)
     weight = jax.eval_shape(lambda values: group_values(values, tables, groups), values)
     return x, weight
+
+
+LANES = 128
+"""Columns of a TPU's vector register, whose multiples the kernels copy."""
+
+
+def lane_groups(groups: Groups, weight: dispatch.Shaped, block: int) -> Groups:
+    """Returns the groups that TPU kernels see: contiguous inputs if runs are no whole lanes."""
+    if groups.in_run * block % LANES == 0:
+        return groups
+    return dataclasses.replace(groups, in_run=weight.shape[1] // block)
+
+
+def on_lanes(x: jax.Array, groups: Groups, weight: dispatch.Shaped, block: int) -> jax.Array:
+    """Returns the columns of x in the order of `lane_groups`."""
+    if lane_groups(groups, weight, block) == groups:
+        return x
+    return _split(x, groups.count, groups.in_run * block).swapaxes(1, 2).reshape(x.shape)
 
 
 def own_inputs(x: jax.Array, tables: LayoutTables, groups: Groups, block: int) -> jax.Array:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul import fused, tuning_grouped
+from sparse_dataflow.kernels.block_sparse_matmul import fused, grouped, tuning_grouped
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_grouped_kernels as kernels
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows import Columns
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import pad_to
@@ -83,6 +83,12 @@ def grouped_matmul(
     activated = activation is not None
     tuning = tuning or default_tuning(x, weight, groups, block=block, activated=activated)
     return fused_product(Options(activated, tuning, sides, interpret), x, weight, bias, residual)
+
+
+def products(x: jax.Array, weight: jax.Array, groups: Groups, *, block: int) -> jax.Array:
+    """Compute x W of groups whose runs may be narrower than the lanes; see `grouped.Products`."""
+    x = grouped.on_lanes(x, groups, weight, block)
+    return grouped_matmul(x, weight, grouped.lane_groups(groups, weight, block), block=block)
 
 
 def weight_gradient(

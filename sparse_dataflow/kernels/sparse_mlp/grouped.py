@@ -24,12 +24,14 @@ def sparse_mlp(
     groups_in, groups_out = tables_in.groups, tables_out.groups
     block = values_in.shape[-1]
     assert groups_in and groups_out
+    weight_in = grouped.group_values(values_in, tables_in, groups_in)
+    x = grouped.own_inputs(x, tables_in, groups_in, block)
     y = kernels.sparse_mlp(
-        grouped.own_inputs(x, tables_in, groups_in, block),
-        grouped.group_values(values_in, tables_in, groups_in),
+        grouped.on_lanes(x, groups_in, weight_in, block),
+        weight_in,
         bias_in,
         grouped.group_values(values_out, tables_out, groups_out),
-        groups_in,
+        grouped.lane_groups(groups_in, weight_in, block),
         groups_out,
         block=block,
     )
@@ -53,4 +55,5 @@ def refusal(
     x, weight_in = grouped.operand_shapes(x, values_in, tables_in, groups_in)
     hidden = jax.ShapeDtypeStruct((len(x), len(tables_in.in_index) * block), x.dtype)
     weight_out = grouped.operand_shapes(hidden, values_out, tables_out, groups_out)[1]
+    groups_in = grouped.lane_groups(groups_in, weight_in, block)
     return kernels.refusal(x, weight_in, weight_out, groups_in, groups_out, block=block)

@@ -8,7 +8,6 @@ write schedules once, when jax starts it:
 
 import dataclasses
 import functools
-import importlib
 import json
 import math
 import os
@@ -24,9 +23,6 @@ PRODUCTS = ("forward", "dx", "dW")
 
 DENSE = "dense"
 """The implementation that is XLA's dense product."""
-
-KERNELS = "sparse_dataflow.kernels.block_sparse_matmul"
-"""Package of the other implementations, modules with a function `block_sparse_matmul`."""
 
 SLICES = {"v4": "2x2x1", "v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2"}
 """Chip -> a slice that libtpu describes."""
@@ -108,26 +104,27 @@ def _dense_product(case):
     return product_of, (case.in_features, case.out_features), ()
 
 
-def _table_product(case):
-    from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu
+def _layout(case):
     from sparse_dataflow.sparsity.patterns import make_layout
 
-    layout = make_layout(
-        case.pattern, case.in_features, case.out_features, case.block, case.density
-    )
+    return make_layout(case.pattern, case.in_features, case.out_features, case.block, case.density)
+
+
+def _table_product(case):
+    from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu
+
+    layout = _layout(case)
     products = _three_products(pallas_tpu.block_sparse_matmul)
     return products, (layout.nnz, case.block, case.block), layout.tables()
 
 
 def _grouped_product(case):
-    grouped = importlib.import_module(f"{KERNELS}.pallas_tpu_grouped")
-    count = round(1 / case.density)
-    # Input blocks at a stride, output blocks in runs, as every second weight of `monarch`.
-    groups = grouped.Groups(count, 1, case.out_features // case.block // count)
-    products = _three_products(
-        lambda x, weight, _: grouped.grouped_matmul(x, weight, groups, block=case.block)
-    )
-    return products, (count, case.in_features // count, case.out_features // count), ()
+    from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped import products
+
+    groups = _layout(case).groups
+    forward = lambda x, weight, _: products(x, weight, groups, block=case.block)  # noqa: E731
+    sides = case.in_features // groups.count, case.out_features // groups.count
+    return _three_products(forward), (groups.count, *sides), ()
 
 
 def _three_products(forward):

@@ -42,12 +42,6 @@ TIMEOUT = 900
 """Seconds after which the compilation of one weight is given up."""
 
 
-def available() -> tuple[str, ...]:
-    """Return the implementations whose modules exist."""
-    package = schedule_case.KERNELS
-    return tuple(n for n in IMPLEMENTATIONS if importlib.util.find_spec(f"{package}.{n}"))
-
-
 def run(options) -> None:
     """Compiles, prints and writes.
 
@@ -89,7 +83,7 @@ def run(options) -> None:
 
 def cases_of(options) -> Iterator[tuple[str, Case]]:
     """Yields (projection, case) of a table, dense first on each chip."""
-    names = [name for name in available() if name in options.implementations]
+    names = options.implementations
     for chip in options.chips:
         weights = [(DENSE, 0)] + [(name, block) for name in names for block in options.blocks]
         for name, block in weights:

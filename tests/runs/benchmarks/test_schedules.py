@@ -27,9 +27,6 @@ def count(cycles=0, xla_cycles=0, hbm_bytes=0):
 def test_the_flags_offer_what_there_is():
     assert tuple(schedules.CLOCKS) == CHIPS
     assert tuple(schedules.IMPLEMENTATIONS) == IMPLEMENTATIONS
-    assert set(schedules.available()) <= set(IMPLEMENTATIONS) and "pallas_tpu" in (
-        schedules.available()
-    )
 
 
 def test_every_case_has_a_layout_and_a_dense_product():
