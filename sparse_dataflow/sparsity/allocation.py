@@ -176,6 +176,10 @@ def _named(model, budget):
                 f"--set sparsity.budget={budget} sets a density for {name}, which is dense; legal: "
                 f"{', '.join(model.sparse_projections)}."
             )
+        if name in densities:
+            raise UserError(
+                f"--set sparsity.budget={budget} names {name} twice; legal: one density for each."
+            )
         unit = model.linear(name).density if text.endswith("x") else 1.0
         try:
             densities[name] = unit * float(text.removesuffix("x"))

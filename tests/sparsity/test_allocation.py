@@ -109,6 +109,7 @@ def test_named_multiples_of_the_density():
         ("depth:infx,1x", "'infx' is not a multiple"),
         ("depth:1x,2x,1x", "3 parts of the depth, which do not divide 2 layers; legal: 1, 2"),
         ("depth:1.3x,0.7x", r"1.3x of --density=0.125 gives \w+ a density of 0.1625, .* 1x, 1.5x"),
+        ("qkv:0.5,qkv:0.25", "names qkv twice; legal: one density for each"),
         ("depth:9x,1x", r"9x of --density=0.125 gives \w+ a density of 1.125, .*: 8x"),
     ],
 )
