@@ -205,7 +205,7 @@ def _kernel_name(params):
     return str(getattr(info, "name", info))
 
 
-_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
 
 def _bytes(struct):
