@@ -6,6 +6,8 @@
 
 import dataclasses
 
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+
 
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
@@ -24,8 +26,8 @@ class Efficiency:
       waits: relative growth of the step time with each doubling of the islands, because of
         stragglers and shared links.
       pass_seconds: overhead of one pass of a block over one micro-batch, in seconds.
-      half_block: side of a block at which a block-sparse product has half the rate of a dense one.
-        98.6% at 128 on an A100 (stk README) gives 1.8.
+      half_block: side of a block at which a block-sparse product has half the rate of a dense one,
+        for chips that are not in BLOCK_RATES.  98.6% at 128 on an A100 (stk README) gives 1.8.
     """
 
     matmul: float
@@ -71,3 +73,46 @@ EFFICIENCIES = {family: Efficiency(*constants) for family, constants in _FITTED.
 
 # No public table of the B200 has a parallel plan for each figure, so it gets the H100's constants.
 EFFICIENCIES["blackwell"] = EFFICIENCIES["hopper"]
+
+GROUPED_PATTERN = "monarch"
+"""The pattern whose layouts are equal groups, which TPUs multiply by other kernels."""
+
+_BLOCK_RATES = {
+    # family: (rates of equal groups, rates of index tables) at blocks of 64, 128 and 256
+    "tpu-v5e": ((0.557, 1.022, 1.02), (0.254, 0.925, 0.944)),
+    "tpu-v5p": ((0.503, 1.026, 1.032), (0.215, 0.835, 0.871)),
+    "tpu-v6e": ((0.288, 0.912, 0.978), (0.095, 0.391, 0.733)),
+}
+BLOCK_RATES = {
+    family: {
+        grouped: dict(zip((64, 128, 256), rates)) for grouped, rates in zip((True, False), pair)
+    }
+    for family, pair in _BLOCK_RATES.items()
+}
+"""Chip family -> whether a layout is equal groups -> side of a block -> FLOP/s on stored blocks
+relative to a dense product, where HBM is no bound.  Estimates: the cycles of GPT-13B's twelve
+products, density 1/8 (1/10 at 256), from `experiments.schedule_bench`; a test compares them with
+its kept result."""
+
+
+def block_rate(family: str, spec: LinearSpec, efficiency: Efficiency) -> float:
+    """Returns the FLOP/s of a projection's product relative to a dense one; 1 for a dense weight.
+
+    A side between two measured ones has the rate of the smaller.  Below the smallest, the rate is
+    proportional to the side.
+    """
+    if spec.kind == "dense":
+        return 1.0
+    rates = BLOCK_RATES.get(family)
+    if rates is None:
+        return spec.block / (spec.block + efficiency.half_block)
+    by_side = rates[spec.pattern == GROUPED_PATTERN]
+    side = max((side for side in by_side if side <= spec.block), default=min(by_side))
+    return by_side[side] * min(1.0, spec.block / side)
+
+
+def slower_than_dense(config: ModelConfig, family: str) -> list[str]:
+    """Returns the block-sparse projections whose products are estimated slower than dense ones."""
+    efficiency = EFFICIENCIES.get(family, PRIOR)
+    specs = {name: config.linear(name) for name in config.sparse_projections}
+    return [n for n, spec in specs.items() if block_rate(family, spec, efficiency) < spec.density]

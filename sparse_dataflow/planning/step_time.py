@@ -16,7 +16,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip, Network
 from sparse_dataflow.planning import collectives
 from sparse_dataflow.planning.cost import orthogonalization_flops, stored_fractions
-from sparse_dataflow.planning.efficiency import Efficiency
+from sparse_dataflow.planning.efficiency import Efficiency, block_rate
 from sparse_dataflow.planning.memory import DTYPE_BYTES, matrix_count, parameter_count
 from sparse_dataflow.planning.parallel_plan import BUBBLES, RECOMPUTED, ParallelPlan
 
@@ -250,14 +250,12 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
     tensor = np.asarray(plan.tensor, np.float64)
     fractions = stored_fractions(config)
 
-    def product(name, fan_in, fan_out, density=1.0, block=0, rank=0):
+    def product(name, fan_in, fan_out, density=1.0, relative_rate=1.0, rank=0):
         weights = fan_in * fan_out * density + rank * (fan_in + fan_out)
         flops = 2 * tokens * weights
         size = dtype_bytes * (tokens * (fan_in + fan_out) + weights)
         width = np.minimum(np.minimum(fan_in, fan_out), tokens)
-        rate = peak * efficiency.matmul * width / (width + efficiency.half_width)
-        if block:
-            rate = rate * block / (block + efficiency.half_block)
+        rate = relative_rate * peak * efficiency.matmul * width / (width + efficiency.half_width)
         if name in rates:
             return Section(flops, size, flops / rates[name])
         return Section(flops, size, np.maximum(flops / rate, size / memory))
@@ -270,8 +268,8 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
             fan_out = fan_out / tensor
         else:
             fan_in = fan_in / tensor
-        block = spec.block if spec.kind == "block_sparse" else 0
-        sections[name] = product(name, fan_in, fan_out, fractions[name], block, spec.rank)
+        relative = block_rate(chip.family, spec, efficiency)
+        sections[name] = product(name, fan_in, fan_out, fractions[name], relative, spec.rank)
         if name == "qkv":
             sections["attention"] = _attention(
                 config, sequence, tokens, tensor, plan, peak, memory, efficiency, rates

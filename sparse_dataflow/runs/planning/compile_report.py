@@ -19,6 +19,7 @@ from sparse_dataflow.planning import cost, nearest, plan_memory, search
 from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.planning import plan_rows
 
 FITS, TOO_LARGE = "fits", "does not fit"
 
@@ -249,6 +250,8 @@ def report(plan: CompilePlan, result: dict) -> str:
         f"  {result['verdict']}: {_gib(result['needed_bytes'])} of "
         f"{_gib(result['memory_bytes'])} GiB a chip",
     ]
+    if words := plan_rows.slow_products(plan.config, plan.topology.chip):
+        lines.append(f"  {words}")
     if "bytes" not in result:
         return "\n".join([*lines, f"  the compiler: {result['said']}"])
     lines += ["", _memory(plan, result), "", _flops(result), "", _collectives(result)]

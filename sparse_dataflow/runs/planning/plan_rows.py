@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.planning import cost, search
+from sparse_dataflow.planning.efficiency import slower_than_dense
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 
 
@@ -25,3 +27,15 @@ def row(request: search.Request, plan: ParallelPlan, speed: float) -> dict[str, 
         **{name: getattr(plan, name) for name in search.NAMES},
         "limit": request.time(plan).limit,
     }
+
+
+def slow_products(config: ModelConfig, chip: chips.Chip) -> str:
+    """Returns a sentence on the projections that sparsity is estimated to slow down, or ""."""
+    names = slower_than_dense(config, chip.family)
+    if not names:
+        return ""
+    spec = config.linear(names[0])
+    return (
+        f"Sparsity is estimated to slow down {', '.join(names)} on {chip.name}: blocks of "
+        f"{spec.block} ({spec.pattern}) are too small for it. Legal: a larger --block."
+    )

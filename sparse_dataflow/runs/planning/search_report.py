@@ -49,6 +49,8 @@ def _search(options, request, folder):
     ranked = priced.ranked(ROWS)
     rows = [plan_rows.row(request, plan, speed) for plan, speed in ranked]
     print(f"{int(priced.legal.sum()):,} legal plans of {priced.legal.size:,}, all priced")
+    if words := plan_rows.slow_products(request.config, request.chip):
+        print(words)
     plans = [plan for plan, _ in ranked]
     verdicts = verify.verdicts(options.scale, request, plans[:10], options.verify)
     _print_best(rows[:10], verdicts)
