@@ -15,7 +15,6 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.train_state import TrainState
-from sparse_dataflow.parallel.block_gradients import Portions, mean_norms
 from sparse_dataflow.parallel.executor import MultiProgramExecutor
 from sparse_dataflow.parallel.relay import host_optimizer, host_state, server_files
 from sparse_dataflow.parallel.relay import programs as relay_programs
@@ -182,13 +181,11 @@ def _restore_common_step(files, key):
 
 
 def _gradient_norms(relay, params, tables, tokens):
-    # The first device of every process computes the same norms, of a device's rows at a time.
-    devices = relay.mesh.size if relay.mesh else 1
-    pieces = np.array_split(np.asarray(tokens), min(devices, len(tokens)))
+    # The first device of every process computes the norms of all rows, so that the layouts do not
+    # depend on the number of devices.
     fetch = functools.partial(relay.to_first_device, params)
-    measure = functools.partial(block_gradient_norms, relay.model, fetch, tables)
     with translated_device_errors("an update of the layouts"):
-        return mean_norms(measure, pieces, Portions(len(pieces[0]), len(pieces), per_batch=1))
+        return block_gradient_norms(relay.model, fetch, tables, np.asarray(tokens))
 
 
 def _writable(leaf):
