@@ -323,10 +323,10 @@ def expanded(text: str) -> str:
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise ValueError(
-            "has no home folder here; set HOME, or write ./~ for a folder of that name."
+            "is not legal: there is no such home folder; set HOME, or write ./~ for that name."
         )
     if "\0" in path:
-        raise ValueError("has a NUL character, which no file name may have.")
+        raise ValueError("is not legal: it has a NUL character, which no file name may have.")
     longest = max(len(name.encode()) for name in path.split("/"))
     if longest > _LONGEST_NAME or len(path.encode()) > _LONGEST_PATH:
         raise ValueError(
