@@ -51,7 +51,7 @@ def test_a_tilde_is_expanded_for_every_path_alike(home, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("~nosuchuser/x", "no home folder"),
+        ("~nosuchuser/x", "no such home folder"),
         ("a" * 256, "255 bytes"),
         ("x/" + "é" * 128, "255 bytes"),
         ("deep/" * 1000, "3,900"),
