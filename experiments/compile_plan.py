@@ -35,7 +35,7 @@ class Options(ModelOptions):
     topology: str = setting(
         "v5p:2x2x1",
         "Chips: v5e:4x4, v5p:8x8x16, v6e:16x16 (chips along each axis of the torus), h200:8, "
-        "h200:4x8 (nodes x GPUs).",
+        "h200:4x8 (nodes x GPUs); a100, h100 and b200 as h200.",
     )
     slices: int = setting(
         1,

@@ -1,10 +1,9 @@
 """Page of a chip report: the answer, the ratios as bars, and every row."""
 
-import jinja2
 import matplotlib
 from markupsafe import Markup
 
-from sparse_dataflow.reporting import quantities, svg
+from sparse_dataflow.reporting import quantities, svg, templates
 from sparse_dataflow.reporting.chip_data import DONE, ChipReport, Measure
 from sparse_dataflow.reporting.svg import COLOUR, TEXT
 
@@ -16,24 +15,16 @@ _WIDTH, _LABEL, _VALUE, _ROW, _TOP = 720, 250, 150, 34, 8
 
 def render(report: ChipReport) -> str:
     """Returns the report as one HTML page that needs no network."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("sparse_dataflow.reporting", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        # Output of a process can have any characters; Markup values are figures.
-        finalize=lambda value: quantities.visible(value) if type(value) is str else value,
-    )
     measures = [m for row in report.rows for m in row.measures if m.ratio is not None]
-    return environment.get_template("chip.html.jinja").render(
-        report=report,
-        memory=quantities.size([report.chip.memory_bytes])[0],
-        missing=[row for row in report.rows if row.status != DONE],
-        other_scale="" if report.scale == TARGET else report.scale,
-        bars=ratio_bars(measures) if measures else None,
-        ratio_text=ratio_text,
-    )
+    contents = {
+        "report": report,
+        "memory": quantities.size([report.chip.memory_bytes])[0],
+        "missing": [row for row in report.rows if row.status != DONE],
+        "other_scale": "" if report.scale == TARGET else report.scale,
+        "bars": ratio_bars(measures) if measures else None,
+        "ratio_text": ratio_text,
+    }
+    return templates.html("chip.html.jinja", contents)
 
 
 def ratio_text(measure: Measure) -> str:

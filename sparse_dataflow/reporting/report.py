@@ -3,11 +3,8 @@
 import os
 import pathlib
 
-import jinja2
-
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.reporting.quantities import visible
 from sparse_dataflow.reporting.report_data import ReportData
 
 
@@ -18,19 +15,10 @@ def write_report(data: ReportData, path: str | os.PathLike) -> None:
       UserError: the file cannot be written; an existing file is unchanged.
     """
     # Imports matplotlib, which is slow.
-    from sparse_dataflow.reporting import page
+    from sparse_dataflow.reporting import page, templates
 
     path = pathlib.Path(path)
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("sparse_dataflow.reporting", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        # Texts of a run can have any characters; Markup values are figures.
-        finalize=lambda value: visible(value) if type(value) is str else value,
-    )
-    html = environment.get_template("template.html.jinja").render(page.contents(data))
+    html = templates.html("template.html.jinja", page.contents(data))
     try:
         storage.replace(path, html.encode("utf-8"))
     except OSError as error:

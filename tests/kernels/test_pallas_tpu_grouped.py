@@ -83,23 +83,6 @@ def test_many_small_tiles_over_two_cores(copies):
     assert_all_close(actual, expected, np.float32)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("sides", [(2, 4), (4, 2)], ids=["widens", "narrows"])
-def test_weight_gradients_add_into_a_float32_accumulator(sides, dtype):
-    groups = Groups(2, in_run=1, out_run=sides[1] // 2)
-    (x, weight, dy, *_), _ = drawn(groups, *sides, 128, 130, dtype)
-    layout = layout_of(groups, *sides, 128)
-    dense = np.asarray(x, np.float64).T @ np.asarray(dy, np.float64)
-    accumulator = weight.astype(np.float32)
-    with simulated_tpu():
-        total = jax.jit(
-            lambda x, dy, a: kernels.weight_gradient(x, dy, groups, block=128, accumulator=a)
-        )(x, dy, accumulator)
-    assert total.dtype == jnp.float32
-    right = accumulator + weight_of(layout, layout.from_dense(dense), 2)
-    assert_all_close([total], [right], np.float32)
-
-
 def test_an_epilogue_may_be_absent():
     groups = Groups(2, in_run=1, out_run=2)
     (x, weight, dy, bias, residual), _ = drawn(groups, 2, 4, 128, 16, "float32")

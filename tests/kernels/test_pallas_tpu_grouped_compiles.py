@@ -98,22 +98,9 @@ def test_other_dtypes_and_token_counts_compile(device, dtype, tokens):
     compiled(lambda *o: fused(groups, *o), arrays, device)
 
 
-@pytest.mark.parametrize("projection", ["mlp", nightly("in")])
-def test_accumulation_takes_the_accumulators_buffer(device, projection):
-    groups, (x, weight, dy, _) = operands(projection, 8)
-    accumulator = jax.ShapeDtypeStruct(weight.shape, jnp.float32)
-
-    def add(x, dy, accumulator):
-        return kernels.weight_gradient(x, dy, groups, block=BLOCK, accumulator=accumulator)
-
-    program = compiled(add, [x, dy, accumulator], device, donated=2)
-    assert kernels_in(program) == 1
-    assert temporary_bytes(program) <= MIB
-
-
 def mlp_gradients(groups, x, weight_in, bias, weight_out, dy):
     y, pullback = jax.vjp(
-        lambda *o: mlp.sparse_mlp(*o, *groups, block=BLOCK), x, weight_in, bias, weight_out
+        lambda *o: mlp.grouped_mlp(*o, *groups, block=BLOCK), x, weight_in, bias, weight_out
     )
     return y, *pullback(dy)
 

@@ -28,7 +28,7 @@ SMALL_TILES = tuning_grouped.GroupedMlpTuning(
 
 def gradients(operands, dy, **options):
     """Return (y, gradients in the four operands) of the kernels."""
-    y, pull = jax.vjp(lambda *o: kernels.sparse_mlp(*o, IN, OUT, block=128, **options), *operands)
+    y, pull = jax.vjp(lambda *o: kernels.grouped_mlp(*o, IN, OUT, block=128, **options), *operands)
     return y, *pull(dy)
 
 
@@ -74,7 +74,7 @@ def test_the_forward_pass_never_writes_the_hidden_layer(array_sizes):
     operands = structs(8, tokens=64)
     hidden = 64 * 20480
     groups = Groups(8, 1, 20), Groups(8, 20, 5)
-    run = lambda *o: kernels.sparse_mlp(*o, *groups, block=128)  # noqa: E731
+    run = lambda *o: kernels.grouped_mlp(*o, *groups, block=128)  # noqa: E731
     with targeted_tpu():
         assert hidden not in array_sizes(run, *operands)
 
@@ -93,7 +93,7 @@ def refused(first, second, groups_out=OUT, bias=None):
     x = jnp.ones((8, 2 * first[1]))
     bias = jnp.ones(2 * first[2]) if bias is None else bias
     with pytest.raises(UserError) as refusal, targeted_tpu("TPU v4"):
-        kernels.sparse_mlp(x, jnp.ones(first), bias, jnp.ones(second), IN, groups_out, block=128)
+        kernels.grouped_mlp(x, jnp.ones(first), bias, jnp.ones(second), IN, groups_out, block=128)
     return str(refusal.value)
 
 

@@ -1,13 +1,9 @@
 """The notebook of the chip report runs top to bottom in little time, and shows the page."""
 
-import os
-import pathlib
-
-import nbclient
 import nbformat
 import pytest
+from executed import ROOT, executed
 
-ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOK = ROOT / "notebooks" / "chip_report_colab.ipynb"
 
 
@@ -20,18 +16,9 @@ def test_it_is_stored_without_outputs():
 
 @pytest.mark.slow
 def test_it_shows_the_page(tmp_path):
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    [parameters] = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", ())]
     # Rows that do not fit into the time are shown as not measured.
-    parameters.source = f'SOURCE, FLAGS, OUT = "", "--minutes=0.4 --scale=pico", "{tmp_path}/out"'
-    variables = {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "IPYTHONDIR": str(tmp_path / "ipython"),
-    }
-    client = nbclient.NotebookClient(notebook, timeout=600)
-    client.execute(env=os.environ | variables)
+    parameters = f'SOURCE, FLAGS, OUT = "", "--minutes=0.4 --scale=pico", "{tmp_path}/out"'
+    notebook = executed(NOTEBOOK, parameters, tmp_path)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     [page] = [o["data"]["text/html"] for o in outputs if "text/html" in o.get("data", {})]
     assert "On this chip a pico block at 1/8 " in page and page.startswith("<iframe srcdoc=")

@@ -1,14 +1,11 @@
 """The notebook runs top to bottom, at its smallest, and shows what it promises."""
 
-import os
-import pathlib
 import random
 
-import nbclient
 import nbformat
 import pytest
+from executed import ROOT, executed
 
-ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOK = ROOT / "notebooks" / "sparse_gpt_colab.ipynb"
 
 
@@ -28,19 +25,8 @@ def test_it_runs_top_to_bottom(tmp_path):
     for number in range(8):
         lines = [f"def f{draw.randrange(99)}(x): return {draw.randrange(9)}\n" for _ in range(300)]
         (tmp_path / f"{number}.txt").write_text("".join(lines))
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    [parameters] = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", ())]
-    parameters.source = (
-        f'SOURCE, CORPUS = "", "{tmp_path}"\nLAYERS, WIDTH, BLOCK, STEPS = 1, 64, 8, 4'
-    )
-    variables = {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "IPYTHONDIR": str(tmp_path / "ipython"),
-    }
-    client = nbclient.NotebookClient(notebook, timeout=600)
-    client.execute(env=os.environ | variables)
+    parameters = f'SOURCE, CORPUS = "", "{tmp_path}"\nLAYERS, WIDTH, BLOCK, STEPS = 1, 64, 8, 4'
+    notebook = executed(NOTEBOOK, parameters, tmp_path)
     outputs = [output for cell in cells(notebook) for output in cell.outputs]
     text = "".join(output.get("text", "") for output in outputs)
     for words in ("balanced: True", "forward and backward: dense", "bits per byte: sparse"):

@@ -150,9 +150,8 @@ def _refusal(name, x, values, tables, groups):
     else:
         shapes = grouped.operand_shapes(x, values, tables, groups)
         block = values.shape[-1]
-        reason = kernels.refusal(
-            *shapes, grouped.lane_groups(groups, shapes[1], block), block=block
-        )
+        groups = kernels.lane_groups(groups, shapes[1], block)
+        reason = kernels.refusal(*shapes, groups, block=block)
     return reason or dispatch.sharding_refusal()
 
 

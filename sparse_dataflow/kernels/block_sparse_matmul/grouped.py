@@ -6,7 +6,6 @@ contiguous.  Elsewhere XLA moves whole blocks, in the elementwise pass before or
 if there is one.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -56,29 +55,11 @@ def operand_shapes(
     return x, weight
 
 
-LANES = 128
-"""Columns of a TPU's vector register, whose multiples the kernels copy."""
-
-
-def lane_groups(groups: Groups, weight: dispatch.Shaped, block: int) -> Groups:
-    """Returns the groups that TPU kernels see: contiguous inputs if runs are no whole lanes."""
-    if groups.in_run * block % LANES == 0:
-        return groups
-    return dataclasses.replace(groups, in_run=weight.shape[1] // block)
-
-
-def on_lanes(x: jax.Array, groups: Groups, weight: dispatch.Shaped, block: int) -> jax.Array:
-    """Returns the columns of x in the order of `lane_groups`."""
-    if lane_groups(groups, weight, block) == groups:
-        return x
-    return _split(x, groups.count, groups.in_run * block).swapaxes(1, 2).reshape(x.shape)
-
-
 def own_inputs(x: jax.Array, tables: LayoutTables, groups: Groups, block: int) -> jax.Array:
     """Returns the columns of x [tokens, features] that a shard's groups read."""
     if groups.in_parts == groups.count:
         return x
-    parts = _split(x, groups.in_parts, groups.in_run * block)
+    parts = split(x, groups.in_parts, groups.in_run * block)
     first = tables.in_index[0, 0] // groups.in_run
     return lax.dynamic_slice_in_dim(parts, first, groups.count, axis=2).reshape(
         len(x), groups.count * x.shape[1] // groups.in_parts
@@ -89,7 +70,7 @@ def among_outputs(y: jax.Array, tables: LayoutTables, groups: Groups, block: int
     """Returns the columns y of a shard's groups among all output columns, the others 0."""
     if groups.out_parts == groups.count:
         return y
-    parts = _split(y, groups.count, groups.out_run * block)
+    parts = split(y, groups.count, groups.out_run * block)
     first = tables.out_index[0, 0] // groups.out_run
     shape = (*parts.shape[:2], groups.out_parts, parts.shape[3])
     everywhere = lax.dynamic_update_slice_in_dim(jnp.zeros(shape, y.dtype), parts, first, axis=2)
@@ -99,7 +80,7 @@ def among_outputs(y: jax.Array, tables: LayoutTables, groups: Groups, block: int
 def dense_products(x: jax.Array, weight: jax.Array, groups: Groups, *, block: int) -> jax.Array:
     """Multiplies the columns of each group; arguments as in `Products`."""
     y = _batched_products(
-        groups.out_run * block, _split(x, groups.count, groups.in_run * block), weight
+        groups.out_run * block, split(x, groups.count, groups.in_run * block), weight
     )
     return y.reshape(len(x), len(weight) * weight.shape[2])
 
@@ -129,7 +110,7 @@ def _stored_axes(values, tables, groups):
     return outputs // groups.out_run, groups.count, groups.out_run, inputs, *values.shape[1:]
 
 
-def _split(x, parts, run):
+def split(x, parts, run):
     """[tokens, features] -> [tokens, outer, parts, run] for runs of `run` features."""
     return x.reshape(len(x), x.shape[1] // (parts * run), parts, run)
 

@@ -85,50 +85,24 @@ def grouped_matmul(
     return fused_product(Options(activated, tuning, sides, interpret), x, weight, bias, residual)
 
 
+def lane_groups(groups: Groups, weight: Shaped, block: int) -> Groups:
+    """Return the groups that TPU kernels see: contiguous inputs if runs are no whole lanes."""
+    if groups.in_run * block % LANES == 0:
+        return groups
+    return dataclasses.replace(groups, in_run=weight.shape[1] // block)
+
+
+def on_lanes(x: jax.Array, groups: Groups, weight: Shaped, block: int) -> jax.Array:
+    """Return the columns of x in the order of `lane_groups`."""
+    if lane_groups(groups, weight, block) == groups:
+        return x
+    return grouped.split(x, groups.count, groups.in_run * block).swapaxes(1, 2).reshape(x.shape)
+
+
 def products(x: jax.Array, weight: jax.Array, groups: Groups, *, block: int) -> jax.Array:
     """Compute x W of groups whose runs may be narrower than the lanes; see `grouped.Products`."""
-    x = grouped.on_lanes(x, groups, weight, block)
-    return grouped_matmul(x, weight, grouped.lane_groups(groups, weight, block), block=block)
-
-
-def weight_gradient(
-    x: jax.Array,
-    dy: jax.Array,
-    groups: Groups,
-    *,
-    block: int,
-    accumulator: jax.Array,
-    tuning: GroupedTuning | None = None,
-    interpret=False,
-) -> jax.Array:
-    """Compute accumulator + xᵀ dy of each group, in place if the accumulator is donated.
-
-    Args:
-      x: bfloat16 or float32 [tokens, in_features].
-      dy: [tokens, out_features] in x's dtype.
-      groups: which blocks of x and dy each group has.
-      block: features of a block.
-      accumulator: float32 [count, in_features / count, out_features / count].
-      tuning: tile sizes; None for `default_tuning`.
-      interpret: as in `pl.pallas_call`.
-
-    Raises:
-      UserError: if `refusal` gives a reason, shapes disagree, or the accumulator is not float32.
-    """
-    weight = jax.ShapeDtypeStruct(accumulator.shape, x.dtype)
-    if reason := refusal(x, weight, groups, block=block):
-        raise UserError(f"weight_gradient on TPU: {reason}")
-    if accumulator.dtype != jnp.float32:
-        raise UserError(f"The accumulator is {accumulator.dtype}; legal: float32.")
-    sides = sides_of(weight, groups, block)
-    _check_shape("dy", dy, (len(x), sides[1].features))
-    if dy.dtype != x.dtype:
-        raise UserError(f"dy is {dy.dtype}; legal: {x.dtype}, the dtype of x.")
-    if len(x) == 0:
-        return accumulator
-    tuning = tuning or default_tuning(x, weight, groups, block=block)
-    options = Options(False, tuning, sides, interpret)
-    return _weight_gradient(options, x, dy, accumulator=accumulator)[0]
+    x = on_lanes(x, groups, weight, block)
+    return grouped_matmul(x, weight, lane_groups(groups, weight, block), block=block)
 
 
 def _check_shape(name, array, legal):
@@ -206,7 +180,7 @@ def _product(options, x, weight, bias, residual, tables, keep):
     return [result[: len(x)] for result in results]
 
 
-def _weight_gradient(options, x, dy, *, preactivation=None, accumulator=None):
+def _weight_gradient(options, x, dy, *, preactivation=None):
     """Compute (dW,), or with `preactivation` (dW, dz, dbias)."""
     dweight, *derived = kernels.gradient(
         pad_rows(x, LANES),
@@ -214,7 +188,6 @@ def _weight_gradient(options, x, dy, *, preactivation=None, accumulator=None):
         options.sides,
         options.tuning.weight_gradient,
         preactivation=None if preactivation is None else pad_rows(preactivation, LANES),
-        accumulator=accumulator,
         **limits(options),
     )
     if derived:

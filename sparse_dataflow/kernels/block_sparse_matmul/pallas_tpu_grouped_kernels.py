@@ -198,7 +198,6 @@ def gradient(
     tiles: GroupedGradientTiles,
     *,
     preactivation: jax.Array | None = None,
-    accumulator: jax.Array | None = None,
     vmem_bytes: int,
     cores: int,
     interpret=False,
@@ -213,7 +212,6 @@ def gradient(
       sides: columns of x and of dy.
       tiles: the tile sizes.
       preactivation: [tokens, features of the second side], the input of a GELU that follows.
-      accumulator: float32 [groups, K, N] that dW is added to; its buffer is reused.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores that share the work.
       interpret: as in `pl.pallas_call`.
@@ -232,10 +230,8 @@ def gradient(
     else:
         stored = unit_spec(grid, (1, tiles.features, right.width), axis=1)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    operands = [(x, anywhere), (dy, anywhere), (preactivation, anywhere), (accumulator, stored)]
-    operands = [(array, spec) for array, spec in operands if array is not None]
-    dtype = x.dtype if accumulator is None else accumulator.dtype
-    results = [(jax.ShapeDtypeStruct((left.groups, left.width, right.width), dtype), stored)]
+    operands = [array for array in (x, dy, preactivation) if array is not None]
+    results = [(jax.ShapeDtypeStruct((left.groups, left.width, right.width), x.dtype), stored)]
     scratch = [
         pltpu.VMEM((narrow.width, tiles.features), jnp.float32),
         *TransposedWindow.scratch(grid, narrow.width, x.dtype),
@@ -254,31 +250,27 @@ def gradient(
             chunk=tiles.chunk,
             by_column=by_column,
             activated=activated,
-            accumulates=accumulator is not None,
         ),
         grid=grid.shape,
-        in_specs=[spec for _, spec in operands],
+        in_specs=[anywhere] * len(operands),
         out_specs=[spec for _, spec in results],
         scratch_shapes=scratch,
         out_shape=[shape for shape, _ in results],
-        input_output_aliases={} if accumulator is None else {len(operands) - 1: 0},
         compiler_params=parameters(vmem_bytes),
         cost_estimate=pl.CostEstimate(
             flops=2 * len(x) * left.features * right.width,
             bytes_accessed=(x.size + dy.size * (1 + 2 * activated)) * x.dtype.itemsize
-            + left.features * right.width * dtype.itemsize,
+            + left.features * right.width * x.dtype.itemsize,
             transcendentals=dy.size * activated,
         ),
         interpret=interpret,
         name="grouped_weight_gradient",
-    )(*(array for array, _ in operands))
+    )(*operands)
 
 
-def _gradient_kernel(
-    x_hbm, dy_hbm, *optional_refs, grid, sides, chunk, by_column, activated, accumulates
-):
+def _gradient_kernel(x_hbm, dy_hbm, *optional_refs, grid, sides, chunk, by_column, activated):
     refs = list(optional_refs)
-    preactivation_hbm, accumulator_ref = pop_if(activated, refs), pop_if(accumulates, refs)
+    preactivation_hbm = pop_if(activated, refs)
     dweight_ref = refs.pop(0)
     dz_hbm, dbias_ref = pop_if(activated, refs), pop_if(activated, refs)
     sum_ref = refs.pop(0)
@@ -331,8 +323,6 @@ def _gradient_kernel(
             at: tuple = (0, slice(None), columns)
             if not by_column:
                 whole, at = whole.T, (0, columns, slice(None))
-            if accumulates:
-                whole = whole + accumulator_ref[at]
             dweight_ref[at] = whole.astype(dweight_ref.dtype)
 
     finish(outgoing, step)

@@ -125,8 +125,8 @@ def gradient_tiles(
         if tile * chunk * itemsize > LARGEST_DOT:
             return None
         inputs = 2 * tile * (narrow.width + (3 if activated else 1) * features) * itemsize
-        # Sums, two incoming tiles of an accumulator, two outgoing tiles.
-        sums = narrow.width * features * 4 * 5
+        # Sums, and two outgoing tiles.
+        sums = narrow.width * features * 4 * 3
         temporary = narrow.width * (tile * itemsize + 2 * chunk * 4) + 2 * tile * chunk * 4
         fits = inputs + sums + temporary <= budget()
         return GroupedGradientTiles(tile, features, chunk) if fits else None

@@ -11,10 +11,8 @@ from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 _KERNELS = {"pallas_tpu_grouped": "tpu", "pallas_tpu": "tpu", "pallas_hopper": "gpu"}
-"""Mosaic implementation -> the platform that it runs on; the first that does not refuse runs."""
-
-_MODULES = {"pallas_tpu_grouped": "grouped"}
-"""Module of an implementation; others have the implementation's name."""
+"""Module of each Mosaic implementation -> the platform that it runs on.  Of several, the first that
+does not refuse runs."""
 
 IMPLEMENTATIONS = ("products", *_KERNELS)
 
@@ -109,4 +107,4 @@ def _refusal(name, flat, *stored):
 
 
 def _import_kernels(name):
-    return importlib.import_module(f"{__package__}.{_MODULES.get(name, name)}")
+    return importlib.import_module(f"{__package__}.{name}")

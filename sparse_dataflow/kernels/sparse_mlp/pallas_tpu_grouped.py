@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul import fused
+from sparse_dataflow.kernels.block_sparse_matmul import fused, grouped
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_grouped as products
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped import Groups
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows import Columns
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import LANES
 from sparse_dataflow.kernels.dispatch import Shaped
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_grouped_kernels as kernels
 from sparse_dataflow.kernels.sparse_mlp import tuning_grouped
 from sparse_dataflow.kernels.sparse_mlp.tuning_grouped import GroupedMlpTuning
+from sparse_dataflow.sparsity.layout import Groups, LayoutTables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,57 @@ class _Options:
 
 
 def sparse_mlp(
+    x: jax.Array,
+    values_in: jax.Array,
+    bias_in: jax.Array,
+    values_out: jax.Array,
+    tables_in: LayoutTables,
+    tables_out: LayoutTables,
+) -> jax.Array:
+    """Compute gelu(x W_in + bias_in) W_out; arguments as in `api.sparse_mlp`, tables with groups.
+
+    Raises:
+      UserError: if `refusal` gives a reason.
+    """
+    groups_in, groups_out = tables_in.groups, tables_out.groups
+    block = values_in.shape[-1]
+    assert groups_in and groups_out
+    weight_in = grouped.group_values(values_in, tables_in, groups_in)
+    x = grouped.own_inputs(x, tables_in, groups_in, block)
+    y = grouped_mlp(
+        products.on_lanes(x, groups_in, weight_in, block),
+        weight_in,
+        bias_in,
+        grouped.group_values(values_out, tables_out, groups_out),
+        products.lane_groups(groups_in, weight_in, block),
+        groups_out,
+        block=block,
+    )
+    return grouped.among_outputs(y, tables_out, groups_out, block)
+
+
+def refusal(
+    x: Shaped,
+    values_in: Shaped,
+    values_out: Shaped,
+    tables_in: LayoutTables,
+    tables_out: LayoutTables,
+) -> str:
+    """Return why the target TPU cannot run these operands; empty if it can."""
+    groups_in, groups_out = tables_in.groups, tables_out.groups
+    if not groups_in or not groups_out:
+        return "a layout has no equal groups, or may change."
+    block = values_in.shape[-1]
+    if values_out.shape[-1] != block:
+        return f"the blocks have sides of {block} and {values_out.shape[-1]}; legal: one side."
+    x, weight_in = grouped.operand_shapes(x, values_in, tables_in, groups_in)
+    hidden = jax.ShapeDtypeStruct((len(x), len(tables_in.in_index) * block), x.dtype)
+    weight_out = grouped.operand_shapes(hidden, values_out, tables_out, groups_out)[1]
+    groups_in = products.lane_groups(groups_in, weight_in, block)
+    return groups_refusal(x, weight_in, weight_out, groups_in, groups_out, block=block)
+
+
+def grouped_mlp(
     x: jax.Array,
     weight_in: jax.Array,
     bias_in: jax.Array,
@@ -61,9 +112,9 @@ def sparse_mlp(
       [tokens, out_features] in x's dtype; sums, bias and activation in float32.
 
     Raises:
-      UserError: if `refusal` gives a reason, or the bias has another shape.
+      UserError: if `groups_refusal` gives a reason, or the bias has another shape.
     """
-    if reason := refusal(x, weight_in, weight_out, groups_in, groups_out, block=block):
+    if reason := groups_refusal(x, weight_in, weight_out, groups_in, groups_out, block=block):
         raise UserError(f"sparse_mlp on TPU: {reason}")
     left, hidden = products.sides_of(weight_in, groups_in, block)
     right = products.sides_of(weight_out, groups_out, block)[1]
@@ -77,7 +128,7 @@ def sparse_mlp(
     return _mlp(options, x, weight_in, bias_in, weight_out)
 
 
-def refusal(
+def groups_refusal(
     x: Shaped,
     weight_in: Shaped,
     weight_out: Shaped,

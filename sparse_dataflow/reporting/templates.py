@@ -1,0 +1,27 @@
+"""HTML of the report templates in this folder."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+
+from sparse_dataflow.reporting.quantities import visible
+
+
+def html(template: str, contents: Mapping[str, Any]) -> str:
+    """Returns a page that needs no network.
+
+    Args:
+      template: file name of a template in this folder.
+      contents: its variables; strings are escaped, `Markup` values are not.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("sparse_dataflow.reporting", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Texts of a run or process can have any characters; Markup values are figures.
+        finalize=lambda value: visible(value) if type(value) is str else value,
+    )
+    return environment.get_template(template).render(contents)
