@@ -17,8 +17,9 @@ from sparse_dataflow.kernels.block_sparse_matmul import (
 )
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, check_shapes
 
-_KERNELS = {"pallas_tpu": "tpu", "pallas_tpu_grouped": "tpu", "pallas_hopper": "gpu"}
-"""Module of each Mosaic implementation -> the platform that it runs on."""
+_KERNELS = {"pallas_tpu_grouped": "tpu", "pallas_tpu": "tpu", "pallas_hopper": "gpu"}
+"""Module of each Mosaic implementation -> the platform that it runs on.  Of several, the first that
+does not refuse runs."""
 
 _GROUPED = ("grouped", "pallas_tpu_grouped")
 """Implementations of layouts of equal groups."""
@@ -123,8 +124,8 @@ def _choose(x, values, tables, layout, groups):
     platform, few_rows = dispatch.platform(), len(x) <= xla_few_rows.FEW_ROWS
     names = [kernel for kernel, required in _KERNELS.items() if required == platform]
     if groups and not few_rows:
-        # On a GPU the vendor's dense products, on a TPU the kernels of groups, then of tables.
-        names = ["grouped"] if platform != "tpu" else [*reversed(names), "grouped"]
+        # On a GPU a group is a product of the vendor's library.
+        names = ["grouped"] if platform == "gpu" else [*names, "grouped"]
     if platform == "cpu" and layout and not few_rows:
         supports = len(xla_static.column_groups(layout)) + len(xla_static.row_groups(layout))
         names = ["xla_static", *names] if supports <= MAX_STATIC_GROUPS else names
