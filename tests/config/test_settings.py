@@ -73,7 +73,11 @@ def legal_value(draw, s: Setting):
         chosen = draw(st.sets(st.sampled_from(s.choices)))
         return tuple(name for name in s.choices if name in chosen)
     if s.type is str:
-        return draw(st.sampled_from(s.choices) if s.choices else st.text(max_size=20))
+        if s.choices:
+            return draw(st.sampled_from(s.choices))
+        texts = st.text(max_size=20)
+        # A path has no NUL, and a leading ~ is a home folder.
+        return draw(texts.filter(lambda t: "\0" not in t and t[:1] != "~") if s.path else texts)
     numbers = st.integers(0, 10**6) if s.type is int else st.floats(0, 1, allow_nan=False)
     return draw(numbers.filter(lambda n: not s.refusal(n)))
 

@@ -1,0 +1,6 @@
+"""Makes executed importable."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
