@@ -1,18 +1,24 @@
-"""The shape of a GPT and how each of its projections is stored."""
+"""The shape of a decoder-only transformer and how each of its projections is stored."""
 
 import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
 
-from sparse_dataflow.config.settings import ADOPTED, between, setting, validate
+from sparse_dataflow.config.settings import ADOPTED, between, positive, setting, validate
 from sparse_dataflow.files.errors import UserError
 
-PROJECTIONS = ("qkv", "attn_out", "mlp_in", "mlp_out")
+PROJECTIONS = ("qkv", "q", "k", "v", "attn_out", "mlp_gate", "mlp_in", "mlp_out")
+"""Names of all projections; `ModelConfig.projections` has those of one model."""
+
+ROW_PARALLEL = ("attn_out", "mlp_out")
+"""Projections that write to the residual stream.  Tensor parallelism cuts them by input features,
+all others by output features."""
+
 DTYPES = ("float32", "bfloat16")
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rotary")
-ACTIVATIONS = ("gelu", "relu")
+ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
 REMATS = ("none", "dots", "full")
 PARAMETRIZATIONS = ("standard", "supar")
 
@@ -102,22 +108,47 @@ class LinearSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A GPT, as in GPT-3 (arXiv 2005.14165, section 2.1): pre-norm, tied embeddings.
+    """A decoder-only transformer: pre-norm blocks of attention and an MLP.
+
+    The defaults are GPT-3 (arXiv 2005.14165, section 2.1).  `families.FAMILIES` has the fields in
+    which other families differ; `models.gpt` lists the parameters.
 
     Attributes:
       num_layers: number of equal `block` sections.
-      d_model: residual width; a multiple of num_heads.
-      num_heads: attention heads of width d_model // num_heads.
+      d_model: residual width.
+      num_heads: attention heads; divides d_model unless head_dim is given.
       d_ff: MLP width (4 d_model in GPT-3).
       vocab_size: rows of the embedding.
       max_len: longest sequence, in tokens (the number of learned positions).
-      norm: normalisation before each half of a block.
+      norm: normalisation before each half of a block, and of queries and keys with qk_norm.  A
+        layernorm has biases, an rmsnorm has none.
       positions: position encoding.
-      activation: of the MLP; gelu is its tanh form, as in GPT-2, relu is OPT's.
+      activation: of the MLP; "gelu" is its tanh form, as in GPT-2, "gelu_exact" uses erf, "relu"
+        is OPT's, "silu" Llama's.
       remat: activation checkpointing of a block: "none", "dots" (keep matmul outputs) or "full".
       compute_dtype: dtype of activations and of weights in products; master weights are float32.
       parametrization: "standard", or "supar" (arXiv 2405.15743), which keeps the scale of
         activations and of their updates constant over width and density.
+      num_kv_heads: heads of keys and values (grouped-query attention, arXiv 2305.13245); query head
+        h reads key/value head h // (num_heads / num_kv_heads).  0 means num_heads; `kv_heads` is
+        the resolved number.
+      head_dim: width of a head.  0 means d_model / num_heads; `head_width` is the resolved width.
+      fused_qkv: one projection `qkv`, or three: `q`, `k` and `v`.
+      gated_mlp: the MLP is mlp_out(activation(mlp_gate(x)) * mlp_in(x)) (arXiv 2002.05202), not
+        mlp_out(activation(mlp_in(x))).
+      qk_norm: normalise each query and key over its head width, before rotation.
+      window: each token attends to the last `window` tokens, itself included; 0 means all.
+      tied_embeddings: the output layer is the token embedding; otherwise a matrix of its own.
+      biases: projections with a bias.  PROJECTIONS (the default) means all of the model.
+      norm_epsilon: added to the variance in each norm.
+      rotary_base: base of the rotary frequencies.
+      rotary_factor: Llama 3's scaling of the rotary frequencies (`transformers` type "llama3"):
+        wavelengths above rotary_length / rotary_low are multiplied by this factor, those below
+        rotary_length / rotary_high are unchanged, and between them the frequency is interpolated.
+        1 means no scaling.
+      rotary_low: low_freq_factor of that scaling.
+      rotary_high: high_freq_factor of that scaling.
+      rotary_length: original_max_position_embeddings of that scaling, in tokens.
       linears: (projection name, LinearSpec) pairs or a mapping of them; missing names are dense.
         Empty in a `RunConfig`, whose `sparsity` says what is stored.
       density_by_depth: per-layer multipliers of the density of every block-sparse projection, first
@@ -157,26 +188,46 @@ class ModelConfig:
         "supar scales initialisation and learning rate with width and density (arXiv 2405.15743).",
         choices=PARAMETRIZATIONS,
     )
+    num_kv_heads: int = setting(
+        0, "Heads of keys and values; 0 is model.num_heads.", legal=between(0, MOST)
+    )
+    head_dim: int = setting(
+        0, "Width of a head, in features; 0 is d_model / num_heads.", legal=between(0, MOST)
+    )
+    fused_qkv: bool = setting(True, "One projection qkv, or separate q, k and v.")
+    gated_mlp: bool = setting(False, "Multiply mlp_in by the activation of a projection mlp_gate.")
+    qk_norm: bool = setting(False, "Normalise queries and keys over the width of a head.")
+    window: int = setting(
+        0, "Last tokens that each token attends to; 0 is all.", legal=between(0, MOST)
+    )
+    tied_embeddings: bool = setting(True, "Use the token embedding as the output layer.")
+    biases: tuple[str, ...] = setting(
+        PROJECTIONS, "Projections with a bias: all, none or names.", choices=PROJECTIONS
+    )
+    norm_epsilon: float = setting(1e-5, "Epsilon of each norm.", legal=positive(1))
+    rotary_base: float = setting(10_000.0, "Base of the rotary frequencies.", legal=positive(1e12))
+    rotary_factor: float = setting(
+        1.0,
+        "Llama 3's scaling factor of long rotary wavelengths; 1 is none.",
+        legal=between(1, MOST),
+    )
+    rotary_low: float = setting(1.0, "Low frequency factor of that scaling.", legal=positive(MOST))
+    rotary_high: float = setting(
+        4.0, "High frequency factor of that scaling.", legal=positive(MOST)
+    )
+    rotary_length: int = setting(
+        8192, "Positions before that scaling, in tokens.", legal=between(1, MOST)
+    )
     seed: int = 0
 
     def __post_init__(self):
         validate(self, "model")
         _whole("seed", self.seed, 0, 2**63)
-        if self.d_model % self.num_heads:
-            legal = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0]
-            raise UserError(
-                f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}; "
-                f"legal head counts: {', '.join(map(str, legal))}."
-            )
-        head_dim = self.d_model // self.num_heads
-        if self.positions == "rotary" and head_dim % 2:
-            raise UserError(
-                f"rotary positions need an even head width, but d_model {self.d_model} over "
-                f"{self.num_heads} heads is {head_dim}; legal: fewer heads, or learned positions."
-            )
+        self._check_attention()
+        self.selected(self.biases, "model.biases")
         linears = tuple(sorted(dict(self.linears).items()))
         for name, _ in linears:
-            _choice("projection", name, PROJECTIONS)
+            _choice("projection", name, self.projections)
         object.__setattr__(self, "linears", linears)
         self._settle_depth()
         for name in self.sparse_projections:
@@ -193,6 +244,48 @@ class ModelConfig:
                     f"{name} has more than {MOST_BLOCKS} blocks with --block={spec.block}; legal: "
                     "larger blocks."
                 )
+
+    def _check_attention(self):
+        """Checks that heads fit the width, the key/value heads and the position encoding."""
+        if not self.head_dim and self.d_model % self.num_heads:
+            raise UserError(
+                f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}; "
+                f"legal head counts: {_divisors(self.d_model)}."
+            )
+        if self.num_heads % self.kv_heads:
+            raise UserError(
+                f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}; "
+                f"legal: {_divisors(self.num_heads)}."
+            )
+        if self.positions == "rotary" and self.head_width % 2:
+            raise UserError(
+                f"rotary positions need an even head width, but d_model {self.d_model} over "
+                f"{self.num_heads} heads is {self.head_width}; legal: fewer heads, an even "
+                "head_dim, or learned positions."
+            )
+        if self.rotary_low >= self.rotary_high:
+            raise UserError(
+                f"rotary_low {self.rotary_low:g} is not below rotary_high {self.rotary_high:g}; "
+                f"legal: above 0, below {self.rotary_high:g}."
+            )
+
+    def selected(self, names: tuple[str, ...], path: str) -> tuple[str, ...]:
+        """Returns the projections that a setting names, in the model's order.
+
+        Args:
+          names: projections; PROJECTIONS means all of the model.
+          path: of the setting, such as "model.biases".
+
+        Raises:
+          UserError: the model has no projection of a name.
+        """
+        absent = set(names) - set(self.projections)
+        if absent and tuple(names) != PROJECTIONS:
+            raise UserError(
+                f"{path} names {', '.join(sorted(absent))}, which the model does not have; legal: "
+                f"{', '.join(self.projections)}, all, none."
+            )
+        return tuple(name for name in self.projections if name in names)
 
     def _settle_depth(self):
         """Checks `density_by_depth`, and folds equal multipliers into `linears`."""
@@ -225,17 +318,39 @@ class ModelConfig:
 
     def projection_shape(self, projection: str) -> tuple[int, int]:
         """Returns (input features, output features) of one projection."""
+        queries, keys = self.num_heads * self.head_width, self.kv_heads * self.head_width
         return {
-            "qkv": (self.d_model, 3 * self.d_model),
-            "attn_out": (self.d_model, self.d_model),
+            "qkv": (self.d_model, queries + 2 * keys),
+            "q": (self.d_model, queries),
+            "k": (self.d_model, keys),
+            "v": (self.d_model, keys),
+            "attn_out": (queries, self.d_model),
+            "mlp_gate": (self.d_model, self.d_ff),
             "mlp_in": (self.d_model, self.d_ff),
             "mlp_out": (self.d_ff, self.d_model),
         }[projection]
 
     def with_linears(self, spec: LinearSpec, projections=PROJECTIONS) -> "ModelConfig":
-        """Returns this config with `spec` for the named projections."""
-        linears = {**dict(self.linears), **{p: spec for p in projections}}
-        return dataclasses.replace(self, linears=linears)
+        """Returns this config with `spec` for the named projections; PROJECTIONS means all."""
+        names = self.selected(tuple(projections), "projections")
+        return dataclasses.replace(self, linears={**dict(self.linears), **{n: spec for n in names}})
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Names of the model's projections, in the order of the forward pass."""
+        absent = ("q", "k", "v") if self.fused_qkv else ("qkv",)
+        absent += () if self.gated_mlp else ("mlp_gate",)
+        return tuple(name for name in PROJECTIONS if name not in absent)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head, in features."""
+        return self.head_dim or self.d_model // self.num_heads
 
     @property
     def supar(self) -> bool:
@@ -251,14 +366,19 @@ class ModelConfig:
     def to_json(self) -> dict:
         """Returns a JSON-compatible dict; `from_json` is its inverse."""
         linears = {name: dict(vars(spec)) for name, spec in dict(self.linears).items()}
-        by_depth = list(self.density_by_depth)
-        return {**vars(self), "linears": linears, "density_by_depth": by_depth}
+        lists = {name: list(getattr(self, name)) for name in ("density_by_depth", "biases")}
+        return {**vars(self), "linears": linears, **lists}
 
     @classmethod
     def from_json(cls, fields: Mapping) -> "ModelConfig":
-        """Builds the config from a dict of `to_json`."""
+        """Builds the config from a dict of `to_json`; absent fields take their defaults."""
         linears = {k: LinearSpec(**v) for k, v in fields["linears"].items()}
-        return cls(**{**fields, "linears": linears})
+        biases = tuple(fields.get("biases", PROJECTIONS))
+        return cls(**{**fields, "linears": linears, "biases": biases})
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def _whole(name: str, value: int, least: int, most: int = MOST) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 
 from sparse_dataflow.config import settings
+from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.run import RunConfig, RunSettings
 from sparse_dataflow.config.training import TrainingConfig
@@ -19,6 +20,15 @@ def _size(num_layers, d_model, num_heads, vocab_size, max_len):
     return ModelConfig(num_layers, d_model, num_heads, 4 * d_model, vocab_size, max_len)
 
 
+def _published(family, num_layers, d_model, num_heads, d_ff, vocab_size, max_len, **fields):
+    shape = (num_layers, d_model, num_heads, d_ff, vocab_size, max_len)
+    return ModelConfig(*shape, num_kv_heads=8, **{**FAMILIES[family], **fields})
+
+
+_LLAMA_3_2 = {"rotary_base": 5e5, "rotary_factor": 32.0, "tied_embeddings": True}
+_QWEN_3 = {"rotary_base": 1e6, "norm_epsilon": 1e-6, "head_dim": 128}
+
+
 SIZES: dict[str, ModelConfig] = {
     "pico": _size(2, 128, 2, 512, 64),
     "3m": _size(4, 256, 4, 1024, 128),
@@ -33,10 +43,18 @@ SIZES: dict[str, ModelConfig] = {
     "22b": _size(48, 6144, 48, 51200, 2048),
     "175b": _size(96, 12288, 96, 51200, 2048),
     "1t": _size(128, 25600, 160, 51200, 2048),
+    "llama3-1b": _published("llama", 16, 2048, 32, 8192, 128256, 131072, **_LLAMA_3_2),
+    "llama3-8b": _published("llama", 32, 4096, 32, 14336, 128256, 8192, rotary_base=5e5),
+    "qwen3-0.6b": _published(
+        "qwen3", 28, 1024, 16, 3072, 151936, 40960, tied_embeddings=True, **_QWEN_3
+    ),
+    "qwen3-8b": _published("qwen3", 36, 4096, 32, 12288, 151936, 40960, **_QWEN_3),
 }
 """Shapes by scale.  Laptop scales are wide and shallow with short sequences and a small vocabulary,
 so that projections hold at least 85% of the FLOPs, as they hold about 95% in the 13B.  125m to 13b
-and 175b are GPT-3's (arXiv 2005.14165, table 2.1), 22b and 1t Frontier's (arXiv 2312.12705)."""
+and 175b are GPT-3's (arXiv 2005.14165, table 2.1), 22b and 1t Frontier's (arXiv 2312.12705).
+The others are those of config.json in meta-llama/Llama-3.2-1B, meta-llama/Meta-Llama-3-8B,
+Qwen/Qwen3-0.6B and Qwen/Qwen3-8B."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +81,18 @@ RECIPES = {
     "22b": Recipe(1024, 1e-4, 2, 1),
     "175b": Recipe(1600, 6e-5, 2, 1),
     "1t": Recipe(1600, 6e-5, 2, 1),
+    "llama3-1b": Recipe(128, 2e-4, 2, 1),
+    "llama3-8b": Recipe(256, 1e-4, 2, 1),
+    "qwen3-0.6b": Recipe(128, 3e-4, 2, 1),
+    "qwen3-8b": Recipe(256, 1e-4, 2, 1),
 }
 """Recipes by scale.  pico, 3m and nano: the lowest held-out loss of a sweep (docs/quality.md).
 micro and mini: scaled from nano.  125m and larger: batch and rate of GPT-3 (arXiv 2005.14165, table
-2.1), stored blocks at twice that rate."""
+2.1), stored blocks at twice that rate.  Llama and Qwen: the rates of GPT-3's nearest size, and
+batches of about its tokens."""
+
+LONGEST_SEQUENCE = 8192
+"""Upper bound of a preset's training sequence, in tokens: the length that Llama 3 trains at."""
 
 SUPAR_LEARNING_RATE = 5e-4
 """Peak of every model under SuPar, whatever its width and density (docs/quality.md).  With the
@@ -92,7 +118,7 @@ def preset(scale: str, *, compute_dtype: str = "float32") -> RunConfig:
     size, recipe = SIZES[scale], RECIPES[scale]
     return RunConfig(
         model=dataclasses.replace(size, compute_dtype=compute_dtype),
-        training=TrainingConfig(sequence=size.max_len, **vars(recipe)),
+        training=TrainingConfig(sequence=min(size.max_len, LONGEST_SEQUENCE), **vars(recipe)),
         run=RunSettings(scale=scale, twin="yes" if scale in LAPTOP_SCALES else "no"),
     )
 

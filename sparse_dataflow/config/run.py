@@ -113,6 +113,7 @@ class RunConfig:
                 "A RunConfig's model stores its weights densely; its sparsity says which "
                 "projections are block-sparse."
             )
+        self.sparsity.linears(self.model)
         learned = self.model.positions == "learned"
         if learned and self.training.sequence > self.model.max_len:
             raise UserError(

@@ -252,32 +252,36 @@ def to_json(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def from_json(kind: type[Config], fields: Any) -> Config:
-    """The config that `to_json` wrote.
+    """The config that `to_json` wrote, in this version or an earlier one.
+
+    A setting that is missing takes its default, so a new setting's default is what the code did
+    before.
 
     Raises:
-      UserError: a member or a setting is missing, unknown or not legal.
+      UserError: a member, or a setting without a default, is missing; one is unknown or not legal.
     """
     members: dict[str, Any] = {
         member.name: member.type
         for member in dataclasses.fields(kind)  # type: ignore[arg-type]
     }
-    _same_names(fields, members, "part")
+    _same_names(fields, members, "part", required=members)
     values = {}
     for name, member in members.items():
         legal = {s.name: s for s in settings(member)}
-        _same_names(fields[name], legal, f"setting of {name}")
+        required = [key for key, s in legal.items() if s.default is dataclasses.MISSING]
+        _same_names(fields[name], legal, f"setting of {name}", required)
         arguments = {key: _tuple(legal[key], value) for key, value in fields[name].items()}
         values[name] = member(**arguments)
     return kind(**values)
 
 
-def _same_names(fields, legal, noun):
+def _same_names(fields, legal, noun, required):
     if not isinstance(fields, Mapping):
         raise UserError(f"a {noun} is {shown(fields)}; legal: an object.")
     for name in fields:
         if name not in legal:
             raise UserError(f"there is no {noun} {shown(name)}; {hint(name, legal)}")
-    missing = [name for name in legal if name not in fields]
+    missing = [name for name in required if name not in fields]
     if missing:
         raise UserError(f"the {noun} {missing[0]!r} is missing")
 

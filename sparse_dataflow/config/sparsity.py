@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from sparse_dataflow.config.model import MOST, PROJECTIONS, LinearSpec
+from sparse_dataflow.config.model import MOST, PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.config.settings import A_FRACTION, between, setting, validate
 
 PATTERN_NAMES: list[str] = []
@@ -15,7 +15,8 @@ class SparsityConfig:
     """Which projections are block-sparse, and which of their blocks are stored.
 
     Attributes:
-      projections: the block-sparse projections; the others are dense.
+      projections: the block-sparse projections; the others are dense.  PROJECTIONS (the default)
+        means all of the model.
       pattern: the rule that chooses the stored blocks, a name in `sparsity.patterns`.
       density: fraction of the blocks stored, in (0, 1].
       budget: how the density is shared out over projections and depth; see `sparsity.allocation`.
@@ -53,9 +54,13 @@ class SparsityConfig:
     def __post_init__(self):
         validate(self, self.NAME)
 
-    def linears(self) -> dict[str, LinearSpec]:
-        """Projection -> its spec, before `budget` shares the density out."""
+    def linears(self, model: ModelConfig) -> dict[str, LinearSpec]:
+        """Projection -> its spec, before `budget` shares the density out.
+
+        Raises:
+          UserError: `projections` names one that the model does not have.
+        """
         spec = LinearSpec(
             "block_sparse", self.pattern, self.density, self.block, self.rank, self.hadamard
         )
-        return dict.fromkeys(self.projections, spec)
+        return dict.fromkeys(model.selected(self.projections, "sparsity.projections"), spec)

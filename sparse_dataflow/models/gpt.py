@@ -1,4 +1,4 @@
-"""A GPT as an ordered list of sections: `embed`, equal `block`s, `head`.
+"""A decoder-only transformer as an ordered list of sections: `embed`, equal `block`s, `head`.
 
 Executors use a model only through these pure functions over nested dicts of arrays:
 
@@ -7,6 +7,28 @@ Executors use a model only through these pure functions over nested dicts of arr
 
 With per-layer densities, params["blocks"] and tables are tuples of such trees, one for each layer
 group (see `groups`).
+
+Parameters are float32.  [V] vocab_size, [D] d_model, [K] head_width:
+
+| section | name | shape | which models have it |
+|---|---|---|---|
+| embed | tokens | [V, D] | all |
+| embed | positions | [max_len, D] | positions="learned" |
+| block | norm1.scale, norm2.scale | [D] | all |
+| block | norm1.bias, norm2.bias | [D] | norm="layernorm" |
+| block | q_norm.scale, k_norm.scale | [K] | qk_norm |
+| block | q_norm.bias, k_norm.bias | [K] | qk_norm and norm="layernorm" |
+| block | PROJECTION.kernel | projection_shape: [in, out] | each dense name in `projections` |
+| block | PROJECTION.values | [nnz, block, block] | each block-sparse name in `projections` |
+| block | PROJECTION.bias | [out] | each name in `biases` |
+| block | PROJECTION.a_kernel, b_kernel, gate | [in, rank], [rank, out], [] | spec.rank > 0 |
+| head | norm.scale | [D] | all |
+| head | norm.bias | [D] | norm="layernorm" |
+| head | output | [V, D] | not tied_embeddings |
+
+Output features of `q`, `k` and `v`, and input features of `attn_out`, are ordered [head, K], halves
+of K paired by rotation.  Those of `qkv` are ordered [kv head, (its queries..., key, value), K], so
+without grouped queries [head, (query, key, value), K].
 
 Shapes in names: B batch, T tokens, D d_model, H heads, N = B * T.
 """

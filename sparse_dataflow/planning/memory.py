@@ -274,11 +274,12 @@ def scale_estimate(scale: str, linears: Mapping[str, LinearSpec]) -> MemoryEstim
 
     Args:
       scale: key of SIZES.
-      linears: projection name -> LinearSpec of a sparse model; missing names are dense.
+      linears: projection name -> LinearSpec of a sparse model; missing names are dense, and names
+        that the scale does not have are ignored.
     """
-    config = dataclasses.replace(
-        SIZES[scale], linears=linears, remat="full", compute_dtype="bfloat16"
-    )
+    config = SIZES[scale]
+    linears = {name: spec for name, spec in linears.items() if name in config.projections}
+    config = dataclasses.replace(config, linears=linears, remat="full", compute_dtype="bfloat16")
     return training_bytes(config, batch=1, sequence=config.max_len)
 
 

@@ -80,7 +80,11 @@ OLD_FLAGS = {
 
 FROM_WEIGHTS = ("scale", "model.num_layers", "model.d_model", "model.num_heads", "model.d_ff",
                 "model.vocab_size", "model.max_len", "model.norm", "model.positions",
-                "model.activation", "model.parametrization", "data.tokenizer")  # fmt: skip
+                "model.activation", "model.parametrization", "model.num_kv_heads", "model.head_dim",
+                "model.fused_qkv", "model.gated_mlp", "model.qk_norm", "model.window",
+                "model.tied_embeddings", "model.biases", "model.norm_epsilon",
+                "model.rotary_base", "model.rotary_factor", "model.rotary_low",
+                "model.rotary_high", "model.rotary_length", "data.tokenizer")  # fmt: skip
 """Settings that the weights of --init_from determine."""
 
 PROCESS = tuple(
@@ -168,8 +172,10 @@ class Request:
         method = self.changes.get(EVOLUTION, "static")
         if not sparse or method in ("gradual", "sparse_to_dense"):  # These train a dense model too.
             return memory.choose_scale(memory_bytes, backend, {})
-        changes = {p: v for p, v in self.changes.items() if p.startswith("sparsity.")}
-        linears = settings.changed(presets.preset("nano"), changes).sparsity.linears()
+        names = ("model.fused_qkv", "model.gated_mlp")
+        changes = {p: v for p, v in self.changes.items() if p.startswith("sparsity.") or p in names}
+        config = settings.changed(presets.preset("nano"), changes)
+        linears = config.sparsity.linears(config.model)
         return memory.choose_scale(memory_bytes, backend, linears)
 
     def _from_weights(self, backend):
@@ -202,6 +208,8 @@ def shown_default(name: str, s: Setting) -> str:
         return "(by scale)"
     if path == "model.compute_dtype":
         return "(by device)"
+    if s.choices and s.default == tuple(s.choices):
+        return "all"
     return settings.text(s.default)
 
 
@@ -297,7 +305,7 @@ def _refuse_contradictions(request, spelled):
         if others:
             raise UserError(
                 f"{words(others)} without a block-sparse projection; legal with "
-                f"sparsity.projections={','.join(PROJECTIONS)} or any of these."
+                f"sparsity.projections=all or any of {','.join(PROJECTIONS)}."
             )
     if changes.get("sparsity.pattern") == "dense" and changes.get("sparsity.density", 1.0) != 1:
         raise UserError(

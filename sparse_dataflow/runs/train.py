@@ -151,7 +151,11 @@ def _fitted(config, chip):
     """The config of a scale chosen here, with recomputation and micro-batches that fit; says so."""
     if chip.memory_bytes is None:
         return config
-    say(memory.scale_message(chip.memory_bytes, config.run.scale, config.sparsity.linears()))
+    say(
+        memory.scale_message(
+            chip.memory_bytes, config.run.scale, config.sparsity.linears(config.model)
+        )
+    )
     fit = memory_check.fitting(variants(config), chip.memory_bytes)
     if fit and fit != (config.model.remat, config.training.micro_batches):
         remat, micro_batches = fit

@@ -86,7 +86,7 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
         stops = [spec.start for spec in specs[1:]] + [1.0]
         mean = sum((stop - s.start) * flops(s.model) for s, stop in zip(specs, stops, strict=True))
         return Variant(name, equal_cost_model(dense, flops, mean), config.training)
-    model = dataclasses.replace(dense, linears=config.sparsity.linears())
+    model = dataclasses.replace(dense, linears=config.sparsity.linears(config.model))
     model = allocate(model, config.sparsity.budget)
     gpt.check_layouts(model)
     from_start = bool(config.run.init_from)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.files.errors import UserError
@@ -30,6 +31,17 @@ specs = dense_or_sparse | st.builds(
 @st.composite
 def configs(draw):
     heads = draw(st.integers(1, 64))
+    family = FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))]
+    other = {
+        "norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
+        "positions": draw(st.sampled_from(["learned", "rotary"])),
+        "num_kv_heads": draw(
+            st.sampled_from([n for n in range(heads + 1) if heads % (n or 1) == 0])
+        ),
+        "head_dim": 2 * draw(st.integers(0, 100)),
+        "window": draw(st.integers(0, 100)),
+        "norm_epsilon": draw(st.floats(1e-12, 1)),
+    }
     make = functools.partial(
         ModelConfig,
         num_layers=draw(st.integers(1, 200)),
@@ -38,14 +50,13 @@ def configs(draw):
         d_ff=draw(st.integers(1, 10**5)),
         vocab_size=draw(st.integers(1, 10**5)),
         max_len=draw(st.integers(1, 10**5)),
-        norm=draw(st.sampled_from(["layernorm", "rmsnorm"])),
-        positions=draw(st.sampled_from(["learned", "rotary"])),
+        **{**family, **other},
         remat=draw(st.sampled_from(["none", "dots", "full"])),
         compute_dtype=draw(st.sampled_from(["float32", "bfloat16"])),
         parametrization=draw(st.sampled_from(["standard", "supar"])),
         seed=draw(st.integers(0, 2**31)),
     )
-    linears = draw(st.dictionaries(st.sampled_from(PROJECTIONS), specs))
+    linears = draw(st.dictionaries(st.sampled_from(make().projections), specs))
     try:
         return make(linears=linears)
     except UserError:  # More than MOST_BLOCKS.
@@ -78,17 +89,43 @@ def test_projections_not_named_are_dense():
     assert config.linear("attn_out") == LinearSpec() and LinearSpec().kind == "dense"
     assert config.linear("qkv").rank == 3
     assert config.sparse_projections == ("mlp_in",)
-    assert set(TINY.with_linears(spec).sparse_projections) == set(PROJECTIONS)
+    assert set(TINY.with_linears(spec).sparse_projections) == set(TINY.projections)
 
 
 def test_shapes_of_projections():
-    shapes = {name: TINY.projection_shape(name) for name in PROJECTIONS}
+    shapes = {name: TINY.projection_shape(name) for name in TINY.projections}
     assert shapes == {
         "qkv": (32, 96),
         "attn_out": (32, 32),
         "mlp_in": (32, 64),
         "mlp_out": (64, 32),
     }
+
+
+def test_shapes_of_projections_with_grouped_queries_wide_heads_and_a_gate():
+    model = dataclasses.replace(TINY, **FAMILIES["llama"], num_kv_heads=2, head_dim=12)
+    assert {name: model.projection_shape(name) for name in model.projections} == {
+        "q": (32, 48),
+        "k": (32, 24),
+        "v": (32, 24),
+        "attn_out": (48, 32),
+        "mlp_gate": (32, 64),
+        "mlp_in": (32, 64),
+        "mlp_out": (64, 32),
+    }
+    fused = dataclasses.replace(model, fused_qkv=True)
+    assert fused.projection_shape("qkv") == (32, 48 + 24 + 24)
+
+
+def test_a_fields_default_is_gpt3_in_configs_of_earlier_versions():
+    earlier = ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "max_len", "linears")
+    fields = {name: TINY.to_json()[name] for name in earlier}
+    assert ModelConfig.from_json(fields) == TINY
+    assert (TINY.kv_heads, TINY.head_width, TINY.projections) == (
+        4,
+        8,
+        ("qkv", "attn_out", "mlp_in", "mlp_out"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,6 +146,14 @@ def test_shapes_of_projections():
             "sparsity.hadamard=64 does not divide the 32 input features of mlp_in; .* up to 32",
         ),
         ({"positions": "rotary", "num_heads": 32}, "rotary positions need an even head width"),
+        ({"positions": "rotary", "head_dim": 7}, "rotary positions need an even head width"),
+        ({"num_kv_heads": 3}, "num_kv_heads 3 does not divide num_heads 4; legal: 1, 2, 4"),
+        ({"window": -1}, "window=-1 is not legal: it must be from 0"),
+        ({"norm_epsilon": 0.0}, "norm_epsilon=0.0 is not legal: it must be above 0"),
+        ({"rotary_low": 4.0}, "rotary_low 4 is not below rotary_high 4; legal: above 0, below 4"),
+        ({"biases": ("q", "mlp_in")}, "model.biases names q, .* legal: qkv, attn_out, mlp_in"),
+        ({"linears": {"mlp_gate": LinearSpec()}}, "projection 'mlp_gate' is unknown; legal: qkv"),
+        ({"activation": "swish"}, "activation=swish is unknown. Legal: gelu, gelu_exact, relu"),
     ],
 )
 def test_an_illegal_config_is_refused(change, message):
@@ -137,8 +182,8 @@ def test_an_illegal_linear_is_refused(fields, message):
 @pytest.mark.parametrize("scale", SIZES)
 def test_named_sizes_follow_the_architecture(scale):
     config = SIZES[scale]
-    assert config.d_ff == 4 * config.d_model
-    assert config.d_model // config.num_heads in (64, 96, 128, 160)
+    assert config.d_ff == 4 * config.d_model or config.gated_mlp
+    assert config.head_width in (64, 96, 128, 160)
     assert config.linears == () and config.sparse_projections == ()
     sparse = config.with_linears(LinearSpec("block_sparse", density=1 / 8))
     assert ModelConfig.from_json(sparse.to_json()) == sparse

@@ -157,7 +157,7 @@ def test_changes_that_are_not_legal_name_what_is(changes, words):
         (lambda c: {**c, "training": 3}, "an object"),
         (lambda c: {k: v for k, v in c.items() if k != "data"}, "'data' is missing"),
         (lambda c: {**c, "dta": {}}, "did you mean data?"),
-        (lambda c: {**c, "data": {}}, "'corpus' is missing"),
+        (lambda c: {**c, "model": {}}, "'num_layers' is missing"),
         (lambda c: {**c, "data": {**c["data"], "corpse": 1}}, "did you mean corpus?"),
         (lambda c: {**c, "data": {**c["data"], "corpus": 3}}, "data.corpus=3 is not legal"),
         (lambda c: {**c, "data": {**c["data"], "corpus": None}}, "data.corpus=auto is not legal"),
@@ -167,6 +167,12 @@ def test_json_that_is_no_config_is_refused_in_words(damage, words):
     with pytest.raises(UserError) as refused:
         RunConfig.from_json(damage(preset("pico").to_json()))
     assert words in str(refused.value)
+
+
+def test_a_setting_that_a_saved_config_lacks_takes_its_default():
+    saved = preset("pico").to_json()
+    del saved["model"]["num_kv_heads"]
+    assert RunConfig.from_json(saved) == preset("pico")
 
 
 @given(st.sampled_from(["count", "share", "shapes", "where"]), st.data())

@@ -67,4 +67,4 @@ def named_model(
                     f"{scale!r}; legal: divisors of them all, such as 64."
                 )
     config = config.change(sparsity__density=density, sparsity__block=block)
-    return dataclasses.replace(config.model, linears=config.sparsity.linears())
+    return dataclasses.replace(config.model, linears=config.sparsity.linears(config.model))

@@ -236,7 +236,7 @@ def plan_curves(
       UserError: no width gives an arm its cost.
     """
     shape = dataclasses.replace(config.model, vocab_size=vocab_size)
-    shape = dataclasses.replace(shape, linears=config.sparsity.linears())
+    shape = dataclasses.replace(shape, linears=config.sparsity.linears(config.model))
     flops = functools.partial(_flops_per_token, sequence=config.training.sequence)
     scale_flops = flops(dataclasses.replace(shape, linears={}))
     cost_of: dict[str, Cost] = {"flops": flops, "parameters": stored_parameters}
