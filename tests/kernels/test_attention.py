@@ -17,23 +17,27 @@ from sparse_dataflow.kernels.attention.api import causal_attention
 
 SUITE = {
     "reference": reference.causal_attention,
-    "xla": functools.partial(causal_attention, implementation="xla"),
+    "xla": lambda *a, window=0: causal_attention(*a, implementation="xla", window=window),
     "splash": functools.partial(splash.causal_attention, interpret=True),
 }
 every_implementation = pytest.mark.parametrize("name", SUITE)
 
 
-def draw(shape, dtype, seed=0):
+def draw(shape, dtype, seed=0, kv_heads=0):
     rng = np.random.default_rng(seed)
-    return [rng.normal(size=shape).astype(jnp.dtype(dtype)) for _ in range(3)]
+    key_shape = (*shape[:2], kv_heads or shape[2], shape[3])
+    shapes = (shape, key_shape, key_shape)
+    return [rng.normal(size=shape).astype(jnp.dtype(dtype)) for shape in shapes]
 
 
-def exact_attention(query, key, value):
+def exact_attention(query, key, value, window=0):
     """[batch, tokens, heads, head_dim] in float64: one query at a time, over what it may see."""
     query, key, value = (np.asarray(a, np.float64) for a in (query, key, value))
+    key, value = (np.repeat(a, query.shape[2] // a.shape[2], axis=2) for a in (key, value))
     result = np.zeros_like(query)
     for t in range(query.shape[1]):
-        seen_key, seen_value = key[:, : t + 1], value[:, : t + 1]
+        first = max(0, t + 1 - window) if window else 0
+        seen_key, seen_value = key[:, first : t + 1], value[:, first : t + 1]
         scores = np.einsum("bhd,bshd->bhs", query[:, t], seen_key) / math.sqrt(query.shape[-1])
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
@@ -60,14 +64,30 @@ def test_splash_attention_is_a_causal_softmax(tokens, width, dtype):
     check_against_exact("splash", (2, tokens, 2, width), dtype, seed=tokens)
 
 
-def check_against_exact(name, shape, dtype, seed):
-    operands = draw(shape, dtype, seed)
-    attended = jax.jit(SUITE[name])(*operands)
+@pytest.mark.parametrize("name", ["reference", "xla"])
+@settings(max_examples=10)
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 12), st.integers(0, 13))
+def test_query_heads_share_keys_and_see_a_window(name, kv_heads, group, tokens, window):
+    shape = (2, tokens, kv_heads * group, 8)
+    check_against_exact(name, shape, "float32", tokens, kv_heads, window)
+
+
+@pytest.mark.parametrize(("kv_heads", "window"), [(1, 0), (2, 100), (4, 1), (4, 128)])
+def test_splash_attention_shares_keys_and_sees_a_window(kv_heads, window):
+    check_against_exact("splash", (2, 256, 4, 64), "float32", 3, kv_heads, window)
+
+
+def check_against_exact(name, shape, dtype, seed, kv_heads=0, window=0):
+    operands = draw(shape, dtype, seed, kv_heads)
+    attended = jax.jit(functools.partial(SUITE[name], window=window))(*operands)
     assert attended.shape == shape and attended.dtype == dtype
     # Scores are rounded to the dtype; a softmax turns their absolute error into a relative one.
     tolerance = 30 * float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(
-        np.asarray(attended, np.float64), exact_attention(*operands), atol=tolerance, rtol=tolerance
+        np.asarray(attended, np.float64),
+        exact_attention(*operands, window=window),
+        atol=tolerance,
+        rtol=tolerance,
     )
 
 
@@ -135,8 +155,12 @@ def test_a_named_implementation_that_cannot_run_is_refused_in_words(implementati
 
 def test_operands_of_unequal_shape_are_refused_in_words():
     query, key, value = draw((1, 4, 1, 8), "float32")
-    with pytest.raises(UserError, match=r"got float32 \[1, 3, 1, 8\], float32 \[1, 4, 1, 8\]"):
+    with pytest.raises(UserError, match=r"got float32 \[1, 4, 1, 8\], float32 \[1, 3, 1, 8\]"):
         causal_attention(query, key[:, :3], value)
+    with pytest.raises(UserError, match="fewer heads, of which the query's are a multiple"):
+        causal_attention(query, *(jnp.repeat(a, 2, axis=2) for a in (key, value)))
+    with pytest.raises(UserError, match="window is -1; legal: 1 or more tokens"):
+        causal_attention(query, key, value, window=-1)
     with pytest.raises(UserError, match="one dtype"):
         causal_attention(query, key, value.astype(np.float16))
 
@@ -157,7 +181,7 @@ def test_the_platforms_kernel_is_chosen_unless_it_refuses_which_is_logged_once(
     monkeypatch.setattr(dispatch, "platform", lambda: platform)
     monkeypatch.setattr(dispatch, "sharding_refusal", lambda: "")
     for _ in range(2):
-        assert api._choose(jax.ShapeDtypeStruct(shape, dtype)) == chosen
+        assert api._choose(*[jax.ShapeDtypeStruct(shape, dtype)] * 2) == chosen
     assert len(log) == 1 and f"implementation {chosen} on {platform}" in log[0]
     assert message in log[0]
 
@@ -165,5 +189,5 @@ def test_the_platforms_kernel_is_chosen_unless_it_refuses_which_is_logged_once(
 def test_cudnns_own_refusal_becomes_the_reason(monkeypatch, log):
     """Without a GPU jax finds no cuDNN, or cuDNN refuses float32: XLA runs in both cases."""
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
-    assert api._choose(jax.ShapeDtypeStruct((1, 128, 2, 64), "float32")) == "xla"
+    assert api._choose(*[jax.ShapeDtypeStruct((1, 128, 2, 64), "float32")] * 2) == "xla"
     assert "cuDNN" in log[0] or "fp16" in log[0]

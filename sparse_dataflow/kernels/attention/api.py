@@ -12,16 +12,23 @@ IMPLEMENTATIONS = ("reference", "xla", "cudnn", "splash")
 
 
 def causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None = None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    implementation: str | None = None,
+    *,
+    window: int = 0,
 ) -> jax.Array:
     """Compute softmax(q kᵀ / sqrt(head_dim)) v with a causal mask; differentiable.
 
     Args:
       query: float [batch, tokens, heads, head_dim].
-      key: like query.
-      value: like query.
+      key: [batch, tokens, kv heads, head_dim]; query head h reads the key/value head
+        h // (heads / kv heads), which no implementation but "reference" repeats in memory.
+      value: like key.
       implementation: one of IMPLEMENTATIONS, or None to choose: cuDNN on a GPU, splash attention on
         a TPU, else XLA.  XLA is also the fallback; a refusal is logged once.
+      window: tokens that each query sees, itself and those before it; 0 is all.
 
     Returns:
       [batch, tokens, heads, head_dim] in query's dtype; the softmax runs in float32.
@@ -29,33 +36,49 @@ def causal_attention(
     Raises:
       UserError: if shapes or dtypes disagree, or a named implementation cannot run.
     """
-    alike = {(a.shape, str(a.dtype)) for a in (query, key, value)}
-    if len(alike) > 1 or query.ndim != 4:
-        raise UserError(
-            "query, key and value must share one shape [batch, tokens, heads, head_dim] and one "
-            f"dtype; got {', '.join(f'{d} {list(s)}' for s, d in sorted(alike))}."
-        )
-    name = implementation or _choose(query)
-    if implementation and (reason := _refusal(name, query)):
+    _check(query, key, value, window)
+    name = implementation or _choose(query, key, window)
+    if implementation and (reason := _refusal(name, query, key, window)):
         raise UserError(f"Attention implementation {name!r} cannot run: {reason}")
     if name == "reference":
-        return reference.causal_attention(query, key, value)
+        return reference.causal_attention(query, key, value, window)
     if name == "cudnn":
-        return cudnn.causal_attention(query, key, value)
+        return cudnn.causal_attention(query, key, value, window)
     if name == "splash":
-        return _splash().causal_attention(query, key, value)
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="xla")
+        return _splash().causal_attention(query, key, value, window)
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=True,
+        local_window_size=(window - 1, 0) if window else None,
+        implementation="xla",
+    )
 
 
-def _choose(query):
+def _check(query, key, value, window):
+    alike = {(a.shape[:2], a.shape[3:], str(a.dtype)) for a in (query, key, value)}
+    fits = query.ndim == 4 and key.shape == value.shape and query.shape[2] % key.shape[2] == 0
+    if len(alike) > 1 or not fits:
+        shapes = ", ".join(f"{a.dtype} {list(a.shape)}" for a in (query, key, value))
+        raise UserError(
+            "query, key and value must share one shape [batch, tokens, heads, head_dim] and one "
+            "dtype, but key and value may have fewer heads, of which the query's are a multiple; "
+            f"got {shapes}."
+        )
+    if window < 0:
+        raise UserError(f"window is {window}; legal: 1 or more tokens, or 0 for all.")
+
+
+def _choose(query, key, window=0):
     fastest = {"gpu": "cudnn", "tpu": "splash"}.get(dispatch.platform(), "xla")
-    reason = _refusal(fastest, query)
+    reason = _refusal(fastest, query, key, window)
     name = "xla" if reason else fastest
     dispatch.log_choice("causal_attention", name, dispatch.platform(), reason)
     return name
 
 
-def _refusal(name, query):
+def _refusal(name, query, key, window):
     """Return why a named implementation cannot run here; empty if it can."""
     if name not in IMPLEMENTATIONS:
         return f"the name is unknown; legal: {', '.join(IMPLEMENTATIONS)}."
@@ -64,7 +87,7 @@ def _refusal(name, query):
     if required != platform:
         return f"it runs on {required}, and this is {platform}; legal here: reference, xla."
     if name == "cudnn":
-        return cudnn.refusal(query)
+        return cudnn.refusal(query, key, window)
     if name == "splash":
         return _splash().refusal(query) or dispatch.sharding_refusal()
     return ""

@@ -6,14 +6,21 @@ import jax
 import jax.numpy as jnp
 
 
-def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def causal_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, window: int = 0
+) -> jax.Array:
     """Compute softmax(q kᵀ / sqrt(head_dim) where key <= query) v, in float32 or wider.
 
-    Arrays are [batch, tokens, heads, head_dim].  The scores are materialized.
+    Arrays are as in `api.causal_attention`.  Scores, and a key for each query head, are
+    materialized.
     """
     wide = jnp.promote_types(query.dtype, jnp.float32)
+    group = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(array, group, axis=2) for array in (key, value))
     scores = jnp.einsum("bthk,bshk->bhts", query, key, preferred_element_type=wide)
-    causal = jnp.tri(query.shape[1], dtype=bool)
-    scores = jnp.where(causal, scores / math.sqrt(query.shape[-1]), -jnp.inf)
+    seen = jnp.tri(query.shape[1], dtype=bool)
+    if window:
+        seen &= ~jnp.tri(query.shape[1], k=-window, dtype=bool)
+    scores = jnp.where(seen, scores / math.sqrt(query.shape[-1]), -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1)
     return jnp.einsum("bhts,bshk->bthk", weights, value.astype(wide)).astype(query.dtype)

@@ -17,21 +17,31 @@ TILES = (512, 256, 128)
 
 
 def causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, interpret: bool = False
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    window: int = 0,
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
-    """Compute `api.causal_attention` without the scores; tiles above the diagonal are skipped.
+    """Compute `api.causal_attention` without the scores; tiles without a visible key are skipped.
 
     Args:
       query: bfloat16 or float32 [batch, tokens, heads, head_dim], see `refusal`.
-      key: like query.
-      value: like query.
+      key: [batch, tokens, kv heads, head_dim].
+      value: like key.
+      window: see `api.causal_attention`.
       interpret: whether to interpret the kernels on a CPU.
     """
-    _, tokens, heads, width = query.shape
+    batch, tokens, heads, width = query.shape
     # The kernel does not scale; scaling rounds unless sqrt(width) is a power of two.
     query = (query.astype(jnp.float32) / math.sqrt(width)).astype(query.dtype)
-    by_head = [array.swapaxes(1, 2) for array in (query, key, value)]
-    return jax.vmap(_kernel(tokens, heads, interpret))(*by_head).swapaxes(1, 2)
+    q, k, v = (array.swapaxes(1, 2) for array in (query, key, value))
+    kernel = _kernel(tokens, heads, k.shape[1], window, interpret)
+    if k.shape[1] == heads:
+        return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)
+    grouped = q.reshape(batch, k.shape[1], -1, tokens, width)
+    return jax.vmap(jax.vmap(kernel))(grouped, k, v).reshape(q.shape).swapaxes(1, 2)
 
 
 def refusal(query: jax.Array) -> str:
@@ -46,15 +56,27 @@ def refusal(query: jax.Array) -> str:
     return ""
 
 
-def _kernel(tokens, heads, interpret):
+def _kernel(tokens, heads, kv_heads, window, interpret):
+    """Return the kernel of all heads, or of the query heads of one key/value head."""
     tile = next(tile for tile in TILES if tokens % tile == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     sizes: dict[str, Any] = {f"block_{name}": tile for name in names}
-    mask = splash_attention.CausalMask((tokens, tokens))
+    square = (tokens, tokens)
+    mask = (
+        splash_attention.LocalMask(square, (window - 1, 0), 0)
+        if window
+        else splash_attention.CausalMask(square)
+    )
+    grouped = kv_heads < heads
+    make = (
+        splash_attention.make_splash_mqa_single_device
+        if grouped
+        else splash_attention.make_splash_mha_single_device
+    )
     # The mask's tables must be concrete, even inside a trace.
     with jax.ensure_compile_time_eval():
-        return splash_attention.make_splash_mha_single_device(
-            splash_attention.MultiHeadMask([mask] * heads),
+        return make(
+            splash_attention.MultiHeadMask([mask] * (heads // kv_heads if grouped else heads)),
             block_sizes=splash_attention.BlockSizes(**sizes),
             interpret=interpret,
         )
