@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.config.model import PROJECTIONS, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
+from sparse_dataflow.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
 
@@ -31,7 +31,7 @@ def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelCon
     layers = []
     for i, (layer_params, _) in enumerate(gpt.layers(params["blocks"], tables)):
         layer = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), layer_params)
-        for name in PROJECTIONS:
+        for name in model.projections:
             module = layer[name]
             if name in layouts:
                 kernel = layouts[name][i].to_dense(module["values"])
