@@ -27,8 +27,8 @@ CONFIG = "config.json"
 
 def write(
     folder: Path, model: ModelConfig, params: dict, tables: dict, context: int, end_of_text: int
-) -> None:
-    """Writes config.json and model.safetensors into an existing folder."""
+) -> list[Path]:
+    """Writes config.json and the weights into an existing folder; returns the weights' files."""
     fields = {
         "model_type": "sparse_dataflow",
         "format": FORMAT,
@@ -44,7 +44,7 @@ def write(
             arrays[f"blocks.{i}.{name}"] = np.asarray(leaf, np.float32)
         for name, table in flatten(layer_tables).items():
             arrays[f"blocks.{i}.{name}"] = np.asarray(table)
-    tensors.write(folder / tensors.FILE, arrays, {"sparse_dataflow": FORMAT})
+    return tensors.write(folder, arrays, {"sparse_dataflow": FORMAT})
 
 
 def read(folder: str | Path) -> tuple[ModelConfig, dict, dict]:

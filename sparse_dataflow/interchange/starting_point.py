@@ -70,8 +70,8 @@ def read(folder: str) -> StartingPoint:
     _refuse_missing(folder)
     provenance: dict[str, Any] = {"path": str(Path(folder).expanduser().absolute())}
     if huggingface.is_directory(folder):
-        model, params, tables, tokenizer, digest = huggingface.read(folder)
-        provenance |= {"model": model.to_json(), "weights": digest}
+        model, params, tables, tokenizer, digest, architecture = huggingface.read(folder)
+        provenance |= {"model": model.to_json(), "weights": digest, "architecture": architecture}
         return StartingPoint(model, params, tables, tokenizer, provenance)
     names = read_config(folder).variants
     variant = "dense" if "dense" in names else names[0]

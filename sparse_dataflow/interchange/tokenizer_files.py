@@ -127,7 +127,8 @@ def _with_original(result, path):
 
 
 def _reorder(vocab, merges, specials, texts, size, config):
-    special_ids = {config[name] for name in _SPECIAL_IDS if config.get(name) is not None}
+    config = {name: _ids(config.get(name)) for name in _SPECIAL_IDS}
+    special_ids = {number for numbers in config.values() for number in numbers}
     # A token is text if it is a byte, the result of a merge, or listed as text by the file.
     text_tokens = {left + right for left, right in merges} | _ALPHABET | texts
     text = sorted(
@@ -140,8 +141,8 @@ def _reorder(vocab, merges, specials, texts, size, config):
             f"its largest id is {max(vocab.values())}; legal for a model of {size} tokens: at most "
             f"{size - 1}"
         )
-    end = config.get("eos_token_id")
-    end = vocab.get(END_OF_TEXT, size - 1) if end is None else end
+    ends = config["eos_token_id"]
+    end = ends[0] if ends else vocab.get(END_OF_TEXT, size - 1)
     text_ids = {number for number, _ in text}
     if type(end) is not int or end in text_ids or not 0 <= end < size:
         raise ValueError(
@@ -154,6 +155,11 @@ def _reorder(vocab, merges, specials, texts, size, config):
     if not all({left, right} <= vocabulary for left, right in merges):
         raise ValueError("a merge has a token that is not in the vocabulary")
     return Read(Tokenizer(tokens, tuple(merges), size), order)
+
+
+def _ids(value):
+    """Returns the ids of a field that has one, several or none. The first of several is ours."""
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def write(folder: Path, tokenizer: Tokenizer, context: int) -> None:
