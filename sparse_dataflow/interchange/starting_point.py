@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.config.layer_groups import layer_linear
-from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation import trained
@@ -117,7 +117,7 @@ def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:
         for field in dataclasses.fields(model)
         if field.name not in may_differ and getattr(start, field.name) != getattr(model, field.name)
     ]
-    for name in PROJECTIONS:
+    for name in model.projections:
         before, after = start.linear(name), model.linear(name)
         if before.rank and after.rank != before.rank:
             differences.append(_difference(f"{name}: rank", before.rank, after.rank))

@@ -44,21 +44,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.config.layer_groups import join_groups, layer_groups, split_groups
-from sparse_dataflow.config.model import PROJECTIONS, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
+from sparse_dataflow.config.model import ROW_PARALLEL, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
 from sparse_dataflow.kernels.cross_entropy import vocabulary
 from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
-from sparse_dataflow.models.linear import PROJECTION_OUTPUT, Linear, Probe, projection_layout
+from sparse_dataflow.models.linear import Linear, Probe, projection_layout
 from sparse_dataflow.models.shard import WHOLE, Shard
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, stack_tables
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"gelu": gelu, "relu": jax.nn.relu}
+MLP = ("mlp_gate", "mlp_in", "mlp_out")
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": gelu,
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
 
 
 class Embed(nnx.Module):
@@ -90,27 +96,28 @@ class Embed(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm transformer block (arXiv 2005.14165, section 2.1).
-
-    The features of `qkv` are ordered [head, (query, key, value), head_dim], so that a column shard
-    of the projection holds whole heads.
-    """
+    """Pre-norm transformer block (arXiv 2005.14165, section 2.1); the config says its parts."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         # Scaled down so that the variance of the residual stream does not grow with depth (GPT-2).
         residual = 1 / math.sqrt(2 * config.num_layers)
+
+        def add(names):
+            for name in names:
+                gain = residual if name in ROW_PARALLEL else 1.0
+                setattr(self, name, Linear(config, name, gain=gain, rngs=rngs))
+
         self.norm1 = _norm(config, rngs)
-        self.qkv = Linear(config, "qkv", gain=1.0, rngs=rngs)
-        self.attn_out = Linear(config, "attn_out", gain=residual, rngs=rngs)
+        add(name for name in config.projections if name not in MLP)
         self.norm2 = _norm(config, rngs)
-        self.mlp_in = Linear(config, "mlp_in", gain=1.0, rngs=rngs)
-        self.mlp_out = Linear(config, "mlp_out", gain=residual, rngs=rngs)
-        self.head_dim = config.d_model // config.num_heads
-        self.rotary = config.positions == "rotary"
-        self.activation = config.activation
+        add(name for name in config.projections if name in MLP)
+        if config.qk_norm:
+            self.q_norm = _norm(config, rngs, config.head_width)
+            self.k_norm = _norm(config, rngs, config.head_width)
+        self.config = config
         # Keys and queries align in training, so their product grows with head_dim instead of its
         # square root: scale by 1 / head_dim, not 1 / sqrt(head_dim) (arXiv 2203.03466, 4.1).
-        self.query_scale = math.sqrt(SUPAR_HEAD / self.head_dim) if config.supar else 1.0
+        self.query_scale = math.sqrt(SUPAR_HEAD / config.head_width) if config.supar else 1.0
 
     def __call__(self, x_BxTxD, tables, shard=WHOLE, attend=causal_attention, positions_BxT=None):
         """Applies the block: [B, T, D] -> [B, T, D]; T / devices tokens under a shard.
@@ -119,28 +126,41 @@ class Block(nnx.Module):
           x_BxTxD: residual stream.
           tables: sparse projection -> tables of this layer.
           shard: shard of the parameters and tables.
-          attend: attention over queries, keys and values [B, T, H, D / H].
+          attend: attention, called as attend(queries [B, T, H, K], keys [B, T, kv heads, K],
+            values like keys, window=config.window).
           positions_BxT: int32 positions of the tokens; None is 0 to T - 1.
         """
         return self.residuals(x_BxTxD, tables, shard, attend, positions_BxT)[1]
 
     def residuals(self, x_BxTxD, tables, shard=WHOLE, attend=causal_attention, positions_BxT=None):
         """Returns the residual stream [B, T, D] after attention, and after the MLP."""
-        qkv = self.qkv(shard.gather(self.norm1(x_BxTxD)), tables.get("qkv"))
-        B, T, _ = qkv.shape
-        q, k, v = jnp.moveaxis(qkv.reshape(B, T, -1, 3, self.head_dim), 3, 0)
-        if self.rotary:
-            q, k = _rotate(q, positions_BxT), _rotate(k, positions_BxT)
+        config = self.config
+        q, k, v = self._heads(shard.gather(self.norm1(x_BxTxD)), tables)
+        if config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if config.positions == "rotary":
+            q, k = rotate(config, q, positions_BxT), rotate(config, k, positions_BxT)
         if self.query_scale != 1:
             q *= self.query_scale
-        attended = attend(q, k, v).reshape(B, T, -1)
+        attended = attend(q, k, v, window=config.window)
+        attended = attended.reshape(*attended.shape[:2], -1)
         x_BxTxD += self.attn_out(attended, tables.get("attn_out"), shard.reduce)
         return x_BxTxD, x_BxTxD + self._mlp(shard.gather(self.norm2(x_BxTxD)), tables, shard)
 
+    def _heads(self, x_BxTxD, tables):
+        """Returns queries [B, T, heads, K], keys and values [B, T, kv heads, K] of the shard."""
+        B, T, _ = x_BxTxD.shape
+        width, group = self.config.head_width, self.config.num_heads // self.config.kv_heads
+        if not self.config.fused_qkv:
+            parts = [getattr(self, name)(x_BxTxD, tables.get(name)) for name in "qkv"]
+            return [part.reshape(B, T, -1, width) for part in parts]
+        qkv = self.qkv(x_BxTxD, tables.get("qkv")).reshape(B, T, -1, group + 2, width)
+        if group == 1:
+            return jnp.moveaxis(qkv, 3, 0)
+        return qkv[..., :group, :].reshape(B, T, -1, width), qkv[..., group, :], qkv[..., -1, :]
+
     def _mlp(self, x_BxTxD, tables, shard):
-        probed = any(isinstance(tables.get(name), Probe) for name in ("mlp_in", "mlp_out"))
-        fused = self.activation == "gelu" and not probed
-        if fused and self.mlp_in.plain_sparse and self.mlp_out.plain_sparse:
+        if self._fuses_mlp(tables):
             inside, outside = self.mlp_in.cast(x_BxTxD.dtype), self.mlp_out.cast(x_BxTxD.dtype)
             y = sparse_mlp(
                 x_BxTxD,
@@ -150,20 +170,39 @@ class Block(nnx.Module):
                 tables["mlp_in"],
                 tables["mlp_out"],
             )
-            return checkpoint_name(shard.reduce(y) + outside["bias"], PROJECTION_OUTPUT)
-        hidden = self.activate(self.mlp_in(x_BxTxD, tables.get("mlp_in")))
+            return self.mlp_out.with_bias(shard.reduce(y))
+        hidden = self.mlp_in(x_BxTxD, tables.get("mlp_in"))
+        if self.config.gated_mlp:
+            hidden *= self.activate(self.mlp_gate(x_BxTxD, tables.get("mlp_gate")))
+        else:
+            hidden = self.activate(hidden)
         return self.mlp_out(hidden, tables.get("mlp_out"), shard.reduce)
+
+    def _fuses_mlp(self, tables):
+        """Returns whether `sparse_mlp` has this MLP: a biased GELU between two plain weights."""
+        config, names = self.config, ("mlp_in", "mlp_out")
+        return (
+            config.activation == "gelu"
+            and not config.gated_mlp
+            and "mlp_in" in config.biases
+            and self.mlp_in.plain_sparse
+            and self.mlp_out.plain_sparse
+            and not any(isinstance(tables.get(name), Probe) for name in names)
+        )
 
     def activate(self, hidden):
         """Applies the activation of the MLP, elementwise."""
-        return ACTIVATIONS[self.activation](hidden)
+        return ACTIVATIONS[self.config.activation](hidden)
 
 
 class Head(nnx.Module):
-    """Final norm; the output layer is the token embedding (tied)."""
+    """Final norm, and an output layer unless it is the token embedding (tied)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.norm = _norm(config, rngs)
+        if not config.tied_embeddings:
+            shape = (config.vocab_size, config.d_model)
+            self.output = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
         # The output layer sums over d_model features whose scale does not shrink with width, so its
         # multiplier is 1 / d_model (arXiv 2203.03466, table 8).
         self.scale = SUPAR_WIDTH / config.d_model if config.supar else 1.0
@@ -213,7 +252,7 @@ def layouts(config: ModelConfig) -> dict[str, list[BlockLayout]]:
     """
     return {
         projection: [projection_layout(config, projection, i) for i in range(config.num_layers)]
-        for projection in PROJECTIONS
+        for projection in config.projections
         if config.linear(projection).kind == "block_sparse"
     }
 
@@ -348,6 +387,8 @@ def head_loss(
 ) -> jax.Array:
     """Last section: float32 sum of weights * negative log-likelihood, in nats.
 
+    The output layer is "output" of the params, else the token embedding.
+
     Under a shard, x has T / devices tokens, targets and weights have T, and the result is this
     device's share of the sum.
     """
@@ -358,7 +399,7 @@ def head_loss(
     else:
         targets_BxT, weights_BxT = (shard.slice(a, axis=1) for a in (targets_BxT, weights_BxT))
     x_NxD = x.reshape(-1, x.shape[-1])
-    embedding = embedding_VxD.astype(x.dtype)
+    embedding = params.get("output", embedding_VxD).astype(x.dtype)
     return cross_entropy.weighted_loss(
         x_NxD,
         embedding,
@@ -385,7 +426,8 @@ def head_scores(
     Args:
       config: the model.
       params: of the section "head".
-      embedding_VxD: output layer; sharded over V if `shard.vocabulary`.
+      embedding_VxD: token embedding, the output layer if it is tied; like "output" of the params,
+        sharded over V if `shard.vocabulary`.
       x_BxTxD: output of the last block.
       targets_BxT: int32 token ids.
       places_S: int32 indices into the B * T targets.  Their number must be divisible by the devices
@@ -401,7 +443,7 @@ def head_scores(
     x_SxD = head(config, params, x.reshape(-1, x.shape[-1])[local])
     losses, largest = cross_entropy.token_scores(
         x_SxD,
-        embedding_VxD.astype(x.dtype),
+        params.get("output", embedding_VxD).astype(x.dtype),
         targets_BxT.reshape(-1)[local],
         shard.axis if shard.vocabulary else None,
         config.vocab_size,
@@ -414,7 +456,7 @@ def head_scores(
 def logits(config: ModelConfig, params: dict, x_BxTxD: jax.Array) -> jax.Array:
     """Returns float32 [B, T, vocab_size] logits from the output of the last block."""
     x = head(config, params["head"], x_BxTxD)
-    embedding = params["embed"]["tokens"].astype(x.dtype)
+    embedding = params["head"].get("output", params["embed"]["tokens"]).astype(x.dtype)
     return jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=jnp.float32)
 
 
@@ -429,15 +471,31 @@ def _graph(section, config):
     return nnx.split(abstract, nnx.Param)[0]
 
 
-def _norm(config, rngs):
+def _norm(config, rngs, width=None):
     kind = {"layernorm": nnx.LayerNorm, "rmsnorm": nnx.RMSNorm}[config.norm]
-    return kind(config.d_model, epsilon=1e-5, dtype=jnp.dtype(config.compute_dtype), rngs=rngs)
+    dtype = jnp.dtype(config.compute_dtype)
+    return kind(width or config.d_model, epsilon=config.norm_epsilon, dtype=dtype, rngs=rngs)
 
 
-def _rotate(x_BxTxHxK, positions_BxT=None):
-    """Rotary positions (arXiv 2104.09864, section 3.4), base 10,000, halves paired."""
+def rotate(
+    config: ModelConfig, x_BxTxHxK: jax.Array, positions_BxT: jax.Array | None = None
+) -> jax.Array:
+    """Applies rotary positions (arXiv 2104.09864, section 3.4), halves paired.
+
+    Args:
+      config: the model.
+      x_BxTxHxK: queries or keys.
+      positions_BxT: int32 positions of the tokens; None is 0 to T - 1.
+    """
     T, width = x_BxTxHxK.shape[1], x_BxTxHxK.shape[-1]
-    frequency = 10_000.0 ** (-jnp.arange(0, width, 2) / width)
+    frequency = config.rotary_base ** (-jnp.arange(0, width, 2) / width)
+    if config.rotary_factor > 1:
+        # 0 where a wavelength is scaled in full, 1 where it is not (Llama 3.1's model code).
+        turns = config.rotary_length * frequency / (2 * jnp.pi)
+        kept = jnp.clip(
+            (turns - config.rotary_low) / (config.rotary_high - config.rotary_low), 0, 1
+        )
+        frequency *= kept + (1 - kept) / config.rotary_factor
     positions = jnp.arange(T) if positions_BxT is None else positions_BxT
     angle = (positions[..., None] * frequency)[..., None, :]
     sin, cos = jnp.sin(angle).astype(x_BxTxHxK.dtype), jnp.cos(angle).astype(x_BxTxHxK.dtype)

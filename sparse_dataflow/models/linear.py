@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.config.layer_groups import layer_linear
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
@@ -29,7 +29,8 @@ def projection_layout(config: ModelConfig, projection: str, layer: int) -> Block
       UserError: the spec has no balanced layout; names the legal values.
     """
     spec = layer_linear(config, projection, layer)
-    offset = config.seed + layer * len(PROJECTIONS) + PROJECTIONS.index(projection)
+    names = config.projections
+    offset = config.seed + layer * len(names) + names.index(projection)
     in_features, out_features = config.projection_shape(projection)
     layout = make_layout(spec.pattern, in_features, out_features, spec.block, spec.density, offset)
     return with_room(layout, spec)
@@ -64,11 +65,11 @@ class Probe:
 
 
 class Linear(nnx.Module):
-    """y = x W + b, where the LinearSpec of this projection says how W is stored.
+    """y = x W + b, where the LinearSpec of this projection says how W is stored; b is optional.
 
     Parameters, all float32:
       kernel [in, out] (dense), or values [nnz, block, block] (block-sparse; see BlockLayout);
-      bias [out]; and, with rank r > 0, a_kernel [in, r], b_kernel [r, out] and gate [] of the
+      bias [out], if the config's `biases` name it; and, with rank r > 0, a_kernel [in, r], b_kernel [r, out] and gate [] of the
       gated low-rank term (arXiv 2112.00029, section 3.3).  The gate starts at 1, b_kernel at 0.
 
     With `hadamard`, the stored blocks multiply the Walsh-Hadamard transform of x; the low-rank term
@@ -92,7 +93,8 @@ class Linear(nnx.Module):
             self.values = weight
         else:
             self.kernel = weight
-        self.bias = nnx.Param(jnp.zeros(out_features))
+        if projection in config.biases:
+            self.bias = nnx.Param(jnp.zeros(out_features))
         self.rank, self.hadamard = spec.rank, spec.hadamard
         if spec.rank:
             self.a_kernel = nnx.Param(
@@ -125,7 +127,13 @@ class Linear(nnx.Module):
             y = _matmul(x, params["kernel"])
         if self.rank:
             y += params["gate"] * _matmul(_matmul(x, params["a_kernel"]), params["b_kernel"])
-        return checkpoint_name(reduce(y) + params["bias"], PROJECTION_OUTPUT)
+        return self.with_bias(reduce(y))
+
+    def with_bias(self, y: jax.Array) -> jax.Array:
+        """Adds the bias, if there is one, and names the projection's output for remat policies."""
+        if hasattr(self, "bias"):
+            y += self.bias[...].astype(y.dtype)
+        return checkpoint_name(y, PROJECTION_OUTPUT)
 
     @property
     def plain_sparse(self) -> bool:

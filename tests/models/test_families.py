@@ -1,0 +1,168 @@
+"""Every family against a plain numpy forward pass in float64, over drawn configs."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_gpt import HALF, arbitrary_params, as_dense, logits_of, tokens_of
+
+from sparse_dataflow.config.families import FAMILIES
+from sparse_dataflow.config.model import ModelConfig
+
+TINY = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
+
+
+@st.composite
+def configs(draw):
+    """Draws models with grouped queries, windows, gates, norms, biases and rotary scalings."""
+    family = FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))]
+    fused = draw(st.booleans())
+    names = ("qkv",) if fused else ("q", "k", "v")
+    biases = draw(st.sets(st.sampled_from([*names, "attn_out", "mlp_in", "mlp_out"])))
+    return dataclasses.replace(
+        TINY,
+        **{
+            **family,
+            "fused_qkv": fused,
+            "biases": tuple(sorted(biases)),
+            "num_kv_heads": draw(st.sampled_from([0, 1, 2])),
+            "head_dim": draw(st.sampled_from([0, 6, 12])),
+            "window": draw(st.sampled_from([0, 1, 3])),
+            "qk_norm": draw(st.booleans()),
+            "tied_embeddings": draw(st.booleans()),
+            "activation": draw(st.sampled_from(["gelu", "gelu_exact", "relu", "silu"])),
+            "norm_epsilon": draw(st.sampled_from([1e-6, 1e-2])),
+            "rotary_base": draw(st.sampled_from([100.0, 5e5])),
+            "rotary_factor": draw(st.sampled_from([1.0, 8.0])),
+            "rotary_length": draw(st.sampled_from([16, 64])),
+            "parametrization": draw(st.sampled_from(["standard", "supar"])),
+        },
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(configs(), st.integers(0, 9))
+def test_logits_are_those_of_plain_numpy(config, seed):
+    params, tokens = arbitrary_params(config, seed), tokens_of(config, 1, 9, seed)
+    np.testing.assert_allclose(
+        logits_of(config, params, tokens)[0],
+        exact_logits(config, params, tokens[0]),
+        rtol=2e-3,
+        atol=2e-4,
+    )
+
+
+@pytest.mark.parametrize("projection", ["q", "k", "v", "attn_out", "mlp_gate", "mlp_in", "mlp_out"])
+def test_each_projection_of_a_gated_model_may_be_block_sparse_or_low_rank(projection):
+    llama = dataclasses.replace(TINY, **FAMILIES["llama"], num_kv_heads=2)
+    config = llama.with_linears(dataclasses.replace(HALF, rank=2), [projection])
+    params, tokens = arbitrary_params(config), tokens_of(config)
+    np.testing.assert_allclose(
+        logits_of(config, params, tokens),
+        logits_of(*as_dense(config, params), tokens),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("fields", [{}, {"activation": "gelu", "biases": ("mlp_in",)}])
+def test_a_sparse_gated_mlp_equals_the_dense_one_of_its_weights(fields):
+    """Also with the GELU and the bias that `sparse_mlp` would fuse without a gate."""
+    config = dataclasses.replace(TINY, **{**FAMILIES["qwen3"], **fields}).with_linears(HALF)
+    params, tokens = arbitrary_params(config), tokens_of(config)
+    np.testing.assert_allclose(
+        logits_of(config, params, tokens),
+        logits_of(*as_dense(config, params), tokens),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def exact_logits(config, params, tokens):
+    """Logits [tokens, vocabulary] of one sequence, in float64."""
+    embed, head = params["embed"], params["head"]
+    x = embed["tokens"].astype(np.float64)[tokens]
+    if config.positions == "learned":
+        x = x + embed["positions"][: len(tokens)]
+    for i in range(config.num_layers):
+        layer = {
+            name: {leaf: np.float64(stacked[i]) for leaf, stacked in module.items()}
+            for name, module in params["blocks"].items()
+        }
+        x = x + attention(config, layer, norm(config, layer["norm1"], x))
+        x = x + mlp(config, layer, norm(config, layer["norm2"], x))
+    x = norm(config, head["norm"], x) * (256 / config.d_model if config.supar else 1)
+    return x @ np.float64(head.get("output", embed["tokens"])).T
+
+
+def linear(module, x):
+    return x @ module["kernel"] + module.get("bias", 0)
+
+
+def norm(config, module, x):
+    if config.norm == "layernorm":
+        x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + config.norm_epsilon)
+    return x * module["scale"] + module.get("bias", 0)
+
+
+def mlp(config, layer, x):
+    erf = np.vectorize(math.erf)
+    activation = {
+        "gelu": lambda z: 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+        "gelu_exact": lambda z: 0.5 * z * (1 + erf(z / math.sqrt(2))),
+        "relu": lambda z: np.maximum(z, 0),
+        "silu": lambda z: z / (1 + np.exp(-z)),
+    }[config.activation]
+    hidden = linear(layer["mlp_in"], x)
+    if config.gated_mlp:
+        hidden = hidden * activation(linear(layer["mlp_gate"], x))
+    else:
+        hidden = activation(hidden)
+    return linear(layer["mlp_out"], hidden)
+
+
+def attention(config, layer, x):
+    """One query head at a time, with the keys and values of its group."""
+    group, width = config.num_heads // config.kv_heads, config.head_width
+    attended = []
+    for head in range(config.num_heads):
+        shared, within = divmod(head, group)
+        if config.fused_qkv:
+            features = linear(layer["qkv"], x).reshape(len(x), config.kv_heads, group + 2, width)
+            q, k, v = (features[:, shared, i] for i in (within, group, group + 1))
+        else:
+            parts = [linear(layer[name], x).reshape(len(x), -1, width) for name in "qkv"]
+            q, k, v = parts[0][:, head], parts[1][:, shared], parts[2][:, shared]
+        if config.qk_norm:
+            q, k = norm(config, layer["q_norm"], q), norm(config, layer["k_norm"], k)
+        if config.positions == "rotary":
+            q, k = rotate(config, q), rotate(config, k)
+        scores = q @ k.T / (width / 8 if config.supar else math.sqrt(width))
+        at = np.arange(len(x))
+        distance = at[:, None] - at
+        seen = (distance >= 0) & (distance < (config.window or len(x)))
+        weights = np.exp(np.where(seen, scores, -np.inf))
+        attended.append(weights / weights.sum(-1, keepdims=True) @ v)
+    return linear(layer["attn_out"], np.concatenate(attended, -1))
+
+
+def rotate(config, x):
+    """As complex numbers, with Llama 3's scaling as `transformers` states it."""
+    half = x.shape[-1] // 2
+    frequency = config.rotary_base ** -(np.arange(half) / half)
+    if config.rotary_factor > 1:
+        wavelength, length = 2 * np.pi / frequency, config.rotary_length
+        low, high, factor = config.rotary_low, config.rotary_high, config.rotary_factor
+        smooth = (length / wavelength - low) / (high - low)
+        between = (1 - smooth) * frequency / factor + smooth * frequency
+        frequency = np.where(
+            wavelength > length / low,
+            frequency / factor,
+            np.where(wavelength < length / high, frequency, between),
+        )
+    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.arange(len(x))[:, None] * frequency)
+    return np.concatenate([turned.real, turned.imag], -1)
