@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.config_rules import (
     Always,
@@ -23,7 +23,7 @@ from sparse_dataflow.interchange.config_rules import (
     Same,
     Window,
 )
-from sparse_dataflow.interchange.equivalent_forms import split_config, unit_gate_config
+from sparse_dataflow.interchange.equivalent_forms import QKV, split_config, unit_gate_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ _GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu"}
 _ACTIVATIONS = {**_GELUS, "gelu": "gelu_exact", "relu": "relu", "silu": "silu", "swish": "silu"}
 _GATED_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", **_ACTIVATIONS}
 
-_ATTENTION, _MLP = ("q", "k", "v", "attn_out"), ("mlp_in", "mlp_out")
+_ATTENTION, _MLP = (*QKV, "attn_out"), ("mlp_in", "mlp_out")
 _GATED_MLP = ("mlp_gate", *_MLP)
 
 _UNSUPPORTED = (Only("quantization_config", None), Only("add_cross_attention", False))
@@ -195,7 +195,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "mistral": _llama_row("MistralForCausalLM", Biases(), Window(4096), kv_heads=8),
     "qwen2": _llama_row(
-        "Qwen2ForCausalLM", Biases(("q", "k", "v")), Window(4096, switched=True), kv_heads=32
+        "Qwen2ForCausalLM", Biases(QKV), Window(4096, switched=True), kv_heads=32
     ),
     "qwen3": _llama_row(
         "Qwen3ForCausalLM",
@@ -246,6 +246,8 @@ def read_config(fields: Mapping[str, Any]) -> ModelConfig:
             problems.append(str(error))
     if problems:
         raise UserError(f"config.json has {'; '.join(problems)}.")
+    if ours.get("fused_qkv", True):
+        ours["biases"] = tuple(dict.fromkeys("qkv" if n in QKV else n for n in ours["biases"]))
     return _comparable(ModelConfig(**ours))
 
 
@@ -325,7 +327,8 @@ def choose(model: ModelConfig) -> str:
 
 def _comparable(model):
     """Returns the config with values that mean the default replaced by it."""
-    changes: dict[str, Any] = {}
+    biases = model.selected(model.biases, "biases")
+    changes: dict[str, Any] = {"biases": PROJECTIONS if biases == model.projections else biases}
     if model.num_kv_heads == model.num_heads:
         changes["num_kv_heads"] = 0
     if model.head_dim * model.num_heads == model.d_model:
