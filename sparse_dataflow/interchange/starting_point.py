@@ -1,24 +1,30 @@
-"""Initial weights of a training: from another run, from GPT-2 or OPT, or from an export.
+"""Initial weights of a training: from another run, a Hugging Face directory or an export.
 
-A projection that becomes sparser keeps its largest blocks (one-shot magnitude pruning). A
-projection that becomes denser computes the same function. The optimizer state is new.
+A projection that becomes sparser keeps its largest blocks, by the norm of their weights or of their
+weights times activations (one-shot pruning). A projection that becomes denser computes the same
+function. The optimizer state is new.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparse_dataflow.config.layer_groups import layer_linear
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.distributed import processes
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
+from sparse_dataflow.interchange.calibration import input_norms
+from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
@@ -95,16 +101,33 @@ def initial_state_from(
     model: ModelConfig,
     training: TrainingConfig,
     executor: Executor = SINGLE_DEVICE,
+    calibration: Sequence[np.ndarray] | None = None,
 ) -> TrainState:
     """Returns the training state at step 0 of `model`, with the weights of `start`.
+
+    Args:
+      start: the weights.
+      model: config of the new model.
+      training: gives the optimizer and the seed.
+      executor: places the state.
+      calibration: int32 [B, T] token batches. With them a block scores by its norm after each
+        input feature is multiplied by the norm of its activations; None scores by the norm.
 
     Raises:
       UserError: the weights of `start` do not fit `model`.
     """
     _refuse_mismatch(start.model, model)
+    gpt.check_layouts(model)
     step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)
+    norms = None
+    if calibration is not None:
+        mixed = {name: model.linear(name).hadamard for name in model.projections}
+        shape = dataclasses.replace(start.model, compute_dtype=model.compute_dtype)
+        norms = input_norms(shape, start.params, start.tables, calibration, mixed)
+        norms = processes.broadcast_arrays(norms)  # Each process has other rows of the batches.
     params = jax.tree.map(jnp.array, start.params)
-    state = change_model(TrainState(step, params, (), start.tables, key), start.model, model)
+    state = TrainState(step, params, (), start.tables, key)
+    state = change_model(state, start.model, model, norms)
     moments = jax.jit(make_optimizer(model, training).init)(state.params)
     return executor.place(state._replace(moments=moments))
 
