@@ -3,8 +3,10 @@
     python -m experiments.export --run=runs/NAME --to=exported
     python -m experiments.export --run=runs/NAME --to=exported --form=sparse
 
-The dense form is a GPT-2 that transformers loads; blocks that are not stored are zeros in it. The
-sparse form holds the stored blocks and the layout tables; the card says how they are read.
+transformers loads the dense form, as GPT-2, OPT, Llama, Mistral, Qwen 2 or Qwen 3: the architecture
+of the weights that the run began with, or the first that represents the model. Blocks that are not
+stored are zeros in it. The sparse form holds the stored blocks and the layout tables; the card says
+how they are read.
 """
 
 import dataclasses
@@ -21,6 +23,9 @@ class Options(ModelOptions):
 
     to: str = setting("", "Folder to make.", path=True)
     form: str = setting("dense", "Contents of the folder.", choices=("dense", "sparse"))
+    architecture: str = setting(
+        "auto", "Architecture of the dense form: auto, gpt2, opt, llama, mistral, qwen2 or qwen3."
+    )
 
 
 def main(options):
@@ -34,6 +39,8 @@ def main(options):
     from sparse_dataflow.runs import load_model
 
     trained = load_model.load(options)
+    if trained.record is None:
+        raise UserError(f"{options.run} is not a run folder, so there is nothing to export.")
     packages = ("sparse_dataflow", "jax", "safetensors")
     versions = {package: importlib.metadata.version(package) for package in packages}
     path = huggingface.write(
@@ -45,6 +52,7 @@ def main(options):
         trained.tokenizer,
         context=trained.context,
         card=model_card(trained, options.form, versions),
+        architecture=huggingface.preferred(options.architecture, trained.record, trained.model),
     )
     print(f"{trained.variant} after step {trained.step}: {path}")
 

@@ -1,8 +1,8 @@
 """Norms of each projection's inputs on calibration batches, for activation-aware pruning.
 
-A block of W scores by the norm of its entries |W_ij| times the norm of input feature i (Wanda, arXiv
-2306.11695, section 3, with blocks for single weights). The square of this score is the error of
-the output, summed over the tokens, when the block is removed and inputs are uncorrelated.
+A block of W scores by the norm of its entries |W_ij| times the norm of input feature i (Wanda,
+arXiv 2306.11695, section 3, with blocks for single weights). The square of this score is the error
+of the output, summed over the tokens, if the block is removed and inputs are uncorrelated.
 """
 
 import functools

@@ -10,7 +10,7 @@ A rule is data of one row of `architectures.ARCHITECTURES`. It has two methods:
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
@@ -222,7 +222,7 @@ class Rotary:
     Both read the former, which this writes.
     """
 
-    SCALED = {
+    SCALED: ClassVar[Mapping[str, str]] = {
         "factor": "rotary_factor",
         "low_freq_factor": "rotary_low",
         "high_freq_factor": "rotary_high",

@@ -36,9 +36,13 @@ from sparse_dataflow.interchange.equivalent_forms import (
     with_unit_gate,
     with_zero_biases,
 )
+from sparse_dataflow.training.run_files import RunRecord
 
 CONFIG = "config.json"
 CARD = "README.md"
+SPARSE_TYPE = "sparse_dataflow"
+"""model_type of the sparse form."""
+
 FORMS = ("dense", "sparse")
 AUTO = "auto"
 """Architecture of an export: the first that represents the model."""
@@ -67,10 +71,18 @@ class Imported(NamedTuple):
 def is_directory(folder: str | Path) -> bool:
     """Returns whether the folder's config.json has a model_type; that of a run folder has none."""
     try:
-        fields = json_files.load(Path(folder) / CONFIG)
+        fields = json_files.load(Path(folder).expanduser() / CONFIG)
     except (OSError, ValueError):
         return False
     return isinstance(fields, dict) and "model_type" in fields
+
+
+def is_sparse_form(folder: str | Path) -> bool:
+    """Returns whether a Hugging Face directory is a sparse form with block-sparse weights."""
+    fields = _read_config(Path(folder).expanduser())
+    if fields["model_type"] != SPARSE_TYPE:
+        return False
+    return bool(sparse_form.read_config(Path(folder).expanduser()).sparse_projections)
 
 
 def read(folder: str | Path) -> Imported:
@@ -83,7 +95,7 @@ def read(folder: str | Path) -> Imported:
     folder = Path(folder).expanduser()
     fields = _read_config(folder)
     kind = fields.get("model_type")
-    if kind == "sparse_dataflow":
+    if kind == SPARSE_TYPE:
         model, params, tables = sparse_form.read(folder)
         size = {"vocab_size": model.vocab_size, "eos_token_id": fields.get("end_of_text")}
         tokenizer, order = tokenizer_files.read(folder, size)
@@ -171,7 +183,7 @@ def write(
     ids = tokenizer.original_ids
     end_of_text = ids[tokenizer.eot_id] if ids else tokenizer.eot_id
     if form == "dense":
-        plain = dataclasses.replace(model, linears={}, parametrization="standard")
+        plain = _plain(model)
         name = architectures.choose(plain) if architecture == AUTO else architecture
         representation = architectures.represent(name, plain)
     with _new_folder(Path(folder).expanduser()) as partial:
@@ -189,6 +201,23 @@ def write(
         tokenizer_files.write(partial, tokenizer, context)
         (partial / CARD).write_text(card, encoding="utf-8")
     return Path(folder).expanduser()
+
+
+def preferred(architecture: str, record: RunRecord, model: ModelConfig) -> str:
+    """Returns the architecture of an export: that of the weights that the run began with if
+    `architecture` is "auto" and it represents the model."""
+    began = (record.init_from or {}).get("architecture") or AUTO
+    if architecture != AUTO or began not in architectures.ARCHITECTURES:
+        return architecture
+    try:
+        architectures.represent(began, _plain(model))
+    except UserError:
+        return AUTO
+    return began
+
+
+def _plain(model):
+    return dataclasses.replace(model, linears={}, parametrization="standard")
 
 
 def _tensors(name, representation, dense, params):

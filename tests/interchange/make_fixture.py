@@ -1,6 +1,6 @@
 """Writes tests/interchange/ARCHITECTURE: small random models saved by transformers, with logits.
 
-python tests/interchange/make_fixture.py            those that are missing; needs transformers, torch
+python tests/interchange/make_fixture.py     those that are missing; needs transformers, torch
 """
 
 import json

@@ -109,5 +109,5 @@ def test_a_shape_that_no_layout_divides_is_named_with_the_legal_values():
 
 
 def test_activations_without_weights_are_refused():
-    with pytest.raises(UserError, match="run.prune_by=activations .* legal with run.init_from"):
+    with pytest.raises(UserError, match=r"run.prune_by=activations .* legal with run.init_from"):
         preset("pico").change(run__prune_by="activations")
