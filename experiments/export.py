@@ -32,28 +32,11 @@ def main(options):
     """Exports; see the module docstring."""
     if not options.to:
         raise UserError("No folder is named; give a new one with --to.")
-    import importlib.metadata
-
-    from sparse_dataflow.interchange import huggingface
-    from sparse_dataflow.interchange.model_card import model_card
     from sparse_dataflow.runs import load_model
+    from sparse_dataflow.runs.export import export
 
     trained = load_model.load(options)
-    if trained.record is None:
-        raise UserError(f"{options.run} is not a run folder, so there is nothing to export.")
-    packages = ("sparse_dataflow", "jax", "safetensors")
-    versions = {package: importlib.metadata.version(package) for package in packages}
-    path = huggingface.write(
-        options.to,
-        options.form,
-        trained.model,
-        trained.params,
-        trained.tables,
-        trained.tokenizer,
-        context=trained.context,
-        card=model_card(trained, options.form, versions),
-        architecture=huggingface.preferred(options.architecture, trained.record, trained.model),
-    )
+    path = export(trained, options.to, options.form, options.architecture)
     print(f"{trained.variant} after step {trained.step}: {path}")
 
 
