@@ -38,7 +38,8 @@ OWN = {
     ),
     "llama": (dataclasses.replace(SPLIT, rotary_factor=8.0, rotary_length=16), "llama"),
     "some biases": (dataclasses.replace(SPLIT, biases=("v", "mlp_gate")), "llama"),
-    "qwen2": (dataclasses.replace(SPLIT, biases=("q", "k", "v"), window=5), "qwen2"),
+    # Qwen 2 of transformers 4.46 has no head_dim.
+    "qwen2": (dataclasses.replace(SPLIT, biases=("q", "k", "v"), window=5, head_dim=0), "qwen2"),
     "mistral": (dataclasses.replace(SPLIT, window=5), "mistral"),
     "qwen3": (
         dataclasses.replace(SPLIT, qk_norm=True, parametrization="supar", tied_embeddings=True),
