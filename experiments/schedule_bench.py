@@ -22,12 +22,13 @@ Results of a compiled weight are cached by content (sources, shapes, versions). 
 
 import dataclasses
 
-from sparse_dataflow.config.model import PROJECTIONS
+from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.settings import A_FRACTION, AT_LEAST_ONE, setting
 from sparse_dataflow.runs import command_line
 from sparse_dataflow.runs.benchmarks.options import KEEP_HELP, RESULTS
 
 CHIPS = ("v5e", "v5p", "v6e")
+PROJECTIONS = SIZES["13b"].projections
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_tpu_grouped")
 
 

@@ -19,6 +19,24 @@ DTYPES = ("float32", "bfloat16")
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rotary")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
+FAMILY_FIELDS = (
+    "num_kv_heads",
+    "head_dim",
+    "fused_qkv",
+    "gated_mlp",
+    "qk_norm",
+    "window",
+    "tied_embeddings",
+    "biases",
+    "norm_epsilon",
+    "rotary_base",
+    "rotary_factor",
+    "rotary_low",
+    "rotary_high",
+    "rotary_length",
+)
+"""Fields of `ModelConfig` in which families differ from GPT-3, whose values are the defaults."""
+
 REMATS = ("none", "dots", "full")
 PARAMETRIZATIONS = ("standard", "supar")
 

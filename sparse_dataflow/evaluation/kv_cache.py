@@ -34,9 +34,10 @@ class Weights(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """Keys and values [batch, cache tokens, heads, head_dim] of one layer, in the compute dtype.
+    """Keys and values [batch, cache tokens, kv heads, head width] of one layer.
 
-    Positional rotations are already applied to the keys.
+    They have the compute dtype.  Positional rotations are already applied to the keys.  With a
+    sliding window the cache still has all tokens, and decoding masks the older ones.
     """
 
     keys: jax.Array
@@ -93,10 +94,10 @@ def prefill(
     """
     caches = []
 
-    def attend(q, k, v):
+    def attend(q, k, v, window):
         room = [(0, 0), (0, cache_tokens - k.shape[1]), (0, 0), (0, 0)]
         caches.append(LayerCache(jnp.pad(k, room), jnp.pad(v, room)))
-        return causal_attention(q, k, v)
+        return causal_attention(q, k, v, window=window)
 
     x_BxTxD = gpt.embed(config, weights.embed, tokens_BxT)
     for params, tables in weights.layers:
@@ -126,12 +127,15 @@ def decode_token(
     """
     positions_BxT = positions_B[:, None]
     rows = jnp.arange(len(tokens_B))
-    visible = jnp.arange(caches[0].keys.shape[1]) <= positions_BxT
+    distance = positions_BxT - jnp.arange(caches[0].keys.shape[1])
+    visible = distance >= 0
+    if config.window:
+        visible &= distance < config.window
     x_BxTxD = gpt.embed(config, weights.embed, tokens_B[:, None], positions_BxT=positions_BxT)
     new_caches = []
     for (params, tables), cache in zip(weights.layers, caches):
 
-        def attend(q, k, v, cache=cache):
+        def attend(q, k, v, window, cache=cache):
             keys = cache.keys.at[rows, positions_B].set(k[:, 0])
             values = cache.values.at[rows, positions_B].set(v[:, 0])
             new_caches.append(LayerCache(keys, values))

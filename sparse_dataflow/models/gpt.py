@@ -171,12 +171,10 @@ class Block(nnx.Module):
                 tables["mlp_out"],
             )
             return self.mlp_out.with_bias(shard.reduce(y))
-        hidden = self.mlp_in(x_BxTxD, tables.get("mlp_in"))
+        products = [self.mlp_in(x_BxTxD, tables.get("mlp_in"))]
         if self.config.gated_mlp:
-            hidden *= self.activate(self.mlp_gate(x_BxTxD, tables.get("mlp_gate")))
-        else:
-            hidden = self.activate(hidden)
-        return self.mlp_out(hidden, tables.get("mlp_out"), shard.reduce)
+            products.append(self.mlp_gate(x_BxTxD, tables.get("mlp_gate")))
+        return self.mlp_out(self.activate(*products), tables.get("mlp_out"), shard.reduce)
 
     def _fuses_mlp(self, tables):
         """Returns whether `sparse_mlp` has this MLP: a biased GELU between two plain weights."""
@@ -190,9 +188,10 @@ class Block(nnx.Module):
             and not any(isinstance(tables.get(name), Probe) for name in names)
         )
 
-    def activate(self, hidden):
-        """Applies the activation of the MLP, elementwise."""
-        return ACTIVATIONS[self.config.activation](hidden)
+    def activate(self, hidden, gate=None):
+        """Applies the activation of the MLP, elementwise, to mlp_in's output or to the gate."""
+        activation = ACTIVATIONS[self.config.activation]
+        return activation(hidden) if gate is None else hidden * activation(gate)
 
 
 class Head(nnx.Module):
@@ -369,6 +368,11 @@ def block(
 def bind_block(config: ModelConfig) -> Callable[[dict], Block]:
     """Returns a function from the parameters of one layer to its Block module."""
     return lambda params: nnx.merge(_graph(Block, config), params)
+
+
+def tied_output(config: ModelConfig, embed_params: dict) -> Any:
+    """Returns the output layer that the head takes from "embed", or () if it has its own."""
+    return embed_params["tokens"] if config.tied_embeddings else ()
 
 
 def head(config: ModelConfig, params: dict, x_BxTxD: jax.Array) -> jax.Array:

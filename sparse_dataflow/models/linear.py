@@ -76,8 +76,9 @@ class Linear(nnx.Module):
 
     Parameters, all float32:
       kernel [in, out] (dense), or values [nnz, block, block] (block-sparse; see BlockLayout);
-      bias [out], if the config's `biases` name it; and, with rank r > 0, a_kernel [in, r], b_kernel [r, out] and gate [] of the
-      gated low-rank term (arXiv 2112.00029, section 3.3).  The gate starts at 1, b_kernel at 0.
+      bias [out], if the config's `biases` name it; and, with rank r > 0, a_kernel [in, r],
+      b_kernel [r, out] and gate [] of the gated low-rank term (arXiv 2112.00029, section 3.3).  The
+      gate starts at 1, b_kernel at 0.
 
     With `hadamard`, the stored blocks multiply the Walsh-Hadamard transform of x; the low-rank term
     multiplies x itself.

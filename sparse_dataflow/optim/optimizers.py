@@ -170,8 +170,9 @@ def map_moments(
 
 
 def decay_mask(params: dict) -> dict:
-    """Returns True for each leaf with weight decay: matrices of projections and embeddings."""
-    decayed = ("kernel", "values", "a_kernel", "b_kernel", "tokens", "positions")
+    """Returns True for each leaf with weight decay: matrices of projections, embeddings and output
+    layer."""
+    decayed = ("kernel", "values", "a_kernel", "b_kernel", "tokens", "positions", "output")
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in decayed, params)
 
 

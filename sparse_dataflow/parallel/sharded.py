@@ -181,14 +181,14 @@ class Sharded(Executor):
         return self._reordered(self._with_rows(state, model.vocab_size), cuts.inverse)
 
     def _row_shapes(self, state, vocabulary=None):
-        """Returns the state with new shapes for the token embedding and its moments.
+        """Returns the state with new shapes for embedding, output layer and their moments.
 
         They get `vocabulary` rows, or those of `sharding.padded_rows`. Returns the state itself if
         it has these rows.
         """
 
         def resized(path, leaf):
-            if not sharding.dotted_path(path).endswith("embed.tokens"):
+            if not sharding.dotted_path(path).endswith(sharding.VOCABULARY_ROWS):
                 return leaf
             rows = vocabulary or sharding.padded_rows(leaf.shape[0], self.mesh)
             if rows == leaf.shape[0]:
@@ -200,7 +200,7 @@ class Sharded(Executor):
         return state if same else shapes
 
     def _with_rows(self, state, vocabulary=None):
-        """Adds padding rows (zeros) to the placed embedding, or removes them."""
+        """Adds padding rows (zeros) to placed embedding and output layer, or removes them."""
         arrays = state._replace(tables=())
         shapes = self._row_shapes(arrays, vocabulary)
         if shapes is arrays:

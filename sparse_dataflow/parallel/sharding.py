@@ -14,13 +14,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
+from sparse_dataflow.config.model import PROJECTIONS, ROW_PARALLEL, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.parallel.mesh import BATCH_AXES, AnyMesh, batch_shards
 from sparse_dataflow.parallel.whole import GATHERED
 
-COLUMN_PARALLEL = ("qkv", "mlp_in")
-ROW_PARALLEL = ("attn_out", "mlp_out")
+COLUMN_PARALLEL = tuple(name for name in PROJECTIONS if name not in ROW_PARALLEL)
+VOCABULARY_ROWS = ("embed.tokens", "head.output")
+"""Parameters whose rows are the vocabulary."""
 
 _COLUMN, _ROW = "|".join(COLUMN_PARALLEL), "|".join(ROW_PARALLEL)
 _BLOCKS = r"blocks\.(?:\d+\.)?"
@@ -28,7 +29,7 @@ _BLOCKS = r"blocks\.(?:\d+\.)?"
 
 RULES = (
     # The first row whose expression matches the full path gives the axes that shard each dimension.
-    (r"embed\.tokens", P("tensor", "fsdp")),
+    (r"embed\.tokens|head\.output", P("tensor", "fsdp")),
     (r"embed\.positions", P(None, "fsdp")),
     (rf"{_BLOCKS}({_COLUMN})\.values", P("stage", ("tensor", "fsdp"))),
     (rf"{_BLOCKS}({_COLUMN})\.(kernel|b_kernel)", P("stage", "fsdp", "tensor")),
@@ -59,7 +60,7 @@ def spec(path: str, shape: tuple[int, ...], mesh: AnyMesh, fsdp: bool = True) ->
     """
     row = next(row for expression, row in RULES if re.fullmatch(expression, path))
     cuts = [list(entry_axes(entry)) for entry in [*row, *[None] * (len(shape) - len(row))]]
-    if path == "embed.tokens" and shape[0] % mesh.shape["tensor"]:
+    if path in VOCABULARY_ROWS and shape[0] % mesh.shape["tensor"]:
         cuts[0].remove("tensor")
     if cuts and "stage" in cuts[0] and shape[0] % mesh.shape["stage"]:
         cuts[0].remove("stage")
@@ -231,7 +232,8 @@ def refuse_indivisible(
             f"--batch that is a multiple of {shards * micro_batches}."
         )
     counts = {f"{model.num_heads} heads": model.num_heads, f"{sequence} tokens": sequence}
-    for name in PROJECTIONS:
+    counts[f"{model.kv_heads} key/value heads"] = model.kv_heads
+    for name in model.projections:
         linear, (inside, outside) = model.linear(name), model.projection_shape(name)
         side, features = ("output", outside) if name in COLUMN_PARALLEL else ("input", inside)
         if linear.kind == "block_sparse":

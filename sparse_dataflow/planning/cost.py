@@ -16,7 +16,7 @@ Pure Python: importing this module loads no jax.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from sparse_dataflow.config.layer_groups import mean_multiplier
 from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
@@ -33,27 +33,21 @@ class SectionFlops:
     """FLOPs per token by section, summed over layers.
 
     Attributes:
-      embed: 0, a lookup.
-      qkv: query, key and value projection.
-      attention: Q Kᵀ and A V.
-      attn_out: output projection of attention.
-      mlp_in: first projection of the MLP.
-      mlp_out: second projection of the MLP.
-      head: logits.
+      sections: name -> model FLOPs per token, in the order of execution: "embed" (0, a lookup),
+        each projection of the model, "attention" (Q Kᵀ and A V) and "head" (logits).
     """
 
-    embed: float
-    qkv: float
-    attention: float
-    attn_out: float
-    mlp_in: float
-    mlp_out: float
-    head: float
+    sections: Mapping[str, float]
 
     @property
-    def sections(self) -> dict[str, float]:
-        """Section name -> model FLOPs per token, in the order of execution."""
-        return dataclasses.asdict(self)
+    def attention(self) -> float:
+        """FLOPs per token of Q Kᵀ and A V."""
+        return self.sections["attention"]
+
+    @property
+    def head(self) -> float:
+        """FLOPs per token of the logits."""
+        return self.sections["head"]
 
     @property
     def total(self) -> float:
@@ -62,8 +56,8 @@ class SectionFlops:
 
     @property
     def projections(self) -> float:
-        """FLOPs per token of the four projections, which sparsity can reduce."""
-        return sum(self.sections[name] for name in PROJECTIONS)
+        """FLOPs per token of the projections, which sparsity can reduce."""
+        return sum(self.sections.get(name, 0.0) for name in PROJECTIONS)
 
     @property
     def projection_share(self) -> float:
@@ -74,7 +68,7 @@ class SectionFlops:
 def stored_fractions(config: ModelConfig) -> dict[str, float]:
     """Returns projection name -> stored fraction of its weight, averaged over layers, in (0, 1]."""
     mean = mean_multiplier(config)
-    specs = {name: config.linear(name) for name in PROJECTIONS}
+    specs = {name: config.linear(name) for name in config.projections}
     return {n: s.density * mean if s.kind == "block_sparse" else 1.0 for n, s in specs.items()}
 
 
@@ -86,8 +80,8 @@ def flops_per_token(
     Args:
       config: the model.
       sequence: tokens per sequence.
-      causal_half: whether to count the causal half of attention.  False counts the whole square,
-        which masked attention executes.
+      causal_half: whether to count the causal half of attention, and of it the sliding window.
+        False counts the whole square, which masked attention executes.
       training: whether to count forward and backward pass; False counts the forward pass.
 
     Raises:
@@ -96,20 +90,27 @@ def flops_per_token(
     if sequence < 1:
         raise UserError(f"sequence is {sequence} tokens; legal: 1 or more.")
     fractions, layers = stored_fractions(config), config.num_layers
-    forward = {}
-    for name in PROJECTIONS:
+    forward = {"embed": 0.0}
+    for name in config.projections:
+        if name == "attn_out":
+            keys = visible_keys(config, sequence) if causal_half else sequence
+            width = config.num_heads * config.head_width
+            forward["attention"] = 2 * 2.0 * layers * keys * width
         fan_in, fan_out = config.projection_shape(name)
         spec = config.linear(name)
         weights = fan_in * fan_out * fractions[name] + spec.rank * (fan_in + fan_out)
         if spec.hadamard:
             weights += fan_in * sum(factors(spec.hadamard))
         forward[name] = 2.0 * layers * weights
-    keys = sequence / 2 if causal_half else sequence
-    forward["attention"] = 2 * 2.0 * layers * keys * config.d_model
     forward["head"] = 2.0 * config.d_model * config.vocab_size
-    forward["embed"] = 0.0
     passes = 1 + BACKWARD_PER_FORWARD if training else 1
-    return SectionFlops(**{name: passes * flops for name, flops in forward.items()})
+    return SectionFlops({name: passes * flops for name, flops in forward.items()})
+
+
+def visible_keys(config: ModelConfig, sequence: int) -> float:
+    """Returns the mean keys that a query sees: half of the sequence, or fewer under a window."""
+    window = min(config.window or sequence, sequence)
+    return window - window**2 / (2 * sequence)
 
 
 def training_flops(phases: Iterable[tuple[ModelConfig, int]], sequence: int) -> float:
@@ -142,7 +143,7 @@ def orthogonalization_flops(config: ModelConfig) -> float:
     whole matrices, block-sparse weights are matrices of one block.
     """
     fractions, total = stored_fractions(config), 0.0
-    for name in PROJECTIONS:
+    for name in config.projections:
         spec, sides = config.linear(name), config.projection_shape(name)
         weights = sides[0] * sides[1] * fractions[name]
         m, n = sorted((spec.block, spec.block) if spec.kind == "block_sparse" else sides)
@@ -169,8 +170,8 @@ def flop_ceiling(config: ModelConfig, sequence: int) -> float:
 def decoding_bytes(config: ModelConfig, batch: int, cached: int) -> float:
     """Returns the bytes that a decoding step reads: each weight once, and the KV caches.
 
-    Weights and caches have the compute dtype.  The tied embedding is read once, as the output
-    layer; lookups count as 0.
+    Weights and caches have the compute dtype.  The output layer is read once; lookups count as 0.
+    Caches have the key/value heads.
 
     Args:
       config: the model.
@@ -179,12 +180,12 @@ def decoding_bytes(config: ModelConfig, batch: int, cached: int) -> float:
     """
     fractions = stored_fractions(config)
     weights: float = config.vocab_size * config.d_model
-    for name in PROJECTIONS:
+    for name in config.projections:
         fan_in, fan_out = config.projection_shape(name)
-        rank = config.linear(name).rank
+        rank, bias = config.linear(name).rank, fan_out if name in config.biases else 0
         stored = fan_in * fan_out * fractions[name] + rank * (fan_in + fan_out)
-        weights += config.num_layers * (stored + fan_out)
-    caches = 2 * config.num_layers * batch * cached * config.d_model
+        weights += config.num_layers * (stored + bias)
+    caches = 2 * config.num_layers * batch * cached * config.kv_heads * config.head_width
     return (weights + caches) * {"float32": 4, "bfloat16": 2}[config.compute_dtype]
 
 

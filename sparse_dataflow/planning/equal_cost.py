@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planning import cost
 from sparse_dataflow.sparsity.patterns import make_layout
@@ -39,7 +39,7 @@ def stored_parameters(model: ModelConfig) -> int:
     Embeddings do not count, as they stay dense (arXiv 2001.08361, section 2.1).
     """
     flops = cost.flops_per_token(model, 1, training=False).sections
-    return round(sum(flops[name] for name in PROJECTIONS) / 2)
+    return round(sum(flops[name] for name in model.projections) / 2)
 
 
 def mismatch(model: ModelConfig, cost_of: Cost, target: float) -> float:
@@ -101,7 +101,12 @@ def resized(model: ModelConfig, width: int, density: float) -> ModelConfig | Non
         linears = {n: dataclasses.replace(spec, density=density) for n, spec in specs.items()}
     try:
         return dataclasses.replace(
-            model, d_model=width, num_heads=heads, d_ff=d_ff, linears=linears
+            model,
+            d_model=width,
+            num_heads=heads,
+            num_kv_heads=model.num_kv_heads and heads * model.kv_heads // model.num_heads,
+            d_ff=d_ff,
+            linears=linears,
         )
     except UserError:  # For example a Hadamard transform that does not divide the width.
         return None
@@ -130,12 +135,20 @@ def _densities(density, ring):
 
 
 def _heads(width, model):
-    """Returns the number of heads whose width is nearest to the model's; 0 if none is near."""
-    head_width = model.d_model // model.num_heads
+    """Returns the number of heads whose width is nearest to the model's; 0 if none is near.
+
+    As many query heads share a key/value head as in the model.  A given head_dim stays.
+    """
+    group = model.num_heads // model.kv_heads
+    if model.head_dim:
+        heads, rest = divmod(width * model.num_heads, model.d_model)
+        return 0 if rest or heads % group else heads
+    head_width = model.head_width
     multiple = 2 if model.positions == "rotary" else 1
     fewest = max(1, math.ceil(width / head_width / HEAD_RATIO))
     most = math.floor(width / head_width * HEAD_RATIO)
     legal = [h for h in range(fewest, most + 1) if width % h == 0 and width // h % multiple == 0]
+    legal = [h for h in legal if h % group == 0]
     return min(legal, key=lambda h: abs(math.log(width / h / head_width)), default=0)
 
 

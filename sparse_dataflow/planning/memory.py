@@ -9,9 +9,10 @@ Pure Python: importing this module loads no jax.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from sparse_dataflow.config.layer_groups import with_densest_layers
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.planning.cost import stored_fractions
@@ -37,31 +38,40 @@ LARGE_SCALES = ("125m", "350m", "1.3b", "6.7b", TARGET_SCALE)
 def parameter_count(config: ModelConfig) -> int:
     """Counts the stored parameters.
 
-    The sum of: embeddings (vocab_size d_model, and max_len d_model for learned positions; the
-    output layer is tied); per block two norms (scale, and bias for layernorm), and for each
-    projection its stored weights, bias and low-rank term (rank (in + out), and a gate); and the
-    final norm.
+    The sum of: embeddings (vocab_size d_model, again for an output layer of its own, and max_len
+    d_model for learned positions); per block two norms (scale, and bias for layernorm), those of
+    queries and keys, and for each projection its stored weights, bias and low-rank term (rank (in +
+    out), and a gate); and the final norm.
 
     Args:
       config: the model.
     """
     fractions = stored_fractions(config)
-    norm = config.d_model * (2 if config.norm == "layernorm" else 1)
-    positions = config.max_len if config.positions == "learned" else 0
-    block, stored = 2 * norm, 0
-    for name in PROJECTIONS:
+    leaves = 2 if config.norm == "layernorm" else 1
+    norm = leaves * config.d_model
+    block, stored = 2 * norm + (2 * leaves * config.head_width if config.qk_norm else 0), 0
+    for name in config.projections:
         fan_in, fan_out = config.projection_shape(name)
         rank = config.linear(name).rank
         stored += round(config.num_layers * fan_in * fan_out * fractions[name])
-        block += fan_out + (rank * (fan_in + fan_out) + 1 if rank else 0)
-    embeddings = (config.vocab_size + positions) * config.d_model
-    return embeddings + stored + config.num_layers * block + norm
+        block += fan_out if name in config.biases else 0
+        block += rank * (fan_in + fan_out) + 1 if rank else 0
+    return embeddings(config) + stored + config.num_layers * block + norm
+
+
+def embeddings(config: ModelConfig) -> int:
+    """Counts the parameters of the embedding, learned positions and an untied output layer."""
+    positions = config.max_len if config.positions == "learned" else 0
+    matrices = 1 if config.tied_embeddings else 2
+    return (matrices * config.vocab_size + positions) * config.d_model
 
 
 def matrix_count(config: ModelConfig) -> int:
     """Counts the stored weights of projections, which Muon updates; see `parameter_count`."""
     fractions = stored_fractions(config)
-    sizes = (math.prod(config.projection_shape(name)) * fractions[name] for name in PROJECTIONS)
+    sizes = (
+        math.prod(config.projection_shape(name)) * fractions[name] for name in config.projections
+    )
     return sum(round(config.num_layers * size) for size in sizes)
 
 
@@ -210,7 +220,7 @@ def table_bytes(config: ModelConfig) -> int:
     """Returns the bytes of the index tables of all layers."""
     fractions = stored_fractions(config)
     total = 0
-    for name in PROJECTIONS:
+    for name in config.projections:
         spec = config.linear(name)
         if spec.kind == "block_sparse":
             fan_in, fan_out = config.projection_shape(name)
@@ -239,6 +249,33 @@ class ActivationBytes:
     ends: int
 
 
+class BlockWidths(NamedTuple):
+    """Features per token of the activations inside a block.
+
+    Attributes:
+      queries: of all query heads; also of attention's output.
+      keys_values: of keys and values together.
+      normed: inputs of query and key norms, 0 without them.
+      products: outputs of mlp_gate and mlp_in.
+      hidden: those of the MLP that the backward pass reads.
+    """
+
+    queries: int
+    keys_values: int
+    normed: int
+    products: int
+    hidden: int
+
+
+def block_widths(config: ModelConfig) -> BlockWidths:
+    """Returns the widths of the activations inside a block."""
+    queries = config.num_heads * config.head_width
+    keys_values = 2 * config.kv_heads * config.head_width
+    normed = queries + keys_values // 2 if config.qk_norm else 0
+    products, hidden = (2, 4) if config.gated_mlp else (1, 2)
+    return BlockWidths(queries, keys_values, normed, products * config.d_ff, hidden * config.d_ff)
+
+
 def activation_bytes(
     config: ModelConfig, sequence: int, fused_attention: bool = False
 ) -> ActivationBytes:
@@ -246,20 +283,24 @@ def activation_bytes(
 
     The counts follow XLA's buffer assignment for a scanned pre-norm block with
     `jax.nn.dot_product_attention` and tanh GELU in float32.  Remat "full" saves the block's input.
-    "dots" adds the projection outputs that the backward pass reads (qkv 3 d, attn_out d, mlp_in
-    d_ff).  "none" saves 12 d + 2 d_ff (norms; q, k, v in both memory orders; GELU's input and
-    output) and the scores twice, as logits and as probabilities.  In bfloat16, XLA allocates up to
-    a third more on a CPU, where it computes elementwise operations in float32.
+    "dots" adds the projection outputs that the backward pass reads (q, k, v, attn_out and mlp_in,
+    3 d + d + d_ff in GPT-3).  "none" saves 12 d + 2 d_ff there (5 d of norms and sums; q, k, v in
+    both memory orders and attention's output; GELU's input and output) and the scores twice, as
+    logits and as probabilities.  A gated MLP saves two more of d_ff (gate and product), and query
+    and key norms their inputs.  In bfloat16, XLA allocates up to a third more on a CPU, where it
+    computes elementwise operations in float32.
     """
     compute = DTYPE_BYTES[config.compute_dtype]
-    d, d_ff = config.d_model, config.d_ff
+    d, widths = config.d_model, block_widths(config)
+    heads = widths.queries + widths.keys_values
     # Scores are float32; probabilities have the compute dtype.
     scores = 0 if fused_attention else config.num_heads * sequence * (4 + compute)
-    whole_block = (12 * d + 5 * d_ff) * compute + scores
+    unfused = 5 * d + heads + widths.queries + heads + widths.normed + widths.hidden
+    whole_block = (unfused + 3 * config.d_ff) * compute + scores
     saved = {
         "full": d * compute,
-        "dots": (5 * d + d_ff) * compute,
-        "none": whole_block - 3 * d_ff * compute,
+        "dots": (2 * d + heads + widths.products) * compute,
+        "none": unfused * compute + scores,
     }[config.remat]
     # "full": input; "dots": also attn_out's output; "none": also both sums and both norm outputs.
     boundary = {"full": 1, "dots": 2, "none": 5}[config.remat] * d * compute

@@ -27,12 +27,12 @@ arXiv 2401.10241, table 2).
 RECOMPUTED = {
     "none": (),
     "dots": ("attention",),
-    "full": ("qkv", "attention", "attn_out", "mlp_in"),
-    "block": ("qkv", "attention", "attn_out", "mlp_in", "mlp_out"),
-    "keep_qkv": ("attention", "attn_out", "mlp_in"),
-    "keep_qkv_out": ("attention", "mlp_in"),
+    "full": ("qkv", "q", "k", "v", "attention", "attn_out", "mlp_gate", "mlp_in"),
+    "block": ("qkv", "q", "k", "v", "attention", "attn_out", "mlp_gate", "mlp_in", "mlp_out"),
+    "keep_qkv": ("attention", "attn_out", "mlp_gate", "mlp_in"),
+    "keep_qkv_out": ("attention", "mlp_gate", "mlp_in"),
 }
-"""Remat policy -> sections that are recomputed.
+"""Remat policy -> sections that are recomputed, where the model has them.
 
 "none", "dots" and "full" are policies of this project.  The others describe published runs: "block"
 is Megatron's full recomputation, "keep_qkv" and "keep_qkv_out" are MaxText's policies that offload

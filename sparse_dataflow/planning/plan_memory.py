@@ -13,7 +13,7 @@ import itertools
 import numpy as np
 
 from sparse_dataflow.config.layer_groups import layer_groups, with_densest_layers
-from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
+from sparse_dataflow.config.model import ROW_PARALLEL, ModelConfig
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.cost import stored_fractions
 from sparse_dataflow.planning.memory import MemoryEstimate
@@ -52,14 +52,14 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     staged_gradients = memory.MASTER_BYTES * (1 + np.where(sharded, shares[2], 0))
     # Working copy: a stage gathers its weights once per step and keeps them.  Otherwise it is a
     # copy of the local shard in the compute dtype, plus one gathered layer.
-    block = block_weights - embedding(config) / plan.tensor
+    block = block_weights - memory.embeddings(config) / plan.tensor
     unsharded = weights if remat == "none" else block_weights
     gathered = weights * shares[3] + block
     copies = np.where(sharded & (plan.zero == 3), gathered, unsharded)
     copies = np.where(staged, weights if plan.zero == 3 else block_weights, copies)
     gathers_weights = sharded & (plan.zero == 3)
     # Gradients of the embedding and of one projection before they are reduce-scattered.
-    full = (embedding(config) + _largest_projection(config)) / plan.tensor
+    full = (memory.embeddings(config) + _largest_projection(config)) / plan.tensor
     full = np.where(sharded & ~staged & (plan.zero >= 2), memory.MASTER_BYTES * full, 0)
     activations = tokens * np.where(
         staged, pipeline_bytes(config, plan), saved * layers * in_flight(plan)
@@ -81,16 +81,10 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     )
 
 
-def embedding(config: ModelConfig) -> int:
-    """Returns the number of parameters of the embedding and of learned positions."""
-    positions = config.max_len if config.positions == "learned" else 0
-    return (config.vocab_size + positions) * config.d_model
-
-
 def _largest_projection(config):
     """Returns the largest number of stored weights of one projection in one layer."""
     fractions = stored_fractions(with_densest_layers(config))
-    return max(fractions[n] * np.prod(config.projection_shape(n)) for n in PROJECTIONS)
+    return max(fractions[n] * np.prod(config.projection_shape(n)) for n in config.projections)
 
 
 def _shard_share(config, plan, stage):
@@ -102,15 +96,15 @@ def _shard_share(config, plan, stage):
     if plan.zero < stage:
         return 1.0
     fsdp, tensor = np.asarray(plan.fsdp), np.asarray(plan.tensor)
-    total = embedding(config)
-    local = np.where(config.d_model % fsdp == 0, embedding(config) / fsdp, embedding(config))
-    for group, name in itertools.product(layer_groups(config), PROJECTIONS):
+    total = memory.embeddings(config)
+    local = np.where(config.d_model % fsdp == 0, total / fsdp, total)
+    for group, name in itertools.product(layer_groups(config), config.projections):
         spec, (inside, outside) = config.linear(name), config.projection_shape(name)
         stored = inside * outside * stored_fractions(group.model)[name]
         if spec.kind == "block_sparse":
             blocks = round(stored / spec.block**2)
             divides = (blocks % (fsdp * tensor) == 0) | (spec.block % fsdp == 0)
-        elif name in ("qkv", "mlp_in"):
+        elif name not in ROW_PARALLEL:
             divides = (inside % fsdp == 0) | (outside % (fsdp * tensor) == 0)
         else:
             divides = outside % fsdp == 0
@@ -125,7 +119,7 @@ def pipeline_bytes(config: ModelConfig, plan: ParallelPlan):
 
     These are the arrays that the forward pass saves for each block in flight, and the arrays that
     `layer_actions` passes from the backward pass of the input to that of the weights.  As counted
-    in the buffers of a traced pipeline, with d = d_model:
+    in the buffers of a traced pipeline, with d = d_model and an MLP without a gate:
 
     - Remat "full" saves the input.  Its recomputation saves both norm outputs for the whole
       sequence, q, k, v, attention's output twice, GELU's input and output, and six float32 arrays
@@ -138,14 +132,17 @@ def pipeline_bytes(config: ModelConfig, plan: ParallelPlan):
     gathered = config.d_model * compute
     residual = gathered / tensor if plan.sequence_parallel else gathered
     norm = config.d_model * memory.MASTER_BYTES * (1 / tensor if plan.sequence_parallel else 1.0)
-    head, hidden = gathered / tensor, config.d_ff * compute / tensor
-    block_buffers = 2 * gathered + 2 * hidden + 5 * head + NORM_COPIES[config.remat] * norm
-    passed_on = 2 * gathered + hidden + 3 * head + 4 * residual + 2 * norm
+    widths = memory.block_widths(config)
+    queries, keys_values, normed, products, hidden = (n * compute / tensor for n in widths)
+    heads = queries + keys_values
+    block_buffers = 2 * gathered + hidden + heads + normed + 2 * queries
+    block_buffers = block_buffers + NORM_COPIES[config.remat] * norm
+    passed_on = 2 * gathered + products + heads + 4 * residual + 2 * norm
     saved, recomputed = residual, 0.0 * residual
     if config.remat == "full":
         recomputed = block_buffers
     elif config.remat == "dots":
-        saved = 2 * residual + 3 * head + hidden
+        saved = 2 * residual + heads + products
         passed_on = passed_on + residual + 4 * norm
     else:
         saved = block_buffers + 2 * residual

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.model import ROW_PARALLEL, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planning import relay
@@ -211,7 +211,7 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
     if interleaved:
         schedule = schedule | (plan.accumulation % stage != 0)
     return {
-        "heads": (config.num_heads % tensor != 0)
+        "heads": (config.kv_heads % tensor != 0)
         | (request.sequence % tensor != 0)
         | _uneven_blocks(config, tensor),
         "chips": np.asarray(plan.chips) != request.chips,
@@ -295,7 +295,7 @@ def _uneven_blocks(config, tensor):
     uneven = np.zeros(np.shape(tensor), bool)
     for name in config.sparse_projections:
         fan_in, fan_out = config.projection_shape(name)
-        sharded = fan_out if name in ("qkv", "mlp_in") else fan_in
+        sharded = fan_in if name in ROW_PARALLEL else fan_out
         uneven |= sharded % (config.linear(name).block * tensor) != 0
     return uneven
 

@@ -11,13 +11,18 @@ from collections.abc import Mapping
 import numpy as np
 
 from sparse_dataflow.config.layer_groups import with_densest_layers
-from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
+from sparse_dataflow.config.model import PROJECTIONS, ROW_PARALLEL, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip, Network
 from sparse_dataflow.planning import collectives
-from sparse_dataflow.planning.cost import orthogonalization_flops, stored_fractions
+from sparse_dataflow.planning.cost import orthogonalization_flops, stored_fractions, visible_keys
 from sparse_dataflow.planning.efficiency import Efficiency, block_rate
-from sparse_dataflow.planning.memory import DTYPE_BYTES, matrix_count, parameter_count
+from sparse_dataflow.planning.memory import (
+    DTYPE_BYTES,
+    block_widths,
+    matrix_count,
+    parameter_count,
+)
 from sparse_dataflow.planning.parallel_plan import BUBBLES, RECOMPUTED, ParallelPlan
 
 # Fused? -> elements per token that element-wise operations of a block's forward pass read and
@@ -79,7 +84,10 @@ class StepTime:
     @property
     def groups(self) -> dict[str, np.ndarray | float]:
         """Name in GROUPS -> seconds."""
-        return {group: sum(self.terms[t] for t in terms) for group, terms in GROUPS.items()}
+        return {
+            group: sum(self.terms[t] for t in terms if t in self.terms)
+            for group, terms in GROUPS.items()
+        }
 
     @property
     def limit(self) -> str:
@@ -119,13 +127,14 @@ GROUPS = {
 def with_passes(sections: Mapping[str, Section]) -> dict[str, Section]:
     """Returns each product plus its element-wise passes, to show fusion in operational intensity.
 
-    Each projection gets a quarter of the norms and residual sums, and mlp_in also GELU.
+    Each projection gets an equal share of the norms and residual sums, and mlp_in also GELU.
     """
+    names = [name for name in PROJECTIONS if name in sections]
     result = {}
-    for name in (*PROJECTIONS, "attention"):
+    for name in (*names, "attention"):
         s = sections[name]
         if name != "attention":
-            added = [(sections["norms"], 1 / 4)]
+            added = [(sections["norms"], 1 / len(names))]
             added += [(sections["gelu"], 1.0)] if name == "mlp_in" else []
             size = s.bytes + sum(share * other.bytes for other, share in added)
             seconds = s.seconds + sum(share * other.seconds for other, share in added)
@@ -167,11 +176,12 @@ def step_time(
         network = Network(1, 1.0, 1.0)
     rates = rates or {}
     sections = _sections(config, sequence, plan, chip, efficiency, rates)
-    block = {name: 3 * sections[name].seconds for name in PROJECTIONS}
+    block = {name: 3 * sections[name].seconds for name in config.projections}
     factor = 1 + (ATTENTION_BACKWARD if plan.fused_attention else 2)
     block["attention"] = factor * sections["attention"].seconds
     recomputed = RECOMPUTED[plan.remat]
-    block["recompute"] = sum((sections[name].seconds for name in recomputed), 0.0)
+    again = (sections[name].seconds for name in recomputed if name in sections)
+    block["recompute"] = sum(again, 0.0)
     # Norms and GELU are recomputed with the products that read them.
     passes = sections["norms"].seconds + sections["gelu"].seconds
     block["element-wise"] = (4 if "mlp_in" in recomputed else 3) * passes
@@ -261,24 +271,25 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
         return Section(flops, size, np.maximum(flops / rate, size / memory))
 
     sections = {}
-    for name in PROJECTIONS:
+    for name in config.projections:
         fan_in, fan_out = config.projection_shape(name)
         spec = config.linear(name)
-        if name in ("qkv", "mlp_in"):
-            fan_out = fan_out / tensor
-        else:
+        if name in ROW_PARALLEL:
             fan_in = fan_in / tensor
+        else:
+            fan_out = fan_out / tensor
         relative = block_rate(chip.family, spec, efficiency)
-        sections[name] = product(name, fan_in, fan_out, fractions[name], relative, spec.rank)
-        if name == "qkv":
+        if name == "attn_out":
             sections["attention"] = _attention(
                 config, sequence, tokens, tensor, plan, peak, memory, efficiency, rates
             )
+        sections[name] = product(name, fan_in, fan_out, fractions[name], relative, spec.rank)
     d_share = tensor if plan.sequence_parallel else 1.0
     d_elements, ff_elements = ELEMENTS[plan.fused]
     for name, elements in (
         ("norms", d_elements * config.d_model / d_share),
-        ("gelu", ff_elements * config.d_ff / tensor),
+        # A gate is one more operand of the activation: two reads and a write.
+        ("gelu", ff_elements * (1.5 if config.gated_mlp else 1) * config.d_ff / tensor),
     ):
         size = dtype_bytes * tokens * elements
         sections[name] = Section(0.0 * size, size, size / rates.get(name, memory))
@@ -290,9 +301,10 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
 
 
 def _attention(config, sequence, tokens, tensor, plan, peak, memory, efficiency, rates):
-    keys = sequence / 2 if plan.fused_attention else sequence
-    flops = 2 * 2.0 * tokens * keys * config.d_model / tensor
-    size = 4 * tokens * config.d_model / tensor * DTYPE_BYTES[config.compute_dtype]
+    keys = visible_keys(config, sequence) if plan.fused_attention else sequence
+    queries, keys_values = block_widths(config)[:2]
+    flops = 2 * 2.0 * tokens * keys * queries / tensor
+    size = (2 * queries + keys_values) * tokens / tensor * DTYPE_BYTES[config.compute_dtype]
     if not plan.fused_attention:
         size = size + SCORE_BYTES * tokens * sequence * config.num_heads / tensor
     if "attention" in rates:

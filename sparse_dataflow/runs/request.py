@@ -9,7 +9,7 @@ from typing import Any
 import sparse_dataflow.sparsity.evolution
 import sparse_dataflow.sparsity.patterns  # noqa: F401
 from sparse_dataflow.config import presets, settings
-from sparse_dataflow.config.model import PROJECTIONS
+from sparse_dataflow.config.model import FAMILY_FIELDS, PROJECTIONS
 from sparse_dataflow.config.parallel import ONLY_RELAY, ParallelConfig
 from sparse_dataflow.config.presets import GPT2_VOCABULARY, SIZES
 from sparse_dataflow.config.run import RunConfig
@@ -79,11 +79,8 @@ OLD_FLAGS = {
 
 FROM_WEIGHTS = ("scale", "model.num_layers", "model.d_model", "model.num_heads", "model.d_ff",
                 "model.vocab_size", "model.max_len", "model.norm", "model.positions",
-                "model.activation", "model.parametrization", "model.num_kv_heads", "model.head_dim",
-                "model.fused_qkv", "model.gated_mlp", "model.qk_norm", "model.window",
-                "model.tied_embeddings", "model.biases", "model.norm_epsilon",
-                "model.rotary_base", "model.rotary_factor", "model.rotary_low",
-                "model.rotary_high", "model.rotary_length", "data.tokenizer")  # fmt: skip
+                "model.activation", "model.parametrization", "data.tokenizer",
+                *(f"model.{name}" for name in FAMILY_FIELDS))  # fmt: skip
 """Settings that the weights of --init_from determine."""
 
 PROCESS = tuple(

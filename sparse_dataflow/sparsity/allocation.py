@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from sparse_dataflow.config.layer_groups import layer_groups, mean_multiplier
-from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.sparsity.patterns import legal_densities, make_layout
 
@@ -164,12 +164,12 @@ def _named(model, budget):
     densities = {}
     for item in budget.split(","):
         name, colon, text = item.partition(":")
-        if not colon or name not in PROJECTIONS:
+        if not colon or name not in model.projections:
             raise UserError(
                 f"--set sparsity.budget={budget} is not legal: {item!r} names no projection; "
                 "legal: "
-                f"{', '.join(BUDGETS)}, {DEPTH}1.5x,0.5x, or densities such as {PROJECTIONS[0]}:"
-                f"0.25,{PROJECTIONS[2]}:0.125 of {', '.join(model.sparse_projections)}."
+                f"{', '.join(BUDGETS)}, {DEPTH}1.5x,0.5x, or densities such as attn_out:"
+                f"0.25,mlp_in:0.125 of {', '.join(model.sparse_projections)}."
             )
         if name not in model.sparse_projections:
             raise UserError(
@@ -205,13 +205,13 @@ def allocation_table(
       model: the config.
       flops: model -> projection -> training FLOPs per token over all layers (see `planning.cost`).
     """
-    total = sum(flops(model)[name] for name in PROJECTIONS)
+    total = sum(flops(model)[name] for name in model.projections)
     groups = layer_groups(model)
     lines = [f"{'projection':<11}{'grid':>11}{'density':>9}{'blocks a layer':>16}{'FLOPs':>8}"]
     labels = ["layers"]
     for group in groups:
         layers, group_flops = group.layers, flops(group.model)
-        for name in PROJECTIONS:
+        for name in model.projections:
             share = group_flops[name] * len(layers) / model.num_layers / total
             lines.append(_row(group.model, name, share))
             labels.append(f"{layers.start + 1} to {layers.stop}")
@@ -220,7 +220,7 @@ def allocation_table(
     lines = [f"{label:<11}{line}" for label, line in zip(labels, lines)]
     mean = ", ".join(
         f"{name} {model.linear(name).density * mean_multiplier(model):.4g}"
-        for name in PROJECTIONS
+        for name in model.projections
         if name in model.sparse_projections
     )
     return "\n".join([*lines, f"mean density over {model.num_layers} layers: {mean}"])

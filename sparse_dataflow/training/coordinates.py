@@ -90,6 +90,9 @@ def with_width(model: ModelConfig, d_model: int) -> ModelConfig:
     """
     heads = max(1, d_model * model.num_heads // model.d_model)
     d_ff = d_model * model.d_ff // model.d_model
-    wide = dataclasses.replace(model, d_model=d_model, num_heads=heads, d_ff=d_ff)
+    kv_heads = model.num_kv_heads and max(1, heads * model.kv_heads // model.num_heads)
+    wide = dataclasses.replace(
+        model, d_model=d_model, num_heads=heads, num_kv_heads=kv_heads, d_ff=d_ff
+    )
     gpt.check_layouts(wide)
     return wide

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.model import FAMILY_FIELDS, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
@@ -20,10 +20,18 @@ from sparse_dataflow.training.step import abstract_state
 def identity(
     model: ModelConfig, training: TrainingConfig, evolution: EvolutionConfig, tokenizer_hash: str
 ) -> dict[str, Any]:
-    """Returns the config that a checkpoint stores and that restoring compares, JSON-able."""
+    """Returns the config that a checkpoint stores and that restoring compares, JSON-able.
+
+    Family fields at their default are left out, so that a checkpoint from before a field fits.
+    """
+    default = {f.name: f.default for f in dataclasses.fields(model) if f.name in FAMILY_FIELDS}
     return {
-        # Rematerialization does not change results.
-        "model": {name: value for name, value in model.to_json().items() if name != "remat"},
+        "model": {
+            name: value
+            for name, value in model.to_json().items()
+            # Rematerialization does not change results.
+            if name != "remat" and (name not in default or getattr(model, name) != default[name])
+        },
         "training": training.to_json(),
         "evolution": dataclasses.asdict(evolution),
         "tokenizer": tokenizer_hash,

@@ -4,6 +4,7 @@ Times of single sections leave out the effect of fusion between sections; "other
 measured step.
 """
 
+import functools
 import time
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.config.layer_groups import layer_groups, split_groups
-from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed.warm_up import warm_up
 from sparse_dataflow.kernels.attention.api import causal_attention
@@ -37,7 +38,7 @@ def section_seconds(
       "other"} -> seconds; "other" is at least 0.
     """
     rows = training.batch // training.micro_batches
-    B, T, D, F = rows, training.sequence, model.d_model, model.d_ff
+    B, T, D = rows, training.sequence, model.d_model
     rng = np.random.default_rng(0)
     dtype = jnp.dtype(model.compute_dtype)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
@@ -61,27 +62,34 @@ def section_seconds(
             total += len(group.layers) * _seconds(forward, (params, x))
         return total
 
-    def elementwise(params, x, hidden):
+    def elementwise(params, x, normed, products):
         bound = block(params)
-        return bound.norm1(x), bound.norm2(x), bound.activate(hidden)
+        heads = [getattr(bound, name)(leaf) for name, leaf in normed.items()]
+        return bound.norm1(x), bound.norm2(x), heads, bound.activate(*products)
 
     def head(params, embedding, x, targets, weights):
         return gpt.head_loss(model, params, embedding, x, targets, weights)
 
-    heads = (B, T, model.num_heads, D // model.num_heads)
+    q, k, v = (
+        draw(B, T, heads, model.head_width)
+        for heads in (model.num_heads, model.kv_heads, model.kv_heads)
+    )
+    attend = functools.partial(causal_attention, window=model.window)
     targets = jnp.asarray(rng.integers(model.vocab_size, size=(B, T)), jnp.int32)
     weights = jnp.full((B, T), 1 / (B * T), jnp.float32)
     embed_params, head_params = state.params["embed"], state.params["head"]
     layers = model.num_layers
-    qkv = tuple(draw(*heads) for _ in range(3))
-    inputs = (first_layers[0][0], draw(B, T, D), draw(B, T, F))
+    normed = {"q_norm": q, "k_norm": k} if model.qk_norm else {}
+    products = [draw(B, T, model.d_ff) for _ in range(2 if model.gated_mlp else 1)]
+    inputs = (first_layers[0][0], draw(B, T, D), normed, products)
+    first = model.projections.index("attn_out")
     micro_batch = {
         "embed": _seconds(
             lambda params, tokens: gpt.embed(model, params, tokens), (embed_params,), targets
         ),
-        "qkv": projection("qkv"),
-        "attention": layers * _seconds(causal_attention, qkv),
-        **{name: projection(name) for name in PROJECTIONS[1:]},
+        **{name: projection(name) for name in model.projections[:first]},
+        "attention": layers * _seconds(attend, (q, k, v)),
+        **{name: projection(name) for name in model.projections[first:]},
         "norms and GELU": layers * _seconds(elementwise, inputs),
         "head and loss": _seconds(
             head, (head_params, embed_params["tokens"], draw(B, T, D)), targets, weights

@@ -27,7 +27,7 @@ from sparse_dataflow.config.layer_groups import (
     layer_linear,
     split_groups,
 )
-from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.distributed.processes import to_host
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
@@ -71,7 +71,7 @@ def update_layouts(
             norms = _block_norms(place.module(state.params)["values"])
             for layer, layer_norms in zip(place.layers, norms, strict=True):
                 gradients = None if gradient_norms is None else gradient_norms[name][layer]
-                rng = np.random.default_rng([*seed, PROJECTIONS.index(name), layer])
+                rng = np.random.default_rng([*seed, model.projections.index(name), layer])
                 new.append(update(old[layer], layer_norms, gradients, share, shards, rng))
             sources = np.stack([block_sources(old[i], new[i]) for i in place.layers])
             gather = functools.partial(_gather_blocks, sources=sources)

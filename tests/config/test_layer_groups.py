@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.aot import traced
 from sparse_dataflow.config.layer_groups import layer_groups, layer_linear, split_groups
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import cost, memory
+
+PROJECTIONS = SIZES["nano"].projections
 
 SPEC = LinearSpec("block_sparse", "cyclic", 1 / 4, block=8)
 DENSE = ModelConfig(num_layers=3, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12)

@@ -4,6 +4,7 @@ import dataclasses
 
 import tokenizers
 
+from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 
@@ -17,6 +18,10 @@ CONFIGS = {
     "sparse": SPARSE,
     "low rank": LOW_RANK,
     "by depth": dataclasses.replace(LOW_RANK, density_by_depth=(2.0, 1.0)),
+    "llama": dataclasses.replace(
+        DENSE, **FAMILIES["llama"], num_kv_heads=2, head_dim=12, window=3
+    ).with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=4)),
+    "qwen3": dataclasses.replace(DENSE, **FAMILIES["qwen3"], num_kv_heads=1, window=1),
     "rotary": dataclasses.replace(SPARSE, positions="rotary", norm="rmsnorm"),
 }
 

@@ -96,5 +96,5 @@ def test_decoding_bytes_are_those_of_the_weights_and_caches(config, dtype):
     read = sum(leaf.nbytes for leaf in leaves)
     assert cost.decoding_bytes(config, batch=1, cached=0) == read
     size = jnp.dtype(dtype).itemsize
-    cached = 2 * config.num_layers * 3 * 7 * config.d_model * size
+    cached = 2 * config.num_layers * 3 * 7 * config.kv_heads * config.head_width * size
     assert cost.decoding_bytes(config, batch=3, cached=7) == read + cached

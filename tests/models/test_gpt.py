@@ -9,13 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning.memory import parameter_count
 from sparse_dataflow.training.step import initial_state, make_train_step
+
+PROJECTIONS = SIZES["nano"].projections
 
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12)
 HALF = LinearSpec("block_sparse", "butterfly", density=0.5, block=8)

@@ -9,10 +9,13 @@ import pytest
 import scipy.linalg
 from flax import nnx
 
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.linear import Linear, projection_layout
 from sparse_dataflow.sparsity.patterns import make_layout
+
+PROJECTIONS = SIZES["nano"].projections
 
 WIDE = ModelConfig(num_layers=2, d_model=256, num_heads=4, d_ff=1024, vocab_size=40, max_len=12)
 

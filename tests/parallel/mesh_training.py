@@ -20,8 +20,9 @@ import numpy as np
 
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.layer_groups import split_groups
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.models import gpt
@@ -48,7 +49,7 @@ DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=4
 
 def sparse(pattern, rank=0, hadamard=0, **changes):
     spec = LinearSpec("block_sparse", pattern, 0.5, 8, rank, hadamard)
-    return dataclasses.replace(DENSE, linears=dict.fromkeys(PROJECTIONS, spec), **changes)
+    return dataclasses.replace(DENSE, linears=dict.fromkeys(DENSE.projections, spec), **changes)
 
 
 MODELS = {
@@ -59,6 +60,10 @@ MODELS = {
     "sparse_depth": sparse("monarch", num_layers=3, density_by_depth=(2.0, 2.0, 1.0)),
     "dense_deep": dataclasses.replace(DENSE, num_layers=8),
     "sparse_deep": sparse("monarch", num_layers=5),
+    "llama": dataclasses.replace(
+        DENSE, **FAMILIES["llama"], num_kv_heads=2, vocab_size=45, remat="full", window=5
+    ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8)),
+    "qwen3": dataclasses.replace(DENSE, **FAMILIES["qwen3"], num_kv_heads=2, head_dim=12),
     "sparse_deep_full": sparse("random", rank=4, hadamard=4, num_layers=5, remat="full"),
 }
 
@@ -126,6 +131,8 @@ def without_key_bias(params):
     """Drops the key biases: their gradient is rounding error, which Adam scales to a full step."""
 
     def without(blocks):
+        if "bias" not in blocks.get("qkv", {}):
+            return blocks
         bias = blocks["qkv"]["bias"]
         bias = bias.reshape(len(bias), DENSE.num_heads, 3, -1)
         return {**blocks, "qkv": {**blocks["qkv"], "bias": bias[:, :, [0, 2]]}}
@@ -198,7 +205,7 @@ def evolve(name, texts):
     model = sparse("random", rank=4 if method == "low_rank_tail" else 0)
     if dense:
         spec = LinearSpec("block_sparse", "random", 0.25, 8)
-        model = dataclasses.replace(DENSE, linears=dict.fromkeys(PROJECTIONS, spec))
+        model = dataclasses.replace(DENSE, linears=dict.fromkeys(DENSE.projections, spec))
     if by_depth:
         model = dataclasses.replace(model, density_by_depth=(2.0, 1.0) if dense else (1.0, 0.5))
     training = TrainingConfig(6, BATCH, SEQUENCE, learning_rate=1e-3)

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.block_gradients import block_gradient_norms
+
+PROJECTIONS = SIZES["nano"].projections
 
 SPARSE = LinearSpec("block_sparse", "cyclic", density=0.25, block=8)
 MODEL = ModelConfig(2, 64, 4, 128, vocab_size=40, max_len=8).with_linears(SPARSE)

@@ -30,15 +30,17 @@ def mesh_text(shape, zero=3, micro_batches=1):
         ("sparse", ["data:2,fsdp:2,tensor:2/2/2"]),
         ("sparse_rank", ["data:2,tensor:4/0/1"]),
         ("sparse_depth", ["data:2,fsdp:2,tensor:2/3/2"]),
+        ("llama", ["data:2,fsdp:2,tensor:2/3/2", "stage:2,fsdp:2,tensor:2/3/2/1f1b/1"]),
+        ("qwen3", ["data:4,tensor:2/0/1", "stage:2,data:2,tensor:2/1/2/zero_bubble/1"]),
     ],
 )
 def test_eight_devices_train_like_a_single_one(model, texts):
     results = mesh_training("compare", model, *texts)
     assert_like_single_device(results)
     for text, errors in results.items():
-        if "fsdp" not in text:
-            # "tensor" gathers activations alone: 16 / 2 rows of 8 tokens, of width 32.
-            rows = 8 // int(text[-1])
+        if "fsdp" not in text and "stage" not in text:
+            # "tensor" gathers activations alone: rows of 8 tokens, of width 32.
+            rows = 16 // int(text[5]) // int(text[-1])
             assert set(errors["gathered"]) <= {f"{rows}x8x32"}, errors["gathered"]
 
 

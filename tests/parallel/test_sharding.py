@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.parallel import mesh as meshes
@@ -20,7 +20,7 @@ from sparse_dataflow.training.step import abstract_state
 
 DENSE = ModelConfig(num_layers=2, d_model=64, num_heads=4, d_ff=256, vocab_size=48, max_len=16)
 SPEC = LinearSpec("block_sparse", "random", 0.25, 8, rank=4)
-SPARSE = dataclasses.replace(DENSE, linears=dict.fromkeys(PROJECTIONS, SPEC))
+SPARSE = dataclasses.replace(DENSE, linears=dict.fromkeys(DENSE.projections, SPEC))
 TRAINING = TrainingConfig(steps=2, batch=16, sequence=16)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import CHIPS, Chip
@@ -18,6 +18,8 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.optim import muon
 from sparse_dataflow.planning import cost
 from sparse_dataflow.planning.parallel_plan import RECOMPUTED
+
+PROJECTIONS = SIZES["nano"].projections
 
 MLP = ("mlp_in", "mlp_out")
 

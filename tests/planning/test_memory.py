@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import memory
+
+PROJECTIONS = SIZES["nano"].projections
 
 EIGHTH = dict.fromkeys(PROJECTIONS, LinearSpec("block_sparse", density=1 / 8))
 GIB = 2**30

@@ -7,13 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec
+from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import OPTIMIZERS
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.planning.plan_memory import in_flight, plan_bytes
+
+PROJECTIONS = SIZES["nano"].projections
 
 MODEL = dataclasses.replace(SIZES["1.3b"], compute_dtype="bfloat16")
 SPARSE = MODEL.with_linears(LinearSpec("block_sparse", density=1 / 8, block=128))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import OPTIMIZERS
 from sparse_dataflow.files.errors import UserError
@@ -25,6 +25,8 @@ from sparse_dataflow.planning.step_time import (
     stage_parameters,
     step_time,
 )
+
+PROJECTIONS = SIZES["nano"].projections
 
 GOLDEN = Path(__file__).parent / "explain.txt"
 IDEAL = Efficiency(1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)

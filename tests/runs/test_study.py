@@ -3,13 +3,14 @@
 import pytest
 
 from experiments import sparse_scaling_law
-from sparse_dataflow.config.model import PROJECTIONS
-from sparse_dataflow.config.presets import preset
+from sparse_dataflow.config.presets import SIZES, preset
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs import command_line
 from sparse_dataflow.runs.studies import study
 from sparse_dataflow.training.coordinates import with_width
 from sparse_dataflow.training.variants import variant
+
+PROJECTIONS = SIZES["nano"].projections
 
 CONFIG = preset("pico")
 

@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.config.layer_groups import layer_linear
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec
+from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planning import cost
 from sparse_dataflow.sparsity.allocation import allocate, allocation_table
 from sparse_dataflow.sparsity.patterns import make_layout
+
+PROJECTIONS = SIZES["nano"].projections
 
 SEQUENCE = 64
 

@@ -9,7 +9,8 @@ import pytest
 
 from sparse_dataflow.config.evolution import METHOD_NAMES, EvolutionConfig
 from sparse_dataflow.config.layer_groups import layer_linear
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.linear import projection_layout
 from sparse_dataflow.sparsity import evolution
@@ -23,6 +24,8 @@ from sparse_dataflow.sparsity.evolution import (
     register,
 )
 from sparse_dataflow.sparsity.patterns import make_layout
+
+PROJECTIONS = SIZES["nano"].projections
 
 SPARSE = LinearSpec("block_sparse", "monarch", density=0.125, block=8)
 LOWEST = LinearSpec("block_sparse", "monarch", density=0.0625, block=8)

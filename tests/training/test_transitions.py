@@ -10,7 +10,8 @@ import pytest
 import scipy.linalg
 
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.optimizers import adam_state, make_optimizer, map_moments
@@ -19,6 +20,8 @@ from sparse_dataflow.parallel import whole
 from sparse_dataflow.sparsity.evolution import METHODS, phase_specs
 from sparse_dataflow.training.step import initial_state
 from sparse_dataflow.training.transitions import change_model, update_layouts
+
+PROJECTIONS = SIZES["nano"].projections
 
 SPARSE = LinearSpec("block_sparse", "cyclic", density=0.25, block=8)
 MODEL = ModelConfig(2, 64, 4, 128, vocab_size=40, max_len=8).with_linears(SPARSE)

@@ -15,7 +15,7 @@ from sparse_dataflow.config.layer_groups import (
     layer_groups,
     split_groups,
 )
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.model import ROW_PARALLEL, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.optimizers import adam_state, make_optimizer
@@ -24,9 +24,6 @@ from sparse_dataflow.optim.train_state import TrainState
 EMBED, HEAD = "embed", "head"
 Section = str | int
 """EMBED, HEAD, or the number of a block."""
-
-RESIDUAL = ("attn_out", "mlp_out")
-"""Projections whose output is added to the residual stream."""
 
 
 def section_name(section: Section) -> str:
@@ -115,7 +112,7 @@ def fresh_state(
         group_model = layer_groups(model)[group_index(model, number)].model
         block = dict(_initializer(group_model, "block")(keys["blocks"][number]))
         if starting_blocks is not None and number >= starting_blocks:
-            block |= {name: jax.tree.map(np.zeros_like, block[name]) for name in RESIDUAL}
+            block |= {name: jax.tree.map(np.zeros_like, block[name]) for name in ROW_PARALLEL}
         _fill(view(params, number), block)
     moments = with_adam(shapes.moments, 0, mu, nu)
     return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key)

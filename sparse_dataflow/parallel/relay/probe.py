@@ -59,7 +59,8 @@ def block_gradient_norms(
         operands = fetch(layer, layer_tables(layer))
         stash.append(block_programs(layer).forward(*operands, stash[-1]))
     (head,) = fetch("head")
-    _, dx, _ = group_programs[0].head(head, embed["tokens"], stash.pop(), targets, weights)
+    tied = gpt.tied_output(model, embed)
+    _, dx, _ = group_programs[0].head(head, tied, stash.pop(), targets, weights)
     norms = []
     for layer in reversed(layers):
         operands = fetch(layer, layer_tables(layer))

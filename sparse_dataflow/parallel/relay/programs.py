@@ -36,12 +36,12 @@ class Programs(NamedTuple, Generic[T]):
     Attributes:
       embed: (embed params, int32 inputs [M, B, T]) -> x [M, B, T, D].
       forward: (block params, its tables, x) -> x after the block.
-      head: (head params, embedding [V, D], x, int32 targets, float32 weights [M, B, T]) ->
-        (float32 [] loss, dx, (gradient of the head, of the embedding)).
+      head: (head params, embedding [V, D] if tied else (), x, int32 targets, float32 weights
+        [M, B, T]) -> (float32 [] loss, dx, (gradient of the head, of the embedding)).
       backward: (block params, its tables, x, dy) -> (dx, gradient); recomputes the forward pass and
         donates dy.
       embed_backward: (inputs, dx, the head's gradient of the embedding) -> gradient of the embed
-        section; the embedding is tied, so it is the sum of both gradients.
+        section; the sum of both gradients of a tied embedding.
     """
 
     embed: T
@@ -62,7 +62,7 @@ class EvalPrograms(NamedTuple, Generic[T]):
 def device_dtype(model: ModelConfig, path: tuple) -> jnp.dtype:
     """Returns the dtype of the device's copy of a parameter: float32 for norms, else the compute
     dtype."""
-    norm = any(getattr(key, "key", "").startswith("norm") for key in path)
+    norm = any("norm" in getattr(key, "key", "") for key in path)
     return jnp.dtype("float32" if norm else model.compute_dtype)
 
 
@@ -124,7 +124,8 @@ def functions(model: ModelConfig) -> Programs[Callable]:
             return (), pull(dx)[0]
 
         gradient = dict(_accumulated(micro_batch, inputs, dx)[1])
-        gradient["tokens"] += embedding_gradient.astype(gradient["tokens"].dtype)
+        if model.tied_embeddings:
+            gradient["tokens"] += embedding_gradient.astype(gradient["tokens"].dtype)
         return _cast_like(params, gradient)
 
     return Programs(embed, forward, head, backward, embed_backward)
@@ -156,12 +157,13 @@ def arguments(model: ModelConfig, tables: dict, shape: tuple[int, int, int]) -> 
     weights = jax.ShapeDtypeStruct(shape, jnp.float32)
     x = jax.ShapeDtypeStruct((*shape, model.d_model), jnp.dtype(model.compute_dtype))
     tables = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), tables)
+    tied = gpt.tied_output(model, embed)
     return Programs(
         embed=(embed, tokens),
         forward=(block, tables, x),
-        head=(head, embed["tokens"], x, tokens, weights),
+        head=(head, tied, x, tokens, weights),
         backward=(block, tables, x, x),
-        embed_backward=(tokens, x, embed["tokens"]),
+        embed_backward=(tokens, x, tied),
     )
 
 

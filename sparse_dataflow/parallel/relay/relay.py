@@ -23,6 +23,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.parallel import CLIPPINGS
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError, first_line
+from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.train_state import StepReport, TrainState
 from sparse_dataflow.parallel.relay import programs as relay_programs
 from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule
@@ -195,10 +196,9 @@ class Relay:
         _prefetch_loop(blocks, lambda block: server.fetch(block, _layer(tables, block)), forward)
 
         params, embed = (server.fetch(section).result()[0] for section in (HEAD, EMBED))
-        (loss, dx, (head, embedding)), _ = run(
-            HEAD, "head", params, embed["tokens"], x, targets, weights
-        )
-        del x, params, embed
+        tied = gpt.tied_output(self.model, embed)
+        (loss, dx, (head, embedding)), _ = run(HEAD, "head", params, tied, x, targets, weights)
+        del x, params, embed, tied
         server.push(HEAD, head)
         del head
 
@@ -262,7 +262,8 @@ class Relay:
         blocks = range(self.model.num_layers)
         _prefetch_loop(blocks, lambda block: fetch(block, _layer(tables, block)), forward)
         (head,), (embed,) = (fetch(section).result() for section in (HEAD, EMBED))
-        return jax.device_get(run.head(head, embed["tokens"], x, targets, weights))
+        tied = gpt.tied_output(self.model, embed)
+        return jax.device_get(run.head(head, tied, x, targets, weights))
 
     def _stashed(self, x):
         if self.config.stash == "device":

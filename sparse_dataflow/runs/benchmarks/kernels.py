@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_dataflow.config.model import PROJECTIONS
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.hardware import detect as hardware
@@ -86,7 +85,7 @@ def _grid(options) -> Grid:
 
 def _shapes(text: str) -> list[tuple[int, int]]:
     if text in SIZES:
-        return [SIZES[text].projection_shape(projection) for projection in PROJECTIONS]
+        return [SIZES[text].projection_shape(projection) for projection in SIZES[text].projections]
     try:
         shapes = []
         for shape in text.split(","):

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.hardware import detect as hardware
@@ -111,7 +111,9 @@ def measured_rates(config: ModelConfig, training: TrainingConfig, chip: Chip) ->
     layout = dataclasses.replace(layout_of(config, training), accumulation=1)
     sections = step_time(one, training.sequence, layout, chip, PRIOR).sections
     seconds = {name: s / training.micro_batches for name, s in seconds.items()}
-    rates = {n: 3 * float(sections[n].flops) / seconds[n] for n in (*PROJECTIONS, "attention")}
+    rates = {
+        n: 3 * float(sections[n].flops) / seconds[n] for n in (*config.projections, "attention")
+    }
     rates["head"] = 3 * float(sections["head"].flops) / seconds["head and loss"]
     passes = 3 * float(sections["norms"].bytes + sections["gelu"].bytes)
     rates["norms"] = rates["gelu"] = passes / seconds["norms and GELU"]

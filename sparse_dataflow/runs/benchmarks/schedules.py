@@ -98,7 +98,7 @@ def case_of(chip: str, name: str, projection: str, block: int, density: float, t
     Args:
       chip: key of CLOCKS.
       name: DENSE or key of IMPLEMENTATIONS.
-      projection: one of `config.model.PROJECTIONS`.
+      projection: one of the 13B.
       block: side of a block; ignored for DENSE.
       density: stored fraction, at most; ignored for DENSE.
       tokens: rows of x.

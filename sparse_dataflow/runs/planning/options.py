@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import RECIPES, SIZES, preset
 from sparse_dataflow.config.settings import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, setting
 from sparse_dataflow.files.errors import UserError
@@ -59,7 +59,7 @@ def named_model(
     config = preset(scale, compute_dtype=dtype)
     if density == 1:
         return config.model
-    for name in PROJECTIONS:
+    for name in config.model.projections:
         for features in config.model.projection_shape(name):
             if features % block:
                 raise UserError(

@@ -27,7 +27,7 @@ from sparse_dataflow.training.variants import Variant, variant
 
 OWNER = "iso_flop"
 VARIED = (
-    *("model.d_model", "model.num_heads", "model.d_ff"),
+    *("model.d_model", "model.num_heads", "model.num_kv_heads", "model.d_ff"),
     *("sparsity.density", "sparsity.budget", "training.steps", "training.optimizer"),
 )
 """What the arms set, as `study.prepare` takes it."""
@@ -92,6 +92,7 @@ class Arm:
         changes: dict[str, Any] = {
             "model__d_model": self.model.d_model,
             "model__num_heads": self.model.num_heads,
+            "model__num_kv_heads": self.model.num_kv_heads,
             "model__d_ff": self.model.d_ff,
             "sparsity__density": self.stored_density,
             "training__optimizer": self.optimizer,

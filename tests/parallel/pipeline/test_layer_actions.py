@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from small_models import DENSE, MODEL, SPARSE, arbitrary_params, assert_same, tables_of
 
-from sparse_dataflow.config.model import PROJECTIONS
+from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.pipeline.layer_actions import layer_actions
+
+PROJECTIONS = SIZES["nano"].projections
 
 NIGHTLY = pytest.mark.nightly
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import OPTIMIZERS, TrainingConfig
 from sparse_dataflow.files.errors import UserError
@@ -38,6 +39,11 @@ MODELS = {
         linears={"qkv": dataclasses.replace(SPARSE, hadamard=8), "mlp_in": LinearSpec(rank=2)},
     ),
 }
+MODELS["llama"] = dataclasses.replace(DENSE, **FAMILIES["llama"], num_kv_heads=2, window=5)
+MODELS["llama"] = MODELS["llama"].with_linears(SPARSE, ["q", "v", "mlp_gate"])
+MODELS["qwen3"] = dataclasses.replace(
+    DENSE, **{**FAMILIES["qwen3"], "tied_embeddings": True}, num_kv_heads=1, head_dim=12
+)
 MODELS["by_depth"] = dataclasses.replace(MODELS["sparse"], density_by_depth=(2.0, 1.0, 1.0))
 
 
@@ -86,7 +92,11 @@ def assert_same_reports(mine, theirs, rtol):
 
 @pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize(
-    "name", ["dense", *(pytest.param(name, marks=pytest.mark.slow) for name in list(MODELS)[1:])]
+    "name",
+    [
+        *("dense", "llama", "qwen3"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sparse", "mixed", "by_depth")),
+    ],
 )
 def test_losses_equal_those_of_the_whole_executor(name, stash):
     """With tied embeddings, clipping, and learning rates by density."""
@@ -96,7 +106,7 @@ def test_losses_equal_those_of_the_whole_executor(name, stash):
     _, mine = relay_run(relay, fresh_state(model, how))
     theirs = whole_run(model, same)
     assert max(max(norms.values()) for _, norms in theirs) > how.clip
-    assert_same_reports(mine, theirs, rtol=2e-6)
+    assert_same_reports(mine, theirs, rtol=4e-6)
 
 
 @pytest.mark.parametrize("name", ["mixed", pytest.param("by_depth", marks=pytest.mark.slow)])

@@ -8,7 +8,6 @@ import json
 import pytest
 
 from experiments import interplay
-from sparse_dataflow.config.model import PROJECTIONS
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
@@ -17,6 +16,8 @@ from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.efficiency import PRIOR
 from sparse_dataflow.planning.step_time import step_time
 from sparse_dataflow.runs.benchmarks import interplay_report, interplay_step, prediction
+
+PROJECTIONS = SIZES["nano"].projections
 
 CHIP = Chip("cpu", {"float32": 2e11}, 2**34, 2e10)
 SECONDS = {"qkv": 0.03, "attention": 0.02, "attn_out": 0.01, "mlp_in": 0.04, "mlp_out": 0.05}
