@@ -52,7 +52,7 @@ def main(model="", folder=None, density=0.25, block=16, steps=120, texts=60):
         model, dense_loss = make_llama(folder, texts, 2 * steps)
     config = run_config(model)  # The shape of the weights, and the recipe of the nearest size.
     config = config.change(
-        sparsity__projections=[name for name in config.model.projections if name in PRUNED],
+        sparsity__projections=tuple(n for n in config.model.projections if n in PRUNED),
         sparsity__density=density,
         sparsity__block=block,
         run__prune_by="activations",
