@@ -49,7 +49,7 @@ def main(model="", folder=None, density=0.25, block=16, steps=120, texts=60):
     folder, texts = pathlib.Path(folder or tempfile.mkdtemp()), read_texts(texts)
     dense_loss = None
     if not model:
-        model, dense_loss = make_llama(folder, texts, 2 * steps)
+        model, dense_loss = make_llama(folder, texts, 4 * steps)
     config = run_config(model)  # The shape of the weights, and the recipe of the nearest size.
     config = config.change(
         sparsity__projections=tuple(n for n in config.model.projections if n in PRUNED),
