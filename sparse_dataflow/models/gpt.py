@@ -59,11 +59,19 @@ from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, stack_tab
 
 MLP = ("mlp_gate", "mlp_in", "mlp_out")
 
+
+def _saving_input(function):
+    """Returns an elementwise function whose gradient saves only the input, as that of `gelu`."""
+    saving = jax.custom_vjp(function)
+    saving.defvjp(lambda x: (function(x), x), lambda x, dy: jax.vjp(function, x)[1](dy))
+    return saving
+
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu,
-    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_exact": _saving_input(functools.partial(jax.nn.gelu, approximate=False)),
     "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
+    "silu": _saving_input(jax.nn.silu),
 }
 
 

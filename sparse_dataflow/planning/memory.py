@@ -255,7 +255,7 @@ class BlockWidths(NamedTuple):
     Attributes:
       queries: of all query heads; also of attention's output.
       keys_values: of keys and values together.
-      normed: inputs of query and key norms, 0 without them.
+      normed: what query and key norms save, 0 without them: their input, in float32 and scaled.
       products: outputs of mlp_gate and mlp_in.
       hidden: those of the MLP that the backward pass reads.
     """
@@ -271,7 +271,7 @@ def block_widths(config: ModelConfig) -> BlockWidths:
     """Returns the widths of the activations inside a block."""
     queries = config.num_heads * config.head_width
     keys_values = 2 * config.kv_heads * config.head_width
-    normed = queries + keys_values // 2 if config.qk_norm else 0
+    normed = 3 * (queries + keys_values // 2) if config.qk_norm else 0
     products, hidden = (2, 4) if config.gated_mlp else (1, 2)
     return BlockWidths(queries, keys_values, normed, products * config.d_ff, hidden * config.d_ff)
 
@@ -286,15 +286,18 @@ def activation_bytes(
     "dots" adds the projection outputs that the backward pass reads (q, k, v, attn_out and mlp_in,
     3 d + d + d_ff in GPT-3).  "none" saves 12 d + 2 d_ff there (5 d of norms and sums; q, k, v in
     both memory orders and attention's output; GELU's input and output) and the scores twice, as
-    logits and as probabilities.  A gated MLP saves two more of d_ff (gate and product), and query
-    and key norms their inputs.  In bfloat16, XLA allocates up to a third more on a CPU, where it
-    computes elementwise operations in float32.
+    logits and as probabilities.  A gated MLP saves two more of d_ff (gate and product).  XLA's
+    attention repeats grouped keys and values, and saves its output in another order.  In
+    bfloat16, XLA allocates up to a third more on a CPU, where it computes elementwise operations in
+    float32.
     """
     compute = DTYPE_BYTES[config.compute_dtype]
     d, widths = config.d_model, block_widths(config)
     heads = widths.queries + widths.keys_values
     # Scores are float32; probabilities have the compute dtype.
     scores = 0 if fused_attention else config.num_heads * sequence * (4 + compute)
+    if config.kv_heads < config.num_heads and not fused_attention:
+        scores += 3 * widths.queries * compute
     unfused = 5 * d + heads + widths.queries + heads + widths.normed + widths.hidden
     whole_block = (unfused + 3 * config.d_ff) * compute + scores
     saved = {

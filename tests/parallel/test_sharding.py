@@ -112,6 +112,12 @@ def test_an_unpadded_vocabulary_is_replicated():
     ("mesh", "model", "training", "message"),
     [
         ("tensor:8", {}, {}, r"tensor:8 does not divide 4 heads; legal for this model: 1, 2, 4"),
+        (
+            "tensor:4",
+            {"num_kv_heads": 2},
+            {},
+            r"tensor:4 does not divide 2 key/value heads; legal for this model: 1, 2",
+        ),
         ("tensor:4", {}, {"sequence": 6}, r"does not divide 6 tokens; legal for this model: 1, 2"),
         ("data:3", {}, {}, r"batch of 16 .* over 3 devices \(data:3 x fsdp:1\); legal: .* of 3"),
         ("fsdp:8", {}, {"micro_batches": 4}, "legal: a --batch that is a multiple of 32"),

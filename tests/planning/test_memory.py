@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.sparsity import SparsityConfig
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import memory
@@ -59,8 +61,27 @@ def configs(draw):
         ("1t", 1e12, 0.03),
     ],
 )
-def test_parameters_of_the_published_sizes(scale, published, tolerance):
+def test_parameters_of_gpt3s_and_frontiers_sizes(scale, published, tolerance):
     assert memory.parameter_count(SIZES[scale]) == pytest.approx(published, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("scale", "published"),
+    [
+        ("llama3-1b", 1_235_814_400),
+        ("llama3-8b", 8_030_261_248),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-8b", 8_190_735_360),
+    ],
+)
+def test_parameters_of_published_checkpoints_to_the_last_one(scale, published):
+    assert memory.parameter_count(SIZES[scale]) == published
+
+
+@pytest.mark.parametrize("scale", ["llama3-1b", "llama3-8b", "qwen3-0.6b", "qwen3-8b"])
+def test_blocks_of_the_preset_divide_published_widths(scale):
+    model = dataclasses.replace(SIZES[scale], num_layers=1)
+    gpt.layouts(dataclasses.replace(model, linears=SparsityConfig().linears(model)))
 
 
 def test_parameters_of_a_small_model_counted_by_hand():
@@ -86,6 +107,18 @@ def test_the_parameter_count_equals_the_models(norm, positions, rank, density):
     config = ModelConfig(3, 512, 8, 2048, 300, 64, norm=norm, positions=positions)
     spec = LinearSpec("block_sparse", density=density, rank=rank)
     config = config.with_linears(spec, ("qkv", "mlp_in", "mlp_out"))
+    drawn = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
+    expected = sum(leaf.size for leaf in jax.tree.leaves(drawn))
+    assert memory.parameter_count(config) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fused_qkv", [True, False])
+def test_the_parameter_count_equals_the_models_in_every_family(family, fused_qkv):
+    fields = {**FAMILIES[family], "num_kv_heads": 2, "head_dim": 48, "fused_qkv": fused_qkv}
+    biases = {"biases": ("attn_out",)} if family == "qwen3" else {}
+    config = ModelConfig(3, 512, 8, 2048, 300, 64, **{**fields, "biases": (), **biases})
+    config = config.with_linears(LinearSpec("block_sparse", density=1 / 2, block=16, rank=3))
     drawn = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     expected = sum(leaf.size for leaf in jax.tree.leaves(drawn))
     assert memory.parameter_count(config) == expected
@@ -154,9 +187,14 @@ def test_activations_are_linear_in_the_batch_and_fall_with_remat(config, batch, 
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_activations_and_logits_agree_with_xla(remat):
+@pytest.mark.parametrize(
+    "fields",
+    [{}, pytest.param({**FAMILIES["qwen3"], "num_kv_heads": 2}, marks=pytest.mark.slow)],
+    ids=["gpt3", "qwen3"],
+)
+def test_activations_and_logits_agree_with_xla(remat, fields):
     layers = whole.UNROLL_LAYERS + 1  # scanned, as on an accelerator
-    config = ModelConfig(layers, 256, 4, 1024, 512, 128, remat=remat)
+    config = ModelConfig(layers, 256, 4, 1024, 512, 128, remat=remat, **fields)
     batch = 4
     params = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((batch, config.max_len + 1), jnp.int32)

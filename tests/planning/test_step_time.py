@@ -186,7 +186,8 @@ def test_terms_are_finite_not_negative_and_all_in_one_group(plan, name):
     time = seconds(plan, chip=chip, efficiency=EFFICIENCIES[chip.family])
     assert all(np.isfinite(t) and t >= 0 for t in time.terms.values())
     assert sum(time.groups.values()) == pytest.approx(time.total)
-    assert sorted(t for terms in GROUPS.values() for t in terms) == sorted(time.terms)
+    listed = [term for terms in GROUPS.values() for term in terms]
+    assert len(set(listed)) == len(listed) and set(time.terms) <= set(listed)
     assert time.limit in GROUPS
 
 
