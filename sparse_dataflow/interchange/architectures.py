@@ -194,9 +194,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         Biases(switches={"attention_bias": _ATTENTION, "mlp_bias": _GATED_MLP}),
     ),
     "mistral": _llama_row("MistralForCausalLM", Biases(), Window(4096), kv_heads=8),
-    "qwen2": _llama_row(
-        "Qwen2ForCausalLM", Biases(QKV), Window(4096, switched=True), kv_heads=32
-    ),
+    "qwen2": _llama_row("Qwen2ForCausalLM", Biases(QKV), Window(4096, switched=True), kv_heads=32),
     "qwen3": _llama_row(
         "Qwen3ForCausalLM",
         Always({"qk_norm": True}),
@@ -220,14 +218,12 @@ def row(fields: Mapping[str, Any]) -> Architecture:
     Raises:
       UserError: its model_type is not supported; names its other features that are not either.
     """
-    kind = fields.get("model_type")
+    kind = str(fields.get("model_type"))
     if kind in ARCHITECTURES:
         return ARCHITECTURES[kind]
     experts = [f"{name}={fields[name]}" for name in _MIXTURES if fields.get(name)]
     mixture = f" It is a mixture of experts ({', '.join(experts)})." if experts else ""
-    raise UserError(
-        f"it has a model of type {kind!r}; legal: {', '.join(ARCHITECTURES)}.{mixture}"
-    )
+    raise UserError(f"it has a model of type {kind!r}; legal: {', '.join(ARCHITECTURES)}.{mixture}")
 
 
 def read_config(fields: Mapping[str, Any]) -> ModelConfig:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 def load(folder):
     """Returns the model's config and its tensors by name."""
     config = json.loads(Path(folder, "config.json").read_text())["model"]
-    tensors = {}
+    tensors: dict = {}
     for path in Path(folder).glob("*.safetensors"):
         tensors |= load_file(path)
     return config, tensors

@@ -61,7 +61,8 @@ def read(architecture: Architecture, model: ModelConfig, files: Tensors) -> dict
     split = split_config(model)
     shapes = _shapes(split)
     prefix = _prefix(architecture, files)
-    arrays, names = {}, set()
+    arrays: dict[str, np.ndarray] = {}
+    names: set[str] = set()
     for entry in _entries(architecture, split, shapes, prefix):
         rows = []
         for name in entry.names:

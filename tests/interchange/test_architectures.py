@@ -190,9 +190,7 @@ def test_transformers_reads_an_export_of_its_own_model(tmp_path, name):
 @pytest.mark.parametrize("form", huggingface.FORMS)
 def test_a_large_export_has_shards_that_are_read_back(tmp_path, monkeypatch, form):
     write = tensors.write
-    monkeypatch.setattr(
-        tensors, "write", lambda *arguments: write(*arguments, shard_bytes=20_000)
-    )
+    monkeypatch.setattr(tensors, "write", lambda *arguments: write(*arguments, shard_bytes=20_000))
     params, _ = export(tmp_path / "model", form, DENSE)
     files = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
     assert len(files) > 2 and files[0].startswith("model-00001-of-0000")

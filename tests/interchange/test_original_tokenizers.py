@@ -88,8 +88,12 @@ def fallback_original():
     engine.train_from_iterator([WORDS] * 9, trainer)
     decoders = tokenizers.decoders
     engine.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        + [decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     fields = json.loads(engine.to_str())
     fields["added_tokens"] = [t for t in fields["added_tokens"] if "0x" not in t["content"]]
