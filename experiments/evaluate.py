@@ -5,13 +5,15 @@
     python -m experiments.evaluate --run=DIR --tasks=hellaswag,lambada_openai   data by network
     python -m experiments.evaluate --run=DIR --against=OTHER                    two runs
     python -m experiments.evaluate --run=DIR --tasks=questions.jsonl            your own
+    python -m experiments.evaluate --run=MODEL --corpus=sotu       a Hugging Face directory
 
 The sparse model and its dense twin answer the same items and are compared item by item. The own
 tasks are cut from the documents that the run held out and need no network; the table also shows
 chance, and a unigram and a bigram model of the training documents. A file of your own has one JSON
 object a line: {"context": text, "choices": [texts], "answer": index}.
 
-Leaves RUN/evaluation.json and a section in RUN/report.html. Needs the extra eval.
+Leaves RUN/evaluation.json and a section in RUN/report.html. A Hugging Face directory is evaluated
+on the documents that a run on --corpus would hold out. Needs the extra eval.
 """
 
 import dataclasses
@@ -29,10 +31,14 @@ COMPARED = VARIANTS[:2]
 class Options:
     """The flags."""
 
-    run: str = setting("", "Run folder.", path=True)
+    run: str = setting("", "Run folder, or Hugging Face directory.", path=True)
     against: str = setting(
         "",
-        "Another run on the same corpus: its model, the dense one where it has one, is the twin.",
+        "Another run on the same corpus, or a Hugging Face directory: its model, the dense one "
+        "where it has one, is the twin.",
+    )
+    corpus: str = setting(
+        "", "Corpus of a Hugging Face directory; empty is python_stdlib.", path=True
     )
     variant: tuple[str, ...] = setting(
         COMPARED, "Models of the run; those that it has.", choices=VARIANTS

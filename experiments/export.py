@@ -3,8 +3,10 @@
     python -m experiments.export --run=runs/NAME --to=exported
     python -m experiments.export --run=runs/NAME --to=exported --form=sparse
 
-The dense form is a GPT-2 that transformers loads; blocks that are not stored are zeros in it. The
-sparse form holds the stored blocks and the layout tables; the card says how they are read.
+transformers loads the dense form, as GPT-2, OPT, Llama, Mistral, Qwen 2 or Qwen 3: the architecture
+of the weights that the run began with, or the first that represents the model. Blocks that are not
+stored are zeros in it. The sparse form holds the stored blocks and the layout tables; the card says
+how they are read.
 """
 
 import dataclasses
@@ -21,31 +23,20 @@ class Options(ModelOptions):
 
     to: str = setting("", "Folder to make.", path=True)
     form: str = setting("dense", "Contents of the folder.", choices=("dense", "sparse"))
+    architecture: str = setting(
+        "auto", "Architecture of the dense form: auto, gpt2, opt, llama, mistral, qwen2 or qwen3."
+    )
 
 
 def main(options):
     """Exports; see the module docstring."""
     if not options.to:
         raise UserError("No folder is named; give a new one with --to.")
-    import importlib.metadata
-
-    from sparse_dataflow.interchange import huggingface
-    from sparse_dataflow.interchange.model_card import model_card
     from sparse_dataflow.runs import load_model
+    from sparse_dataflow.runs.export import export
 
     trained = load_model.load(options)
-    packages = ("sparse_dataflow", "jax", "safetensors")
-    versions = {package: importlib.metadata.version(package) for package in packages}
-    path = huggingface.write(
-        options.to,
-        options.form,
-        trained.model,
-        trained.params,
-        trained.tables,
-        trained.tokenizer,
-        context=trained.context,
-        card=model_card(trained, options.form, versions),
-    )
+    path = export(trained, options.to, options.form, options.architecture)
     print(f"{trained.variant} after step {trained.step}: {path}")
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from sparse_dataflow.config.run import RunConfig
     from sparse_dataflow.config.training import TrainingConfig
     from sparse_dataflow.evaluation.generate import generate
-    from sparse_dataflow.evaluation.trained import load
     from sparse_dataflow.files.errors import UserError
+    from sparse_dataflow.interchange.load import load
     from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
     from sparse_dataflow.planning.cost import flops_per_token
     from sparse_dataflow.planning.memory import parameter_count
@@ -61,7 +61,7 @@ _HOMES = {
     "flops_per_token": "planning.cost",
     "generate": "evaluation.generate",
     "legal_densities": "sparsity.patterns",
-    "load": "evaluation.trained",
+    "load": "interchange.load",
     "make_layout": "sparsity.patterns",
     "parameter_count": "planning.memory",
     "train": "runs.train",

@@ -23,6 +23,7 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 
 TWINS = ("no", "yes", "narrow")
+PRUNE_BY = ("weights", "activations")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,10 @@ class RunSettings:
         cost the FLOPs of the sparse model's.  True and False are "yes" and "no".
       init_from: run folder or Hugging Face directory whose weights, shape and tokenizer the run
         begins with; empty draws weights.
+      prune_by: what a block of initial weights scores by where it may be dropped: "weights", its
+        norm; "activations", its norm with each input feature multiplied by the norm of its
+        activations in `prune_batches` training batches (arXiv 2306.11695).
+      prune_batches: number of these batches.
       out: run folder to make; empty for runs/EXPERIMENT-DATE.
       eval_every: steps between evaluations; 0 for eight a run.
       checkpoint_every: steps between checkpoints; 0 for every other evaluation.
@@ -59,9 +64,18 @@ class RunSettings:
     )
     init_from: str = setting(
         "",
-        "Run folder, or Hugging Face directory of GPT-2 or OPT, whose weights, shape and "
-        "tokenizer the run begins with.",
+        "Run folder, or Hugging Face directory of GPT-2, OPT, Llama, Mistral or Qwen, whose "
+        "weights, shape and tokenizer the run begins with.",
         path=True,
+    )
+    prune_by: str = setting(
+        "weights",
+        "Score of the blocks of run.init_from that are stored: norm of the weights, or of the "
+        "weights times the activations that they read.",
+        choices=PRUNE_BY,
+    )
+    prune_batches: int = setting(
+        8, "Training batches that run.prune_by=activations reads.", legal=between(1, MOST_STEPS)
     )
     out: str = setting(
         "", "Run folder to make; empty is runs/EXPERIMENT-DATE.", resumed=FRESH, path=True
@@ -129,6 +143,11 @@ class RunConfig:
             raise UserError(
                 "run.twin=narrow trains a narrower model, which the weights of run.init_from do "
                 "not fit; legal with them: yes, no."
+            )
+        if self.run.prune_by == "activations" and not self.run.init_from:
+            raise UserError(
+                "run.prune_by=activations chooses blocks of given weights; legal with "
+                "run.init_from."
             )
         if self.parallel.executor == "relay":
             self._check_relay()

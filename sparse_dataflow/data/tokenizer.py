@@ -279,8 +279,13 @@ def parse_merges(text: str) -> tuple[tuple[str, str], ...]:
 
 def to_byte_alphabet(text: str) -> str:
     """Returns the text's UTF-8 bytes in GPT-2's byte alphabet, one character per byte."""
+    return from_bytes(text.encode())
+
+
+def from_bytes(content: bytes) -> str:
+    """Returns bytes in GPT-2's byte alphabet, one character per byte."""
     character = {byte: character for character, byte in _byte_by_character().items()}
-    return "".join(character[byte] for byte in text.encode())
+    return "".join(character[byte] for byte in content)
 
 
 @functools.cache

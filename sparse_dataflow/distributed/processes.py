@@ -47,6 +47,13 @@ def broadcast(value: Any) -> Any:
     return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(buffer)).tobytes())
 
 
+def broadcast_arrays(tree: Any) -> Any:
+    """Returns process 0's numpy arrays on every process; their shapes are equal on all."""
+    if jax.process_count() == 1:
+        return tree
+    return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
+
+
 def on_first(function: Callable[[], Any]) -> Any:
     """Calls `function` on process 0 alone and returns its JSON-able result on every process.
 

@@ -1,249 +1,341 @@
-"""Conversion of GPT-2 and OPT configs and weights to this project's model, and back to GPT-2.
+"""Hugging Face architectures as data, for import and export.
 
-Both are pre-norm transformers with learned positions and tied embeddings. Weight conventions:
+A row of `ARCHITECTURES` has rules for config.json (`config_rules`) and the names of tensors
+(`tensor_names`). Both directions follow from the same row, so a new architecture is one row.
 
-- GPT-2: kernels are [in, out]; the features of `c_attn` are [(query, key, value), head, head_dim].
-- OPT: kernels are [out, in]; query, key and value are separate tensors; the position table has two
-  unused rows in front.
-- Here: kernels are [in, out]; the features of `qkv` are [head, (query, key, value), head_dim].
+A config is written to config.json and read back. An architecture can represent a model if that
+returns the same config, except that it may have more biases, which are zeros then.
 """
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange.config_rules import (
+    Always,
+    Biases,
+    Named,
+    Only,
+    Rotary,
+    Rule,
+    Same,
+    Window,
+)
+from sparse_dataflow.interchange.equivalent_forms import QKV, split_config, unit_gate_config
 
-EPSILON = 1e-5
-_GELU = ("gelu_new", "gelu_pytorch_tanh")
-_OPT_POSITION_OFFSET = 2
 
-Read = Callable[[str, tuple[int, ...]], np.ndarray]
-"""Maps (tensor name, expected shape) to a float32 array."""
-
-
-class Architecture(NamedTuple):
-    """Converters of one Hugging Face architecture.
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """One row: how config.json and tensor names map to this project's model.
 
     Attributes:
-      config: maps the fields of config.json to a `ModelConfig`; raises UserError if a field has a
-        value that this project does not support.
-      prefixes: legal prefixes of tensor names.
-      probe: name, without prefix, of a tensor that every checkpoint has; it identifies the prefix.
-      params: maps (model, read) to the parameter tree of `gpt`, numpy float32.
+      class_name: class of `transformers` that loads an export.
+      rules: of config.json.
+      tensors: our parameter, or our module, without its section's index -> their name. "{}" is the
+        number of the layer. Modules with one name are concatenated along their outputs.
+      prefixes: legal prefixes of their names; the first is written.
+      transposed: whether kernels are stored [out, in].
+      position_offset: rows of the position table in front of position 0.
+      extra: fields of config.json that an export has in addition.
+      ignored: ends of the names of tensors that a checkpoint may have and that hold no weights.
     """
 
-    config: Callable[[Mapping[str, Any]], ModelConfig]
+    class_name: str
+    rules: tuple[Rule, ...]
+    tensors: Mapping[str, str]
     prefixes: tuple[str, ...]
-    probe: str
-    params: Callable[[ModelConfig, Read], dict]
+    transposed: bool = True
+    position_offset: int = 0
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
 
-def _gpt2_config(fields):
-    _require(fields, "scale_attn_weights", True, default=True)
-    _require(fields, "scale_attn_by_inverse_layer_idx", False, default=False)
-    _require(fields, "add_cross_attention", False, default=False)
-    _require(fields, "tie_word_embeddings", True, default=True)
-    _require(fields, "layer_norm_epsilon", EPSILON, default=EPSILON)
-    width = fields["n_embd"]
-    return ModelConfig(
-        num_layers=fields["n_layer"],
-        d_model=width,
-        num_heads=fields["n_head"],
-        d_ff=fields.get("n_inner") or 4 * width,
-        vocab_size=fields["vocab_size"],
-        max_len=fields["n_positions"],
-        activation=_activation(fields.get("activation_function", "gelu_new")),
+OUTPUT = "lm_head.weight"
+"""Name of an untied output layer; it has no prefix."""
+
+_GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu"}
+_ACTIVATIONS = {**_GELUS, "gelu": "gelu_exact", "relu": "relu", "silu": "silu", "swish": "silu"}
+_GATED_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", **_ACTIVATIONS}
+
+_ATTENTION, _MLP = (*QKV, "attn_out"), ("mlp_in", "mlp_out")
+_GATED_MLP = ("mlp_gate", *_MLP)
+
+_UNSUPPORTED = (Only("quantization_config", None), Only("add_cross_attention", False))
+"""Rules of every architecture."""
+
+
+_LLAMA = {"norm": "rmsnorm", "positions": "rotary", "gated_mlp": True, "fused_qkv": False}
+
+
+def _llama_rules(kv_heads, head_dim):
+    """Returns the rules that Llama, Mistral, Qwen 2 and Qwen 3 share."""
+    return (
+        Always(_LLAMA),
+        Same("num_hidden_layers", "num_layers"),
+        Same("hidden_size", "d_model"),
+        Same("num_attention_heads", "num_heads"),
+        Same("intermediate_size", "d_ff"),
+        Same("vocab_size", "vocab_size"),
+        Same("max_position_embeddings", "max_len"),
+        Same("num_key_value_heads", "num_kv_heads", kv_heads, "kv_heads", null=0),
+        Same("head_dim", "head_dim", head_dim, "head_width"),
+        Same("rms_norm_eps", "norm_epsilon", 1e-6),
+        Same("tie_word_embeddings", "tied_embeddings", False),
+        Named("hidden_act", "activation", _GATED_ACTIVATIONS, "silu"),
+        Rotary(),
     )
 
 
-def _opt_config(fields):
-    _require(fields, "do_layer_norm_before", True, default=True)
-    _require(fields, "enable_bias", True, default=True)
-    _require(fields, "layer_norm_elementwise_affine", True, default=True)
-    _require(fields, "_remove_final_layer_norm", False, default=False)
-    _require(fields, "tie_word_embeddings", True, default=True)
-    width = fields["hidden_size"]
-    _require(fields, "word_embed_proj_dim", width, default=width)
-    return ModelConfig(
-        num_layers=fields["num_hidden_layers"],
-        d_model=width,
-        num_heads=fields["num_attention_heads"],
-        d_ff=fields["ffn_dim"],
-        vocab_size=fields["vocab_size"],
-        max_len=fields["max_position_embeddings"],
-        activation=_activation(fields.get("activation_function", "relu")),
-    )
-
-
-def _require(fields, name, value, default):
-    if fields.get(name, default) != value:
-        raise UserError(f"config.json has {name}={fields[name]!r}; legal: {value!r}.")
-
-
-def _activation(name):
-    if name not in (*_GELU, "relu"):
-        raise UserError(
-            f"config.json has activation_function={name!r}; legal: {', '.join(_GELU)}, relu."
-        )
-    return "relu" if name == "relu" else "gelu"
-
-
-def _gpt2_params(model: ModelConfig, read: Read) -> dict:
-    D, F, H = model.d_model, model.d_ff, model.num_heads
-
-    def layer(i):
-        def linear(name, in_features, out_features):
-            return {
-                "kernel": read(f"h.{i}.{name}.weight", (in_features, out_features)),
-                "bias": read(f"h.{i}.{name}.bias", (out_features,)),
-            }
-
-        qkv = linear("attn.c_attn", D, 3 * D)
-        return {
-            "norm1": _norm(read, f"h.{i}.ln_1", D),
-            "qkv": {name: qkv_to_head_major(leaf, H) for name, leaf in qkv.items()},
-            "attn_out": linear("attn.c_proj", D, D),
-            "norm2": _norm(read, f"h.{i}.ln_2", D),
-            "mlp_in": linear("mlp.c_fc", D, F),
-            "mlp_out": linear("mlp.c_proj", F, D),
-        }
-
-    return {
-        "embed": {
-            "tokens": read("wte.weight", (model.vocab_size, D)),
-            "positions": read("wpe.weight", (model.max_len, D)),
-        },
-        "blocks": _stack_layers([layer(i) for i in range(model.num_layers)]),
-        "head": {"norm": _norm(read, "ln_f", D)},
-    }
-
-
-def _opt_params(model: ModelConfig, read: Read) -> dict:
-    D, F, H = model.d_model, model.d_ff, model.num_heads
-
-    def layer(i):
-        def linear(name, in_features, out_features):
-            return {
-                "kernel": read(f"layers.{i}.{name}.weight", (out_features, in_features)).T,
-                "bias": read(f"layers.{i}.{name}.bias", (out_features,)),
-            }
-
-        projections = [linear(f"self_attn.{letter}_proj", D, D) for letter in "qkv"]
-        qkv = {
-            name: qkv_to_head_major(np.concatenate([p[name] for p in projections], axis=-1), H)
-            for name in ("kernel", "bias")
-        }
-        return {
-            "norm1": _norm(read, f"layers.{i}.self_attn_layer_norm", D),
-            "qkv": qkv,
-            "attn_out": linear("self_attn.out_proj", D, D),
-            "norm2": _norm(read, f"layers.{i}.final_layer_norm", D),
-            "mlp_in": linear("fc1", D, F),
-            "mlp_out": linear("fc2", F, D),
-        }
-
-    positions = read("embed_positions.weight", (model.max_len + _OPT_POSITION_OFFSET, D))
-    return {
-        "embed": {
-            "tokens": read("embed_tokens.weight", (model.vocab_size, D)),
-            "positions": positions[_OPT_POSITION_OFFSET:],
-        },
-        "blocks": _stack_layers([layer(i) for i in range(model.num_layers)]),
-        "head": {"norm": _norm(read, "final_layer_norm", D)},
-    }
-
-
-ARCHITECTURES = {
-    "gpt2": Architecture(_gpt2_config, ("transformer.", ""), "wte.weight", _gpt2_params),
-    "opt": Architecture(
-        _opt_config,
-        ("model.decoder.", "decoder.", ""),
-        "embed_tokens.weight",
-        _opt_params,
-    ),
+_LLAMA_TENSORS = {
+    "embed.tokens": "embed_tokens.weight",
+    "blocks.norm1": "layers.{}.input_layernorm",
+    "blocks.q": "layers.{}.self_attn.q_proj",
+    "blocks.k": "layers.{}.self_attn.k_proj",
+    "blocks.v": "layers.{}.self_attn.v_proj",
+    "blocks.q_norm": "layers.{}.self_attn.q_norm",
+    "blocks.k_norm": "layers.{}.self_attn.k_norm",
+    "blocks.attn_out": "layers.{}.self_attn.o_proj",
+    "blocks.norm2": "layers.{}.post_attention_layernorm",
+    "blocks.mlp_gate": "layers.{}.mlp.gate_proj",
+    "blocks.mlp_in": "layers.{}.mlp.up_proj",
+    "blocks.mlp_out": "layers.{}.mlp.down_proj",
+    "head.norm": "norm",
 }
 
 
-def gpt2_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
-    """Converts a dense model to the tensors of `GPT2LMHeadModel`; the inverse of the import.
+def _llama_row(class_name, *rules, kv_heads=0, head_dim=0):
+    """Returns the row of an architecture that differs from Llama in a few rules.
 
-    Args:
-      model: config of a dense model.
-      params: its parameter tree; see `gpt`.
-
-    Returns:
-      Float32 arrays by tensor name.
+    `kv_heads` and `head_dim` are the defaults of its config class; 0 follows the other sizes.
     """
-    embed, blocks = params["embed"], params["blocks"]
-    tensors = {
-        "transformer.wte.weight": embed["tokens"],
-        "transformer.wpe.weight": embed["positions"],
-    }
-    names = {"attn_out": "attn.c_proj", "mlp_in": "mlp.c_fc", "mlp_out": "mlp.c_proj"}
-    for i in range(model.num_layers):
-        layer = f"transformer.h.{i}"
-        for ours, theirs in (("norm1", "ln_1"), ("norm2", "ln_2")):
-            tensors[f"{layer}.{theirs}.weight"] = blocks[ours]["scale"][i]
-            tensors[f"{layer}.{theirs}.bias"] = blocks[ours]["bias"][i]
-        for suffix, leaf in (("weight", "kernel"), ("bias", "bias")):
-            tensors[f"{layer}.attn.c_attn.{suffix}"] = qkv_from_head_major(
-                blocks["qkv"][leaf][i], model.num_heads
-            )
-            for ours, theirs in names.items():
-                tensors[f"{layer}.{theirs}.{suffix}"] = blocks[ours][leaf][i]
-    norm = params["head"]["norm"]
-    tensors |= {"transformer.ln_f.weight": norm["scale"], "transformer.ln_f.bias": norm["bias"]}
-    return {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
+    return Architecture(
+        class_name,
+        (*_llama_rules(kv_heads, head_dim), *rules),
+        _LLAMA_TENSORS,
+        ("model.", ""),
+        extra={"attention_dropout": 0.0},
+        ignored=("rotary_emb.inv_freq",),
+    )
 
 
-def gpt2_config(model: ModelConfig, end_of_text: int) -> dict[str, Any]:
-    """Returns the fields of config.json for a dense model as `GPT2LMHeadModel`."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu_new" if model.activation == "gelu" else "relu",
-        "n_layer": model.num_layers,
-        "n_embd": model.d_model,
-        "n_head": model.num_heads,
-        "n_inner": model.d_ff,
-        "n_positions": model.max_len,
-        "vocab_size": model.vocab_size,
-        "layer_norm_epsilon": EPSILON,
-        "tie_word_embeddings": True,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "torch_dtype": "float32",
-    }
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "gpt2": Architecture(
+        "GPT2LMHeadModel",
+        (
+            Same("n_layer", "num_layers"),
+            Same("n_embd", "d_model"),
+            Same("n_head", "num_heads"),
+            Same("n_inner", "d_ff", lambda fields: 4 * fields["n_embd"]),
+            Same("vocab_size", "vocab_size"),
+            Same("n_positions", "max_len"),
+            Same("layer_norm_epsilon", "norm_epsilon", 1e-5),
+            Same("tie_word_embeddings", "tied_embeddings", True),
+            Named("activation_function", "activation", _ACTIVATIONS, "gelu_new"),
+            Biases((*_ATTENTION, *_MLP)),
+            Only("scale_attn_weights", True),
+            Only("scale_attn_by_inverse_layer_idx", False),
+        ),
+        {
+            "embed.tokens": "wte.weight",
+            "embed.positions": "wpe.weight",
+            "blocks.norm1": "h.{}.ln_1",
+            "blocks.q": "h.{}.attn.c_attn",
+            "blocks.k": "h.{}.attn.c_attn",
+            "blocks.v": "h.{}.attn.c_attn",
+            "blocks.attn_out": "h.{}.attn.c_proj",
+            "blocks.norm2": "h.{}.ln_2",
+            "blocks.mlp_in": "h.{}.mlp.c_fc",
+            "blocks.mlp_out": "h.{}.mlp.c_proj",
+            "head.norm": "ln_f",
+        },
+        ("transformer.", ""),
+        transposed=False,
+        extra=dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
+        ignored=("attn.bias", "attn.masked_bias"),
+    ),
+    "opt": Architecture(
+        "OPTForCausalLM",
+        (
+            Same("num_hidden_layers", "num_layers"),
+            Same("hidden_size", "d_model"),
+            Same("num_attention_heads", "num_heads"),
+            Same("ffn_dim", "d_ff"),
+            Same("vocab_size", "vocab_size"),
+            Same("max_position_embeddings", "max_len"),
+            Same("tie_word_embeddings", "tied_embeddings", True),
+            Named("activation_function", "activation", {"relu": "relu", **_ACTIVATIONS}, "relu"),
+            Biases(switches={"enable_bias": (*_ATTENTION, *_MLP)}, default=True),
+            Only("word_embed_proj_dim", lambda fields: fields["hidden_size"]),
+            Only("do_layer_norm_before", True),
+            Only("layer_norm_elementwise_affine", True),
+            Only("_remove_final_layer_norm", False),
+        ),
+        {
+            "embed.tokens": "embed_tokens.weight",
+            "embed.positions": "embed_positions.weight",
+            "blocks.norm1": "layers.{}.self_attn_layer_norm",
+            "blocks.q": "layers.{}.self_attn.q_proj",
+            "blocks.k": "layers.{}.self_attn.k_proj",
+            "blocks.v": "layers.{}.self_attn.v_proj",
+            "blocks.attn_out": "layers.{}.self_attn.out_proj",
+            "blocks.norm2": "layers.{}.final_layer_norm",
+            "blocks.mlp_in": "layers.{}.fc1",
+            "blocks.mlp_out": "layers.{}.fc2",
+            "head.norm": "final_layer_norm",
+        },
+        ("model.decoder.", "decoder.", ""),
+        position_offset=2,
+        extra={"dropout": 0.0, "pad_token_id": None},
+    ),
+    "llama": _llama_row(
+        "LlamaForCausalLM",
+        Biases(switches={"attention_bias": _ATTENTION, "mlp_bias": _GATED_MLP}),
+    ),
+    "mistral": _llama_row("MistralForCausalLM", Biases(), Window(4096), kv_heads=8),
+    "qwen2": _llama_row("Qwen2ForCausalLM", Biases(QKV), Window(4096, switched=True), kv_heads=32),
+    "qwen3": _llama_row(
+        "Qwen3ForCausalLM",
+        Always({"qk_norm": True}),
+        Biases(switches={"attention_bias": _ATTENTION}),
+        Window(4096, switched=True),
+        kv_heads=32,
+        head_dim=128,
+    ),
+}
+"""model_type -> its row. An export takes the first row that represents the model."""
+
+_MIXTURES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+_FREE = ("linears", "density_by_depth", "remat", "compute_dtype", "parametrization", "seed")
+"""Fields of `ModelConfig` that config.json does not have."""
 
 
-def qkv_to_head_major(features: np.ndarray, heads: int) -> np.ndarray:
-    """Reorders the last axis from [(query, key, value), head, head_dim] to [head, (q, k, v),
-    head_dim]; the shape stays."""
-    return _swap_axes_of_features(features, (3, heads))
+def row(fields: Mapping[str, Any]) -> Architecture:
+    """Returns the row of a config.json.
+
+    Raises:
+      UserError: its model_type is not supported; names its other features that are not either.
+    """
+    kind = str(fields.get("model_type"))
+    if kind in ARCHITECTURES:
+        return ARCHITECTURES[kind]
+    experts = [f"{name}={fields[name]}" for name in _MIXTURES if fields.get(name)]
+    mixture = f" It is a mixture of experts ({', '.join(experts)})." if experts else ""
+    raise UserError(f"it has a model of type {kind!r}; legal: {', '.join(ARCHITECTURES)}.{mixture}")
 
 
-def qkv_from_head_major(features: np.ndarray, heads: int) -> np.ndarray:
-    """Inverts `qkv_to_head_major`."""
-    return _swap_axes_of_features(features, (heads, 3))
+def read_config(fields: Mapping[str, Any]) -> ModelConfig:
+    """Returns the model that a config.json describes.
+
+    Raises:
+      UserError: the architecture or a field is not supported; names all of them.
+    """
+    architecture = row(fields)
+    ours: dict[str, Any] = {}
+    problems = []
+    for rule in (*_UNSUPPORTED, *architecture.rules):
+        try:
+            ours |= rule.read(fields)
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError(f"config.json has {'; '.join(problems)}.")
+    if ours.get("fused_qkv", True):
+        ours["biases"] = tuple(dict.fromkeys("qkv" if n in QKV else n for n in ours["biases"]))
+    return _comparable(ModelConfig(**ours))
 
 
-def _swap_axes_of_features(features, axes):
-    features = np.asarray(features)
-    grid = features.reshape(*features.shape[:-1], *axes, -1)
-    return grid.swapaxes(-3, -2).reshape(features.shape)
+class Representation(NamedTuple):
+    """How an architecture represents a model.
+
+    Attributes:
+      fields: fields of config.json.
+      model: the dense model that they describe; its function is that of the represented model.
+      exact: whether the model needs no unit gate and no zero biases.
+    """
+
+    fields: dict[str, Any]
+    model: ModelConfig
+    exact: bool
 
 
-def _norm(read, name, width):
-    return {"scale": read(f"{name}.weight", (width,)), "bias": read(f"{name}.bias", (width,))}
+def represent(name: str, model: ModelConfig) -> Representation:
+    """Returns how the architecture `name` represents a dense model of standard parametrization.
+
+    An MLP without gate becomes one with the gate and the roles of mlp_gate and mlp_in swapped; see
+    `equivalent_forms.with_unit_gate`.
+
+    Raises:
+      UserError: it cannot; names each field that differs.
+    """
+    architecture = ARCHITECTURES[name]
+
+    def written(model):
+        fields = {"architectures": [architecture.class_name], "model_type": name}
+        for rule in architecture.rules:
+            fields |= rule.write(model)
+        return fields, read_config(fields)
+
+    fields, read = written(model)
+    gated = model
+    if read.gated_mlp and not model.gated_mlp:
+        gated = unit_gate_config(model)
+        fields, read = written(gated)
+    gated = _comparable(gated)
+    problems = [
+        f"{field.name}={getattr(gated, field.name)} (legal: {getattr(read, field.name)})"
+        for field in dataclasses.fields(ModelConfig)
+        if field.name not in (*_FREE, "biases", "fused_qkv")
+        and getattr(gated, field.name) != getattr(read, field.name)
+    ]
+    missing = [name for name in _split_biases(gated) if name not in _split_biases(read)]
+    if missing:
+        problems.append(f"biases of {', '.join(missing)} (legal: none there)")
+    if problems:
+        raise UserError(f"{architecture.class_name} has no {'; '.join(problems)}.")
+    exact = gated == _comparable(model) and _split_biases(gated) == _split_biases(read)
+    return Representation({**fields, **architecture.extra}, read, exact)
 
 
-def _stack_layers(layers):
-    if isinstance(layers[0], dict):
-        return {name: _stack_layers([layer[name] for layer in layers]) for name in layers[0]}
-    return np.stack(layers)
+def choose(model: ModelConfig) -> str:
+    """Returns the first architecture that represents a dense model exactly, or else at all.
+
+    Raises:
+      UserError: none does; names why.
+    """
+    inexact, problems = [], []
+    for name in ARCHITECTURES:
+        try:
+            if represent(name, model).exact:
+                return name
+            inexact.append(name)
+        except UserError as error:
+            problems.append(str(error))
+    if not inexact:
+        raise UserError(
+            f"No architecture of transformers represents this model. {' '.join(problems)} Legal: "
+            "the sparse form."
+        )
+    return inexact[0]
+
+
+def _comparable(model):
+    """Returns the config with values that mean the default replaced by it."""
+    biases = model.selected(model.biases, "biases")
+    changes: dict[str, Any] = {"biases": PROJECTIONS if biases == model.projections else biases}
+    if model.num_kv_heads == model.num_heads:
+        changes["num_kv_heads"] = 0
+    if model.head_dim * model.num_heads == model.d_model:
+        changes["head_dim"] = 0
+    for field in dataclasses.fields(ModelConfig):
+        learned = model.positions == "learned" and field.name.startswith("rotary")
+        if learned or (model.rotary_factor == 1 and field.name in Rotary.SCALED.values()):
+            changes[field.name] = field.default
+    return dataclasses.replace(model, **changes)
+
+
+def _split_biases(model):
+    split = split_config(model)
+    return split.selected(split.biases, "biases")

@@ -1,12 +1,13 @@
 """Reader and writer of Hugging Face directories: config.json, safetensors and tokenizer files.
 
-- Import: GPT-2, OPT, and the sparse form of `sparse_form`.
-- Export: GPT-2 (the dense form, which `transformers` loads) and the sparse form.
+- Import and export: each architecture of `architectures`, which `transformers` loads (the dense
+  form), and the sparse form of `sparse_form`.
 
 An export is written to a temporary folder, which is renamed when it is complete.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
@@ -21,12 +22,30 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange import architectures, sparse_form, tensors, tokenizer_files
-from sparse_dataflow.interchange.dense_form import dense_form
+from sparse_dataflow.interchange import (
+    architectures,
+    sparse_form,
+    tensor_names,
+    tensors,
+    tokenizer_files,
+)
+from sparse_dataflow.interchange.equivalent_forms import (
+    dense_form,
+    split_config,
+    split_qkv,
+    with_unit_gate,
+    with_zero_biases,
+)
+from sparse_dataflow.training.run_files import RunRecord
 
 CONFIG = "config.json"
 CARD = "README.md"
+SPARSE_TYPE = "sparse_dataflow"
+"""model_type of the sparse form."""
+
 FORMS = ("dense", "sparse")
+AUTO = "auto"
+"""Architecture of an export: the first that represents the model."""
 
 
 class Imported(NamedTuple):
@@ -38,6 +57,7 @@ class Imported(NamedTuple):
       tables: layout tables; empty if the model is dense.
       tokenizer: tokenizer with this project's order of ids, as the embedding of `params`.
       digest: sha256 (hex) of the weight files.
+      architecture: name in `architectures.ARCHITECTURES`; "" for the sparse form.
     """
 
     model: ModelConfig
@@ -45,19 +65,28 @@ class Imported(NamedTuple):
     tables: dict
     tokenizer: Tokenizer
     digest: str
+    architecture: str
 
 
 def is_directory(folder: str | Path) -> bool:
     """Returns whether the folder's config.json has a model_type; that of a run folder has none."""
     try:
-        fields = json_files.load(Path(folder) / CONFIG)
+        fields = json_files.load(Path(folder).expanduser() / CONFIG)
     except (OSError, ValueError):
         return False
     return isinstance(fields, dict) and "model_type" in fields
 
 
+def is_sparse_form(folder: str | Path) -> bool:
+    """Returns whether a Hugging Face directory is a sparse form with block-sparse weights."""
+    fields = _read_config(Path(folder).expanduser())
+    if fields["model_type"] != SPARSE_TYPE:
+        return False
+    return bool(sparse_form.read_config(Path(folder).expanduser()).sparse_projections)
+
+
 def read(folder: str | Path) -> Imported:
-    """Reads a Hugging Face directory of GPT-2, OPT or the sparse form.
+    """Reads a Hugging Face directory of one of `architectures`, or the sparse form.
 
     Raises:
       UserError: the folder has no model, the architecture is not supported, or a tensor or the
@@ -66,20 +95,14 @@ def read(folder: str | Path) -> Imported:
     folder = Path(folder).expanduser()
     fields = _read_config(folder)
     kind = fields.get("model_type")
-    if kind == "sparse_dataflow":
+    if kind == SPARSE_TYPE:
         model, params, tables = sparse_form.read(folder)
         size = {"vocab_size": model.vocab_size, "eos_token_id": fields.get("end_of_text")}
         tokenizer, order = tokenizer_files.read(folder, size)
-        params["embed"]["tokens"] = params["embed"]["tokens"][order]
-        return Imported(model, params, tables, tokenizer, tensors.Tensors(folder).digest())
-    if kind not in architectures.ARCHITECTURES:
-        raise UserError(
-            f"{folder} has a model of type {kind!r}; legal: "
-            f"{', '.join(architectures.ARCHITECTURES)}."
-        )
-    architecture = architectures.ARCHITECTURES[kind]
+        digest = tensors.Tensors(folder).digest()
+        return Imported(model, _reordered(params, order), tables, tokenizer, digest, "")
     try:
-        model = architecture.config(fields)
+        model = architectures.read_config(fields)
     except UserError as error:
         raise UserError(f"{folder} cannot be imported: {error}") from None
     except json_files.MALFORMED as error:
@@ -87,11 +110,18 @@ def read(folder: str | Path) -> Imported:
             f"{folder / CONFIG} is damaged ({type(error).__name__}: {error})."
         ) from None
     files = tensors.Tensors(folder)
-    prefix = _prefix(files, architecture)
-    params = architecture.params(model, lambda name, shape: files.read(prefix + name, shape))
+    params = tensor_names.read(architectures.row(fields), model, files)
     tokenizer, order = tokenizer_files.read(folder, fields)
-    params["embed"]["tokens"] = params["embed"]["tokens"][order]
-    return Imported(model, params, {}, tokenizer, files.digest())
+    return Imported(model, _reordered(params, order), {}, tokenizer, files.digest(), kind)
+
+
+def _reordered(params, order):
+    """Returns the parameters with the rows of the vocabulary in another order."""
+    embed, head = params["embed"], params["head"]
+    embed = {**embed, "tokens": np.asarray(embed["tokens"])[order]}
+    if "output" in head:
+        head = {**head, "output": np.asarray(head["output"])[order]}
+    return {**params, "embed": embed, "head": head}
 
 
 def _read_config(folder):
@@ -109,16 +139,6 @@ def _read_config(folder):
     return fields
 
 
-def _prefix(files, architecture):
-    for prefix in architecture.prefixes:
-        if prefix + architecture.probe in files.names:
-            return prefix
-    raise UserError(
-        f"{files.folder} has no tensor {architecture.prefixes[0]}{architecture.probe}; the weights "
-        "are incomplete or do not match the architecture in its config.json."
-    )
-
-
 def write(
     folder: str | Path,
     form: str,
@@ -129,51 +149,85 @@ def write(
     *,
     context: int,
     card: str,
+    architecture: str = AUTO,
 ) -> Path:
     """Exports a model to a Hugging Face directory. If it fails, no folder is left.
 
     Args:
       folder: folder to create; it must not exist.
-      form: "dense": `transformers` loads it as GPT2LMHeadModel; "sparse": only stored blocks.
+      form: "dense": `transformers` loads it; "sparse": only stored blocks.
       model: config of the model.
       params: parameter tree; see `gpt`.
       tables: concrete layout tables.
       tokenizer: tokenizer of the model. If it was imported, the export has its original ids.
       context: sequence length of the training, in tokens.
       card: text of README.md.
+      architecture: of the dense form: a name in `architectures.ARCHITECTURES`, or "auto" for the
+        first that represents the model.
 
     Returns:
       The path of the new folder.
 
     Raises:
-      UserError: GPT-2 cannot represent the model, or the folder exists or cannot be written.
+      UserError: the architecture cannot represent the model, or the folder exists or cannot be
+        written.
     """
     if form not in FORMS:
         raise UserError(f"The export form {form!r} is unknown; legal: {', '.join(FORMS)}.")
-    if form == "dense" and (model.norm, model.positions) != ("layernorm", "learned"):
+    if architecture not in (AUTO, *architectures.ARCHITECTURES):
         raise UserError(
-            f"GPT-2 has no {model.norm} with {model.positions} positions, so transformers cannot "
-            "load a dense form; legal: the sparse form, or a model with layernorm and learned "
-            "positions."
+            f"The architecture {architecture!r} is unknown; legal: {AUTO}, "
+            f"{', '.join(architectures.ARCHITECTURES)}."
         )
-    embed = params["embed"]
-    tokens = np.asarray(embed["tokens"])[tokenizer.ids_from_original]
-    params = {**params, "embed": {**embed, "tokens": tokens}}
+    params = _reordered(params, tokenizer.ids_from_original)
     ids = tokenizer.original_ids
     end_of_text = ids[tokenizer.eot_id] if ids else tokenizer.eot_id
+    if form == "dense":
+        plain = _plain(model)
+        name = architectures.choose(plain) if architecture == AUTO else architecture
+        representation = architectures.represent(name, plain)
     with _new_folder(Path(folder).expanduser()) as partial:
         if form == "dense":
-            dense, weights = dense_form(model, params, tables)
-            config = architectures.gpt2_config(dense, end_of_text)
+            special = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
+            config = {**representation.fields, **special, "torch_dtype": "float32"}
             (partial / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-            tensors.write(partial / tensors.FILE, architectures.gpt2_tensors(dense, weights), {})
+            dense, weights = dense_form(model, params, tables)
+            arrays = _tensors(name, representation, dense, weights)
+            files = tensors.write(partial, arrays, {})
         else:
-            sparse_form.write(partial, model, params, tables, context, end_of_text)
-        # safetensors creates files that only their owner can read.
-        shutil.copymode(partial / CONFIG, partial / tensors.FILE)
+            files = sparse_form.write(partial, model, params, tables, context, end_of_text)
+        for path in files:  # safetensors creates files that only their owner can read.
+            shutil.copymode(partial / CONFIG, path)
         tokenizer_files.write(partial, tokenizer, context)
         (partial / CARD).write_text(card, encoding="utf-8")
     return Path(folder).expanduser()
+
+
+def preferred(architecture: str, record: RunRecord, model: ModelConfig) -> str:
+    """Returns the architecture of an export: that of the weights that the run began with if
+    `architecture` is "auto" and it represents the model."""
+    began = (record.init_from or {}).get("architecture") or AUTO
+    if architecture != AUTO or began not in architectures.ARCHITECTURES:
+        return architecture
+    try:
+        architectures.represent(began, _plain(model))
+    except UserError:
+        return AUTO
+    return began
+
+
+def _plain(model):
+    return dataclasses.replace(model, linears={}, parametrization="standard")
+
+
+def _tensors(name, representation, dense, params):
+    """Returns the named tensors of a dense model as an architecture represents it."""
+    params = split_qkv(dense, params)
+    if representation.model.gated_mlp and not dense.gated_mlp:
+        params = with_unit_gate(params)
+    target = split_config(representation.model)
+    params = with_zero_biases(target, params)
+    return tensor_names.write(architectures.ARCHITECTURES[name], target, params)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ Readers of the card may not have sparse_dataflow, so this file does not import i
 """
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,10 @@ from safetensors.numpy import load_file
 def load(folder):
     """Returns the model's config and its tensors by name."""
     config = json.loads(Path(folder, "config.json").read_text())["model"]
-    return config, load_file(Path(folder, "model.safetensors"))
+    tensors: dict = {}
+    for path in Path(folder).glob("*.safetensors"):
+        tensors |= load_file(path)
+    return config, tensors
 
 
 def logits(config, tensors, ids):
@@ -23,24 +27,22 @@ def logits(config, tensors, ids):
         x = x + tensors["embed.positions"][: len(ids)]
     for layer in range(config["num_layers"]):
         at = f"blocks.{layer}"
-        qkv = linear(config, tensors, norm(config, tensors, x, f"{at}.norm1"), f"{at}.qkv")
-        x = x + linear(config, tensors, attention(config, qkv), f"{at}.attn_out")
-        hidden = linear(config, tensors, norm(config, tensors, x, f"{at}.norm2"), f"{at}.mlp_in")
-        x = x + linear(config, tensors, activation(config, hidden), f"{at}.mlp_out")
+        x = x + attention(config, tensors, norm(config, tensors, x, f"{at}.norm1"), at)
+        x = x + mlp(config, tensors, norm(config, tensors, x, f"{at}.norm2"), at)
     x = norm(config, tensors, x, "head.norm")
     if config["parametrization"] == "supar":
         x = x * np.float32(256 / config["d_model"])
-    return x @ tensors["embed.tokens"].T
+    return x @ tensors.get("head.output", tensors["embed.tokens"]).T
 
 
 def linear(config, tensors, x, at):
     """The projection `at`: blocks read the Hadamard transform of x, the low-rank term reads x."""
     size = config["linears"].get(at.split(".")[-1], {}).get("hadamard", 0)
-    y = (hadamard(x, size) if size else x) @ weight(tensors, at) + tensors[f"{at}.bias"]
+    y = (hadamard(x, size) if size else x) @ weight(tensors, at)
     if f"{at}.gate" in tensors:
         low_rank = x @ tensors[f"{at}.a_kernel"] @ tensors[f"{at}.b_kernel"]
         y = y + tensors[f"{at}.gate"] * low_rank
-    return y
+    return y + tensors.get(f"{at}.bias", np.float32(0))
 
 
 def weight(tensors, at):
@@ -64,39 +66,83 @@ def hadamard(x, size):
 
 
 def norm(config, tensors, x, at):
-    """LayerNorm or RMSNorm over the features, epsilon 1e-5."""
+    """LayerNorm or RMSNorm over the last axis."""
     if config["norm"] == "layernorm":
         x = x - x.mean(-1, keepdims=True)
-    x = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(1e-5))
+    variance = np.square(x).mean(-1, keepdims=True)
+    x = x / np.sqrt(variance + np.float32(config["norm_epsilon"]))
     return x * tensors[f"{at}.scale"] + tensors.get(f"{at}.bias", np.float32(0))
 
 
+def mlp(config, tensors, x, at):
+    """The activation of mlp_in, or mlp_in times the activation of mlp_gate; then mlp_out."""
+    hidden = linear(config, tensors, x, f"{at}.mlp_in")
+    if config["gated_mlp"]:
+        hidden = hidden * activation(config, linear(config, tensors, x, f"{at}.mlp_gate"))
+    else:
+        hidden = activation(config, hidden)
+    return linear(config, tensors, hidden, f"{at}.mlp_out")
+
+
 def activation(config, x):
-    """ReLU, or GELU in its tanh form."""
+    """ReLU, SiLU, or GELU: in its tanh form ("gelu") or with erf ("gelu_exact")."""
     if config["activation"] == "relu":
         return np.maximum(x, 0)
+    if config["activation"] == "silu":
+        return x / (1 + np.exp(-x))
+    if config["activation"] == "gelu_exact":
+        return (0.5 * x * (1 + np.vectorize(math.erf)(x / 2**0.5))).astype(x.dtype)
     return 0.5 * x * (1 + np.tanh(np.float32((2 / np.pi) ** 0.5) * (x + 0.044715 * x**3)))
 
 
-def attention(config, qkv):
-    """Causal attention; the features of qkv are ordered [head, (query, key, value), width]."""
-    tokens, heads = len(qkv), config["num_heads"]
-    width = config["d_model"] // heads
-    query, key, value = np.moveaxis(qkv.reshape(tokens, heads, 3, width), 2, 0)
+def heads(config, tensors, x, at):
+    """Queries [tokens, heads, width], keys and values [tokens, key/value heads, width].
+
+    Features of `qkv` are ordered [key/value head, (its queries, key, value), width].
+    """
+    queries, groups = config["num_heads"], config["num_kv_heads"] or config["num_heads"]
+    width, tokens = config["head_dim"] or config["d_model"] // queries, len(x)
+    if not config["fused_qkv"]:
+        q, k, v = (linear(config, tensors, x, f"{at}.{name}") for name in "qkv")
+        return tuple(part.reshape(tokens, -1, width) for part in (q, k, v))
+    grid = linear(config, tensors, x, f"{at}.qkv").reshape(tokens, groups, -1, width)
+    return grid[:, :, :-2].reshape(tokens, queries, width), grid[:, :, -2], grid[:, :, -1]
+
+
+def attention(config, tensors, x, at):
+    """Causal attention, over the last `window` tokens if it is not 0."""
+    query, key, value = heads(config, tensors, x, at)
+    if config["qk_norm"]:
+        query = norm(config, tensors, query, f"{at}.q_norm")
+        key = norm(config, tensors, key, f"{at}.k_norm")
     if config["positions"] == "rotary":
-        query, key = rotate(query), rotate(key)
+        query, key = rotate(config, query), rotate(config, key)
+    tokens, _, width = query.shape
+    shared = query.shape[1] // key.shape[1]
+    key, value = np.repeat(key, shared, axis=1), np.repeat(value, shared, axis=1)
     scale = 8 / width if config["parametrization"] == "supar" else width**-0.5
     scores = np.einsum("qhw,khw->hqk", query, key) * np.float32(scale)
-    scores = np.where(np.tri(tokens, dtype=bool), scores, -np.inf)
+    distance = np.arange(tokens)[:, None] - np.arange(tokens)
+    seen = (distance >= 0) & (distance < (config["window"] or tokens))
+    scores = np.where(seen, scores, -np.inf)
     shares = np.exp(scores - scores.max(-1, keepdims=True))
     shares = shares / shares.sum(-1, keepdims=True)
-    return np.einsum("hqk,khw->qhw", shares, value).reshape(tokens, -1)
+    attended = np.einsum("hqk,khw->qhw", shares, value).reshape(tokens, -1)
+    return linear(config, tensors, attended, f"{at}.attn_out")
 
 
-def rotate(x):
-    """Rotates x [tokens, heads, width] by position, base 10,000; halves of a head are paired."""
+def rotate(config, x):
+    """Rotates x [tokens, heads, width] by position; halves of a head are paired.
+
+    With a factor above 1, long wavelengths are stretched by it, as in Llama 3.1.
+    """
     width = x.shape[-1]
-    angle = np.arange(len(x))[:, None, None] * 10_000.0 ** (-np.arange(0, width, 2) / width)
+    frequency = config["rotary_base"] ** (-np.arange(0, width, 2) / width)
+    low, high = config["rotary_low"], config["rotary_high"]
+    turns = config["rotary_length"] * frequency / (2 * np.pi)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    frequency = frequency * (kept + (1 - kept) / config["rotary_factor"])
+    angle = np.arange(len(x))[:, None, None] * frequency
     sin, cos = np.sin(angle).astype(x.dtype), np.cos(angle).astype(x.dtype)
     first, second = np.split(x, 2, axis=-1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

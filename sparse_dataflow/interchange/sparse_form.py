@@ -1,12 +1,14 @@
 """File format of a model that stores only its blocks and layout tables, in one safetensors file.
 
-config.json has {"format": FORMAT, "model": the fields of `ModelConfig`, "context", "end_of_text"}.
+config.json has {"format": FORMAT, "model": the fields of `ModelConfig`, "context", "end_of_text",
+"layout": digest of the layout tables}.
 Tensors have the dotted names of their parameters, with one entry per layer: "embed.tokens",
 "blocks.0.qkv.values", "head.norm.scale". Layout tables have the prefix of their values, for
 example "blocks.0.qkv.in_index" (int32; see `LayoutTables`). `numpy_reader` is a complete reader
 without jax.
 """
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -27,14 +29,15 @@ CONFIG = "config.json"
 
 def write(
     folder: Path, model: ModelConfig, params: dict, tables: dict, context: int, end_of_text: int
-) -> None:
-    """Writes config.json and model.safetensors into an existing folder."""
+) -> list[Path]:
+    """Writes config.json and the weights into an existing folder; returns the weights' files."""
     fields = {
         "model_type": "sparse_dataflow",
         "format": FORMAT,
         "model": model.to_json(),
         "context": context,
         "end_of_text": end_of_text,
+        "layout": _digest(tables),
     }
     (folder / CONFIG).write_text(json.dumps(fields, indent=1) + "\n")
     other_sections = {name: section for name, section in params.items() if name != "blocks"}
@@ -44,7 +47,7 @@ def write(
             arrays[f"blocks.{i}.{name}"] = np.asarray(leaf, np.float32)
         for name, table in flatten(layer_tables).items():
             arrays[f"blocks.{i}.{name}"] = np.asarray(table)
-    tensors.write(folder / tensors.FILE, arrays, {"sparse_dataflow": FORMAT})
+    return tensors.write(folder, arrays, {"sparse_dataflow": FORMAT})
 
 
 def read(folder: str | Path) -> tuple[ModelConfig, dict, dict]:
@@ -76,6 +79,11 @@ def read(folder: str | Path) -> tuple[ModelConfig, dict, dict]:
     other_sections = {name: section for name, section in shapes.items() if name != "blocks"}
     params = {**_read_tree(files.read, other_sections), "blocks": blocks}
     gpt.layouts_from_tables(model, tables)  # Raises UserError for tables of no legal layout.
+    if json_files.load(folder / CONFIG).get("layout") not in (None, _digest(tables)):
+        raise UserError(
+            f"{folder} has the tables of another layout than its config.json; restore its files "
+            "from one export."
+        )
     return model, params, tables
 
 
@@ -93,6 +101,15 @@ def read_config(folder: Path) -> ModelConfig:
         return ModelConfig.from_json(fields["model"])
     except json_files.MALFORMED as error:
         raise UserError(f"{path} is not a sparse export that can be read ({error}).") from None
+
+
+def _digest(tables):
+    """Returns the sha256 (hex) of the layout tables of all layers."""
+    combined = hashlib.sha256()
+    for name, table in sorted(flatten(tables).items()):
+        combined.update(f"{name}{np.shape(table)}".encode())
+        combined.update(np.ascontiguousarray(table, "<i4").tobytes())
+    return combined.hexdigest()
 
 
 def _read_tree(read, shapes, prefix=""):

@@ -1,27 +1,38 @@
-"""Initial weights of a training: from another run, from GPT-2 or OPT, or from an export.
+"""Initial weights of a training: from another run, a Hugging Face directory or an export.
 
-A projection that becomes sparser keeps its largest blocks (one-shot magnitude pruning). A
-projection that becomes denser computes the same function. The optimizer state is new.
+A projection that becomes sparser keeps its largest blocks, by the norm of their weights or of their
+weights times activations (one-shot pruning). A projection that becomes denser computes the same
+function. The optimizer state is new.
 """
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparse_dataflow.config.layer_groups import layer_linear
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
+from sparse_dataflow.config.presets import LONGEST_SEQUENCE, SIZES, preset, supar
+from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.config.sparsity import SparsityConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.distributed import processes
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
+from sparse_dataflow.interchange.calibration import input_norms
+from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.planning import memory
 from sparse_dataflow.training.run_files import read_config
 from sparse_dataflow.training.transitions import change_model
 
@@ -44,18 +55,60 @@ class StartingPoint(NamedTuple):
     provenance: dict[str, Any]
 
 
-def dense_config(folder: str | Path) -> ModelConfig:
-    """Returns the config, made dense, of a run or a Hugging Face directory.
+def run_config(folder: str | Path, compute_dtype: str = "float32") -> RunConfig:
+    """Returns the config of a run that begins with the weights of a folder.
+
+    The shape is that of the weights, the recipe that of the preset of nearest size. Block-sparse
+    weights bring their projections, pattern, block, densities, rank and Hadamard transform.
+
+    Args:
+      folder: run folder or Hugging Face directory.
+      compute_dtype: dtype of activations.
 
     Raises:
-      UserError: the folder has no model.
+      UserError: the folder has no model, or no `SparsityConfig` describes its weights.
     """
     _refuse_missing(folder)
-    if huggingface.is_directory(folder):
-        model = read(str(folder)).model
-    else:
-        model = read_config(folder).model
-    return dataclasses.replace(model, linears={}, density_by_depth=())
+    model = read(str(folder)).model
+    count = memory.parameter_count(dataclasses.replace(model, linears={}, density_by_depth=()))
+    sizes = {name: memory.parameter_count(size) for name, size in SIZES.items()}
+    base = preset(min(sizes, key=lambda name: abs(math.log(sizes[name] / count))))
+    base = supar(base) if model.supar else base
+    shape = dataclasses.replace(
+        model, linears={}, density_by_depth=(), compute_dtype=compute_dtype, remat="none", seed=0
+    )
+    return dataclasses.replace(
+        base,
+        model=shape,
+        sparsity=_sparsity(model) if model.sparse_projections else base.sparsity,
+        training=dataclasses.replace(base.training, sequence=min(shape.max_len, LONGEST_SEQUENCE)),
+        run=dataclasses.replace(base.run, init_from=str(folder)),
+    )
+
+
+def _sparsity(model: ModelConfig) -> SparsityConfig:
+    """Returns the config that gives a block-sparse model's specs."""
+    specs = {name: model.linear(name) for name in model.sparse_projections}
+    first = next(iter(specs.values()))
+    common = {n: getattr(first, n) for n in ("pattern", "block", "rank", "hadamard")}
+    for name, spec in specs.items():
+        others = {n: getattr(spec, n) for n in common}
+        if others != common:
+            raise UserError(
+                f"The initial weights store {name} with {others} and {next(iter(specs))} with "
+                f"{common}; legal: one pattern, block, rank and hadamard for all projections."
+            )
+    by_name = {name: spec.density for name, spec in specs.items() if spec.density != first.density}
+    budgets = [",".join(f"{name}:{density!r}" for name, density in by_name.items())]
+    budgets += ["depth:" + ",".join(f"{number!r}x" for number in model.density_by_depth)]
+    if by_name and model.density_by_depth:
+        raise UserError(
+            "The densities of the initial weights differ by projection and by depth; legal: by "
+            "one of them."
+        )
+    budget = budgets[0] if by_name else budgets[1] if model.density_by_depth else "uniform"
+    names = tuple(specs) if set(specs) != set(model.projections) else PROJECTIONS
+    return SparsityConfig(projections=names, density=first.density, budget=budget, **common)
 
 
 @functools.lru_cache(maxsize=1)
@@ -70,8 +123,8 @@ def read(folder: str) -> StartingPoint:
     _refuse_missing(folder)
     provenance: dict[str, Any] = {"path": str(Path(folder).expanduser().absolute())}
     if huggingface.is_directory(folder):
-        model, params, tables, tokenizer, digest = huggingface.read(folder)
-        provenance |= {"model": model.to_json(), "weights": digest}
+        model, params, tables, tokenizer, digest, architecture = huggingface.read(folder)
+        provenance |= {"model": model.to_json(), "weights": digest, "architecture": architecture}
         return StartingPoint(model, params, tables, tokenizer, provenance)
     names = read_config(folder).variants
     variant = "dense" if "dense" in names else names[0]
@@ -95,16 +148,33 @@ def initial_state_from(
     model: ModelConfig,
     training: TrainingConfig,
     executor: Executor = SINGLE_DEVICE,
+    calibration: Sequence[np.ndarray] | None = None,
 ) -> TrainState:
     """Returns the training state at step 0 of `model`, with the weights of `start`.
+
+    Args:
+      start: the weights.
+      model: config of the new model.
+      training: gives the optimizer and the seed.
+      executor: places the state.
+      calibration: int32 [B, T] token batches. With them a block scores by its norm after each
+        input feature is multiplied by the norm of its activations; None scores by the norm.
 
     Raises:
       UserError: the weights of `start` do not fit `model`.
     """
     _refuse_mismatch(start.model, model)
+    gpt.check_layouts(model)
     step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)
+    norms = None
+    if calibration is not None:
+        mixed = {name: model.linear(name).hadamard for name in model.projections}
+        shape = dataclasses.replace(start.model, compute_dtype=model.compute_dtype)
+        norms = input_norms(shape, start.params, start.tables, calibration, mixed)
+        norms = processes.broadcast_arrays(norms)  # Each process has other rows of the batches.
     params = jax.tree.map(jnp.array, start.params)
-    state = change_model(TrainState(step, params, (), start.tables, key), start.model, model)
+    state = TrainState(step, params, (), start.tables, key)
+    state = change_model(state, start.model, model, norms)
     moments = jax.jit(make_optimizer(model, training).init)(state.params)
     return executor.place(state._replace(moments=moments))
 

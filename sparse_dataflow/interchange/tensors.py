@@ -15,6 +15,8 @@ from sparse_dataflow.files.errors import UserError
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+"""Largest file of an export, in bytes; the default of `transformers`."""
 
 
 class Tensors:
@@ -95,10 +97,44 @@ class Tensors:
         return combined.hexdigest()
 
 
-def write(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Writes one safetensors file; `metadata` goes into its header."""
-    arrays = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
-    save_file(arrays, path, metadata={"format": "pt", **metadata})
+def write(
+    folder: Path,
+    tensors: Mapping[str, Any],
+    metadata: Mapping[str, str],
+    shard_bytes: int = SHARD_BYTES,
+) -> list[Path]:
+    """Writes one safetensors file, or several with an index, into an existing folder.
+
+    Args:
+      folder: existing folder.
+      tensors: arrays by name.
+      metadata: goes into the header of each file.
+      shard_bytes: largest file, in bytes; a larger tensor has a file of its own.
+
+    Returns:
+      The files.
+    """
+    shards: list[dict[str, np.ndarray]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        array = np.asarray(tensor, order="C")
+        if shards[-1] and size + array.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = array
+        size += array.nbytes
+    count = len(shards)
+    names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    names = [FILE] if count == 1 else names
+    for name, arrays in zip(names, shards, strict=True):
+        save_file(arrays, folder / name, metadata={"format": "pt", **metadata})
+    if count == 1:
+        return [folder / FILE]
+    total = sum(array.nbytes for arrays in shards for array in arrays.values())
+    weight_map = {name: file for file, arrays in zip(names, shards) for name in arrays}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+    return [folder / name for name in (*names, INDEX)]
 
 
 def _files(folder):

@@ -1,5 +1,8 @@
 """Hugging Face tokenizer files: tokenizer.json, or vocab.json and merges.txt.
 
+BPE of two kinds is read: byte-level, as GPT-2's, Llama 3's and Qwen's, and with byte fallback, as
+Llama 2's and Mistral's, whose tokens are characters, with U+2581 for a space and <0xHH> for a byte.
+
 Hugging Face vocabularies may have special tokens at any id. In this project the ids of text come
 first and the end-of-text id is last, so an import reorders the vocabulary. An imported
 tokenizer.json is stored unchanged: it encodes and decodes, and an export writes it back with its
@@ -8,6 +11,7 @@ original ids.
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +22,7 @@ import tokenizers
 from sparse_dataflow.data.tokenizer import (
     GPT2_VOCAB_SIZE,
     Tokenizer,
+    from_bytes,
     gpt2_tokenizer,
     parse_merges,
     to_byte_alphabet,
@@ -27,6 +32,8 @@ from sparse_dataflow.files.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_SPACE = "\u2581"
 _ALPHABET = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
@@ -52,7 +59,7 @@ def read(folder: Path, config: Mapping[str, Any]) -> Read:
       config: fields of its config.json.
 
     Raises:
-      UserError: the tokenizer is missing, damaged, or not byte-level BPE.
+      UserError: the tokenizer is missing, damaged, or of another kind.
     """
     folder, size = Path(folder), config["vocab_size"]
     if (folder / FILE).exists():
@@ -66,12 +73,12 @@ def read(folder: Path, config: Mapping[str, Any]) -> Read:
             f"{folder} has no tokenizer: neither {FILE} nor vocab.json with merges.txt."
         )
     try:
-        vocab, merges, specials, texts = parse(folder)
+        vocab, merges, specials, texts, spell = parse(folder)
         if not all(type(number) is int and number >= 0 for number in vocab.values()):
             raise ValueError("each id must be a whole number of 0 or more")
         if sorted(vocab.values()) != sorted(set(vocab.values())):
             raise ValueError("two tokens share an id")
-        result = _reorder(vocab, merges, specials, texts, size, config)
+        result = _reorder(vocab, merges, specials, texts, size, config, spell)
         return _with_original(result, path) if path.name == FILE else result
     except json_files.MALFORMED as error:
         if isinstance(error, UserError):
@@ -81,38 +88,48 @@ def read(folder: Path, config: Mapping[str, Any]) -> Read:
 
 def _parse_json(folder):
     """Returns (vocabulary, merges, special tokens, tokens that are text although no merge makes
-    them)."""
+    them, token -> its bytes in the byte alphabet)."""
     fields = json_files.load(folder / FILE)
     model = fields["model"]
-    if model.get("type", "BPE") != "BPE" or "ByteLevel" not in json.dumps(fields["pre_tokenizer"]):
-        raise ValueError("it is not byte-level BPE")
+    fallback = bool(model.get("byte_fallback"))
+    kind = "ByteFallback" if fallback else "ByteLevel"
+    byte_level = "ByteLevel" in json.dumps(fields["pre_tokenizer"])
+    if model.get("type", "BPE") != "BPE" or byte_level == fallback:
+        raise ValueError("it is neither byte-level BPE nor BPE with byte fallback")
     decoder = fields.get("decoder")
-    if decoder is not None and "ByteLevel" not in json.dumps(decoder):
-        raise ValueError("its decoder is not ByteLevel")
+    if (decoder is not None or fallback) and kind not in json.dumps(decoder):
+        raise ValueError(f"its decoder is not {kind}")
     for affix in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(affix):
             raise ValueError(f"it has {affix}={model[affix]!r}; legal: none")
     merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
     vocab = dict(model["vocab"])
-    specials, texts = set(), set(vocab) if model.get("ignore_merges") else set()
+    specials, texts = set(), set(vocab) if fallback or model.get("ignore_merges") else set()
     for token in fields.get("added_tokens") or ():
         name, number = token["content"], token["id"]
         vocab.pop(name, None)
         if token.get("special"):
             specials.add(name)
         else:
-            name = to_byte_alphabet(name)
+            name = name if fallback else to_byte_alphabet(name)
             texts.add(name)
         if vocab.get(name, number) != number:
             raise ValueError(f"two tokens have the text {token['content']!r}")
         vocab[name] = number
-    return vocab, merges, specials, texts - specials
+    return vocab, merges, specials, texts - specials, _spell_fallback if fallback else str
+
+
+def _spell_fallback(token):
+    """Returns the bytes of a token of a tokenizer with byte fallback, in the byte alphabet."""
+    if _BYTE_TOKEN.fullmatch(token):
+        return from_bytes(bytes.fromhex(token[3:5]))
+    return to_byte_alphabet(token.replace(_SPACE, " "))
 
 
 def _parse_lists(folder):
     vocab = json_files.load(folder / "vocab.json")
     merges = parse_merges(json_files.read_bytes(folder / "merges.txt").decode("utf-8"))
-    return vocab, merges, set(), set()
+    return vocab, merges, set(), set(), str
 
 
 def _with_original(result, path):
@@ -126,8 +143,9 @@ def _with_original(result, path):
     return Read(tokenizer, result.order)
 
 
-def _reorder(vocab, merges, specials, texts, size, config):
-    special_ids = {config[name] for name in _SPECIAL_IDS if config.get(name) is not None}
+def _reorder(vocab, merges, specials, texts, size, config, spell):
+    config = {name: _ids(config.get(name)) for name in _SPECIAL_IDS}
+    special_ids = {number for numbers in config.values() for number in numbers}
     # A token is text if it is a byte, the result of a merge, or listed as text by the file.
     text_tokens = {left + right for left, right in merges} | _ALPHABET | texts
     text = sorted(
@@ -140,8 +158,8 @@ def _reorder(vocab, merges, specials, texts, size, config):
             f"its largest id is {max(vocab.values())}; legal for a model of {size} tokens: at most "
             f"{size - 1}"
         )
-    end = config.get("eos_token_id")
-    end = vocab.get(END_OF_TEXT, size - 1) if end is None else end
+    ends = config["eos_token_id"]
+    end = ends[0] if ends else vocab.get(END_OF_TEXT, size - 1)
     text_ids = {number for number, _ in text}
     if type(end) is not int or end in text_ids or not 0 <= end < size:
         raise ValueError(
@@ -149,11 +167,17 @@ def _reorder(vocab, merges, specials, texts, size, config):
         )
     rest = [number for number in range(size) if number not in text_ids and number != end]
     order = np.array([number for number, _ in text] + rest + [end])
-    tokens = tuple(token for _, token in text)
-    vocabulary = set(tokens)
+    vocabulary = {token for _, token in text}
     if not all({left, right} <= vocabulary for left, right in merges):
         raise ValueError("a merge has a token that is not in the vocabulary")
-    return Read(Tokenizer(tokens, tuple(merges), size), order)
+    tokens = tuple(spell(token) for _, token in text)
+    spelled = tuple((spell(left), spell(right)) for left, right in merges)
+    return Read(Tokenizer(tokens, spelled, size), order)
+
+
+def _ids(value):
+    """Returns the ids of a field that has one, several or none. The first of several is ours."""
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def write(folder: Path, tokenizer: Tokenizer, context: int) -> None:
@@ -189,7 +213,7 @@ def write(folder: Path, tokenizer: Tokenizer, context: int) -> None:
 
 
 def _adds_prefix_space(pre_tokenizer):
-    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
     return any(step.get("add_prefix_space", False) for step in steps)
 
 

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.config.layer_groups import layer_linear
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
@@ -32,8 +33,14 @@ def projection_layout(config: ModelConfig, projection: str, layer: int) -> Block
     names = config.projections
     offset = config.seed + layer * len(names) + names.index(projection)
     in_features, out_features = config.projection_shape(projection)
-    layout = make_layout(spec.pattern, in_features, out_features, spec.block, spec.density, offset)
-    return with_room(layout, spec)
+    shape = (in_features, out_features, spec.block, spec.density, offset)
+    try:
+        return with_room(make_layout(spec.pattern, *shape), spec)
+    except UserError as error:
+        raise UserError(
+            f"{projection}: {error} Or leave {projection} dense: sparsity.projections names the "
+            "others."
+        ) from None
 
 
 def with_room(layout: BlockLayout, spec: LinearSpec) -> BlockLayout:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from sparse_dataflow.config import settings
+from sparse_dataflow.config.data import DataConfig
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.batches import EvalBatches, bits_per_byte
 from sparse_dataflow.data.corpora import Corpus, load_corpus
@@ -18,16 +19,18 @@ from sparse_dataflow.evaluation.harness import HarnessLM
 from sparse_dataflow.evaluation.ngrams import Ngrams
 from sparse_dataflow.evaluation.over_mesh import mesh_forward
 from sparse_dataflow.evaluation.significance import clustered_mean, paired_difference
-from sparse_dataflow.evaluation.trained import Trained, load
+from sparse_dataflow.evaluation.trained import NEWEST, Trained
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.interchange.huggingface import is_directory
+from sparse_dataflow.interchange.load import load, variants
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.sharded import Sharded
 from sparse_dataflow.runs import evaluation_report, evaluation_tasks, measurement
 from sparse_dataflow.runs.train import FINAL_WINDOWS
 from sparse_dataflow.training.metrics import say
-from sparse_dataflow.training.run_files import read_config, read_record
+from sparse_dataflow.training.run_files import RunRecord, read_config, read_record
 
 BASELINES = ("unigram", "bigram")
 
@@ -43,13 +46,13 @@ def evaluate(options) -> None:
     """
     keep_freed_memory()
     if not options.run:
-        raise UserError("--run is needed: the run folder to evaluate.")
+        raise UserError("--run is needed: the run folder or Hugging Face directory to evaluate.")
     # A name that is wrong, or that the network does not reach, costs no load.
-    corpus_name = read_record(options.run, read_config(options.run)).corpus
+    corpus_name = _corpus_name(options)
     named = evaluation_tasks.named(options, corpus_name)
     models = _models(options)
     first = next(iter(models.values()))
-    corpus = _corpus(first)
+    corpus = _corpus(corpus_name, models.values())
     context = min(trained.context for trained in models.values())
     ready = evaluation_tasks.ready(named, options, corpus, first.tokenizer, context)
     tokens = prepare_tokens(corpus, first.tokenizer, cache.FOLDER)
@@ -89,47 +92,68 @@ def evaluate(options) -> None:
     print(evaluation_report.text(result))
     say(f"kept in {evaluation_report.keep(first.folder, result)}")
     report = evaluation_report.add_to_report(first.folder, result)
-    say(f"report: {report}" if report else "no report yet: the run has not ended")
+    if report or first.record:
+        say(f"report: {report}" if report else "no report yet: the run has not ended")
 
 
 def _models(options) -> dict[str, Trained]:
     """The one or two models to evaluate, by their names in the table."""
-    run_folder, against, checkpoint = options.run, options.against, options.checkpoint
-    available = read_config(run_folder).variants
+    folder, against, checkpoint = options.run, options.against, options.checkpoint
+    available = variants(folder)
     chosen = [name for name in options.variant if name in available]
     if not chosen:
         raise UserError(
-            f"--variant={settings.text(options.variant)} leaves no model; {run_folder} has: "
+            f"--variant={settings.text(options.variant)} leaves no model; {folder} has: "
             f"{', '.join(available)}."
         )
     if not against:
-        return {name: load(run_folder, name, checkpoint) for name in chosen}
-    others = read_config(against).variants
+        return {name: load(folder, name, checkpoint) for name in chosen}
+    others = variants(against)
     twin = "dense" if "dense" in others else others[0]
-    model = load(run_folder, chosen[0], checkpoint)
-    other = load(against, twin, checkpoint)
-    if model.saved_record.corpus_hash != other.saved_record.corpus_hash:
+    model = load(folder, chosen[0], checkpoint)
+    other = load(against, twin, checkpoint if _record(against) else NEWEST)
+    corpora = {t.record.corpus_hash for t in (model, other) if t.record}
+    if len(corpora) > 1:
         raise UserError(
-            f"{run_folder} and {against} were trained on different corpora, so what one held out "
+            f"{folder} and {against} were trained on different corpora, so what one held out "
             "the other may have learned; give two runs on the same corpus."
         )
     if model.tokenizer.content_hash != other.tokenizer.content_hash:
         raise UserError(
-            f"{run_folder} and {against} have different tokenizers, so their losses a token "
-            "cannot be compared; give two runs with the same model.vocab_size and data.tokenizer."
+            f"{folder} and {against} have different tokenizers, so their losses a token "
+            "cannot be compared; give two models with the same tokenizer."
         )
     name = twin if twin != chosen[0] else f"{twin} of {other.folder.name}"
     return {chosen[0]: model, name: other}
 
 
-def _corpus(trained) -> Corpus:
-    record = trained.saved_record
-    corpus = load_corpus(record.corpus, cache.FOLDER)
-    if corpus.content_hash != record.corpus_hash:
+def _record(folder) -> RunRecord | None:
+    if is_directory(folder):
+        return None
+    return read_record(folder, read_config(folder))
+
+
+def _corpus_name(options) -> str:
+    """The corpus of the run, or of --against; a Hugging Face directory alone has --corpus."""
+    records = [_record(folder) for folder in (options.run, options.against) if folder]
+    names = [record.corpus for record in records if record]
+    if names and options.corpus not in ("", names[0]):
         raise UserError(
-            f"The corpus {corpus.name} has changed since {trained.folder} was trained on it, so "
-            "the documents that it held out are not known; put it back as it was."
+            f"--corpus={options.corpus} contradicts the run, which held out documents of "
+            f"{names[0]}; leave it out."
         )
+    default = DataConfig().corpus
+    return names[0] if names else options.corpus or default
+
+
+def _corpus(name, models) -> Corpus:
+    corpus = load_corpus(name, cache.FOLDER)
+    for trained in models:
+        if trained.record and corpus.content_hash != trained.record.corpus_hash:
+            raise UserError(
+                f"The corpus {corpus.name} has changed since {trained.folder} was trained on it, "
+                "so the documents that it held out are not known; put it back as it was."
+            )
     return corpus
 
 

@@ -15,12 +15,12 @@ class ModelOptions:
     """Flags that name a trained model; a base of the options of experiments that load one.
 
     Attributes:
-      run: run folder.
+      run: run folder, or Hugging Face directory.
       variant: "sparse" or "dense"; empty for the first that the run has.
-      checkpoint: "newest", "best" or a step.
+      checkpoint: of a run: "newest", "best" or a step.
     """
 
-    run: str = setting("", "Run folder.", path=True)
+    run: str = setting("", "Run folder, or Hugging Face directory.", path=True)
     variant: str = setting("", "Model of the run; empty is sparse where it has one.")
     checkpoint: str = setting("newest", "newest, best (held-out loss) or a step.")
 
@@ -29,12 +29,12 @@ def load(options: ModelOptions) -> "Trained":
     """The model that the options name.
 
     Raises:
-      UserError: no run is named, or `trained.load` refuses it.
+      UserError: no run is named, or `interchange.load` refuses it.
     """
-    from sparse_dataflow.evaluation import trained
-    from sparse_dataflow.training.run_files import read_config
+    from sparse_dataflow.interchange import load
 
     if not options.run:
-        raise UserError("No run is named; give a run folder with --run.")
-    variant = options.variant or read_config(options.run).variants[0]
-    return trained.load(options.run, variant, options.checkpoint)
+        raise UserError(
+            "No run is named; give a run folder or a Hugging Face directory with --run."
+        )
+    return load.load(options.run, options.variant, options.checkpoint)

@@ -1,7 +1,6 @@
 """Command lines checked, and turned into a `RunConfig` once the machine is known."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,7 +149,12 @@ class Request:
                 _resumable(saved_config(self.resume), self.resume), self.changes
             )
         if self.changes.get("run.init_from"):
-            base = self._from_weights(backend)
+            from sparse_dataflow.interchange import starting_point
+
+            folder = self.changes["run.init_from"]
+            base = starting_point.run_config(folder, compute_dtype(backend))
+            if "sparsity.density" in self.changes:
+                base = base.change(sparsity__budget="uniform")
         else:
             scale = (
                 self.scale if self.scale != "auto" else self._scale(backend, memory_bytes, sparse)
@@ -174,25 +178,6 @@ class Request:
         config = settings.changed(presets.preset("nano"), changes)
         linears = config.sparsity.linears(config.model)
         return memory.choose_scale(memory_bytes, backend, linears)
-
-    def _from_weights(self, backend):
-        from sparse_dataflow.interchange import starting_point
-        from sparse_dataflow.planning import memory
-
-        shape = starting_point.dense_config(self.changes["run.init_from"])
-        count = memory.parameter_count(shape)
-        distance = {n: abs(math.log(memory.parameter_count(s) / count)) for n, s in SIZES.items()}
-        scale = min(distance, key=distance.__getitem__)
-        base = presets.preset(scale)
-        if shape.supar:
-            base = presets.supar(base)
-        model = dataclasses.replace(
-            shape, compute_dtype=compute_dtype(backend), remat="none", seed=0
-        )
-        training = dataclasses.replace(
-            base.training, sequence=min(shape.max_len, presets.LONGEST_SEQUENCE)
-        )
-        return dataclasses.replace(base, model=model, training=training)
 
 
 def compute_dtype(backend: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data import cache
@@ -327,7 +328,7 @@ class _Job:
             executor=executor,
             mfu=mfu,
             position=position,
-            start=self._start(v),
+            start=self._start(v, data),
             clock=self.clock,
         )
 
@@ -341,16 +342,29 @@ class _Job:
         stopped = processes.any_process(bool(stop()))
         return all(trainer.finished for trainer in trainers) and not stopped
 
-    def _start(self, v: Variant) -> Callable[[], TrainState] | None:
+    def _start(self, v: Variant, data: TrainingData) -> Callable[[], TrainState] | None:
         """Makes the state before the first step from `run.init_from`, where that names weights; a
         resumed run calls it only where it has no checkpoint."""
         if not self.config.run.init_from:
             return None
 
         def initial():
-            weights = starting_point.read(self.config.run.init_from)
+            run, calibration = self.config.run, None
+            if run.prune_by == "activations" and v.model.sparse_projections:
+                calibration = [
+                    rows
+                    for step in range(run.prune_batches)
+                    for rows in np.array_split(
+                        data.train[step]["tokens"][:, :-1], v.training.micro_batches
+                    )
+                    if len(rows)
+                ]
             return starting_point.initial_state_from(
-                weights, v.phases[0].model, v.training, self.executor
+                starting_point.read(run.init_from),
+                v.phases[0].model,
+                v.training,
+                self.executor,
+                calibration,
             )
 
         return initial

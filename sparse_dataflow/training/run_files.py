@@ -92,7 +92,8 @@ def read_config(folder: str | Path) -> RunConfig:
     if isinstance(fields, dict) and "model_type" in fields:
         raise UserError(
             f"{folder} is an exported model or a Hugging Face directory, not a run folder. "
-            f"Give the run that was exported, or train from it with --init_from={folder}."
+            f"Give the run that was exported, or train from it with --init_from={folder}; "
+            "generate and evaluate take it as it is."
         )
     try:
         config = RunConfig.from_json(fields)

@@ -14,7 +14,7 @@ projection.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -80,13 +80,25 @@ def update_layouts(
     return state._replace(tables=gpt.layout_tables(layouts))
 
 
-def change_model(state: TrainState, old: ModelConfig, new: ModelConfig) -> TrainState:
+def change_model(
+    state: TrainState,
+    old: ModelConfig,
+    new: ModelConfig,
+    input_norms: Mapping[str, np.ndarray] | None = None,
+) -> TrainState:
     """Returns a state of model `old` as a state of model `new`; it must not be used again.
 
     A block-sparse weight becomes a dense one of the same function: its stored blocks in place, with
     its Hadamard transform and its low-rank term merged in.  A weight that gets sparser keeps its
     largest blocks; if the new weight reads a Hadamard transform, those of the transformed weight.
     A new low-rank term has a zero second factor, so the function stays.
+
+    Args:
+      state: canonical, with concrete tables.
+      old: config of the state's model.
+      new: config of the new model.
+      input_norms: projection -> float [num_layers, in] that the rows of a weight are multiplied by
+        in the norms of its blocks; None for 1. See `interchange.calibration`.
     """
     key = jax.random.fold_in(state.key, state.step)
     before, after = ([group.layers for group in layer_groups(model)] for model in (old, new))
@@ -97,7 +109,8 @@ def change_model(state: TrainState, old: ModelConfig, new: ModelConfig) -> Train
         new_layouts: list[BlockLayout] = []
         for place in _places(name, common):
             stored = old_layouts and [old_layouts[layer] for layer in place.layers]
-            state, chosen = _change_projection(state, place, stored, old, new, key)
+            scale = None if input_norms is None else input_norms[name][np.asarray(place.layers)]
+            state, chosen = _change_projection(state, place, stored, old, new, key, scale)
             new_layouts += chosen or ()
         if new_layouts:
             layouts[name] = [
@@ -107,7 +120,9 @@ def change_model(state: TrainState, old: ModelConfig, new: ModelConfig) -> Train
     return _regroup(state, common, after)._replace(tables=gpt.layout_tables(layouts))
 
 
-def _change_projection(state, place: "_Place", stored: list[BlockLayout] | None, old, new, key):
+def _change_projection(
+    state, place: "_Place", stored: list[BlockLayout] | None, old, new, key, scale
+):
     """Converts one projection of one group of layers; returns (state, its layouts or None)."""
     before, after = (layer_linear(model, place.name, place.layers.start) for model in (old, new))
     if (before.kind, before.density) != (after.kind, after.density):
@@ -119,7 +134,7 @@ def _change_projection(state, place: "_Place", stored: list[BlockLayout] | None,
         else:
             if before.kind == "dense":
                 state = _merge_hadamard(state, place, after.hadamard)
-            state, stored = _prune(state, place, stored, after)
+            state, stored = _prune(state, place, stored, after, scale)
     if before.rank and not after.rank and after.kind == "dense":
         state = _merge_low_rank(state, place)
     if after.rank and not before.rank:
@@ -269,14 +284,22 @@ def _grid(dense, block):
     return dense.reshape(layers, inputs // block, block, outputs // block, block)
 
 
-def _prune(state, place, old: list[BlockLayout] | None, spec):
-    """Keeps the largest blocks of one projection at `spec`'s density; returns (state, layouts)."""
+def _prune(state, place, old: list[BlockLayout] | None, spec, scale=None):
+    """Keeps the largest blocks of one projection at `spec`'s density; returns (state, layouts).
+
+    `scale` float [layers, in] multiplies the rows of the weight in the norms; None for 1.
+    """
     module = place.module(state.params)
     if old is None:
-        norms = to_host(_grid_norms(module["kernel"], spec.block))
+        kernel = module["kernel"] if scale is None else module["kernel"] * scale[:, :, None]
+        norms = to_host(_grid_norms(kernel, spec.block))
         stored: list[np.ndarray | None] = [None] * len(norms)
     else:
-        stored_norms = to_host(_stored_norms(module["values"]))
+        values = module["values"]
+        if scale is not None:
+            rows = scale.reshape(len(old), -1, spec.block)
+            values = values * np.stack([r[lay.rows] for r, lay in zip(rows, old)])[..., None]
+        stored_norms = to_host(_stored_norms(values))
         norms = np.zeros((len(old), *old[0].mask.shape), stored_norms.dtype)
         for layer, layout in enumerate(old):
             norms[layer, layout.rows, layout.cols] = stored_norms[layer]

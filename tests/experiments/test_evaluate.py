@@ -8,8 +8,11 @@ from main_job import rows
 
 from experiments import evaluate
 from sparse_dataflow.data import cache
+from sparse_dataflow.interchange import huggingface
+from sparse_dataflow.interchange.load import load
 from sparse_dataflow.reporting.report_data import ReportData
 from sparse_dataflow.runs import command_line, evaluation_report
+from sparse_dataflow.runs.export import export
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="the extra eval is not installed"
@@ -82,6 +85,27 @@ def refusal(evaluated, *arguments):
     status, _, error = evaluated(*arguments)
     assert status == 2
     return error
+
+
+@pytest.mark.slow
+def test_an_export_is_evaluated_alone_and_beside_its_run(evaluated, copy, job, tmp_path):
+    model = load(copy, "sparse")
+    for form in huggingface.FORMS:
+        export(model, tmp_path / form, form)
+    options = ("--tasks=last_word", "--num_fewshot=0", "--items=4")
+    status, _, error = evaluated(f"--run={tmp_path / 'sparse'}", f"--corpus={job.corpus}", *options)
+    assert (status, error) == (0, "")
+    alone = json.loads((tmp_path / "sparse" / "evaluation.json").read_text())
+    assert list(alone["models"]) == ["sparse"] and alone["models"]["sparse"]["step"] == 0
+    # The same held-out windows as those of the run's last evaluation.
+    final = rows(copy, "sparse")[-1]
+    assert alone["rows"][0]["models"]["sparse"]["value"] == pytest.approx(final["loss"], rel=1e-4)
+    status, _, error = evaluated(f"--run={copy}", f"--against={tmp_path / 'dense'}", *options)
+    assert (status, error) == (0, "")
+    first, *_ = json.loads((copy / "evaluation.json").read_text())["rows"]
+    assert first["paired"]["difference"] == pytest.approx(0, abs=1e-4)
+    other = (f"--run={copy}", "--corpus=sotu")
+    assert "--corpus=sotu contradicts the run" in refusal(evaluated, *other)
 
 
 def test_runs_that_cannot_be_evaluated(evaluated, copy, tmp_path):

@@ -1,6 +1,6 @@
-"""Writes tests/interchange/gpt2 and opt: small random models saved by transformers, with logits.
+"""Writes tests/interchange/ARCHITECTURE: small random models saved by transformers, with logits.
 
-python tests/interchange/make_fixture.py        needs transformers and torch
+python tests/interchange/make_fixture.py     those that are missing; needs transformers, torch
 """
 
 import json
@@ -13,48 +13,97 @@ from safetensors.numpy import save_file
 
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.interchange import tokenizer_files
+from sparse_dataflow.interchange.architectures import ARCHITECTURES
 
-FOLDER = Path(__file__).with_name("gpt2")
-OPT_FOLDER = Path(__file__).with_name("opt")
+FOLDERS = {name: Path(__file__).with_name(name) for name in ARCHITECTURES}
+FOLDER, OPT_FOLDER = FOLDERS["gpt2"], FOLDERS["opt"]
 BYTES = Tokenizer(tuple(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())), (), 260)
-SHAPE = {"vocab_size": 260, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4}
-
-
-OPT_SHAPE = {
-    "vocab_size": 260,
-    "max_position_embeddings": 24,
-    "hidden_size": 16,
-    "word_embed_proj_dim": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "ffn_dim": 48,
-}
 OPT_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
+SHARDED = "mistral"
+"""The fixture whose weights are in several files."""
+
+_NO_DROPOUT = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
+_LLAMA = {
+    "vocab_size": 260,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": BYTES.eot_id,
+    "eos_token_id": BYTES.eot_id,
+}
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+SHAPES = {
+    "gpt2": {
+        "vocab_size": 260,
+        "n_positions": 24,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": BYTES.eot_id,
+        "eos_token_id": BYTES.eot_id,
+        **_NO_DROPOUT,
+    },
+    "opt": {
+        "vocab_size": 260,
+        "max_position_embeddings": 24,
+        "hidden_size": 16,
+        "word_embed_proj_dim": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "ffn_dim": 48,
+        "dropout": 0.0,
+        "bos_token_id": 2,
+        "pad_token_id": 1,
+        "eos_token_id": 2,
+    },
+    # Every feature of each architecture: grouped queries, another head width, scaled rotary
+    # positions, a window of fewer tokens than the test has, biases, norms of queries and keys.
+    "llama": _LLAMA
+    | {"rope_theta": 100.0, "rope_scaling": LLAMA3_SCALING, "head_dim": 8, "mlp_bias": True},
+    "mistral": _LLAMA | {"sliding_window": 5, "rms_norm_eps": 1e-3, "head_dim": 8},
+    "qwen2": _LLAMA | {"tie_word_embeddings": True, "rope_theta": 1000.0},
+    "qwen3": _LLAMA
+    | {
+        "head_dim": 8,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 0,
+    },
+}
+"""Architecture -> fields of its fixture's config.json."""
 
 
-def write(gpt2_folder, opt_folder, seed=0):
-    """Saves a random model of each architecture with transformers, and its logits."""
+def write(name, folder, shape, seed=0):
+    """Saves a random model of an architecture with transformers, its tokenizer and its logits."""
     import torch
     import transformers
 
     torch.manual_seed(seed)
-    rates = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), BYTES.eot_id)
-    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE, **rates, **ends))
-    save(gpt2_folder, gpt2, SHAPE["vocab_size"])
-    tokenizer_files.write(gpt2_folder, BYTES, SHAPE["n_positions"])
-    opt = transformers.OPTForCausalLM(
-        transformers.OPTConfig(
-            **OPT_SHAPE, dropout=0.0, bos_token_id=2, pad_token_id=1, eos_token_id=2
-        )
-    )
-    save(opt_folder, opt, OPT_SHAPE["vocab_size"])
-    vocab = {token: number for number, token in enumerate((*OPT_SPECIALS, *BYTES.tokens))}
-    (opt_folder / "vocab.json").write_text(json.dumps(vocab))
-    (opt_folder / "merges.txt").write_text("#version: 0.2\n")
+    class_name = ARCHITECTURES[name].class_name
+    config = transformers.CONFIG_MAPPING[name](**shape)
+    model = getattr(transformers, class_name)(config)
+    options = {"max_shard_size": "40KB"} if name == SHARDED else {}
+    save(folder, model, shape["vocab_size"], seed, **options)
+    if name == "opt":
+        vocab = {token: number for number, token in enumerate((*OPT_SPECIALS, *BYTES.tokens))}
+        (folder / "vocab.json").write_text(json.dumps(vocab))
+        (folder / "merges.txt").write_text("#version: 0.2\n")
+    else:
+        tokenizer_files.write(folder, BYTES, 24)
 
 
-def save(folder, model, vocab_size):
+def save(folder, model, vocab_size, seed=0, **options):
     """Draws new weights, then saves the model and its logits of random tokens."""
     import torch
     import transformers
@@ -62,15 +111,22 @@ def save(folder, model, vocab_size):
     model.eval()
     for parameter in model.parameters():
         parameter.data = 0.3 * torch.randn_like(parameter)
-    ids = np.random.default_rng(0).integers(4, vocab_size, (2, 16), np.int32)
+    ids = np.random.default_rng(seed).integers(4, vocab_size, (2, 16), np.int32)
     with torch.no_grad():
         logits = model(torch.from_numpy(ids).long()).logits.numpy()
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, **options)
     (folder / "generation_config.json").unlink(missing_ok=True)
     save_file({"ids": ids, "logits": logits}, folder / "expected.safetensors")
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     (folder / "made_with.json").write_text(json.dumps(versions, indent=1) + "\n")
 
 
+def main():
+    """Writes the fixtures that are missing."""
+    for name, folder in FOLDERS.items():
+        if not folder.exists():
+            write(name, folder, SHAPES[name])
+
+
 if __name__ == "__main__":
-    sys.exit(write(FOLDER, OPT_FOLDER))
+    sys.exit(main())

@@ -10,6 +10,8 @@ import pytest
 from make_fixture import BYTES
 from models import DENSE, DEPTH, LOW_RANK, SPARSE, SUPAR, export, random_model
 
+from sparse_dataflow.config.families import FAMILIES
+from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.evaluation.trained import Trained
 from sparse_dataflow.interchange import huggingface
@@ -98,6 +100,14 @@ READABLE = {
     "rotary": dataclasses.replace(SPARSE, positions="rotary"),
     "rmsnorm": dataclasses.replace(SPARSE, norm="rmsnorm"),
     "relu": dataclasses.replace(SPARSE, activation="relu"),
+    "llama": dataclasses.replace(
+        DENSE, **FAMILIES["llama"], num_kv_heads=2, rotary_factor=8.0, rotary_length=16, window=5
+    ),
+    "qwen2": dataclasses.replace(DENSE, **FAMILIES["qwen2"], norm_epsilon=1e-2),
+    "qwen3": dataclasses.replace(
+        DENSE, **FAMILIES["qwen3"], head_dim=16, num_kv_heads=1, rotary_base=50.0
+    ).with_linears(LinearSpec("block_sparse", "random", 0.5, 8, rank=2)),
+    "grouped qkv": dataclasses.replace(SPARSE, num_kv_heads=2, activation="gelu_exact", window=3),
     "all": dataclasses.replace(
         DEPTH, positions="rotary", norm="rmsnorm", activation="relu", parametrization="supar"
     ),

@@ -74,6 +74,49 @@ def imported(original, tmp_path):
     return huggingface.read(directory(tmp_path / "imported", original))
 
 
+@pytest.fixture(scope="session")
+def fallback_original():
+    """A tokenizer.json as Llama 2's and Mistral's: characters, and bytes for those it lacks."""
+    engine = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
+    engine.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320, special_tokens=specials, show_progress=False
+    )
+    engine.train_from_iterator([WORDS] * 9, trainer)
+    decoders = tokenizers.decoders
+    engine.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    fields = json.loads(engine.to_str())
+    fields["added_tokens"] = [t for t in fields["added_tokens"] if "0x" not in t["content"]]
+    return json.dumps(fields, ensure_ascii=False)
+
+
+def test_byte_fallback_is_encoded_and_decoded_as_by_the_library(fallback_original, tmp_path):
+    imported = huggingface.read(directory(tmp_path / "imported", fallback_original))
+    tokenizer, engine = imported.tokenizer, library_tokenizer(fallback_original)
+    for text in [*TEXTS, WORDS]:
+        expected = engine.encode(text, add_special_tokens=False).ids
+        ids = tokenizer.encode(text)
+        assert original_ids(tokenizer, text) == expected
+        assert tokenizer.decode(ids) == engine.decode(expected) == text
+        spelled = b"".join(map(tokenizer.token_to_bytes, ids)).decode()
+        assert spelled == (f" {text}" if text else "")  # The tokenizer writes a space in front.
+        assert tokenizer.token_bytes[ids].sum() == len(spelled.encode())
+    tokenizer.save(tmp_path / "tokenizer.json")
+    assert Tokenizer.load(tmp_path / "tokenizer.json") == tokenizer
+    write(tmp_path / "exported", "dense", imported)
+    assert (tmp_path / "exported" / "tokenizer.json").read_text() == fallback_original
+
+
 def directory(folder, original):
     """Writes a random GPT-2 with this tokenizer.json."""
     plain = Tokenizer(tuple(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())), (), 320)
@@ -134,6 +177,14 @@ def test_a_run_saves_the_original_unchanged(imported, original, tmp_path):
     assert loaded.content_hash == imported.tokenizer.content_hash
 
 
+def test_the_first_of_several_ends_of_text_ends_a_document(trained_fields, tmp_path):
+    folder = directory(tmp_path / "imported", json.dumps(trained_fields))
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": [2, 1]}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = huggingface.read(folder).tokenizer
+    assert tokenizer.original_ids[tokenizer.eot_id] == 2
+
+
 @pytest.mark.parametrize("form", huggingface.FORMS)
 def test_an_export_writes_the_original_byte_for_byte(imported, original, tmp_path, form):
     folder = tmp_path / "exported"
@@ -181,6 +232,7 @@ def embedded(model, ids):
     ("change", "message"),
     [
         ({"decoder": {"type": "BPEDecoder", "suffix": "</w>"}}, "decoder is not ByteLevel"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "neither byte-level BPE nor BPE with byte"),
         ({"normalizer": {"type": "none"}}, "original cannot be read"),
     ],
 )

@@ -1,0 +1,77 @@
+"""Norms of each projection's inputs on calibration batches, for activation-aware pruning.
+
+A block of W scores by the norm of its entries |W_ij| times the norm of input feature i (Wanda,
+arXiv 2306.11695, section 3, with blocks for single weights). The square of this score is the error
+of the output, summed over the tokens, if the block is removed and inputs are uncorrelated.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_dataflow.config.layer_groups import layer_groups
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.kernels.hadamard.api import hadamard
+from sparse_dataflow.models import gpt
+
+
+def input_norms(
+    model: ModelConfig,
+    params: dict,
+    tables: Any,
+    batches: Iterable[np.ndarray],
+    mixed: Mapping[str, int],
+) -> dict[str, np.ndarray]:
+    """Returns projection -> float32 [num_layers, in], the norm of each input over all tokens.
+
+    Only one layer is on the device at a time.
+
+    Args:
+      model: config of the model that runs.
+      params: its parameter tree.
+      tables: its layout tables.
+      batches: int32 [B, T] token ids.
+      mixed: projection -> width of the Hadamard transform of the inputs that are measured.
+    """
+    groups = [group for group in layer_groups(model) for _ in group.layers]
+    widths = tuple(sorted(mixed.items()))
+    squares: list[dict[str, np.ndarray]] = []
+    for tokens in batches:
+        x = gpt.embed(model, jax.tree.map(jnp.asarray, params["embed"]), jnp.asarray(tokens))
+        of_batch = []
+        for group, layer in zip(groups, gpt.layers(params["blocks"], tables), strict=True):
+            x, sums = _apply(group.model, widths, *jax.tree.map(jnp.asarray, layer), x)
+            of_batch.append(jax.device_get(sums))
+        squares = jax.tree.map(np.add, squares, of_batch) if squares else of_batch
+    return {
+        name: np.sqrt(np.stack([layer[name] for layer in squares])) for name in model.projections
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("model", "mixed"))
+def _apply(model, mixed, params, tables, x):
+    """Applies a block; returns (output, projection -> sum of its squared inputs [in])."""
+    block = gpt.bind_block(model)(params)
+    sums: dict[str, jax.Array] = {}
+    for name in model.projections:
+        recorded = _Recorder(getattr(block, name), name, dict(mixed).get(name, 0), sums)
+        setattr(block, name, recorded)
+    return block(x, tables), sums
+
+
+class _Recorder:
+    """A projection that also sums the squares of its inputs."""
+
+    plain_sparse = False  # The fused MLP does not call its projections.
+
+    def __init__(self, linear, name, width, sums):
+        self.linear, self.name, self.width, self.sums = linear, name, width, sums
+
+    def __call__(self, x, *arguments):
+        mixed = hadamard(x, self.width) if self.width else x
+        self.sums[self.name] = jnp.sum(jnp.square(mixed.astype(jnp.float32)), axis=(0, 1))
+        return self.linear(x, *arguments)

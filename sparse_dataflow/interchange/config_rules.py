@@ -1,0 +1,269 @@
+"""Rules that map fields of a Hugging Face config.json to fields of `ModelConfig`, and back.
+
+A rule is data of one row of `architectures.ARCHITECTURES`. It has two methods:
+
+- `read(fields)` returns the fields of `ModelConfig` that it sets. It raises UserError with the
+  name, value and legal values of a field of config.json that this project does not support.
+- `write(model)` returns the fields of config.json that it sets. What they cannot express shows when
+  they are read back; see `architectures.config_fields`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
+
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.files.errors import UserError
+
+REQUIRED = object()
+"""Default of a field that every config.json must have."""
+
+Default = Any | Callable[[Mapping[str, Any]], Any]
+"""Value of a field that config.json lacks, or a function from its fields to that value."""
+
+
+class Rule(Protocol):
+    """See the module docstring."""
+
+    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Maps fields of config.json to fields of `ModelConfig`."""
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Maps a config to fields of config.json."""
+
+
+def unsupported(name: str, value: Any, legal: str) -> UserError:
+    """Returns the error of a field with a value that is not supported."""
+    text = repr(value)
+    text = text if len(text) <= 80 else f"{text[:77]}..."
+    return UserError(f"{name}={text} (legal: {legal})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Same:
+    """A field of config.json with the value of a field of `ModelConfig`.
+
+    Attributes:
+      theirs: name in config.json.
+      ours: field of `ModelConfig`.
+      default: value where config.json lacks the field.
+      written: attribute of `ModelConfig` that is written; "" for `ours`.
+      null: value where config.json has null; that of `default` if None.
+    """
+
+    theirs: str
+    ours: str
+    default: Default = REQUIRED
+    written: str = ""
+    null: Any = None
+
+    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Rule`."""
+        if self.null is not None and self.theirs in fields:
+            value = fields[self.theirs]
+            return {self.ours: self.null if value is None else value}
+        return {self.ours: _value(fields, self.theirs, self.default)}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Rule`."""
+        return {self.theirs: getattr(model, self.written or self.ours)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A field of config.json whose names differ from those of `ModelConfig`.
+
+    Attributes:
+      theirs: name in config.json.
+      ours: field of `ModelConfig`.
+      names: their name -> our name; the first of several is written.
+      default: their name where config.json lacks the field.
+    """
+
+    theirs: str
+    ours: str
+    names: Mapping[str, str]
+    default: str
+
+    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Rule`."""
+        value = _value(fields, self.theirs, self.default)
+        if not isinstance(value, str) or value not in self.names:
+            raise unsupported(self.theirs, value, ", ".join(self.names))
+        return {self.ours: self.names[value]}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Rule`."""
+        value = getattr(model, self.ours)
+        return {self.theirs: next(t for t, o in self.names.items() if o == value)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Always:
+    """Fields of `ModelConfig` that an architecture fixes.
+
+    Attributes:
+      fields: the fields.
+    """
+
+    fields: Mapping[str, Any]
+
+    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Rule`."""
+        return dict(self.fields)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Rule`."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Only:
+    """A field of config.json that must have one value.
+
+    Attributes:
+      theirs: name in config.json.
+      legal: the value; also the default.
+    """
+
+    theirs: str
+    legal: Default
+
+    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Rule`."""
+        legal = self.legal(fields) if callable(self.legal) else self.legal
+        value = fields.get(self.theirs)
+        if value is not None and value != legal:
+            raise unsupported(self.theirs, value, repr(legal))
+        return {}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Rule`."""
+        return {} if callable(self.legal) else {self.theirs: self.legal}
+
+
+@dataclasses.dataclass(frozen=True)
+class Biases:
+    """Projections with a bias: some always, others with a switch of config.json.
+
+    A config with fewer biases than the written switches gets zeros for the others.
+
+    Attributes:
+      always: projections that always have a bias.
+      switches: name in config.json -> projections that have a bias where it is true.
+      default: value of a switch that config.json lacks.
+    """
+
+    always: tuple[str, ...] = ()
+    switches: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    default: bool = False
+
+    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Rule`."""
+        biases = self.always
+        for name, projections in self.switches.items():
+            value = _value(fields, name, self.default)
+            if not isinstance(value, bool):
+                raise unsupported(name, value, "true, false")
+            biases += projections if value else ()
+        return {"biases": biases}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Rule`."""
+        biases = set(model.selected(model.biases, "biases"))
+        return {name: bool(biases & set(p)) for name, p in self.switches.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Sliding-window attention, of all layers or of none.
+
+    Attributes:
+      default: window where config.json lacks `sliding_window`.
+      switched: whether `use_sliding_window` must be true, and `max_window_layers` counts the first
+        layers without a window, as in Qwen.
+    """
+
+    default: int | None = None
+    switched: bool = False
+
+    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Rule`."""
+        window = fields.get("sliding_window", self.default) or 0
+        layers = fields.get("num_hidden_layers")
+        if self.switched and not fields.get("use_sliding_window", False):
+            window = 0
+        kinds = fields.get("layer_types")
+        if kinds is None and self.switched and window:
+            full = fields.get("max_window_layers", 28)
+            if 0 < full < layers:
+                raise unsupported("max_window_layers", full, f"0, or {layers} and more: one window")
+            window = window if full <= 0 else 0
+        elif kinds is not None:
+            legal = "all sliding_attention, or all full_attention"
+            if set(kinds) - {"sliding_attention", "full_attention"} or len(set(kinds)) > 1:
+                raise unsupported("layer_types", sorted(set(kinds)), legal)
+            window = window if "sliding_attention" in kinds else 0
+        return {"window": window}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Rule`."""
+        fields: dict[str, Any] = {"sliding_window": model.window or None}
+        if self.switched:
+            fields |= {"use_sliding_window": bool(model.window), "max_window_layers": 0}
+        return fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Base and scaling of rotary positions.
+
+    transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 one `rope_parameters`.
+    Both read the former, which this writes.
+    """
+
+    SCALED: ClassVar[Mapping[str, str]] = {
+        "factor": "rotary_factor",
+        "low_freq_factor": "rotary_low",
+        "high_freq_factor": "rotary_high",
+        "original_max_position_embeddings": "rotary_length",
+    }
+    """Field of scaling type "llama3" -> field of `ModelConfig`."""
+
+    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Rule`."""
+        name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+        scaling = fields.get(name) or {}
+        if not isinstance(scaling, Mapping):
+            raise unsupported(name, scaling, "an object")
+        base = scaling.get("rope_theta") or fields.get("rope_theta") or 10_000.0
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        partial = scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1
+        if partial != 1:
+            raise unsupported("partial_rotary_factor", partial, "1")
+        ours = {"rotary_base": float(base)}
+        if kind == "default":
+            return ours
+        if kind != "llama3":
+            raise UserError(f"{name} of type {kind!r} (legal: default, llama3)")
+        missing = [theirs for theirs in self.SCALED if scaling.get(theirs) is None]
+        if missing:
+            raise UserError(f"{name} without {', '.join(missing)} (legal: all of type llama3)")
+        return ours | {ours_name: scaling[theirs] for theirs, ours_name in self.SCALED.items()}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Rule`."""
+        scaling = None
+        if model.rotary_factor != 1:
+            scaling = {theirs: getattr(model, ours) for theirs, ours in self.SCALED.items()}
+            scaling["rope_type"] = "llama3"
+        return {"rope_theta": model.rotary_base, "rope_scaling": scaling}
+
+
+def _value(fields, name, default):
+    value = fields.get(name)
+    if value is not None:
+        return value
+    if default is REQUIRED:
+        raise UserError(f"no {name}, which is required")
+    return default(fields) if callable(default) else default

@@ -1,0 +1,74 @@
+"""Models from run folders and Hugging Face directories alike."""
+
+from pathlib import Path
+
+from sparse_dataflow.config.presets import LONGEST_SEQUENCE
+from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.evaluation import trained
+from sparse_dataflow.evaluation.trained import NEWEST, Trained
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange import huggingface
+from sparse_dataflow.training.run_files import read_config
+
+
+def variants(folder: str | Path) -> tuple[str, ...]:
+    """Returns the variants of a run; for a Hugging Face directory "sparse" or "dense" alone.
+
+    Raises:
+      UserError: the folder is neither.
+    """
+    if huggingface.is_directory(folder):
+        return ("sparse" if huggingface.is_sparse_form(folder) else "dense",)
+    return read_config(folder).variants
+
+
+def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Trained:
+    """Loads a model from a run folder or from a Hugging Face directory.
+
+    A directory is one of the architectures in `interchange.architectures`, or an export of this
+    project in either form.
+
+    Args:
+      folder: run folder or Hugging Face directory.
+      variant: "sparse", "dense" or "narrow"; "" for the first that the folder has.
+      checkpoint: of a run: "newest", "best" (lowest held-out loss) or a step number.
+
+    Returns:
+      The model. That of a directory has no record and 0 steps. Its context is that of its training
+      where an export says so, else its longest sequence, up to 8,192 tokens.
+
+    Raises:
+      UserError: the folder is neither, or is damaged, or has no such variant or checkpoint.
+    """
+    names = variants(folder)
+    if not huggingface.is_directory(folder):
+        return trained.load(folder, variant or names[0], checkpoint)
+    if variant not in ("", *names):
+        raise UserError(f"{folder} has no variant {variant!r}; legal: {', '.join(names)}.")
+    if checkpoint != NEWEST:
+        raise UserError(
+            f"{folder} is a Hugging Face directory, which has no checkpoint {checkpoint!r}; "
+            f"legal: {NEWEST}."
+        )
+    path = Path(folder).expanduser()
+    imported = huggingface.read(path)
+    return Trained(
+        folder=path,
+        variant=names[0],
+        model=imported.model,
+        params=imported.params,
+        tables=imported.tables,
+        tokenizer=imported.tokenizer,
+        step=0,
+        training=TrainingConfig(sequence=_context(path, imported.model.max_len)),
+        record=None,
+        facts={},
+    )
+
+
+def _context(folder, max_len):
+    """The context that an export was trained with, or else that of the model."""
+    context = json_files.load(folder / huggingface.CONFIG).get("context")
+    legal = type(context) is int and 1 <= context
+    return min(max_len, LONGEST_SEQUENCE, context if legal else max_len)

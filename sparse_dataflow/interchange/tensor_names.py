@@ -1,0 +1,158 @@
+"""Parameters of a dense model from named tensors, and back, by a row of `architectures`."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from sparse_dataflow.checkpoint.named_arrays import flatten
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange.architectures import OUTPUT, Architecture
+from sparse_dataflow.interchange.equivalent_forms import fuse_qkv, split_config, split_qkv
+from sparse_dataflow.interchange.tensors import Tensors
+from sparse_dataflow.models import gpt
+
+_SHOWN = 5
+"""Names of tensors in an error."""
+
+
+class _Entry(NamedTuple):
+    """A tensor of each layer, or of the model.
+
+    Attributes:
+      name: its name; "{}" is the number of the layer.
+      leaves: dotted names of our parameters, which it has side by side along their last axis.
+      shapes: their shapes, of one layer.
+      layers: number of layers; 0 for a tensor of the model.
+      transposed: whether it is stored transposed.
+      skip: its first rows, which we do not have.
+    """
+
+    name: str
+    leaves: list[str]
+    shapes: list[tuple[int, ...]]
+    layers: int
+    transposed: bool
+    skip: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        first = self.shapes[0]
+        shape = (*first[:-1], sum(shape[-1] for shape in self.shapes))
+        shape = (shape[0] + self.skip, *shape[1:])
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def names(self) -> list[str]:
+        """Name of the tensor of each layer."""
+        return [self.name.format(i) for i in range(self.layers)] if self.layers else [self.name]
+
+
+def read(architecture: Architecture, model: ModelConfig, files: Tensors) -> dict:
+    """Reads the parameter tree of a dense model; see `gpt`. All arrays are numpy float32.
+
+    Raises:
+      UserError: a tensor is missing, damaged or of another shape, or the files have tensors that
+        the architecture does not have.
+    """
+    split = split_config(model)
+    shapes = _shapes(split)
+    prefix = _prefix(architecture, files)
+    arrays: dict[str, np.ndarray] = {}
+    names: set[str] = set()
+    for entry in _entries(architecture, split, shapes, prefix):
+        rows = []
+        for name in entry.names:
+            tensor = files.read(name, entry.shape)[entry.skip :]
+            rows.append(tensor.T if entry.transposed else tensor)
+        stacked = np.stack(rows) if entry.layers else rows[0]
+        ends = np.cumsum([shape[-1] for shape in entry.shapes])[:-1]
+        arrays |= zip(entry.leaves, np.split(stacked, ends, axis=-1))
+        names |= set(entry.names)
+    _refuse_others(architecture, files, names, prefix)
+    leaves = [np.ascontiguousarray(arrays[name]) for name in flatten(shapes)]
+    params = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    return fuse_qkv(model, params)
+
+
+def write(architecture: Architecture, model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
+    """Returns float32 tensors by name; the inverse of `read`.
+
+    Args:
+      architecture: represents the model.
+      model: dense config.
+      params: its parameter tree.
+    """
+    split, arrays = split_config(model), flatten(split_qkv(model, params))
+    tensors = {}
+    for entry in _entries(architecture, split, _shapes(split), architecture.prefixes[0]):
+        stacked = np.concatenate([np.asarray(arrays[leaf]) for leaf in entry.leaves], axis=-1)
+        for name, tensor in zip(entry.names, stacked if entry.layers else [stacked]):
+            skipped = np.zeros((entry.skip, *tensor.shape[1:]), np.float32)
+            tensor = np.concatenate([skipped, tensor]) if entry.skip else tensor
+            tensors[name] = np.asarray(tensor.T if entry.transposed else tensor, np.float32)
+    return tensors
+
+
+def _entries(architecture, model, shapes, prefix) -> Iterator[_Entry]:
+    leaves_by_name: dict[str, list[str]] = {}
+    leaves = flatten(shapes)
+    order = list(architecture.tensors)
+    for leaf in sorted(leaves, key=lambda leaf: _order(order, leaf)):
+        leaves_by_name.setdefault(_name(architecture, leaf, prefix), []).append(leaf)
+    for name, group in leaves_by_name.items():
+        layers = model.num_layers if group[0].startswith("blocks.") else 0
+        yield _Entry(
+            name,
+            group,
+            [leaves[leaf].shape[1:] if layers else leaves[leaf].shape for leaf in group],
+            layers,
+            architecture.transposed and group[0].endswith(".kernel"),
+            architecture.position_offset if group[0] == "embed.positions" else 0,
+        )
+
+
+def _order(order, leaf):
+    parent = leaf.rpartition(".")[0]
+    return order.index(leaf if leaf in order else parent) if leaf != "head.output" else len(order)
+
+
+def _name(architecture, leaf, prefix):
+    if leaf == "head.output":
+        return OUTPUT
+    if leaf in architecture.tensors:
+        return prefix + architecture.tensors[leaf]
+    parent, _, last = leaf.rpartition(".")
+    return f"{prefix}{architecture.tensors[parent]}.{'bias' if last == 'bias' else 'weight'}"
+
+
+def _prefix(architecture, files):
+    probe = architecture.tensors["embed.tokens"]
+    for prefix in architecture.prefixes:
+        if prefix + probe in files.names:
+            return prefix
+    raise UserError(
+        f"{files.folder} has no tensor {architecture.prefixes[0]}{probe}; the weights are "
+        "incomplete or do not match the architecture in its config.json."
+    )
+
+
+def _refuse_others(architecture, files, names, prefix):
+    others = sorted(
+        name
+        for name in files.names - names - {OUTPUT, prefix + OUTPUT}
+        if not name.endswith(architecture.ignored)
+    )
+    if others:
+        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        raise UserError(
+            f"{files.folder} has tensors that a {architecture.class_name} of its config.json does "
+            f"not have: {', '.join(others[:_SHOWN])}{more}."
+        )
+
+
+def _shapes(model):
+    return jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))

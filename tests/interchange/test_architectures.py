@@ -1,0 +1,308 @@
+"""Every row of the table of architectures has the logits of transformers, in both directions."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import make_fixture
+import numpy as np
+import pytest
+from make_fixture import BYTES, FOLDERS, LLAMA3_SCALING, OPT_SPECIALS, SHAPES
+from models import DENSE, change_tensors, export, logits, random_model
+from safetensors.numpy import load_file
+
+from sparse_dataflow.config.families import FAMILIES
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange import architectures, huggingface, tensors
+from sparse_dataflow.interchange.architectures import ARCHITECTURES
+
+GATED = ("llama", "mistral", "qwen2", "qwen3")
+IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
+each_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
+
+ROTARY = dataclasses.replace(DENSE, positions="rotary", norm="rmsnorm")
+"""This project's own recipe: GPT's biases and MLP with rotary positions and RMSNorm."""
+SPLIT = dataclasses.replace(ROTARY, **FAMILIES["llama"], num_kv_heads=2, head_dim=16)
+OWN = {
+    "gpt": (DENSE, "gpt2"),
+    "rotary and rmsnorm": (ROTARY, "llama"),
+    "grouped queries in qkv": (dataclasses.replace(ROTARY, num_kv_heads=2), "llama"),
+    "relu without biases": (dataclasses.replace(ROTARY, activation="relu", biases=()), "llama"),
+    "supar": (dataclasses.replace(ROTARY, parametrization="supar"), "llama"),
+    "block-sparse": (
+        ROTARY.with_linears(LinearSpec("block_sparse", "random", 0.5, 8, rank=2, hadamard=4)),
+        "llama",
+    ),
+    "llama": (dataclasses.replace(SPLIT, rotary_factor=8.0, rotary_length=16), "llama"),
+    "some biases": (dataclasses.replace(SPLIT, biases=("v", "mlp_gate")), "llama"),
+    # Qwen 2 of transformers 4.46 has no head_dim.
+    "qwen2": (dataclasses.replace(SPLIT, biases=("q", "k", "v"), window=5, head_dim=0), "qwen2"),
+    "mistral": (dataclasses.replace(SPLIT, window=5), "mistral"),
+    "qwen3": (
+        dataclasses.replace(SPLIT, qk_norm=True, parametrization="supar", tied_embeddings=True),
+        "qwen3",
+    ),
+}
+each_own = pytest.mark.parametrize(("config", "expected"), OWN.values(), ids=OWN)
+
+
+def order_of(name):
+    """The Hugging Face id of each of our ids."""
+    if name != "opt":
+        return np.arange(BYTES.vocab_size)
+    vocab = {token: number for number, token in enumerate((*OPT_SPECIALS, *BYTES.tokens))}
+    return np.array([vocab[token] for token in [*BYTES.tokens, "<s>", "<pad>", "<unk>", "</s>"]])
+
+
+def check(name, folder):
+    """Compares an import's logits with those that transformers saved."""
+    imported, saved = huggingface.read(folder), load_file(folder / "expected.safetensors")
+    order = order_of(name)
+    ids = np.argsort(order)[saved["ids"]].astype(np.int32)
+    actual = logits(imported.model, imported.params, {}, ids)
+    np.testing.assert_allclose(actual, saved["logits"][..., order], rtol=0, atol=1e-4)
+    assert np.abs(saved["logits"]).max() > 1  # Rules out a model of zeros.
+    assert imported.tokenizer.tokens == BYTES.tokens and imported.architecture == name
+
+
+def library_logits(folder, ids):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert model.config.architectures == [type(model).__name__]
+    with torch.no_grad():
+        return model(torch.from_numpy(np.asarray(ids)).long()).logits.numpy()
+
+
+def need_transformers(name=""):
+    for library in ("transformers", "torch"):
+        module = pytest.importorskip(library, reason=f"{library} is not installed")
+        if library == "transformers" and name and name not in module.CONFIG_MAPPING:
+            pytest.skip(f"transformers {module.__version__} has no {name}")
+
+
+def drawn_shape(name, rng):
+    """Fields of a small random config.json of an architecture."""
+    pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
+    if name == "gpt2":
+        return SHAPES[name] | {
+            "n_head": pick(1, 2, 4),
+            "n_inner": pick(None, 40),
+            "activation_function": pick("gelu_new", "gelu", "relu", "silu"),
+            "layer_norm_epsilon": pick(1e-5, 1e-3),
+            "tie_word_embeddings": pick(True, False),
+        }
+    if name == "opt":
+        return SHAPES[name] | {
+            "num_attention_heads": pick(1, 2, 4),
+            "ffn_dim": pick(16, 24),
+            "enable_bias": pick(True, False),
+            "activation_function": pick("relu", "gelu"),
+        }
+    heads, kv_heads = pick((4, 4), (4, 2), (4, 1), (2, 2))
+    shape = make_fixture._LLAMA | {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": pick(24, 56),
+        "rms_norm_eps": pick(1e-6, 1e-2),
+        "rope_theta": pick(50.0, 10_000.0, 5e5),
+        "tie_word_embeddings": pick(True, False),
+        "hidden_act": pick("silu", "gelu_pytorch_tanh", "gelu"),
+    }
+    window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
+    own = {
+        "llama": {"attention_bias": pick(True, False), "mlp_bias": pick(True, False)}
+        | pick({}, {"rope_scaling": dict(LLAMA3_SCALING)})
+        | pick({}, {"head_dim": 4}),
+        "mistral": {"sliding_window": pick(None, 4)} | pick({}, {"head_dim": 10}),
+        "qwen2": pick({}, window),
+        "qwen3": {"attention_bias": pick(True, False), "head_dim": pick(6, 12)} | pick({}, window),
+    }
+    return shape | own[name]
+
+
+@each_architecture
+def test_imported_logits_equal_the_fixture_of_transformers(name):
+    """make_fixture.py wrote the fixtures with transformers."""
+    check(name, FOLDERS[name])
+
+
+@each_architecture
+@pytest.mark.parametrize("seed", range(3))
+def test_imported_logits_equal_the_installed_transformers(tmp_path, name, seed):
+    need_transformers(name)
+    rng = np.random.default_rng([seed, *name.encode()])
+    make_fixture.write(name, tmp_path / "model", drawn_shape(name, rng), seed)
+    check(name, tmp_path / "model")
+
+
+@each_architecture
+def test_an_import_is_exported_to_the_same_tensors(tmp_path, name):
+    imported = huggingface.read(FOLDERS[name])
+    huggingface.write(
+        tmp_path / "model", "dense", *imported[:4], context=16, card="", architecture=name
+    )
+    expected, actual = (tensors.Tensors(f) for f in (FOLDERS[name], tmp_path / "model"))
+    assert actual.names == expected.names
+    reread = huggingface.read(tmp_path / "model")
+    assert reread.model == imported.model and reread.architecture == name
+    same = jax.tree.map(np.array_equal, reread.params, imported.params)
+    assert all(jax.tree.leaves(same))
+
+
+@each_own
+def test_the_dense_form_of_our_own_models_keeps_their_logits(tmp_path, config, expected):
+    params, tables = export(tmp_path / "model", "dense", config)
+    imported = huggingface.read(tmp_path / "model")
+    assert imported.architecture == expected
+    np.testing.assert_allclose(
+        logits(imported.model, imported.params, {}, IDS),
+        logits(config, params, tables, IDS),
+        atol=1e-4,
+    )
+
+
+@each_own
+def test_transformers_has_the_logits_of_our_own_models(tmp_path, config, expected):
+    need_transformers(expected)
+    params, tables = export(tmp_path / "model", "dense", config)
+    np.testing.assert_allclose(
+        library_logits(tmp_path / "model", IDS), logits(config, params, tables, IDS), atol=1e-4
+    )
+
+
+@each_architecture
+def test_transformers_reads_an_export_of_its_own_model(tmp_path, name):
+    need_transformers(name)
+    imported = huggingface.read(FOLDERS[name])
+    huggingface.write(
+        tmp_path / "model", "dense", *imported[:4], context=16, card="", architecture=name
+    )
+    saved, order = load_file(FOLDERS[name] / "expected.safetensors"), order_of(name)
+    actual = library_logits(tmp_path / "model", np.argsort(order)[saved["ids"]])
+    np.testing.assert_allclose(actual, saved["logits"][..., order], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", huggingface.FORMS)
+def test_a_large_export_has_shards_that_are_read_back(tmp_path, monkeypatch, form):
+    write = tensors.write
+    monkeypatch.setattr(tensors, "write", lambda *arguments: write(*arguments, shard_bytes=20_000))
+    params, _ = export(tmp_path / "model", form, DENSE)
+    files = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
+    assert len(files) > 2 and files[0].startswith("model-00001-of-0000")
+    reread = huggingface.read(tmp_path / "model")
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, reread.params, params)))
+    (tmp_path / "model" / files[1]).unlink()
+    with pytest.raises(UserError, match=f"lacks {files[1]}, which its index names"):
+        huggingface.read(tmp_path / "model")
+
+
+def config_of(name, **changes):
+    fields = json.loads((FOLDERS[name] / "config.json").read_text())
+    fields |= changes
+    return {key: value for key, value in fields.items() if value != "absent"}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problems"),
+    [
+        ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["type 'yarn' (legal: def"]),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, ["rope_parameters of type 'dyn"]),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, ["without low_freq_"]),
+        ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5 (legal: 1)"]),
+        ("qwen2", {"attention_bias": 3, "hidden_act": "relu2"}, ["hidden_act='relu2'"]),
+        ("qwen3", {"attention_bias": 3}, ["attention_bias=3 (legal: true, false)"]),
+        ("mistral", {"quantization_config": {"quant_method": "awq"}}, ["quantization_config={'q"]),
+        ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}, ["layer_types=['full"]),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+            | {"layer_types": None},
+            ["max_window_layers=1 (legal: 0, or 2 and more"],
+        ),
+        ("llama", {"hidden_size": "absent"}, ["no hidden_size, which is required"]),
+        ("opt", {"word_embed_proj_dim": 8}, ["word_embed_proj_dim=8 (legal: 16)"]),
+        (
+            "opt",
+            {"do_layer_norm_before": False, "activation_function": "tanh"},
+            ["do_layer_norm_before=False (legal: True)", "activation_function='tanh' (legal: relu"],
+        ),
+        (
+            "qwen3",
+            {"model_type": "qwen3_moe", "num_experts": 128},
+            ["type 'qwen3_moe'; legal: gpt2, opt, llama", "mixture of experts (num_experts=128)"],
+        ),
+    ],
+)
+def test_features_that_are_not_supported_are_all_named(name, changes, problems):
+    with pytest.raises(UserError) as error:
+        architectures.read_config(config_of(name, **changes))
+    for problem in problems:
+        assert problem in str(error.value)
+
+
+def test_the_rotary_fields_of_transformers_5_are_those_of_4():
+    scaling = dict(LLAMA3_SCALING)
+    old = config_of("llama", rope_theta=5e5, rope_scaling=scaling)
+    new = config_of("llama", rope_theta="absent", rope_scaling="absent")
+    new["rope_parameters"] = {"rope_theta": 5e5, **scaling}
+    assert architectures.read_config(old) == architectures.read_config(new)
+
+
+def test_absent_fields_have_the_defaults_of_the_config_class():
+    fields = {"model_type": "mistral", "num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 300}
+    fields |= {"num_attention_heads": 16, "intermediate_size": 8, "max_position_embeddings": 64}
+    model = architectures.read_config(fields)
+    assert (model.kv_heads, model.window, model.norm_epsilon) == (8, 4096, 1e-6)
+    assert model.rotary_base == 10_000 and not model.tied_embeddings
+
+
+@pytest.mark.parametrize(
+    ("changes", "problems"),
+    [
+        ({"norm": "layernorm"}, ["GPT2LMHeadModel has no positions=rotary (legal: learned)"]),
+        ({"qk_norm": True}, ["Qwen3ForCausalLM has no biases of mlp_gate, mlp_in, mlp_out"]),
+        ({"window": 5}, ["LlamaForCausalLM has no window=5 (legal: 0)", "Legal: the sparse form"]),
+    ],
+)
+def test_a_model_that_no_architecture_represents_is_refused(tmp_path, changes, problems):
+    with pytest.raises(UserError) as error:
+        export(tmp_path / "model", "dense", dataclasses.replace(ROTARY, **changes))
+    assert all(problem in str(error.value) for problem in problems)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_named_architecture_is_used_or_refused(tmp_path):
+    params, tables = random_model(SPLIT)
+    write = lambda name: huggingface.write(  # noqa: E731
+        *(tmp_path / "model", "dense", SPLIT, params, tables, BYTES),
+        **{"context": 16, "card": "", "architecture": name},
+    )
+    with pytest.raises(UserError, match=r"OPTForCausalLM has no .*norm=rmsnorm \(legal: layernorm"):
+        write("opt")
+    with pytest.raises(UserError, match="'gemma' is unknown; legal: auto, gpt2, opt, llama"):
+        write("gemma")
+    write("mistral")
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "mistral"
+
+
+def test_tensors_that_the_config_does_not_explain_are_refused(tmp_path):
+    folder = Path(shutil.copytree(FOLDERS["qwen2"], tmp_path / "model"))
+    name = "model.layers.0.self_attn.o_proj.bias"
+    change_tensors(folder, lambda t: t.update({name: np.ones(24, np.float32)}))
+    with pytest.raises(UserError, match=f"that a Qwen2ForCausalLM .* does not have: {name}"):
+        huggingface.read(folder)
+
+
+def test_every_row_names_every_parameter_of_its_models():
+    """A row is complete: no module of the forward pass lacks a name."""
+    for name, folder in FOLDERS.items():
+        model = architectures.read_config(config_of(name))
+        assert isinstance(model, ModelConfig) and folder.exists()
+        assert set(model.projections) - {"qkv"} <= {
+            key.removeprefix("blocks.") for key in ARCHITECTURES[name].tensors
+        }
