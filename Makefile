@@ -20,7 +20,7 @@ GONE := $(shell test -x $(BIN)/python || echo FORCE)
 
 # Tests of what a compiler for a chip that is not there makes.
 TPU_COMPILES := test_pallas_tpu_compiles.py test_pallas_tpu_grouped_compiles.py test_splash_compiles.py test_step_compiles.py
-GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py test_grouped_compiles.py
+GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py test_grouped_compiles.py test_pallas_triton_compiles.py
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test quick nightly faults aot-tpu aot-gpu bench bench-schedule chip-report lint format docs lock clean FORCE
