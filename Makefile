@@ -20,15 +20,15 @@ GONE := $(shell test -x $(BIN)/python || echo FORCE)
 
 # Tests of what a compiler for a chip that is not there makes.
 TPU_COMPILES := test_pallas_tpu_compiles.py test_pallas_tpu_grouped_compiles.py test_splash_compiles.py test_step_compiles.py
-GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py test_grouped_compiles.py
+GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py test_grouped_compiles.py test_pallas_triton_compiles.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick nightly faults aot-tpu aot-gpu bench bench-schedule chip-report lint format docs lock clean FORCE
+.PHONY: help env demo test quick nightly faults aot-tpu aot-gpu bench bench-schedule bench-schedule-gpu chip-report lint format docs lock clean FORCE
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="--flag=value ..."] [VENV=.venv] [PYTHON=python3.12]'
 	@echo
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-11s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
 
 env: $(READY) ## make the environment, or bring it up to date
 	@:
@@ -56,9 +56,9 @@ aot-tpu: ## compile the TPU kernels and plans for v4 to v6e, without one (fetche
 	@sh launch/make_env.sh .venv-tpu dev,aot
 	.venv-tpu/bin/python -m pytest $(addprefix tests/kernels/,$(TPU_COMPILES)) tests/parallel/relay/test_compiles.py tests/aot/test_plans_compile.py tests/runs/benchmarks/test_schedules_compile.py $(TESTS)
 
-aot-gpu: ## compile the GPU programs for an A100 to a B200, without one (fetches CUDA: 4 GB in .venv-gpu)
+aot-gpu: ## compile the GPU programs for a T4 to a B200, without one (fetches CUDA: 4 GB in .venv-gpu)
 	@sh launch/make_env.sh .venv-gpu dev,cuda
-	.venv-gpu/bin/python -m pytest $(addprefix tests/kernels/,$(GPU_COMPILES)) $(TESTS)
+	.venv-gpu/bin/python -m pytest $(addprefix tests/kernels/,$(GPU_COMPILES)) tests/aot/test_ptx.py tests/runs/benchmarks/test_gpu_schedules_compile.py $(TESTS)
 
 bench: $(READY) ## time the kernels and the training step, sparse beside dense
 	@$(BIN)/python -m experiments.kernel_bench $(ARGS)
@@ -67,6 +67,10 @@ bench: $(READY) ## time the kernels and the training step, sparse beside dense
 bench-schedule: ## estimate the products' time on TPUs from compiled programs, without one (.venv-tpu)
 	@sh launch/make_env.sh .venv-tpu dev,aot
 	@.venv-tpu/bin/python -m experiments.schedule_bench $(ARGS)
+
+bench-schedule-gpu: ## the same for GPUs from a T4 to a B200, without one (.venv-gpu)
+	@sh launch/make_env.sh .venv-gpu dev,cuda
+	@.venv-gpu/bin/python -m experiments.schedule_bench --chips=t4,l4,a100,h100,b200 --blocks=128 $(ARGS)
 
 chip-report: $(READY) ## how much faster than dense this chip trains, in 9 minutes; ARGS="--minutes=30"
 	@$(BIN)/python -m experiments.chip_report $(ARGS)

@@ -41,6 +41,7 @@ RUN = {
     "build": "tests/test_wheel.py::wheel",
     "make aot-gpu": "tests/kernels/test_pallas_hopper_compiles.py::test_",
     "make bench-schedule": "tests/runs/benchmarks/test_schedules_compile.py::test_cycles",
+    "make bench-schedule-gpu": "tests/runs/benchmarks/test_gpu_schedules_compile.py::test_kernels",
     "make bench": E + "test_benches.py::test_step_bench",
     "make chip-report": "tests/runs/test_chip_report.py::test_this_cpu_is_measured",
     "make docs": "tests/test_documentation.py::test_the_site_is_whole",

@@ -25,6 +25,7 @@ class GpuTarget:
       l2_mib: L2 cache.
       memory_gb: device memory, 1e9 bytes.
       bandwidth_gb: of the device memory, 1e9 bytes/s.
+      tflops: of its fastest dtype among bfloat16 and float32 (no T4 has tensor cores for them).
     """
 
     device_kind: str
@@ -37,6 +38,7 @@ class GpuTarget:
     l2_mib: int
     memory_gb: int
     bandwidth_gb: int
+    tflops: float
 
     def text(self) -> str:
         """Returns XLA's `GpuTargetConfigProto` of this GPU, in text form."""
@@ -72,11 +74,13 @@ dnn_version_info {{ major: 9 minor: 10 }}
 
 
 TARGETS = {
-    "t4": GpuTarget("Tesla T4", (7, 5), 40, 64, 1.59, 1024, 64, 4, 16, 320),
-    "a100": GpuTarget("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 2048, 164, 40, 85, 2039),
-    "l4": GpuTarget("NVIDIA L4", (8, 9), 58, 128, 2.04, 1536, 100, 48, 24, 300),
-    "h100": GpuTarget("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 2048, 228, 50, 85, 3350),
-    "h200": GpuTarget("NVIDIA H200", (9, 0), 132, 128, 1.98, 2048, 228, 50, 150, 4800),
-    "b200": GpuTarget("NVIDIA B200", (10, 0), 148, 128, 1.97, 2048, 228, 126, 192, 8000),
+    "t4": GpuTarget("Tesla T4", (7, 5), 40, 64, 1.59, 1024, 64, 4, 16, 320, 8.1),
+    "a100": GpuTarget("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 2048, 164, 40, 85, 2039, 312),
+    "l4": GpuTarget("NVIDIA L4", (8, 9), 58, 128, 2.04, 1536, 100, 48, 24, 300, 121),
+    "h100": GpuTarget(
+        "NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 2048, 228, 50, 85, 3350, 989.4
+    ),
+    "h200": GpuTarget("NVIDIA H200", (9, 0), 132, 128, 1.98, 2048, 228, 50, 150, 4800, 989.4),
+    "b200": GpuTarget("NVIDIA B200", (10, 0), 148, 128, 1.97, 2048, 228, 126, 192, 8000, 2250),
 }
 """GPUs by name."""

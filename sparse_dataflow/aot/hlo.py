@@ -104,18 +104,120 @@ def by_kind(collectives: Iterable[Collective]) -> dict[str, dict[str, float]]:
     return dict(sorted(totals.items(), key=lambda item: -item[1]["moved"]))
 
 
-def memory_traffic(text: str) -> int:
-    """Returns the bytes that the kernels of a program without loops read and write.
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel of a program.
 
-    Every kernel reads each of its operands, and writes its result, once.
+    Attributes:
+      name: of its instruction.
+      target: custom-call target, "gemm_fusion" for a product that XLA compiles itself, else the
+        opcode.
+      times: executions per run of the program, including loops.
+      bytes: read and written by one execution, if each operand is read once.  Operands that are
+        sliced or gathered count with what is taken, buffers that are updated in place with the
+        update.
     """
-    entry = next(iter(_computations(text).values()))
-    return sum(
-        array_bytes(kernel.shape)
-        + sum(array_bytes(entry[name].shape) for name in kernel.operands if name in entry)
-        for kernel in entry.values()
-        if kernel.opcode in ("fusion", "custom-call", "copy", "transpose", "reduce", "dot")
-    )
+
+    name: str
+    target: str
+    times: float
+    bytes: int
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it is a product: of XLA, of a vendor's library, or a Pallas kernel."""
+        return self.target.startswith(("gemm_fusion", "__cublas", "__gpu$xla.gpu.triton", "mosaic"))
+
+
+_KERNELS = ("fusion", "fusion-start", "custom-call", "copy", "transpose", "reduce", "dot", "sort")
+_WORKSPACE = re.compile(r", s8\[\d+\]\{0\}\)")
+
+
+def kernels(text: str) -> list[Kernel]:
+    """Returns the kernels of a compiled GPU program.
+
+    Raises:
+      ValueError: a kernel is in a loop without a known trip count.
+    """
+    computations = _computations(text)
+    times = _times(computations, {})
+    scheduled = [next(iter(computations))]
+    for name in scheduled:
+        loops = [i for i in computations[name].values() if i.opcode in ("while", "conditional")]
+        scheduled += [c for i in loops for c in _CALLED.findall(i.rest) if c in computations]
+    result = [
+        Kernel(
+            name,
+            _target(name, kernel, computations),
+            times[of],
+            _moved(kernel, computations[of], computations),
+        )
+        for of in scheduled
+        for name, kernel in computations[of].items()
+        if kernel.opcode in _KERNELS
+    ]
+    if any(math.isnan(kernel.times) for kernel in result):
+        raise ValueError("The program has a kernel in a loop without a known trip count.")
+    return result
+
+
+def memory_traffic(text: str) -> int:
+    """Returns the bytes that all `kernels` of a program read and write."""
+    return round(sum(kernel.times * kernel.bytes for kernel in kernels(text)))
+
+
+def _target(name, kernel, computations):
+    called = [c for c in _CALLED.findall(kernel.rest) if c in computations]
+    for call in (kernel, *(i for c in called for i in computations[c].values())):
+        if target := re.search(r'custom_call_target="([^"]*)"', call.rest):
+            return target[
+                1
+            ]  # Of the kernel, or of a library's product that reads or writes slices.
+    return "gemm_fusion" if name.startswith("gemm_fusion") else kernel.opcode
+
+
+def _moved(kernel, around, computations):
+    """Returns the bytes that an instruction of a computation reads and writes."""
+    called = next((c for c in _CALLED.findall(kernel.rest) if c in computations), None)
+    if kernel.opcode.startswith("fusion") and called:
+        inside = computations[called]
+        nested = [i for i in inside.values() if i.opcode == "fusion"]
+        if nested:
+            return sum(_moved(i, inside, computations) for i in nested)
+        reads = sum(_read(name, inside) for name, i in inside.items() if i.opcode == "parameter")
+        return reads + _written(next(reversed(inside)), inside)
+    written = array_bytes(_WORKSPACE.sub(")", kernel.shape))
+    return written + sum(array_bytes(around[n].shape) for n in kernel.operands if n in around)
+
+
+def _read(name, inside):
+    """Returns the bytes of a fused computation's value that its users read."""
+    users = [i for i in inside.values() if name in i.operands]
+    whole = array_bytes(inside[name].shape)
+    total = 0
+    for user in users:
+        first = user.operands[0] == name
+        if first and user.opcode in ("dynamic-slice", "gather"):
+            total += array_bytes(user.shape)
+        elif user.opcode == "bitcast":
+            total += _read(next(n for n, i in inside.items() if i is user), inside)
+        elif not (first and user.opcode == "dynamic-update-slice"):
+            total += whole
+    return min(whole, total)
+
+
+def _written(name, inside):
+    """Returns the bytes that a fused computation writes for a result."""
+    result = inside[name]
+    if result.opcode == "tuple":
+        return sum(_written(operand, inside) for operand in result.operands)
+    if result.opcode == "get-tuple-element" and result.shape.strip().startswith("s8["):
+        return 0  # The workspace of a library.
+    if result.opcode == "bitcast":
+        return _written(result.operands[0], inside)
+    if result.opcode == "dynamic-update-slice":
+        return array_bytes(inside[result.operands[1]].shape)
+    return array_bytes(result.shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,9 +20,9 @@ def platform() -> str:
 
 
 def sharding_refusal() -> str:
-    """Return why a Mosaic kernel cannot run here; empty if it can.
+    """Return why a Pallas kernel cannot run here; empty if it can.
 
-    XLA cannot partition a Mosaic kernel. One device or `shard_map` avoids the need.
+    XLA cannot partition a Pallas kernel. One device or `shard_map` avoids the need.
     """
     mesh = jax.sharding.get_abstract_mesh()
     unsharded = jax.device_count() == 1

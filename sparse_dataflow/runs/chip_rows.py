@@ -106,7 +106,7 @@ def rows(chip: ChipFacts, scale: str) -> list[Row]:
         ]  # fmt: skip
 
     rounds = f"--rounds={ROUNDS}"
-    tables = "xla,xla_static" if cpu else "xla,pallas_hopper,pallas_tpu"
+    tables = "xla,xla_static" if cpu else "xla,pallas_hopper,pallas_triton,pallas_tpu"
     three = "forward,input_gradient,weight_gradient"
     saving = [] if step_scale in LAPTOP_SCALES else [
         "--set", "model.remat=full", "--set", "training.state_dtype=bfloat16"

@@ -121,3 +121,62 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
     moved = {kind: hlo.Collective(kind, 8, 3, 800).moved for kind in hlo.KINDS}
     assert moved["all-reduce"] == moved["all-gather"] + moved["reduce-scatter"] == 2 * 3 * 700
     assert moved["collective-permute"] == 3 * 800
+
+
+GPU_MODULE = """\
+HloModule jit_product, is_scheduled=true
+
+%gathered (x: bf16[64,256], at: s32[32]) -> bf16[32,256] {{
+  %x = bf16[64,256]{{1,0}} parameter(0)
+  %at = s32[32]{{0}} parameter(1)
+  ROOT %rows = bf16[32,256]{{1,0}} gather(%x, %at), slice_sizes={{1,256}}
+}}
+
+%updated (all: bf16[64,256], new: bf16[8,256], i: s32[]) -> bf16[64,256] {{
+  %all = bf16[64,256]{{1,0}} parameter(0)
+  %new = bf16[8,256]{{1,0}} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %update = bf16[64,256]{{1,0}} dynamic-update-slice(%all, %new, %i, %i)
+}}
+
+%condition (state: (s32[], bf16[64,256])) -> pred[] {{
+  %state = (s32[], bf16[64,256]{{1,0}}) parameter(0)
+  ROOT %less = pred[] custom-call(%state), custom_call_target="unread"
+}}
+
+%body (state: (s32[], bf16[64,256])) -> (s32[], bf16[64,256]) {{
+  %state = (s32[], bf16[64,256]{{1,0}}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %all = bf16[64,256]{{1,0}} get-tuple-element(%state), index=1
+  %new = bf16[8,256]{{1,0}} constant({{...}})
+  %update = bf16[64,256]{{1,0}} fusion(%all, %new, %i), kind=kLoop, calls=%updated
+  ROOT %next = (s32[], bf16[64,256]{{1,0}}) tuple(%i, %update)
+}}
+
+ENTRY %main (x: bf16[64,256], w: bf16[256,16], at: s32[32]) -> bf16[32,16] {{
+  %x = bf16[64,256]{{1,0}} parameter(0)
+  %w = bf16[256,16]{{1,0}} parameter(1)
+  %at = s32[32]{{0}} parameter(2)
+  %rows = bf16[32,256]{{1,0}} fusion(%x, %at), kind=kLoop, calls=%gathered
+  %start = (s32[], bf16[64,256]{{1,0}}) tuple(%at, %x)
+  %loop = (s32[], bf16[64,256]{{1,0}}) while(%start), condition=%condition, body=%body{trips}
+  ROOT %y = (bf16[32,16]{{1,0}}, s8[4096]{{0}}) custom-call(%rows, %w), custom_call_target="__cublas$gemm"
+}}
+"""  # noqa: E501
+TRIPS = ', backend_config={{"known_trip_count":{{"n":"{}"}}}}'
+
+
+@given(st.integers(1, 99))
+def test_kernels_count_by_loop_and_move_what_they_touch(trips):
+    text = GPU_MODULE.format(trips=TRIPS.format(trips))
+    found = {k.name: (k.times, k.bytes, k.multiplies) for k in hlo.kernels(text)}
+    rows, new = 2 * 32 * 256, 2 * 8 * 256
+    assert found["rows"] == (1, 2 * rows + 4 * 32, False)  # The rows that are taken, twice.
+    assert found["update"] == (trips, 2 * new + 4, False)  # Not the array that is updated.
+    assert found["y"] == (1, rows + 2 * 256 * 16 + 2 * 32 * 16, True)  # Not the workspace.
+    assert hlo.memory_traffic(text) == sum(t * b for t, b, _ in found.values())
+
+
+def test_kernels_in_a_loop_of_unknown_length_are_refused():
+    with pytest.raises(ValueError, match="trip count"):
+        hlo.kernels(GPU_MODULE.format(trips=""))

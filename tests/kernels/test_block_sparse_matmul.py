@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 from jax.test_util import check_grads
 from simulated import simulated_tpu
 from simulated_hopper import simulated_hopper
+from simulated_triton import simulated_triton
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import api
@@ -72,6 +73,14 @@ SUITE = [
         examples=4,
         most_weights=2**18,
         environment=simulated_hopper,
+    ),
+    Implementation(
+        "pallas_triton",
+        (128, 64, 256, 32),
+        ("bfloat16",),
+        examples=4,
+        most_weights=2**18,
+        environment=simulated_triton,
     ),
 ]
 

@@ -17,8 +17,13 @@ from sparse_dataflow.kernels.block_sparse_matmul import (
 )
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, check_shapes
 
-_KERNELS = {"pallas_tpu_grouped": "tpu", "pallas_tpu": "tpu", "pallas_hopper": "gpu"}
-"""Module of each Mosaic implementation -> the platform that it runs on.  Of several, the first that
+_KERNELS = {
+    "pallas_tpu_grouped": "tpu",
+    "pallas_tpu": "tpu",
+    "pallas_hopper": "gpu",
+    "pallas_triton": "gpu",
+}
+"""Module of each Pallas implementation -> the platform that it runs on.  Of several, the first that
 does not refuse runs."""
 
 _GROUPED = ("grouped", "pallas_tpu_grouped")
@@ -36,7 +41,7 @@ def block_sparse_matmul(
 ) -> jax.Array:
     """Compute `x @ W` where only some blocks of W are stored.
 
-    Differentiable in x and values in reverse mode, and in jax.vmap over both. The Mosaic kernels
+    Differentiable in x and values in reverse mode, and in jax.vmap over both. The Pallas kernels
     have first derivatives alone.
 
     The gradient of values exists at stored blocks only. No array has the size of the dense W,

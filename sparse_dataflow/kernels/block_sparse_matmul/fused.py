@@ -83,6 +83,6 @@ def batchable(kernels: Callable) -> Callable:
 
 def _refuse_second_derivative(primals, tangents):
     raise UserError(
-        "Mosaic kernels of block-sparse weights have first derivatives alone; legal for higher "
+        "Pallas kernels of block-sparse weights have first derivatives alone; legal for higher "
         "ones: implementation='xla' ('products' for the MLP)."
     )

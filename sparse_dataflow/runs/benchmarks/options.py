@@ -10,7 +10,7 @@ PRODUCTS = ("forward", "input_gradient", "weight_gradient", "forward_backward")
 
 IMPLEMENTATIONS = {
     "cpu": ("grouped", "xla", "xla_static"),
-    "gpu": ("grouped", "xla", "xla_static", "pallas_hopper"),
+    "gpu": ("grouped", "xla", "xla_static", "pallas_hopper", "pallas_triton"),
     "tpu": ("grouped", "xla", "xla_static", "pallas_tpu", "pallas_tpu_grouped"),
 }
 """Platform -> implementations of the block-sparse product that run there."""

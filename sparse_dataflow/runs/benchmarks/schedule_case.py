@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from sparse_dataflow.aot import schedule
@@ -67,33 +67,53 @@ def measure(case: Case, folder: Path) -> dict[str, dict[str, int]]:
     import jax
     import jax.numpy as jnp
 
-    from sparse_dataflow.aot import topologies
-
-    (device, *_) = topologies.devices(topologies.parse(f"{case.chip}:{SLICES[case.chip]}"))
     function, weight, tables = _BUILDERS[case.implementation](case)
     shapes = (case.tokens, case.in_features), weight, (case.tokens, case.out_features)
     operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    functions = {product: functools.partial(function, product) for product in PRODUCTS}
+    dense = case.implementation == DENSE
+    return count_products(case, functions, [*operands, tables], folder, dense=dense)
+
+
+def count_products(
+    case: Case, functions: Mapping[str, Callable], operands: list, folder: Path, *, dense: bool
+) -> dict[str, dict[str, int]]:
+    """Return the counts of compiled functions, as `measure` has them.
+
+    Args:
+      case: the weight and the chip.
+      functions: product -> function of the operands.
+      operands: shapes and dtypes; index tables are concrete.
+      folder: that libtpu writes schedules to; its content is deleted.
+      dense: whether the functions are XLA's alone, whose HBM traffic is then the operands'.
+    """
+    import jax
+    import numpy as np
+
+    from sparse_dataflow.aot import topologies
+
+    (device, *_) = topologies.devices(topologies.parse(f"{case.chip}:{SLICES[case.chip]}"))
     where = jax.sharding.SingleDeviceSharding(device)
     structs = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), (*operands, tables)
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), operands
     )
+    known = [a if isinstance(a, np.ndarray) else None for a in jax.tree.leaves(operands)]
     counts = {}
-    for product in PRODUCTS:
+    for product, function in functions.items():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         with topologies.tracing_for(device):
-            trace = jax.jit(functools.partial(function, product)).trace(*structs)
+            trace = jax.jit(function).trace(*structs)
             text = trace.lower(lowering_platforms=("tpu",)).compile().as_text()
-        known = [*(None for _ in operands), *jax.tree.leaves(tables)]
         prefetched = list(_kernel_tables(trace.jaxpr.jaxpr, known, trace.jaxpr.consts))
         cores = getattr(device, "num_cores", 1) or 1
         counts[product] = _counts(text, folder, prefetched, cores, case.chip)
-        if case.implementation == DENSE:
-            counts[product]["hbm_bytes"] = sum(map(_bytes, operands))
+        if dense:
+            counts[product]["hbm_bytes"] = sum(map(_bytes, jax.tree.leaves(operands)))
     return counts
 
 
-def _dense_product(case):
+def dense_product(case: Case) -> tuple[Callable, tuple, tuple]:
     """Return (function of (product, x, weight, dy, tables), shape of the weight, tables)."""
 
     def product_of(product, x, weight, dy, _):
@@ -104,7 +124,8 @@ def _dense_product(case):
     return product_of, (case.in_features, case.out_features), ()
 
 
-def _layout(case):
+def layout_of(case: Case):
+    """Return the layout of a case."""
     from sparse_dataflow.sparsity.patterns import make_layout
 
     return make_layout(case.pattern, case.in_features, case.out_features, case.block, case.density)
@@ -113,21 +134,21 @@ def _layout(case):
 def _table_product(case):
     from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu
 
-    layout = _layout(case)
-    products = _three_products(pallas_tpu.block_sparse_matmul)
+    layout = layout_of(case)
+    products = three_products(pallas_tpu.block_sparse_matmul)
     return products, (layout.nnz, case.block, case.block), layout.tables()
 
 
 def _grouped_product(case):
     from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped import products
 
-    groups = _layout(case).groups
+    groups = layout_of(case).groups
     forward = lambda x, weight, _: products(x, weight, groups, block=case.block)  # noqa: E731
     sides = case.in_features // groups.count, case.out_features // groups.count
-    return _three_products(forward), (groups.count, *sides), ()
+    return three_products(forward), (groups.count, *sides), ()
 
 
-def _three_products(forward):
+def three_products(forward: Callable) -> Callable:
     """Return a function of (product, x, weight, dy, tables) from y = forward(x, weight, tables)."""
     import jax
 
@@ -142,7 +163,7 @@ def _three_products(forward):
 
 
 _BUILDERS = {
-    DENSE: _dense_product,
+    DENSE: dense_product,
     "pallas_tpu": _table_product,
     "pallas_tpu_grouped": _grouped_product,
 }
@@ -212,7 +233,7 @@ def _bytes(struct):
     return math.prod(struct.shape) * struct.dtype.itemsize
 
 
-def main(arguments):
+def main(arguments, measure=measure):
     """Prints the counts of a case."""
     case, folder = Case(**json.loads(arguments[0])), Path(arguments[1])
     os.environ["LIBTPU_INIT_ARGS"] = schedule.DUMP_FLAGS.format(folder=folder)

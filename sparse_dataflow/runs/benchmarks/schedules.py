@@ -1,6 +1,7 @@
 """Estimated time of GPT-13B's products on described TPUs, from their compiled schedules.
 
-For `schedule_bench`.  Every weight is compiled in a process of its own (`schedule_case`).
+For `schedule_bench`.  Every weight is compiled in a process of its own (`schedule_case`).  GPUs are
+in `gpu_schedules`.
 """
 
 import concurrent.futures
@@ -17,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from sparse_dataflow.aot import topologies
+from sparse_dataflow.aot.gpu_targets import TARGETS
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.runs import measurement
-from sparse_dataflow.runs.benchmarks import schedule_case
+from sparse_dataflow.runs.benchmarks import gpu_schedule_case, mlp_schedule_case, schedule_case
+from sparse_dataflow.runs.benchmarks.mlp_schedule_case import FUSED
 from sparse_dataflow.runs.benchmarks.schedule_case import DENSE, Case
 from sparse_dataflow.sparsity.patterns import legal_densities
 
@@ -37,6 +40,12 @@ per 16 rows; v6e: 2 of 256x256, 8 cycles) these reproduce the FLOP/s of the data
 
 IMPLEMENTATIONS = {"pallas_tpu": "pixelfly", "pallas_tpu_grouped": "monarch"}
 """Module in `kernels.block_sparse_matmul` -> the pattern that it is compiled for."""
+
+MLP, MLP_BLOCK = ("mlp_in", "mlp_out"), 128
+"""Projections that FUSED computes, and the side of its blocks in the table."""
+
+CUDA = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
+"""Packages of the GPU compilers."""
 
 TIMEOUT = 900
 """Seconds after which the compilation of one weight is given up."""
@@ -54,7 +63,7 @@ def run(options) -> None:
     if reason := topologies.missing_compiler(topologies.parse("v5e:2x2")):
         raise UserError(reason)
     cases = [(projection, case) for projection, case in cases_of(options)]
-    versions = f"jax {_version('jax')}, libtpu {_version('libtpu')}"
+    versions = f"jax {version_of('jax')}, libtpu {version_of('libtpu')}"
     print(f"{LIMITS}\n{options.tokens} tokens, bfloat16; {versions}\n\n{_HEAD}", flush=True)
     rows: list[dict] = []
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
@@ -72,7 +81,7 @@ def run(options) -> None:
             f"{entry['chip']:>4} {entry['implementation']:>18} block {entry['block']:>3} density "
             f"{entry['density']:<6g}: {entry['ratio']:5.2f}x"
         )
-    result = {"limits": LIMITS, "libtpu": _version("libtpu"), "tokens": options.tokens}
+    result = {"limits": LIMITS, "libtpu": version_of("libtpu"), "tokens": options.tokens}
     measurement.keep(
         options.keep,
         "schedule_bench",
@@ -83,13 +92,16 @@ def run(options) -> None:
 
 def cases_of(options) -> Iterator[tuple[str, Case]]:
     """Yields (projection, case) of a table, dense first on each chip."""
-    names = options.implementations
+    names = [name for name in options.implementations if name in IMPLEMENTATIONS]
     for chip in options.chips:
         weights = [(DENSE, 0)] + [(name, block) for name in names for block in options.blocks]
         for name, block in weights:
             for projection in options.projections:
                 case = case_of(chip, name, projection, block, options.density, options.tokens)
                 yield projection, case
+        fused = FUSED in options.implementations and MLP_BLOCK in options.blocks
+        if fused and set(MLP) <= set(options.projections):
+            yield "mlp", case_of(chip, FUSED, MLP[0], MLP_BLOCK, options.density, options.tokens)
 
 
 def case_of(chip: str, name: str, projection: str, block: int, density: float, tokens: int) -> Case:
@@ -97,8 +109,8 @@ def case_of(chip: str, name: str, projection: str, block: int, density: float, t
 
     Args:
       chip: key of CLOCKS.
-      name: DENSE or key of IMPLEMENTATIONS.
-      projection: one of the 13B.
+      name: DENSE, FUSED or key of IMPLEMENTATIONS.
+      projection: one of the 13B; mlp_in for FUSED.
       block: side of a block; ignored for DENSE.
       density: stored fraction, at most; ignored for DENSE.
       tokens: rows of x.
@@ -106,18 +118,19 @@ def case_of(chip: str, name: str, projection: str, block: int, density: float, t
     shape = SIZES["13b"].projection_shape(projection)
     if name == DENSE:
         return Case(chip, DENSE, "", *shape, 0, 1.0, tokens)
-    density = _density(*shape, block, density)
-    return Case(chip, name, IMPLEMENTATIONS[name], *shape, block, density, tokens)
+    density = legal_density(*shape, block, density)
+    pattern = IMPLEMENTATIONS.get(name, "monarch")
+    return Case(chip, name, pattern, *shape, block, density, tokens)
 
 
-def _density(in_features, out_features, block, density):
-    """Returns the largest legal density that is not above another."""
+def legal_density(in_features, out_features, block, density):
+    """Returns the largest legal density of a weight that is not above another."""
     legal = legal_densities(in_features, out_features, block)
     return max((value for value in legal if value <= density * (1 + 1e-6)), default=min(legal))
 
 
 def cached_counts(case: Case, cache: str) -> dict[str, dict[str, int]]:
-    """Returns `schedule_case.measure` of a case, from the cache or from a new process.
+    """Returns the counts of a case, from the cache or from a new process of its module.
 
     Args:
       case: the weight and the chip.
@@ -126,11 +139,13 @@ def cached_counts(case: Case, cache: str) -> dict[str, dict[str, int]]:
     Raises:
       UserError: the process fails.
     """
+    module = gpu_schedule_case if case.chip in TARGETS else schedule_case
+    module = mlp_schedule_case if case.implementation == FUSED else module
     path = Path(cache) / f"{digest(case)}.json"
     if cache and path.is_file():
         return json_files.load(path)["counts"]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", schedule_case.__name__, json.dumps(vars(case))]
+        command = [sys.executable, "-m", module.__name__, json.dumps(vars(case))]
         done = subprocess.run(
             [*command, f"{folder}/schedules"], capture_output=True, text=True, timeout=TIMEOUT
         )
@@ -146,9 +161,10 @@ def cached_counts(case: Case, cache: str) -> dict[str, dict[str, int]]:
 def digest(case: Case) -> str:
     """Returns a hash of everything that the counts of a case depend on."""
     content = hashlib.sha256(json.dumps(vars(case), sort_keys=True).encode())
-    for package in ("jax", "jaxlib", "libtpu"):
-        content.update(f"{package} {_version(package)}\n".encode())
-    for source in () if case.implementation == DENSE else _sources():
+    gpu = case.chip in TARGETS
+    for package in ("jax", "jaxlib", *(CUDA if gpu else ("libtpu",))):
+        content.update(f"{package} {version_of(package)}\n".encode())
+    for source in () if case.implementation == DENSE else _gpu_sources() if gpu else _sources():
         content.update(source.read_bytes())
     return content.hexdigest()[:32]
 
@@ -156,11 +172,21 @@ def digest(case: Case) -> str:
 @functools.cache
 def _sources():
     root = Path(__file__).parents[2]
-    folders = ("aot/schedule.py", "runs/benchmarks/schedule_case.py", "sparsity/*.py")
-    kernels = ("kernels/*.py", "kernels/gelu/*.py", "kernels/block_sparse_matmul/**/*tpu*")
+    folders = ("aot/schedule.py", "runs/benchmarks/*schedule_case.py", "sparsity/*.py")
+    kernels = ("kernels/*.py", "kernels/gelu/*.py", "kernels/*/**/*tpu*", "kernels/*/*grouped*")
     shared = ("kernels/block_sparse_matmul/tuning.py", "kernels/block_sparse_matmul/fused.py")
     patterns = (*folders, *kernels, *shared)
     return sorted({path for pattern in patterns for path in root.glob(pattern)})
+
+
+@functools.cache
+def _gpu_sources():
+    root = Path(__file__).parents[2]
+    folders = ("aot/hlo.py", "aot/ptx.py", "aot/gpu_targets.py", "sparsity/*.py", "kernels/*.py")
+    kernels = ("kernels/gelu/*.py", "kernels/block_sparse_matmul/**/*")
+    cases = ("runs/benchmarks/*schedule_case.py",)
+    paths = {path for pattern in (*folders, *kernels, *cases) for path in root.glob(pattern)}
+    return sorted(path for path in paths if path.suffix in (".py", ".json"))
 
 
 def row_of(
@@ -178,14 +204,15 @@ def row_of(
     Returns:
       The case, its counts, and estimates: "ms", "mxu" and "hbm" (fractions of this time that the
       matrix units need for the stored FLOPs, and HBM for the bytes, each at its peak), and "ratio"
-      of dense to this time.
+      of dense to this time.  FUSED is compared with the six dense products, without their GELU.
     """
     chip = _chip(case.chip)
     flops, bandwidth = chip.rates("bfloat16")
     cycles = count["cycles"] + count["xla_cycles"]
     hbm = count["hbm_bytes"] / bandwidth
     seconds = max(cycles / CLOCKS[case.chip], hbm)
-    stored = 2 * case.tokens * case.in_features * case.out_features * case.density
+    products = 3 * len(MLP) if case.implementation == FUSED else 1
+    stored = 2 * case.tokens * case.in_features * case.out_features * case.density * products
     row: dict[str, Any] = {
         "chip": case.chip,
         "implementation": case.implementation,
@@ -193,12 +220,12 @@ def row_of(
     }
     row |= {"product": product, "block": case.block, "pattern": case.pattern}
     row |= {"density": case.density, **count, "ms": 1e3 * seconds}
-    dense = next((r for r in earlier if _same_product(r, row) and r["density"] == 1), row)
+    dense = [r["ms"] for r in earlier if _same_product(r, row) and r["density"] == 1]
     return {
         **row,
         "mxu": stored / flops / seconds,
         "hbm": hbm / seconds,
-        "ratio": dense["ms"] / row["ms"],
+        "ratio": sum(dense or [row["ms"]]) / row["ms"],
     }
 
 
@@ -221,6 +248,8 @@ def summaries(rows: list[dict]) -> Iterator[dict]:
 
 
 def _same_product(row, other):
+    if other["implementation"] == FUSED:
+        return row["chip"] == other["chip"] and row["projection"] in MLP
     return all(row[key] == other[key] for key in ("chip", "projection", "product"))
 
 
@@ -228,7 +257,8 @@ def _chip(kind: str) -> Chip:
     return topologies.parse(f"{kind}:{schedule_case.SLICES[kind]}").chip
 
 
-def _version(package):
+def version_of(package: str) -> str:
+    """Returns the installed version of a package; "none" without it."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

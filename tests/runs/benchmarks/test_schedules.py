@@ -5,8 +5,9 @@ import dataclasses
 
 import pytest
 
-from experiments.schedule_bench import CHIPS, IMPLEMENTATIONS, Options
-from sparse_dataflow.runs.benchmarks import schedules
+from experiments.schedule_bench import GPUS, IMPLEMENTATIONS, TPUS, Options
+from sparse_dataflow.runs.benchmarks import gpu_schedules, schedules
+from sparse_dataflow.runs.benchmarks.mlp_schedule_case import FUSED
 from sparse_dataflow.runs.benchmarks.schedule_case import DENSE, PRODUCTS
 from sparse_dataflow.sparsity.patterns import make_layout
 
@@ -25,8 +26,9 @@ def count(cycles=0, xla_cycles=0, hbm_bytes=0):
 
 
 def test_the_flags_offer_what_there_is():
-    assert tuple(schedules.CLOCKS) == CHIPS
-    assert tuple(schedules.IMPLEMENTATIONS) == IMPLEMENTATIONS
+    assert tuple(schedules.CLOCKS) == TPUS
+    assert set(gpu_schedules.EVERY) == set(GPUS)
+    assert (*schedules.IMPLEMENTATIONS, FUSED, *gpu_schedules.IMPLEMENTATIONS) == IMPLEMENTATIONS
 
 
 def test_every_case_has_a_layout_and_a_dense_product():
@@ -66,6 +68,20 @@ def test_products_together_weigh_by_time():
     assert summary["implementation"] == "pallas_tpu" and len(summary["dW"]) == 1
 
 
+def test_the_fused_mlp_is_compared_with_its_six_dense_products():
+    rows = []
+    for projection, cycles in (("qkv", 900), ("mlp_in", 400), ("mlp_out", 300)):
+        case = schedules.case_of("v6e", DENSE, projection, 0, 1.0, 2048)
+        for product in PRODUCTS:
+            rows.append(schedules.row_of(projection, case, product, count(cycles), rows))
+    (case,) = (case for name, case in schedules.cases_of(Options(chips=("v6e",))) if name == "mlp")
+    assert (case.implementation, case.block, case.in_features) == (FUSED, 128, 5120)
+    row = schedules.row_of("mlp", case, "mlp", count(300), rows)
+    assert row["ratio"] == pytest.approx(3 * (400 + 300) / 300)
+    flops = 6 * 2 * 2048 * 5120 * 20480 / 8
+    assert row["mxu"] == pytest.approx(flops / 918e12 / (300 / 1.75e9))
+
+
 def test_the_cache_depends_on_the_case_and_the_sources(monkeypatch, tmp_path):
     digest = schedules.digest(SPARSE)
     assert digest == schedules.digest(dataclasses.replace(SPARSE))
@@ -76,7 +92,7 @@ def test_the_cache_depends_on_the_case_and_the_sources(monkeypatch, tmp_path):
     monkeypatch.setattr(schedules, "_sources", lambda: [source])
     assert digest != schedules.digest(SPARSE)
     assert dense == schedules.digest(DENSE_CASE)
-    monkeypatch.setattr(schedules, "_version", lambda package: "another")
+    monkeypatch.setattr(schedules, "version_of", lambda package: "another")
     assert dense != schedules.digest(DENSE_CASE)
 
 

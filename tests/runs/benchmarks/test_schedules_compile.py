@@ -10,6 +10,7 @@ import pathlib
 import pytest
 
 from sparse_dataflow.runs.benchmarks import schedules
+from sparse_dataflow.runs.benchmarks.mlp_schedule_case import FUSED
 from sparse_dataflow.runs.benchmarks.schedule_case import DENSE
 
 pytest.importorskip("libtpu", reason="compiling for a TPU needs make aot-tpu")
@@ -24,6 +25,7 @@ CASES = [
     for name in schedules.IMPLEMENTATIONS
     if any(row["implementation"] == name for row in KEPT["rows"])
 ]
+CASES += [("v6e", FUSED, 128, "mlp")]
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +45,10 @@ def test_cycles_do_not_grow(case):
         if (row["chip"], row["implementation"], row["block"], row["projection"]) == case
     ]
     (found,) = {(row["density"], row["pattern"]) for row in rows}
-    assert found[1] == schedules.IMPLEMENTATIONS[name] and name != DENSE
+    assert found[1] == schedules.IMPLEMENTATIONS.get(name, "monarch") and name != DENSE
+    weight = "mlp_in" if name == FUSED else projection
     counts = schedules.cached_counts(
-        schedules.case_of(chip, name, projection, block, found[0], KEPT["tokens"]), cache=""
+        schedules.case_of(chip, name, weight, block, found[0], KEPT["tokens"]), cache=""
     )
     assert counts.keys() == {row["product"] for row in rows}
     for row in rows:

@@ -1,0 +1,167 @@
+"""What GPT-13B's products take on described GPUs, from their compiled programs.
+
+For `schedule_bench`.  Every weight is compiled in a process of its own (`gpu_schedule_case`).
+"""
+
+import functools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from sparse_dataflow.aot import ptx
+from sparse_dataflow.aot.gpu_targets import TARGETS
+from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.benchmarks import schedules
+from sparse_dataflow.runs.benchmarks.gpu_schedule_case import DTYPES
+from sparse_dataflow.runs.benchmarks.schedule_case import DENSE, Case
+
+LIMITS = (
+    "Read from programs compiled for described GPUs; nothing ran on one. Traffic counts each operand "
+    "of each kernel once: caches may need more, and a kernel of a part of the blocks less. The bound "
+    "is a roofline, of the stored blocks' FLOPs and "
+    "of the traffic at the data sheet's rates, one kernel after another. XLA's own products are "
+    "untuned, because tuning needs the GPU: registers, shape and stages will differ. cuBLAS shows "
+    "none of them."
+)
+
+EVERY = tuple(kind for kind in TARGETS if kind != "h200")
+"""The GPUs of the table; an H200 is an H100 with more memory."""
+
+IMPLEMENTATIONS = {
+    "grouped": ("monarch", EVERY),
+    "xla": ("pixelfly", EVERY),
+    "pallas_hopper": ("pixelfly", ("h100",)),
+    "pallas_triton": ("pixelfly", ("a100", "l4", "b200")),
+}
+"""Module in `kernels.block_sparse_matmul` -> its pattern, and the GPUs that it is compiled for."""
+
+
+def run(options) -> None:
+    """Compiles, prints and writes.
+
+    Args:
+      options: of `experiments.schedule_bench`, whose chips are GPUs.
+
+    Raises:
+      UserError: the CUDA wheels are not installed, or a weight does not compile.
+    """
+    ptx.assembler()
+    cases = list(cases_of(options))
+    plugin = schedules.version_of(schedules.CUDA[0])
+    versions = f"jax {schedules.version_of('jax')}, {schedules.CUDA[0]} {plugin}"
+    print(f"{LIMITS}\n{options.tokens} tokens; {versions}\n\n{_HEAD}", flush=True)
+    rows: list[dict] = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        counted = pool.map(
+            functools.partial(schedules.cached_counts, cache=options.cache),
+            [case for _, case in cases],
+        )
+        for (projection, case), counts in zip(cases, counted, strict=True):
+            for product, count in counts.items():
+                rows.append(row_of(projection, case, product, count, rows))
+                print(_line(rows[-1]), flush=True)
+    summary = list(summaries(rows))
+    print("\nAll products together: traffic over what is needed, and roofline over dense's")
+    for entry in summary:
+        print(
+            f"{entry['chip']:>5} {entry['implementation']:>14} block {entry['block']:>3}: "
+            f"{entry['traffic']:5.2f} {entry['ratio']:5.2f}x"
+        )
+    result = {"limits": LIMITS, schedules.CUDA[0]: plugin, "tokens": options.tokens}
+    measurement.keep(
+        options.keep,
+        "schedule_bench_gpu",
+        "described GPUs",
+        [{**result, "summary": summary, "rows": rows}],
+    )
+
+
+def cases_of(options) -> Iterator[tuple[str, Case]]:
+    """Yields (projection, case) of a table, dense first on each GPU."""
+    for chip in options.chips:
+        names = [n for n in options.implementations if chip in IMPLEMENTATIONS.get(n, ("", ()))[1]]
+        for name, block in [(DENSE, 0)] + [(n, b) for n in names for b in options.blocks]:
+            for projection in options.projections:
+                shape = SIZES["13b"].projection_shape(projection)
+                density, pattern = 1.0, ""
+                if name != DENSE:
+                    pattern = IMPLEMENTATIONS[name][0]
+                    density = schedules.legal_density(*shape, block, options.density)
+                yield projection, Case(chip, name, pattern, *shape, block, density, options.tokens)
+
+
+def row_of(
+    projection: str, case: Case, product: str, count: dict[str, Any], earlier: list[dict]
+) -> dict[str, Any]:
+    """Returns a row of the table.
+
+    Args:
+      projection: name of the weight.
+      case: the weight and the GPU.
+      product: one of `schedule_case.PRODUCTS`.
+      count: its counts, of `gpu_schedule_case.measure`.
+      earlier: earlier rows, with the dense one.
+
+    Returns:
+      The case, its counts, "traffic" (bytes moved over bytes needed), "bound_ms" (roofline) and
+      "ratio" of the dense bound to this.
+    """
+    target = TARGETS[case.chip]
+    bandwidth = target.bandwidth_gb * 1e9
+    flops = 2 * case.tokens * case.in_features * case.out_features * case.density
+    product_seconds = max(flops / (target.tflops * 1e12), count["product_bytes"] / bandwidth)
+    row: dict[str, Any] = {
+        "chip": case.chip,
+        "implementation": case.implementation,
+        "projection": projection,
+        "product": product,
+        "block": case.block,
+        "pattern": case.pattern,
+        "density": case.density,
+        "dtype": DTYPES.get(case.chip, "bfloat16"),
+        **count,
+        "traffic": (count["product_bytes"] + count["other_bytes"]) / count["needed_bytes"],
+        "bound_ms": 1e3 * (product_seconds + count["other_bytes"] / bandwidth),
+    }
+    keys = ("chip", "projection", "product")
+    dense = next(
+        (r for r in earlier if r["density"] == 1 and all(r[k] == row[k] for k in keys)), row
+    )
+    return {**row, "ratio": dense["bound_ms"] / row["bound_ms"]}
+
+
+def summaries(rows: list[dict]) -> Iterator[dict]:
+    """Yields traffic and ratio of all products together, per GPU, implementation and block."""
+    keys = ("chip", "implementation", "block")
+    for key in dict.fromkeys(tuple(row[k] for k in keys) for row in rows):
+        own = [row for row in rows if tuple(row[k] for k in keys) == key]
+        needed = sum(row["needed_bytes"] for row in own)
+        bound = sum(row["bound_ms"] for row in own)
+        yield {
+            **dict(zip(keys, key, strict=True)),
+            "traffic": sum(row["traffic"] * row["needed_bytes"] for row in own) / needed,
+            "ratio": sum(row["ratio"] * row["bound_ms"] for row in own) / bound,
+            "temporary_bytes": max(row["temporary_bytes"] for row in own),
+            "spills": sum(row["spills"] or 0 for row in own),
+        }
+
+
+_HEAD = (
+    f"{'chip':>5} {'implementation':>14} {'projection':>10} {'block':>5} {'product':>7} "
+    f"{'GEMMs':>5} {'others':>6} {'by':>12} {'shape':>16} {'stages':>6} {'registers':>9} "
+    f"{'spills':>6} {'temporary':>9} {'traffic':>7} {'bound':>8} {'ratio':>6}"
+)
+
+
+def _line(row):
+    known = {
+        key: "-" if row[key] is None else row[key] for key in ("stages", "registers", "spills")
+    }
+    return (
+        f"{row['chip']:>5} {row['implementation']:>14} {row['projection']:>10} {row['block']:>5} "
+        f"{row['product']:>7} {row['gemms']:>5g} {row['others']:>6g} {row['source']:>12} "
+        f"{', '.join(row['mma']) or '-':>16} {known['stages']:>6} {known['registers']:>9} "
+        f"{known['spills']:>6} {row['temporary_bytes'] / 2**20:>5.0f} MiB {row['traffic']:>6.2f}x "
+        f"{row['bound_ms']:>5.3f} ms {row['ratio']:>5.2f}x"
+    )
