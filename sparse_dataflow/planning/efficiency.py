@@ -26,6 +26,7 @@ class Efficiency:
       waits: relative growth of the step time with each doubling of the islands, because of
         stragglers and shared links.
       pass_seconds: overhead of one pass of a block over one micro-batch, in seconds.
+      traffic: bytes of element-wise passes and of the loss, relative to fused kernels.
       half_block: side of a block at which a block-sparse product has half the rate of a dense one,
         for chips that are not in BLOCK_RATES.  98.6% at 128 on an A100 (stk README) gives 1.8.
     """
@@ -40,6 +41,7 @@ class Efficiency:
     tensor_overlap: float
     waits: float
     pass_seconds: float
+    traffic: float = 1.0
     half_block: float = 1.8
 
 

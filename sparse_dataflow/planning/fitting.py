@@ -27,27 +27,42 @@ RANGES = {
     "tensor_overlap": (0.01, 0.95, 0.7),
     "waits": (0.0, 0.05, 1.0),
     "pass_seconds": (0.0, 1e-3, 1.0),
+    "traffic": (0.3, 6.0, 0.7),
 }
+HARDWARE = tuple(name for name in RANGES if name != "traffic")
+"""Constants that are fitted for a chip family; its rows are of the stack that is tuned best."""
+SOFTWARE = tuple(name for name in RANGES if name not in ("bandwidth", "fast_link"))
+"""Constants that are fitted again for another stack on the same chips."""
+FEW_ROWS = 4
+"""Fewer rows than this determine one constant, `matmul`."""
 NOISE = 0.03
 """Assumed relative standard deviation of published step times."""
 
 
-def fit(rows: Sequence[Row]) -> Efficiency:
+def fit(
+    rows: Sequence[Row], prior: Efficiency = PRIOR, names: Sequence[str] = HARDWARE
+) -> Efficiency:
     """Fits constants to rows by least squares in log seconds.
 
-    Each constant has a prior around PRIOR, so constants that the rows do not determine stay there.
+    Each constant has a prior around that of `prior`, so constants that the rows do not determine
+    stay there.
+
+    Args:
+      rows: published runs.
+      prior: starting point and centre of the priors.
+      names: constants to fit; only `matmul` where there are fewer than FEW_ROWS rows.
     """
-    names = list(RANGES)
+    names = list(names) if len(rows) >= FEW_ROWS else ["matmul"]
     low, high, spread = np.array([RANGES[name] for name in names]).T
-    centre = _logit(np.array([getattr(PRIOR, name) for name in names]), low, high)
+    centre = _logit(np.array([getattr(prior, name) for name in names]), low, high)
 
     def residuals(point):
-        constants = _at(names, point, low, high)
+        constants = _at(prior, names, point, low, high)
         errors = [np.log(predict_seconds(row, constants) / row.seconds) / NOISE for row in rows]
         return np.concatenate([errors, (point - centre) / spread])
 
-    solution = optimize.least_squares(residuals, centre).x
-    return _at(names, solution, low, high)
+    solution = optimize.least_squares(residuals, centre, loss="soft_l1").x
+    return _at(prior, names, solution, low, high)
 
 
 def predict_seconds(row: Row, efficiency: Efficiency) -> float:
@@ -133,10 +148,10 @@ def fit_families() -> dict[str, Efficiency]:
 
 
 def _logit(value, low, high):
-    share = (value - low) / (high - low)
+    share = np.clip((value - low) / (high - low), 0.01, 0.99)
     return np.log(share / (1 - share))
 
 
-def _at(names, point, low, high):
+def _at(prior, names, point, low, high):
     values = low + (high - low) / (1 + np.exp(-point))
-    return dataclasses.replace(PRIOR, **dict(zip(names, map(float, values))))
+    return dataclasses.replace(prior, **dict(zip(names, map(float, values))))

@@ -28,7 +28,7 @@ from importlib import resources
 from typing import Any
 
 from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.hardware.chips import CHIPS, TERA, Chip
+from sparse_dataflow.hardware.chips import CHIPS, GIGA, TERA, Chip
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 
 SOURCES = (
@@ -39,10 +39,16 @@ SOURCES = (
     "maxtext_v5e",
     "maxtext_v5p",
     "maxtext_v6e",
+    "mpt_a100",
+    "mpt_h100",
+    "torchtitan",
+    "jax_gpu",
+    "nemo_h100",
+    "nemo_gb200",
 )
 _COUNTS = (
     *("data", "stage", "fsdp", "tensor", "island", "chunks", "zero"),
-    *("micro_batch", "accumulation", "gradient_bytes"),
+    *("accumulation", "gradient_bytes"),
 )
 
 
@@ -57,12 +63,14 @@ class Row:
       chip: kind of chip.
       plan: parallel plan.
       value: the published figure.
-      unit: "seconds" per step; "mfu", percent of the peak in model FLOPs; or TFLOP/s per chip,
+      unit: "seconds" per step; "tokens_per_second" per chip; "mfu", percent of the peak in model FLOPs; or TFLOP/s per chip,
         counted as "tflops_model" (whole attention square), "tflops_executed" (also a recomputed
         forward pass), "tflops_causal" (half of attention) or "tflops_6n" (6 per parameter).
       number: "verified" or "recalled".
       plan_status: "verified", "recalled" or "assumed".
       split: "fit" or "test".
+      stack: software that ran it; one of efficiency.STACKS.
+      assumed: fields that the source does not name.
     """
 
     name: str
@@ -75,6 +83,8 @@ class Row:
     number: str
     plan_status: str
     split: str
+    stack: str = "megatron"
+    assumed: tuple[str, ...] = ()
 
     @property
     def counted_flops(self) -> float:
@@ -96,6 +106,8 @@ class Row:
         """Seconds per step."""
         if self.unit == "seconds":
             return self.value
+        if self.unit == "tokens_per_second":
+            return float(self.plan.batch * self.sequence / (self.value * self.plan.chips))
         rate = self.value * TERA
         if self.unit == "mfu":
             rate = self.value / 100 * self.chip.rates("bfloat16")[0]
@@ -165,8 +177,11 @@ def _scaling(fields):
 
 def _row(fields):
     counts: dict[str, Any] = {name: int(fields[name]) for name in _COUNTS}
+    micro_batch = float(fields["micro_batch"])
     plan = ParallelPlan(
         **counts,
+        micro_batch=int(micro_batch) if micro_batch.is_integer() else micro_batch,
+        tensor_overlaps=fields.get("tensor_overlaps", "1") == "1",
         schedule="interleaved" if counts["chunks"] > 1 else "1f1b",
         remat=fields["remat"],
         sequence_parallel=fields["sequence_parallel"] == "1",
@@ -176,12 +191,19 @@ def _row(fields):
         int(fields[n]) for n in ("layers", "d_model", "heads", "d_ff", "vocab", "sequence")
     )
     config = ModelConfig(layers, d_model, heads, d_ff, vocab, sequence, compute_dtype="bfloat16")
+    chip = CHIPS[fields["chip"]]
+    if slow := fields.get("slow_gb_s"):
+        network = dataclasses.replace(chip.network, slow=float(slow) * GIGA)
+        chip = dataclasses.replace(chip, network=network)
+    stack = "xla" if fields["chip"].startswith("tpu") else fields.get("stack", "megatron")
     return Row(
         fields["name"],
         config,
         config.max_len,
-        CHIPS[fields["chip"]],
+        chip,
         plan,
         float(fields["value"]),
         *(fields[n] for n in ("unit", "number", "layout", "split")),
+        stack,
+        tuple(fields.get("assumed", "").split()),
     )
