@@ -59,9 +59,27 @@ PRIOR = Efficiency(
 )
 """Starting point of every fit, and the constants of families without published rows."""
 
+STACKS = {
+    "megatron": "Megatron-LM, NeMo, Megatron-DeepSpeed",
+    "xla": "JAX: MaxText, Pax",
+    "pytorch": "compiled PyTorch with FSDP: torchtitan",
+    "eager": "PyTorch with FSDP that is not compiled: llm-foundry",
+}
+"""Software of published runs -> its frameworks."""
+
+
+def key(family: str, stack: str) -> str:
+    """Returns the key in EFFICIENCIES of a stack on a chip family.
+
+    A family alone is its best-tuned published stack: XLA on TPUs, Megatron elsewhere.
+    """
+    tuned = "xla" if family.startswith("tpu") else "megatron"
+    return family if stack == tuned else f"{family}/{stack}"
+
+
 _FITTED = {
     # matmul, half_width, attention, bandwidth, fast and slow link, overlap, tensor_overlap, waits,
-    # pass_seconds
+    # pass_seconds, traffic
     "ampere":  (0.793, 124.0, 0.492, 0.825, 0.703, 0.691, 0.812, 0.1,   0.00896, 3.03e-05),
     "hopper":  (0.701, 791.0, 0.375, 0.787, 0.801, 0.889, 0.903, 0.616, 0.00217, 3.19e-05),
     "cdna2":   (0.603, 724.0, 0.449, 0.8,   0.68,  0.699, 0.799, 0.097, 0.00907, 3.04e-05),
@@ -71,10 +89,7 @@ _FITTED = {
     "tpu-v6e": (0.593, 179.0, 0.444, 0.799, 0.659, 0.698, 0.709, 0.1,   0.00558, 3.05e-05),
 }  # fmt: skip
 EFFICIENCIES = {family: Efficiency(*constants) for family, constants in _FITTED.items()}
-"""Chip family -> constants."""
-
-# No public table of the B200 has a parallel plan for each figure, so it gets the H100's constants.
-EFFICIENCIES["blackwell"] = EFFICIENCIES["hopper"]
+"""Key -> constants; see `key`."""
 
 GROUPED_PATTERN = "monarch"
 """The pattern whose layouts are equal groups, which TPUs multiply by other kernels."""

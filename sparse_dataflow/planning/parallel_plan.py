@@ -32,12 +32,14 @@ RECOMPUTED = {
     "keep_qkv": ("attention", "attn_out", "mlp_in"),
     "keep_qkv_out": ("attention", "mlp_in"),
     "selective_op": ("attn_out", "mlp_in"),
+    "minimal": (),
 }
 """Remat policy -> sections that are recomputed.
 
 "none", "dots" and "full" are policies of this project.  The others describe published runs: "block"
 is Megatron's full recomputation, "keep_qkv" and "keep_qkv_out" are MaxText's policies that offload
-these projections, and "selective_op" is torchtitan's, which recomputes every second product.
+these projections, and "selective_op" is torchtitan's, which recomputes every second product;
+"minimal" is MaxText's minimal_with_context, which recomputes element-wise operations only.
 """
 
 

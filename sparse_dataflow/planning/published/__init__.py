@@ -29,6 +29,7 @@ from typing import Any
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.hardware.chips import CHIPS, GIGA, TERA, Chip
+from sparse_dataflow.planning import efficiency
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 
 SOURCES = (
@@ -85,6 +86,11 @@ class Row:
     split: str
     stack: str = "megatron"
     assumed: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Key of the run's constants in `efficiency.EFFICIENCIES`."""
+        return efficiency.key(self.chip.family, self.stack)
 
     @property
     def counted_flops(self) -> float:
