@@ -9,11 +9,12 @@ import sys
 import pytest
 
 from experiments import layout_search, planner_truth, scaling_study
+from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.planning import scaling, search_report
+from sparse_dataflow.runs.planning import launching, scaling
 from sparse_dataflow.training.variants import variants
 
 
@@ -27,7 +28,8 @@ def run(experiment, *arguments):
 
 def trained_by(command):
     """(experiment, `RunConfig`) of a printed command; raises UserError where it is not legal."""
-    python, option, name, *flags = shlex.split(command)
+    words = [word for word in shlex.split(command) if not word.startswith("XLA_PYTHON")]
+    python, option, name, *flags = words
     assert (python, option) == ("python", "-m")
     experiment = importlib.import_module(name)
     [request] = command_line.arguments([name, *flags], experiment.SHARED, None)
@@ -68,7 +70,7 @@ def test_a_sparse_search_prints_the_sparse_command(tmp_path, capsys):
 
 def test_the_command_of_a_pipeline_names_its_schedule():
     plan = ParallelPlan(stage=4, data=2, accumulation=16, chunks=3, schedule="interleaved")
-    _, config = trained_by(search_report.command(layout_search.Options("1.3b"), plan))
+    _, config = trained_by(launching.command(layout_search.Options("1.3b"), plan, CHIPS["h100"]))
     assert schedules.parse(config.parallel.schedule) == ("interleaved", 3)
     assert meshes.parse(config.parallel.mesh, 8)["stage"] == 4
     assert (config.training.batch, config.training.micro_batches) == (32, 16)
@@ -96,7 +98,7 @@ def test_truth_prints_every_row(tmp_path, capsys):
     assert "held out " in out and "175B strong" in out and "4.5x" in out
     with (tmp_path / "truth.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 92 and {row["split"] for row in rows} == {"fit", "test"}
+    assert len(rows) == 368 and {row["split"] for row in rows} == {"fit", "test"}
     assert (tmp_path / "truth.png").stat().st_size > 10_000
 
 
