@@ -47,7 +47,7 @@ _BANDS = {
     ("tpu-v5e", "large"): (0.23, 12),
     ("tpu-v5p", "large"): (0.28, 8),
     ("tpu-v6e", "large"): (0.15, 7),
-    ("hopper-500w/pytorch", "large"): (0.32, 4),
+    ("hopper-500w", "large"): (0.32, 4),
     ("ampere/eager", "large"): (0.18, 18),
     ("ampere/eager", "long"): (0.14, 13),
     ("ampere/eager", "small"): (0.07, 38),

@@ -35,7 +35,8 @@ HARDWARE = tuple(name for name in RANGES if name != "traffic")
 SOFTWARE = tuple(name for name in RANGES if name not in ("bandwidth", "fast_link"))
 """Constants that are fitted again for another stack on the same chips."""
 FEW_ROWS = 4
-"""Fewer rows than this determine one constant, `matmul`."""
+"""Fewer rows than this determine one factor, of `matmul` and `attention`."""
+_ONE = ["matmul"]
 FOLDS = 5
 """Folds of the cross-validation of `fit_bands`."""
 ENOUGH = 9
@@ -57,9 +58,9 @@ def fit(
     Args:
       rows: published runs.
       prior: starting point and centre of the priors.
-      names: constants to fit; only `matmul` where there are fewer than FEW_ROWS rows.
+      names: constants to fit, where there are at least FEW_ROWS rows.
     """
-    names = list(names) if len(rows) >= FEW_ROWS else ["matmul"]
+    names = list(names) if len(rows) >= FEW_ROWS else _ONE
     low, high, spread = np.array([RANGES[name] for name in names]).T
     centre = _logit(np.array([getattr(prior, name) for name in names]), low, high)
 
@@ -104,9 +105,7 @@ def errors(source: str, efficiencies: Mapping[str, Efficiency]) -> list[Error]:
     """Returns every row of a source with its prediction."""
     result = []
     for row in published.rows(source):
-        time = step_time(
-            row.config, row.sequence, row.plan, row.chip, efficiencies[row.key]
-        )
+        time = step_time(row.config, row.sequence, row.plan, row.chip, efficiencies[row.key])
         ratio = float(time.total) / row.seconds
         figure = row.value * (ratio if row.unit == "seconds" else 1 / ratio)
         result.append(Error(row, float(time.total), figure, time.limit))
@@ -210,11 +209,13 @@ _ORDER = {
     "blackwell": ("hopper", HARDWARE),
     "cdna2": ("", HARDWARE),
     **{f"tpu-{name}": ("", HARDWARE) for name in ("v4", "v5e", "v5p", "v6e")},
-    "hopper-500w/pytorch": ("hopper", SOFTWARE),
-    **{f"{f}/{s}": (f, SOFTWARE) for f in ("ampere", "hopper") for s in ("eager", "pytorch", "xla")},
-    "hopper-500w/eager": ("hopper-500w/pytorch", SOFTWARE),
+    "hopper-500w": ("hopper", SOFTWARE),
+    **{
+        f"{f}/{s}": (f, SOFTWARE) for f in ("ampere", "hopper") for s in ("eager", "pytorch", "xla")
+    },
+    "hopper-500w/eager": ("hopper-500w", SOFTWARE),
 }
-"""Key of EFFICIENCIES -> (the key of its prior, constants that are fitted), in the order of fits."""
+"""Key of EFFICIENCIES -> (key of its prior, constants that are fitted), in the order of fits."""
 
 
 def _logit(value, low, high):
@@ -224,4 +225,7 @@ def _logit(value, low, high):
 
 def _at(prior, names, point, low, high):
     values = low + (high - low) / (1 + np.exp(-point))
-    return dataclasses.replace(prior, **dict(zip(names, map(float, values))))
+    constants = dict(zip(names, map(float, values)))
+    if names == _ONE:
+        constants["attention"] = prior.attention * constants["matmul"] / prior.matmul
+    return dataclasses.replace(prior, **constants)

@@ -42,7 +42,7 @@ def roofline(chip: Chip, dtype: str, models: Mapping[str, Mapping[str, Section]]
     with _axes(_HEIGHT, right=190) as (figure, axes):
         ends = [peak / bandwidth]
         for colour, (label, sections) in zip(_MODELS, models.items()):
-            for marker, (name, section) in zip(_MARKERS, sections.items()):
+            for marker, section in zip(_MARKERS, sections.values()):
                 ends.append(float(section.intensity))
                 rate = float(section.flops / section.seconds) / TERA
                 axes.plot(ends[-1], rate, marker, color=COLOUR[colour], markersize=7)
@@ -115,7 +115,9 @@ def sensitivity(effects: Mapping[str, float], levels: Mapping[str, Mapping]) -> 
         labels = [f"{name.replace('_', '-')}  {effects[name]:.0%}" for name in names]
         axes.set_yticks(range(len(names)), labels)
         axes.set_ylim(len(names) - 0.4, -0.6)
-        axes.set_xlabel("effect of a level on tokens per second and chip, plans that cannot run as 0")
+        axes.set_xlabel(
+            "effect of a level on tokens per second and chip, plans that cannot run as 0"
+        )
         words = "; ".join(f"{name} {effect:.0%}" for name, effect in effects.items())
         return svg.inline(figure, "sensitivity", "What decides the throughput", words)
 

@@ -47,7 +47,7 @@ def test_layout_search_prints_the_best_and_a_legal_command(tmp_path, capsys):
     assert config.training.batch == 512
     with (tmp_path / "trials.csv").open() as file:
         trials = list(csv.DictReader(file))
-    best = trials[0]
+    [best] = [row for row in trials if row["recommended"] == "True"]
     sizes = meshes.parse(config.parallel.mesh, 16)
     assert {axis: str(size) for axis, size in sizes.items()} == {axis: best[axis] for axis in sizes}
     assert str(config.training.micro_batches) == best["accumulation"]
@@ -56,6 +56,18 @@ def test_layout_search_prints_the_best_and_a_legal_command(tmp_path, capsys):
     assert len(trials) > 10 and speeds == sorted(speeds, reverse=True)
     for name in ("sensitivity.png", "roofline.png"):
         assert (tmp_path / name).stat().st_size > 10_000
+    assert "step times: ±" in out and "days" in out and "* recommended; = ties" in out
+    assert "EXPERIMENT=gpt13b_dense sbatch --nodes=2 --gpus-per-node=8 launch/slurm.sbatch" in out
+
+
+def test_the_page_of_a_search_is_one_file_with_four_figures(tmp_path, capsys):
+    flags = ("--scale=175b", "--hardware=mi250x", "--chips=1024", "--batch=10240", "--verify=0")
+    assert run(layout_search, *flags, "--tokens=450e9", f"--out={tmp_path}") == 0
+    page = (tmp_path / "search.html").read_text()
+    assert page.count("<svg") == 4 and "450 billion tokens" in page
+    assert "src=" not in page and "http://" not in page and "Content-Security-Policy" in page
+    assert "Frontier&#39;s own plan (recalled), published at 69.2" in page
+    assert "Frontier's own plan" in capsys.readouterr().out
 
 
 def test_a_sparse_search_prints_the_sparse_command(tmp_path, capsys):
@@ -66,6 +78,16 @@ def test_a_sparse_search_prints_the_sparse_command(tmp_path, capsys):
     assert (config.sparsity.density, config.sparsity.block) == (0.125, 128)
     assert (config.training.batch, config.training.sequence) == (256, 1024)
     assert [v.name for v in variants(config)] == ["sparse"]
+
+
+def test_a_sparse_search_says_how_much_faster_it_is_and_that_it_is_extrapolated(tmp_path, capsys):
+    flags = ("--scale=1.3b", "--chips=8", "--batch=256", "--density=0.125", "--verify=0")
+    assert run(layout_search, *flags, f"--out={tmp_path}") == 0
+    out = capsys.readouterr().out
+    assert "extrapolated: no published run of this kind (block-sparse weights)" in out
+    with (tmp_path / "trials.csv").open() as file:
+        first = next(csv.DictReader(file))
+    assert 1.5 < float(first["over_dense"]) < 8
 
 
 def test_the_command_of_a_pipeline_names_its_schedule():

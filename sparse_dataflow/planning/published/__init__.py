@@ -7,6 +7,10 @@
 | frontier_mi250x.csv, scaling.csv | arXiv 2312.12705: throughput and scaling efficiencies from its abstract |
 | maxtext_v4.csv, maxtext_v5e.csv, maxtext_v5p.csv | AI-Hypercomputer/maxtext, README.md of configs/v4, v5e and v5p with the scripts beside them (December 2023; v4 April 2023) |
 | maxtext_v6e.csv | AI-Hypercomputer/tpu-recipes, training/trillium: the step times that each recipe prints, layouts of benchmarks/maxtext_trillium_model_configs.py |
+| mpt_a100.csv, mpt_h100.csv | mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48f: every bfloat16 row whose micro-batches make up its batch; shapes of scripts/train/yamls/pretrain |
+| torchtitan.csv | pytorch/torchtitan: the file that each row names, bfloat16 rows without context parallelism or every-layer recomputation |
+| jax_gpu.csv | the files that each row names, of NVIDIA/JAX-Toolbox, google/paxml and AI-Hypercomputer/maxtext |
+| nemo_h100.csv, nemo_gb200.csv | NVIDIA/dgxc-benchmarking: the file and version that each row names, bfloat16 rows.  The dimensions of Nemotron4 are recalled |
 
 Columns: the model, its plan as in `parallel_plan.ParallelPlan` (island: chips joined by fast
 links, a node or a slice), the figure and its unit, and their status:
@@ -14,12 +18,20 @@ links, a node or a slice), the figure and its unit, and their status:
 - `number`: "verified" (read in the source) or "recalled".
 - `layout`: status of the parallel plan: "verified", "recalled" from the paper, or "assumed" if the
   source does not name it.
+- `assumed`: fields of a verified plan that the source does not name; "network" is the links between
+  islands, "compile" whether the model is compiled.
+- `stack`: key of `efficiency.STACKS`; from the file where the column is absent.
 - `split`: of every four rows in the order of the source, the first and last are "fit", the others
   "test".  Rows of another source in the same file, and all scaling rows, are "test".  On MI250X only
-  the 175B is "fit".  Constants are fitted to "fit" rows only; the terms of the cost model were chosen
-  with all rows known.
+  the 175B is "fit".
 
-A model with a gated MLP or grouped keys is described by the d_ff of equal parameters.
+Protocol: constants and error bands are fitted to "fit" rows only.  The terms of the cost model that
+were there with the first seven files were chosen with all of their rows known.  The later ones
+(software stacks, `traffic`, collectives within layers that do not overlap, the factor of families
+with few rows) were chosen by the residuals of "fit" rows.
+
+A model with a gated MLP or grouped keys is described by the d_ff of equal parameters.  Context
+parallelism is described as replicas with a part of a sequence: its exchange of keys is not priced.
 """  # noqa: E501
 
 import csv
@@ -64,8 +76,8 @@ class Row:
       chip: kind of chip.
       plan: parallel plan.
       value: the published figure.
-      unit: "seconds" per step; "tokens_per_second" per chip; "mfu", percent of the peak in model FLOPs; or TFLOP/s per chip,
-        counted as "tflops_model" (whole attention square), "tflops_executed" (also a recomputed
+      unit: "seconds" per step; "tokens_per_second" per chip; "mfu", percent of the peak in model
+        FLOPs; or TFLOP/s per chip, counted as "tflops_model" (whole attention square), "tflops_executed" (also a recomputed
         forward pass), "tflops_causal" (half of attention) or "tflops_6n" (6 per parameter).
       number: "verified" or "recalled".
       plan_status: "verified", "recalled" or "assumed".

@@ -78,5 +78,3 @@ def _activation_bytes(row: Row) -> float:
 def _host_inputs(row: Row) -> bool:
     """Whether layer inputs are in host memory: "decoder_layer_input": "offload" of MaxText."""
     return row.chip.name == "tpu-v6e" and "405B" in row.name
-
-

@@ -36,9 +36,7 @@ class Table:
     frontier: str
 
 
-def table(
-    options, priced: Priced, ranked: Sequence[tuple[ParallelPlan, float]]
-) -> Table:
+def table(options, priced: Priced, ranked: Sequence[tuple[ParallelPlan, float]]) -> Table:
     """Returns the table of a search.
 
     Args:
@@ -58,6 +56,8 @@ def table(
         row["tight"] = row["memory_share"] > ROOMY
         rows.append(row)
     chosen = priced.recommended(ranked)
+    for number, row in enumerate(rows):
+        row["recommended"] = number == chosen
     band = bands.words(request.config, request.sequence, request.chip, request.constants)
     headline = _headline(options, request, rows[chosen])
     return Table(rows, band, chosen, headline, _frontier(options, request, ranked[chosen]))
@@ -83,7 +83,9 @@ def text(best: Table, verdicts: Sequence[str]) -> str:
             f"{row['mfu']:>6.1%} {row['gib']:>6.1f} {1 - row['memory_share']:>4.0%}"
             f"{'!' if row['tight'] else ' '}  {row['data']:>4} {row['stage']:>5} {row['fsdp']:>5} "
             f"{row['tensor']:>6} {row['micro_batch']:>5} {row['accumulation']:>5}  {schedule}, "
-            f"{row['zero']}, {row['remat']}, {row['limit']}; {'' if alike else verdict}".rstrip("; ")
+            f"{row['zero']}, {row['remat']}, {row['limit']}; {'' if alike else verdict}".rstrip(
+                "; "
+            )
         )
     ties = sum(row["tie"] for row in best.rows)
     more = f" ({ties:,} plans do)" if ties > SHOWN else ""
@@ -126,9 +128,7 @@ def _frontier(options, request, chosen) -> str:
     head = f"Frontier's own plan ({row.plan_status}), published at {row.value:g} TFLOP/s a chip:"
     if not fsdp or request.chips % (stage * tensor) or request.batch % fsdp:
         return f"{head} tensor {tensor}, stage {stage} does not divide this request"
-    plan = dataclasses.replace(
-        row.plan, fsdp=fsdp, accumulation=request.batch // fsdp, island=None
-    )
+    plan = dataclasses.replace(row.plan, fsdp=fsdp, accumulation=request.batch // fsdp, island=None)
     own = request.batch * request.sequence / float(request.time(plan).total)
     size = float(request.chip_bytes(plan)) / chips.GIB
     ours = chosen[1] * request.chips

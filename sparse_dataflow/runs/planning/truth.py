@@ -108,7 +108,9 @@ def _print_summary(errors: list[Error]) -> None:
 
 def _print_domains(errors: list[Error]) -> None:
     """Prints the band of each kind of run beside the errors of its held-out runs."""
-    print(f"\n{'held out, by kind':<34}{'runs':>5}{'median':>8}{'worst':>8}{'band':>6}{'inside':>8}")
+    print(
+        f"\n{'held out, by kind':<34}{'runs':>5}{'median':>8}{'worst':>8}{'band':>6}{'inside':>8}"
+    )
     inside = []
     held_out = [e for e in errors if e.row.split == "test"]
     for key, regime in dict.fromkeys((e.row.key, _regime(e)) for e in held_out):
