@@ -143,6 +143,7 @@ def scaling(points: Sequence[tuple[int, float]], chips: int) -> Markup:
             )  # fmt: skip
         axes.set(xscale="log", yscale="log", xlabel="chips", ylabel="tokens per second")
         axes.set_xlim(counts[0] / 1.15, counts[-1] * 1.5)
+        axes.set_ylim(speeds.min() / 1.8, speeds.max() * 1.4)
         axes.set_xticks(counts, [f"{int(count):,}" for count in counts])
         _plain(axes)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))

@@ -11,6 +11,7 @@
 | torchtitan.csv | pytorch/torchtitan: the file that each row names, bfloat16 rows without context parallelism or every-layer recomputation |
 | jax_gpu.csv | the files that each row names, of NVIDIA/JAX-Toolbox, google/paxml and AI-Hypercomputer/maxtext |
 | nemo_h100.csv, nemo_gb200.csv | NVIDIA/dgxc-benchmarking: the file and version that each row names, bfloat16 rows.  The dimensions of Nemotron4 are recalled |
+| bloom_a100.csv | bigscience-workshop/bigscience, train/tr11-176B-ml/README.md: the logged step at the end of the first epoch |
 
 Columns: the model, its plan as in `parallel_plan.ParallelPlan` (island: chips joined by fast
 links, a node or a slice), the figure and its unit, and their status:
@@ -58,6 +59,7 @@ SOURCES = (
     "jax_gpu",
     "nemo_h100",
     "nemo_gb200",
+    "bloom_a100",
 )
 _COUNTS = (
     *("data", "stage", "fsdp", "tensor", "island", "chunks", "zero"),
@@ -77,8 +79,9 @@ class Row:
       plan: parallel plan.
       value: the published figure.
       unit: "seconds" per step; "tokens_per_second" per chip; "mfu", percent of the peak in model
-        FLOPs; or TFLOP/s per chip, counted as "tflops_model" (whole attention square), "tflops_executed" (also a recomputed
-        forward pass), "tflops_causal" (half of attention) or "tflops_6n" (6 per parameter).
+        FLOPs; or TFLOP/s per chip, counted as "tflops_model" (whole attention square),
+        "tflops_executed" (also a recomputed forward pass), "tflops_causal" (half of attention) or
+        "tflops_6n" (6 per parameter).
       number: "verified" or "recalled".
       plan_status: "verified", "recalled" or "assumed".
       split: "fit" or "test".
