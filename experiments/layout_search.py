@@ -6,15 +6,15 @@ rematerialisation) by the planner's cost model, after arXiv 2312.12705. Needs no
     python -m experiments.layout_search --scale=175b --hardware=mi250x --chips=1024 --batch=10240
     python -m experiments.layout_search --scale=13b --density=0.125 --hardware=h100 --chips=64
 
-Prints the ten best, the terms of the best one, how much each choice decides, and the command that
-trains under it. Where the compiler for the chips is installed (make aot-tpu), the ten are compiled,
-and the table says which of them fit. Writes OUT/trials.csv, OUT/sensitivity.png and
-OUT/roofline.png.
+Prints the ten best with their days, memory and ties, the terms of the best one, how much each
+choice decides, and the commands that train under the recommended plan. Where the compiler for the
+chips is installed (make aot-tpu), the ten are compiled, and the table says which of them fit.
+Writes OUT/search.html, OUT/trials.csv, OUT/sensitivity.png and OUT/roofline.png.
 """
 
 import dataclasses
 
-from sparse_dataflow.config.settings import AT_LEAST_ONE, AT_LEAST_ZERO, setting
+from sparse_dataflow.config.settings import ABOVE_ZERO, AT_LEAST_ONE, AT_LEAST_ZERO, setting
 from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.runs import command_line
 from sparse_dataflow.runs.planning.options import ModelOptions
@@ -34,6 +34,9 @@ class Options(ModelOptions):
         "Minutes in which the best ten are compiled for their chips (TPU v5e, v5p, v6e and H200, "
         "where that compiler is installed); 0 compiles none.",
         legal=AT_LEAST_ZERO,
+    )
+    tokens: float = setting(
+        300e9, "Training tokens; the table says in how many days.", legal=ABOVE_ZERO
     )
     explain: int = setting(
         1,

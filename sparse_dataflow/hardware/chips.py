@@ -10,6 +10,8 @@ on TPU, float32 matrix cores on AMD.
 | h100 | NVIDIA H100 datasheet, SXM: 1,979 bf16 and 989 TF32 with sparsity, halved; 3.35 TB/s | NVLink 4, 900 GB/s both ways, 8 in a node; one 400 Gb/s NDR a GPU (DGX H100 datasheet); PCIe 5 x16 |
 | h200 | NVIDIA H200 datasheet, SXM: rates of the H100; 4.8 TB/s, 141 GB, of which its driver offers programs 139 GiB | as the H100 |
 | b200 | NVIDIA HGX/DGX B200 datasheets, one GPU of eight: 2.25 PFLOP/s bf16, 1.1 TF32, 180 GB, 8 TB/s | NVLink 5, 1,800 GB/s both ways, 8 in a node; 400 Gb/s a GPU (DGX B200 datasheet); PCIe 5 x16 |
+| gb200 | NVIDIA/dgxc-benchmarking README.md: 2.45 PFLOP/s bf16; half of it TF32 (recalled); GB200 NVL72 datasheet, one GPU of 72: 186 GB, 8 TB/s | NVLink 5 over 72 GPUs, of which jobs take 64; 400 Gb/s a GPU; NVLink-C2C to the host |
+| h100-96gb | pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: 96 GB HBM2e, 2.4 TB/s, limited to 500 W | as the H100 (same source) |
 | mi250x-gcd | AMD Instinct MI250X datasheet, one of its two GCDs (a GCD is a device to JAX): 383/2 bf16, 95.7/2 float32 matrix, 64 GB, 3.2768/2 TB/s; 191.5 as in arXiv 2312.12705 | OLCF Frontier user guide: 200 GB/s between the GCDs of a board, 50 to 100 between boards of a node (100 taken), 8 GCDs a node; 4 Slingshot-11 NICs of 25 GB/s a node; 36 GB/s to the host |
 | tpu-v4 | Google Cloud TPU documentation, page "TPU v4": 275, 32 GiB, 1,200 GB/s a chip | arXiv 2304.01433: 3D torus, 6 links of 50 GB/s; data-centre network 200 Gb/s a host of 4 (recalled) |
 | tpu-v5e | page "TPU v5e": 197, 16 GB, 819 GB/s | same page: 2D torus, 400 GB/s both ways, 256 a pod; 2 x 100 Gb/s a host of 8 |
@@ -111,8 +113,8 @@ def _chip(name, family, bfloat16, float32, memory, gigabytes_per_second, host, n
     return Chip(name, peaks, int(memory), gigabytes_per_second * GIGA, network, host * GIGA, family)
 
 
-def _switch(fast, slow, pair=0.0):
-    return Network(8, fast * GIGA, slow * GIGA, pair=pair * GIGA)
+def _switch(fast, slow, pair=0.0, island=8):
+    return Network(island, fast * GIGA, slow * GIGA, pair=pair * GIGA)
 
 
 def _torus(island, axis, slow, axes):
@@ -125,8 +127,10 @@ CHIPS: dict[str, Chip] = {
         _chip("a100-40gb", "ampere", 312, 156, 40 * GIB, 1555, 32, _switch(300, 25)),
         _chip("a100-80gb", "ampere", 312, 156, 80 * GIB, 2039, 32, _switch(300, 25)),
         _chip("h100", "hopper", 989.4, 494.7, 80 * GIB, 3350, 64, _switch(450, 50)),
+        _chip("h100-96gb", "hopper-500w", 989.4, 494.7, 96e9, 2400, 64, _switch(450, 50)),
         _chip("h200", "hopper", 989.4, 494.7, 139 * GIB, 4800, 64, _switch(450, 50)),
         _chip("b200", "blackwell", 2250, 1100, 180 * GIGA, 8000, 64, _switch(900, 50)),
+        _chip("gb200", "blackwell", 2450, 1225, 186e9, 8000, 450, _switch(900, 50, island=64)),
         _chip(
             "mi250x-gcd", "cdna2", 191.5, 47.85, 64 * GIB, 1638.4, 36, _switch(100, 12.5, pair=200)
         ),

@@ -28,6 +28,7 @@ class Efficiency:
       pass_seconds: overhead of one pass of a block over one micro-batch, in seconds.
       half_block: side of a block at which a block-sparse product has half the rate of a dense one,
         for chips that are not in BLOCK_RATES.  98.6% at 128 on an A100 (stk README) gives 1.8.
+      traffic: bytes of element-wise passes and of the loss, relative to fused kernels.
     """
 
     matmul: float
@@ -41,6 +42,7 @@ class Efficiency:
     waits: float
     pass_seconds: float
     half_block: float = 1.8
+    traffic: float = 1.0
 
 
 PRIOR = Efficiency(
@@ -57,22 +59,57 @@ PRIOR = Efficiency(
 )
 """Starting point of every fit, and the constants of families without published rows."""
 
+STACKS = {
+    "megatron": "Megatron-LM, NeMo, Megatron-DeepSpeed",
+    "xla": "JAX: MaxText, Pax",
+    "pytorch": "compiled PyTorch with FSDP: torchtitan",
+    "eager": "PyTorch with FSDP that is not compiled: llm-foundry",
+}
+"""Software of published runs -> its frameworks."""
+
+
+_TUNED = {"hopper-500w": "pytorch"}
+
+
+def key(family: str, stack: str) -> str:
+    """Returns the key in EFFICIENCIES of a stack on a chip family.
+
+    A family alone is its best-tuned published stack: XLA on TPUs, Megatron elsewhere where it is
+    known.
+    """
+    tuned = "xla" if family.startswith("tpu") else _TUNED.get(family, "megatron")
+    return family if stack == tuned else f"{family}/{stack}"
+
+
+def own_key(family: str) -> str:
+    """Returns the key of the constants that predict this project: XLA's, where they are known."""
+    return f"{family}/xla" if f"{family}/xla" in EFFICIENCIES else family
+
+
 _FITTED = {
     # matmul, half_width, attention, bandwidth, fast and slow link, overlap, tensor_overlap, waits,
-    # pass_seconds
-    "ampere":  (0.793, 124.0, 0.492, 0.825, 0.703, 0.691, 0.812, 0.1,   0.00896, 3.03e-05),
-    "hopper":  (0.701, 791.0, 0.375, 0.787, 0.801, 0.889, 0.903, 0.616, 0.00217, 3.19e-05),
-    "cdna2":   (0.603, 724.0, 0.449, 0.8,   0.68,  0.699, 0.799, 0.097, 0.00907, 3.04e-05),
-    "tpu-v4":  (0.874, 64.5,  0.501, 0.825, 0.7,   0.702, 0.804, 0.1,   0.00343, 2.96e-05),
-    "tpu-v5e": (0.87,  153.0, 0.454, 0.798, 0.801, 0.701, 0.734, 0.523, 0.0192,  3.02e-05),
-    "tpu-v5p": (0.78,  49.8,  0.466, 0.8,   0.795, 0.692, 0.658, 0.505, 0.0042,  3.12e-05),
-    "tpu-v6e": (0.593, 179.0, 0.444, 0.799, 0.659, 0.698, 0.709, 0.1,   0.00558, 3.05e-05),
+    # pass_seconds, traffic
+    "ampere": (0.778, 136, 0.479, 0.819, 0.72, 0.695, 0.81, 0.104, 0.00694, 3.01e-05, 1),
+    "hopper": (0.689, 132, 0.464, 0.795, 0.738, 0.861, 0.813, 0.522, 0.00461, 0.000153, 1),
+    "blackwell": (0.588, 163, 0.464, 0.795, 0.714, 0.861, 0.807, 0.459, 0.00473, 0.0004, 1),
+    "cdna2": (0.46, 128, 0.276, 0.8, 0.7, 0.7, 0.8, 0.1, 0.005, 3e-05, 1),
+    "tpu-v4": (0.884, 128, 0.53, 0.8, 0.7, 0.7, 0.8, 0.1, 0.005, 3e-05, 1),
+    "tpu-v5e": (0.866, 192, 0.453, 0.799, 0.736, 0.698, 0.771, 0.66, 0.0208, 3.01e-05, 1),
+    "tpu-v5p": (0.782, 83.9, 0.459, 0.8, 0.741, 0.702, 0.779, 0.554, 0.00434, 3.03e-05, 1),
+    "tpu-v6e": (0.582, 143, 0.451, 0.8, 0.678, 0.699, 0.741, 0.1, 0.00539, 3.03e-05, 1),
+    "hopper-500w": (0.616, 622, 0.456, 0.795, 0.738, 0.856, 0.711, 0.361, 0.00456, 0.000171, 2.6),
+    "ampere/eager": (0.827, 278, 0.324, 0.819, 0.72, 0.702, 0.614, 0.104, 0.00741, 0.000643, 1.27),
+    "ampere/pytorch": (0.685, 136, 0.422, 0.819, 0.72, 0.695, 0.81, 0.104, 0.00694, 3.01e-05, 1),
+    "ampere/xla": (0.746, 136, 0.459, 0.819, 0.72, 0.695, 0.81, 0.104, 0.00694, 3.01e-05, 1),
+    "hopper/eager": (0.729, 154, 0.18, 0.795, 0.738, 0.868, 0.599, 0.522, 0.00744, 0.000718, 1.9),
+    "hopper/xla": (0.701, 1350, 0.45, 0.795, 0.738, 0.84, 0.395, 0.522, 0.00683, 0.000181, 1.25),
+    "hopper-500w/eager": (
+        0.505, 622, 0.374, 0.795, 0.738, 0.856,
+        0.711, 0.361, 0.00456, 0.000171, 2.6,
+    ),
 }  # fmt: skip
-EFFICIENCIES = {family: Efficiency(*constants) for family, constants in _FITTED.items()}
-"""Chip family -> constants."""
-
-# No public table of the B200 has a parallel plan for each figure, so it gets the H100's constants.
-EFFICIENCIES["blackwell"] = EFFICIENCIES["hopper"]
+EFFICIENCIES = {k: Efficiency(*v[:-1], traffic=v[-1]) for k, v in _FITTED.items()}
+"""Key -> constants; see `key`."""
 
 GROUPED_PATTERN = "monarch"
 """The pattern whose layouts are equal groups, which TPUs multiply by other kernels."""

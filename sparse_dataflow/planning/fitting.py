@@ -9,7 +9,8 @@ from scipy import optimize
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.hardware.chips import Chip
-from sparse_dataflow.planning import published
+from sparse_dataflow.planning import bands, published
+from sparse_dataflow.planning.bands import Band
 from sparse_dataflow.planning.efficiency import PRIOR, Efficiency
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.planning.published import Row, Scaling
@@ -27,27 +28,49 @@ RANGES = {
     "tensor_overlap": (0.01, 0.95, 0.7),
     "waits": (0.0, 0.05, 1.0),
     "pass_seconds": (0.0, 1e-3, 1.0),
+    "traffic": (0.3, 6.0, 0.7),
 }
+HARDWARE = tuple(name for name in RANGES if name != "traffic")
+"""Constants that are fitted for a chip family; its rows are of the stack that is tuned best."""
+SOFTWARE = tuple(name for name in RANGES if name not in ("bandwidth", "fast_link"))
+"""Constants that are fitted again for another stack on the same chips."""
+FEW_ROWS = 4
+"""Fewer rows than this determine one factor, of `matmul` and `attention`."""
+_ONE = ["matmul"]
+FOLDS = 5
+"""Folds of the cross-validation of `fit_bands`."""
+ENOUGH = 9
+"""Fewest residuals whose 90% conformal quantile is finite."""
+LEAST = 0.03
+"""Smallest band: the assumed noise of published figures."""
 NOISE = 0.03
 """Assumed relative standard deviation of published step times."""
 
 
-def fit(rows: Sequence[Row]) -> Efficiency:
+def fit(
+    rows: Sequence[Row], prior: Efficiency = PRIOR, names: Sequence[str] = HARDWARE
+) -> Efficiency:
     """Fits constants to rows by least squares in log seconds.
 
-    Each constant has a prior around PRIOR, so constants that the rows do not determine stay there.
+    Each constant has a prior around that of `prior`, so constants that the rows do not determine
+    stay there.
+
+    Args:
+      rows: published runs.
+      prior: starting point and centre of the priors.
+      names: constants to fit, where there are at least FEW_ROWS rows.
     """
-    names = list(RANGES)
+    names = list(names) if len(rows) >= FEW_ROWS else _ONE
     low, high, spread = np.array([RANGES[name] for name in names]).T
-    centre = _logit(np.array([getattr(PRIOR, name) for name in names]), low, high)
+    centre = _logit(np.array([getattr(prior, name) for name in names]), low, high)
 
     def residuals(point):
-        constants = _at(names, point, low, high)
+        constants = _at(prior, names, point, low, high)
         errors = [np.log(predict_seconds(row, constants) / row.seconds) / NOISE for row in rows]
         return np.concatenate([errors, (point - centre) / spread])
 
-    solution = optimize.least_squares(residuals, centre).x
-    return _at(names, solution, low, high)
+    solution = optimize.least_squares(residuals, centre, loss="soft_l1").x
+    return _at(prior, names, solution, low, high)
 
 
 def predict_seconds(row: Row, efficiency: Efficiency) -> float:
@@ -82,9 +105,7 @@ def errors(source: str, efficiencies: Mapping[str, Efficiency]) -> list[Error]:
     """Returns every row of a source with its prediction."""
     result = []
     for row in published.rows(source):
-        time = step_time(
-            row.config, row.sequence, row.plan, row.chip, efficiencies[row.chip.family]
-        )
+        time = step_time(row.config, row.sequence, row.plan, row.chip, efficiencies[row.key])
         ratio = float(time.total) / row.seconds
         figure = row.value * (ratio if row.unit == "seconds" else 1 / ratio)
         result.append(Error(row, float(time.total), figure, time.limit))
@@ -121,22 +142,90 @@ def block_seconds(config: ModelConfig, chip: Chip, efficiency: Efficiency, fused
     return float(sum(seconds for name, seconds in terms.items() if name != "optimizer"))
 
 
-def fit_families() -> dict[str, Efficiency]:
-    """Returns chip family -> constants fitted to its rows marked "fit", with three digits."""
-    families = {}
-    for source in published.SOURCES:
-        rows = [row for row in published.rows(source) if row.split == "fit"]
-        constants = dataclasses.asdict(fit(rows))
-        rounded = {name: float(f"{value:.3g}") for name, value in constants.items()}
-        families[rows[0].chip.family] = Efficiency(**rounded)
-    return families
+def fit_all(rows: Sequence[Row]) -> dict[str, Efficiency]:
+    """Fits the constants of every chip family, then those of other stacks on it.
+
+    Args:
+      rows: published runs, of which those marked "fit" count.
+
+    Returns:
+      Key of `efficiency.EFFICIENCIES` -> constants with three digits.
+    """
+    by_key: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.split == "fit":
+            by_key.setdefault(row.key, []).append(row)
+    result: dict[str, Efficiency] = {}
+    for key, (prior, names) in _ORDER.items():
+        if key in by_key:
+            fitted = fit(by_key[key], result.get(prior, PRIOR), names)
+            constants = dataclasses.asdict(fitted)
+            result[key] = Efficiency(**{n: float(f"{v:.3g}") for n, v in constants.items()})
+    return result
+
+
+def fit_bands(
+    rows: Sequence[Row], constants: Mapping[str, Efficiency]
+) -> dict[tuple[str, str], Band]:
+    """Returns the error band of every domain, by cross-validation over the rows marked "fit".
+
+    Each model is predicted by constants that are fitted without it: models are dealt to FOLDS
+    folds.  A domain of ENOUGH residuals or more has their conformal quantile (Lei et al. 2018).
+    Fewer do not show a tail, so they get at least that of all domains together.
+    """
+    residuals: dict[tuple[str, str], list[float]] = {}
+    for key, (prior, names) in _ORDER.items():
+        fitted = [row for row in rows if row.key == key and row.split == "fit"]
+        models = list(dict.fromkeys((r.config.num_layers, r.config.d_model) for r in fitted))
+        fold = {model: number % FOLDS for number, model in enumerate(models)}
+        folds = [fold[r.config.num_layers, r.config.d_model] for r in fitted]
+        for number in sorted(set(folds)):
+            rest = [r for r, n in zip(fitted, folds) if n != number]
+            start = constants.get(prior, PRIOR)
+            held = fit(rest, start, names) if rest else start
+            for row in (r for r, n in zip(fitted, folds) if n == number):
+                error = abs(np.log(predict_seconds(row, held) / row.seconds))
+                domain = (key, bands.regime(row.config, row.sequence))
+                residuals.setdefault(domain, []).append(float(error))
+    pooled = _quantile([error for errors in residuals.values() for error in errors])
+    return {domain: _band(errors, pooled) for domain, errors in residuals.items()}
+
+
+def _band(residuals, pooled):
+    few = len(residuals) < ENOUGH
+    size = max(1.5 * max(residuals), pooled) if few else _quantile(residuals)
+    return Band(float(np.ceil(100 * max(size, LEAST)) / 100), len(residuals))
+
+
+def _quantile(residuals):
+    """Returns the 90% conformal quantile of at least ENOUGH residuals."""
+    rank = int(np.ceil(0.9 * (len(residuals) + 1)))
+    return float(np.sort(residuals)[min(rank, len(residuals)) - 1])
+
+
+_ORDER = {
+    "ampere": ("", HARDWARE),
+    "hopper": ("", HARDWARE),
+    "blackwell": ("hopper", HARDWARE),
+    "cdna2": ("", HARDWARE),
+    **{f"tpu-{name}": ("", HARDWARE) for name in ("v4", "v5e", "v5p", "v6e")},
+    "hopper-500w": ("hopper", SOFTWARE),
+    **{
+        f"{f}/{s}": (f, SOFTWARE) for f in ("ampere", "hopper") for s in ("eager", "pytorch", "xla")
+    },
+    "hopper-500w/eager": ("hopper-500w", SOFTWARE),
+}
+"""Key of EFFICIENCIES -> (key of its prior, constants that are fitted), in the order of fits."""
 
 
 def _logit(value, low, high):
-    share = (value - low) / (high - low)
+    share = np.clip((value - low) / (high - low), 0.01, 0.99)
     return np.log(share / (1 - share))
 
 
-def _at(names, point, low, high):
+def _at(prior, names, point, low, high):
     values = low + (high - low) / (1 + np.exp(-point))
-    return dataclasses.replace(PRIOR, **dict(zip(names, map(float, values))))
+    constants = dict(zip(names, map(float, values)))
+    if names == _ONE:
+        constants["attention"] = prior.attention * constants["matmul"] / prior.matmul
+    return dataclasses.replace(prior, **constants)

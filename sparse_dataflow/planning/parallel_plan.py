@@ -31,12 +31,15 @@ RECOMPUTED = {
     "block": ("qkv", "q", "k", "v", "attention", "attn_out", "mlp_gate", "mlp_in", "mlp_out"),
     "keep_qkv": ("attention", "attn_out", "mlp_gate", "mlp_in"),
     "keep_qkv_out": ("attention", "mlp_gate", "mlp_in"),
+    "selective_op": ("attn_out", "mlp_gate", "mlp_in"),
+    "minimal": (),
 }
 """Remat policy -> sections that are recomputed, where the model has them.
 
 "none", "dots" and "full" are policies of this project.  The others describe published runs: "block"
 is Megatron's full recomputation, "keep_qkv" and "keep_qkv_out" are MaxText's policies that offload
-these projections.
+these projections, and "selective_op" is torchtitan's, which recomputes every second product;
+"minimal" is MaxText's minimal_with_context, which recomputes element-wise operations only.
 """
 
 
@@ -58,6 +61,7 @@ class ParallelPlan:
       remat: key of RECOMPUTED.
       sequence_parallel: whether activations between tensor-parallel products are sharded along the
         sequence (arXiv 2205.05198).
+      tensor_overlaps: whether collectives within layers may overlap with products.
       fused: whether element-wise operations are fused with each other and into products.
       fused_attention: whether attention scores stay on chip (flash attention).
       gradient_bytes: bytes of one gradient element in a collective.
@@ -78,6 +82,7 @@ class ParallelPlan:
     schedule: str = "1f1b"
     remat: str = "none"
     sequence_parallel: bool = False
+    tensor_overlaps: bool = True
     fused: bool = True
     fused_attention: bool = True
     gradient_bytes: int = 4

@@ -46,6 +46,10 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     boundary_share = 1 / plan.tensor if plan.sequence_parallel else 1.0
     saved = per_token.boundary * boundary_share
     saved = saved + (per_token.saved - per_token.boundary) / plan.tensor
+    if remat == "none" and compute < memory.MASTER_BYTES:
+        # As in programs for several TPUs: GELU's input and a norm are saved in float32.
+        kept = memory.MASTER_BYTES * (config.d_model + config.d_ff) / plan.tensor
+        saved = saved + np.where(np.asarray(plan.chips) > 1, kept, 0)
     working = per_token.working / plan.tensor + per_token.ends * boundary_share
     # A stage sums the gradients of all its weights in float32, and reduce-scatters them at the end.
     gradient = memory.gradient_bytes(np.asarray(plan.accumulation), plan.state_dtype)
@@ -60,7 +64,11 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     gathers_weights = sharded & (plan.zero == 3)
     # Gradients of the embedding and of one projection before they are reduce-scattered.
     full = (memory.embeddings(config) + _largest_projection(config)) / plan.tensor
-    full = np.where(sharded & ~staged & (plan.zero >= 2), memory.MASTER_BYTES * full, 0)
+    full = np.where(sharded & ~staged & (plan.zero == 3), memory.MASTER_BYTES * full, 0)
+    # Below ZeRO 3 every chip holds all weights: the updated ones are gathered before they replace
+    # the old ones.  ZeRO 2 reduce-scatters the gradients of a whole micro-batch, not of a layer.
+    whole = np.where(sharded & ~staged & (plan.zero < 3), memory.MASTER_BYTES * weights, 0)
+    whole = whole * (2 if plan.zero == 2 else 1) * (plan.zero > 0)
     activations = tokens * np.where(
         staged, pipeline_bytes(config, plan), saved * layers * in_flight(plan)
     )
@@ -76,7 +84,7 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
         * memory.moment_bytes(weights, matrices, plan.state_dtype, plan.optimizer),
         layout_tables=memory.table_bytes(config) * layers / config.num_layers / plan.tensor,
         activations=activations,
-        working_set=np.maximum(tokens * working + full, updates - activations - logits),
+        working_set=np.maximum(tokens * working + full, updates - activations - logits) + whole,
         logits=logits,
     )
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.config.model import ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import REMATS, ROW_PARALLEL, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planning import relay
-from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency
+from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency, own_key
 from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.planning.parallel_plan import BUBBLES, ParallelPlan
 from sparse_dataflow.planning.plan_memory import plan_bytes
@@ -28,6 +28,10 @@ NAMES = ("schedule", "zero", "remat")
 
 # Constraints of a legal plan.
 CONSTRAINTS = ("heads", "chips", "layers", "batch", "schedule", "memory")
+ROOMY = 0.95
+"""Share of the usable memory above which a plan is marked: the estimate may be 5% too low."""
+WORTH = 0.02
+"""Loss of throughput that room in memory is worth."""
 _LARGEST = {"tensor": 16, "stage": 128, "micro_batch": 32, "data": 64}
 
 
@@ -54,8 +58,13 @@ class Request:
 
     @property
     def efficiency(self) -> Efficiency:
-        """Constants of the chip family, or the prior for an unknown family."""
-        return EFFICIENCIES.get(self.chip.family, PRIOR)
+        """Constants of XLA on the chip family, or the prior for an unknown family."""
+        return EFFICIENCIES.get(self.constants, PRIOR)
+
+    @property
+    def constants(self) -> str:
+        """Key of `efficiency`, or a family without constants."""
+        return own_key(self.chip.family)
 
     def plan(self, choice: Mapping) -> ParallelPlan:
         """Returns the plan of a choice; fsdp and accumulation follow from chips and batch.
@@ -99,7 +108,6 @@ def space(request: Request) -> Levels:
     stages = [n for n in _divisors(layers) if chips % n == 0 and n <= _LARGEST["stage"]]
     stages = stages or [1]
     chunks = sorted({c for s in stages if s > 1 for c in _divisors(layers // s)}) or [1]
-    dense = not request.config.sparse_projections
     return {
         "tensor": _powers(min(chips, _LARGEST["tensor"])),
         "stage": tuple(stages),
@@ -108,7 +116,7 @@ def space(request: Request) -> Levels:
         "chunks": tuple(chunks),
         "schedule": tuple(BUBBLES),
         "zero": (1, 2, 3),
-        "remat": ("none", "dots", "full") if dense else ("none", "full"),
+        "remat": REMATS,
     }
 
 
@@ -158,6 +166,19 @@ class Priced:
         speed = self.throughput.reshape(-1)
         order = np.argsort(-speed, kind="stable")[:count]
         return [(self.plan(index), float(speed[index])) for index in order if speed[index] > 0]
+
+    def recommended(self, ranked: Sequence[tuple[ParallelPlan, float]]) -> int:
+        """Returns the index in `ranked` of the fastest plan with room, or 0 if that costs too much.
+
+        A plan has room if it needs at most ROOMY of the usable memory.
+        """
+        limit = ROOMY * USABLE * self.request.chip.capacity
+        for index, (plan, speed) in enumerate(ranked):
+            if speed < (1 - WORTH) * ranked[0][1]:
+                break
+            if float(self.request.chip_bytes(plan)) <= limit:
+                return index
+        return 0
 
     def plan(self, index: int) -> ParallelPlan:
         """Returns the plan at a flat index, with integers as its counts."""

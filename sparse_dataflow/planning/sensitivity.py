@@ -73,3 +73,15 @@ def best_by_level(values: np.ndarray, levels: Mapping[str, Sequence]) -> dict[st
         others = tuple(other for other in range(values.ndim) if other != axis)
         best[name] = dict(zip(choices, map(float, values.max(axis=others))))
     return best
+
+
+def mean_by_level(values: np.ndarray, levels: Mapping[str, Sequence]) -> dict[str, dict]:
+    """Returns name -> level -> mean of `values` at this level, minus the mean of all.
+
+    This is the first-order effect E[f | level] - E[f], which a mean SHAP value estimates.
+    """
+    effects = {}
+    for axis, (name, choices) in enumerate(levels.items()):
+        others = tuple(other for other in range(values.ndim) if other != axis)
+        effects[name] = dict(zip(choices, map(float, values.mean(axis=others) - values.mean())))
+    return effects

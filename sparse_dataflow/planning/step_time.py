@@ -291,9 +291,9 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
         # A gate is one more operand of the activation: two reads and a write.
         ("gelu", ff_elements * (1.5 if config.gated_mlp else 1) * config.d_ff / tensor),
     ):
-        size = dtype_bytes * tokens * elements
+        size = dtype_bytes * tokens * elements * efficiency.traffic
         sections[name] = Section(0.0 * size, size, size / rates.get(name, memory))
-    logits = tokens * config.vocab_size / tensor * LOGIT_BYTES
+    logits = tokens * config.vocab_size / tensor * LOGIT_BYTES * efficiency.traffic
     head = product("head", config.d_model, config.vocab_size / tensor)
     passing = 0.0 if "head" in rates else logits / memory / 3
     sections["head"] = Section(head.flops, head.bytes + logits, head.seconds + passing)
@@ -325,7 +325,7 @@ def _tensor_seconds(size, plan, network, efficiency):
     axes = _tensor_axes(tensor, island, network)
     near = np.minimum(tensor, island)
     seconds = collectives.reduce_seconds(size, tensor, near, network, efficiency, axes)
-    return reductions * seconds * (1 - efficiency.tensor_overlap)
+    return reductions * seconds * (1 - efficiency.tensor_overlap * plan.tensor_overlaps)
 
 
 def _tensor_axes(tensor, island, network):

@@ -62,17 +62,21 @@ def test_a_pipeline_keeps_its_gathered_weights():
     assert sharded.working_copy < 2 * 8 * sharded.parameters / 4
 
 
-def test_published_runs_fit_their_chips():
-    from sparse_dataflow.planning import published
-
-    for source in published.SOURCES:
-        for row in published.rows(source):
-            if source.startswith("maxtext_v6e"):
-                continue  # offloads activations to the host
-            plan = dataclasses.replace(row.plan, sequence_parallel=True)
-            total = float(plan_bytes(row.config, row.sequence, plan).total)
-            # Factor 2, because the published runs keep gradients, and some moments, in bfloat16.
-            assert total < 2 * row.chip.memory_bytes, (source, row.name)
+@pytest.mark.parametrize(
+    ("compiled", "choices"),
+    [
+        (25.3, {"fsdp": 16, "zero": 2, "micro_batch": 1, "accumulation": 16, "remat": "none"}),
+        (21.5, {"fsdp": 16, "zero": 2, "micro_batch": 2, "accumulation": 8, "remat": "dots"}),
+        (21.4, {"data": 4, "fsdp": 4, "zero": 2, "accumulation": 16, "remat": "dots"}),
+        (16.8, {"data": 2, "fsdp": 8, "zero": 3, "micro_batch": 2, "accumulation": 8}),
+        (9.7, {"fsdp": 16, "zero": 3, "micro_batch": 4, "accumulation": 4, "remat": "dots"}),
+        (23.65, {"fsdp": 16, "zero": 1, "micro_batch": 16, "remat": "full"}),
+    ],
+)
+def test_memory_of_each_zero_stage_is_near_the_compilers(compiled, choices):
+    """GiB a chip by libtpu 0.0.52, 16 chips: v5e for the search's best plans, v5p for ZeRO 1."""
+    plan = ParallelPlan(**choices, sequence_parallel=True)
+    assert float(plan_bytes(MODEL, 2048, plan).total) / 2**30 == pytest.approx(compiled, rel=0.07)
 
 
 @given(
@@ -81,9 +85,10 @@ def test_published_runs_fit_their_chips():
     st.sampled_from(["none", "dots", "full"]),
 )
 def test_no_axis_increases_memory(axis, zero, remat):
+    # From one chip to two, collectives add buffers.
     totals = [
         float(plan_bytes(MODEL, 2048, ParallelPlan(**{axis: n}, zero=zero, remat=remat)).total)
-        for n in (1, 2, 4, 8)
+        for n in (2, 4, 8)
     ]
     assert totals == sorted(totals, reverse=True)
 

@@ -66,6 +66,16 @@ def test_ranked_plans_are_the_fastest_legal_ones_without_duplicates():
     assert len(everything) == GRID.legal.sum()
 
 
+def test_a_plan_with_room_is_recommended_if_it_costs_at_most_2_percent():
+    ranked = GRID.ranked(200)
+    index = GRID.recommended(ranked)
+    limit = search.ROOMY * USABLE * GRID.request.chip.memory_bytes
+    roomy = [float(GRID.request.chip_bytes(plan)) <= limit for plan, _ in ranked]
+    near = [speed >= (1 - search.WORTH) * ranked[0][1] for _, speed in ranked]
+    candidates = [i for i, (r, n) in enumerate(zip(roomy, near)) if r and n]
+    assert index == (candidates[0] if candidates else 0)
+
+
 def test_one_stage_has_one_schedule_and_chunks_are_interleaved():
     for plan, _ in GRID.ranked(GRID.legal.size):
         assert (plan.chunks > 1) == (plan.schedule == "interleaved")

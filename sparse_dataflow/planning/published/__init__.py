@@ -7,6 +7,11 @@
 | frontier_mi250x.csv, scaling.csv | arXiv 2312.12705: throughput and scaling efficiencies from its abstract |
 | maxtext_v4.csv, maxtext_v5e.csv, maxtext_v5p.csv | AI-Hypercomputer/maxtext, README.md of configs/v4, v5e and v5p with the scripts beside them (December 2023; v4 April 2023) |
 | maxtext_v6e.csv | AI-Hypercomputer/tpu-recipes, training/trillium: the step times that each recipe prints, layouts of benchmarks/maxtext_trillium_model_configs.py |
+| mpt_a100.csv, mpt_h100.csv | mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48f: every bfloat16 row whose micro-batches make up its batch; shapes of scripts/train/yamls/pretrain |
+| torchtitan.csv | pytorch/torchtitan: the file that each row names, bfloat16 rows without context parallelism or every-layer recomputation |
+| jax_gpu.csv | the files that each row names, of NVIDIA/JAX-Toolbox, google/paxml and AI-Hypercomputer/maxtext |
+| nemo_h100.csv, nemo_gb200.csv | NVIDIA/dgxc-benchmarking: the file and version that each row names, bfloat16 rows.  The dimensions of Nemotron4 are recalled |
+| bloom_a100.csv | bigscience-workshop/bigscience, train/tr11-176B-ml/README.md: the logged step at the end of the first epoch |
 
 Columns: the model, its plan as in `parallel_plan.ParallelPlan` (island: chips joined by fast
 links, a node or a slice), the figure and its unit, and their status:
@@ -14,12 +19,20 @@ links, a node or a slice), the figure and its unit, and their status:
 - `number`: "verified" (read in the source) or "recalled".
 - `layout`: status of the parallel plan: "verified", "recalled" from the paper, or "assumed" if the
   source does not name it.
+- `assumed`: fields of a verified plan that the source does not name; "network" is the links between
+  islands, "compile" whether the model is compiled.
+- `stack`: key of `efficiency.STACKS`; from the file where the column is absent.
 - `split`: of every four rows in the order of the source, the first and last are "fit", the others
   "test".  Rows of another source in the same file, and all scaling rows, are "test".  On MI250X only
-  the 175B is "fit".  Constants are fitted to "fit" rows only; the terms of the cost model were chosen
-  with all rows known.
+  the 175B is "fit".
 
-A model with a gated MLP or grouped keys is described by the d_ff of equal parameters.
+Protocol: constants and error bands are fitted to "fit" rows only.  The terms of the cost model that
+were there with the first seven files were chosen with all of their rows known.  The later ones
+(software stacks, `traffic`, collectives within layers that do not overlap, the factor of families
+with few rows) were chosen by the residuals of "fit" rows.
+
+A model with a gated MLP or grouped keys is described by the d_ff of equal parameters.  Context
+parallelism is described as replicas with a part of a sequence: its exchange of keys is not priced.
 """  # noqa: E501
 
 import csv
@@ -28,7 +41,8 @@ from importlib import resources
 from typing import Any
 
 from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.hardware.chips import CHIPS, TERA, Chip
+from sparse_dataflow.hardware.chips import CHIPS, GIGA, TERA, Chip
+from sparse_dataflow.planning import efficiency
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 
 SOURCES = (
@@ -39,10 +53,17 @@ SOURCES = (
     "maxtext_v5e",
     "maxtext_v5p",
     "maxtext_v6e",
+    "mpt_a100",
+    "mpt_h100",
+    "torchtitan",
+    "jax_gpu",
+    "nemo_h100",
+    "nemo_gb200",
+    "bloom_a100",
 )
 _COUNTS = (
     *("data", "stage", "fsdp", "tensor", "island", "chunks", "zero"),
-    *("micro_batch", "accumulation", "gradient_bytes"),
+    *("accumulation", "gradient_bytes"),
 )
 
 
@@ -57,12 +78,15 @@ class Row:
       chip: kind of chip.
       plan: parallel plan.
       value: the published figure.
-      unit: "seconds" per step; "mfu", percent of the peak in model FLOPs; or TFLOP/s per chip,
-        counted as "tflops_model" (whole attention square), "tflops_executed" (also a recomputed
-        forward pass), "tflops_causal" (half of attention) or "tflops_6n" (6 per parameter).
+      unit: "seconds" per step; "tokens_per_second" per chip; "mfu", percent of the peak in model
+        FLOPs; or TFLOP/s per chip, counted as "tflops_model" (whole attention square),
+        "tflops_executed" (also a recomputed forward pass), "tflops_causal" (half of attention) or
+        "tflops_6n" (6 per parameter).
       number: "verified" or "recalled".
       plan_status: "verified", "recalled" or "assumed".
       split: "fit" or "test".
+      stack: software that ran it; one of efficiency.STACKS.
+      assumed: fields that the source does not name.
     """
 
     name: str
@@ -75,6 +99,13 @@ class Row:
     number: str
     plan_status: str
     split: str
+    stack: str = "megatron"
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Key of the run's constants in `efficiency.EFFICIENCIES`."""
+        return efficiency.key(self.chip.family, self.stack)
 
     @property
     def counted_flops(self) -> float:
@@ -96,6 +127,8 @@ class Row:
         """Seconds per step."""
         if self.unit == "seconds":
             return self.value
+        if self.unit == "tokens_per_second":
+            return float(self.plan.batch * self.sequence / (self.value * self.plan.chips))
         rate = self.value * TERA
         if self.unit == "mfu":
             rate = self.value / 100 * self.chip.rates("bfloat16")[0]
@@ -165,8 +198,11 @@ def _scaling(fields):
 
 def _row(fields):
     counts: dict[str, Any] = {name: int(fields[name]) for name in _COUNTS}
+    micro_batch = float(fields["micro_batch"])
     plan = ParallelPlan(
         **counts,
+        micro_batch=int(micro_batch) if micro_batch.is_integer() else micro_batch,
+        tensor_overlaps=fields.get("tensor_overlaps", "1") == "1",
         schedule="interleaved" if counts["chunks"] > 1 else "1f1b",
         remat=fields["remat"],
         sequence_parallel=fields["sequence_parallel"] == "1",
@@ -176,12 +212,19 @@ def _row(fields):
         int(fields[n]) for n in ("layers", "d_model", "heads", "d_ff", "vocab", "sequence")
     )
     config = ModelConfig(layers, d_model, heads, d_ff, vocab, sequence, compute_dtype="bfloat16")
+    chip = CHIPS[fields["chip"]]
+    if slow := fields.get("slow_gb_s"):
+        network = dataclasses.replace(chip.network, slow=float(slow) * GIGA)
+        chip = dataclasses.replace(chip, network=network)
+    stack = "xla" if fields["chip"].startswith("tpu") else fields.get("stack", "megatron")
     return Row(
         fields["name"],
         config,
         config.max_len,
-        CHIPS[fields["chip"]],
+        chip,
         plan,
         float(fields["value"]),
         *(fields[n] for n in ("unit", "number", "layout", "split")),
+        stack,
+        tuple(fields.get("assumed", "").split()),
     )

@@ -167,7 +167,7 @@ def plan_of(options) -> CompilePlan:
     """
     topology = topologies.parse(options.topology, options.slices)
     plan = CompilePlan(
-        options.scale, options.model, options.tokens, topology, ParallelPlan(remat="full")
+        options.scale, options.model, options.sequence_length, topology, ParallelPlan(remat="full")
     )
     if options.mesh == "auto":
         return plan.with_parallel(_fastest(options, topology))
@@ -202,7 +202,7 @@ def _fastest(options, topology) -> ParallelPlan:
     batch = options.batch or max(options.scale_batch, topology.size)
     request = search.Request(
         options.model,
-        options.tokens,
+        options.sequence_length,
         batch,
         topology.chip,
         topology.size,

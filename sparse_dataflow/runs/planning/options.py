@@ -36,7 +36,7 @@ class ModelOptions:
         return named_model(self.scale, self.density, self.block)
 
     @property
-    def tokens(self) -> int:
+    def sequence_length(self) -> int:
         """Tokens per sequence."""
         return self.sequence or SIZES[self.scale].max_len
 

@@ -6,6 +6,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.planning import cost, search
 from sparse_dataflow.planning.efficiency import slower_than_dense
+from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 
 
@@ -20,8 +21,10 @@ def row(request: search.Request, plan: ParallelPlan, speed: float) -> dict[str, 
     flops = cost.flops_per_token(request.config, request.sequence).total
     return {
         "tokens_per_second_per_chip": speed,
+        "tokens_per_second": speed * request.chips,
         "mfu": cost.mfu(flops, speed, request.chip, request.config.compute_dtype),
         "gib": float(request.chip_bytes(plan)) / chips.GIB,
+        "memory_share": float(request.chip_bytes(plan)) / (USABLE * request.chip.capacity),
         **{name: getattr(plan, name) for name in ("data", "stage", "fsdp", "tensor")},
         **{name: getattr(plan, name) for name in ("micro_batch", "accumulation", "chunks")},
         **{name: getattr(plan, name) for name in search.NAMES},

@@ -1,22 +1,18 @@
 """Searches the parallel plans of a model on given chips, and prints and writes the result."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from sparse_dataflow.config import settings
 from sparse_dataflow.files import folders, tables
 from sparse_dataflow.hardware import chips
-from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning import plan_memory, search, sensitivity, step_time
 from sparse_dataflow.planning.memory import USABLE
-from sparse_dataflow.planning.nearest import MESH
-from sparse_dataflow.planning.parallel_plan import ParallelPlan
-from sparse_dataflow.reporting import planner_figures
-from sparse_dataflow.runs.planning import plan_rows, verify
-from sparse_dataflow.runs.planning.options import ModelOptions, named_model
-from sparse_dataflow.runs.request import spelling
+from sparse_dataflow.reporting import planner_figures, search_page
+from sparse_dataflow.runs.planning import launching, plan_rows, search_table, verify
+from sparse_dataflow.runs.planning.options import named_model
+
+SCALING = (1 / 4, 1 / 2, 1, 2, 4)
+"""Numbers of chips of the scaling curve, relative to those of the request."""
 
 ROWS = 1000
 """Largest number of plans in trials.csv."""
@@ -34,7 +30,7 @@ def run(options) -> None:
     """
     request = search.Request(
         options.model,
-        options.tokens,
+        options.sequence_length,
         options.batch or options.scale_batch,
         chips.lookup(options.hardware),
         options.chips,
@@ -47,62 +43,62 @@ def _search(options, request, folder):
     priced = search.price(request)
     search.check_legal(priced)
     ranked = priced.ranked(ROWS)
-    rows = [plan_rows.row(request, plan, speed) for plan, speed in ranked]
+    best = search_table.table(options, priced, ranked)
     print(f"{int(priced.legal.sum()):,} legal plans of {priced.legal.size:,}, all priced")
+    print(f"step times: {best.band}")
     if words := plan_rows.slow_products(request.config, request.chip):
         print(words)
     plans = [plan for plan, _ in ranked]
-    verdicts = verify.verdicts(options.scale, request, plans[:10], options.verify)
-    _print_best(rows[:10], verdicts)
-    tables.write_csv(folder / "trials.csv", rows)
+    verdicts = verify.verdicts(options.scale, request, plans[: search_table.SHOWN], options.verify)
+    print(search_table.text(best, verdicts))
+    if best.frontier:
+        print(f"\n{best.frontier}")
+    tables.write_csv(folder / "trials.csv", best.rows)
     for plan in plans[: options.explain]:
         print(f"\n{plan}\n{request.time(plan).explain()}")
         print(f"\nmemory of the fullest chip\n{_memory(request, plan)}")
-    _sensitivity(priced, folder)
-    _roofline(options, request, plans[0], folder)
-    print(f"\nTo run it:\n  {command(options, plans[0])}")
-
-
-def command(options: ModelOptions, plan: ParallelPlan) -> str:
-    """Returns the command that trains the model of `options` under a plan.
-
-    Args:
-      options: with the scale, density, block and sequence.
-      plan: with numbers as its counts.
-    """
-    values: dict[str, Any] = {
-        "training.sequence": options.tokens,
-        "training.batch": plan.batch,
-        "training.micro_batches": plan.accumulation,
-        "model.remat": plan.remat,
-        "parallel.mesh": ",".join(f"{axis}:{getattr(plan, axis)}" for axis in MESH),
-        "parallel.zero": plan.zero,
-    }
-    if plan.stage > 1:
-        values["parallel.schedule"] = schedules.format_schedule(plan.schedule, int(plan.chunks))
-    if options.density < 1:
-        values |= {"sparsity.density": options.density, "sparsity.block": options.block}
-    experiment = "gpt13b_dense" if options.density == 1 else "gpt13b_sparse"
-    flags = [f"{spelling(path)}={settings.text(value)}" for path, value in values.items()]
-    return f"python -m experiments.{experiment} --scale={options.scale} {' '.join(flags)}"
-
-
-def _print_best(rows: Sequence[Mapping], verdicts: Sequence[str]) -> None:
-    print(
-        f"{'tokens/s/chip':>13} {'MFU':>6} {'GiB':>6}  {'data':>4} {'stage':>5} {'fsdp':>5} "
-        f"{'tensor':>6} {'micro':>5} {'accum':>5}  schedule, ZeRO, remat, limited by; compiled"
+    effects, levels = _sensitivity(priced, folder)
+    chosen = plans[best.recommended]
+    models = _roofline(options, request, chosen, folder)
+    command = launching.command(options, chosen, request.chip)
+    launcher = launching.launcher(options, chosen, request.chip)
+    page = search_page.Page(
+        title=f"{options.scale} on {request.chips:,} {request.chip.name}",
+        headline=best.headline,
+        band=best.band,
+        rows=best.rows[: search_table.SHOWN],
+        verdicts=verdicts,
+        recommended=best.recommended,
+        times=[request.time(plan).groups for plan in plans[: search_table.SHOWN]],
+        frontier=best.frontier,
+        chip=request.chip,
+        dtype=request.config.compute_dtype,
+        models=models,
+        effects=effects,
+        levels=levels,
+        scaling=_scaling(request),
+        command=command,
+        launcher=launcher,
     )
-    alike = len(set(verdicts)) == 1
-    for row, verdict in zip(rows, verdicts, strict=True):
-        print(
-            f"{row['tokens_per_second_per_chip']:>13,.1f} {row['mfu']:>6.1%} {row['gib']:>6.1f}"
-            f"  {row['data']:>4} {row['stage']:>5} {row['fsdp']:>5} {row['tensor']:>6} "
-            f"{row['micro_batch']:>5} {row['accumulation']:>5}  {row['schedule']}"
-            f"{'/' + str(row['chunks']) if row['chunks'] > 1 else ''}, {row['zero']}, "
-            f"{row['remat']}, {row['limit']}; {'' if alike else verdict}".rstrip("; ")
-        )
-    if alike:
-        print(f"by the compiler, all of them: {verdicts[0]}")
+    path = folder / "search.html"
+    path.write_text(search_page.render(page), encoding="utf-8")
+    print(f"  {path}")
+    if launcher:
+        print(f"\nTo start it on {request.chips:,} chips:\n  {launcher}")
+    print(f"\nTo run it{' in one process' if launcher else ''}:\n  {command}")
+
+
+def _scaling(request):
+    """Returns (chips, tokens per second) of the best plan of the same batch on fewer and more."""
+    points = []
+    for factor in SCALING:
+        chips_there = int(request.chips * factor)
+        if chips_there != request.chips * factor or chips_there < 1:
+            continue
+        other = dataclasses.replace(request, chips=chips_there)
+        if best := search.price(other).ranked(1):
+            points.append((chips_there, best[0][1] * chips_there))
+    return points
 
 
 def _memory(request, plan):
@@ -124,6 +120,7 @@ def _sensitivity(priced, folder):
     title = f"What decides the throughput on {request.chips:,} {request.chip.name}"
     planner_figures.sensitivity(folder / "sensitivity.png", effects, best, title)
     print(f"  {folder / 'sensitivity.png'}")
+    return effects, sensitivity.mean_by_level(values, levels)
 
 
 def _roofline(options, request, plan, folder):
@@ -147,3 +144,4 @@ def _roofline(options, request, plan, folder):
     path, dtype = folder / "roofline.png", request.config.compute_dtype
     planner_figures.roofline(path, request.chip, dtype, models, title)
     print(f"  {path}")
+    return models

@@ -3,11 +3,14 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from sparse_dataflow.files import folders, tables
 from sparse_dataflow.hardware import chips
-from sparse_dataflow.planning import fitting, published
+from sparse_dataflow.planning import bands, fitting, published
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, Efficiency
 from sparse_dataflow.planning.fitting import Error
+from sparse_dataflow.planning.published import run_memory
 from sparse_dataflow.reporting import planner_figures
 from sparse_dataflow.runs.planning.options import named_model
 
@@ -32,7 +35,10 @@ def run(fit: bool, out: str) -> None:
     for source in errors:
         _print_source(source, errors[source])
     print()
-    _print_summary([error for source in errors.values() for error in source])
+    everything = [error for source in errors.values() for error in source]
+    _print_summary(everything)
+    _print_domains(everything)
+    _print_memory(everything)
     _print_scalings(constants)
     _print_sparse(constants)
     folders.claim(folder, "planner_truth")
@@ -48,10 +54,13 @@ def run(fit: bool, out: str) -> None:
 
 
 def _fitted_constants() -> Constants:
-    families = fitting.fit_families()
+    rows = [row for source in published.SOURCES for row in published.rows(source)]
+    families = fitting.fit_all(rows)
     for family, constants in families.items():
         differs = "" if constants == EFFICIENCIES[family] else "  (differs)"
         print(f"{family}: {constants}{differs}")
+    for domain, band in fitting.fit_bands(rows, families).items():
+        print(f"{domain}: {band}{'' if band == bands.BANDS.get(domain) else '  (differs)'}")
     return {**EFFICIENCIES, **families}
 
 
@@ -61,6 +70,7 @@ def _print_source(source: str, errors: Iterable[Error]) -> None:
         print(
             f"{e.row.name:<30}{e.row.value:>11.1f}{e.figure:>11.1f}{e.relative:>+8.1%}  "
             f"{e.row.split}, {e.row.plan_status}, limited by {e.limit}"
+            f"{', assumed: ' + ' '.join(e.row.assumed) if e.row.assumed else ''}"
         )
 
 
@@ -76,6 +86,10 @@ def _row(source: str, error: Error) -> dict:
         "split": row.split,
         "number": row.number,
         "plan": row.plan_status,
+        "assumed": " ".join(row.assumed),
+        "constants": row.key,
+        "regime": bands.regime(row.config, row.sequence),
+        "memory_share": run_memory.run_bytes(row) / row.chip.memory_bytes,
         "limit": error.limit,
     }
 
@@ -84,11 +98,41 @@ def _print_summary(errors: list[Error]) -> None:
     held_out = [e for e in errors if e.row.split == "test"]
     for label, rows in {
         "held out": held_out,
+        "held out, 7B+ to 8k tokens": [e for e in held_out if _regime(e) == "large"],
         "held out, plan verified": [e for e in held_out if e.row.plan_status == "verified"],
         "fitted": [e for e in errors if e.row.split == "fit"],
     }.items():
         median, worst = fitting.summary(rows)
         print(f"{label:<27}{len(rows):>3} rows: median {median:.1%}, worst {worst:.1%}")
+
+
+def _print_domains(errors: list[Error]) -> None:
+    """Prints the band of each kind of run beside the errors of its held-out runs."""
+    print(
+        f"\n{'held out, by kind':<34}{'runs':>5}{'median':>8}{'worst':>8}{'band':>6}{'inside':>8}"
+    )
+    inside = []
+    held_out = [e for e in errors if e.row.split == "test"]
+    for key, regime in dict.fromkeys((e.row.key, _regime(e)) for e in held_out):
+        kind = [e for e in held_out if (e.row.key, _regime(e)) == (key, regime)]
+        band = bands.BANDS.get((key, regime))
+        hits = [band is not None and abs(np.log1p(e.relative)) <= band.error for e in kind]
+        inside += hits
+        median, worst = fitting.summary(kind)
+        printed = "none" if band is None else f"{band.error:.0%}"
+        print(f"{f'{key}, {regime}':<34}{len(kind):>5}{median:>8.1%}{worst:>8.1%}{printed:>6}"
+              f"{np.mean(hits):>8.0%}")  # fmt: skip
+    print(f"{np.mean(inside):.0%} of {len(inside)} held-out runs are inside their band")
+
+
+def _print_memory(errors: list[Error]) -> None:
+    shares = [run_memory.run_bytes(e.row) / e.row.chip.memory_bytes for e in errors]
+    over = {e.row.name: f"{share:.2f}" for e, share in zip(errors, shares) if share > 1.1}
+    print(f"{len(over)} of {len(shares)} runs need more than 110% of their chip's memory: {over}")
+
+
+def _regime(error: Error) -> str:
+    return bands.regime(error.row.config, error.row.sequence)
 
 
 def _print_scalings(constants: Constants) -> None:

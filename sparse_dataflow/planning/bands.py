@@ -1,0 +1,108 @@
+"""Error bands of predicted step times: how far published runs of the same kind are from theirs.
+
+A domain is a key of `efficiency.EFFICIENCIES` (chip family and software stack) and a regime.  Its
+band is the 90% quantile of the relative errors of runs whose model had no part in the fit;
+`fitting.fit_bands` computes BANDS, and a test compares them with the runs that no fit has seen.
+"""
+
+import dataclasses
+
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.hardware.chips import Chip
+from sparse_dataflow.planning import efficiency, memory
+
+REGIMES = {
+    "small": "below 7B, to 8,192 tokens",
+    "large": "7B and more, to 8,192 tokens",
+    "long": "more than 8,192 tokens",
+}
+_LARGE, _LONG = 6.5e9, 8192
+
+
+UNKNOWN = 0.2
+"""Width of a tie without published runs, about the 90% quantile of all residuals."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """Relative error that nine of ten runs of a kind stay within.
+
+    Attributes:
+      error: in log seconds; 0.06 is about 6%.
+      runs: published runs behind it.
+    """
+
+    error: float
+    runs: int
+
+
+_BANDS = {
+    ("ampere", "small"): (0.15, 1),
+    ("ampere", "large"): (0.15, 4),
+    ("hopper", "small"): (0.47, 1),
+    ("hopper", "large"): (0.1, 19),
+    ("blackwell", "large"): (0.15, 5),
+    ("cdna2", "large"): (0.68, 1),
+    ("tpu-v4", "large"): (0.26, 3),
+    ("tpu-v5e", "large"): (0.23, 12),
+    ("tpu-v5p", "large"): (0.28, 8),
+    ("tpu-v6e", "large"): (0.15, 7),
+    ("hopper-500w", "large"): (0.32, 4),
+    ("ampere/eager", "large"): (0.18, 18),
+    ("ampere/eager", "long"): (0.14, 13),
+    ("ampere/eager", "small"): (0.07, 38),
+    ("ampere/pytorch", "large"): (0.19, 2),
+    ("ampere/xla", "small"): (0.22, 2),
+    ("ampere/xla", "large"): (0.15, 1),
+    ("hopper/eager", "large"): (0.27, 15),
+    ("hopper/eager", "small"): (0.1, 15),
+    ("hopper/eager", "long"): (0.15, 5),
+    ("hopper/xla", "large"): (0.47, 4),
+    ("hopper-500w/eager", "large"): (0.25, 1),
+}
+BANDS = {domain: Band(*band) for domain, band in _BANDS.items()}
+"""(key of EFFICIENCIES, regime) -> band."""
+
+
+def regime(config: ModelConfig, sequence: int) -> str:
+    """Returns the regime of a run."""
+    if sequence > _LONG:
+        return "long"
+    return "large" if memory.parameter_count(config) >= _LARGE else "small"
+
+
+def band(config: ModelConfig, sequence: int, chip: Chip, key: str) -> Band | None:
+    """Returns the band of a prediction, or None where no published run is of its kind.
+
+    Args:
+      config: the model; no published run with block-sparse weights names its plan.
+      sequence: tokens per sequence.
+      chip: kind of chip.
+      key: constants that predict it.
+    """
+    if config.sparse_projections or not chip.family:
+        return None
+    return BANDS.get((key, regime(config, sequence)))
+
+
+def tie_width(config: ModelConfig, sequence: int, key: str) -> float:
+    """Returns the relative difference below which two predictions are a tie.
+
+    The band of a dense model of this kind, or UNKNOWN where no published run is of its kind.
+    """
+    found = BANDS.get((key, regime(config, sequence)))
+    return found.error if found else UNKNOWN
+
+
+def words(config: ModelConfig, sequence: int, chip: Chip, key: str) -> str:
+    """Returns the band of a prediction in words."""
+    if key not in efficiency.EFFICIENCIES:
+        return f"extrapolated: prior constants, because no published run is on {chip.name}"
+    if config.sparse_projections:
+        return "extrapolated: no published run of this kind (block-sparse weights)"
+    found = band(config, sequence, chip, key)
+    if found is None:
+        kind = REGIMES[regime(config, sequence)]
+        return f"extrapolated: no published run of this kind ({key}, {kind})"
+    runs = f"{found.runs} published run{'s' if found.runs > 1 else ''}"
+    return f"±{found.error:.0%}, like {runs} of this kind ({key})"
