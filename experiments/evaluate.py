@@ -33,6 +33,7 @@ class Options:
     against: str = setting(
         "",
         "Another run on the same corpus: its model, the dense one where it has one, is the twin.",
+        path=True,
     )
     variant: tuple[str, ...] = setting(
         COMPARED, "Models of the run; those that it has.", choices=VARIANTS

@@ -44,8 +44,10 @@ class Options:
         IMPLEMENTATIONS, "Implementations of the sparse product.", choices=IMPLEMENTATIONS
     )
     jobs: int = setting(2, "Weights compiled at once.", legal=AT_LEAST_ONE)
-    cache: str = setting("build/schedules", "Folder of cached counts; empty caches nothing.")
-    keep: str = setting(RESULTS, KEEP_HELP)
+    cache: str = setting(
+        "build/schedules", "Folder of cached counts; empty caches nothing.", path=True
+    )
+    keep: str = setting(RESULTS, KEEP_HELP, path=True)
 
 
 def main(options):
