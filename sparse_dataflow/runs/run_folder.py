@@ -132,6 +132,8 @@ def mirrored(folder: Path, mirror: str) -> Path | None:
       UserError: on all processes, where it cannot be written.
     """
     second = mirror_path(folder, mirror)
+    if second is None:
+        return None
 
     def copy():
         try:
@@ -141,8 +143,7 @@ def mirrored(folder: Path, mirror: str) -> Path | None:
         except OSError as error:
             raise UserError(f"run.mirror={second} cannot be written: {error.strerror}.") from error
 
-    if second is not None:
-        processes.on_first(copy)
+    processes.on_first(copy)
     return second
 
 
