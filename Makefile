@@ -22,6 +22,9 @@ GONE := $(shell test -x $(BIN)/python || echo FORCE)
 TPU_COMPILES := test_pallas_tpu_compiles.py test_pallas_tpu_grouped_compiles.py test_splash_compiles.py test_step_compiles.py
 GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py test_grouped_compiles.py test_pallas_triton_compiles.py
 
+# Tests of faults that happen to a run.
+FAULT_TESTS := $(addprefix tests/,experiments/test_faults.py experiments/test_mirror_runs.py experiments/test_random_kills.py experiments/test_storm.py)
+
 .DEFAULT_GOAL := help
 .PHONY: help env demo test quick nightly faults aot-tpu aot-gpu bench bench-schedule bench-schedule-gpu chip-report lint format docs lock clean FORCE
 
@@ -48,8 +51,8 @@ quick: $(READY) ## run the tests that are not marked slow
 nightly: $(READY) ## run the tests that are too long for every day
 	$(BIN)/python -m pytest -m nightly $(TESTS)
 
-faults: $(READY) ## every fault test; what they measured becomes the table of docs/surviving.md
-	FAULTS=$(CURDIR)/tests/experiments/faults.json $(BIN)/python -m pytest -m "" tests/experiments/test_faults.py tests/experiments/test_storm.py $(TESTS); \
+faults: $(READY) ## every fault test, measured for docs/surviving.md; ARGS="--kills=200"
+	FAULTS=$(CURDIR)/tests/experiments/faults.json $(BIN)/python -m pytest -m "" $(FAULT_TESTS) $(TESTS) $(ARGS); \
 	ended=$$?; $(BIN)/python tests/experiments/fault_records.py && exit $$ended
 
 aot-tpu: ## compile the TPU kernels and plans for v4 to v6e, without one (fetches libtpu: 200 MB in .venv-tpu)

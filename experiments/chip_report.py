@@ -37,7 +37,7 @@ class Options:
         "Scale of the block and the products; auto is 13b on an accelerator and nano on a CPU.",
         choices=("auto", *SIZES),
     )
-    out: str = setting("", "Folder of the report; empty is runs/chip_report-CHIP.")
+    out: str = setting("", "Folder of the report; empty is runs/chip_report-CHIP.", path=True)
 
 
 def main(options):

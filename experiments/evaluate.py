@@ -36,6 +36,7 @@ class Options:
         "",
         "Another run on the same corpus, or a Hugging Face directory: its model, the dense one "
         "where it has one, is the twin.",
+        path=True,
     )
     corpus: str = setting(
         "", "Corpus of a Hugging Face directory; empty is python_stdlib.", path=True

@@ -60,7 +60,7 @@ class Options:
     headline_seeds: int = setting(
         5, "Seeds of the dense and of the best sparse arm of a curve.", legal=AT_LEAST_ONE
     )
-    out: str = setting("runs/iso_flop", "Folder to make, or to go on in.")
+    out: str = setting("runs/iso_flop", "Folder to make, or to go on in.", path=True)
 
 
 def main(request, options):

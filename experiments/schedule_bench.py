@@ -62,8 +62,10 @@ class Options:
         IMPLEMENTATIONS, "Implementations, on the chips they run on.", choices=IMPLEMENTATIONS
     )
     jobs: int = setting(2, "Weights compiled at once.", legal=AT_LEAST_ONE)
-    cache: str = setting("build/schedules", "Folder of cached counts; empty caches nothing.")
-    keep: str = setting(RESULTS, KEEP_HELP)
+    cache: str = setting(
+        "build/schedules", "Folder of cached counts; empty caches nothing.", path=True
+    )
+    keep: str = setting(RESULTS, KEEP_HELP, path=True)
 
 
 def main(options):

@@ -40,6 +40,12 @@ gc.set_threshold(200_000, 50, 1000)
 jax.config.update("jax_disable_most_optimizations", True)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--kills", type=int, default=50, help="kills of tests/experiments/test_random_kills.py"
+    )
+
+
 @pytest.fixture(scope="session")
 def array_sizes():
     """Returns array_sizes(function, *arguments), the element count of each array in its program.

@@ -16,10 +16,12 @@ Transient storage errors (see `storage`) are retried.  If the background write o
 the arrays may have changed by then, so the save is retried with the next state.
 """
 
+import errno
 import functools
 import json
 import math
 import operator
+import os
 import shutil
 import threading
 import time
@@ -31,6 +33,7 @@ import jax
 from absl import logging
 
 from sparse_dataflow.checkpoint import checkpoint_folder, named_arrays
+from sparse_dataflow.checkpoint.mirror import Mirror
 from sparse_dataflow.checkpoint.save_barrier import SaveBarrier
 from sparse_dataflow.checkpoint.save_outcome import SaveOutcome
 from sparse_dataflow.distributed import processes
@@ -56,6 +59,7 @@ class Checkpoints:
         *,
         config: Mapping[str, Any],
         read_only: bool = False,
+        mirror: Path | None = None,
     ):
         """Creates the folder, checks that it is writable and removes unfinished saves.
 
@@ -65,6 +69,8 @@ class Checkpoints:
           config: JSON-able settings that must match for a checkpoint to fit, such as the resolved
             model and optimizer.  Stored in each checkpoint and compared on restore.
           read_only: change nothing in the folder, for a reader during or after the run.
+          mirror: a second folder, into which each checkpoint is copied in the background and from
+            which lost and damaged ones are restored; None for none.
 
         Raises:
           UserError: `keep` is below 1, or the folder cannot be written.
@@ -80,8 +86,16 @@ class Checkpoints:
         self._verified_steps: set[int] = set()
         self._barrier = SaveBarrier()
         self._orbax = named_arrays.make_checkpointer(self._barrier)
+        self._mirror: Mirror | None = None
+        self._saving = 0
+
+        def prepare():
+            checkpoint_folder.prepare(self._folder)
+            if mirror is not None:
+                self._mirror = Mirror(self._folder, Path(mirror).absolute(), keep)
+
         if not read_only:
-            processes.on_first(functools.partial(checkpoint_folder.prepare, self._folder))
+            processes.on_first(prepare)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -172,6 +186,7 @@ class Checkpoints:
                 self._set_aside(final, "it is in the way of a new checkpoint of that step")
             checkpoint_folder.remove(saving)
             saving.mkdir()
+            self._saving = saving.stat().st_ino
 
         try:
             storage.retry(f"Making {saving}", make)
@@ -199,22 +214,25 @@ class Checkpoints:
         return self._outcome.take()
 
     def wait(self) -> None:
-        """Waits for the save under way.
+        """Waits for the save under way, and for its copy in the mirror.
 
         Raises:
           UserError: the last save failed; raised once.
         """
         if (failure := self.finish_save()) is not None:
             raise failure
+        if self._mirror is not None:
+            self._mirror.wait()
 
     def restore(
         self, abstract_state: Any, step: int | None = None
     ) -> tuple[Any, dict[str, Any]] | None:
         """Restores the newest verified checkpoint, or the one of `step`, bit by bit.
 
-        A damaged checkpoint is logged and renamed to `<step>.damaged`; without `step` the next
-        older one is restored.  Training on from an older `step` leaves the newer checkpoints in
-        place, and they stay the newest: move them away first.
+        A damaged checkpoint is logged and renamed to `<step>.damaged`; its copy in the mirror is
+        restored, else without `step` the next older one.  Training on from an older `step` leaves
+        the newer checkpoints in place, and they stay the newest: move them, and their copies in the
+        mirror, away first.
 
         Args:
           abstract_state: tree to fill, or a function (step, extra) -> tree; leaves have `shape`
@@ -251,14 +269,18 @@ class Checkpoints:
         self, step: int | None
     ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
         """Returns (step, extra, array descriptions) of the checkpoint that `restore` reads."""
-        steps = self._step_folders()
+        mirrored = self._mirror.steps() if self._mirror else set()
+        steps = sorted({*self._step_folders(), *mirrored}, reverse=True)
         if step is not None and step not in steps:
             available = ", ".join(map(str, reversed(steps))) or "none"
             raise UserError(
                 f"{self._folder} has no checkpoint of step {step}; it has: {available}."
             )
         for candidate in steps if step is None else [step]:
-            if (content := self._verify_or_set_aside(candidate)) is not None:
+            content = self._verify_or_set_aside(candidate)
+            if content is None and self._mirror and self._mirror.restore(candidate):
+                content = self._verify_or_set_aside(candidate)
+            if content is not None:
                 self._verified_steps.add(candidate)
                 return candidate, *content
         if step is not None:
@@ -328,6 +350,9 @@ class Checkpoints:
             def complete():
                 if final.exists():
                     return
+                # Where a disk was lost meanwhile, later files of the save lie in another folder.
+                if saving.stat().st_ino != self._saving:
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(saving))
                 (saving / "extra.json").write_bytes(about)
                 manifest.write(saving, {"step": step, "metric": metric})
                 saving.rename(final)
@@ -339,6 +364,8 @@ class Checkpoints:
             return
         self._outcome.record_success()
         self._verified_steps.add(step)
+        if self._mirror is not None:
+            self._mirror.update()
         try:
             for pruned in checkpoint_folder.prune(self._folder, self._keep, step):
                 self._verified_steps.discard(pruned)
@@ -357,7 +384,10 @@ class Checkpoints:
             if not saving.exists():
                 break
             time.sleep(0.1)  # After one array fails, orbax may still be writing others.
-        steps = self.steps()
+        try:
+            steps = self.steps()
+        except OSError:
+            steps = []
         last = f"the last finished one is step {steps[-1]}" if steps else "there is no earlier one"
         todo = advice(OSError(storage.error_number(error) or 0, ""))
         return UserError(

@@ -190,7 +190,7 @@ def _silence_orbax() -> None:
 
 def _is_not_late_failure(record: std_logging.LogRecord) -> bool:
     text = record.getMessage()
-    return "never retrieved" not in text or "OCDBT" not in text
+    return "never retrieved" not in text or "ocdbt" not in text.lower()
 
 
 def _without_late_failures(hook):

@@ -44,6 +44,7 @@ class RunSettings:
         activations in `prune_batches` training batches (arXiv 2306.11695).
       prune_batches: number of these batches.
       out: run folder to make; empty for runs/EXPERIMENT-DATE.
+      mirror: folder of a second copy of the run's checkpoints; empty for none.
       eval_every: steps between evaluations; 0 for eight a run.
       checkpoint_every: steps between checkpoints; 0 for every other evaluation.
     """
@@ -79,6 +80,13 @@ class RunSettings:
     )
     out: str = setting(
         "", "Run folder to make; empty is runs/EXPERIMENT-DATE.", resumed=FRESH, path=True
+    )
+    mirror: str = setting(
+        "",
+        "Folder for a second copy of every checkpoint, on another disk; --resume of it continues "
+        "the run. Empty makes none.",
+        resumed=ADOPTED,
+        path=True,
     )
     eval_every: int = setting(
         0,

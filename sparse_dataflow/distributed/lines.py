@@ -77,20 +77,39 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
       OSError: the port is in use.
     """
     host = host.strip("[]")
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        found = []
-    for family, _, _, _, address in found:
-        loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+    for family, address in _resolved(host, port):
+        loopback = reach(address[0]) == LOOPBACK
         if loopback and not (host.startswith("localhost") or _is_address(host)):
             continue
         try:
-            return socket.create_server(address[:2], family=family, backlog=backlog)
+            return socket.create_server(address, family=family, backlog=backlog)
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
     return socket.create_server(("", port), backlog=backlog)
+
+
+LOOPBACK, PRIVATE, PUBLIC = range(3)
+
+
+def reach(address: str) -> int:
+    """Returns from where an IP address is reached: LOOPBACK (this machine), PRIVATE or PUBLIC."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    return LOOPBACK if ip.is_loopback else PUBLIC if ip.is_global else PRIVATE
+
+
+def addresses(host: str, port: int) -> list[str]:
+    """Returns the IP addresses of a host; that of every interface if its name is unknown."""
+    return [address for _, (address, _) in _resolved(host.strip("[]"), port)] or ["0.0.0.0"]
+
+
+def _resolved(host, port) -> list[tuple[int, tuple[str, int]]]:
+    """Returns (family, (address, port)) of each address of a host."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [(family, (str(address[0]), int(address[1]))) for family, *_, address in found]
 
 
 def _is_address(host: str) -> bool:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sparse_dataflow.distributed import handshake
+from sparse_dataflow.distributed import handshake, lines
 from sparse_dataflow.distributed.lines import Lines, listen
 from sparse_dataflow.files.errors import TEMPORARY, UserError
 
@@ -182,11 +182,26 @@ def meet(
     with listener:
         interface = listener.getsockname()[0]
         interface = "" if interface in ("0.0.0.0", "::") else interface
-        if not interface and not token:
-            print(
-                f"{host} is no address of this machine's interfaces: process 0 listens on all of "
-                "them. SPARSE_DATAFLOW_TOKEN keeps strangers out.",
-                file=sys.stderr,
-                flush=True,
-            )
+        if not token:
+            _warn_of_strangers(host, int(port), interface)
         return ProcessSet(0, handshake.accept_all(listener, mine, timeout, token), interface)
+
+
+def _warn_of_strangers(host: str, port: int, interface: str) -> None:
+    """Says who can join a run without a token; raises UserError if that is the whole internet."""
+    known = [interface] if interface else lines.addresses(host, port)
+    reach = [lines.reach(address) for address in known]
+    if reach == [lines.LOOPBACK] and interface:
+        return
+    if lines.PUBLIC in reach:
+        raise UserError(
+            f"The coordinator {host} has a public address, where anybody could join this run; set "
+            "SPARSE_DATAFLOW_TOKEN to one secret for all processes, or name a private address."
+        )
+    where = interface or "every interface of this machine, as the name is no address of its own"
+    print(
+        f"warning: without SPARSE_DATAFLOW_TOKEN, whoever reaches port {port} of {host} can join "
+        f"or end this run; process 0 listens at {where}.",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -41,7 +41,7 @@ def write(folder: Path, facts: Mapping[str, Any]) -> None:
       ValueError: the manifest would be larger than `MAX_BYTES`.
     """
     body = {"facts": dict(facts), "files": {}}
-    for name, path in _files(folder).items():
+    for name, path in files(folder).items():
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             size = file.tell()
@@ -83,7 +83,7 @@ def verify(folder: Path) -> dict[str, Any]:
     body = _parse(folder)
     named = body["files"]
     with _loss_is_damage():
-        paths = _files(folder)
+        paths = files(folder)
         for name in sorted(named.keys() - paths.keys()):
             raise Damaged(f"its file {name} is missing")
         for name in sorted(paths.keys() - named.keys()):
@@ -148,7 +148,7 @@ def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _files(folder: Path) -> dict[str, Path]:
+def files(folder: Path) -> dict[str, Path]:
     """Returns {relative name with "/": path} of every file under `folder` but its manifest."""
 
     def refuse(error: OSError):

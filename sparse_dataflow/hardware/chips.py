@@ -26,6 +26,7 @@ Importing this module loads no jax.
 
 import dataclasses
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -156,7 +157,7 @@ def lookup(name: str) -> Chip:
     if name in CHIPS:
         return CHIPS[name]
     if name.endswith(".toml"):
-        return read(Path(name))
+        return read(Path(os.path.expanduser(name)))
     matches = [chip for key, chip in CHIPS.items() if name and key.startswith(name)]
     if len(matches) != 1:
         raise UserError(

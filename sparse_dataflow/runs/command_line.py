@@ -168,7 +168,11 @@ def _with_flagfiles(argv: Sequence[str]) -> list[str]:
             words.append(argument)
             continue
         try:
-            lines = json_files.read_bytes(path, _FLAGFILE_BYTES).decode().splitlines()
+            lines = (
+                json_files.read_bytes(settings.expanded(path), _FLAGFILE_BYTES)
+                .decode()
+                .splitlines()
+            )
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(

@@ -5,6 +5,7 @@ Needs the extra `eval`.
 
 import collections
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def named(options, corpus: str) -> dict[str, dict[str, Task] | None]:
                 )
             by_name[name] = None
         elif name.endswith((".jsonl", ".json")):
-            items = read_items(Path(name))
+            items = read_items(Path(os.path.expanduser(name)))
             _refuse_unfit(name, items, max(options.num_fewshot))
             stem = Path(name).stem
             by_name[name] = {stem: Task(lm_eval_tasks.make_task(stem, items), items)}

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from sparse_dataflow.files import folder_lock, folders, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folder_lock import FolderLock
 from sparse_dataflow.files.json_difference import differences
+from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.run_files import (
     CONFIG,
     RECORD,
@@ -33,11 +35,14 @@ _UNFINISHED = (
 
 
 @contextlib.contextmanager
-def opened(experiment: str, out: str, resume: bool) -> Iterator[tuple[Path, Callable[[], None]]]:
+def opened(
+    experiment: str, out: str, resume: bool, mirror: str = ""
+) -> Iterator[tuple[Path, Callable[[], None]]]:
     """The run folder, or a new one where `out` is empty; locked by the first process.
 
-    A new run takes a folder that is missing or empty. If the block ends before a config.json is
-    there, whatever this process created is removed.
+    A new run takes a folder that is missing or empty, and its mirror likewise; that of a resumed
+    run is missing, empty or its own. If the block ends before a config.json is there, whatever this
+    process created is removed.
 
     Yields:
       (folder, check): `check` raises UserError if the folder was deleted or moved; it does nothing
@@ -52,33 +57,94 @@ def opened(experiment: str, out: str, resume: bool) -> Iterator[tuple[Path, Call
     locks: list[FolderLock] = []
     with contextlib.ExitStack() as stack:
 
-        def prepare():
-            if not resume:
-                _refuse_run(folder)
-                undo = folders.claim(folder, experiment, names=_UNFINISHED)
+        def own(path, flag, begun):
+            if not begun:
+                _refuse_run(path, flag)
+                undo = folders.claim(path, experiment, flag, names=_UNFINISHED)
                 stack.enter_context(stopping.cleaned_up(undo))
-            locks.append(FolderLock(folder))
-            stack.enter_context(stopping.cleaned_up(locks[0].release))
-            if not resume:
-                _refuse_run(folder)  # Another process may have begun and ended one meanwhile.
+            locks.append(FolderLock(path))
+            stack.enter_context(stopping.cleaned_up(locks[-1].release))
+            if not begun:
+                _refuse_run(path, flag)  # Another process may have begun one meanwhile.
+
+        second = mirror_path(folder, mirror)
+
+        def prepare():
+            if mirror and not resume and second is None:
+                raise UserError(f"run.mirror={mirror} is the run folder; name another folder.")
+            own(folder, "--out", resume)
+            if second is not None:
+                own(second, "run.mirror", resume and _is_mirror_of(second, folder))
+            elif mirror:
+                say(f"{folder} was the mirror of a run; name another with --set run.mirror=FOLDER")
 
         def check():
-            for lock in locks:
+            for lock in locks[:1]:
                 lock.check()
 
         processes.on_first(prepare)
         try:
             yield folder, check
         except Exception:
+            if locks and second is not None and (second / CONFIG).exists():
+                say(f"if {folder} is lost, continue its copy: --resume={second}")
             check()  # The cause of whatever failed.
             raise
 
 
-def _refuse_run(folder):
+def _refuse_run(folder, flag="--out"):
     if (folder / CONFIG).exists() and (folder / RECORD).exists():
         raise UserError(
-            f"{folder} holds a run already; pass --resume={folder} to resume it, or another --out."
+            f"{folder} holds a run already; pass --resume={folder} to resume it, or another {flag}."
         )
+
+
+def mirror_path(folder: Path, mirror: str) -> Path | None:
+    """Returns the folder that mirrors a run folder; None for no mirror, or the run folder itself.
+
+    Raises:
+      UserError: one is inside the other.
+    """
+    if not mirror:
+        return None
+    first, second = (Path(os.path.realpath(path)) for path in (folder, mirror))
+    if first == second:
+        return None
+    if first.is_relative_to(second) or second.is_relative_to(first):
+        raise UserError(
+            f"run.mirror={mirror} and the run folder {folder} are one inside the other; name a "
+            "folder on another disk."
+        )
+    return second
+
+
+def _is_mirror_of(second: Path, folder: Path) -> bool:
+    if not ((second / CONFIG).exists() and (second / RECORD).exists()):
+        return False
+    records = [read_record(path, read_config(path)) for path in (second, folder)]
+    return records[0] == records[1]
+
+
+def mirrored(folder: Path, mirror: str) -> Path | None:
+    """Copies what a run is to its mirror, as far as it is not there; returns `mirror_path`.
+
+    Raises:
+      UserError: on all processes, where it cannot be written.
+    """
+    second = mirror_path(folder, mirror)
+    if second is None:
+        return None
+
+    def copy():
+        try:
+            for name in (TOKENIZER, RECORD, CONFIG):
+                if not (second / name).exists():
+                    storage.replace(second / name, (folder / name).read_bytes())
+        except OSError as error:
+            raise UserError(f"run.mirror={second} cannot be written: {error.strerror}.") from error
+
+    processes.on_first(copy)
+    return second
 
 
 def start(folder: Path, config: RunConfig, record: RunRecord, tokenizer: Tokenizer) -> None:

@@ -107,7 +107,10 @@ def train(
     """
     keep_freed_memory()
     clock = clock or Clock()
-    with run_folder.opened(experiment, config.run.out, resume) as (folder, check):
+    if config.run.mirror:  # Wherever it is resumed.
+        config = config.change(run__mirror=str(Path(config.run.mirror).absolute()))
+    mirror = config.run.mirror
+    with run_folder.opened(experiment, config.run.out, resume, mirror) as (folder, check):
         return _Job(config, experiment, folder, clock, check).run(texts, resume)
 
 
@@ -180,6 +183,7 @@ class _Job:
         self._check_folder = check_folder
         self.chip = hardware.detect([config.model.compute_dtype])
         self.executor = devices.executor(config)
+        self.mirror: Path | None = None
 
     def run(self, texts: Sequence[str] | None, resume: bool) -> Run:
         config, folder = self.config, self.folder
@@ -205,6 +209,7 @@ class _Job:
             models = self._planned(models, programs, data)
             record = self._new_record(models, corpus, tokenizer)
             run_folder.start(folder, config, record, tokenizer)
+        self.mirror = run_folder.mirrored(folder, config.run.mirror)
 
         goodput_log = goodput.GoodputLog(folder, self.clock)
         with contextlib.ExitStack() as stack:
@@ -330,6 +335,7 @@ class _Job:
             position=position,
             start=self._start(v, data),
             clock=self.clock,
+            mirror=self.mirror / v.name if self.mirror else None,
         )
 
     def _advance(self, trainers: list[Trainer], stop, goodput_log: goodput.GoodputLog) -> bool:

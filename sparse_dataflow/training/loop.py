@@ -67,6 +67,7 @@ class Trainer:
         position: int = 0,
         start: Callable[[], TrainState] | None = None,
         clock: Clock | None = None,
+        mirror: Path | None = None,
     ):
         """Opens the folder and resumes from its newest verified checkpoint, if there is one.
 
@@ -88,6 +89,7 @@ class Trainer:
           start: returns the state before the first step, which is saved at once.  If None, the
             state is drawn from the training seed.
           clock: records what this process is doing; a new one if None.
+          mirror: folder of a second copy of the checkpoints; None for none.
 
         Raises:
           UserError: the folder cannot be written or has checkpoints of another config, or the
@@ -102,7 +104,8 @@ class Trainer:
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
         processes.on_first(lambda: _make_folder(folder))
         config = identity(model, training, self.evolution, data.tokenizer_hash)
-        self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=config)
+        second = mirror / "checkpoints" if mirror else None
+        self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=config, mirror=second)
         self.seconds, self._plateau, self._spikes = 0.0, Plateau(), SpikeHistory()
 
         def abstract_state(step, extra):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,25 @@ def test_a_failed_save_prunes_nothing(tmp_path, monkeypatch, failing):
     assert os.listdir(tmp_path) == ["1"]
     saved(tmp_path, [2], keep=1)
     assert os.listdir(tmp_path) == ["2"]
+
+
+def test_a_save_whose_folder_was_replaced_meanwhile_is_not_finished(tmp_path, monkeypatch):
+    """As a disk that is lost leaves the place where it was mounted: some files are not there."""
+    checkpoints = saved(tmp_path / "here", [1])
+    wait = checkpoints._orbax.wait_until_finished
+
+    def lose():
+        wait()
+        if threading.current_thread().name != "finish-checkpoint":
+            return
+        (tmp_path / "here").rename(tmp_path / "away")
+        (tmp_path / "here" / "2.saving" / "state").mkdir(parents=True)
+
+    monkeypatch.setattr(checkpoints._orbax, "wait_until_finished", lose)
+    with pytest.raises(UserError, match="step 2 could not be written"):
+        checkpoints.save(2, small_state(2), {})
+        checkpoints.wait()
+    assert os.listdir(tmp_path / "here") == []
 
 
 KILLS = """

@@ -10,7 +10,7 @@ import time
 import pytest
 from ports import free_port
 
-from sparse_dataflow.distributed import cluster, handshake, lines, rendezvous
+from sparse_dataflow.distributed import cluster, handshake, join, lines, rendezvous
 from sparse_dataflow.files.errors import UserError
 
 
@@ -250,6 +250,55 @@ def test_a_name_that_other_hosts_resolve_otherwise_is_listened_at_everywhere(mon
         monkeypatch.setattr(lines.socket, "getaddrinfo", lambda *_, f=found, **__: f)
         with lines.listen("n07", free_port(), 1) as listener:
             assert listener.getsockname()[0] in ("0.0.0.0", "::")
+
+
+def refusal(monkeypatch, address, token=""):
+    """What process 0 ends with whose coordinator's name leads to an address of no interface."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    found = [(family, socket.SOCK_STREAM, 6, "", (address, 0))]
+    monkeypatch.setattr(lines.socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(UserError) as refused:
+        rendezvous.meet(f"n07:{free_port()}", 2, 0, {}, 0.1, token)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2a00:1450:4001:800::200e"])
+def test_without_a_token_a_public_coordinator_is_refused(monkeypatch, address):
+    assert "SPARSE_DATAFLOW_TOKEN" in refusal(monkeypatch, address)
+    assert "did not join" in refusal(monkeypatch, address, token="secret")
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7", "192.168.1.7", "100.64.0.7", "127.0.1.1"])
+def test_without_a_token_process_0_says_who_can_join(monkeypatch, capfd, address):
+    """The last is how Debian maps a machine's own name, which is then listened at everywhere."""
+    assert "did not join" in refusal(monkeypatch, address)
+    said = capfd.readouterr().err
+    assert "warning: without SPARSE_DATAFLOW_TOKEN, whoever reaches port" in said
+    assert "every interface" in said
+    assert "did not join" in refusal(monkeypatch, address, token="secret")
+    assert "warning" not in capfd.readouterr().err
+
+
+def test_on_this_machine_alone_nothing_is_said(capfd):
+    with pytest.raises(UserError, match="did not join"):
+        rendezvous.meet(f"127.0.0.1:{free_port()}", 2, 0, {}, 0.1)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("interface", "bound"),
+    [("127.0.0.1", "127.0.0.1:61000"), ("fd00::7", "[fd00::7]:61000"), ("", None)],
+)
+def test_jaxs_own_service_listens_where_process_0_does(monkeypatch, interface, bound):
+    given = {}
+    group = rendezvous.ProcessSet(0, {}, interface)
+    monkeypatch.setattr(join.rendezvous, "meet", lambda *_: group)
+    monkeypatch.setattr(join.jax.distributed, "initialize", lambda *_, **kw: given.update(kw))
+    monkeypatch.setattr(join.jax.distributed, "shutdown", lambda: None)
+    monkeypatch.setattr(join.jax.config, "update", lambda *_: None)
+    with join.joined(cluster.Membership("n07:61000", 2, 0), {}, 1.0, 1.0) as met:
+        assert met is group
+    assert given["coordinator_bind_address"] == bound
 
 
 def test_the_token_comes_from_the_environment():

@@ -20,13 +20,17 @@ from sparse_dataflow.files.errors import UserError
 WIDTH = 100
 FILE = Path(__file__).with_name("faults.json")
 PAGE = Path(__file__).parents[2] / "docs" / "surviving.md"
+RANDOM_KILLS = {1: "random kills in a row", 2: "random kills in a row, of one of two processes"}
+MIRRORED = "the disk lost in the middle of a save, with a mirror"
 FAULTS = (
     "kill -9 of a worker",
     "kill -9 of the coordinator",
     "kill -9 during a save",
     "kill -9 during a restore",
     "kill -9 during a layout's evolution",
-    "50 kills in a row at random moments of one training",
+    "kill -9 of two processes, then of the one that goes on",
+    *RANDOM_KILLS.values(),
+    MIRRORED,
     "SIGSTOP for longer than the heartbeat",
     "SIGSTOP for ten times the heartbeat",
     "disk full",
@@ -53,7 +57,7 @@ class Record:
     """
 
     def __init__(self, fault: str):
-        assert fault in FAULTS
+        assert fault in FAULTS, fault
         self._fault, self._path = fault, os.environ.get("FAULTS")
         self._put(None)
 
@@ -66,7 +70,7 @@ class Record:
           repeated: steps that were made twice; None where they were not counted.
           back: seconds from the next start to the first step that was not made before; None
             without.
-          same: whether the run ended at the bits of an undisturbed one.
+          same: whether the run ended at the bits of an undisturbed one; or in words, at what.
         """
         seconds = [None if value is None else round(value, 1) for value in (ended, back)]
         self._put([ending, seconds[0], repeated, seconds[1], same, _here()])
@@ -148,7 +152,7 @@ def text(rows):
     for fault in FAULTS:
         row = rows.get(fault, ["not measured yet", *[None] * 5])
         ending, ended, repeated, back, same, _ = row
-        cells = [fault, ending, ended, repeated, back, {True: "yes", False: "NO"}.get(same)]
+        cells = [fault, ending, ended, repeated, back, {True: "yes", False: "NO"}.get(same, same)]
         lines.append("| " + " | ".join("-" if c is None else str(c) for c in cells) + " |\n")
     intro = (
         "Two processes of the scale `pico`, checkpoints every 4 steps. The last three columns are "

@@ -1,7 +1,10 @@
 """Environments in which a run cannot do what it is asked: it ends in words."""
 
+import importlib
 import json
 import os
+import pkgutil
+import re
 import resource
 import subprocess
 import sys
@@ -10,10 +13,11 @@ import pytest
 from main_job import PICO, ROOT
 
 from sparse_dataflow.config import settings
-from sparse_dataflow.config.run import RunSettings
+from sparse_dataflow.config.run import RunConfig, RunSettings
 from sparse_dataflow.data.documents import LocalSource
 from sparse_dataflow.files.errors import UserError, in_words
-from sparse_dataflow.runs import request
+from sparse_dataflow.hardware import chips
+from sparse_dataflow.runs import command_line, request
 
 OUT = next(s for s in settings.settings(RunSettings) if s.name == "out")
 
@@ -43,9 +47,40 @@ def test_a_tilde_is_expanded_for_every_path_alike(home, monkeypatch):
     place = os.path.expanduser(home)
     assert OUT.parse(f"{home}/x") == request.START["resume"].parse(f"{home}/x") == f"{place}/x"
     for path in ("data.corpus", "run.init_from", "parallel.server_dir"):
-        setting = settings.by_path(request.RunConfig)[path]
+        setting = settings.by_path(RunConfig)[path]
         assert setting.parse(f"{home}/x") == f"{place}/x"
     assert OUT.parse("./~/x") == "./~/x"
+
+
+NAMES_A_PATH = re.compile(r"\b(folder|file|HTML|CSV|run)\b", re.IGNORECASE)
+NO_PATHS = {"scale", "variant", "checkpoint", "tasks", "hardware", "twin", "seed", "coordinator"}
+"""Texts whose help names a run or a file; tasks and hardware are lists, expanded where they are
+read."""
+
+
+def test_every_flag_that_names_a_file_or_folder_is_a_path():
+    import experiments
+
+    modules = [importlib.import_module(f"experiments.{m.name}") for m in
+               pkgutil.iter_modules(experiments.__path__) if not m.ispkg]  # fmt: skip
+    options = [module.Options for module in modules if hasattr(module, "Options")]
+    flags = [*settings.by_path(RunConfig).values(), *request.START.values()]
+    flags += [flag for option in options for flag in settings.settings(option)]
+    texts = [flag for flag in flags if flag.type is str and not flag.choices]
+    assert len(texts) > 30
+    for flag in texts:
+        if NAMES_A_PATH.search(flag.help) and flag.name.rpartition(".")[2] not in NO_PATHS:
+            assert flag.path, flag.name
+
+
+def test_a_tilde_inside_a_list_and_in_a_flagfile_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    chip = 'name = "mine"\nbfloat16_tflops = 9.0\nmemory_gb = 8.0\nbandwidth_gb_s = 7.0\n'
+    (tmp_path / "mine.toml").write_text(chip)
+    assert chips.lookup("~/mine.toml").name == "mine"
+    (tmp_path / "flags").write_text("--steps=7\n")
+    [parsed] = command_line.arguments(["x", "--flagfile=~/flags"], ("steps",), None)
+    assert parsed.changes == {"training.steps": 7}
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ def test_the_depth_is_the_same_after_a_resume(job, tmp_path):
             "name another with parallel.server_dir",
         ),
         (["--executor=relay", "--set=parallel.server_dir=taken"], "may not replace (sparse)"),
+        (["--executor=relay", "--set=parallel.server_dir=etc"], "may not replace (passwd)"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_compiled(
@@ -155,8 +156,12 @@ def test_what_cannot_be_is_refused_before_anything_is_compiled(
     monkeypatch.setattr(train, "compile_programs", None)
     (tmp_path / "taken/sparse").mkdir(parents=True)
     (tmp_path / "taken/sparse/letter.txt").touch()
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/passwd").touch()
+    before = sorted(tmp_path.rglob("*"))
     plan = (*PICO, *PLAN, f"--corpus={job.corpus}", f"--out={tmp_path / 'run'}")
     assert words in refused(*plan, *arguments)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_disk_too_small_for_all_models_is_told_before_anything_is_compiled(

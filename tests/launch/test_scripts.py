@@ -241,6 +241,10 @@ def test_the_images_use_existing_files_and_extras(platform, extra):
     assert (ROOT / re.search(r"-c (\S+)", text)[1]).exists()
     entry = re.search(r'ENTRYPOINT \["sh", "(.*)"\]', text)[1]
     assert (ROOT / entry).exists()
+    assert text.index("\nRUN pip") < text.index("\nUSER 1000:1000\n") < text.index("\nENTRYPOINT")
+    assert text.count("\nUSER ") == 1 and "useradd --uid 1000" in text
+    written = re.search(r"chmod 1777 (.*)", text)[1].split()
+    assert written == ["/runs", "/cache"] and "XDG_CACHE_HOME=/cache" in text
     if extra:
         assert re.search(rf"^{extra[1:-1]} =$", (ROOT / "setup.cfg").read_text(), re.M)
 

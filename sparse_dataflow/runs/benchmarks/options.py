@@ -24,7 +24,7 @@ class BenchOptions:
     """Options of every benchmark."""
 
     rounds: int = setting(11, "Timed rounds.", legal=AT_LEAST_ONE)
-    keep: str = setting(RESULTS, KEEP_HELP)
+    keep: str = setting(RESULTS, KEEP_HELP, path=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,4 +38,4 @@ class RelayOptions:
         choices=CLIPPINGS,
     )
     steps: int = setting(3, "Timed steps.", legal=AT_LEAST_ONE)
-    keep: str = setting(RESULTS, KEEP_HELP)
+    keep: str = setting(RESULTS, KEEP_HELP, path=True)
