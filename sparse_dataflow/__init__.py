@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from sparse_dataflow.evaluation.trained import load
     from sparse_dataflow.files.errors import UserError
     from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
+    from sparse_dataflow.layers.evolve import evolve
+    from sparse_dataflow.layers.linear import BlockSparseLinear
+    from sparse_dataflow.layers.replace import densify, partition_specs, sparsify
     from sparse_dataflow.planning.cost import flops_per_token
     from sparse_dataflow.planning.memory import parameter_count
     from sparse_dataflow.runs.train import train
@@ -33,23 +36,33 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockLayout",
+    "BlockSparseLinear",
     "LinearSpec",
     "ModelConfig",
     "RunConfig",
     "TrainingConfig",
     "UserError",
     "block_sparse_matmul",
+    "densify",
+    "evolve",
     "flops_per_token",
     "generate",
     "legal_densities",
     "load",
     "make_layout",
     "parameter_count",
+    "partition_specs",
     "preset",
+    "sparsify",
     "train",
 ]
 
 _HOMES = {
+    "BlockSparseLinear": "layers.linear",
+    "densify": "layers.replace",
+    "evolve": "layers.evolve",
+    "partition_specs": "layers.replace",
+    "sparsify": "layers.replace",
     "BlockLayout": "sparsity.layout",
     "LinearSpec": "config.model",
     "ModelConfig": "config.model",
