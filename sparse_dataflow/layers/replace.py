@@ -58,12 +58,12 @@ def sparsify(
       UserError: no linear is selected, or one of them has no such layout; names the legal values.
 
     Examples:
-        >>> model = nnx.Sequential(nnx.Linear(64, 128, rngs=nnx.Rngs(0)), nnx.relu,
+        >>> model = nnx.Sequential(nnx.Linear(64, 128, rngs=nnx.Rngs(0)),
         ...                        nnx.Linear(128, 10, rngs=nnx.Rngs(1)))
         >>> sparse = sd.sparsify(model, density=0.25, block=16,
         ...                      where=lambda path, linear: linear.out_features > 10)
         >>> [type(layer).__name__ for layer in sparse.layers]
-        ['BlockSparseLinear', 'function', 'Linear']
+        ['BlockSparseLinear', 'Linear']
     """
     if pattern not in (MAGNITUDE, *PATTERNS):
         raise UserError(

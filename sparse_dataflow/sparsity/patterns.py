@@ -67,6 +67,11 @@ def make_layout(
     Raises:
       UserError: the pattern is unknown, the block does not divide the weight, or no balanced layout
         has this density; names the legal values.
+
+    Examples:
+        >>> layout = sd.make_layout("monarch", 1024, 4096, block=64, density=0.125)
+        >>> layout.nnz, layout.density, layout.balanced
+        (128, 0.125, True)
     """
     if pattern not in PATTERNS:
         raise UserError(f"Pattern {pattern!r} is unknown; legal: {', '.join(sorted(PATTERNS))}.")
@@ -101,6 +106,10 @@ def legal_densities(in_features: int, out_features: int, block: int) -> list[flo
 
     Raises:
       UserError: the block does not divide the weight; names the legal blocks.
+
+    Examples:
+        >>> sd.legal_densities(64, 128, block=16)
+        [0.25, 0.5, 0.75, 1.0]
     """
     ring = math.gcd(*_grid(in_features, out_features, block))
     return [k / ring for k in range(1, ring + 1)]
