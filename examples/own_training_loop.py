@@ -3,7 +3,7 @@
     python examples/own_training_loop.py
 
 A model is a pytree of its parameters, so jax.grad, jax.jit and optax take it as it is.  The texts
-are modules of Python's standard library.  A minute on two CPU cores.
+are modules of Python's standard library.  Half a minute on two CPU cores.
 """
 
 import pathlib

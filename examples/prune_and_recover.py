@@ -4,7 +4,7 @@
 
 `run.init_from` takes the dense run, or a Hugging Face directory, and keeps the largest blocks of
 each projection.  The comparison is a sparse model that is trained from scratch for as many steps.
-Two minutes on two CPU cores.
+A minute on two CPU cores.
 """
 
 import pathlib

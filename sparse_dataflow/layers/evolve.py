@@ -126,6 +126,7 @@ def _chooser(method, model, layers, share, density, loss, batch, seed):
     if not 0 < share < 1:
         raise UserError(f"share is {share}; legal: in (0, 1).")
     update, gradients = METHODS[method].update, None
+    assert update is not None
     if METHODS[method].reads_gradients:
         if loss is None:
             raise UserError(

@@ -188,7 +188,7 @@ def draw_blocks(layout: BlockLayout, kernel_init: Initializer, key: Any, dtype: 
     for fan_in in np.unique(layout.fan_in[layout.fan_in > 0]).tolist():
         slots = np.flatnonzero(layout.fan_in[layout.cols] == fan_in)
         outputs = len(slots) // fan_in
-        compact = kernel_init(
+        compact: Any = kernel_init(
             jax.random.fold_in(key, fan_in), (fan_in * block, outputs * block), dtype
         )
         compact = getattr(compact, "raw_value", compact)

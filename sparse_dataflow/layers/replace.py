@@ -151,9 +151,7 @@ def partition_specs(model: nnx.Module, mesh: Mesh, axis: str) -> nnx.State:
     def spec(first, shape):
         for position in range(first, len(shape)):
             if shape[position] % size == 0:
-                axes = [None] * len(shape)
-                axes[position] = axis
-                return P(*axes)
+                return P(*(None,) * position, axis)
         return P()
 
     params, others = nnx.split_state(nnx.state(model), nnx.Param, ...)

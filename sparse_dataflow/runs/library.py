@@ -106,10 +106,10 @@ def loss(model: Model, tokens: ArrayLike) -> jax.Array:
         >>> loss.shape, bool(5 < loss < 8)
         ((), True)
     """
-    tokens = _checked(tokens, 2)
-    targets = tokens[:, 1:]
+    ids = _checked(tokens, 2)
+    targets = ids[:, 1:]
     weights = jnp.full(targets.shape, 1 / targets.size, jnp.float32)
-    return whole.loss(model.model, model.params, model.tables, tokens, weights)
+    return whole.loss(model.model, model.params, model.tables, ids, weights)
 
 
 def save(model: Model, folder: str | Path) -> Path:

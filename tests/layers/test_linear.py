@@ -72,6 +72,12 @@ def test_its_arguments_are_those_of_nnx_linear():
         assert getattr(sparse, name) == getattr(dense, name)
 
 
+def test_an_initializer_with_sharding_metadata_draws_the_same_values():
+    plain = nnx.initializers.lecun_normal()
+    partitioned = make(kernel_init=nnx.with_partitioning(plain, (None, "model")))
+    np.testing.assert_array_equal(partitioned.values[...], make(kernel_init=plain).values[...])
+
+
 @pytest.mark.parametrize("density", [1 / 8, 1])
 def test_the_variance_of_the_outputs_does_not_depend_on_the_density(density):
     layer = make(in_features=1024, out_features=1024, block=32, density=density)
