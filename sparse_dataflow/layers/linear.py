@@ -108,12 +108,17 @@ class BlockSparseLinear(nnx.Module):
         self.block_norms: BlockNorms | None = nnx.data(None)
         self.set_layouts([layout], evolving)
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(self, inputs: jax.Array, out_sharding: None = None) -> jax.Array:
         """Applies the layer: [..., in_features] -> [..., out_features].
 
         Raises:
-          UserError: the input has other features.
+          UserError: the input has other features, or `out_sharding` is not None.
         """
+        if out_sharding is not None:
+            raise UserError(
+                "A BlockSparseLinear takes no out_sharding; legal: None, and "
+                "jax.lax.with_sharding_constraint of its result."
+            )
         values, bias = self.values[...], None if self.bias is None else self.bias[...]
         arrays = [inputs, values, *([] if bias is None else [bias])]
         dtype = jnp.result_type(*arrays) if self.dtype is None else self.dtype

@@ -255,5 +255,8 @@ def test_what_does_not_fit_is_refused_in_words():
         make(block=24)
     with pytest.raises(sd.UserError, match="64 x 64 weight and the layer has 64 x 32"):
         make(layout=sd.make_layout("random", 64, 64, 8, 0.5))
+    assert make()(inputs(2), out_sharding=None).shape == (2, OUT)
+    with pytest.raises(sd.UserError, match="takes no out_sharding; legal: None"):
+        make()(inputs(2), out_sharding=jax.sharding.PartitionSpec("data"))
     with pytest.raises(sd.UserError, match=r"reads \[..., 64\]"):
         make()(jnp.ones((2, 32)))
