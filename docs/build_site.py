@@ -5,6 +5,7 @@ docstrings, without importing the package. The site needs no server and no netwo
 this file as a hook, for the pages that are not in docs/.
 """
 
+import ast
 import logging
 import posixpath
 import re
@@ -28,6 +29,29 @@ ASSETS = (
     *("LICENSE", "CITATION.cff"),
     *("notebooks/sparse_gpt_colab.ipynb", "notebooks/chip_report_colab.ipynb"),
 )
+REFERENCE = {
+    "Layers": ["BlockSparseLinear", "sparsify", "densify", "evolve", "partition_specs"],
+    "Layouts and products": [
+        "BlockLayout",
+        "make_layout",
+        "legal_densities",
+        "block_sparse_matmul",
+    ],
+    "Training": ["preset", "RunConfig", "ModelConfig", "LinearSpec", "train"],
+    "Models": ["Model", "Tokenizer", "init", "loss", "logits", "generate", "load", "save"],
+    "Counts and errors": ["flops_per_token", "parameter_count", "UserError"],
+}
+"""Page -> the public names on it."""
+IMPORTS = """import os
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import sparse_dataflow as sd"""
 _LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 _CODE = re.compile(r"^```.*?^```", re.M | re.S)
 
@@ -54,12 +78,39 @@ def site_path(path: str) -> str:
 
 
 def public_api() -> str:
-    """The page of the names of `sparse_dataflow`."""
+    """The overview of the names of `sparse_dataflow`: the first lines of their docstrings."""
     text = ["# Public API", "", f"`import {PACKAGE} as sd` has these names.", ""]
-    for name in sparse_dataflow.__all__:
+    for page, names in REFERENCE.items():
+        text += [f"## {page}", "", "| name | what it is |", "|---|---|"]
+        for name in names:
+            link = f"../{reference_path(page)}#sd.{name}"
+            text.append(f"| [`sd.{name}`]({link}) | {summary(name)} |")
+        text.append("")
+    return "\n".join(text)
+
+
+def summary(name: str) -> str:
+    """The first sentence of a public name's docstring."""
+    path = ROOT / PACKAGE / (sparse_dataflow._HOMES[name].replace(".", "/") + ".py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    definition = next(node for node in tree.body if getattr(node, "name", "") == name)
+    assert isinstance(definition, ast.ClassDef | ast.FunctionDef)
+    docstring = ast.get_docstring(definition) or ""
+    return " ".join(docstring.partition("\n\n")[0].split())
+
+
+def reference_path(page: str) -> str:
+    """Where a page of `REFERENCE` lies in the site."""
+    return f"reference/{page.lower().replace(' ', '_')}.md"
+
+
+def reference_page(page: str) -> str:
+    """A page of public names, with signatures and examples."""
+    text = [f"# {page}", "", "The examples have imported:", "", "```python", IMPORTS, "```", ""]
+    for name in REFERENCE[page]:
         home = f"{PACKAGE}.{sparse_dataflow._HOMES[name]}.{name}"
-        text += [f"::: {home}", "    options:", f"      heading: sd.{name}"]
-        text += ["      skip_local_inventory: true", ""]
+        text += [f'<a id="sd.{name}"></a>', "", f"::: {home}", "    options:"]
+        text += [f"      heading: sd.{name}", "      skip_local_inventory: true", ""]
     return "\n".join(text)
 
 
@@ -71,7 +122,8 @@ def room_page(room: str) -> str:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Adds the API reference to the navigation."""
-    reference = ["api/index.md", *({room: f"api/{room}.md"} for room in rooms())]
+    public = [{page: reference_path(page)} for page in REFERENCE]
+    reference = ["api/index.md", *public, {"Rooms": [f"api/{room}.md" for room in rooms()]}]
     config.nav = [*(config.nav or []), {"API": reference}]
     return config
 
@@ -84,6 +136,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in ASSETS:
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     files.append(File.generated(config, "api/index.md", content=public_api()))
+    for page in REFERENCE:
+        content = reference_page(page)
+        files.append(File.generated(config, reference_path(page), content=content))
     for room in rooms():
         files.append(File.generated(config, f"api/{room}.md", content=room_page(room)))
     return files
@@ -92,7 +147,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Points links between files of the repository to their places in the site."""
     uri = page.file.src_uri
-    if uri.startswith("api/"):
+    if uri.startswith(("api/", "reference/")):
         return markdown
     if uri == "index.md":
         page.meta["hide"] = ["navigation"]

@@ -1,16 +1,28 @@
 """Block-sparse weights that pay while a language model trains.
 
-    import sparse_dataflow as sd
+In your own flax nnx model:
 
-    layout = sd.make_layout("monarch", 1024, 4096, block=64, density=0.125)
-    y = sd.block_sparse_matmul(x, values, layout.tables())     # x [..., 1024], y [..., 4096]
+    >>> layer = sd.BlockSparseLinear(1024, 4096, density=0.125, block=64, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((8, 1024))).shape
+    (8, 4096)
+
+A language model of this project:
 
     run = sd.train(sd.preset("3m").change(sparsity__block=32, training__steps=200))
-    model = run.model("sparse")
-    sd.generate(model, [model.tokenizer.encode("def ")], max_new_tokens=50)[0].text
+    sd.generate(run.model(), ["def "], max_new_tokens=50)[0].text
 
-These names are the public API; they are imported when they are first used, so that importing the
-package takes no time. Every other module may change from version to version.
+| task | names |
+|---|---|
+| layers of your own | `BlockSparseLinear`, `sparsify`, `densify`, `evolve`, `partition_specs` |
+| a product alone | `make_layout`, `legal_densities`, `BlockLayout`, `block_sparse_matmul` |
+| train a language model | `preset`, `RunConfig`, `ModelConfig`, `LinearSpec`, `train` |
+| the same in your own loop | `init`, `loss`, `logits`, `Model`, `Tokenizer` |
+| use a model | `load`, `save`, `generate` |
+| count | `flops_per_token`, `parameter_count` |
+
+Errors that you can mend are `UserError`s, which name the legal values.  Names are imported when
+they are first used, so that importing the package takes no time.  Every other module may change
+from version to version.
 """
 
 import importlib
@@ -20,50 +32,75 @@ if TYPE_CHECKING:
     from sparse_dataflow.config.model import LinearSpec, ModelConfig
     from sparse_dataflow.config.presets import preset
     from sparse_dataflow.config.run import RunConfig
-    from sparse_dataflow.config.training import TrainingConfig
+    from sparse_dataflow.data.tokenizer import Tokenizer
     from sparse_dataflow.evaluation.generate import generate
+    from sparse_dataflow.evaluation.trained import Model
     from sparse_dataflow.files.errors import UserError
     from sparse_dataflow.interchange.load import load
     from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
+    from sparse_dataflow.layers.evolve import evolve
+    from sparse_dataflow.layers.linear import BlockSparseLinear
+    from sparse_dataflow.layers.replace import densify, partition_specs, sparsify
     from sparse_dataflow.planning.cost import flops_per_token
     from sparse_dataflow.planning.memory import parameter_count
+    from sparse_dataflow.runs.library import init, logits, loss, save
     from sparse_dataflow.runs.train import train
     from sparse_dataflow.sparsity.layout import BlockLayout
     from sparse_dataflow.sparsity.patterns import legal_densities, make_layout
 
 __all__ = [
     "BlockLayout",
+    "BlockSparseLinear",
     "LinearSpec",
+    "Model",
     "ModelConfig",
     "RunConfig",
-    "TrainingConfig",
+    "Tokenizer",
     "UserError",
     "block_sparse_matmul",
+    "densify",
+    "evolve",
     "flops_per_token",
     "generate",
+    "init",
     "legal_densities",
     "load",
+    "logits",
+    "loss",
     "make_layout",
     "parameter_count",
+    "partition_specs",
     "preset",
+    "save",
+    "sparsify",
     "train",
 ]
 
 _HOMES = {
     "BlockLayout": "sparsity.layout",
+    "BlockSparseLinear": "layers.linear",
     "LinearSpec": "config.model",
+    "Model": "evaluation.trained",
     "ModelConfig": "config.model",
-    "TrainingConfig": "config.training",
     "RunConfig": "config.run",
-    "preset": "config.presets",
+    "Tokenizer": "data.tokenizer",
     "UserError": "files.errors",
     "block_sparse_matmul": "kernels.block_sparse_matmul.api",
+    "densify": "layers.replace",
+    "evolve": "layers.evolve",
     "flops_per_token": "planning.cost",
     "generate": "evaluation.generate",
+    "init": "runs.library",
     "legal_densities": "sparsity.patterns",
     "load": "interchange.load",
+    "logits": "runs.library",
+    "loss": "runs.library",
     "make_layout": "sparsity.patterns",
     "parameter_count": "planning.memory",
+    "partition_specs": "layers.replace",
+    "preset": "config.presets",
+    "save": "runs.library",
+    "sparsify": "layers.replace",
     "train": "runs.train",
 }
 

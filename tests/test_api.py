@@ -1,13 +1,20 @@
 """The public API: small, quick to import, documented, and enough to train on strings."""
 
 import dataclasses
+import doctest
 import inspect
+import os
 import random
 import subprocess
 import sys
+import tempfile
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import sparse_dataflow as sd
 from sparse_dataflow.data import cache
@@ -34,8 +41,34 @@ def test_every_name_is_there_and_says_what_it_takes_and_raises(name):
         assert all(f"{field.name}:" in doc for field in dataclasses.fields(thing))
 
 
-def test_there_are_about_a_dozen_and_no_others():
-    assert 10 <= len(sd.__all__) <= 16 and sd.__all__ == sorted(sd.__all__)
+EXAMPLE_NAMES = {
+    "sd": sd, "jax": jax, "jnp": jnp, "np": np, "nnx": nnx, "optax": optax,
+    "os": os, "tempfile": tempfile,
+}  # fmt: skip
+"""What the examples of the API reference have imported; its page says so."""
+
+EXAMPLES = [pytest.param(n, marks=pytest.mark.slow if n == "train" else ()) for n in sd.__all__]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_name_has_an_example_that_runs(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "FOLDER", tmp_path / "cache")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    thing = getattr(sd, name)
+    tests = finder.find(thing, name, module=inspect.getmodule(thing), globs=dict(EXAMPLE_NAMES))
+    assert any(test.examples for test in tests)
+    for test in tests:
+        outcome = doctest.DocTestRunner(optionflags=doctest.REPORT_NDIFF).run(test)
+        assert not outcome.failed, name
+
+
+def test_the_example_of_the_package_runs():
+    assert not doctest.testmod(sd, extraglobs=EXAMPLE_NAMES).failed
+
+
+def test_there_are_about_twenty_and_no_others():
+    assert 20 <= len(sd.__all__) <= 25 and sd.__all__ == sorted(sd.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         sd.nothing  # noqa: B018
 
@@ -75,8 +108,12 @@ def test_a_training_on_strings_learns_and_can_be_resumed_and_generates(texts, co
     assert len(quality) == 3 and quality[-1] < quality[0]
     trained = run.model()
     assert trained.variant == "sparse" and trained.step == 30
-    [continuation] = sd.generate(trained, [trained.tokenizer.encode("word")], max_new_tokens=5)
+    [continuation] = sd.generate(trained, ["word"], max_new_tokens=5)
     assert len(continuation.tokens) == 5 and np.isin(continuation.tokens, range(300)).all()
+    loaded, saved = sd.load(run.folder), sd.load(sd.save(trained, tmp_path / "saved"))
+    assert loaded.variant == "sparse" and saved.context == 16
+    for other in (loaded, saved):
+        assert sd.generate(other, ["word"], max_new_tokens=5)[0] == continuation
     again = sd.train(config, texts=texts, resume=True)
     assert again.finished and again.headline == run.headline
 

@@ -376,8 +376,10 @@ def test_the_site_is_whole(site):
 @pytest.mark.slow
 def test_the_reference_has_the_public_names_and_every_module(site):
     page = (site / "api" / "index.html").read_text(encoding="utf-8")
+    pages = [path.read_text(encoding="utf-8") for path in (site / "reference").glob("*.html")]
     for name in sparse_dataflow.__all__:
         assert f"sd.{name}" in page
+        assert sum(f'id="sd.{name}"' in text for text in pages) == 1
     assert "balanced layout of a named pattern" in page
     for room in (ROOT / "sparse_dataflow").glob("*/__init__.py"):
         text = (site / "api" / f"{room.parent.name}.html").read_text(encoding="utf-8")

@@ -79,6 +79,11 @@ class LinearSpec:
         see `optim.optimizers`.
       max_fan_out: width of a layout's tables by input block, as a multiple of the mean fan-out;
         above 1 for a layout that training changes (`sparsity.evolution`).
+
+    Examples:
+        >>> spec = sd.LinearSpec("block_sparse", "monarch", density=0.125, block=64)
+        >>> spec.scaled(2).density
+        0.25
     """
 
     kind: str = "dense"
@@ -174,6 +179,13 @@ class ModelConfig:
         layer first.  Empty means 1 everywhere.  Equal multipliers are folded into `linears`, which
         leaves it empty.
       seed: offset of the patterns, and so the seed of random ones.
+
+    Examples:
+        >>> shape = {"num_layers": 2, "d_model": 128, "num_heads": 2, "d_ff": 512}
+        >>> config = sd.ModelConfig(**shape, vocab_size=512, max_len=64)
+        >>> spec = sd.LinearSpec("block_sparse", "monarch", density=0.125, block=16)
+        >>> config.with_linears(spec, ["mlp_in", "mlp_out"]).sparse_projections
+        ('mlp_in', 'mlp_out')
     """
 
     num_layers: int = setting(help="Blocks of the model.", legal=between(1, MOST_LAYERS))

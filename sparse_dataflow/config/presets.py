@@ -112,6 +112,10 @@ def preset(scale: str, *, compute_dtype: str = "float32") -> RunConfig:
 
     Raises:
       UserError: no such scale.
+
+    Examples:
+        >>> sd.preset("13b").model.d_model
+        5120
     """
     if scale not in SIZES:
         raise UserError(f"There is no scale {scale!r}; legal: {', '.join(SIZES)}.")

@@ -119,6 +119,11 @@ class RunConfig:
       data: corpus and tokenizer.
       parallel: devices and processes.
       run: time, start and folder.
+
+    Examples:
+        >>> config = sd.preset("3m").change(sparsity__block=32, training__steps=200)
+        >>> config.training.steps, config.variants
+        (200, ('sparse', 'dense'))
     """
 
     model: ModelConfig

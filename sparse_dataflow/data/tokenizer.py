@@ -62,6 +62,12 @@ class Tokenizer:
       original: text of an imported tokenizer.json, whose normalizer, pre-tokenizer and added tokens
         apply; "" for a tokenizer with GPT-2's settings.
       original_ids: id in `original` of each id, [vocab_size]; empty without `original`.
+
+    Examples:
+        >>> tokenizer = sd.Tokenizer.from_texts(["to be or not to be"] * 9, vocab_size=260)
+        >>> tokens = tokenizer.encode("to be")
+        >>> len(tokens) < 5, tokenizer.decode(tokens)
+        (True, 'to be')
     """
 
     tokens: tuple[str, ...]
@@ -81,6 +87,23 @@ class Tokenizer:
             raise ValueError("original needs original_ids, a list of whole numbers, and vice versa")
         if ids and sorted(ids) != [*range(self.vocab_size)]:
             raise ValueError("original_ids must have each id of the vocabulary once")
+
+    @classmethod
+    def from_texts(cls, texts: Sequence[str], vocab_size: int) -> "Tokenizer":
+        """Trains a tokenizer on strings.
+
+        Args:
+          texts: the strings.
+          vocab_size: number of tokens, the end-of-text token included.
+
+        Raises:
+          UserError: `texts` is no list of strings, or `vocab_size` is under 257.
+        """
+        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+            raise UserError("texts must be a list of strings, one a document.")
+        _refuse_small(vocab_size)
+        pieces = (piece for text in texts for piece in split_text(text))
+        return _train(_short_words(pieces), vocab_size)
 
     @property
     def eot_id(self) -> int:
@@ -232,11 +255,7 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, cache_dir: Path) -> Tokeniz
     Raises:
       UserError: `vocab_size` is under 257, or the cache folder cannot be written.
     """
-    if vocab_size < SMALLEST_VOCAB:
-        raise UserError(
-            f"The vocabulary size {vocab_size} is too small for byte-level BPE; legal: "
-            f"{SMALLEST_VOCAB} or more."
-        )
+    _refuse_small(vocab_size)
     key = f"bpe{TRAINING_VERSION}-{vocab_size}-{corpus.content_hash[:16]}"
     path = resolved(cache_dir) / "tokenizers" / f"{key}.json"
     with exclusive(resolved(cache_dir), key):
@@ -249,6 +268,25 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, cache_dir: Path) -> Tokeniz
         tokenizer = _train(_short_words(_training_texts(corpus)), vocab_size)
         tokenizer.save(path)
     return tokenizer
+
+
+def byte_tokenizer(vocab_size: int) -> Tokenizer:
+    """Returns the tokenizer without merges: the token of a byte is its number.
+
+    Raises:
+      UserError: `vocab_size` is under 257.
+    """
+    _refuse_small(vocab_size)
+    character = {byte: character for character, byte in _byte_by_character().items()}
+    return Tokenizer(tuple(character[byte] for byte in range(256)), (), vocab_size)
+
+
+def _refuse_small(vocab_size):
+    if vocab_size < SMALLEST_VOCAB:
+        raise UserError(
+            f"The vocabulary size {vocab_size} is too small for byte-level BPE; legal: "
+            f"{SMALLEST_VOCAB} or more."
+        )
 
 
 @functools.cache

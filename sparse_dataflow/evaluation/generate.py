@@ -16,7 +16,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.sampling import Sampling, sample_tokens
 from sparse_dataflow.evaluation.stopping import StreamDecoder
-from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 
 SMALLEST_BUCKET = 16
@@ -40,8 +40,8 @@ class Continuation:
 
 
 def generate(
-    trained: Trained,
-    prompts: Sequence[Sequence[int]],
+    model: Model,
+    prompts: Sequence[str | Sequence[int]],
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
@@ -54,8 +54,8 @@ def generate(
     """Continues all prompts in one batch.
 
     Args:
-      trained: model to generate with.
-      prompts: token ids; an empty prompt starts a new document.
+      model: model to generate with.
+      prompts: strings, or lists of token ids; an empty prompt starts a new document.
       max_new_tokens: maximum tokens of each continuation, at least 1.
       temperature: see `Sampling`.
       top_k: see `Sampling`.
@@ -67,18 +67,24 @@ def generate(
 
     Raises:
       UserError: a prompt fills the model's context, or another value is not legal.
+
+    Examples:
+        >>> model = sd.init(sd.preset("pico").change(sparsity__block=16), jax.random.key(0))
+        >>> [continuation] = sd.generate(model, ["def "], max_new_tokens=5)
+        >>> len(continuation.tokens), continuation.stopped_by
+        (5, 'length')
     """
     if not all(stop):
         raise UserError("A stop string is empty; legal: strings of at least one character.")
-    prompts = [list(prompt) or [trained.tokenizer.eot_id] for prompt in prompts]
-    decoders = [StreamDecoder(trained.tokenizer, stop) for _ in prompts]
+    tokens = [_prompt_tokens(model.tokenizer, prompt) for prompt in _listed(prompts)]
+    decoders = [StreamDecoder(model.tokenizer, stop) for _ in tokens]
     sampling = Sampling(temperature, top_k, top_p, seed)
     stream = generate_tokens(
-        trained.model,
-        kv_cache.prepare(trained.model, trained.params, trained.tables),
-        prompts,
+        model.model,
+        kv_cache.prepare(model.model, model.params, model.tables),
+        tokens,
         max_new_tokens,
-        trained.context,
+        model.context,
         sampling,
         finished=lambda: all(decoder.stopped_by for decoder in decoders),
     )
@@ -87,8 +93,8 @@ def generate(
         if text and on_token is not None:
             on_token(index, text)
 
-    for tokens in stream:
-        for index, (decoder, token) in enumerate(zip(decoders, tokens)):
+    for step in stream:
+        for index, (decoder, token) in enumerate(zip(decoders, step)):
             if token is None:
                 decoder.end("context")
             else:
@@ -96,6 +102,17 @@ def generate(
     for index, decoder in enumerate(decoders):
         report(index, decoder.end("length"))
     return [Continuation(d.text, d.tokens, d.stopped_by) for d in decoders]
+
+
+def _listed(prompts):
+    if isinstance(prompts, str):
+        raise UserError("prompts is one string; legal: a list of strings or of token ids.")
+    return prompts
+
+
+def _prompt_tokens(tokenizer, prompt):
+    tokens = tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else list(prompt)
+    return tokens or [tokenizer.eot_id]
 
 
 def generate_tokens(

@@ -1,6 +1,8 @@
-"""Trained models loaded from run folders, for evaluation, generation and export."""
+"""Models with their tokenizer, and loading them from run folders."""
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,14 +28,19 @@ from sparse_dataflow.training.saved_state import SavedProgress, abstract_saved_s
 NEWEST, BEST = "newest", "best"
 
 
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
-class Trained:
-    """A checkpoint of one variant of a run.
+class Model:
+    """A language model: its parameters, which blocks they are, and its tokenizer.
+
+    A pytree whose leaves are the parameters.  Everything else is static, and models of equal
+    config, layouts and tokenizer have equal structure.  Where a function of jax makes a new model,
+    it has no folder, step, record and facts.
 
     Attributes:
-      folder: run folder.
-      variant: "sparse" or "dense".
-      model: model config in the checkpoint's phase.
+      folder: folder that it was loaded from; empty for none.
+      variant: "sparse", "dense" or "narrow".
+      model: model config; of a run, in the checkpoint's phase.
       params: float32 master weights; see `models.gpt`.
       tables: numpy layout tables, which programs are specialised to.
       tokenizer: tokenizer of the run.
@@ -41,6 +48,13 @@ class Trained:
       training: training config.
       record: what the run was started with; None where there is no run folder.
       facts: checkpoint metadata ("seconds", "bits_per_byte", ...).
+
+    Examples:
+        >>> model = sd.init(sd.preset("pico").change(sparsity__block=16), jax.random.key(0))
+        >>> state = optax.adam(1e-3).init(model)
+        >>> half = jax.tree.map(lambda parameter: parameter / 2, model)
+        >>> type(half).__name__, half.tokenizer.decode(half.tokenizer.encode("def"))
+        ('Model', 'def')
     """
 
     folder: Path
@@ -59,6 +73,23 @@ class Trained:
         """Context length of the training in tokens."""
         return self.training.sequence
 
+    def tree_flatten_with_keys(self) -> tuple[tuple, "_Static"]:
+        """See `jax.tree_util.register_pytree_with_keys_class`."""
+        return ((jax.tree_util.GetAttrKey("params"), self.params),), self._static
+
+    @classmethod
+    def tree_unflatten(cls, static: "_Static", children: tuple) -> "Model":
+        """See `jax.tree_util.register_pytree_with_keys_class`."""
+        model = dataclasses.replace(static.model, params=children[0])
+        object.__setattr__(model, "_static", static)
+        return model
+
+    @functools.cached_property
+    def _static(self):
+        return _Static(
+            dataclasses.replace(self, folder=Path(), params={}, step=0, record=None, facts={})
+        )
+
     @property
     def saved_record(self) -> RunRecord:
         """The record of a model that was loaded from a run folder."""
@@ -66,14 +97,36 @@ class Trained:
         return self.record
 
 
-def load(run_folder: str | Path, variant: str, checkpoint: str = NEWEST) -> Trained:
+Trained = Model
+
+
+class _Static:
+    """All of a model but its parameters; compares and hashes by content, once."""
+
+    def __init__(self, model: Model):
+        self.model = model
+        tables = hashlib.sha256()
+        for path, table in jax.tree_util.tree_leaves_with_path(model.tables):
+            tables.update(f"{path}{table.shape}".encode() + np.asarray(table).tobytes())
+        config = (model.variant, model.model, model.training, model.tokenizer.content_hash)
+        self._content = (*config, tables.hexdigest())
+        self._hash = hash(self._content)
+
+    def __eq__(self, other):
+        return self is other or (isinstance(other, _Static) and self._content == other._content)
+
+    def __hash__(self):
+        return self._hash
+
+
+def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Model:
     """Loads a variant's model from a checkpoint and verifies all of its bytes.
 
     Does not change the folder; the run may still be in progress.
 
     Args:
       run_folder: run folder.
-      variant: variant of the run, "sparse" or "dense".
+      variant: variant of the run, "sparse" or "dense"; empty for the first.
       checkpoint: "newest", "best" (lowest held-out loss) or a step number.
 
     Raises:
@@ -82,6 +135,7 @@ def load(run_folder: str | Path, variant: str, checkpoint: str = NEWEST) -> Trai
     folder = Path(run_folder).expanduser()
     config = read_config(folder)
     record = read_record(folder, config)
+    variant = variant or config.variants[0]
     if variant not in config.variants:
         raise UserError(
             f"The run {folder} has no variant {variant!r}; legal: {', '.join(config.variants)}."
@@ -107,7 +161,7 @@ def load(run_folder: str | Path, variant: str, checkpoint: str = NEWEST) -> Trai
         raise UserError(f"The run {folder} has no checkpoint of {variant} yet: {path} is empty.")
     state, facts = restored
     step = int(state.step)
-    return Trained(
+    return Model(
         folder,
         variant,
         model_phases[phase_before(model_phases, step)].model,

@@ -13,6 +13,13 @@ class UserError(ValueError):
     """A request that cannot be served, in one or two plain sentences that name the legal values.
 
     Experiments print it without a stack trace and exit with status 2. Its text is redacted.
+
+    Examples:
+        >>> try:
+        ...     sd.make_layout("monarch", 64, 100, block=16, density=0.5)
+        ... except sd.UserError as error:
+        ...     print(error)
+        Block 16 does not divide a 64 x 100 weight; legal blocks up to 512: none from 8 up.
     """
 
     def __str__(self) -> str:

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+
 from sparse_dataflow.config.presets import LONGEST_SEQUENCE
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.evaluation import trained
-from sparse_dataflow.evaluation.trained import NEWEST, Trained
+from sparse_dataflow.evaluation.trained import NEWEST, Model
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
@@ -23,8 +26,10 @@ def variants(folder: str | Path) -> tuple[str, ...]:
     return read_config(folder).variants
 
 
-def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Trained:
-    """Loads a model from a run folder or from a Hugging Face directory.
+def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Model:
+    """Loads a model from a run folder or from a Hugging Face directory, such as `sd.save` writes.
+
+    All bytes of a checkpoint are verified.  The folder is not changed; a run may be in progress.
 
     A directory is one of the architectures in `interchange.architectures`, or an export of this
     project in either form.
@@ -40,6 +45,12 @@ def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Tra
 
     Raises:
       UserError: the folder is neither, or is damaged, or has no such variant or checkpoint.
+
+    Examples:
+        >>> model = sd.init(sd.preset("pico").change(sparsity__block=16), jax.random.key(0))
+        >>> again = sd.load(sd.save(model, os.path.join(tempfile.mkdtemp(), "model")))
+        >>> bool(np.all(again.params["embed"]["tokens"] == model.params["embed"]["tokens"]))
+        True
     """
     names = variants(folder)
     if not huggingface.is_directory(folder):
@@ -53,11 +64,11 @@ def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Tra
         )
     path = Path(folder).expanduser()
     imported = huggingface.read(path)
-    return Trained(
+    return Model(
         folder=path,
         variant=names[0],
         model=imported.model,
-        params=imported.params,
+        params=jax.tree.map(jnp.asarray, imported.params),
         tables=imported.tables,
         tokenizer=imported.tokenizer,
         step=0,

@@ -128,7 +128,7 @@ class Linear(nnx.Module):
         mixed = hadamard(x, self.hadamard) if self.hadamard else x
         if isinstance(tables, Probe):
             y = block_sparse_matmul(mixed, params["values"], tables.tables)
-            y = _with_gradient_norms(y, mixed, tables.norms, tables.axes)
+            y = with_gradient_norms(y, mixed, tables.norms, tables.axes)
         elif self.sparse and tables is not None:
             y = block_sparse_matmul(mixed, params["values"], tables)
         else:
@@ -155,8 +155,10 @@ class Linear(nnx.Module):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _with_gradient_norms(y, x, norms, axes):
-    """Returns `y`; see `Probe` for the gradient of `norms`."""
+def with_gradient_norms(
+    y: jax.Array, x: jax.Array, norms: jax.Array, axes: tuple[str, ...] = ()
+) -> jax.Array:
+    """Returns `y`, a product with `x`; see `Probe` for the gradient of `norms` and for `axes`."""
     return y
 
 
@@ -181,7 +183,7 @@ def _probe_backward(axes, saved, dy):
     return dy, jnp.zeros_like(x), block_norms.astype(norms.dtype)
 
 
-_with_gradient_norms.defvjp(_probe_forward, _probe_backward)
+with_gradient_norms.defvjp(_probe_forward, _probe_backward)
 
 
 def _matmul(x, kernel):

@@ -86,6 +86,14 @@ def flops_per_token(
 
     Raises:
       UserError: `sequence` is below 1.
+
+    Examples:
+        >>> config = sd.ModelConfig(2, 128, 2, 512, vocab_size=512, max_len=64)
+        >>> dense = sd.flops_per_token(config, sequence=64)
+        >>> spec = sd.LinearSpec("block_sparse", density=0.125, block=16)
+        >>> sparse = sd.flops_per_token(config.with_linears(spec), sequence=64)
+        >>> round(dense.total / sparse.total, 1)
+        3.6
     """
     if sequence < 1:
         raise UserError(f"sequence is {sequence} tokens; legal: 1 or more.")

@@ -45,6 +45,10 @@ def parameter_count(config: ModelConfig) -> int:
 
     Args:
       config: the model.
+
+    Examples:
+        >>> sd.parameter_count(sd.ModelConfig(2, 128, 2, 512, vocab_size=512, max_len=64))
+        470528
     """
     fractions = stored_fractions(config)
     leaves = 2 if config.norm == "layernorm" else 1

@@ -104,6 +104,15 @@ def train(
 
     Raises:
       UserError: in words, before the first step where it can be known then.
+
+    Examples:
+        >>> out = os.path.join(tempfile.mkdtemp(), "run")
+        >>> config = sd.preset("pico").change(sparsity__block=16, run__twin=False, run__out=out)
+        >>> config = config.change(training__steps=2)
+        >>> texts = [f"Document {number} has a few words. " * 60 for number in range(40)]
+        >>> run = sd.train(config, texts=texts)
+        >>> run.finished, run.model().step
+        (True, 2)
     """
     keep_freed_memory()
     clock = clock or Clock()

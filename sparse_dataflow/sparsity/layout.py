@@ -83,7 +83,8 @@ class LayoutTables(NamedTuple):
 class BlockLayout:
     """Stored blocks of one weight of shape [in_features, out_features].
 
-    Layouts compare and hash by content.
+    Layouts compare and hash by content.  `sd.make_layout` makes one from a named pattern,
+    `BlockLayout.from_mask` from a mask of blocks.
 
     Attributes:
       block: side of a square block, in features.
@@ -94,6 +95,14 @@ class BlockLayout:
       max_fan_out: width of the tables by input block, which bounds the fan-out; None for the
         longest line.  A fixed width lets a layout change without recompiling.  No part of the
         content.
+
+    Examples:
+        >>> mask = np.array([[True, False, True], [False, True, False]])
+        >>> layout = sd.BlockLayout.from_mask(mask, block=8)
+        >>> layout.in_features, layout.out_features, layout.nnz, layout.density
+        (16, 24, 3, 0.5)
+        >>> layout.to_dense(np.ones((3, 8, 8))).shape
+        (16, 24)
     """
 
     block: int
@@ -284,6 +293,33 @@ class BlockLayout:
         """Returns the values [nnz, block, block] of a dense [in_features, out_features] matrix."""
         grid = (self.in_blocks, self.block, self.out_blocks, self.block)
         return np.asarray(dense).reshape(grid).transpose(0, 2, 1, 3)[self.rows, self.cols]
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draws the grid of blocks, stored ones dark; inputs run down, outputs to the right.
+
+        Args:
+          axes: matplotlib Axes to draw on; None for a new figure.
+
+        Returns:
+          The Axes.
+
+        Examples:
+            >>> axes = sd.make_layout("monarch", 256, 512, block=32, density=0.25).plot()
+            >>> axes.get_title()
+            '256 x 512, 32 of 128 blocks of 32'
+        """
+        if axes is None:
+            from matplotlib.figure import Figure  # Without pyplot: no window, no global state.
+
+            width = 4 * max(0.25, min(4, self.out_blocks / self.in_blocks))
+            axes = Figure(figsize=(1 + width, 5), layout="constrained").subplots()
+        axes.imshow(~self.mask, cmap="gray", vmin=0, vmax=1.2, interpolation="nearest")
+        axes.set_xlabel("output block")
+        axes.set_ylabel("input block")
+        total = self.in_blocks * self.out_blocks
+        shape = f"{self.in_features} x {self.out_features}"
+        axes.set_title(f"{shape}, {self.nnz} of {total} blocks of {self.block}")
+        return axes
 
 
 def check_shapes(tables: LayoutTables) -> None:

@@ -67,6 +67,11 @@ def make_layout(
     Raises:
       UserError: the pattern is unknown, the block does not divide the weight, or no balanced layout
         has this density; names the legal values.
+
+    Examples:
+        >>> layout = sd.make_layout("monarch", 1024, 4096, block=64, density=0.125)
+        >>> layout.nnz, layout.density, layout.balanced
+        (128, 0.125, True)
     """
     if pattern not in PATTERNS:
         raise UserError(f"Pattern {pattern!r} is unknown; legal: {', '.join(sorted(PATTERNS))}.")
@@ -79,7 +84,7 @@ def make_layout(
             for side in _legal_blocks(in_features, out_features)
             if _degree(density, math.gcd(in_features, out_features) // side)
         ]
-        others = f", or this density with --block={' or '.join(sides)}" if sides else ""
+        others = f", or this density with block {' or '.join(sides)}" if sides else ""
         raise UserError(
             f"Density {density:g} has no balanced layout on a grid of {in_blocks} x {out_blocks} "
             f"blocks of {block}; legal: multiples of 1/{ring} ({1 / ring:.4g}) up to 1{others}."
@@ -101,6 +106,10 @@ def legal_densities(in_features: int, out_features: int, block: int) -> list[flo
 
     Raises:
       UserError: the block does not divide the weight; names the legal blocks.
+
+    Examples:
+        >>> sd.legal_densities(64, 128, block=16)
+        [0.25, 0.5, 0.75, 1.0]
     """
     ring = math.gcd(*_grid(in_features, out_features, block))
     return [k / ring for k in range(1, ring + 1)]

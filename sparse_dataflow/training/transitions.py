@@ -31,6 +31,13 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.distributed.processes import to_host
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.blocks import (
+    collect,
+    expand,
+    gather_blocks,
+    grid_norms,
+    stored_norms,
+)
 from sparse_dataflow.models.linear import with_room
 from sparse_dataflow.optim.optimizers import adam_state, map_moments
 from sparse_dataflow.optim.train_state import TrainState
@@ -128,8 +135,8 @@ def _change_projection(
     if (before.kind, before.density) != (after.kind, after.density):
         if after.kind == "dense":
             assert stored is not None
-            expand = functools.partial(_expand, *_positions(stored), grid=stored[0].mask.shape)
-            state, stored = _with_converted(state, place, "values", "kernel", expand), None
+            dense = functools.partial(expand, *_positions(stored), grid=stored[0].mask.shape)
+            state, stored = _with_converted(state, place, "values", "kernel", dense), None
             state = _merge_hadamard(state, place, before.hadamard)
         else:
             if before.kind == "dense":
@@ -231,7 +238,7 @@ def _gather_blocks(values: jax.Array | np.ndarray, sources: np.ndarray) -> jax.A
       float [layers, new nnz, block, block]: the same bits if a block stays, 0 if it is new.
     """
     if not isinstance(values, np.ndarray):
-        return _gather_on_device(values, sources)
+        return gather_blocks(values, sources)
     new = np.empty((*sources.shape, *values.shape[2:]), values.dtype)
     for layer, source in enumerate(sources):
         np.take(values[layer], np.maximum(source, 0), axis=0, out=new[layer])
@@ -239,49 +246,11 @@ def _gather_blocks(values: jax.Array | np.ndarray, sources: np.ndarray) -> jax.A
     return new
 
 
-@jax.jit
-def _gather_on_device(values, sources):
-    layer = jnp.arange(len(values))[:, None]
-    gathered = values[layer, jnp.maximum(sources, 0)]
-    return jnp.where((sources >= 0)[:, :, None, None], gathered, 0)
-
-
 def _block_norms(values):
     """Returns float [layers, nnz] Euclidean norms of the stored blocks, in numpy."""
     if not isinstance(values, np.ndarray):
-        return to_host(_stored_norms(values))
+        return to_host(stored_norms(values))
     return np.stack([np.sqrt(np.einsum("nij,nij->n", layer, layer)) for layer in values])
-
-
-@functools.partial(jax.jit, static_argnames="grid")
-def _expand(rows, cols, values, grid):
-    """[L, nnz, b, b] at rows, cols [L, nnz] of a grid of blocks -> dense [L, in, out]."""
-    layers, _, block, _ = values.shape
-    blocks = jnp.zeros((layers, *grid, block, block), values.dtype)
-    blocks = blocks.at[jnp.arange(layers)[:, None], rows, cols].set(values)
-    return blocks.swapaxes(2, 3).reshape(layers, grid[0] * block, grid[1] * block)
-
-
-@functools.partial(jax.jit, static_argnames="block")
-def _collect(rows, cols, dense, block):
-    """The inverse of `_expand`."""
-    blocks = _grid(dense, block)
-    return blocks[jnp.arange(len(dense))[:, None], rows, :, cols]
-
-
-@jax.jit
-def _stored_norms(values):
-    return jnp.sqrt(jnp.sum(jnp.square(values), axis=(2, 3)))
-
-
-@functools.partial(jax.jit, static_argnames="block")
-def _grid_norms(dense, block):
-    return jnp.sqrt(jnp.sum(jnp.square(_grid(dense, block)), axis=(2, 4)))
-
-
-def _grid(dense, block):
-    layers, inputs, outputs = dense.shape
-    return dense.reshape(layers, inputs // block, block, outputs // block, block)
 
 
 def _prune(state, place, old: list[BlockLayout] | None, spec, scale=None):
@@ -292,25 +261,25 @@ def _prune(state, place, old: list[BlockLayout] | None, spec, scale=None):
     module = place.module(state.params)
     if old is None:
         kernel = module["kernel"] if scale is None else module["kernel"] * scale[:, :, None]
-        norms = to_host(_grid_norms(kernel, spec.block))
+        norms = to_host(grid_norms(kernel, spec.block))
         stored: list[np.ndarray | None] = [None] * len(norms)
     else:
         values = module["values"]
         if scale is not None:
             rows = scale.reshape(len(old), -1, spec.block)
             values = values * np.stack([r[lay.rows] for r, lay in zip(rows, old)])[..., None]
-        stored_norms = to_host(_stored_norms(values))
-        norms = np.zeros((len(old), *old[0].mask.shape), stored_norms.dtype)
+        norms_of_stored = to_host(stored_norms(values))
+        norms = np.zeros((len(old), *old[0].mask.shape), norms_of_stored.dtype)
         for layer, layout in enumerate(old):
-            norms[layer, layout.rows, layout.cols] = stored_norms[layer]
+            norms[layer, layout.rows, layout.cols] = norms_of_stored[layer]
         stored = [layout.mask for layout in old]
     degree = round(spec.density * np.gcd(*norms[0].shape))
     new = [largest_blocks(n, spec.block, degree, mask) for n, mask in zip(norms, stored)]
     if old is None:
-        collect = functools.partial(_collect, *_positions(new), block=spec.block)
-        return _with_converted(state, place, "kernel", "values", collect), new
+        blocks = functools.partial(collect, *_positions(new), block=spec.block)
+        return _with_converted(state, place, "kernel", "values", blocks), new
     sources = np.stack([block_sources(before, after) for before, after in zip(old, new)])
-    gather = functools.partial(_gather_on_device, sources=sources)
+    gather = functools.partial(gather_blocks, sources=sources)
     return _with_converted(state, place, "values", "values", gather), new
 
 

@@ -498,3 +498,20 @@ def test_no_tokens_are_no_work(implementation):
     y, dx, dvalues = run(implementation.name, operands, layout.tables())
     assert y.shape == (2, 0, layout.out_features) and dx.shape == operands[0].shape
     np.testing.assert_array_equal(dvalues, np.zeros_like(operands[1]))
+
+
+@pytest.mark.parametrize("pattern", ["random", "monarch"])
+def test_a_layout_is_specialised_to_as_its_concrete_tables_are(pattern):
+    layout = make_layout(pattern, 64, 128, 16, 0.5)
+    x, values = jnp.ones((64, 64)), jnp.ones((layout.nnz, 16, 16))
+    programs = [
+        str(
+            jax.make_jaxpr(lambda x, values, form=form: block_sparse_matmul(x, values, form))(
+                x, values
+            )
+        )
+        for form in (layout, layout.tables())
+    ]
+    assert programs[0] == programs[1]
+    with pytest.raises(UserError, match="blocks of 8; legal: the layout's 16"):
+        block_sparse_matmul(x, values[:, :8, :8], layout)

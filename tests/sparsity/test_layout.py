@@ -248,3 +248,10 @@ def test_layers_of_different_groups_share_none():
     padded = [pad_tables(tables, 4, 4) for tables in both]
     assert stack_tables(padded).with_groups().groups is None
     assert stack_tables(padded[:1] * 2).with_groups().groups == both[0].with_groups().groups
+
+
+def test_a_drawing_shows_the_stored_blocks():
+    layout = make_layout("random", 32, 64, 8, 0.5)
+    axes = layout.plot()
+    np.testing.assert_array_equal(axes.images[0].get_array() == 0, layout.mask)
+    assert layout.plot(axes) is axes and len(axes.images) == 2

@@ -37,7 +37,10 @@ MAX_STATIC_GROUPS = 128
 
 
 def block_sparse_matmul(
-    x: jax.Array, values: jax.Array, tables: LayoutTables, implementation: str | None = None
+    x: jax.Array,
+    values: jax.Array,
+    layout: BlockLayout | LayoutTables,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Compute `x @ W` where only some blocks of W are stored.
 
@@ -50,8 +53,9 @@ def block_sparse_matmul(
     Args:
       x: float [..., in_features].
       values: float [nnz, block, block], as `BlockLayout` orders them.
-      tables: `BlockLayout.tables()`.  Concrete (numpy) tables may be specialised at trace time.
-        Traced tables are data: changing them does not recompile.
+      layout: the stored blocks, which a program is specialised to; or `BlockLayout.tables()`.
+        Concrete (numpy) tables are specialised alike.  Traced tables are data: changing them does
+        not recompile.
       implementation: one of IMPLEMENTATIONS, or None to choose by platform and tables.
 
     Returns:
@@ -59,12 +63,19 @@ def block_sparse_matmul(
 
     Raises:
       UserError: if shapes disagree or a named implementation cannot run.
+
+    Examples:
+        >>> layout = sd.make_layout("monarch", 64, 128, block=16, density=0.25)
+        >>> values = jax.random.normal(jax.random.key(0), (layout.nnz, 16, 16))
+        >>> sd.block_sparse_matmul(jnp.ones((8, 64)), values, layout).shape
+        (8, 128)
     """
-    layout = check_operands(x, values, tables)
+    static_layout = check_operands(x, values, layout)
+    tables = layout.tables() if isinstance(layout, BlockLayout) else layout
     tokens = math.prod(x.shape[:-1])
     flat = x.reshape(tokens, x.shape[-1])
-    groups = layout.groups if layout else tables.groups
-    name = implementation or _choose(flat, values, tables, layout, groups)
+    groups = static_layout.groups if static_layout else tables.groups
+    name = implementation or _choose(flat, values, tables, static_layout, groups)
     if name in _KERNELS and dispatch.platform() != _KERNELS[name]:
         raise UserError(
             f"implementation {name!r} runs on {_KERNELS[name]}, and this is "
@@ -84,12 +95,12 @@ def block_sparse_matmul(
         products = None if name == "grouped" else _import_kernels(name).products
         y = grouped.block_sparse_matmul(flat, values, tables, groups, products)
     elif name == "xla_static":
-        if layout is None:
+        if static_layout is None:
             raise UserError(
                 "implementation 'xla_static' needs concrete numpy tables, not traced ones; "
                 "legal here: reference, xla."
             )
-        y = xla_static.block_sparse_matmul(flat, values, layout)
+        y = xla_static.block_sparse_matmul(flat, values, static_layout)
     elif name in _KERNELS:
         y = _import_kernels(name).block_sparse_matmul(flat, values, tables)
     else:
@@ -98,26 +109,32 @@ def block_sparse_matmul(
 
 
 def check_operands(
-    x: dispatch.Shaped, values: dispatch.Shaped, tables: LayoutTables
+    x: dispatch.Shaped, values: dispatch.Shaped, tables: BlockLayout | LayoutTables
 ) -> BlockLayout | None:
     """Check shapes, dtypes and concrete tables.
 
     Returns:
-      The layout of concrete (numpy) tables; None for traced ones.
+      The layout, also of concrete (numpy) tables; None for traced ones.
 
     Raises:
       UserError: if shapes or dtypes disagree, or concrete tables describe no layout.
     """
     if values.ndim != 3 or values.shape[1] != values.shape[2]:
         raise UserError(f"values have shape {values.shape}; legal: [nnz, block, block].")
-    check_shapes(tables)
-    layout = None
-    if all(isinstance(table, np.ndarray) for table in tables.arrays):
-        layout = BlockLayout.from_tables(tables, values.shape[-1])
-    stored = layout.nnz if layout else tables.in_slot.size
+    block = values.shape[-1]
+    layout = tables if isinstance(tables, BlockLayout) else None
+    if isinstance(tables, LayoutTables):
+        check_shapes(tables)
+        if all(isinstance(table, np.ndarray) for table in tables.arrays):
+            layout = BlockLayout.from_tables(tables, block)
+        stored, inputs = tables.in_slot.size, len(tables.out_index)
+    if layout:
+        if layout.block != block:
+            raise UserError(f"values have blocks of {block}; legal: the layout's {layout.block}.")
+        stored, inputs = layout.nnz, layout.in_blocks
     if len(values) > stored or (layout and len(values) < stored):
         raise UserError(f"values have {len(values)} blocks; the layout stores {stored}.")
-    features = len(tables.out_index) * values.shape[-1]
+    features = inputs * block
     if x.ndim < 1 or x.shape[-1] != features:
         raise UserError(f"x has shape {x.shape}; the layout reads [..., {features}].")
     if x.dtype != values.dtype or not jax.numpy.issubdtype(x.dtype, jax.numpy.floating):

@@ -1,0 +1,1 @@
+"""Block-sparse layers for any flax nnx model."""

@@ -1,0 +1,269 @@
+"""Replaces the linears of any nnx model by block-sparse ones, and back; where arrays of it lie."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.layers.linear import BlockSparseLinear
+from sparse_dataflow.models.blocks import collect, expand, grid_norms
+from sparse_dataflow.sparsity.evolution import largest_blocks
+from sparse_dataflow.sparsity.layout import BlockLayout
+from sparse_dataflow.sparsity.patterns import PATTERNS, make_layout
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+Where = Callable[[str, Any], bool]
+"""(path such as "layers.0.mlp", module) -> whether it is selected."""
+
+MAGNITUDE = "magnitude"
+"""The pattern of the largest blocks of the weights."""
+
+_zeros = nnx.initializers.zeros_init()
+
+
+def sparsify(
+    model: Model,
+    pattern: str = "random",
+    *,
+    density: float = 0.125,
+    block: int = 64,
+    where: Where | None = None,
+    evolving: bool = False,
+) -> Model:
+    """Returns the model with its `nnx.Linear`s replaced by `sd.BlockSparseLinear`s.
+
+    The model itself stays as it is.  A linear whose kernel has leading axes, as `nnx.vmap` makes
+    for a scan over layers, becomes a stack of layers with one layout, or with one each if
+    `evolving`.
+
+    Args:
+      model: any nnx model.
+      pattern: "magnitude" keeps the largest blocks of trained weights, with equal fan-in and
+        fan-out.  Any pattern of `sd.make_layout` is for weights to be trained from scratch: they
+        are scaled by 1 / sqrt(density), which keeps the variance of the outputs.
+      density: fraction of the blocks stored; with 1 the model computes the same function.
+      block: side of a square block, in features.
+      where: (path, linear) -> whether to replace it; None for every `nnx.Linear`.
+      evolving: whether `sd.evolve` may change the layouts without recompiling.
+
+    Raises:
+      UserError: no linear is selected, or one of them has no such layout; names the legal values.
+
+    Examples:
+        >>> model = nnx.Sequential(nnx.Linear(64, 128, rngs=nnx.Rngs(0)),
+        ...                        nnx.Linear(128, 10, rngs=nnx.Rngs(1)))
+        >>> sparse = sd.sparsify(model, density=0.25, block=16,
+        ...                      where=lambda path, linear: linear.out_features > 10)
+        >>> [type(layer).__name__ for layer in sparse.layers]
+        ['BlockSparseLinear', 'Linear']
+    """
+    if pattern not in (MAGNITUDE, *PATTERNS):
+        raise UserError(
+            f"Pattern {pattern!r} is unknown; legal: {', '.join([MAGNITUDE, *sorted(PATTERNS)])}."
+        )
+    names: list[str] = []
+    selected: list[str] = []
+
+    def replace(path, node):
+        if type(node) is not nnx.Linear:
+            return node
+        names.append(dotted(path))
+        if where is not None and not where(names[-1], node):
+            return node
+        selected.append(names[-1])
+        try:
+            return _sparse(node, pattern, density, block, evolving, len(selected) - 1)
+        except UserError as error:
+            raise UserError(f"{names[-1]}: {error} Or leave it out with `where`.") from None
+
+    sparse = nnx.recursive_map(replace, model)
+    if not selected:
+        raise UserError(
+            f"`where` selects no nnx.Linear of the model; legal: {', '.join(names)}."
+            if names
+            else "The model has no nnx.Linear; other modules are not replaced."
+        )
+    return sparse
+
+
+def densify(model: Model) -> Model:
+    """Returns the model with its block-sparse linears replaced by `nnx.Linear`s.
+
+    It computes the same function: blocks that are not stored are zeros of the kernel.
+
+    Args:
+      model: any nnx model; it stays as it is.
+
+    Raises:
+      UserError: the model has no block-sparse linear.
+
+    Examples:
+        >>> layer = sd.BlockSparseLinear(64, 128, density=0.25, block=16, rngs=nnx.Rngs(0))
+        >>> sd.densify(layer).kernel.shape
+        (64, 128)
+    """
+    block_sparse_layers(model, None)
+    return nnx.recursive_map(
+        lambda path, node: _dense(node) if isinstance(node, BlockSparseLinear) else node, model
+    )
+
+
+def partition_specs(model: nnx.Module, mesh: Mesh, axis: str) -> nnx.State:
+    """Returns where the state of a model lies on a mesh: a `PartitionSpec` for each array.
+
+    Stored blocks are sharded over `axis` by block, and other parameters by the first of their axes
+    that the mesh axis divides.  Arrays that it does not divide stay replicated, as does everything
+    that is no parameter.
+
+    Args:
+      model: any nnx model, also an abstract one of `nnx.eval_shape`.
+      mesh: the devices.
+      axis: name of a mesh axis.
+
+    Returns:
+      The tree of `nnx.state(model)` with a spec at each leaf.  Give it to `jax.device_put`, or to
+      `jit`, over a mesh whose axes are `Auto`, as those of `jax.sharding.Mesh` are.
+
+    Raises:
+      UserError: the mesh has no such axis.
+
+    Examples:
+        >>> layer = sd.BlockSparseLinear(64, 128, density=0.25, block=16, rngs=nnx.Rngs(0))
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("fsdp",))
+        >>> specs = sd.partition_specs(layer, mesh, "fsdp")
+        >>> place = lambda spec, array: jax.device_put(array, jax.NamedSharding(mesh, spec))
+        >>> nnx.update(layer, jax.tree.map(place, specs, nnx.state(layer)))
+        >>> layer.values.sharding.spec[0]
+        'fsdp'
+    """
+    if axis not in mesh.shape:
+        raise UserError(f"The mesh has no axis {axis!r}; legal: {', '.join(mesh.shape)}.")
+    size = mesh.shape[axis]
+
+    def spec(first, shape):
+        for position in range(first, len(shape)):
+            if shape[position] % size == 0:
+                return P(*(None,) * position, axis)
+        return P()
+
+    params, others = nnx.split_state(nnx.state(model), nnx.Param, ...)
+    stacks = {
+        dotted((*path, "values")): layer.values.ndim - 3
+        for path, layer in nnx.iter_modules(model)
+        if isinstance(layer, BlockSparseLinear)
+    }
+
+    def param_spec(path, leaf):
+        return spec(stacks.get(dotted(key_names(path)), 0), leaf.shape)
+
+    return nnx.merge_state(
+        jax.tree_util.tree_map_with_path(param_spec, params), jax.tree.map(lambda _: P(), others)
+    )
+
+
+def dotted(path: tuple) -> str:
+    """Returns a path of nnx as one string, "layers.0.mlp"."""
+    return ".".join(map(str, path))
+
+
+def key_names(path: tuple) -> tuple:
+    """Returns the names in a key path of jax, without those inside an nnx variable."""
+    names = tuple(
+        getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path
+    )
+    return names[:-1] if names and names[-1] in ("value", "raw_value") else names
+
+
+def block_sparse_layers(model: nnx.Module, where: Where | None) -> dict[tuple, BlockSparseLinear]:
+    """Returns path -> layer of the selected block-sparse linears of a model.
+
+    Raises:
+      UserError: none is selected.
+    """
+    layers = {
+        path: layer
+        for path, layer in nnx.iter_modules(model)
+        if isinstance(layer, BlockSparseLinear)
+    }
+    selected = {p: layer for p, layer in layers.items() if not where or where(dotted(p), layer)}
+    if not selected:
+        raise UserError(
+            f"`where` selects no sd.BlockSparseLinear; legal: {', '.join(map(dotted, layers))}."
+            if layers
+            else "The model has no sd.BlockSparseLinear; `sd.sparsify` makes them."
+        )
+    return selected
+
+
+def balanced_degree(linear: Any, block: int, density: float) -> int:
+    """Returns the degree of a balanced layout (see `patterns`); UserError names legal values."""
+    layout = make_layout("cyclic", linear.in_features, linear.out_features, block, density)
+    return int(layout.fan_in[0]) * math.gcd(*layout.mask.shape) // layout.in_blocks
+
+
+def _sparse(linear, pattern, density, block, evolving, number):
+    """Returns the block-sparse layer of an nnx.Linear, the `number`-th of its model."""
+    kernel = linear.kernel[...]
+    stack, dense = kernel.shape[:-2], kernel.reshape(-1, *kernel.shape[-2:])
+    if pattern == MAGNITUDE:
+        degree = balanced_degree(linear, block, density)
+        norms = np.asarray(grid_norms(dense, block))
+        if not evolving:
+            norms = np.sqrt(np.square(norms).sum(axis=0, keepdims=True))
+        layouts = [largest_blocks(layer, block, degree) for layer in norms]
+        scale = 1.0
+    else:
+        layout = make_layout(
+            pattern, linear.in_features, linear.out_features, block, density, number
+        )
+        layouts, scale = [layout], 1 / math.sqrt(layout.density)
+    values = collect(*positions(layouts, len(dense)), dense, block) * scale
+    layer = BlockSparseLinear(
+        linear.in_features,
+        linear.out_features,
+        layout=layouts[0],
+        use_bias=False,
+        dtype=linear.dtype,
+        param_dtype=linear.param_dtype,
+        kernel_init=_zeros,
+        rngs=nnx.Rngs(0),
+    )
+    layer.values = nnx.Param(values.astype(kernel.dtype).reshape(*stack, *values.shape[1:]))
+    layer.bias, layer.use_bias = linear.bias, linear.use_bias
+    layer.set_layouts(layouts, evolving)
+    return layer
+
+
+def positions(layouts: list[BlockLayout], layers: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (rows, cols), int32 [layers, nnz] each, of one layout for all layers or one each."""
+    rows, cols = (np.stack([getattr(each, side) for each in layouts]) for side in ("rows", "cols"))
+    wide = functools.partial(np.broadcast_to, shape=(layers, rows.shape[1]))
+    return wide(rows), wide(cols)
+
+
+def _dense(layer):
+    """Returns the nnx.Linear of a block-sparse layer."""
+    values, layouts = layer.values[...], layer.layouts()
+    stack, stored = values.shape[:-3], values.reshape(-1, *values.shape[-3:])
+    grid = layouts[0].in_blocks, layouts[0].out_blocks
+    kernel = expand(*positions(layouts, len(stored)), stored, grid)
+    linear = nnx.Linear(
+        layer.in_features,
+        layer.out_features,
+        use_bias=False,
+        dtype=layer.dtype,
+        param_dtype=layer.param_dtype,
+        kernel_init=_zeros,
+        rngs=nnx.Rngs(0),
+    )
+    linear.kernel = nnx.Param(kernel.reshape(*stack, *kernel.shape[1:]))
+    linear.bias, linear.use_bias = layer.bias, layer.use_bias
+    return linear

@@ -1,0 +1,162 @@
+"""A language model without the trainer: draw it, call it, train it in your own loop, save it."""
+
+import importlib.metadata
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.data.tokenizer import Tokenizer, byte_tokenizer
+from sparse_dataflow.evaluation.trained import Model
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange import huggingface
+from sparse_dataflow.interchange.model_card import model_card
+from sparse_dataflow.models import gpt
+from sparse_dataflow.parallel import whole
+from sparse_dataflow.training.variants import variant
+
+
+def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) -> Model:
+    """Draws a model: the sparse one, or the dense one of a config without sparse projections.
+
+    A `Model` is a pytree whose leaves are its parameters, so `jax.grad`, `jax.jit`, optax and orbax
+    take it.  Its layouts are static: programs are specialised to them.
+
+    Args:
+      config: shape and sparsity; what says how `sd.train` trains is not read.
+      key: random key of the parameters.
+      tokenizer: gives the vocabulary; None for one token a byte, and `config.model.vocab_size`.
+
+    Raises:
+      UserError: the model or its layouts are impossible, or `config.evolution` changes them in
+        training.
+
+    Examples:
+        >>> config = sd.preset("pico").change(sparsity__block=16)
+        >>> model = sd.init(config, jax.random.key(0))
+        >>> tokens = model.tokenizer.encode("def main():")[None]
+        >>> gradients = jax.grad(sd.loss)(model, tokens)
+        >>> type(gradients).__name__, gradients.params["embed"]["tokens"].shape
+        ('Model', (512, 128))
+    """
+    if config.evolution.method != "static":
+        raise UserError(
+            f"evolution.method={config.evolution.method} changes the model in sd.train; legal for "
+            "sd.init: static."
+        )
+    tokenizer = tokenizer or byte_tokenizer(config.model.vocab_size)
+    chosen = variant(config, config.variants[0], tokenizer.vocab_size)
+    params = jax.jit(gpt.init, static_argnums=0)(chosen.model, key)
+    tables = gpt.layout_tables(gpt.layouts(chosen.model))
+    return Model(
+        folder=Path(),
+        variant=chosen.name,
+        model=chosen.model,
+        params=params,
+        tables=tables,
+        tokenizer=tokenizer,
+        step=0,
+        training=config.training,
+        record=None,
+        facts={},
+    )
+
+
+def logits(model: Model, tokens: ArrayLike) -> jax.Array:
+    """Returns the scores of every next token.
+
+    Args:
+      model: see `sd.init` and `sd.load`.
+      tokens: int [batch, sequence] token ids.
+
+    Returns:
+      float32 [batch, sequence, vocab_size].
+
+    Raises:
+      UserError: the tokens have another shape or dtype, or are longer than the learned positions.
+
+    Examples:
+        >>> model = sd.init(sd.preset("pico").change(sparsity__block=16), jax.random.key(0))
+        >>> sd.logits(model, np.zeros((2, 8), np.int32)).shape
+        (2, 8, 512)
+    """
+    return whole.logits(model.model, model.params, model.tables, _checked(tokens, 1))
+
+
+def loss(model: Model, tokens: ArrayLike) -> jax.Array:
+    """Returns the mean negative log-likelihood of the next tokens: float32 [], in nats.
+
+    Args:
+      model: see `sd.init` and `sd.load`; differentiate with respect to it.
+      tokens: int [batch, sequence + 1] token ids; all but the last are inputs, all but the first
+        are targets.
+
+    Raises:
+      UserError: the tokens have another shape or dtype, or are longer than the learned positions.
+
+    Examples:
+        >>> model = sd.init(sd.preset("pico").change(sparsity__block=16), jax.random.key(0))
+        >>> loss = jax.jit(sd.loss)(model, np.zeros((2, 9), np.int32))
+        >>> loss.shape, bool(5 < loss < 8)
+        ((), True)
+    """
+    ids = _checked(tokens, 2)
+    targets = ids[:, 1:]
+    weights = jnp.full(targets.shape, 1 / targets.size, jnp.float32)
+    return whole.loss(model.model, model.params, model.tables, ids, weights)
+
+
+def save(model: Model, folder: str | Path) -> Path:
+    """Writes a model, with its layouts and tokenizer, as a folder that `sd.load` reads.
+
+    The folder is a Hugging Face directory of the sparse form (see docs/exchange.md); its README.md
+    has a reader in numpy.  Optimizer state is not saved.
+
+    Args:
+      model: what `sd.init`, `sd.load` or `sd.train(...).model()` returned, or your own loop made.
+      folder: folder to make; it must not exist.
+
+    Returns:
+      The path of the folder.
+
+    Raises:
+      UserError: the folder exists or cannot be written; nothing half-written is left.
+
+    Examples:
+        >>> model = sd.init(sd.preset("pico").change(sparsity__block=16), jax.random.key(0))
+        >>> folder = sd.save(model, os.path.join(tempfile.mkdtemp(), "model"))
+        >>> sd.load(folder).model == model.model
+        True
+    """
+    version = importlib.metadata.version("sparse_dataflow")
+    card = (
+        f"# {Path(folder).name}\n\n`sparse_dataflow.load` of version {version} reads this model.\n"
+    )
+    if model.record is not None:
+        card = model_card(model, "sparse", {"sparse_dataflow": version})
+    return huggingface.write(
+        folder,
+        "sparse",
+        model.model,
+        jax.device_get(model.params),
+        model.tables,
+        model.tokenizer,
+        context=model.context,
+        card=card,
+    )
+
+
+def _checked(tokens, shortest):
+    """Returns int32 tokens [batch, sequence] of at least `shortest` each."""
+    tokens = jnp.asarray(tokens)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim != 2:
+        raise UserError(
+            f"tokens are {tokens.dtype} of shape {tokens.shape}; legal: integers [batch, sequence]."
+        )
+    if tokens.shape[0] < 1 or tokens.shape[1] < shortest:
+        raise UserError(
+            f"tokens have shape {tokens.shape}; legal: a row or more of at least {shortest}."
+        )
+    return tokens.astype(jnp.int32)

@@ -1,0 +1,47 @@
+"""Every file in examples/ runs, in small, and does what its first line says."""
+
+import importlib.util
+import pathlib
+
+import numpy as np
+import pytest
+
+import sparse_dataflow as sd
+from sparse_dataflow.data import cache
+
+FOLDER = pathlib.Path(__file__).parents[2] / "examples"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_has_a_test():
+    source = pathlib.Path(__file__).read_text(encoding="utf-8")
+    for path in FOLDER.glob("*.py"):
+        assert f'load("{path.stem}")' in source
+
+
+def test_the_mlp_is_trained_dense_and_sparse():
+    losses = load("sparsify_mlp").main(steps=5, width=64, block=8, evolve_every=2)
+    assert set(losses) == {"dense", "sparse"} and np.isfinite(list(losses.values())).all()
+
+
+def test_the_loop_of_ones_own_learns_and_saves_in_sixty_lines(tmp_path):
+    module = load("own_training_loop")
+    losses = module.main(steps=12, texts=3, folder=tmp_path / "model")
+    assert losses[-1] < losses[0] and sd.load(tmp_path / "model").context == 64
+    source = pathlib.Path(module.__file__).read_text(encoding="utf-8").split('"""', 2)[2]
+    assert len([line for line in source.splitlines() if line.strip()]) <= 60
+
+
+@pytest.mark.slow
+def test_a_dense_run_is_pruned_and_recovered(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "FOLDER", tmp_path / "cache")
+    losses = load("prune_and_recover").main(tmp_path, dense_steps=8, steps=2, texts=8)
+    assert list(losses) == ["dense", "sparse from scratch", "pruned and recovered"]
+    assert all(0 < loss < 8 for loss in losses.values())
+    assert sd.load(tmp_path / "recovered").record.init_from["path"] == str(tmp_path / "dense")
