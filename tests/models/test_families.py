@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_gpt import HALF, arbitrary_params, as_dense, logits_of, tokens_of
+from random_models import HALF, arbitrary_params, as_dense, logits_of, tokens_of
 
 from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.model import ModelConfig
