@@ -37,7 +37,7 @@ def compiled_block(model, kind):
         y, pullback = jax.vjp(block, params, x)
         return y, *pullback(dy)
 
-    x = jax.ShapeDtypeStruct((*TOKENS, model.d_model), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((*TOKENS, model.d_model), jnp.dtype(model.compute_dtype))
     return described_gpus.compiled(gradients, (params, x, x), kind=kind).as_text()
 
 
@@ -53,6 +53,13 @@ def test_a_block_of_groups_is_twelve_products_without_gathers_or_copies(kind):
     entry = text[text.index("\nENTRY") :]
     assert not re.search(r" (gather|scatter|sort)\(", text)
     assert not re.search(r" (copy|transpose)\(", entry)
+
+
+def test_a_block_of_groups_compiles_for_a_t4_in_float32():
+    """Twelve products and those of attention, for which Turing has no fused kernel."""
+    text = compiled_block(dataclasses.replace(SPARSE, compute_dtype="float32"), "t4")
+    assert products(text) >= 12
+    assert not re.search(r" (gather|scatter|sort)\(", text)
 
 
 @pytest.mark.parametrize("kind", ["a100", "h100"])
