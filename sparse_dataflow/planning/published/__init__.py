@@ -198,7 +198,7 @@ def _scaling(fields):
 
 def _row(fields):
     counts: dict[str, Any] = {name: int(fields[name]) for name in _COUNTS}
-    micro_batch = float(fields["micro_batch"])
+    micro_batch: Any = float(fields["micro_batch"])
     plan = ParallelPlan(
         **counts,
         micro_batch=int(micro_batch) if micro_batch.is_integer() else micro_batch,
