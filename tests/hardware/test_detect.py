@@ -11,8 +11,8 @@ from sparse_dataflow.hardware.detect import CHIPS, GIB
 
 
 def test_every_documented_chip_has_rates_memory_and_bandwidth():
-    gpus = {"a100-40gb", "a100-80gb", "h100", "h200", "b200", "mi250x-gcd"}
-    assert gpus | {"tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e"} == set(CHIPS)
+    gpus = {"a100-40gb", "a100-80gb", "h100", "h100-96gb", "h200", "b200", "gb200"}
+    assert gpus | {"mi250x-gcd", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e"} == set(CHIPS)
     for name, chip in CHIPS.items():
         assert chip.name == name
         assert 100e12 < chip.peak("bfloat16") < 5e15

@@ -112,7 +112,7 @@ def test_nine_of_ten_held_out_rows_are_inside_their_band():
 
 
 def test_no_run_is_refused_for_memory_by_more_than_a_tenth():
-    shares = {row.name: run_memory.run_bytes(row) / row.chip.memory_bytes for row in EVERY}
+    shares = {row.name: run_memory.run_bytes(row) / row.chip.capacity for row in EVERY}
     # The source does not say that this run keeps its optimizer's state in host memory.
     assert {name for name, share in shares.items() if share > 1.1} == {"Llama 3.1 70B on 32"}
 
@@ -140,7 +140,7 @@ def test_bands_equal_a_new_cross_validation():
     assert fitted.keys() == bands.BANDS.keys()
     for domain, band in fitted.items():
         assert band.runs == bands.BANDS[domain].runs
-        assert band.error == pytest.approx(bands.BANDS[domain].error, abs=0.02), domain
+        assert band.error == pytest.approx(bands.BANDS[domain].error, abs=0.03), domain
 
 
 def test_a_band_in_words():

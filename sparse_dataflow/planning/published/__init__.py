@@ -198,7 +198,7 @@ def _scaling(fields):
 
 def _row(fields):
     counts: dict[str, Any] = {name: int(fields[name]) for name in _COUNTS}
-    micro_batch = float(fields["micro_batch"])
+    micro_batch: Any = float(fields["micro_batch"])
     plan = ParallelPlan(
         **counts,
         micro_batch=int(micro_batch) if micro_batch.is_integer() else micro_batch,
@@ -214,6 +214,7 @@ def _row(fields):
     config = ModelConfig(layers, d_model, heads, d_ff, vocab, sequence, compute_dtype="bfloat16")
     chip = CHIPS[fields["chip"]]
     if slow := fields.get("slow_gb_s"):
+        assert chip.network is not None
         network = dataclasses.replace(chip.network, slow=float(slow) * GIGA)
         chip = dataclasses.replace(chip, network=network)
     stack = "xla" if fields["chip"].startswith("tpu") else fields.get("stack", "megatron")
@@ -224,7 +225,10 @@ def _row(fields):
         chip,
         plan,
         float(fields["value"]),
-        *(fields[n] for n in ("unit", "number", "layout", "split")),
-        stack,
-        tuple(fields.get("assumed", "").split()),
+        unit=fields["unit"],
+        number=fields["number"],
+        plan_status=fields["layout"],
+        split=fields["split"],
+        stack=stack,
+        assumed=tuple(fields.get("assumed", "").split()),
     )

@@ -46,17 +46,17 @@ def _state_bytes(row: Row) -> float:
     weights = float(stage_parameters(config, plan))
     if plan.zero == 3 or row.stack == "eager":
         layer = float(stage_parameters(memory.single_layer(config), plan))
-        layer -= embedding(config) / plan.tensor
+        layer -= embedding(config) / int(plan.tensor)
         gathered = weights if plan.zero == 2 else 2 * layer
-        return (14 if row.stack == "xla" else 16) * weights / plan.fsdp + 2 * gathered
-    shards = plan.fsdp if plan.zero else 1
+        return (14 if row.stack == "xla" else 16) * weights / int(plan.fsdp) + 2 * gathered
+    shards = int(plan.fsdp) if plan.zero else 1
     return weights * (2 + plan.gradient_bytes + 12 / shards)
 
 
 def _activation_bytes(row: Row) -> float:
     plan, config = row.plan, row.config
-    d, d_ff, tensor = config.d_model, config.d_ff, plan.tensor
-    tokens = plan.micro_batch * row.sequence
+    d, d_ff, tensor = config.d_model, config.d_ff, int(plan.tensor)
+    tokens = float(plan.micro_batch) * row.sequence
     residual = 2 * d / (tensor if plan.sequence_parallel else 1)
     layers = np.ceil(config.num_layers / np.asarray(plan.stage)) * in_flight(plan)
     if plan.remat in _OFFLOADED or _host_inputs(row):

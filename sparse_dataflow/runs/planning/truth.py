@@ -89,7 +89,7 @@ def _row(source: str, error: Error) -> dict:
         "assumed": " ".join(row.assumed),
         "constants": row.key,
         "regime": bands.regime(row.config, row.sequence),
-        "memory_share": run_memory.run_bytes(row) / row.chip.memory_bytes,
+        "memory_share": run_memory.run_bytes(row) / row.chip.capacity,
         "limit": error.limit,
     }
 
@@ -126,7 +126,7 @@ def _print_domains(errors: list[Error]) -> None:
 
 
 def _print_memory(errors: list[Error]) -> None:
-    shares = [run_memory.run_bytes(e.row) / e.row.chip.memory_bytes for e in errors]
+    shares = [run_memory.run_bytes(e.row) / e.row.chip.capacity for e in errors]
     over = {e.row.name: f"{share:.2f}" for e, share in zip(errors, shares) if share > 1.1}
     print(f"{len(over)} of {len(shares)} runs need more than 110% of their chip's memory: {over}")
 
