@@ -6,11 +6,13 @@
     python -m experiments.evaluate --run=DIR --against=OTHER                    two runs
     python -m experiments.evaluate --run=DIR --tasks=questions.jsonl            your own
     python -m experiments.evaluate --run=MODEL --corpus=sotu       a Hugging Face directory
+    python -m experiments.evaluate --run=DIR --tasks=mine.yaml,FOLDER           lm-eval's YAML
 
 The sparse model and its dense twin answer the same items and are compared item by item. The own
 tasks are cut from the documents that the run held out and need no network; the table also shows
 chance, and a unigram and a bigram model of the training documents. A file of your own has one JSON
-object a line: {"context": text, "choices": [texts], "answer": index}.
+object a line: {"context": text, "choices": [texts], "answer": index}.  Tasks of lm-eval's own, and
+those in YAML, report all of their metrics.
 
 Leaves RUN/evaluation.json and a section in RUN/report.html. A Hugging Face directory is evaluated
 on the documents that a run on --corpus would hold out. Needs the extra eval.
@@ -48,7 +50,11 @@ class Options:
     tasks: str = setting(
         "own",
         "Comma list of: own (every own task that the corpus gives), last_word, continuation, "
-        "cloze, docstring_body, call_name, lm-eval's tasks, files of JSON lines.",
+        "cloze, docstring_body, call_name, lm-eval's tasks, YAML files and folders of such tasks, "
+        "files of JSON lines.",
+    )
+    include_path: str = setting(
+        "", "Comma list of folders whose YAML files define further tasks, as in lm-eval."
     )
     num_fewshot: tuple[int, ...] = setting(
         (0, 1, 5), "Numbers of examples in the prompt.", legal=AT_LEAST_ZERO

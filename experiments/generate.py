@@ -1,15 +1,20 @@
-"""Continues a prompt with a trained model.
+"""Continues prompts with a trained model.
 
     python -m experiments.generate --run=runs/NAME --prompt="def main("
+    python -m experiments.generate --run=runs/NAME --prompt="def " --temperature=0.8 --samples=4
     python -m experiments.generate --run=runs/NAME --interactive --temperature=0.8 --top_p=0.95
+    python -m experiments.generate --run=runs/NAME --prompts=FILE --batch=16
 
 Without --variant the sparse model writes, where the run has one.  --interactive continues each line
 of the input; Ctrl-C stops the text being written, Ctrl-D, or Ctrl-C at the prompt, ends it.
+--prompts continues each line of a file; a line of a .jsonl file is a string or {"prompt": string}.
+It prints a line {"prompt", "sample", "text", "stopped_by"} for each text.
 """
 
 import dataclasses
 
 from sparse_dataflow.config.settings import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, setting
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs import command_line
 from sparse_dataflow.runs.load_model import ModelOptions
 
@@ -19,7 +24,10 @@ class Options(ModelOptions):
     """The flags."""
 
     prompt: str = setting("", "Text to continue; empty begins a document.")
+    prompts: str = setting("", "File of prompts, one a line, or .jsonl.", path=True)
     interactive: bool = setting(False, "Continue each line of the input.")
+    samples: int = setting(1, "Continuations of each prompt.", legal=AT_LEAST_ONE)
+    batch: int = setting(8, "Texts of --prompts that are written at once.", legal=AT_LEAST_ONE)
     max_new_tokens: int = setting(64, "Most tokens to write.", legal=AT_LEAST_ONE)
     temperature: float = setting(
         0.0, "Divisor of the logits; 0 takes the most likely token.", legal=AT_LEAST_ZERO
@@ -31,19 +39,27 @@ class Options(ModelOptions):
         1.0, "Draws among the fewest tokens of this total probability.", legal=A_FRACTION
     )
     stop: str = setting("", "Text that ends the continuation; \\n is a line break.")
-    seed: int = setting(0, "Seed of the draws.", legal=AT_LEAST_ZERO)
+    seed: int = setting(0, "Seed of the first text; each further one adds 1.", legal=AT_LEAST_ZERO)
 
 
 def main(options):
     """Writes to the output as the text comes; see the module docstring."""
     from sparse_dataflow.runs import generate, load_model
 
+    if sum(map(bool, (options.prompt, options.prompts, options.interactive))) > 1:
+        raise UserError("Give one of --prompt, --prompts and --interactive.")
+    if options.samples > 1 and not options.temperature:
+        raise UserError(
+            f"--samples={options.samples} would be equal texts; give --temperature above 0."
+        )
     trained = load_model.load(options)
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "samples", "seed")
     sampling = {name: getattr(options, name) for name in names}
     sampling["stop"] = [options.stop.replace("\\n", "\n")] if options.stop else []
     if options.interactive:
         generate.converse(trained, **sampling)
+    elif options.prompts:
+        generate.write_file(trained, options.prompts, options.batch, **sampling)
     else:
         generate.write(trained, options.prompt, **sampling)
 

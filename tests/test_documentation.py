@@ -30,7 +30,10 @@ TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
 # Commands of clusters and clouds must have a comment "# needs ...".
 CLUSTER_COMMANDS = ("docker", "sbatch", "scancel", "squeue", "kubectl", "gcloud")
 # Legal commands that are not part of this project.
-FOREIGN = ("git clone", "cd ", "python mine.py", "python -m build", "python -m venv")
+FOREIGN = (
+    *("git clone", "cd ", "python mine.py", "python -m build", "python -m venv", "lm_eval "),
+    "python -m sparse_dataflow.evaluation",
+)
 SETTINGS = settings.by_path(RunConfig)
 CONFIGS = "|".join(sorted({path.partition(".")[0] for path in SETTINGS}))
 README_WORDS = 900

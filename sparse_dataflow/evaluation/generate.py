@@ -14,7 +14,7 @@ import numpy as np
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.evaluation import kv_cache
-from sparse_dataflow.evaluation.sampling import Sampling, sample_tokens
+from sparse_dataflow.evaluation.sampling import Sampling, row_keys, sample_tokens
 from sparse_dataflow.evaluation.stopping import StreamDecoder
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
@@ -48,7 +48,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     stop: Sequence[str] = (),
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     on_token: Callable[[int, str], None] | None = None,
 ) -> list[Continuation]:
     """Continues all prompts in one batch.
@@ -61,7 +61,8 @@ def generate(
       top_k: see `Sampling`.
       top_p: see `Sampling`.
       stop: strings that end a continuation.
-      seed: sampling seed; the same prompts and seed give the same text.
+      seed: sampling seed; the same prompts and seed give the same text. With a seed for each
+        prompt, a text does not depend on the other prompts of the batch.
       on_token: callback (prompt index, text) with newly generated text. Text is withheld until its
         characters are complete and it cannot become a stop string.
 
@@ -78,6 +79,9 @@ def generate(
         raise UserError("A stop string is empty; legal: strings of at least one character.")
     tokens = [_prompt_tokens(model.tokenizer, prompt) for prompt in _listed(prompts)]
     decoders = [StreamDecoder(model.tokenizer, stop) for _ in tokens]
+    seed = seed if isinstance(seed, int) else tuple(seed)
+    if isinstance(seed, tuple) and len(seed) != len(tokens):
+        raise UserError(f"{len(seed)} seeds do not fit {len(tokens)} prompts; legal: one each.")
     sampling = Sampling(temperature, top_k, top_p, seed)
     stream = generate_tokens(
         model.model,
@@ -164,10 +168,10 @@ def generate_tokens(
         stochastic=sampling.stochastic,
         filters=sampling.filters,
     )
-    keys = jax.random.split(jax.random.key(sampling.seed), rows)
+    keys = row_keys(sampling.seed, rows)
     logits, caches = kv_cache.prefill(config, weights, tokens, positions, cache_tokens=cache_tokens)
     for step in range(count):
-        next_tokens = sample(logits, _fold(keys, step))
+        next_tokens = sample(logits, _fold(keys, step) if sampling.stochastic else keys)
         full = [length + step >= context for length in lengths]
         yield [None if f else token for f, token in zip(full, np.asarray(next_tokens).tolist())]
         if step == count - 1 or all(full) or finished():

@@ -31,9 +31,12 @@ FEWSHOT_SEED = 1234
 """Default of lm-eval."""
 
 PRIMARY_METRICS = ("acc", "exact_match", "word_perplexity", "bits_per_byte", "perplexity")
-"""The reported metric of a task is the first of these that it has, else its first metric."""
+"""Metrics that are reported first, in this order."""
 
-_NEW_TOKENS = 256  # default of lm-eval for tasks without max_gen_toks
+NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Generation arguments that limit the new tokens, as lm-eval ranks them."""
+
+_DEFAULT_NEW_TOKENS = 256  # of lm-eval
 
 
 class HarnessLM(TemplateLM):
@@ -75,13 +78,16 @@ class HarnessLM(TemplateLM):
     def loglikelihood(self, requests, disable_tqdm: bool = True):
         """Returns (log-likelihood in nats, whether greedy) of each continuation.
 
-        Tokenises as `TemplateLM.loglikelihood` does, but all requests in one batch.
+        Tokenises as `TemplateLM.loglikelihood` does, but all requests in one batch. There, a
+        continuation that merges into the last token of its context has no tokens. Here it is
+        encoded by itself, so it is scored given the same context as the other choices.
         """
         pairs = [_move_trailing_spaces(*request.args) for request in requests]
         texts = list(dict.fromkeys(text for a, b in pairs for text in (a, a + b)))
-        tokens = dict(zip(texts, self._tokenizer.encode_batch(texts)))
+        tokens = dict(zip(texts, (ids.tolist() for ids in self._tokenizer.encode_batch(texts))))
         encoded = [
-            ((a, b), tokens[a].tolist(), tokens[a + b][len(tokens[a]) :].tolist()) for a, b in pairs
+            ((a, b), tokens[a], tokens[a + b][len(tokens[a]) :] or self.tok_encode(b))
+            for a, b in pairs
         ]
         return self._loglikelihood_tokens(encoded)
 
@@ -115,8 +121,9 @@ class HarnessLM(TemplateLM):
         texts = [""] * len(requests)
         for indices in indices_by_arguments.values():
             arguments = requests[indices[0]].args[1]
+            given = (arguments[name] for name in NEW_TOKENS if arguments.get(name) is not None)
             # At least half of the context is for the prompt.
-            new_tokens = min(int(arguments.get("max_gen_toks", _NEW_TOKENS)), self._context // 2)
+            new_tokens = min(int(next(given, _DEFAULT_NEW_TOKENS)), self._context // 2)
             room = self._context - new_tokens
             prompts = [self.tok_encode(requests[i].args[0]) for i in indices]
             truncated = [prompt[-room:] or [self.prefix_token_id] for prompt in prompts]
@@ -143,29 +150,40 @@ def harness_lm(
       forward: scores batches, e.g. over a mesh; one program on the default device where None.
       limits: batch limits of `forward`; the training's micro-batches where None.
     """
-    forward = forward or scoring.single_device_forward(trained)
+    return HarnessLM(*functions(trained, forward, limits))
+
+
+def functions(
+    trained: Trained, forward: Forward | None = None, limits: Limits | None = None
+) -> tuple[Tokenizer, int, Scorer, Generator]:
+    """Returns the arguments of `HarnessLM`; takes those of `harness_lm`."""
+    score_batch = forward or scoring.single_device_forward(trained)
     limits = limits or scoring.batch_limits(trained)
-    return HarnessLM(
+    return (
         trained.tokenizer,
         limits.context,
-        lambda requests: scoring.score(forward, limits, requests),
+        lambda requests: scoring.score(score_batch, limits, requests),
         functools.partial(_generate, trained, limits.rows(limits.context)),
     )
 
 
 def _generate(trained, rows, prompts, new_tokens, arguments) -> list[str]:
     until = arguments.get("until") or []
-    stochastic = arguments.get("do_sample", arguments.get("temperature", 0) > 0)
-    texts = []
+    temperature = arguments.get("temperature")
+    stochastic = arguments.get("do_sample")
+    if stochastic is None:
+        stochastic = bool(temperature)
+    texts: list[str] = []
     for start in range(0, len(prompts), rows):
         continuations = generate(
             trained,
             prompts[start : start + rows],
             max_new_tokens=new_tokens,
-            temperature=float(arguments.get("temperature", 1.0)) if stochastic else 0.0,
-            top_k=int(arguments.get("top_k", 0)),
-            top_p=float(arguments.get("top_p", 1.0)),
+            temperature=float(1.0 if temperature is None else temperature) if stochastic else 0.0,
+            top_k=max(0, int(arguments.get("top_k") or 0)),  # vLLM writes -1 for all.
+            top_p=float(arguments.get("top_p") or 1.0),
             stop=[s for s in ([until] if isinstance(until, str) else until) if s],
+            seed=range(start, start + len(prompts[start : start + rows])),
         )
         texts += [continuation.text for continuation in continuations]
     return texts
@@ -173,22 +191,24 @@ def _generate(trained, rows, prompts, new_tokens, arguments) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class TaskScore:
-    """Score of one model in one task with one number of examples in the prompt.
+    """One metric of one model in one task with one number of examples in the prompt.
 
     Attributes:
-      metric: name of the metric in lm-eval.
       value: metric over all items, aggregated as the task defines it.
+      lower_is_better: whether a smaller value is better.
       items: number of items.
       values: metric of each item, float [items]; None where `value` is not their mean.
     """
 
-    metric: str
     value: float
+    lower_is_better: bool
     items: int
     values: np.ndarray | None
 
 
-def evaluate(lm: HarnessLM, tasks: Mapping[str, Any], shots: int, limit: int | None = None):
+def evaluate(
+    lm: HarnessLM, tasks: Mapping[str, Any], shots: int, limit: int | None = None
+) -> dict[str, dict[str, TaskScore]]:
     """Runs lm-eval tasks on a model.
 
     Args:
@@ -198,31 +218,42 @@ def evaluate(lm: HarnessLM, tasks: Mapping[str, Any], shots: int, limit: int | N
       limit: number of items per task; all items where None.
 
     Returns:
-      {task name: TaskScore}.
+      Task name -> metric -> score; `PRIMARY_METRICS` first. The name of a filter of the outputs, if
+      there is one, follows its metric.
     """
     for task in tasks.values():
         task.set_config(key="num_fewshot", value=shots)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     with quiet():
         results = evaluator.evaluate(
-            lm, dict(tasks), limit=limit, bootstrap_iters=0, log_samples=True
+            lm, {"tasks": dict(tasks)}, limit=limit, bootstrap_iters=0, log_samples=True
         )
-    return {name: _task_score(name, results) for name in tasks}
+    return {name: _task_scores(name, results) for name in tasks}
 
 
-def _task_score(name, results) -> TaskScore:
-    metrics = {
-        key.partition(",")[0]: value
-        for key, value in results["results"][name].items()
-        if isinstance(value, int | float) and "," in key and "_stderr" not in key
-    }
-    metric = next((m for m in PRIMARY_METRICS if m in metrics), next(iter(metrics)))
+def _task_scores(name, results) -> dict[str, TaskScore]:
+    scores = {}
     samples = sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
-    values = [sample.get(metric) for sample in samples]
-    numeric = all(isinstance(v, int | float | np.number) for v in values)
-    is_mean = numeric and np.isclose(np.mean(values), metrics[metric])
-    array = np.asarray(values, np.float64) if is_mean else None
-    return TaskScore(metric, float(metrics[metric]), len(samples), array)
+    for key, value in results["results"][name].items():
+        metric, comma, output_filter = key.partition(",")
+        if not isinstance(value, int | float) or not comma or metric.endswith("_stderr"):
+            continue
+        values = [s.get(metric) for s in samples if s.get("filter", "none") == output_filter]
+        numeric = all(isinstance(v, int | float | np.number) for v in values)
+        is_mean = numeric and np.isclose(np.mean(values), value)
+        higher = results["higher_is_better"].get(name, {}).get(metric)
+        scores[metric if output_filter == "none" else f"{metric}, {output_filter}"] = TaskScore(
+            float(value),
+            metric.endswith(("perplexity", "bits_per_byte")) if higher is None else not higher,
+            len(values),
+            np.asarray(values, np.float64) if is_mean else None,
+        )
+    return dict(sorted(scores.items(), key=lambda item: _rank(item[0])))
+
+
+def _rank(metric):
+    name = metric.partition(",")[0]
+    return PRIMARY_METRICS.index(name) if name in PRIMARY_METRICS else len(PRIMARY_METRICS)
 
 
 @contextlib.contextmanager

@@ -34,10 +34,12 @@ class Weights(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """Keys and values [batch, cache tokens, kv heads, head width] of one layer.
+    """Keys and values [batch, kv heads, cache tokens, head width] of one layer.
 
     They have the compute dtype.  Positional rotations are already applied to the keys.  With a
-    sliding window the cache still has all tokens, and decoding masks the older ones.
+    sliding window the cache still has all tokens, and decoding masks the older ones.  Attention
+    reads caches of this order in place; with tokens before heads, XLA transposes the complete cache
+    at every token.
     """
 
     keys: jax.Array
@@ -48,11 +50,20 @@ def prepare(config: ModelConfig, params: dict, tables: dict) -> Weights:
     """Casts the weights layer by layer to the compute dtype; see `gpt` for params and tables."""
     dtype = jnp.dtype(config.compute_dtype)
     cast = functools.partial(jax.tree.map, lambda leaf: jnp.asarray(leaf, dtype))
-    layers = tuple(
-        (cast(layer_params), jax.tree.map(jnp.asarray, layer_tables))
-        for layer_params, layer_tables in gpt.layers(params["blocks"], tables)
-    )
-    return Weights(cast(params["embed"]), layers, cast(params["head"]))
+    layers = []
+    for stacked, stacked_tables in zip(
+        split_groups(params["blocks"]), split_groups(tables), strict=True
+    ):
+        for i in range(len(jax.tree.leaves(stacked)[0])):
+            layer_tables = jax.tree.map(lambda table, i=i: jnp.asarray(table[i]), stacked_tables)
+            layers.append((_layer(stacked, i, dtype), layer_tables))
+    return Weights(cast(params["embed"]), tuple(layers), cast(params["head"]))
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _layer(stacked, i, dtype):
+    """Returns layer i, in one program: an array at a time compiles one for each shape."""
+    return jax.tree.map(lambda leaf: leaf[i].astype(dtype), stacked)
 
 
 def random_weights(config: ModelConfig, seed: int) -> Weights:
@@ -95,8 +106,8 @@ def prefill(
     caches = []
 
     def attend(q, k, v, window):
-        room = [(0, 0), (0, cache_tokens - k.shape[1]), (0, 0), (0, 0)]
-        caches.append(LayerCache(jnp.pad(k, room), jnp.pad(v, room)))
+        room = [(0, 0), (0, 0), (0, cache_tokens - k.shape[1]), (0, 0)]
+        caches.append(LayerCache(*(jnp.pad(a.swapaxes(1, 2), room) for a in (k, v))))
         return causal_attention(q, k, v, window=window)
 
     x_BxTxD = gpt.embed(config, weights.embed, tokens_BxT)
@@ -127,7 +138,7 @@ def decode_token(
     """
     positions_BxT = positions_B[:, None]
     rows = jnp.arange(len(tokens_B))
-    distance = positions_BxT - jnp.arange(caches[0].keys.shape[1])
+    distance = positions_BxT - jnp.arange(caches[0].keys.shape[2])
     visible = distance >= 0
     if config.window:
         visible &= distance < config.window
@@ -136,9 +147,10 @@ def decode_token(
     for (params, tables), cache in zip(weights.layers, caches):
 
         def attend(q, k, v, window, cache=cache):
-            keys = cache.keys.at[rows, positions_B].set(k[:, 0])
-            values = cache.values.at[rows, positions_B].set(v[:, 0])
+            keys = cache.keys.at[rows, :, positions_B].set(k[:, 0])
+            values = cache.values.at[rows, :, positions_B].set(v[:, 0])
             new_caches.append(LayerCache(keys, values))
+            keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
             mask = visible[:, None, None, :]
             return jax.nn.dot_product_attention(q, keys, values, mask=mask, implementation="xla")
 

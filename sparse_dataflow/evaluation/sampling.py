@@ -2,10 +2,12 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparse_dataflow.files.errors import UserError
 
@@ -19,7 +21,7 @@ class Sampling:
       top_k: number of most likely tokens to sample from; 0 for all.
       top_p: samples from the smallest set of most likely tokens with at least this probability
         (arXiv 1904.09751, section 3.1); 1 for all.
-      seed: random seed.
+      seed: random seed of a batch, whose rows then differ, or one of each row.
 
     Raises:
       UserError: a value is out of range.
@@ -28,7 +30,7 @@ class Sampling:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    seed: int = 0
+    seed: int | tuple[int, ...] = 0
 
     def __post_init__(self):
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
@@ -47,6 +49,19 @@ class Sampling:
     def filters(self) -> bool:
         """Whether top_k or top_p excludes tokens, which costs a sort of the vocabulary."""
         return self.stochastic and (self.top_k > 0 or self.top_p < 1)
+
+
+def row_keys(seed: int | Sequence[int], rows: int) -> jax.Array:
+    """Returns a random key of each row; rows without a seed of their own are padding.
+
+    A key of Threefry is two words, here (row, seed), or (0, seed) where each row has a seed.
+    """
+    words = np.zeros((rows, 2), np.uint32)
+    if isinstance(seed, int):
+        words[:, 0], words[:, 1] = np.arange(rows), seed % 2**32
+    else:
+        words[: len(seed), 1] = [value % 2**32 for value in seed]
+    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
 
 
 @functools.partial(jax.jit, static_argnames=("stochastic", "filters"))

@@ -116,7 +116,7 @@ def score(
     Requests longer than the context are truncated on the left.
 
     Raises:
-      UserError: a continuation is longer than the context, or a context is empty.
+      UserError: a continuation is longer than the context, or it or a context is empty.
     """
     rows = [_truncate(request, limits.context) for request in requests]
     lengths = [len(tokens) - 1 for tokens, _ in rows]
@@ -177,8 +177,8 @@ def _truncate(request, context) -> tuple[np.ndarray, int]:
             f"A continuation of {len(after)} tokens does not fit the model's context of {context}. "
             "Shorten the answers of the task, or evaluate a model of a longer training.sequence."
         )
-    if not len(before):
-        raise UserError("A continuation cannot be scored after an empty context.")
+    if not len(before) or not len(after):
+        raise UserError("A continuation and its context cannot be scored without tokens.")
     return np.asarray([*before, *after], np.int32)[-(context + 1) :], len(after)
 
 

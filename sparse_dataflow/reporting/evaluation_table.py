@@ -13,7 +13,8 @@ def evaluation_table(evaluation: EvaluationData) -> list[dict[str, Any]]:
     """
     rows = []
     for row in evaluation.rows:
-        unit = ".1%" if row["metric"] in ("acc", "acc_norm", "exact_match") else ".3f"
+        metric = row["metric"].partition(",")[0]  # A filter of the outputs may follow.
+        unit = ".1%" if metric in ("acc", "acc_norm", "exact_match") else ".3f"
         text = lambda value, unit=unit: MISSING if value is None else f"{value:{unit}}"  # noqa: E731
         compared = row["paired"] or dict.fromkeys(("difference", "low", "high", "p"))
         low, high, p = (compared[name] for name in ("low", "high", "p"))

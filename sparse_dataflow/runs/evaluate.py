@@ -80,7 +80,10 @@ def evaluate(options) -> None:
                 scores[task][name] = score
             if name in models:
                 notes += _truncation(name, count, before, lm.counts, context)
-        rows += [_row(n, scored[n], count, scores[n], list(models)) for n in scored]
+        for n in scored:
+            for metric in scores[n][next(iter(models))]:
+                of_metric = {name: s[metric] for name, s in scores[n].items() if metric in s}
+                rows.append(_row(n, scored[n], count, metric, of_metric, list(models)))
     result = {
         **measurement.provenance(hardware.detect([first.model.compute_dtype]).name),
         "corpus": {"name": corpus.name, "hash": corpus.content_hash},
@@ -216,7 +219,7 @@ def _loss_row(losses, tokenizer):
     }
 
 
-def _row(name, task, shots, scores, models):
+def _row(name, task, shots, metric, scores, models):
     first = scores[models[0]]
     documents = task.documents(first.items)
     of_models = {}
@@ -233,11 +236,11 @@ def _row(name, task, shots, scores, models):
     return {
         "task": name,
         "shots": shots,
-        "metric": first.metric,
-        "lower_is_better": "perplexity" in first.metric or first.metric == "bits_per_byte",
+        "metric": metric,
+        "lower_is_better": first.lower_is_better,
         "items": first.items,
         "documents": len(set(documents)),
-        "chance": task.chance(first.items) if first.metric == "acc" else None,
+        "chance": task.chance(first.items),
         "baselines": {name: scores[name].value for name in BASELINES if name in scores},
         "models": of_models,
         "paired": None if any(v is None for v in both) else _paired(both, documents),

@@ -35,7 +35,7 @@ def text(result: Mapping[str, Any]) -> str:
     """Returns the table for a terminal, with its notes."""
     shown = data(result)
     pair = len(shown.models) == 2
-    head = ["task", "", *shown.models, *(["difference (95%)", "p"] if pair else [])]
+    head = ["task", "", "", *shown.models, *(["difference (95%)", "p"] if pair else [])]
     lines = [[*head, "chance", "unigram", "bigram", "items", "documents"]]
     for row in evaluation_table(shown):
         interval = f" ({row['interval']})" if row["interval"] else ""
@@ -43,7 +43,8 @@ def text(result: Mapping[str, Any]) -> str:
         lines.append(
             [
                 f"{row['task']}",
-                row["shots"] or row["metric"],
+                row["shots"],
+                row["metric"],
                 *(f"{value} {error}".strip() for value, error in row["cells"]),
                 *([f"{row['difference']}{interval}", p] if pair else []),
                 *row["baselines"],
@@ -52,7 +53,7 @@ def text(result: Mapping[str, Any]) -> str:
             ]
         )
     footer = "± is a standard error." + (f" {METHOD}" if pair else "")
-    return "\n".join([tables.aligned(lines, left=2), footer, *shown.notes])
+    return "\n".join([tables.aligned(lines, left=3), footer, *shown.notes])
 
 
 def read(folder: Path) -> EvaluationData | None:

@@ -1,4 +1,4 @@
-"""The tasks that a command line names: of this project, of lm-eval, or in files of JSON lines.
+"""The tasks that a command line names: of this project, of lm-eval, or in files.
 
 Needs the extra `eval`.
 """
@@ -28,15 +28,18 @@ class Task:
     Attributes:
       task: lm-eval's task.
       items: its items; None for a task of lm-eval's own.
+      zero_shot_only: whether lm-eval defines it without examples in the prompt.
     """
 
     task: Any
     items: Sequence[Item] | None = None
+    zero_shot_only: bool = False
 
-    @property
-    def zero_shot_only(self) -> bool:
-        """Whether lm-eval defines it without examples in the prompt."""
-        return self.items is None and self.task.OUTPUT_TYPE == "loglikelihood_rolling"
+    @classmethod
+    def of_lm_eval(cls, task: Any) -> "Task":
+        """A task of lm-eval's own."""
+        rolling = task.OUTPUT_TYPE == "loglikelihood_rolling"
+        return cls(task, None, rolling or task.get_config("num_fewshot") == 0)
 
     @property
     def generates(self) -> bool:
@@ -89,15 +92,27 @@ def named(options, corpus: str) -> dict[str, dict[str, Task] | None]:
             stem = Path(name).stem
             by_name[name] = {stem: Task(lm_eval_tasks.make_task(stem, items), items)}
         else:
-            manager = manager or TaskManager()
+            manager = manager or TaskManager(include_path=_folders(options.include_path))
             of_lm_eval = lm_eval_tasks.load_tasks(name, manager, of_project)
-            by_name[name] = {task: Task(it) for task, it in of_lm_eval.items()}
+            by_name[name] = {task: Task.of_lm_eval(it) for task, it in of_lm_eval.items()}
     if not by_name:
         raise UserError(
             f"--tasks={options.tasks} names no task; legal: own, {', '.join(of_project)}, "
-            "lm-eval's tasks and files of JSON lines."
+            "lm-eval's tasks, YAML files and folders of such tasks, and files of JSON lines."
         )
+    names = collections.Counter(task for group in by_name.values() for task in group or ())
+    if repeated := [task for task, count in names.items() if count > 1]:
+        raise UserError(f"--tasks names the task {repeated[0]} twice; leave one out.")
     return by_name
+
+
+def _folders(include_path):
+    """The folders that --include_path lists; None where it is empty."""
+    folders = [Path(word).expanduser() for word in include_path.split(",") if word]
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"--include_path={include_path}: {folder} is not a folder.")
+    return folders or None
 
 
 def ready(

@@ -1,5 +1,6 @@
 """Loads the trained model that an experiment's flags name."""
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -37,4 +38,32 @@ def load(options: ModelOptions) -> "Trained":
         raise UserError(
             "No run is named; give a run folder or a Hugging Face directory with --run."
         )
+    keep_programs()
     return load.load(options.run, options.variant, options.checkpoint)
+
+
+PROGRAMS = "programs"
+"""Folder of compiled programs in the cache folder."""
+
+_PROGRAMS_BYTES = 2**28
+
+
+def keep_programs() -> None:
+    """Keeps compiled programs in the cache folder, so that a later process starts sooner.
+
+    JAX_COMPILATION_CACHE_DIR, if it is set, decides instead. Without a cache folder nothing is
+    kept.
+    """
+    import jax
+
+    from sparse_dataflow.data import cache
+
+    if jax.config.jax_compilation_cache_dir:
+        return
+    with contextlib.suppress(UserError):
+        folder = cache.resolved(cache.FOLDER)
+        with cache.exclusive(folder, PROGRAMS):  # Claims the folder.
+            jax.config.update("jax_compilation_cache_dir", str(folder / PROGRAMS))
+            jax.config.update("jax_compilation_cache_max_size", _PROGRAMS_BYTES)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

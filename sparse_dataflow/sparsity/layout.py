@@ -51,7 +51,7 @@ class LayoutTables(NamedTuple):
 
     Attributes:
       in_index: int32 [out_blocks, fan_in], input block of each position.
-      in_slot: int32 [out_blocks, fan_in], its slot.
+      in_slot: int32 [out_blocks, fan_in], its slot; without padding the slots in order.
       out_index: int32 [in_blocks, fan_out], output block of each position.
       out_slot: int32 [in_blocks, fan_out], its slot.
       groups: structure that a program may be specialised to; None if there is none, or the layout

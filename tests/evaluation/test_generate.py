@@ -127,6 +127,16 @@ def test_sampled_tokens_depend_on_the_seed_and_the_row(trained):
     assert sampled(3)[0] != sampled(3)[1]
 
 
+def test_a_text_with_its_own_seed_does_not_depend_on_the_batch(trained):
+    def sampled(prompts, seed):
+        continuations = generate(trained, prompts, max_new_tokens=12, temperature=50.0, seed=seed)
+        return [continuation.tokens for continuation in continuations]
+
+    batch = sampled([[5], [5, 7], [5]], seed=range(2, 5))
+    assert batch == [sampled([p], seed=[s])[0] for p, s in (([5], 2), ([5, 7], 3), ([5], 4))]
+    assert batch[0] != batch[2]
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
@@ -135,6 +145,7 @@ def test_sampled_tokens_depend_on_the_seed_and_the_row(trained):
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens 0 .* legal: 1 or more"),
         ([[1]], {"stop": ["a", ""]}, "stop string is empty"),
         ([[1]], {"top_p": 2.0}, "top_p 2.0"),
+        ([[1]], {"seed": [1, 2]}, "2 seeds do not fit 1 prompts"),
     ],
 )
 def test_invalid_input_raises(trained, prompts, options, message):

@@ -147,6 +147,7 @@ def test_invalid_requests_raise():
     forward, limits = recording_forward([]), Limits(8, 64)
     with pytest.raises(UserError, match=r"continuation of 9 tokens .* context of 8"):
         score(forward, limits, [([1], [1] * 9)])
-    with pytest.raises(UserError, match="empty context"):
-        score(forward, limits, [([], [1])])
+    for request in (([], [1]), ([1], [])):
+        with pytest.raises(UserError, match="without tokens"):
+            score(forward, limits, [([1], [1]), request])
     assert score(forward, limits, []) == ([], scoring.Counts())

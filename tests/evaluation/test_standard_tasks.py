@@ -1,13 +1,43 @@
 """Tasks of lm-eval by name, with fake data or without a network."""
 
 import importlib.util
+import json
 import math
 
 import pytest
 
 from sparse_dataflow.files.errors import UserError
 
-METRICS = {"wikitext": "word_perplexity", "nq_open": "exact_match"}
+CHOICE = """
+include: _shared
+task: mine
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+"""
+WRITING = """
+include: _shared
+task: writing
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[answer]}}"
+generation_kwargs: {until: ["\\n"], max_new_tokens: 3}
+metric_list:
+  - metric: exact_match
+filter_list:
+  - name: whole
+    filter: [{function: take_first}]
+  - name: letter
+    filter: [{function: regex, regex_pattern: "([a-h])"}, {function: take_first}]
+"""
+
+METRICS = {
+    "wikitext": ["word_perplexity", "bits_per_byte", "byte_perplexity"],
+    "nq_open": ["exact_match, remove_whitespace"],
+    "lambada_openai": ["acc", "perplexity"],
+    **{name: ["acc"] for name in ("winogrande", "boolq")},
+}
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="the extra eval is not installed"
@@ -38,9 +68,11 @@ def test_standard_tasks_run_with_all_request_types(
     rolling = set() if shots else {"loglikelihood_rolling"}
     assert kinds == {"loglikelihood", "multiple_choice", "generate_until"} | rolling
     lm = harness.harness_lm(trained("sparse"))
-    for name, score in harness.evaluate(lm, tasks, shots).items():
-        assert (score.metric, score.items) == (METRICS.get(name, "acc"), 2)
-        assert math.isfinite(score.value) and score.value >= 0
+    for name, scores in harness.evaluate(lm, tasks, shots).items():
+        assert list(scores) == METRICS.get(name, ["acc", "acc_norm"])
+        for metric, score in scores.items():
+            assert score.items == 2 and math.isfinite(score.value) and score.value >= 0
+            assert score.lower_is_better == (name == "wikitext" or metric == "perplexity")
     assert lm.counts.requests >= 2 * len(names)
 
 
@@ -55,3 +87,44 @@ def test_without_network_the_error_names_the_builtin_tasks(lm_eval_tasks, manage
         message = str(error.value)
         assert f"data of the task {name} cannot be downloaded" in message and "\n" not in message
         assert "The tasks cloze, last_word need no network." in message and "lines" not in message
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with two tasks of lm-eval and a file that both include."""
+    rows = [{"question": f"the {word}", "choices": [" of", " ab"], "answer": 1} for word in "abc"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shared = {"dataset_path": "json", "test_split": "test"}
+    shared["dataset_kwargs"] = {"data_files": {"test": str(tmp_path / "rows.jsonl")}}
+    (tmp_path / "_shared").write_text(json.dumps(shared))
+    (tmp_path / "mine.yaml").write_text(CHOICE)
+    (tmp_path / "writing.yaml").write_text(WRITING)
+    return tmp_path
+
+
+def test_yaml_files_and_folders_with_all_metrics(harness, lm_eval_tasks, trained, folder, manager):
+    one = lm_eval_tasks.load_tasks(str(folder / "mine.yaml"), manager, ())
+    tasks = lm_eval_tasks.load_tasks(str(folder), manager, ())
+    assert (list(one), list(tasks)) == (["mine"], ["mine", "writing"])
+    included = lm_eval_tasks.TaskManager(include_path=[folder], include_defaults=False)
+    assert list(lm_eval_tasks.load_tasks("writing", included, ())) == ["writing"]
+    lm = harness.harness_lm(trained("sparse"))
+    scores = harness.evaluate(lm, tasks, 0)
+    assert list(scores["mine"]) == ["acc", "acc_norm"]
+    assert list(scores["writing"]) == ["exact_match, whole", "exact_match, letter"]
+    for score in (*scores["mine"].values(), *scores["writing"].values()):
+        assert score.items == 3 and score.value == score.values.mean()
+
+
+def test_task_files_that_cannot_be_used_are_named(lm_eval_tasks, manager, tmp_path):
+    def refusal(name):
+        with pytest.raises(UserError) as error:
+            lm_eval_tasks.load_tasks(str(name), manager, ("cloze",))
+        return str(error.value)
+
+    assert "no task file" in refusal(tmp_path / "missing.yaml")
+    assert "has no YAML file" in refusal(tmp_path)
+    (tmp_path / "bad.yaml").write_text("dataset_path: [")
+    assert "bad.yaml cannot be loaded" in refusal(tmp_path / "bad.yaml")
+    (tmp_path / "bad.yaml").write_text("task: mine\ndataset_path: json\nunsafe_code: true")
+    assert "cannot be loaded" in refusal(tmp_path / "bad.yaml")

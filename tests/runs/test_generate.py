@@ -1,6 +1,7 @@
 """A conversation goes on after what stops one text, and ends when it is asked to."""
 
 import builtins
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from experiments import generate
 from sparse_dataflow.data.tokenizer import gpt2_tokenizer
 from sparse_dataflow.evaluation import generate as generation
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs import command_line, load_model
+from sparse_dataflow.runs.generate import write_file
 
 TOKENIZER = gpt2_tokenizer()
 
@@ -19,7 +22,7 @@ def converse(monkeypatch, capsys):
     or what `input` raises; `write(prompt, on_token)` stands for the model."""
 
     def converse(inputs, write):
-        prompts, waiting = [], iter(inputs)
+        prompts, seeds, waiting = [], [], iter(inputs)
         model = SimpleNamespace(
             tokenizer=TOKENIZER, context=16, model=SimpleNamespace(vocab_size=TOKENIZER.vocab_size)
         )
@@ -30,16 +33,20 @@ def converse(monkeypatch, capsys):
                 raise found
             return found
 
-        def generated(model, tokens, *, on_token, **options):
+        def generated(model, tokens, *, on_token, seed, **options):
             prompts.append(TOKENIZER.decode(tokens[0]))
-            write(prompts[-1], lambda text: on_token(0, text))
+            seeds.extend(seed)
+            stopped_by = write(prompts[-1], lambda text: on_token(0, text)) or "length"
+            return [generation.Continuation("", [], stopped_by)]
 
         monkeypatch.setattr(load_model, "load", lambda options: model)
         monkeypatch.setattr(generation, "generate", generated)
         monkeypatch.setattr(builtins, "input", answer)
-        argv = ["generate", "--run=RUN", "--interactive"]
+        argv = ["generate", "--run=RUN", "--interactive", "--seed=3"]
         with pytest.raises(SystemExit) as left:
             command_line.run(generate.main, generate.__doc__, options=generate.Options, argv=argv)
+        lines = [text for text in inputs if isinstance(text, str)]
+        assert seeds == [3 + lines.index(prompt) for prompt in prompts if prompt in lines]
         return left.value.code, *capsys.readouterr(), prompts
 
     return converse
@@ -69,3 +76,73 @@ def test_a_line_that_is_too_long_is_named_and_the_next_is_continued(converse):
     )
     assert status == 0 and prompts == ["of"] and out == "of it\n\n"
     assert err.startswith("error: Prompt 1 has") and "in the context of 16" in err
+
+
+def test_a_full_context_is_said(converse):
+    def write(prompt, tell):
+        tell(" on")
+        return "context"
+
+    _, out, err, _ = converse(["one", EOFError()], write)
+    assert out == "one on\n\n" and err == "(The context of 16 tokens is full.)\n"
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 8])
+def test_a_file_of_prompts_is_continued_in_batches(monkeypatch, capsys, tmp_path, batch):
+    sizes = []
+
+    def generated(model, tokens, *, seed, **options):
+        sizes.append(len(tokens))
+        texts = [f"{TOKENIZER.decode(ids)} {s}" for ids, s in zip(tokens, seed, strict=True)]
+        return [generation.Continuation(text, [], "length") for text in texts]
+
+    model = SimpleNamespace(
+        tokenizer=TOKENIZER, context=16, model=SimpleNamespace(vocab_size=TOKENIZER.vocab_size)
+    )
+    monkeypatch.setattr(load_model, "load", lambda options: model)
+    monkeypatch.setattr(generation, "generate", generated)
+    (tmp_path / "prompts.jsonl").write_text('"one\\ntwo"\n\n{"prompt": "é"}\n')
+    options = generate.Options(
+        prompts=str(tmp_path / "prompts.jsonl"), samples=3, temperature=1.0, batch=batch, seed=5
+    )
+    generate.main(options)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sum(sizes) == 6 and max(sizes) == min(batch, 6)
+    assert [(line["prompt"], line["sample"]) for line in lines] == [
+        (prompt, sample) for prompt in ("one\ntwo", "é") for sample in range(3)
+    ]
+    assert [line["text"] for line in lines] == [
+        f"{line['prompt']} {seed}" for seed, line in enumerate(lines, start=5)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        ("word " * 20, "Prompt 1 has 21 tokens"),
+        ('{"text": "a"}', "line 1, has no prompt"),
+        ("[1", "line 1, has no prompt"),
+    ],
+)
+def test_files_without_prompts_are_refused(tmp_path, content, message):
+    path = tmp_path / ("prompts.txt" if content.startswith("word") else "prompts.jsonl")
+    path.write_text(content)
+    model = SimpleNamespace(
+        tokenizer=TOKENIZER, context=16, model=SimpleNamespace(vocab_size=TOKENIZER.vocab_size)
+    )
+    with pytest.raises(UserError, match=message):
+        write_file(model, str(path), batch=1, samples=1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samples": 2}, "--temperature above 0"),
+        ({"prompt": "a", "interactive": True}, "Give one of"),
+        ({"prompts": "a", "interactive": True}, "Give one of"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        generate.main(generate.Options(**options))

@@ -2,11 +2,12 @@
 
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
 from lm_eval.api.task import ConfigurableTask
-from lm_eval.tasks import TaskManager, get_task_dict
+from lm_eval.tasks import TaskManager
 
 from sparse_dataflow.evaluation.harness import quiet
 from sparse_dataflow.evaluation.tasks.items import Item
@@ -22,9 +23,8 @@ STANDARD = (
 def make_task(name: str, items: Sequence[Item], examples: Sequence[Item] = ()) -> ConfigurableTask:
     """Returns an lm-eval task with these items.
 
-    With several choices, an item counts as correct if the correct choice is the most likely one
-    ("acc", and "acc_norm" per character); with a single choice, if greedy decoding generates it
-    ("acc").
+    With several choices, an item counts as correct if the correct choice is the most likely one;
+    with a single choice, if greedy decoding generates it. The metric is "acc".
 
     Args:
       name: name of the task.
@@ -41,6 +41,7 @@ def make_task(name: str, items: Sequence[Item], examples: Sequence[Item] = ()) -
         "doc_to_text": lambda row: row["context"],
         "target_delimiter": "",
         "fewshot_delimiter": "\n\n",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
         "metadata": {"version": 1.0},
     }
     if open_ended:
@@ -65,10 +66,10 @@ def _rows(items):
 
 
 def load_tasks(name: str, manager: TaskManager, builtin: Sequence[str]) -> dict[str, Any]:
-    """Loads a task of lm-eval, or the tasks of a group, with their data.
+    """Loads lm-eval tasks with their data.
 
     Args:
-      name: name of the task or group in lm-eval.
+      name: a task, group or tag of `manager`, a YAML file, or a folder of YAML files.
       manager: task index of lm-eval.
       builtin: names of the built-in tasks, for error messages.
 
@@ -76,28 +77,42 @@ def load_tasks(name: str, manager: TaskManager, builtin: Sequence[str]) -> dict[
       {task name: lm-eval task}.
 
     Raises:
-      UserError: lm-eval has no such task, or its data cannot be downloaded.
+      UserError: there is no such task, its file is damaged, its data cannot be downloaded, or it
+        runs code that the model writes.
     """
-    if name not in manager.all_tasks:
-        names = [*builtin, *STANDARD, *manager.all_tasks]
-        matches = difflib.get_close_matches(name, names, n=1)
+    path, names = Path(name).expanduser(), [name]
+    of_index = name in manager.all_tasks
+    if not of_index and path.is_dir():
+        manager = TaskManager(include_path=path, include_defaults=False)
+        names = manager.all_subtasks
+        if not names:
+            raise UserError(f"The folder {name} has no YAML file with a task of lm-eval.")
+    elif not of_index and path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise UserError(f"There is no task file {name}.")
+        names = [str(path)]
+    elif not of_index:
+        legal = [*builtin, *STANDARD, *manager.all_tasks]
+        matches = difflib.get_close_matches(name, legal, n=1)
         hint = f" Did you mean {matches[0]}?" if matches else ""
         raise UserError(
             f"There is no task {name!r}.{hint} Legal: {', '.join(builtin)}, the tasks of lm-eval "
-            f"such as {', '.join(STANDARD)}, or a file of JSON lines."
+            f"such as {', '.join(STANDARD)}, YAML files and folders of such tasks, or files of "
+            "JSON lines."
         )
     try:
         with quiet():
-            return _leaves(get_task_dict([name], manager))
-    except Exception as error:  # A hub, a network or a disk can raise anything.
-        raise UserError(
-            f"The data of the task {name} cannot be downloaded ({first_line(error)}). The tasks "
-            f"{', '.join(builtin)} need no network."
-        ) from error
-
-
-def _leaves(tree) -> dict[str, Any]:
-    tasks: dict[str, Any] = {}
-    for name, task in tree.items():
-        tasks |= _leaves(task) if isinstance(task, dict) else {str(name): task}
+            tasks = manager.load(names)["tasks"]
+    except Exception as error:  # A hub, a network, a disk or a file can raise anything.
+        if of_index:
+            problem = f"The data of the task {name} cannot be downloaded ({first_line(error)})."
+        else:
+            problem = f"The tasks in {name} cannot be loaded ({first_line(error)})."
+        raise UserError(f"{problem} The tasks {', '.join(builtin)} need no network.") from error
+    for task_name, task in tasks.items():
+        if getattr(task, "UNSAFE_CODE", False):
+            raise UserError(
+                f"The task {task_name} runs code that the model writes; only lm_eval itself does "
+                "so, with --confirm_run_unsafe_code."
+            )
     return tasks

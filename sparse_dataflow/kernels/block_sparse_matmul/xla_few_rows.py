@@ -1,38 +1,42 @@
 """The block-sparse matmul for few rows of x, as in decoding: bound by the bytes of `values`.
 
-Every stored block is read once, in place, and multiplied by its slice of x.  The partial products
-take rows / block of the blocks' bytes and are then summed along the table's lines.  `xla` gathers
-the blocks by table line first, which triples the bytes.
+Stored blocks are read in place.  They are sorted by output block, so those of an output block are
+one matrix, unless its line of the table is padded.  `xla` gathers the blocks by table line first,
+which triples the bytes.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 FEW_ROWS = 32
-"""Most rows of x for which this form is the fastest on a CPU (measured for 2048 x 8192, blocks of
+"""Most rows of x for which this form is the fastest on a CPU (measured for 1024 x 4096, blocks of
 64, density 1/8)."""
 
 
 def product(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
     """Compute `x @ W` for x [rows, in_features], values [nnz, block, block], in x's dtype."""
     rows, block = len(x), values.shape[-1]
+    slots, index = tables.in_slot, tables.in_index
+    if padded := slots.size != len(values):
+        # One matrix per stored block; its partial products are summed below.
+        index = jnp.zeros(len(values) + 1, jnp.int32).at[slots].set(index)[:-1, None]
+    lines = len(index)
+    gathered = x.reshape(rows, x.shape[1] // block, block)[:, index.reshape(-1)]
+    y = _products(gathered.reshape(rows, lines, -1), values.reshape(lines, -1, block))
+    if padded:  # Padding (slot -1) reads the appended zeros.
+        y = jnp.sum(jnp.pad(y, [(0, 0), (0, 1), (0, 0)])[:, slots], axis=2)
+    return y.reshape(rows, len(slots) * block).astype(x.dtype)
+
+
+def _products(x, weight):
+    """Multiply each line: x [rows, lines, inputs], weight [lines, inputs, block], in float32."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    slots = tables.in_slot
-    reads = jnp.zeros(len(values) + 1, jnp.int32).at[slots].set(tables.in_index)[:-1]
-    gathered = x.reshape(rows, x.shape[1] // block, block)[:, reads]
-    if rows == 1:
-        # XLA fuses this into one pass over the blocks; a batched dot starts one product per block.
-        products = jnp.sum(values.astype(wide) * gathered[0].astype(wide)[:, :, None], axis=1)[
-            :, None
-        ]
-    else:
-        products = lax.dot_general(
-            gathered, values, (((2,), (1,)), ((1,), (0,))), preferred_element_type=wide
-        )
-    if slots.size != len(values):  # Padding (slot -1) reads the appended zeros.
-        products = jnp.concatenate([products, jnp.zeros_like(products[:1])])
-    y = jnp.sum(products[slots], axis=1)
-    return y.swapaxes(0, 1).reshape(rows, len(slots) * block).astype(x.dtype)
+    if len(x) == 1 or dispatch.platform() == "cpu":
+        # XLA fuses this into one loop; on a CPU a batched dot starts one product per line.
+        return jnp.sum(x.astype(wide)[..., None] * weight.astype(wide), axis=2)
+    axes = ((2,), (1,)), ((1,), (0,))
+    return lax.dot_general(x, weight, axes, preferred_element_type=wide).swapaxes(0, 1)

@@ -7,7 +7,6 @@ features instead of on its own side.  The transform has no parameters.
 
 import jax
 import jax.numpy as jnp
-import scipy.linalg
 
 from sparse_dataflow.kernels.hadamard import factors
 
@@ -21,6 +20,8 @@ def hadamard(x: jax.Array, width: int) -> jax.Array:
       x: float [..., features], features a multiple of `width`.
       width: a power of 2.
     """
+    import scipy.linalg  # Takes long to import, and most models have no transform.
+
     outer, inner = factors(width)
     signs = lambda size: jnp.asarray(scipy.linalg.hadamard(size), x.dtype)  # noqa: E731
     groups = x.reshape(-1, outer, inner)

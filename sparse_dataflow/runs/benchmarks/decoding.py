@@ -57,7 +57,7 @@ def _line(row):
 def _program(model: ModelConfig, batch: int, cached: int, tokens: int, seed: int) -> Program:
     """Writes `tokens` tokens of each text, always after the same cache."""
     weights = kv_cache.random_weights(model, seed)
-    shape = (batch, cached + 1, model.kv_heads, model.head_width)
+    shape = (batch, model.kv_heads, cached + 1, model.head_width)
     empty = jnp.zeros(shape, model.compute_dtype)
     caches = (kv_cache.LayerCache(empty, empty),) * model.num_layers
     caches = jax.tree.map(jnp.copy, caches)

@@ -1,0 +1,65 @@
+"""lm-eval's own command line evaluates a run."""
+
+import configparser
+import importlib.util
+import json
+import pathlib
+import sys
+
+import pytest
+
+from sparse_dataflow.evaluation import __main__ as command
+from sparse_dataflow.evaluation import trained
+from sparse_dataflow.files.errors import UserError
+
+SETUP = pathlib.Path(__file__).parents[2] / "setup.cfg"
+TASK = """
+task: mine
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: [" of", " the"]
+doc_to_target: 1
+"""
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="the extra eval is not installed"
+)
+
+
+def test_the_entry_point_names_the_registered_class():
+    from lm_eval.api.registry import get_model
+
+    from sparse_dataflow.evaluation.lm_eval_model import RunLM
+
+    parser = configparser.ConfigParser()
+    parser.read(SETUP)
+    name, _, value = parser["options.entry_points"]["lm_eval.models"].strip().partition(" = ")
+    assert value == f"{RunLM.__module__}:{RunLM.__name__}"
+    assert get_model(name) is RunLM
+
+
+def test_lm_eval_scores_a_run(harness, lm_eval_tasks, run_folder, tmp_path, monkeypatch, capsys):
+    rows, task = tmp_path / "rows.jsonl", tmp_path / "mine.yaml"
+    rows.write_text("".join(json.dumps({"question": word}) + "\n" for word in ("of", "the", "ab")))
+    task.write_text(TASK.format(rows=rows))
+    model = f"run={run_folder.path},variant=dense,checkpoint=best"
+    flags = ["--model", "sparse_dataflow", "--model_args", model, "--tasks", str(task)]
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *flags, "--output_path", str(tmp_path / "out")])
+    command.main()
+    assert "mine" in capsys.readouterr().out
+    (written,) = (tmp_path / "out").rglob("results*.json")
+    results = json.loads(written.read_text())["results"]["mine"]
+    lm = harness.harness_lm(trained.load(run_folder.path, "dense", "best"))
+    tasks = lm_eval_tasks.load_tasks(str(task), lm_eval_tasks.TaskManager(), ())
+    for metric, score in harness.evaluate(lm, tasks, 0)["mine"].items():
+        assert results[f"{metric},none"] == score.value
+
+
+def test_a_folder_that_is_no_run_is_named(harness, tmp_path):
+    from sparse_dataflow.evaluation.lm_eval_model import RunLM
+
+    with pytest.raises(UserError, match="not a run folder"):
+        RunLM(str(tmp_path))
