@@ -123,6 +123,7 @@ class ModelConfig:
       density_by_depth: per-layer multipliers of the density of every block-sparse projection, first
         layer first.  Empty means 1 everywhere.  Equal multipliers are folded into `linears`, which
         leaves it empty.
+      mask_documents: whether attention in training and held-out losses stays within a document.
       seed: offset of the patterns, and so the seed of random ones.
     """
 
@@ -156,6 +157,9 @@ class ModelConfig:
         "standard",
         "supar scales initialisation and learning rate with width and density (arXiv 2405.15743).",
         choices=PARAMETRIZATIONS,
+    )
+    mask_documents: bool = setting(
+        False, "Attention in training stays within a document; else windows are seen whole."
     )
     seed: int = 0
 

@@ -194,9 +194,23 @@ def _notes(folder, trainers, timed):
         for t in trainers
     ] + [
         *_evolution_notes(folder, trainers),
+        *_mixture_notes(folder, trainers),
         "Held-out documents are whole files, chosen by a hash of their name: about one in twenty.",
         _about_sections(trainers[0].executor, timed),
     ]
+
+
+def _mixture_notes(folder, trainers):
+    for trainer in trainers:
+        rows = read_metrics(folder / trainer.name / "metrics.jsonl")
+        final = next((row for row in reversed(rows) if row["kind"] == "final"), {})
+        bits = [
+            f"{name.partition('/')[2]} {value:.3f}"
+            for name, value in final.items()
+            if name.startswith("bits_per_byte/")
+        ]
+        if bits:
+            yield f"{trainer.name}: held-out bits per byte by corpus: {', '.join(bits)}."
 
 
 def _about_sections(executor, timed):

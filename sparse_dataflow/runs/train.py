@@ -15,10 +15,8 @@ import jax
 
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data import cache
-from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.data.corpora import Corpus, corpus_of_texts, load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
-from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.distributed.stopping import ENDING, stop_on_signals
@@ -30,11 +28,12 @@ from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.interchange import starting_point
 from sparse_dataflow.optim.train_state import TrainState
-from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.runs import devices, memory_check, relay_plan, report, run_folder, step_plan
 from sparse_dataflow.runs.request import Request
+from sparse_dataflow.runs.training_data import training_data
 from sparse_dataflow.sparsity.allocation import allocation_table
 from sparse_dataflow.training import goodput, run_files
 from sparse_dataflow.training.loop import Trainer
@@ -45,8 +44,6 @@ from sparse_dataflow.training.run_files import RunRecord
 from sparse_dataflow.training.turns import advance_side_by_side
 from sparse_dataflow.training.variants import Variant, variants
 
-EVALUATION_WINDOWS = 64
-FINAL_WINDOWS = 2048
 EVALUATIONS_A_RUN = 8
 
 
@@ -364,34 +361,6 @@ def _say_allocation(variant):
         sequence = variant.training.sequence
         flops = lambda model: cost.flops_per_token(model, sequence).sections  # noqa: E731
         say(allocation_table(variant.model, flops))
-
-
-def training_data(
-    config: RunConfig,
-    variant: Variant,
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    executor: Executor = SINGLE_DEVICE,
-) -> TrainingData:
-    """The batches of a variant's shape, drawn by `training.seed`, and the held-out windows."""
-    tokens = prepare_tokens(corpus, tokenizer, cache.FOLDER)
-    say(
-        f"corpus {corpus.name}: {tokens.train.documents:,} documents, "
-        f"{len(tokens.train.tokens):,} training tokens; "
-        f"{tokens.validation.documents:,} documents held out"
-    )
-    shape = variant.training.batch, variant.training.sequence
-    rows = executor.local_rows(variant.training.batch)
-    periodic = EvalBatches(tokens.validation.tokens, *shape, EVALUATION_WINDOWS, rows)
-    final = EvalBatches(tokens.validation.tokens, *shape, FINAL_WINDOWS, rows)
-    return TrainingData(
-        TrainBatches(tokens.train.tokens, *shape, config.training.seed, rows),
-        periodic,
-        periodic.total_bytes(tokenizer.token_bytes),
-        final,
-        final.total_bytes(tokenizer.token_bytes),
-        tokenizer.content_hash,
-    )
 
 
 def _refuse_unfit_steps(models):

@@ -308,19 +308,44 @@ class Trainer:
     def evaluate(self) -> dict:
         """Evaluates the periodic held-out windows; returns and writes a row "eval"."""
         data = self._data
-        self.last_evaluation = self._evaluate("eval", data.validation, data.validation_bytes)
+        self.last_evaluation = self._evaluate(
+            "eval",
+            (data.validation, data.validation_bytes),
+            [(source, source.validation, source.validation_bytes) for source in data.mixture],
+        )
         return self.last_evaluation
 
     def evaluate_finally(self) -> dict:
         """Evaluates all held-out windows; returns and writes a row "final"."""
-        return self._evaluate("final", self._data.final, self._data.final_bytes)
+        data = self._data
+        return self._evaluate(
+            "final",
+            (data.final, data.final_bytes),
+            [(source, source.final, source.final_bytes) for source in data.mixture],
+        )
 
-    def _evaluate(self, kind, batches, total_bytes):
-        programs, params = self._programs[self._phase], self.state.params
+    def _evaluate(self, kind, held_out, mixture):
+        """Writes the loss of the windows, or of each corpus of a mixture and their mean."""
         with self._clock.during("evaluation"):
-            total = held_out_nats(programs, params, self._tables, map(self._put, batches))
-        bits = bits_per_byte(total, total_bytes)
-        return self._write_row(kind, loss=total / batches.total_tokens, bits_per_byte=bits)
+            if not mixture:
+                loss, bits = self._loss(*held_out)
+                return self._write_row(kind, loss=loss, bits_per_byte=bits)
+            values = {"loss": 0.0, "bits_per_byte": 0.0}
+            token_bytes = 0.0
+            for source, batches, total_bytes in mixture:
+                loss, bits = self._loss(batches, total_bytes)
+                values |= {f"loss/{source.name}": loss, f"bits_per_byte/{source.name}": bits}
+                values["loss"] += source.weight * loss
+                token_bytes += source.weight * total_bytes / batches.total_tokens
+            # Of text that is drawn with the weights.
+            values["bits_per_byte"] = bits_per_byte(values["loss"], token_bytes)
+            return self._write_row(kind, **values)
+
+    def _loss(self, batches, total_bytes):
+        """Returns the loss of held-out windows in nats a token and in bits per byte."""
+        programs, params = self._programs[self._phase], self.state.params
+        total = held_out_nats(programs, params, self._tables, map(self._put, batches))
+        return total / batches.total_tokens, bits_per_byte(total, total_bytes)
 
     def save(self) -> None:
         """Starts a checkpoint of the current step, unless there is one.
