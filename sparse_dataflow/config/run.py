@@ -40,6 +40,9 @@ class RunSettings:
         begins with; empty draws weights.
       out: run folder to make; empty for runs/EXPERIMENT-DATE.
       eval_every: steps between evaluations; 0 for eight a run.
+      trackers: names of the trackers of metrics and alerts, see `training.trackers`. A resumed run
+        imports no tracker that only its folder names.
+      stall_alert: seconds without progress after which trackers get an alert; 0 for none.
       checkpoint_every: steps between checkpoints; 0 for every other evaluation.
     """
 
@@ -77,6 +80,19 @@ class RunSettings:
         "Steps between checkpoints; 0 is at every other evaluation.",
         legal=between(0, MOST_STEPS),
         resumed=ADOPTED,
+    )
+
+    trackers: str = setting(
+        "tensorboard",
+        "Comma list of what gets metrics and alerts: tensorboard, wandb, mlflow, MODULE:ATTRIBUTE; "
+        "none is metrics.jsonl alone.",
+        resumed=FRESH,
+    )
+    stall_alert: float = setting(
+        600.0,
+        "Seconds without progress after which trackers get an alert; 0 is never.",
+        legal=between(0, MOST_SECONDS),
+        resumed=FRESH,
     )
 
     def __post_init__(self):

@@ -28,7 +28,7 @@ from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError
 
 _FORMAT = 1
-_BATCH_CHARACTERS = 2**21
+_BATCH_CHARACTERS = 2**20
 # Larger files are verified by length only, to keep the start of a run short.
 _CHECKSUM_BYTES = 2**30
 _CHUNK = 2**24  # tokens

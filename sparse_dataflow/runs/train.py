@@ -35,12 +35,13 @@ from sparse_dataflow.runs import devices, memory_check, relay_plan, report, run_
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.training_data import training_data
 from sparse_dataflow.sparsity.allocation import allocation_table
-from sparse_dataflow.training import goodput, run_files
+from sparse_dataflow.training import goodput, run_files, trackers
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics, say
 from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
 from sparse_dataflow.training.run_files import RunRecord
+from sparse_dataflow.training.stalls import stall_alerts
 from sparse_dataflow.training.turns import advance_side_by_side
 from sparse_dataflow.training.variants import Variant, variants
 
@@ -175,6 +176,7 @@ class _Job:
 
     def run(self, texts: Sequence[str] | None, resume: bool) -> Run:
         config, folder = self.config, self.folder
+        trackers.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
         record = self._saved_record() if resume else None
         self._refuse_unfit_machine()
         corpus = (
@@ -322,14 +324,22 @@ class _Job:
             position=position,
             start=self._start(v),
             clock=self.clock,
+            trackers=trackers.tracker_names(config.run.trackers),
+            config=config.to_json(),
         )
 
     def _advance(self, trainers: list[Trainer], stop, goodput_log: goodput.GoodputLog) -> bool:
         """Trains all to the end; False if `stop()` came before, after saving."""
         goodput_log.write()
-        for _ in advance_side_by_side(trainers, stop):
-            self._check_folder()
-            goodput_log.write(throttle=True)
+
+        def alert(text):
+            for trainer in trainers:
+                trainer.alert("stall", text)
+
+        with stall_alerts(self.clock, alert, self.config.run.stall_alert):
+            for _ in advance_side_by_side(trainers, stop):
+                self._check_folder()
+                goodput_log.write(throttle=True)
         # A signal may have come in the last step.
         stopped = processes.any_process(bool(stop()))
         return all(trainer.finished for trainer in trainers) and not stopped

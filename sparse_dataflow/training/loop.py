@@ -4,8 +4,9 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -36,6 +37,7 @@ from sparse_dataflow.training.programs import (
 )
 from sparse_dataflow.training.saved_state import SavedProgress, abstract_saved_state, identity
 from sparse_dataflow.training.step import initial_state
+from sparse_dataflow.training.trackers import TENSORBOARD
 
 
 class DivergedError(UserError):
@@ -67,6 +69,8 @@ class Trainer:
         position: int = 0,
         start: Callable[[], TrainState] | None = None,
         clock: Clock | None = None,
+        trackers: Sequence[str] = (TENSORBOARD,),
+        config: Mapping[str, Any] | None = None,
     ):
         """Opens the folder and resumes from its newest verified checkpoint, if there is one.
 
@@ -88,6 +92,8 @@ class Trainer:
           start: returns the state before the first step, which is saved at once.  If None, the
             state is drawn from the training seed.
           clock: records what this process is doing; a new one if None.
+          trackers: names of the trackers of metrics and alerts.
+          config: the `RunConfig` as JSON, for trackers.
 
         Raises:
           UserError: the folder cannot be written or has checkpoints of another config, or the
@@ -101,8 +107,8 @@ class Trainer:
         self._data, self._programs, self._mfu = data, programs, mfu
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
         processes.on_first(lambda: _make_folder(folder))
-        config = identity(model, training, self.evolution, data.tokenizer_hash)
-        self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=config)
+        saved_config = identity(model, training, self.evolution, data.tokenizer_hash)
+        self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=saved_config)
         self.seconds, self._plateau, self._spikes = 0.0, Plateau(), SpikeHistory()
 
         def abstract_state(step, extra):
@@ -127,7 +133,7 @@ class Trainer:
             self.state = first_state()
         else:
             self.state = programs[0].start_state(
-                name, training, config, saved_step, first_state, from_seed=start is None
+                name, training, saved_config, saved_step, first_state, from_seed=start is None
             )
         self.step = int(self.state.step)
         if saved_step is not None and self.step != saved_step:
@@ -135,9 +141,11 @@ class Trainer:
         self._phase = phase_before(self.phases, self.step)
         self._tables = self._programs[self._phase].tables(self.state.tables)
         self._batches = data.train.iterate(self.step)
-        self._metrics = MetricsWriter(folder, self.step)
+        self._metrics = MetricsWriter(folder, self.step, trackers, config)
         self._progress = Progress(name, training.steps, self.step, position)
         self.last_evaluation: dict | None = None
+        if saved_step is not None:
+            self.alert("restart", f"resumed after step {self.step} of {training.steps}")
         if start is not None and not restored:
             self.save()  # So that a resumed run does not need `start` again.
 
@@ -155,6 +163,10 @@ class Trainer:
     def finished(self) -> bool:
         """Whether the last step is done."""
         return self.step >= self.training.steps
+
+    def alert(self, kind: str, text: str) -> None:
+        """Hands an alert to the trackers; any thread may call."""
+        self._metrics.alert(kind, text, self.step)
 
     def advance(self) -> None:
         """Does one optimizer step, then the evaluation and the checkpoint that are due.
@@ -207,7 +219,9 @@ class Trainer:
         values = {"loss": loss, "limit": limit}
         finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
         self._write_row("skipped", **finite)
-        say(f"{self.name:>6}: step {self.step} skipped: loss {loss:.4g}, limit {limit:.4g}")
+        text = f"step {self.step} skipped: loss {loss:.4g}, limit {limit:.4g}"
+        say(f"{self.name:>6}: {text}")
+        self.alert("spike", text)
         if self._spikes.needs_rollback:
             self._roll_back()
 
@@ -228,7 +242,9 @@ class Trainer:
         self.state = self.executor.place(restored[0])._replace(step=self.state.step)
         self._tables = self._programs[self._phase].tables(self.state.tables)
         self._write_row("rollback", to=target)
-        say(f"{self.name:>6}: rolled back to the parameters of step {target}")
+        text = f"rolled back to the parameters of step {target}"
+        say(f"{self.name:>6}: {text}")
+        self.alert("rollback", text)
 
     def _record_step(self, report, rate, elapsed):
         speed = self.training.batch * self.training.sequence / elapsed
@@ -413,6 +429,7 @@ class Trainer:
         good = self._checkpoints.steps()
         values = [f"{kind} of {', '.join(broken)}"] if broken else []
         values += [f"loss {loss}"] if loss else []
+        self.alert("nan", f"step {self.step} is not finite ({', '.join(values)})")
         raise DivergedError(
             f"{self.name}: step {self.step} is not finite ({', '.join(values)}). Last good "
             f"checkpoint: {f'step {good[-1]}' if good else 'none'}; start a new run with a lower "

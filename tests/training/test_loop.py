@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -121,3 +122,11 @@ def test_a_mixture_has_a_loss_for_each_corpus_and_their_weighted_mean(tmp_path, 
     assert row["bits_per_byte/code"] == pytest.approx(6 / 64 / np.log(2))
     mean_bytes = 0.75 * 16 / 8 + 0.25 * 64 / 16
     assert row["bits_per_byte"] == pytest.approx(3 / 8 / mean_bytes / np.log(2))
+
+
+def test_a_broken_step_and_a_restart_are_alerts(tmp_path):
+    with pytest.raises(UserError):
+        train([trainer(tmp_path, bad_step=5)])
+    train([trainer(tmp_path)])
+    alerts = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
+    assert [(alert["kind"], alert["step"]) for alert in alerts] == [("nan", 5), ("restart", 4)]
