@@ -189,14 +189,17 @@ def loss(
       float32 scalar, in nats.
     """
     embed, head = (member.section(params, name) for name in ("embed", "head"))
-    x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
+    with jax.named_scope("embed"):
+        x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
     attend: Callable = causal_attention
     if config.mask_documents:
         documents = document_numbers(tokens[:, :-1], config.vocab_size - 1)
         attend = functools.partial(document_attention, documents=documents)
-    x = apply_blocks(config, params["blocks"], tables, x, member, attend)
+    with jax.named_scope("blocks"):
+        x = apply_blocks(config, params["blocks"], tables, x, member, attend)
     targets = tokens[:, 1:]
-    return gpt.head_loss(config, head, embed["tokens"], x, targets, weights, member.shard)
+    with jax.named_scope("head"):
+        return gpt.head_loss(config, head, embed["tokens"], x, targets, weights, member.shard)
 
 
 def token_scores(

@@ -22,6 +22,7 @@ from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.distributed.stopping import ENDING, stop_on_signals
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.files import loopback
 from sparse_dataflow.files.errors import TEMPORARY
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.detect import Chip
@@ -35,7 +36,7 @@ from sparse_dataflow.runs import devices, memory_check, relay_plan, report, run_
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.training_data import training_data
 from sparse_dataflow.sparsity.allocation import allocation_table
-from sparse_dataflow.training import goodput, run_files, trackers
+from sparse_dataflow.training import goodput, profiles, run_files, trackers
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics, say
 from sparse_dataflow.training.phases import refuse_unfit
@@ -336,13 +337,31 @@ class _Job:
             for trainer in trainers:
                 trainer.alert("stall", text)
 
-        with stall_alerts(self.clock, alert, self.config.run.stall_alert):
+        settings = self.config.run
+        profile = profiles.StepProfile(self.folder, settings.profiled_steps)
+        with contextlib.ExitStack() as stack:
+            stack.callback(profile.close)
+            stack.enter_context(stall_alerts(self.clock, alert, settings.stall_alert))
+            if settings.profile_server and processes.is_first():
+                post = {"POST": self._trace_on_request}
+                stack.enter_context(loopback.served(settings.profile_server, post))
+            profile.update(trainers[0].step)
             for _ in advance_side_by_side(trainers, stop):
+                profile.update(trainers[0].step)
                 self._check_folder()
                 goodput_log.write(throttle=True)
         # A signal may have come in the last step.
         stopped = processes.any_process(bool(stop()))
         return all(trainer.finished for trainer in trainers) and not stopped
+
+    def _trace_on_request(self, path, query):
+        if path != "/trace":
+            return None
+        try:
+            seconds = float(query.get("seconds", "5"))
+        except ValueError:
+            seconds = 0.0
+        return "text/plain", profiles.trace_now(self.folder, seconds) + "\n"
 
     def _start(self, v: Variant) -> Callable[[], TrainState] | None:
         """Makes the state before the first step from `run.init_from`, where that names weights; a
