@@ -28,6 +28,7 @@ RUN = {
     "experiments.sparse_quality": E + "test_sparse_quality.py::test_a_small_comparison",
     "experiments.sparse_scaling_law": E + "test_scaling_law_runs.py::test_a_small_grid",
     "experiments.step_bench": E + "test_benches.py::test_step_bench",
+    "experiments.watch": "tests/runs/test_watch.py::test_the_experiment_serves",
     "mine.py": E + "test_small_studies.py::test_a_pattern_in_a_file_of_your_own",
     "docs/build_site.py": "tests/test_documentation.py::test_the_site_is_whole",
     "launch/find_python.sh": "tests/launch/test_find_python.py::test_the_newest_wins",
