@@ -31,6 +31,7 @@ RUN = {
     "examples/own_training_loop.py": "tests/examples/test_examples.py::test_the_loop_of",
     "examples/prune_and_recover.py": "tests/examples/test_examples.py::test_a_dense_run_is_pruned",
     "examples/sparsify_mlp.py": "tests/examples/test_examples.py::test_the_mlp_is_trained",
+    "experiments.watch": "tests/runs/test_watch.py::test_the_experiment_serves",
     "mine.py": E + "test_small_studies.py::test_a_pattern_in_a_file_of_your_own",
     "sparse_dataflow.evaluation": "tests/evaluation/test_lm_eval_model.py::test_lm_eval_scores",
     "docs/build_site.py": "tests/test_documentation.py::test_the_site_is_whole",

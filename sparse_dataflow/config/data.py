@@ -22,7 +22,8 @@ class DataConfig:
 
     corpus: str = setting(
         "python_stdlib",
-        "python_stdlib, sotu, a folder or file (.txt, .jsonl), or a tfds name such as c4/en.",
+        "python_stdlib, sotu, a folder or file of text, a saved Hugging Face dataset, "
+        "hf:OWNER/NAME, a tfds name such as c4/en, or a mixture such as books:0.7,code:0.3.",
         path=True,
     )
     tokenizer: str = setting(
@@ -33,6 +34,6 @@ class DataConfig:
         validate(self, self.NAME)
         if not self.corpus:
             raise UserError(
-                "data.corpus is empty; legal: python_stdlib, sotu, a folder or file, or a tfds "
-                "name."
+                "data.corpus is empty; legal: python_stdlib, sotu, a folder or file, a name or "
+                "a mixture."
             )

@@ -178,6 +178,7 @@ class ModelConfig:
       density_by_depth: per-layer multipliers of the density of every block-sparse projection, first
         layer first.  Empty means 1 everywhere.  Equal multipliers are folded into `linears`, which
         leaves it empty.
+      mask_documents: whether attention in training and held-out losses stays within a document.
       seed: offset of the patterns, and so the seed of random ones.
 
     Examples:
@@ -248,6 +249,9 @@ class ModelConfig:
     )
     rotary_length: int = setting(
         8192, "Positions before that scaling, in tokens.", legal=between(1, MOST)
+    )
+    mask_documents: bool = setting(
+        False, "Attention in training stays within a document; else windows are seen whole."
     )
     seed: int = 0
 

@@ -1,6 +1,7 @@
 """`RunConfig`: everything that decides what a run computes, and where."""
 
 import dataclasses
+import re
 from typing import Any, ClassVar
 
 from sparse_dataflow.config import settings
@@ -46,6 +47,12 @@ class RunSettings:
       out: run folder to make; empty for runs/EXPERIMENT-DATE.
       mirror: folder of a second copy of the run's checkpoints; empty for none.
       eval_every: steps between evaluations; 0 for eight a run.
+      trackers: names of the trackers of metrics and alerts, see `training.trackers`. A resumed run
+        imports no tracker that only its folder names.
+      profile: START:STEPS of a trace of `jax.profiler` in the run folder; empty for none.
+      profile_server: port on loopback where a POST to /trace?seconds=5 traces the running job; 0
+        for none.
+      stall_alert: seconds without progress after which trackers get an alert; 0 for none.
       checkpoint_every: steps between checkpoints; 0 for every other evaluation.
     """
 
@@ -101,10 +108,52 @@ class RunSettings:
         resumed=ADOPTED,
     )
 
+    trackers: str = setting(
+        "tensorboard",
+        "Comma list of what gets metrics and alerts: tensorboard, wandb, mlflow, MODULE:ATTRIBUTE; "
+        "none is metrics.jsonl alone.",
+        resumed=FRESH,
+    )
+    profile: str = setting(
+        "",
+        "START:STEPS traces STEPS steps after START with jax.profiler; empty is none.",
+        resumed=FRESH,
+    )
+    profile_server: int = setting(
+        0,
+        "Port on 127.0.0.1 where a POST to /trace?seconds=5 traces the running job; 0 is none.",
+        legal=between(0, 65535),
+        resumed=FRESH,
+    )
+    stall_alert: float = setting(
+        600.0,
+        "Seconds without progress after which trackers get an alert; 0 is never.",
+        legal=between(0, MOST_SECONDS),
+        resumed=FRESH,
+    )
+
     def __post_init__(self):
         if isinstance(self.twin, bool):
             object.__setattr__(self, "twin", "yes" if self.twin else "no")
         validate(self, self.NAME)
+        _ = self.profiled_steps  # Refuses an illegal one.
+
+    @property
+    def profiled_steps(self) -> range | None:
+        """Numbers of done steps between which a trace runs; None without `profile`.
+
+        Raises:
+          UserError: `profile` is not START:STEPS.
+        """
+        if not self.profile:
+            return None
+        match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile)
+        if match is None or int(match[2]) == 0:
+            raise UserError(
+                f"run.profile={settings.shown(self.profile)} is not legal; legal: START:STEPS, "
+                "such as 10:5 for the 5 steps after step 10."
+            )
+        return range(int(match[1]), int(match[1]) + int(match[2]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 Window i of a split holds the tokens [i * L, i * L + L + 1). Its inputs are all tokens but the last
 and its targets all but the first, so every token except the first of the split is predicted once.
-grain reshuffles the training windows in every epoch. Batch s depends on s alone: the global step is
-the complete data position, on any number of processes, each of which loads its rows of the batch.
+grain reshuffles the training windows in every epoch. A mixture takes windows of each source by its
+weight, in a fixed order, and reshuffles each source in every epoch of its own. Batch s depends on s
+alone: the global step is the complete data position, on any number of processes, each of which
+loads its rows of the batch.
 """
 
 import functools
@@ -36,13 +38,29 @@ class _Windows:
 
 
 @dataclass(frozen=True, eq=False)
+class TokenMixture:
+    """Training tokens of several sources.
+
+    Attributes:
+      sources: tokens of each source.
+      weights: fraction of the training windows from each source; they add up to 1.
+    """
+
+    sources: tuple[TokenArray, ...]
+    weights: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources))
+
+
+@dataclass(frozen=True, eq=False)
 class TrainBatches:
     """Endless shuffled training batches.
 
     `batches[step]` is {"tokens": int32 [len(rows), sequence_length + 1]}.
 
     Attributes:
-      tokens: tokens of the split, any integer dtype [count].
+      tokens: tokens of the split, any integer dtype [count], or those of a mixture.
       batch_size: rows of the global batch.
       sequence_length: targets per row.
       seed: shuffle seed, 0 to 2**32 - 1.
@@ -52,7 +70,7 @@ class TrainBatches:
       UserError: too few tokens for one window, or an illegal size or seed.
     """
 
-    tokens: TokenArray
+    tokens: TokenArray | TokenMixture
     batch_size: int
     sequence_length: int
     seed: int = 0
@@ -62,23 +80,35 @@ class TrainBatches:
         _check_sizes(self.batch_size, self.sequence_length)
         if not 0 <= self.seed < 2**32:
             raise UserError(f"The data seed {self.seed} is out of range; legal: 0 to {2**32 - 1}.")
-        if self.windows_per_epoch == 0:
+        smallest = min((len(windows.tokens), len(windows)) for windows in self._sources)
+        if smallest[1] == 0:
             raise UserError(
-                f"The train split has {len(self.tokens)} tokens, too few for one window of "
+                f"The train split has {smallest[0]} tokens, too few for one window of "
                 f"{self.sequence_length} + 1. Add text or shorten the sequence."
             )
 
     @property
     def windows_per_epoch(self) -> int:
         """Number of windows in one pass over the split."""
-        return len(_Windows(self.tokens, self.sequence_length))
+        return sum(map(len, self._sources))
+
+    @property
+    def _sources(self) -> list[_Windows]:
+        tokens = self.tokens
+        sources = tokens.sources if isinstance(tokens, TokenMixture) else (tokens,)
+        return [_Windows(tokens, self.sequence_length) for tokens in sources]
 
     @functools.cached_property
     def _shuffled(self):
         import grain
 
-        windows = _Windows(self.tokens, self.sequence_length)
-        return grain.MapDataset.source(windows).seed(self.seed).shuffle().repeat()
+        datasets = [
+            grain.MapDataset.source(windows).seed((self.seed + number) % 2**32).shuffle().repeat()
+            for number, windows in enumerate(self._sources)
+        ]
+        if isinstance(self.tokens, TokenMixture):
+            return grain.MapDataset.mix(datasets, self.tokens.weights)
+        return datasets[0]
 
     def __getitem__(self, step: int) -> Batch:
         if step < 0:
@@ -169,7 +199,7 @@ class EvalBatches:
         return (self[index] for index in range(len(self)))
 
 
-def bits_per_byte(total_nll_nats: float, total_bytes: int) -> float:
+def bits_per_byte(total_nll_nats: float, total_bytes: float) -> float:
     """Returns the negative log-likelihood of a text in bits per UTF-8 byte: nll / (ln 2 * bytes).
 
     Unlike the loss per token, it is comparable between tokenizers. The end-of-text tokens add to

@@ -14,6 +14,7 @@ import tensorflow_datasets as tfds
 from tensorflow_datasets.core import shuffle
 
 from sparse_dataflow.data.documents import Document, PythonStdlibSource, Source
+from sparse_dataflow.data.progress import with_progress
 from sparse_dataflow.data.splits import Split, split_for
 
 SPLITS = ("train", "validation")
@@ -93,12 +94,16 @@ class DocumentsBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict:
         del dl_manager
-        split = split_for(document.id for document in self._source.documents())
+        split = split_for(document.id for document in self._documents("reading"))
         return {name: self._generate_examples(name, split) for name in SPLITS}
+
+    def _documents(self, activity: str, count: int = 0) -> Iterator[Document]:
+        label = f"{activity} of the corpus {self._source.fingerprint}"
+        return with_progress(self._source.documents(), label, count)
 
     def _generate_examples(self, name: str, split: Split) -> Iterator[tuple[int, dict]]:
         digest, count = hashlib.sha256(), 0
-        for source_document in self._source.documents():
+        for source_document in self._documents(f"storing the {name} split", split.count):
             for split_name, document in split.assign(source_document):
                 if split_name == name:
                     _add_to_digest(digest, document)
@@ -120,7 +125,7 @@ class Sotu(DocumentsBuilder, skip_registration=True):
 
 
 class LocalText(DocumentsBuilder, skip_registration=True):
-    """Local .txt and .jsonl files."""
+    """Local files of text, JSON lines and Parquet."""
 
 
 def documents_digest(documents: Iterable[Document]) -> str:

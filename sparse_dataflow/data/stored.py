@@ -104,8 +104,36 @@ class StoredArray:
         return b"".join(pieces)
 
 
-TokenArray = np.ndarray | StoredArray
-"""Concatenated tokens, in memory or in a file."""
+@dataclass(frozen=True, eq=False)
+class ChainedArray:
+    """Several arrays of one dtype, one after another; `array[first:last]` reads a slice."""
+
+    arrays: tuple[StoredArray, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the items."""
+        return self.arrays[0].dtype
+
+    def __len__(self) -> int:
+        return sum(map(len, self.arrays))
+
+    def __getitem__(self, index: slice) -> np.ndarray:
+        first, last, step = index.indices(len(self))
+        if step != 1:
+            raise IndexError("only slices of step 1 are supported")
+        slices, start = [np.empty(0, self.dtype)], 0
+        for array in self.arrays:
+            slices.append(array[max(0, first - start) : max(0, last - start)])
+            start += len(array)
+        return np.concatenate(slices)
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.array(self[:], dtype)
+
+
+TokenArray = np.ndarray | StoredArray | ChainedArray
+"""Concatenated tokens, in memory or in files."""
 
 
 class _Handle:

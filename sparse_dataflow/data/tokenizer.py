@@ -385,14 +385,20 @@ def _original_engine(original, vocab_size):
     return engine
 
 
-def _training_texts(corpus: Corpus) -> Iterator[str]:
+def _training_texts(corpus: Corpus, limit: float | None = None) -> Iterator[str]:
+    """Yields up to `limit` characters of a corpus; of a mixture, by the weights of its corpora."""
+    limit = TRAINING_CHARACTERS if limit is None else limit
+    for _, source, weight in corpus.mixture:
+        yield from _training_texts(source, limit * weight)
+    if corpus.mixture:
+        return
     stride, characters = 64, 0
     for start in range(stride):
         for index in range(start, len(corpus.train), stride):
             for piece in split_text(corpus.train[index].text):
                 yield piece
                 characters += len(piece)
-                if characters >= TRAINING_CHARACTERS:
+                if characters >= limit:
                     return
 
 

@@ -1,30 +1,40 @@
 """The splits of a corpus as arrays of tokens on disk.
 
 An end-of-text token follows each document. Files are named by the hashes of corpus and tokenizer,
-written atomically, and verified when opened.
+renamed when complete, and verified when opened. A process that is killed leaves a partial file with
+a record of its progress, and the next one continues there.
 """
 
 import json
+import operator
+import os
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from sparse_dataflow.data.cache import atomic_write, exclusive, resolved
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
-from sparse_dataflow.data.stored import StoredArray
+from sparse_dataflow.data.progress import with_progress
+from sparse_dataflow.data.stored import ChainedArray, StoredArray
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError
 
 _FORMAT = 1
-_BATCH_CHARACTERS = 2**21
+_BATCH_CHARACTERS = 2**20
 # Larger files are verified by length only, to keep the start of a run short.
 _CHECKSUM_BYTES = 2**30
 _CHUNK = 2**24  # tokens
+_SAVED_BYTES = 2**26
+"""Bytes of tokens after which the progress is recorded."""
+_BATCHES_AHEAD = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +47,7 @@ class SplitTokens:
       text_bytes: UTF-8 bytes of all documents.
     """
 
-    tokens: StoredArray
+    tokens: StoredArray | ChainedArray
     documents: int
     text_bytes: int
 
@@ -52,6 +62,8 @@ class CorpusTokens:
 
 @dataclass(frozen=True)
 class _Meta:
+    """Record of a complete file of tokens, or of the progress of a partial one."""
+
     format: int
     corpus: str
     tokenizer: str
@@ -64,9 +76,17 @@ class _Meta:
 def prepare_tokens(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path) -> CorpusTokens:
     """Opens the tokens of both splits; tokenises them the first time, in batches of a few MiB.
 
+    The tokens of a mixture are those of its corpora, one after another.
+
     Raises:
       UserError: the cache folder cannot be written.
     """
+    if corpus.mixture:
+        sources = [prepare_tokens(source, tokenizer, cache_dir) for _, source, _ in corpus.mixture]
+        return CorpusTokens(
+            _chained([source.train for source in sources]),
+            _chained([source.validation for source in sources]),
+        )
     cache_dir = resolved(cache_dir)
     key = f"{corpus.content_hash[:16]}-{tokenizer.content_hash[:16]}"
     folder = cache_dir / "tokens" / key
@@ -118,39 +138,123 @@ def _checksum(tokens: StoredArray) -> int:
     return crc32
 
 
+def _chained(splits: Sequence[SplitTokens]) -> SplitTokens:
+    arrays = tuple(split.tokens for split in splits if isinstance(split.tokens, StoredArray))
+    documents = sum(split.documents for split in splits)
+    return SplitTokens(ChainedArray(arrays), documents, sum(split.text_bytes for split in splits))
+
+
 def _write(
     documents: Iterable[Document], array: Path, meta: Path, corpus: Corpus, tokenizer: Tokenizer
 ) -> None:
-    dtype = _dtype(tokenizer)
-    count = number = text_bytes = crc32 = 0
-    with atomic_write(array) as temporary:
-        with temporary.open("wb") as file:
-            header_size = _write_header(file, dtype, 0)
-            for batch in _batches(documents, tokenizer):
-                ids_of_pieces = tokenizer.encode_batch([text for text, _ in batch])
-                for (text, ends_document), ids in zip(batch, ids_of_pieces):
-                    ids = np.append(ids, tokenizer.eot_id) if ends_document else ids
-                    data = ids.astype(dtype).tobytes()
-                    file.write(data)
-                    crc32 = zlib.crc32(data, crc32)
-                    count += len(ids)
-                    number += ends_document
-                    text_bytes += len(text.encode())
+    array.parent.mkdir(parents=True, exist_ok=True)
+    partial = array.with_name(f".{array.name}.partial")
+    progress = array.with_name(f".{array.name}.progress")
+    done = _resumable(progress, partial, corpus, tokenizer)
+    try:
+        with partial.open("r+b" if done.count else "wb") as file:
+            header_size = _write_header(file, _dtype(tokenizer), 0)
+            file.truncate(header_size + done.count * _dtype(tokenizer).itemsize)
+            file.seek(0, os.SEEK_END)
+            done = _append(file, documents, tokenizer, done, progress, corpus.name)
             file.seek(0)
             # numpy pads the header, so a larger count keeps its size.
-            if _write_header(file, dtype, count) != header_size:
+            if _write_header(file, _dtype(tokenizer), done.count) != header_size:
                 raise AssertionError("the .npy header changed its size")
-    record = _Meta(
-        format=_FORMAT,
-        corpus=corpus.content_hash,
-        tokenizer=tokenizer.content_hash,
-        count=count,
-        documents=number,
-        text_bytes=text_bytes,
-        crc32=crc32,
-    )
+            _flush(file)
+        partial.replace(array)
+    except OSError as error:
+        if not storage.is_transient(error):
+            partial.unlink(missing_ok=True)
+            progress.unlink(missing_ok=True)
+        raise
+    progress.unlink(missing_ok=True)
     with atomic_write(meta) as temporary:
-        temporary.write_text(json.dumps(asdict(record)))
+        temporary.write_text(json.dumps(asdict(done)))
+
+
+def _resumable(progress: Path, partial: Path, corpus: Corpus, tokenizer: Tokenizer) -> _Meta:
+    """Returns the progress of a killed process, if its partial file has it; else no progress."""
+    none = _Meta(_FORMAT, corpus.content_hash, tokenizer.content_hash, 0, 0, 0, 0)
+    try:
+        record = _Meta(**json_files.load(progress))
+        tokens = replace(StoredArray.open(partial), count=record.count)
+        whole = partial.stat().st_size >= tokens.offset + tokens.nbytes
+    except Exception:  # See StoredArray.open.
+        return none
+    if (record.format, record.corpus, record.tokenizer) != (
+        none.format,
+        none.corpus,
+        none.tokenizer,
+    ):
+        return none
+    if not whole or (tokens.nbytes <= _CHECKSUM_BYTES and _checksum(tokens) != record.crc32):
+        return none
+    return record
+
+
+def _append(
+    file: BinaryIO,
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    done: _Meta,
+    progress: Path,
+    name: str,
+) -> _Meta:
+    """Appends the tokens of the documents after the first `done.documents`; returns the record."""
+    total, saved = operator.length_hint(documents), done.count
+    if done.documents:
+        assert isinstance(documents, Sequence)
+        remaining: Iterable[Document] = map(documents.__getitem__, range(done.documents, total))
+    else:
+        remaining = documents
+    shown = with_progress(remaining, f"tokenizing {name}", total, done.documents)
+    dtype = _dtype(tokenizer)
+    for batch, ids_of_pieces in _encoded(_batches(shown, tokenizer), tokenizer):
+        ends = [ends_document for _, ends_document in batch]
+        pieces = [
+            np.append(ids, tokenizer.eot_id) if ends_document else ids
+            for ids, ends_document in zip(ids_of_pieces, ends)
+        ]
+        tokens = np.concatenate(pieces).astype(dtype)
+        file.write(tokens.data)
+        done = replace(
+            done,
+            count=done.count + len(tokens),
+            documents=done.documents + sum(ends),
+            text_bytes=done.text_bytes + sum(len(text.encode()) for text, _ in batch),
+            crc32=zlib.crc32(tokens.data, done.crc32),
+        )
+        if ends[-1] and (done.count - saved) * dtype.itemsize >= _SAVED_BYTES:
+            _flush(file)
+            storage.replace(progress, json.dumps(asdict(done)).encode())
+            saved = done.count
+    return done
+
+
+def _encoded(
+    batches: Iterable[list[tuple[str, bool]]], tokenizer: Tokenizer
+) -> Iterator[tuple[list[tuple[str, bool]], list[np.ndarray]]]:
+    """Yields each batch with its ids, in order.
+
+    The tokenizer uses all cores for a batch; threads encode the next batches during the serial work
+    on one.
+    """
+    pending: deque[tuple[list[tuple[str, bool]], Future]] = deque()
+    with ThreadPoolExecutor(_BATCHES_AHEAD, "tokenize") as threads:
+        for batch in batches:
+            texts = [text for text, _ in batch]
+            pending.append((batch, threads.submit(tokenizer.encode_batch, texts)))
+            if len(pending) > _BATCHES_AHEAD:
+                first, ids = pending.popleft()
+                yield first, ids.result()
+        for batch, ids in pending:
+            yield batch, ids.result()
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:

@@ -1,6 +1,7 @@
 """All sections in one program: loss and gradients on a single device or a device of a mesh."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ from jax import lax
 from sparse_dataflow.config.layer_groups import split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels import dispatch
+from sparse_dataflow.kernels.attention.api import causal_attention
+from sparse_dataflow.kernels.attention.documents import document_attention, document_numbers
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT
 from sparse_dataflow.models.shard import WHOLE, Shard
@@ -94,6 +97,7 @@ def apply_blocks(
     tables: Any,
     x_BxTxD: jax.Array,
     member: Member = ALONE,
+    attend: Callable = causal_attention,
 ) -> jax.Array:
     """Runs all blocks on [B, T, D].
 
@@ -104,7 +108,7 @@ def apply_blocks(
     if not unrolled:
         tables = gpt.with_groups(tables)
     for group, stacked in enumerate(zip(split_groups(params), split_groups(tables), strict=True)):
-        run = _layer(config, member, group)
+        run = _layer(config, member, group, attend)
         if unrolled:
             group_params, group_tables = stacked
             for i, layer in enumerate(_unstack(group_params)):
@@ -115,13 +119,13 @@ def apply_blocks(
     return x_BxTxD
 
 
-def _layer(config, member, group):
+def _layer(config, member, group, attend):
     """Returns a function (x, (params, tables) of a layer) -> x, with the config's remat policy."""
 
     def run(x, layer):
         layer_params, layer_tables = layer
         params = member.section({"blocks": layer_params}, "blocks", group)
-        return gpt.block(config, params, layer_tables, x, member.shard)
+        return gpt.block(config, params, layer_tables, x, member.shard, attend)
 
     if config.remat != "none":
         return rematerialised(config, run)
@@ -176,7 +180,8 @@ def loss(
       config: model config.
       params: see `gpt`.
       tables: see `gpt`.
-      tokens: int32 [B, T + 1]; the first T are inputs, the last T targets.
+      tokens: int32 [B, T + 1]; the first T are inputs, the last T targets. With
+        `config.mask_documents`, each attends within its document.
       weights: float32 [B, T].
       member: device whose rows, params and tables these are.
 
@@ -184,10 +189,17 @@ def loss(
       float32 scalar, in nats.
     """
     embed, head = (member.section(params, name) for name in ("embed", "head"))
-    x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
-    x = apply_blocks(config, params["blocks"], tables, x, member)
+    with jax.named_scope("embed"):
+        x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
+    attend: Callable = causal_attention
+    if config.mask_documents:
+        documents = document_numbers(tokens[:, :-1], config.vocab_size - 1)
+        attend = functools.partial(document_attention, documents=documents)
+    with jax.named_scope("blocks"):
+        x = apply_blocks(config, params["blocks"], tables, x, member, attend)
     targets = tokens[:, 1:]
-    return gpt.head_loss(config, head, embed["tokens"], x, targets, weights, member.shard)
+    with jax.named_scope("head"):
+        return gpt.head_loss(config, head, embed["tokens"], x, targets, weights, member.shard)
 
 
 def token_scores(

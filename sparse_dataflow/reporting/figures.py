@@ -124,6 +124,41 @@ def loss_curves(
         return svg.inline(figure, key, title, _describe_curves(lines, marks, x)), clipped
 
 
+def number_curves(
+    histories: Mapping[str, Sequence[Row]], field: str, title: str, key: str
+) -> Markup | None:
+    """Plots a number of the training rows, smoothed, against training tokens.
+
+    Args:
+      histories: variant name -> metrics rows.
+      field: name of the number.
+      title: label of the axis and title of the figure.
+      key: prefix of the figure's ids, unique on the page.
+
+    Returns:
+      The SVG; None without points.
+    """
+    lines = {name: series(rows, "train", "tokens", field) for name, rows in histories.items()}
+    if not any(map(len, lines.values())):
+        return None
+    with matplotlib.rc_context(svg.STYLE):
+        figure = svg.new_figure(WIDTH, 180)
+        axes = figure.add_axes((0.145, 0.24, 0.735, 0.7))
+        for name, line in lines.items():
+            values = _subsample(np.column_stack([line[:, 0], smooth(line[:, 1])]))
+            style = ".-" if len(values) == 1 else "-"
+            axes.plot(values[:, 0], values[:, 1], style, color=COLOUR[name], linewidth=1.5)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.set(xlabel="training tokens", ylabel=title.lower())
+        axes.spines["right"].set_visible(False)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(EngFormatter(sep="\N{NO-BREAK SPACE}"))
+            axis.set_major_locator(MaxNLocator(4, steps=_TICK_STEPS))
+        ends = [f"{name}: last {line[-1, 1]:,.0f}" for name, line in lines.items() if len(line)]
+        return svg.inline(figure, key, title, "; ".join(ends) + ".")
+
+
 def stacked_bars(
     bars: Mapping[str, Mapping[str, float]],
     categories: Sequence[str],

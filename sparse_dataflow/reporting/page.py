@@ -8,7 +8,12 @@ from typing import Any
 from sparse_dataflow.reporting import figures, quantities, svg
 from sparse_dataflow.reporting.evaluation_table import evaluation_table
 from sparse_dataflow.reporting.quantities import MISSING, finite
-from sparse_dataflow.reporting.report_data import LayoutData, ReportData, VariantData
+from sparse_dataflow.reporting.report_data import (
+    LayoutData,
+    ProfileData,
+    ReportData,
+    VariantData,
+)
 from sparse_dataflow.reporting.timeline_figure import timeline
 
 _EQUAL_TIME_TOLERANCE = 0.05
@@ -81,7 +86,17 @@ def contents(data: ReportData) -> dict[str, Any]:
         "omitted_pictures": omitted,
         "evaluation": evaluation_table(data.evaluation) if data.evaluation else None,
         "goodput": goodput(data.goodput),
+        "kernels": kernels(data.profile) if data.profile else [],
     }  # fmt: skip
+
+
+def kernels(profile: ProfileData) -> list[tuple[str, str, str, str]]:
+    """Returns (name, seconds, share of all operations, executions) of the longest operations."""
+    times = quantities.seconds([seconds for _, seconds, _ in profile.kernels])
+    return [
+        (name, time, f"{seconds / (profile.seconds or 1):.1%}", f"{count:,}")
+        for (name, seconds, count), time in zip(profile.kernels, times)
+    ]
 
 
 def goodput(seconds: dict[str, float]) -> str:

@@ -132,6 +132,19 @@ class EvaluationData:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProfileData:
+    """A trace of some steps.
+
+    Attributes:
+      kernels: [name, seconds, executions] of the longest operations; empty if unreadable.
+      seconds: sum over all operations and devices.
+    """
+
+    kernels: list[list]
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class ReportData:
     """Content of a report, stored in RUN/report.json.
 
@@ -152,6 +165,7 @@ class ReportData:
       evaluation: evaluation on tasks, if `experiments.evaluate` has run.
       goodput: category -> seconds of the run, including restarts; "productive" counts the steps
         that the final model includes.
+      profile: trace of some steps, if the run has one.
 
     Raises:
       UserError: there is no variant, a duplicate or an unknown one.
@@ -172,6 +186,7 @@ class ReportData:
     continuations: list[Continuation] = dataclasses.field(default_factory=list)
     evaluation: EvaluationData | None = None
     goodput: dict[str, float] = dataclasses.field(default_factory=dict)
+    profile: ProfileData | None = None
 
     def __post_init__(self):
         names = [v.name for v in self.variants]
@@ -195,6 +210,8 @@ class ReportData:
         }
         if data.get("evaluation") is not None:
             nested["evaluation"] = EvaluationData(**data["evaluation"])
+        if data.get("profile") is not None:
+            nested["profile"] = ProfileData(**data["profile"])
         return cls(**{**data, **nested})
 
     def to_json(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import describe as tables
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
-from sparse_dataflow.parallel.pipeline.pipelined import executor_over
+from sparse_dataflow.parallel.pipeline.pipelined import Pipelined, executor_over
 from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.parallel.relay.relay import RelayConfig
@@ -162,10 +162,15 @@ def check(
     Raises:
       UserError: naming what does not fit.
     """
+    relay = isinstance(executor, RelayExecutor)
+    if config.model.mask_documents and (relay or isinstance(executor, Pipelined)):
+        raise UserError(
+            f"model.mask_documents=yes with {executor.describe()}, whose blocks do not see the "
+            "tokens; legal: model.mask_documents=no, or a mesh without stages."
+        )
     for variant in variants:
         for phase in variant.phase_specs:
             executor.check(phase.model, variant.training)
-    relay = isinstance(executor, RelayExecutor)
     if memory_bytes is None or executor == SINGLE_DEVICE or relay:
         return
     need = sum(max(map(tables.bytes_per_chip, arrays(executor, v))) for v in variants)

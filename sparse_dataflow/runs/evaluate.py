@@ -28,7 +28,7 @@ from sparse_dataflow.interchange.load import load, variants
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.sharded import Sharded
 from sparse_dataflow.runs import evaluation_report, evaluation_tasks, measurement
-from sparse_dataflow.runs.train import FINAL_WINDOWS
+from sparse_dataflow.runs.training_data import FINAL_WINDOWS
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.run_files import RunRecord, read_config, read_record
 

@@ -20,16 +20,19 @@ from sparse_dataflow.reporting.report import write_report
 from sparse_dataflow.reporting.report_data import (
     Continuation,
     LayoutData,
+    ProfileData,
     ReportData,
     VariantData,
 )
 from sparse_dataflow.runs import evaluation_report
+from sparse_dataflow.training import profiles
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics, say
 from sparse_dataflow.training.run_files import RunRecord
 from sparse_dataflow.training.sections import section_seconds
 
 CONTINUATIONS = 10
+KERNELS_SHOWN = 15
 
 TIMED_FROM = 10.0
 """Least seconds of training for which the sections of a step are timed.  Timing takes about as long
@@ -90,6 +93,7 @@ def write(
         continuations=_continuations(trainers, corpus, tokenizer),
         evaluation=evaluation_report.read(folder),
         goodput=seconds,
+        profile=_profile(folder),
     )
     try:
         storage.replace(folder / "report.json", json.dumps(data.to_json()).encode() + b"\n")
@@ -194,9 +198,32 @@ def _notes(folder, trainers, timed):
         for t in trainers
     ] + [
         *_evolution_notes(folder, trainers),
+        *_mixture_notes(folder, trainers),
         "Held-out documents are whole files, chosen by a hash of their name: about one in twenty.",
         _about_sections(trainers[0].executor, timed),
     ]
+
+
+def _profile(folder):
+    """Returns the trace of the run; None where it has none."""
+    if not (folder / profiles.FOLDER).is_dir():
+        return None
+    operations = profiles.kernels(folder)
+    longest = [[k.name, k.seconds, k.count] for k in operations[:KERNELS_SHOWN]]
+    return ProfileData(longest, sum(k.seconds for k in operations))
+
+
+def _mixture_notes(folder, trainers):
+    for trainer in trainers:
+        rows = read_metrics(folder / trainer.name / "metrics.jsonl")
+        final = next((row for row in reversed(rows) if row["kind"] == "final"), {})
+        bits = [
+            f"{name.partition('/')[2]} {value:.3f}"
+            for name, value in final.items()
+            if name.startswith("bits_per_byte/")
+        ]
+        if bits:
+            yield f"{trainer.name}: held-out bits per byte by corpus: {', '.join(bits)}."
 
 
 def _about_sections(executor, timed):

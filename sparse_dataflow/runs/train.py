@@ -16,38 +16,37 @@ import numpy as np
 
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data import cache
-from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.data.corpora import Corpus, corpus_of_texts, load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
-from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.distributed.stopping import ENDING, stop_on_signals
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.files import loopback
 from sparse_dataflow.files.errors import TEMPORARY
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.interchange import starting_point
 from sparse_dataflow.optim.train_state import TrainState
-from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.runs import devices, memory_check, relay_plan, report, run_folder, step_plan
 from sparse_dataflow.runs.request import Request
+from sparse_dataflow.runs.training_data import training_data
 from sparse_dataflow.sparsity.allocation import allocation_table
-from sparse_dataflow.training import goodput, run_files
+from sparse_dataflow.training import goodput, profiles, run_files, trackers
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics, say
 from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
 from sparse_dataflow.training.run_files import RunRecord
+from sparse_dataflow.training.stalls import stall_alerts
 from sparse_dataflow.training.turns import advance_side_by_side
 from sparse_dataflow.training.variants import Variant, variants
 
-EVALUATION_WINDOWS = 64
-FINAL_WINDOWS = 2048
 EVALUATIONS_A_RUN = 8
 
 
@@ -196,6 +195,7 @@ class _Job:
 
     def run(self, texts: Sequence[str] | None, resume: bool) -> Run:
         config, folder = self.config, self.folder
+        trackers.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
         record = self._saved_record() if resume else None
         self._refuse_unfit_machine()
         corpus = (
@@ -345,17 +345,43 @@ class _Job:
             start=self._start(v, data),
             clock=self.clock,
             mirror=self.mirror / v.name if self.mirror else None,
+            trackers=trackers.tracker_names(config.run.trackers),
+            config=config.to_json(),
         )
 
     def _advance(self, trainers: list[Trainer], stop, goodput_log: goodput.GoodputLog) -> bool:
         """Trains all to the end; False if `stop()` came before, after saving."""
         goodput_log.write()
-        for _ in advance_side_by_side(trainers, stop):
-            self._check_folder()
-            goodput_log.write(throttle=True)
+
+        def alert(text):
+            for trainer in trainers:
+                trainer.alert("stall", text)
+
+        settings = self.config.run
+        profile = profiles.StepProfile(self.folder, settings.profiled_steps)
+        with contextlib.ExitStack() as stack:
+            stack.callback(profile.close)
+            stack.enter_context(stall_alerts(self.clock, alert, settings.stall_alert))
+            if settings.profile_server and processes.is_first():
+                post = {"POST": self._trace_on_request}
+                stack.enter_context(loopback.served(settings.profile_server, post))
+            profile.update(trainers[0].step)
+            for _ in advance_side_by_side(trainers, stop):
+                profile.update(trainers[0].step)
+                self._check_folder()
+                goodput_log.write(throttle=True)
         # A signal may have come in the last step.
         stopped = processes.any_process(bool(stop()))
         return all(trainer.finished for trainer in trainers) and not stopped
+
+    def _trace_on_request(self, path, query):
+        if path != "/trace":
+            return None
+        try:
+            seconds = float(query.get("seconds", "5"))
+        except ValueError:
+            seconds = 0.0
+        return "text/plain", profiles.trace_now(self.folder, seconds) + "\n"
 
     def _start(self, v: Variant, data: TrainingData) -> Callable[[], TrainState] | None:
         """Makes the state before the first step from `run.init_from`, where that names weights; a
@@ -397,34 +423,6 @@ def _say_allocation(variant):
         sequence = variant.training.sequence
         flops = lambda model: cost.flops_per_token(model, sequence).sections  # noqa: E731
         say(allocation_table(variant.model, flops))
-
-
-def training_data(
-    config: RunConfig,
-    variant: Variant,
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    executor: Executor = SINGLE_DEVICE,
-) -> TrainingData:
-    """The batches of a variant's shape, drawn by `training.seed`, and the held-out windows."""
-    tokens = prepare_tokens(corpus, tokenizer, cache.FOLDER)
-    say(
-        f"corpus {corpus.name}: {tokens.train.documents:,} documents, "
-        f"{len(tokens.train.tokens):,} training tokens; "
-        f"{tokens.validation.documents:,} documents held out"
-    )
-    shape = variant.training.batch, variant.training.sequence
-    rows = executor.local_rows(variant.training.batch)
-    periodic = EvalBatches(tokens.validation.tokens, *shape, EVALUATION_WINDOWS, rows)
-    final = EvalBatches(tokens.validation.tokens, *shape, FINAL_WINDOWS, rows)
-    return TrainingData(
-        TrainBatches(tokens.train.tokens, *shape, config.training.seed, rows),
-        periodic,
-        periodic.total_bytes(tokenizer.token_bytes),
-        final,
-        final.total_bytes(tokenizer.token_bytes),
-        tokenizer.content_hash,
-    )
 
 
 def _refuse_unfit_steps(models):

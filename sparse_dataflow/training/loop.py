@@ -4,8 +4,9 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -36,6 +37,7 @@ from sparse_dataflow.training.programs import (
 )
 from sparse_dataflow.training.saved_state import SavedProgress, abstract_saved_state, identity
 from sparse_dataflow.training.step import initial_state
+from sparse_dataflow.training.trackers import TENSORBOARD
 
 
 class DivergedError(UserError):
@@ -68,6 +70,8 @@ class Trainer:
         start: Callable[[], TrainState] | None = None,
         clock: Clock | None = None,
         mirror: Path | None = None,
+        trackers: Sequence[str] = (TENSORBOARD,),
+        config: Mapping[str, Any] | None = None,
     ):
         """Opens the folder and resumes from its newest verified checkpoint, if there is one.
 
@@ -90,6 +94,8 @@ class Trainer:
             state is drawn from the training seed.
           clock: records what this process is doing; a new one if None.
           mirror: folder of a second copy of the checkpoints; None for none.
+          trackers: names of the trackers of metrics and alerts.
+          config: the `RunConfig` as JSON, for trackers.
 
         Raises:
           UserError: the folder cannot be written or has checkpoints of another config, or the
@@ -103,9 +109,11 @@ class Trainer:
         self._data, self._programs, self._mfu = data, programs, mfu
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
         processes.on_first(lambda: _make_folder(folder))
-        config = identity(model, training, self.evolution, data.tokenizer_hash)
+        saved_config = identity(model, training, self.evolution, data.tokenizer_hash)
         second = mirror / "checkpoints" if mirror else None
-        self._checkpoints = Checkpoints(folder / "checkpoints", keep, config=config, mirror=second)
+        self._checkpoints = Checkpoints(
+            folder / "checkpoints", keep, config=saved_config, mirror=second
+        )
         self.seconds, self._plateau, self._spikes = 0.0, Plateau(), SpikeHistory()
 
         def abstract_state(step, extra):
@@ -130,7 +138,7 @@ class Trainer:
             self.state = first_state()
         else:
             self.state = programs[0].start_state(
-                name, training, config, saved_step, first_state, from_seed=start is None
+                name, training, saved_config, saved_step, first_state, from_seed=start is None
             )
         self.step = int(self.state.step)
         if saved_step is not None and self.step != saved_step:
@@ -138,9 +146,11 @@ class Trainer:
         self._phase = phase_before(self.phases, self.step)
         self._tables = self._programs[self._phase].tables(self.state.tables)
         self._batches = data.train.iterate(self.step)
-        self._metrics = MetricsWriter(folder, self.step)
+        self._metrics = MetricsWriter(folder, self.step, trackers, config)
         self._progress = Progress(name, training.steps, self.step, position)
         self.last_evaluation: dict | None = None
+        if saved_step is not None:
+            self.alert("restart", f"resumed after step {self.step} of {training.steps}")
         if start is not None and not restored:
             self.save()  # So that a resumed run does not need `start` again.
 
@@ -158,6 +168,10 @@ class Trainer:
     def finished(self) -> bool:
         """Whether the last step is done."""
         return self.step >= self.training.steps
+
+    def alert(self, kind: str, text: str) -> None:
+        """Hands an alert to the trackers; any thread may call."""
+        self._metrics.alert(kind, text, self.step)
 
     def advance(self) -> None:
         """Does one optimizer step, then the evaluation and the checkpoint that are due.
@@ -210,7 +224,9 @@ class Trainer:
         values = {"loss": loss, "limit": limit}
         finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
         self._write_row("skipped", **finite)
-        say(f"{self.name:>6}: step {self.step} skipped: loss {loss:.4g}, limit {limit:.4g}")
+        text = f"step {self.step} skipped: loss {loss:.4g}, limit {limit:.4g}"
+        say(f"{self.name:>6}: {text}")
+        self.alert("spike", text)
         if self._spikes.needs_rollback:
             self._roll_back()
 
@@ -231,7 +247,9 @@ class Trainer:
         self.state = self.executor.place(restored[0])._replace(step=self.state.step)
         self._tables = self._programs[self._phase].tables(self.state.tables)
         self._write_row("rollback", to=target)
-        say(f"{self.name:>6}: rolled back to the parameters of step {target}")
+        text = f"rolled back to the parameters of step {target}"
+        say(f"{self.name:>6}: {text}")
+        self.alert("rollback", text)
 
     def _record_step(self, report, rate, elapsed):
         speed = self.training.batch * self.training.sequence / elapsed
@@ -311,19 +329,44 @@ class Trainer:
     def evaluate(self) -> dict:
         """Evaluates the periodic held-out windows; returns and writes a row "eval"."""
         data = self._data
-        self.last_evaluation = self._evaluate("eval", data.validation, data.validation_bytes)
+        self.last_evaluation = self._evaluate(
+            "eval",
+            (data.validation, data.validation_bytes),
+            [(source, source.validation, source.validation_bytes) for source in data.mixture],
+        )
         return self.last_evaluation
 
     def evaluate_finally(self) -> dict:
         """Evaluates all held-out windows; returns and writes a row "final"."""
-        return self._evaluate("final", self._data.final, self._data.final_bytes)
+        data = self._data
+        return self._evaluate(
+            "final",
+            (data.final, data.final_bytes),
+            [(source, source.final, source.final_bytes) for source in data.mixture],
+        )
 
-    def _evaluate(self, kind, batches, total_bytes):
-        programs, params = self._programs[self._phase], self.state.params
+    def _evaluate(self, kind, held_out, mixture):
+        """Writes the loss of the windows, or of each corpus of a mixture and their mean."""
         with self._clock.during("evaluation"):
-            total = held_out_nats(programs, params, self._tables, map(self._put, batches))
-        bits = bits_per_byte(total, total_bytes)
-        return self._write_row(kind, loss=total / batches.total_tokens, bits_per_byte=bits)
+            if not mixture:
+                loss, bits = self._loss(*held_out)
+                return self._write_row(kind, loss=loss, bits_per_byte=bits)
+            values = {"loss": 0.0, "bits_per_byte": 0.0}
+            token_bytes = 0.0
+            for source, batches, total_bytes in mixture:
+                loss, bits = self._loss(batches, total_bytes)
+                values |= {f"loss/{source.name}": loss, f"bits_per_byte/{source.name}": bits}
+                values["loss"] += source.weight * loss
+                token_bytes += source.weight * total_bytes / batches.total_tokens
+            # Of text that is drawn with the weights.
+            values["bits_per_byte"] = bits_per_byte(values["loss"], token_bytes)
+            return self._write_row(kind, **values)
+
+    def _loss(self, batches, total_bytes):
+        """Returns the loss of held-out windows in nats a token and in bits per byte."""
+        programs, params = self._programs[self._phase], self.state.params
+        total = held_out_nats(programs, params, self._tables, map(self._put, batches))
+        return total / batches.total_tokens, bits_per_byte(total, total_bytes)
 
     def save(self) -> None:
         """Starts a checkpoint of the current step, unless there is one.
@@ -391,6 +434,7 @@ class Trainer:
         good = self._checkpoints.steps()
         values = [f"{kind} of {', '.join(broken)}"] if broken else []
         values += [f"loss {loss}"] if loss else []
+        self.alert("nan", f"step {self.step} is not finite ({', '.join(values)})")
         raise DivergedError(
             f"{self.name}: step {self.step} is not finite ({', '.join(values)}). Last good "
             f"checkpoint: {f'step {good[-1]}' if good else 'none'}; start a new run with a lower "

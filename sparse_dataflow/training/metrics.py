@@ -1,12 +1,12 @@
-"""Metrics of a run: JSONL and TensorBoard files, and a progress bar or plain lines."""
+"""Metrics of a run: JSONL, trackers, alerts, and a progress bar or plain lines."""
 
 import contextlib
 import json
 import logging
 import os
-import platform
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ from tqdm import tqdm
 
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.files import json_files, storage
-from sparse_dataflow.files.errors import UserError, advice
+from sparse_dataflow.files.errors import UserError, advice, first_line
 from sparse_dataflow.files.redaction import redact
+from sparse_dataflow.training import trackers
+from sparse_dataflow.training.trackers import TensorBoard, TrackedRun, Tracker
 
 _REQUIRED = {
     "train": ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second"),
@@ -78,7 +80,9 @@ def seconds_at(folder: Path, step: int, otherwise: float) -> float:
 
 
 class MetricsWriter:
-    """Appends rows to `metrics.jsonl` and scalars to `tensorboard/` in one variant's folder.
+    """Appends rows to `metrics.jsonl` in one variant's folder, and hands them to trackers.
+
+    TensorBoard's files are in `tensorboard/` of that folder. Alerts also go to `alerts.jsonl`.
 
     With several processes, process 0 writes; the rows of the others are equal.
 
@@ -92,8 +96,24 @@ class MetricsWriter:
       UserError: from every method, if the files cannot be written; earlier rows are intact.
     """
 
-    def __init__(self, folder: Path, step: int = 0):
+    def __init__(
+        self,
+        folder: Path,
+        step: int = 0,
+        tracker_names: Sequence[str] = (trackers.TENSORBOARD,),
+        config: Mapping[str, Any] | None = None,
+    ):
+        """Opens the files and the trackers.
+
+        Args:
+          folder: of the variant.
+          step: of the checkpoint that the training continues.
+          tracker_names: see `trackers.tracker_names`.
+          config: the `RunConfig` as JSON, for trackers.
+        """
         self._folder = folder
+        self._tensorboard = trackers.TENSORBOARD in tracker_names
+        self._trackers: dict[str, Tracker] = {}
         self._open: tuple[Any, Any] | None = None
         self._path = folder / "metrics.jsonl"
         if not processes.is_first():
@@ -106,45 +126,77 @@ class MetricsWriter:
         lines = (json.dumps(row) + "\n" for row in complete if row["step"] <= step)
         self._retried(storage.replace, self._path, "".join(lines).encode())
         self._retried(self._open_files, step + 1)
+        run = TrackedRun(folder, f"{folder.parent.name}/{folder.name}", step, config or {})
+        for name in tracker_names:
+            if name != trackers.TENSORBOARD:
+                self._trackers[name] = trackers.opened(name, run)
 
     def write(self, row: dict) -> None:
         """Appends one row: {"kind", "step", ...numbers}."""
         if processes.is_first():
             self._retried(self._append, row)
+            self._tell_trackers("write", row)
+
+    def alert(self, kind: str, text: str, step: int) -> None:
+        """Hands an alert to the trackers and to `alerts.jsonl`, as far as these can be written.
+
+        Any thread may call.
+        """
+        if not processes.is_first():
+            return
+        line = json.dumps({"kind": kind, "step": step, "time": time.time(), "text": redact(text)})
+        with contextlib.suppress(OSError), (self._folder / "alerts.jsonl").open("a") as file:
+            file.write(line + "\n")
+        self._tell_trackers("alert", kind, redact(text), step)
 
     def close(self) -> None:
-        """Flushes and closes both files."""
+        """Flushes and closes the files, and ends the trackers."""
+        try:
+            self._close_files()
+        finally:
+            self._tell_trackers("close")
+            self._trackers.clear()
+
+    def _close_files(self):
         if self._open is None:
             return
         (file, events), self._open = self._open, None
-        with self._user_errors(), contextlib.closing(events):
+        with self._user_errors(), contextlib.closing(events or file):
             file.close()
+
+    def _tell_trackers(self, method, *arguments):
+        """Calls a method of each tracker; one that raises gets no more calls."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                getattr(tracker, method)(*arguments)
+            except Exception as error:  # The code of others raises errors of any type.
+                self._trackers.pop(name, None)
+                say(f"the tracker {name} failed ({first_line(error)}) and gets no more rows")
 
     def _append(self, row):
         file, events = self._open_files(row["step"])
-        scalars = {
-            f"{row['kind']}/{name}": value
-            for name, value in row.items()
-            if name not in ("kind", "step") and value is not None
-        }
         try:
             file.write(json.dumps(row).encode() + b"\n")
             file.flush()
-            events.add(row["step"], scalars)
+            if events is not None:
+                events.write(row)
         except OSError as error:
             if storage.is_transient(error):
                 with contextlib.suppress(UserError):
-                    self.close()
+                    self._close_files()
             raise
 
     def _open_files(self, first_step):
-        """Returns (metrics.jsonl, TensorBoard file), opened if necessary."""
+        """Returns (metrics.jsonl, TensorBoard file or None), opened if necessary."""
         if self._open is None:
             file = self._path.open("ab")
             try:
                 # Ends an incomplete line of a killed process.
                 file.write(b"\n" * (file.tell() > 0 and not self._ends_with_newline()))
-                self._open = file, _EventFile(self._folder / "tensorboard", first_step)
+                events = None
+                if self._tensorboard:
+                    events = TensorBoard(self._folder / "tensorboard", first_step)
+                self._open = file, events
             except BaseException:
                 file.close()
                 raise
@@ -177,43 +229,6 @@ def _is_complete(row: dict) -> bool:
     """Whether a row has a legal kind and all numbers of that kind."""
     numbers = (row.get(name) for name in ("step", *_REQUIRED.get(str(row.get("kind")), ("kind",))))
     return all(isinstance(number, int | float) for number in numbers)
-
-
-class _EventFile:
-    """A TensorBoard file of scalars, written in the caller's thread.
-
-    tensorboardX's SummaryWriter writes in a thread of its own.  That thread dies if the disk is
-    full, and the training then waits for its queue forever.
-    """
-
-    def __init__(self, folder: Path, first_step: int, every: float = 10.0):
-        """Opens a new file; TensorBoard hides the steps of earlier files from `first_step` on."""
-        from tensorboardX.proto import event_pb2
-        from tensorboardX.record_writer import RecordWriter
-
-        folder.mkdir(exist_ok=True)
-        # The time comes first, so that earlier files sort before this one.
-        name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}"
-        self._event, self._every = event_pb2.Event, every
-        self._writer = RecordWriter(str(folder / name))
-        self._put(file_version="brain.Event:2")
-        self._put(step=first_step, session_log=event_pb2.SessionLog(status="START"))
-        self._writer.flush()
-        self._flushed = time.monotonic()
-
-    def add(self, step: int, scalars: dict[str, float]) -> None:
-        """Adds {name: value} at `step`; flushes to disk about every `every` seconds."""
-        values = [{"tag": name, "simple_value": value} for name, value in scalars.items()]
-        self._put(step=step, summary={"value": values})
-        if time.monotonic() - self._flushed > self._every:
-            self._writer.flush()
-            self._flushed = time.monotonic()
-
-    def close(self) -> None:
-        self._writer.close()
-
-    def _put(self, **fields):
-        self._writer.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
 class Progress:

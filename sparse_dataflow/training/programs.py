@@ -28,6 +28,27 @@ from sparse_dataflow.training.transitions import change_model, update_layouts
 
 
 @dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """The held-out windows of one corpus of a mixture.
+
+    Attributes:
+      name: of the corpus, in metrics.
+      weight: fraction of the training tokens from this corpus.
+      validation: see `TrainingData`, also for the others.
+      validation_bytes: UTF-8 bytes of their targets.
+      final: windows for the evaluation after the last step.
+      final_bytes: UTF-8 bytes of their targets.
+    """
+
+    name: str
+    weight: float
+    validation: EvalBatches
+    validation_bytes: int
+    final: EvalBatches
+    final_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainingData:
     """The batches that a model is trained and evaluated on.
 
@@ -38,6 +59,8 @@ class TrainingData:
       final: all held-out windows, for the evaluation after the last step.
       final_bytes: UTF-8 bytes of their targets.
       tokenizer_hash: part of a checkpoint's identity.
+      mixture: held-out windows of each corpus of a mixture, of which the fields above have the
+        first; () for one corpus.
     """
 
     train: TrainBatches
@@ -46,6 +69,7 @@ class TrainingData:
     final: EvalBatches
     final_bytes: int
     tokenizer_hash: str
+    mixture: tuple[HeldOut, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

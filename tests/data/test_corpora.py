@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from sparse_dataflow.data import corpora, documents
+from sparse_dataflow.data import corpora, local_files
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.documents import PythonStdlibSource
 from sparse_dataflow.data.splits import is_held_out
@@ -98,8 +98,8 @@ def test_a_single_document_is_cut_into_two_splits(tmp_path, cache):
     [
         ({}, "missing", "does not exist|no corpus"),
         ({}, "missing.txt", "does not exist"),
-        ({"a.md": "text"}, ".", "no .txt or .jsonl"),
-        ({"a.md": "text"}, "a.md", "no .txt or .jsonl"),
+        ({"a.md": "text"}, ".", "has no .txt, .jsonl"),
+        ({"a.md": "text"}, "a.md", "has no .txt, .jsonl"),
         ({"a.txt": "", "b/c.jsonl": "\n \n"}, ".", "empty"),
         ({"a.txt": "fine", "b.txt": b"caf\xe9"}, ".", r"b\.txt is not UTF-8.*byte 3"),
         ({"a.txt": "fine", "b.jsonl": b'{"text": "caf\xe9"}'}, ".", r"b\.jsonl is not UTF-8"),
@@ -126,11 +126,11 @@ def test_a_long_text_becomes_several_documents(tmp_path, cache, text, suffix):
     text = text if suffix == "txt" else text.removeprefix("\ufeff")
     content = text if suffix == "txt" else json.dumps({"text": text})
     (tmp_path / f"long.{suffix}").write_text(content, encoding="utf-8")
-    source = documents.LocalSource(tmp_path / f"long.{suffix}")
+    source = local_files.LocalSource(tmp_path / f"long.{suffix}")
     read = list(source.documents())
     assert "".join(document.text for document in read) == text.removeprefix("\ufeff")
     assert len({document.id for document in read}) == len(read) > 8
-    assert max(len(document.text.encode()) for document in read) <= 2 * documents.PART
+    assert max(len(document.text.encode()) for document in read) <= 2 * local_files.PART
     if "\n" in text:
         assert all(document.text.endswith("\n") for document in read)
     corpus = load_corpus(str(tmp_path / f"long.{suffix}"), cache)
@@ -140,7 +140,7 @@ def test_a_long_text_becomes_several_documents(tmp_path, cache, text, suffix):
 def test_a_text_that_is_not_utf_8_far_inside_is_refused_with_the_byte(tmp_path):
     (tmp_path / "long.txt").write_bytes(b"words\n" * 1_000_000 + b"\xff" + b"words\n")
     with pytest.raises(UserError, match=r"not UTF-8 .* at byte 6000000"):
-        list(documents.LocalSource(tmp_path / "long.txt").documents())
+        list(local_files.LocalSource(tmp_path / "long.txt").documents())
 
 
 def test_a_line_without_end_is_refused(tmp_path, cache):
@@ -291,9 +291,9 @@ def test_the_real_standard_library_is_found():
 PREPARE = """
 import sys, time
 from pathlib import Path
-from sparse_dataflow.data import documents
+from sparse_dataflow.data import local_files
 from sparse_dataflow.data.corpora import load_corpus
-real = documents._read_text_file
+real = local_files._read_file
 def read(path, name):
     if sys.argv[3] == "hang" and path.name == "79.txt":
         seen = Path(sys.argv[2], "seen")
@@ -303,7 +303,7 @@ def read(path, name):
             time.sleep(600)
         seen.touch()
     return real(path, name)
-documents._read_text_file = read
+local_files._read_file = read
 print(load_corpus(sys.argv[1], Path(sys.argv[2])).content_hash)
 """
 

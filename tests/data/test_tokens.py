@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 
+from sparse_dataflow.data import progress
 from sparse_dataflow.data import tokenizer as tokenizer_module
 from sparse_dataflow.data import tokens as tokens_module
 from sparse_dataflow.data.batches import TrainBatches
@@ -133,3 +134,49 @@ def test_a_large_file_of_one_line_is_prepared_in_bounded_memory(tmp_path):
         check=True,
     )
     assert int(done.stdout) < 0.6e9
+
+
+def interrupted(prose, tokenizer, tmp_path, monkeypatch, documents):
+    """Tokenizes until the process is interrupted; returns what is on disk."""
+
+    class Interrupted(list):
+        def __iter__(self):
+            yield from self[:documents]
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokens_module, "_BATCH_CHARACTERS", 1)
+    monkeypatch.setattr(tokens_module, "_SAVED_BYTES", 1)
+    train = Interrupted(prose.train)
+    broken = type(prose)(prose.name, train, prose.validation, prose.content_hash)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_tokens(broken, tokenizer, tmp_path)
+    (partial,) = (tmp_path / "tokens").rglob(".train.npy.partial")
+    return partial
+
+
+@pytest.mark.parametrize("documents", [4, 39])
+@pytest.mark.parametrize("damage", [None, flip, lambda path: path.write_bytes(b"")])
+def test_an_interrupted_tokenization_continues(
+    prose, tokenizer, tmp_path, monkeypatch, damage, documents
+):
+    partial = interrupted(prose, tokenizer, tmp_path, monkeypatch, documents)
+    if damage:
+        partial.write_bytes(partial.read_bytes()[: 128 + 40])
+        damage(partial)
+    expected = flat(prose.train, tokenizer)
+    encode, encoded = type(tokenizer).encode_batch, []
+    monkeypatch.setattr(
+        type(tokenizer), "encode_batch", lambda self, t: encoded.extend(t) or encode(self, t)
+    )
+    prepared = prepare_tokens(prose, tokenizer, tmp_path)
+    np.testing.assert_array_equal(prepared.train.tokens, expected)
+    assert prepared.train.text_bytes == sum(len(d.text.encode()) for d in prose.train)
+    # A damaged file is written from the beginning.
+    assert (prose.train[0].text in encoded) == bool(damage)
+    assert not list((tmp_path / "tokens").rglob(".*"))
+
+
+def test_progress_is_logged_off_a_terminal(prose, tokenizer, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(progress, "SECONDS", -1.0)
+    prepare_tokens(prose, tokenizer, tmp_path)
+    assert "tokenizing prose: 40 of 40 documents" in caplog.text

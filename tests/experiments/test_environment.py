@@ -14,7 +14,7 @@ from main_job import PICO, ROOT
 
 from sparse_dataflow.config import settings
 from sparse_dataflow.config.run import RunConfig, RunSettings
-from sparse_dataflow.data.documents import LocalSource
+from sparse_dataflow.data.local_files import LocalSource
 from sparse_dataflow.files.errors import UserError, in_words
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.runs import command_line, request

@@ -152,3 +152,21 @@ def test_bfloat16_compute_stays_near_float32_and_keeps_float32_masters(result):
         assert gradient.dtype == np.float32
         difference = np.linalg.norm(gradient - exact)
         assert difference < 0.1 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_masked_documents_have_the_loss_of_each_alone(remat):
+    """Rotary positions are relative, so a document's place in the window changes nothing."""
+    config = dataclasses.replace(MODEL, positions="rotary", mask_documents=True, remat=remat)
+    params, tables, eot = arbitrary_params(config), tables_of(config), config.vocab_size - 1
+    tokens = tokens_of(config, batch=1) % eot
+    tokens[0, 4] = eot
+    weights = np.ones((1, tokens.shape[1] - 1), np.float32)
+    together = whole.loss(config, params, tables, tokens, weights)
+    alone = sum(
+        whole.loss(config, params, tables, part, np.ones((1, part.shape[1] - 1), np.float32))
+        for part in (tokens[:, :6], tokens[:, 5:])
+    )
+    np.testing.assert_allclose(together, alone, rtol=1e-5)
+    plain = dataclasses.replace(config, mask_documents=False)
+    assert abs(whole.loss(plain, params, tables, tokens, weights) - together) > 1e-3

@@ -1,6 +1,7 @@
 import dataclasses
 import errno
 import html.parser
+import json
 import math
 import os
 import re
@@ -15,7 +16,12 @@ from report_sample import bare
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.reporting import page, quantities
 from sparse_dataflow.reporting.report import write_report
-from sparse_dataflow.reporting.report_data import Continuation, LayoutData, ReportData
+from sparse_dataflow.reporting.report_data import (
+    Continuation,
+    LayoutData,
+    ProfileData,
+    ReportData,
+)
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "base", "wbr", "source", "area", "col"}
 
@@ -351,3 +357,13 @@ def test_an_unwritable_path_is_named_in_the_error(tmp_path):
     path = tmp_path / "missing" / "report.html"
     with pytest.raises(UserError, match=re.escape(str(path))):
         write_report(bare(), path)
+
+
+def test_a_profile_is_linked_with_its_longest_operations(tmp_path_factory):
+    profile = ProfileData([["fusion.<1>", 0.03, 20], ["dot", 0.01, 10]], 0.05)
+    data = dataclasses.replace(report_sample.report(layouts=[]), profile=profile)
+    parsed = Page(rendered(tmp_path_factory, data))
+    words = "".join(parsed.text)
+    assert "profile/" in parsed.values("href")
+    assert "fusion.<1>" in words and "60.0%" in words and "20.0%" in words
+    assert ReportData.from_json(json.loads(json.dumps(data.to_json()))) == data

@@ -1,6 +1,8 @@
 """The training loop: broken steps end it, a resume repeats nothing, trainers take turns."""
 
+import contextlib
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -13,7 +15,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.optim.train_state import StepReport
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics
-from sparse_dataflow.training.programs import Compiled, TrainingData
+from sparse_dataflow.training.programs import Compiled, HeldOut, TrainingData
 from sparse_dataflow.training.turns import advance_side_by_side
 
 MODEL = ModelConfig(1, 8, 1, 32, 300, 4)
@@ -103,3 +105,28 @@ def test_only_remat_may_change_between_a_checkpoint_and_its_resumption(tmp_path)
     with pytest.raises(UserError, match=r"another config.*norm"):
         other = dataclasses.replace(MODEL, norm="rmsnorm")
         Trainer("sparse", tmp_path, other, TRAINING, DATA, programs, **every)
+
+
+def test_a_mixture_has_a_loss_for_each_corpus_and_their_weighted_mean(tmp_path, monkeypatch):
+    short, long = EvalBatches(TOKENS[:9], 2, 4), EvalBatches(TOKENS[:17], 2, 4)
+    mixture = (
+        HeldOut("books", 0.75, short, 16, short, 16),
+        HeldOut("code", 0.25, long, 64, long, 64),
+    )
+    monkeypatch.setitem(globals(), "DATA", dataclasses.replace(DATA, mixture=mixture))
+    with contextlib.closing(trainer(tmp_path)) as t:
+        row = t.evaluate()
+    # Each batch has 3 nats: one of 8 tokens, two of 16.
+    assert row["loss/books"] == row["loss/code"] == row["loss"] == 3 / 8
+    assert row["bits_per_byte/books"] == pytest.approx(3 / 16 / np.log(2))
+    assert row["bits_per_byte/code"] == pytest.approx(6 / 64 / np.log(2))
+    mean_bytes = 0.75 * 16 / 8 + 0.25 * 64 / 16
+    assert row["bits_per_byte"] == pytest.approx(3 / 8 / mean_bytes / np.log(2))
+
+
+def test_a_broken_step_and_a_restart_are_alerts(tmp_path):
+    with pytest.raises(UserError):
+        train([trainer(tmp_path, bad_step=5)])
+    train([trainer(tmp_path)])
+    alerts = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
+    assert [(alert["kind"], alert["step"]) for alert in alerts] == [("nan", 5), ("restart", 4)]

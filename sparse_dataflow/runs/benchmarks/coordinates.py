@@ -16,7 +16,7 @@ from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark
 from sparse_dataflow.runs.request import Request
-from sparse_dataflow.runs.train import training_data
+from sparse_dataflow.runs.training_data import training_data
 from sparse_dataflow.training.coordinates import (
     ACTIVATIONS,
     activation_changes,

@@ -25,12 +25,8 @@ from sparse_dataflow.files.json_difference import differences
 from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.runs.request import Request, spelling
-from sparse_dataflow.runs.train import (
-    EVALUATIONS_A_RUN,
-    FINAL_WINDOWS,
-    detect_chip,
-    training_data,
-)
+from sparse_dataflow.runs.train import EVALUATIONS_A_RUN, detect_chip
+from sparse_dataflow.runs.training_data import FINAL_WINDOWS, training_data
 from sparse_dataflow.training import variants
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics, say
@@ -139,6 +135,10 @@ def prepare(
     chip = detect_chip(request)
     config = request.config(jax.default_backend(), chip.memory_bytes)
     corpus, tuning_documents = load_corpus(config.data.corpus, cache.FOLDER), 0
+    if corpus.mixture:
+        raise UserError(
+            f"--corpus={config.data.corpus} is a mixture; legal in a study: one corpus."
+        )
     if tuned:
         corpus, tuning_documents = three_splits(corpus)
     size = config.model.vocab_size

@@ -1,0 +1,100 @@
+"""Datasets of the library Hugging Face `datasets`: saved on disk, or fetched by name."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparse_dataflow.data.local_files import needed_module
+from sparse_dataflow.files.errors import UserError, first_line
+
+PREFIX = "hf:"
+"""Begins the name of a dataset on the hub: hf:OWNER/NAME or hf:OWNER/NAME/CONFIG."""
+
+FEATURE = "text"
+
+
+@dataclass(frozen=True, eq=False)
+class HubRecords(Sequence[dict[str, bytes]]):
+    """The rows of a dataset as records {"text": UTF-8}; a missing text is empty."""
+
+    rows: Any
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    # Slices are not supported.
+    def __getitem__(self, index: int) -> dict[str, bytes]:  # type: ignore[override]
+        return {FEATURE: (self.rows[int(index)][FEATURE] or "").encode()}
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Returns whether `save_to_disk` of a dataset or of a dictionary of them wrote the folder."""
+    names = (("dataset_dict.json",), ("dataset_info.json", "state.json"))
+    return any(all((folder / name).is_file() for name in group) for group in names)
+
+
+def saved_splits(folder: Path) -> dict[str, HubRecords]:
+    """Opens a dataset that `save_to_disk` wrote, in bounded memory.
+
+    Returns:
+      {split: records}; {"train": records} for a dataset without splits.
+
+    Raises:
+      UserError: the package is missing, or the dataset cannot be read or has no text.
+    """
+    library = needed_module("datasets", f"The saved dataset {folder}")
+    try:
+        dataset = library.load_from_disk(str(folder), keep_in_memory=False)
+    except Exception as error:  # The library raises errors of any type.
+        raise UserError(f"The dataset {folder} cannot be read ({first_line(error)}).") from error
+    return _splits(str(folder), dataset)
+
+
+def fetched_splits(name: str, cache_dir: Path) -> dict[str, HubRecords]:
+    """Fetches a dataset from the hub, or opens it in the cache.
+
+    Args:
+      name: OWNER/NAME or OWNER/NAME/CONFIG.
+      cache_dir: cache folder; the variables HF_HOME and HF_DATASETS_CACHE come before it.
+
+    Raises:
+      UserError: see `saved_splits`, or the hub or the dataset cannot be reached.
+    """
+    library = needed_module("datasets", f"The corpus {PREFIX}{name}")
+    owner, _, rest = name.partition("/")
+    repository, _, config = rest.partition("/")
+    own_cache = os.environ.keys() & {"HF_HOME", "HF_DATASETS_CACHE"}
+    try:
+        dataset = library.load_dataset(
+            f"{owner}/{repository}" if repository else owner,
+            config or None,
+            cache_dir=None if own_cache else str(cache_dir / "hub"),
+        )
+    except Exception as error:  # The library raises errors of any type.
+        raise UserError(
+            f"The dataset {name} could not be fetched ({first_line(error)}). Check its name and "
+            "the network; legal: hf:OWNER/NAME or hf:OWNER/NAME/CONFIG."
+        ) from error
+    return _splits(f"{PREFIX}{name}", dataset)
+
+
+def identity(splits: Mapping[str, HubRecords]) -> list:
+    """Returns what identifies the datasets without reading their text."""
+    return [
+        [split, len(records), records.rows.data.nbytes, records.rows._fingerprint]
+        for split, records in sorted(splits.items())
+    ]
+
+
+def _splits(name, dataset) -> dict[str, HubRecords]:
+    datasets = dict(dataset) if isinstance(dataset, Mapping) else {"train": dataset}
+    for split, rows in datasets.items():
+        kind = getattr(rows.features.get(FEATURE), "dtype", None)
+        if kind not in ("string", "large_string"):
+            raise UserError(
+                f'The split {split} of {name} has no column "{FEATURE}" of strings; its columns: '
+                f"{', '.join(rows.column_names)}."
+            )
+    return {split: HubRecords(rows.select_columns([FEATURE])) for split, rows in datasets.items()}

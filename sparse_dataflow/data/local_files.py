@@ -1,0 +1,251 @@
+"""Documents in the text files of a user: plain, JSON lines, Parquet, compressed or not."""
+
+import gzip
+import importlib
+import io
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from sparse_dataflow.data.documents import Document, files_below, is_file, listing_digest
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError, first_line
+
+_COMPRESSIONS = ("", ".gz", ".zst")
+TEXT = tuple(f".txt{compression}" for compression in _COMPRESSIONS)
+JSON_LINES = (*(f".jsonl{compression}" for compression in _COMPRESSIONS), ".json.gz", ".json.zst")
+PARQUET = (".parquet",)
+SUFFIXES = TEXT + JSON_LINES + PARQUET
+LEGAL_FILES = ".txt, .jsonl (also .gz, .zst), .json.gz, .json.zst or .parquet"
+
+LONG_TEXT = 4 * 2**20
+"""Characters (bytes of a text file) from which a text is cut into several documents."""
+
+PART = 2**18
+"""Characters (bytes of a text file) of each of these documents, about."""
+
+LONGEST_LINE = 64 * 2**20
+"""Bytes of a line of JSON."""
+
+_BUFFER = 2**20
+_PARQUET_ROWS = 256
+
+
+@dataclass(frozen=True)
+class LocalSource:
+    """A file, or a folder read recursively, of text, JSON lines and Parquet.
+
+    A text file is one document. Each line of JSON is an object with the text in its field "text",
+    and each row of Parquet has it in its column "text"; a row without text is skipped. Ids are
+    paths relative to the folder, followed by `:line` or `:row`. A text of more than `LONG_TEXT`
+    becomes documents of about `PART`, cut at line breaks where it has any, with ids that end in
+    `#part`.
+    """
+
+    path: Path
+
+    @property
+    def _root(self) -> Path:
+        return self.path if self.path.is_dir() else self.path.parent
+
+    def _files(self) -> list[Path]:
+        if not self.path.exists():
+            raise UserError(
+                f"The corpus {self.path} does not exist. Give a folder or file of {LEGAL_FILES}."
+            )
+        if not self.path.is_dir() and not is_file(self.path):
+            raise UserError(f"The corpus {self.path} is neither a folder nor a regular file.")
+        candidates = files_below(self.path) if self.path.is_dir() else [self.path]
+        files = [path for path in candidates if path.name.endswith(SUFFIXES)]
+        if not files:
+            raise UserError(f"The corpus {self.path} has no {LEGAL_FILES} file.")
+        return files
+
+    @property
+    def fingerprint(self) -> str:
+        """Folder name and a digest of its path and listing."""
+        name = re.sub(r"[^a-zA-Z0-9]+", "_", self.path.stem)[:40]
+        return f"{name}-{listing_digest(self.path.resolve(), self._files())}"
+
+    def documents(self) -> Iterator[Document]:
+        """Yields the documents in the order of their files.
+
+        Raises:
+          UserError: there is no text; a file cannot be read, is not UTF-8, or has a line without a
+            JSON field "text" or of more than `LONGEST_LINE` bytes; or a package that reads it is
+            not installed.
+        """
+        blank = True
+        for path in self._files():
+            relative = os.fsencode(path.relative_to(self._root).as_posix())
+            name = relative.decode("utf-8", "backslashreplace")
+            for document in _read_file(path, name):
+                blank = False
+                yield document
+        if blank:
+            raise UserError(f"The corpus {self.path} is empty: its files hold no text.")
+
+
+def has_text_suffix(name: str) -> bool:
+    """Returns whether a name ends as a file that `LocalSource` reads."""
+    return name.endswith(SUFFIXES)
+
+
+def needed_module(name: str, purpose: str) -> Any:
+    """Imports a module of the extra `data`.
+
+    Raises:
+      UserError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise UserError(
+            f"{purpose} needs the package {package}: pip install 'sparse_dataflow[data]'."
+        ) from error
+
+
+def _read_file(path: Path, name: str) -> Iterator[Document]:
+    read: Callable = _read_text
+    if path.name.endswith(JSON_LINES):
+        read = _read_lines
+    elif path.name.endswith(PARQUET):
+        read = _read_parquet
+    try:
+        yield from read(path, name)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or first_line(error).rstrip(".")
+        raise UserError(f"{path} cannot be read: {reason}.") from error
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Opens a file for reading its uncompressed bytes."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if path.suffix == ".zst":
+        arrow = needed_module("pyarrow", f"Reading {path}")
+        file = arrow.CompressedInputStream(arrow.OSFile(os.fsencode(path)), "zstd")
+        return io.BufferedReader(file, _BUFFER)
+    return path.open("rb")
+
+
+def _read_text(path: Path, name: str) -> Iterator[Document]:
+    with _opened(path) as file:
+        # A compressed file does not tell the size of its text.
+        long = len(file.read(LONG_TEXT + 1)) > LONG_TEXT
+    with _opened(path) as file:
+        for number, text in enumerate(_decoded(file, path, PART if long else LONG_TEXT + 1)):
+            if text.strip():
+                yield Document(f"{name}#{number}" if long else name, text)
+
+
+def _decoded(file: BinaryIO, path: Path, size: int) -> Iterator[str]:
+    """Yields the text in parts of about `size` bytes, cut after a line break if there is one."""
+    position, rest = 0, b""
+    while piece := file.read(size - len(rest)):
+        rest += piece
+        cut = len(rest) if len(rest) < size else rest.rfind(b"\n") + 1 or _character_start(rest)
+        yield _text(rest[:cut], path, position)
+        position, rest = position + cut, rest[cut:]
+    if rest:
+        yield _text(rest, path, position)
+
+
+def _character_start(data: bytes) -> int:
+    """Returns the start of the last UTF-8 character, or the length where there is none."""
+    starts = (n for n in range(len(data) - 1, max(0, len(data) - 5), -1) if data[n] & 0xC0 != 0x80)
+    return next(starts, len(data))
+
+
+def _text(data: bytes, path: Path, position: int) -> str:
+    try:
+        return data.decode("utf-8" if position else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 ({error.reason} at byte {position + error.start}). Convert it to "
+            "UTF-8."
+        ) from error
+
+
+def _read_lines(path: Path, name: str) -> Iterator[Document]:
+    position, number = 0, 0
+    with _opened(path) as file:
+        while line := file.readline(LONGEST_LINE + 1):
+            number += 1
+            if len(line) > LONGEST_LINE:
+                raise UserError(
+                    f"{path}, line {number}, is longer than {LONGEST_LINE >> 20} MiB. Cut its text "
+                    "into several lines."
+                )
+            text = _text(line, path, position)
+            position += len(line)
+            if text.strip():
+                yield from _documents(f"{name}:{number}", _text_field(text, path, number))
+
+
+def _read_parquet(path: Path, name: str) -> Iterator[Document]:
+    arrow = needed_module("pyarrow", f"Reading {path}")
+    parquet = needed_module("pyarrow.parquet", f"Reading {path}")
+    number = 0
+    try:
+        # Without these, whole row groups are in memory.
+        table = parquet.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
+        with table:
+            _check_column(table.schema_arrow, path, arrow)
+            for batch in table.iter_batches(_PARQUET_ROWS, columns=["text"], use_threads=False):
+                for text in batch.column(0).to_pylist():
+                    number += 1
+                    if text:
+                        yield from _documents(f"{name}:{number}", text)
+    except arrow.ArrowException as error:
+        raise UserError(f"{path} cannot be read: {first_line(error).rstrip('.')}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (row {number + 1} or a later one).") from error
+
+
+def _check_column(schema, path, arrow):
+    kind = schema.field("text").type if "text" in schema.names else None
+    if kind is None or not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+        raise UserError(
+            f'{path} has no column "text" of strings; its columns: {", ".join(schema.names)}.'
+        )
+
+
+def _documents(name: str, text: str) -> Iterator[Document]:
+    """Yields one document, or those that a long text is cut into."""
+    long = len(text) > LONG_TEXT
+    for part, piece in enumerate(_parts(text) if long else [text]):
+        if piece.strip():
+            yield Document(f"{name}#{part}" if long else name, piece)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Yields a text in parts of about `PART` characters, cut after a line break if there is one."""
+    start = 0
+    while start < len(text):
+        end = start + PART
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield text[start:end]
+        start = end
+
+
+def _text_field(line: str, path: Path, number: int) -> str:
+    try:
+        record = json_files.parse(line)
+    except ValueError as error:
+        reason = getattr(error, "msg", error)
+        raise UserError(f"{path}, line {number}, is not JSON: {reason}.") from error
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise UserError(f'{path}, line {number}, has no field "text" with a string in it.')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{path}, line {number}, has an unpaired surrogate.") from error
+    return text

@@ -1,0 +1,68 @@
+"""Mixtures of corpora: NAME:WEIGHT,NAME:WEIGHT,..."""
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparse_dataflow.data.documents import Document
+from sparse_dataflow.files.errors import UserError
+
+
+def mixture_weights(text: str) -> dict[str, float]:
+    """Returns the weights of a mixture by the names of its corpora; they add up to 1.
+
+    Returns:
+      {} for the name of one corpus: a text without a comma, or an existing path.
+
+    Raises:
+      UserError: a name is missing or repeated, or a weight is not a number above 0.
+    """
+    if "," not in text or Path(text).expanduser().exists():
+        return {}
+    weights: dict[str, float] = {}
+    for source in text.split(","):
+        name, _, number = source.strip().rpartition(":")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or not 0 < weight < math.inf:
+            raise UserError(
+                f"The mixture has {source.strip()[:60]!r}; legal: NAME:WEIGHT with a weight above "
+                "0, such as books:0.7,code:0.3."
+            )
+        if name in weights:
+            raise UserError(f"The mixture has {name!r} twice; legal: each corpus once.")
+        weights[name] = weight
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Returns the last words of the names, or the whole names where those are not unique."""
+    short = [Path(name).name or name for name in names]
+    return short if len(set(short)) == len(short) else list(names)
+
+
+@dataclass(frozen=True)
+class ChainedDocuments(Sequence[Document]):
+    """The documents of several corpora, one after another; ids begin with the corpus' name."""
+
+    names: tuple[str, ...]
+    sources: tuple[Sequence[Document], ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources))
+
+    # Slices are not supported.
+    def __getitem__(self, index: int) -> Document:  # type: ignore[override]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index = index % len(self)
+        ends = list(itertools.accumulate(map(len, self.sources)))
+        source = bisect.bisect_right(ends, index)
+        document = self.sources[source][index - ends[source] + len(self.sources[source])]
+        return Document(f"{self.names[source]}/{document.id}", document.text)

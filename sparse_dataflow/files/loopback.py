@@ -1,0 +1,96 @@
+"""A small HTTP server that only this machine reaches."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qsl, urlsplit
+
+from sparse_dataflow.files.errors import UserError, first_line
+
+HOST = "127.0.0.1"
+_NAMES = (HOST, "localhost")
+
+Answer = tuple[str, str | bytes]
+"""Content type and content."""
+
+Respond = Callable[[str, Mapping[str, str]], Answer | None]
+"""(path, query) -> the answer, or None for a path that does not exist; UserError refuses."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: "_Server"
+    timeout = 30
+
+    def do_GET(self):
+        self._answer("GET")
+
+    def do_POST(self):
+        self._answer("POST")
+
+    def _answer(self, method):
+        # A web page that a browser shows must not reach this server by a name of its own.
+        host = (self.headers.get("Host") or "").partition(":")[0]
+        origin = urlsplit(self.headers.get("Origin") or f"http://{HOST}").hostname
+        if host not in _NAMES or origin not in _NAMES:
+            return self._send(403, "text/plain", "only for this machine")
+        respond = self.server.methods.get(method)
+        if respond is None:
+            return self._send(405, "text/plain", f"{method} is not served here")
+        url = urlsplit(self.path)
+        try:
+            answer = respond(url.path, dict(parse_qsl(url.query)))
+        except UserError as error:
+            return self._send(400, "text/plain", str(error))
+        except Exception as error:  # A request never ends the server.
+            return self._send(500, "text/plain", first_line(error))
+        self._send(200, *answer) if answer else self._send(404, "text/plain", "not found")
+
+    def _send(self, status, kind, content):
+        data = content.encode() if isinstance(content, str) else content
+        with contextlib.suppress(OSError):
+            self.send_response(status)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.end_headers()
+            self.wfile.write(data)
+
+    def log_message(self, format, *arguments):
+        """Logs nothing."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, port: int, methods: Mapping[str, Respond]):
+        self.methods = methods
+        super().__init__((HOST, port), _Handler)
+
+
+@contextlib.contextmanager
+def served(port: int, methods: Mapping[str, Respond]) -> Iterator[int]:
+    """Serves on loopback in threads during a block; yields the port.
+
+    Args:
+      port: 0 for any free port.
+      methods: "GET" or "POST" -> what answers.
+
+    Raises:
+      UserError: the port is not free.
+    """
+    try:
+        server = _Server(port, methods)
+    except OSError as error:
+        raise UserError(
+            f"Port {port} of this machine cannot be used ({error.strerror}); name another, or 0 "
+            "for any."
+        ) from error
+    thread = threading.Thread(target=server.serve_forever, name="loopback", daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()

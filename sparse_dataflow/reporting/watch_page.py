@@ -1,0 +1,105 @@
+"""The live page of runs that still train."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from sparse_dataflow.reporting import figures, quantities
+from sparse_dataflow.reporting.templates import html
+
+_ROWS_SHOWN = 6
+_VARIANTS = ("sparse", "dense", "narrow")
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchedRun:
+    """What a run folder has so far.
+
+    Attributes:
+      name: its path.
+      steps: planned steps by variant.
+      histories: metrics rows by variant.
+      goodput: a line about the run's time, or "".
+      alerts: {"kind", "step", "text", "variant"} in order.
+      problem: why the folder cannot be read; then the others are empty.
+    """
+
+    name: str
+    steps: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    histories: Mapping[str, Sequence[Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
+    goodput: str = ""
+    alerts: Sequence[Mapping[str, str]] = ()
+    problem: str = ""
+
+
+def page(content: str, refresh: float) -> str:
+    """Returns the page around a content, which it reads anew every `refresh` seconds."""
+    return html("watch.html.jinja", {"content": Markup(content), "milliseconds": 1000 * refresh})
+
+
+def content(runs: Sequence[WatchedRun], differences: Sequence[tuple[str, list[str]]]) -> str:
+    """Returns the changing part of the page.
+
+    Args:
+      runs: one column each.
+      differences: (path, its value in each run) of settings in which the runs differ.
+    """
+    columns = [_column(run, f"run{number}") for number, run in enumerate(runs)]
+    return html("watch_content.html.jinja", {"runs": columns, "differences": differences})
+
+
+def _column(run, key):
+    histories = {name: run.histories[name] for name in _VARIANTS if run.histories.get(name)}
+    loss = figures.loss_curves(histories, "tokens", f"{key}-loss") if histories else None
+    speed = figures.number_curves(
+        histories, "tokens_per_second", "Tokens per second", f"{key}-speed"
+    )
+    return {
+        "run": run,
+        "table": [_row(name, rows, run.steps.get(name, 0)) for name, rows in histories.items()],
+        "figures": [figure for figure in (loss and loss[0], speed) if figure],
+        "updates": _updates(histories),
+        "alerts": list(run.alerts)[-_ROWS_SHOWN:][::-1],
+    }
+
+
+def _row(name, rows, steps):
+    """Returns (variant, steps done, training loss, held-out bits per byte, tokens per second)."""
+
+    def last(kinds, field):
+        values = [quantities.finite(row.get(field)) for row in rows if row.get("kind") in kinds]
+        return next((value for value in reversed(values) if value is not None), None)
+
+    def text(value, pattern):
+        return quantities.MISSING if value is None else format(value, pattern)
+
+    step = last(("train", "skipped"), "step") or 0
+    ended = " (ended)" if any(row.get("kind") == "final" for row in rows) else ""
+    return (
+        name,
+        f"{step:,.0f} of {steps:,}{ended}",
+        text(last(("train",), "loss"), ".3f"),
+        text(last(("eval", "final"), "bits_per_byte"), ".3f"),
+        text(last(("train",), "tokens_per_second"), ",.0f"),
+    )
+
+
+def _updates(histories):
+    """Returns (variant, step, exchanged blocks, parameters) of the last layout updates."""
+    updates = [
+        (
+            name,
+            row.get("step", 0),
+            quantities.finite(row.get("exchanged")) or 0.0,
+            row["parameters"],
+        )
+        for name, rows in histories.items()
+        for row in rows
+        if row.get("kind") == "evolution" and quantities.finite(row.get("parameters")) is not None
+    ]
+    return [
+        (name, f"{step:,}", f"{share:.1%}" if share else "new phase", f"{parameters:,.0f}")
+        for name, step, share, parameters in updates[-_ROWS_SHOWN:][::-1]
+    ]

@@ -1,0 +1,61 @@
+"""The batches of a run: training windows of its corpus or mixture, and held-out windows."""
+
+from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.data import cache
+from sparse_dataflow.data.batches import EvalBatches, TokenMixture, TrainBatches
+from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.data.tokens import prepare_tokens
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.programs import HeldOut, TrainingData
+from sparse_dataflow.training.variants import Variant
+
+EVALUATION_WINDOWS = 64
+"""Windows of each corpus in a periodic evaluation, at most."""
+
+FINAL_WINDOWS = 2048
+"""Windows of each corpus in the evaluation after the last step, at most."""
+
+
+def training_data(
+    config: RunConfig,
+    variant: Variant,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    executor: Executor = SINGLE_DEVICE,
+) -> TrainingData:
+    """The batches of a variant's shape, drawn by `training.seed`, and the held-out windows."""
+    tokens = prepare_tokens(corpus, tokenizer, cache.FOLDER)
+    say(
+        f"corpus {corpus.name}: {tokens.train.documents:,} documents, "
+        f"{len(tokens.train.tokens):,} training tokens; "
+        f"{tokens.validation.documents:,} documents held out"
+    )
+    shape = variant.training.batch, variant.training.sequence
+    rows = executor.local_rows(variant.training.batch)
+    mixture, train_tokens = corpus.mixture or (("", corpus, 1.0),), []
+    held_out = []
+    for name, source, weight in mixture:
+        prepared = tokens
+        if corpus.mixture:
+            prepared = prepare_tokens(source, tokenizer, cache.FOLDER)
+            count = len(prepared.train.tokens)
+            say(f"  {weight:.1%} of the windows: {name}, {count:,} training tokens")
+        train_tokens.append(prepared.train.tokens)
+        periodic = EvalBatches(prepared.validation.tokens, *shape, EVALUATION_WINDOWS, rows)
+        final = EvalBatches(prepared.validation.tokens, *shape, FINAL_WINDOWS, rows)
+        sizes = [windows.total_bytes(tokenizer.token_bytes) for windows in (periodic, final)]
+        held_out.append(HeldOut(name, weight, periodic, sizes[0], final, sizes[1]))
+    weights = tuple(source.weight for source in held_out)
+    mixed = TokenMixture(tuple(train_tokens), weights) if corpus.mixture else train_tokens[0]
+    first = held_out[0]
+    return TrainingData(
+        TrainBatches(mixed, *shape, config.training.seed, rows),
+        first.validation,
+        first.validation_bytes,
+        first.final,
+        first.final_bytes,
+        tokenizer.content_hash,
+        tuple(held_out) if corpus.mixture else (),
+    )

@@ -1,0 +1,45 @@
+"""Alerts while a training stands still."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from sparse_dataflow.distributed.clock import Clock
+from sparse_dataflow.distributed.watch import UNTIMED
+
+
+@contextlib.contextmanager
+def stall_alerts(
+    clock: Clock, alert: Callable[[str], None], seconds: float, now=time.monotonic
+) -> Iterator[None]:
+    """Inside, calls `alert` once each time that the clock stands still for `seconds`.
+
+    Activities without a time limit, such as compiling, are not watched.
+
+    Args:
+      clock: of the training, in this process.
+      alert: takes the text; called in a thread of its own.
+      seconds: 0 watches nothing.
+      now: returns seconds.
+    """
+    ended = threading.Event()
+
+    def watch():
+        progress, since, alerted = clock.progress, now(), False
+        while not ended.wait(min(10.0, seconds / 4)):
+            if clock.progress != progress or clock.activity in UNTIMED:
+                progress, since, alerted = clock.progress, now(), False
+            elif now() - since > seconds and not alerted:
+                alerted = True
+                alert(f"no progress for {seconds:g} seconds in {clock.step or clock.activity}")
+
+    thread = threading.Thread(target=watch, name="stall alerts", daemon=True)
+    if seconds:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if seconds:
+            thread.join()

@@ -1,0 +1,160 @@
+import gzip
+import json
+import sys
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from sparse_dataflow.data import local_files
+from sparse_dataflow.data.corpora import load_corpus
+from sparse_dataflow.data.local_files import LocalSource
+from sparse_dataflow.files.errors import UserError
+
+TEXTS = [f"text {number}: né\nof two lines" for number in range(60)]
+LINES = "".join(json.dumps({"text": text, "id": 7}) + "\n" for text in TEXTS).encode()
+
+
+def write(path, data):
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(data))
+    elif path.suffix == ".zst":
+        with pa.CompressedOutputStream(str(path), "zstd") as file:
+            file.write(data)
+    else:
+        path.write_bytes(data)
+    return path
+
+
+def texts(path):
+    return [document.text for document in LocalSource(path).documents()]
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.json.gz", "a.json.zst"]
+)
+def test_lines_of_json_are_documents_compressed_or_not(tmp_path, name):
+    assert texts(write(tmp_path / name, LINES)) == TEXTS
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.zst"])
+@pytest.mark.parametrize("size", [10, 5 * 2**20])
+def test_a_text_file_is_one_document_or_parts_compressed_or_not(tmp_path, name, size):
+    content = ("some words é\n" * (size // 14 + 1)).encode()
+    read = texts(write(tmp_path / name, content))
+    assert "".join(read) == content.decode()
+    assert (len(read) > 1) == (size > local_files.LONG_TEXT)
+
+
+def test_gzip_files_that_were_joined_are_read_whole(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES) + gzip.compress(LINES))
+    assert texts(tmp_path / "a.jsonl.gz") == TEXTS * 2
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
+def test_rows_of_parquet_are_documents_and_missing_texts_are_skipped(tmp_path, kind):
+    column = pa.array([None, *TEXTS, "", "x" * 5 * 2**20], kind)
+    pq.write_table(pa.table({"id": range(63), "text": column}), tmp_path / "a.parquet", 20)
+    read = list(LocalSource(tmp_path / "a.parquet").documents())
+    assert [document.text for document in read[:60]] == TEXTS
+    assert [read[0].id, read[-1].id] == ["a.parquet:2", "a.parquet:63#19"]
+    assert "".join(document.text for document in read[60:]) == "x" * 5 * 2**20
+
+
+def test_a_folder_of_all_formats_is_one_corpus(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("a.jsonl", "b.json.gz", "c.jsonl.zst"):
+        write(folder / name, LINES)
+    pq.write_table(pa.table({"text": TEXTS}), folder / "d.parquet")
+    (folder / "README.md").write_text("no corpus")
+    corpus = load_corpus(str(folder), tmp_path / "cache")
+    assert len(corpus.train) + len(corpus.validation) == 240
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.txt.gz"])
+@pytest.mark.parametrize("damage", ["cut", "other"])
+def test_a_damaged_file_is_refused_with_its_name(tmp_path, name, damage):
+    path = tmp_path / name
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"text": TEXTS}), path)
+    else:
+        write(path, LINES * 50)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"something else")
+    with pytest.raises(UserError, match=rf"{name} cannot be read"):
+        texts(path)
+
+
+def test_a_parquet_file_without_text_names_its_columns(tmp_path):
+    pq.write_table(pa.table({"text": [1], "content": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match='no column "text" of strings; its columns: text, content'):
+        texts(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet"])
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name):
+    (tmp_path / name).write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"needs the package pyarrow: pip install .*\[data\]"):
+        texts(tmp_path / name)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    dataset = datasets.Dataset.from_dict({"text": [*TEXTS, None], "id": range(61)})
+    dataset.save_to_disk(str(tmp_path / "saved"))
+    return tmp_path / "saved"
+
+
+def test_a_saved_dataset_is_split_by_the_hash_rule(saved, tmp_path):
+    corpus = load_corpus(str(saved), tmp_path / "cache")
+    read = {document.text for split in (corpus.train, corpus.validation) for document in split}
+    assert read == {*TEXTS, ""} and len(corpus.train) + len(corpus.validation) == 61
+    moved = saved.rename(tmp_path / "moved")
+    assert load_corpus(str(moved), tmp_path / "cache").content_hash == corpus.content_hash
+
+
+def test_a_saved_dictionary_keeps_its_own_validation_split(tmp_path):
+    make = datasets.Dataset.from_dict
+    splits = {"train": make({"text": TEXTS}), "validation": make({"text": ["held out"]})}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    corpus = load_corpus(str(tmp_path / "saved"), tmp_path / "cache")
+    assert [document.text for document in corpus.train] == TEXTS
+    assert [document.text for document in corpus.validation] == ["held out"]
+
+
+def test_a_saved_dataset_without_text_names_its_columns(tmp_path):
+    datasets.Dataset.from_dict({"content": TEXTS}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(UserError, match=r'no column "text" of strings; its columns: content\.'):
+        load_corpus(str(tmp_path / "saved"), tmp_path / "cache")
+
+
+def test_a_damaged_saved_dataset_is_refused(saved, tmp_path):
+    (saved / "state.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_corpus(str(saved), tmp_path / "cache")
+
+
+def test_a_dataset_is_fetched_by_name_and_config(tmp_path, monkeypatch):
+    calls = []
+
+    def load_dataset(*arguments, **keywords):
+        calls.append(arguments)
+        return datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    corpus = load_corpus("hf:owner/name", tmp_path)
+    assert len(corpus.train) + len(corpus.validation) == 60
+    load_corpus("hf:owner/name/config", tmp_path)
+    assert calls == [("owner/name", None), ("owner/name", "config")]
+
+
+def test_a_hub_that_is_out_of_reach_is_named(tmp_path, monkeypatch):
+    def load_dataset(*arguments, **keywords):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(UserError, match=r"owner/name could not be fetched \(no network\)"):
+        load_corpus("hf:owner/name", tmp_path)
