@@ -22,10 +22,12 @@ def identity(
 ) -> dict[str, Any]:
     """Returns the config that a checkpoint stores and that restoring compares, JSON-able.
 
-    Family fields at their default are left out, so that a checkpoint from before a field fits.
+    Fields that are younger than checkpoints are left out at their default, so that those still fit.
     """
-    # Rematerialization does not change results.
-    left_out = {"remat", *FAMILY_FIELDS} - set(model.family_fields())
+    left_out = {*FAMILY_FIELDS} - set(model.family_fields())
+    left_out.add("remat")  # It does not change results.
+    if not model.mask_documents:
+        left_out.add("mask_documents")
     return {
         "model": {k: value for k, value in model.to_json().items() if k not in left_out},
         "training": training.to_json(),
