@@ -200,7 +200,8 @@ def _load_once(builder_name, name, source, cache_dir):
         builder = getattr(builders, builder_name)(source, data_dir=cache_dir / "tfds")
         splits = {split: _open_split(builder, split) for split in builders.SPLITS}
     digests = "".join(builder.info.metadata["digests"][split] for split in builders.SPLITS)
-    return Corpus(name, **splits, content_hash=hashlib.sha256(digests.encode()).hexdigest())
+    content_hash = hashlib.sha256(digests.encode()).hexdigest()
+    return Corpus(name, splits["train"], splits["validation"], content_hash)
 
 
 def _prepare(builder) -> None:

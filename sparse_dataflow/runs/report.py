@@ -216,7 +216,7 @@ def _profile(folder):
 def _mixture_notes(folder, trainers):
     for trainer in trainers:
         rows = read_metrics(folder / trainer.name / "metrics.jsonl")
-        final = next((row for row in reversed(rows) if row["kind"] == "final"), {})
+        final: dict = next((row for row in reversed(rows) if row["kind"] == "final"), {})
         bits = [
             f"{name.partition('/')[2]} {value:.3f}"
             for name, value in final.items()
