@@ -373,7 +373,7 @@ class ModelConfig:
     @property
     def projections(self) -> tuple[str, ...]:
         """Names of the model's projections, in the order of the forward pass."""
-        absent = ("q", "k", "v") if self.fused_qkv else ("qkv",)
+        absent: tuple[str, ...] = ("q", "k", "v") if self.fused_qkv else ("qkv",)
         absent += () if self.gated_mlp else ("mlp_gate",)
         return tuple(name for name in PROJECTIONS if name not in absent)
 
