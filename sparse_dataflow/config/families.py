@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-_LLAMA = {
+_LLAMA: dict[str, Any] = {
     "norm": "rmsnorm",
     "positions": "rotary",
     "activation": "silu",

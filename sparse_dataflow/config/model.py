@@ -4,6 +4,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
+from typing import Any
 
 from sparse_dataflow.config.settings import ADOPTED, between, positive, setting, validate
 from sparse_dataflow.files.errors import UserError
@@ -356,7 +357,7 @@ class ModelConfig:
     @property
     def projections(self) -> tuple[str, ...]:
         """Names of the model's projections, in the order of the forward pass."""
-        absent = ("q", "k", "v") if self.fused_qkv else ("qkv",)
+        absent: tuple[str, ...] = ("q", "k", "v") if self.fused_qkv else ("qkv",)
         absent += () if self.gated_mlp else ("mlp_gate",)
         return tuple(name for name in PROJECTIONS if name not in absent)
 
@@ -369,6 +370,15 @@ class ModelConfig:
     def head_width(self) -> int:
         """Width of a head, in features."""
         return self.head_dim or self.d_model // self.num_heads
+
+    def family_fields(self) -> dict[str, Any]:
+        """Returns the values of FAMILY_FIELDS that differ from GPT-3's."""
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        return {
+            name: getattr(self, name)
+            for name in FAMILY_FIELDS
+            if getattr(self, name) != default[name]
+        }
 
     @property
     def supar(self) -> bool:

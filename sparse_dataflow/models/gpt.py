@@ -106,6 +106,12 @@ class Embed(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm transformer block (arXiv 2005.14165, section 2.1); the config says its parts."""
 
+    qkv: Linear
+    attn_out: Linear
+    mlp_gate: Linear
+    mlp_in: Linear
+    mlp_out: Linear
+
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         # Scaled down so that the variance of the residual stream does not grow with depth (GPT-2).
         residual = 1 / math.sqrt(2 * config.num_layers)

@@ -24,14 +24,10 @@ def identity(
 
     Family fields at their default are left out, so that a checkpoint from before a field fits.
     """
-    default = {f.name: f.default for f in dataclasses.fields(model) if f.name in FAMILY_FIELDS}
+    # Rematerialization does not change results.
+    left_out = {"remat", *FAMILY_FIELDS} - set(model.family_fields())
     return {
-        "model": {
-            name: value
-            for name, value in model.to_json().items()
-            # Rematerialization does not change results.
-            if name != "remat" and (name not in default or getattr(model, name) != default[name])
-        },
+        "model": {k: value for k, value in model.to_json().items() if k not in left_out},
         "training": training.to_json(),
         "evolution": dataclasses.asdict(evolution),
         "tokenizer": tokenizer_hash,

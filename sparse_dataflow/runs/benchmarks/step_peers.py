@@ -60,6 +60,8 @@ def refusal(model: ModelConfig, training: TrainingConfig) -> str:
         return "torch is not installed (pip install 'sparse_dataflow[peers]')"
     if model.sparse_projections or model.supar or model.positions != "learned":
         return "the peer has dense weights, the standard parametrization and learned positions"
+    if model.family_fields():
+        return f"the peer is a GPT-3, without model.{', model.'.join(model.family_fields())}"
     if training.optimizer != "adamw":
         return "the peer has AdamW, legal: --set training.optimizer=adamw"
     if training.state_dtype == "bfloat16" and model.compute_dtype != "bfloat16":
