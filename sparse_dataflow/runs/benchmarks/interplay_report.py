@@ -37,7 +37,7 @@ def run(options) -> None:
     config = named_model(options.scale)
     here = options.hardware == "this"
     sequence = min(config.max_len, prediction.LONGEST) if here else config.max_len
-    batch = max(1, options.sequence_length // sequence)
+    batch = max(1, options.tokens // sequence)
     if options.stages > config.num_layers:
         raise UserError(
             f"--stages={options.stages} is more than the {config.num_layers} layers of "
