@@ -19,7 +19,8 @@ from sparse_dataflow.runs.benchmarks.schedule_case import DENSE, Case
 LIMITS = (
     "Read from programs compiled for described GPUs; nothing ran on one. Traffic counts each "
     "operand of each kernel once: caches may need more, and a kernel of a part of the blocks less. "
-    "The bound is a roofline, of the stored blocks' FLOPs and of the traffic at the data sheet's rates, one kernel after another. XLA's own products are "
+    "The bound is a roofline, of the stored blocks' FLOPs and of the traffic at the data sheet's "
+    "rates, one kernel after another. XLA's own products are "
     "untuned, because tuning needs the GPU: registers, shape and stages will differ. cuBLAS shows "
     "none of them."
 )
