@@ -31,7 +31,7 @@ from sparse_dataflow.sparsity.layout import LayoutTables
 try:
     from jax.experimental.pallas import triton
 except ImportError:
-    triton = None
+    triton = None  # type: ignore[assignment]
 
 BLOCKS = (32, 64, 128, 256)
 """Legal block sides."""
@@ -70,7 +70,7 @@ def block_sparse_matmul(x: jax.Array, values: jax.Array, tables: LayoutTables) -
         raise UserError(f"block_sparse_matmul in Triton: {reason}")
     if len(x) == 0:
         return jnp.zeros((0, len(tables.in_index) * values.shape[-1]), x.dtype)
-    arrays = LayoutTables(*map(jnp.asarray, tables.arrays))
+    arrays = jax.tree.map(jnp.asarray, tables._replace(groups=None))
     return _matmul(_Options(gelu=False, tuning=None), x, values, None, None, arrays)
 
 

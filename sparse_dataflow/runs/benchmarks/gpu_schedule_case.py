@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,8 @@ def _table_product(name, case):
 def _hopper_tiles(operands, tables):
     from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper
 
-    return pallas_hopper.default_tuning(*operands[:2], tables)
+    x, values, _ = operands
+    return pallas_hopper.default_tuning(x, values, tables)
 
 
 def _grouped_product(case):
@@ -128,7 +130,7 @@ def _grouped_product(case):
     return schedule_case.three_products(forward), (groups.count, *sides), ()
 
 
-_BUILDERS = {
+_BUILDERS: dict[str, Callable] = {
     DENSE: schedule_case.dense_product,
     "grouped": _grouped_product,
     **{

@@ -29,6 +29,7 @@ def measure(case: Case, folder: Path) -> dict[str, dict[str, int]]:
         make_layout(case.pattern, *shape, case.block, case.density).groups
         for shape in (sides, sides[::-1])
     ]
+    assert groups[0]
     count = groups[0].count
     group = sides[0] // count, sides[1] // count
     tokens = case.tokens, case.in_features
