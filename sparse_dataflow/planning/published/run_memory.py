@@ -15,7 +15,7 @@ XLA's buffers have several copies of an activation.  Megatron and FSDP keep less
 import numpy as np
 
 from sparse_dataflow.planning import memory
-from sparse_dataflow.planning.plan_memory import embedding, in_flight
+from sparse_dataflow.planning.plan_memory import in_flight
 from sparse_dataflow.planning.published import Row
 from sparse_dataflow.planning.step_time import stage_parameters
 
@@ -46,7 +46,7 @@ def _state_bytes(row: Row) -> float:
     weights = float(stage_parameters(config, plan))
     if plan.zero == 3 or row.stack == "eager":
         layer = float(stage_parameters(memory.single_layer(config), plan))
-        layer -= embedding(config) / int(plan.tensor)
+        layer -= memory.embeddings(config) / int(plan.tensor)
         gathered = weights if plan.zero == 2 else 2 * layer
         return (14 if row.stack == "xla" else 16) * weights / int(plan.fsdp) + 2 * gathered
     shards = int(plan.fsdp) if plan.zero else 1
