@@ -4,10 +4,8 @@ import importlib.util
 import pathlib
 
 import numpy as np
-import pytest
 
 import sparse_dataflow as sd
-from sparse_dataflow.data import cache
 
 FOLDER = pathlib.Path(__file__).parents[2] / "examples"
 
@@ -20,9 +18,10 @@ def load(name):
 
 
 def test_every_example_has_a_test():
-    source = pathlib.Path(__file__).read_text(encoding="utf-8")
+    tests = pathlib.Path(__file__).parent.glob("test_*.py")
+    source = "".join(path.read_text(encoding="utf-8") for path in tests)
     for path in FOLDER.glob("*.py"):
-        assert f'load("{path.stem}")' in source
+        assert f'load("{path.stem}")' in source or f'"{path.name}"' in source
 
 
 def test_the_mlp_is_trained_dense_and_sparse():
@@ -36,12 +35,3 @@ def test_the_loop_of_ones_own_learns_and_saves_in_sixty_lines(tmp_path):
     assert losses[-1] < losses[0] and sd.load(tmp_path / "model").context == 64
     source = pathlib.Path(module.__file__).read_text(encoding="utf-8").split('"""', 2)[2]
     assert len([line for line in source.splitlines() if line.strip()]) <= 60
-
-
-@pytest.mark.slow
-def test_a_dense_run_is_pruned_and_recovered(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "FOLDER", tmp_path / "cache")
-    losses = load("prune_and_recover").main(tmp_path, dense_steps=8, steps=2, texts=8)
-    assert list(losses) == ["dense", "sparse from scratch", "pruned and recovered"]
-    assert all(0 < loss < 8 for loss in losses.values())
-    assert sd.load(tmp_path / "recovered").record.init_from["path"] == str(tmp_path / "dense")
