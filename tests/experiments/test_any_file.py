@@ -266,7 +266,8 @@ def edited(folder, file, content):
     "file",
     [
         "gpt2/config.json", "gpt2/tokenizer.json", "gpt2/model.safetensors", "opt/vocab.json",
-        "opt/merges.txt",
+        "opt/merges.txt", "llama/config.json", "qwen3/config.json",
+        "mistral/model.safetensors.index.json",
     ],
 )  # fmt: skip
 @settings(max_examples=6, derandomize=True, suppress_health_check=list(HealthCheck))
