@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 FEW_ROWS = 32
@@ -24,9 +23,9 @@ def product(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
     if padded := slots.size != len(values):
         # One matrix per stored block; its partial products are summed below.
         index = jnp.zeros(len(values) + 1, jnp.int32).at[slots].set(index)[:-1, None]
-    lines = len(index)
+    lines, inputs = len(index), index.shape[1] * block
     gathered = x.reshape(rows, x.shape[1] // block, block)[:, index.reshape(-1)]
-    y = _products(gathered.reshape(rows, lines, -1), values.reshape(lines, -1, block))
+    y = _products(gathered.reshape(rows, lines, inputs), values.reshape(lines, inputs, block))
     if padded:  # Padding (slot -1) reads the appended zeros.
         y = jnp.sum(jnp.pad(y, [(0, 0), (0, 1), (0, 0)])[:, slots], axis=2)
     return y.reshape(rows, len(slots) * block).astype(x.dtype)
@@ -35,8 +34,8 @@ def product(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
 def _products(x, weight):
     """Multiply each line: x [rows, lines, inputs], weight [lines, inputs, block], in float32."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    if len(x) == 1 or dispatch.platform() == "cpu":
-        # XLA fuses this into one loop; on a CPU a batched dot starts one product per line.
+    if len(x) == 1:
+        # XLA fuses this into one loop; a batched dot starts one product per line.
         return jnp.sum(x.astype(wide)[..., None] * weight.astype(wide), axis=2)
     axes = ((2,), (1,)), ((1,), (0,))
     return lax.dot_general(x, weight, axes, preferred_element_type=wide).swapaxes(0, 1)
