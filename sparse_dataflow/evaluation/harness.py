@@ -21,7 +21,7 @@ from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation import scoring
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.evaluation.scoring import Counts, Forward, Limits, Request, Score
-from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.evaluation.trained import Model
 
 Scorer = Callable[[Sequence[Request]], tuple[list[Score], Counts]]
 Generator = Callable[[Sequence[Sequence[int]], int, Mapping[str, Any]], list[str]]
@@ -141,7 +141,7 @@ def _move_trailing_spaces(context: str, continuation: str) -> tuple[str, str]:
 
 
 def harness_lm(
-    trained: Trained, forward: Forward | None = None, limits: Limits | None = None
+    trained: Model, forward: Forward | None = None, limits: Limits | None = None
 ) -> HarnessLM:
     """Wraps a trained model for lm-eval.
 
@@ -154,7 +154,7 @@ def harness_lm(
 
 
 def functions(
-    trained: Trained, forward: Forward | None = None, limits: Limits | None = None
+    trained: Model, forward: Forward | None = None, limits: Limits | None = None
 ) -> tuple[Tokenizer, int, Scorer, Generator]:
     """Returns the arguments of `HarnessLM`; takes those of `harness_lm`."""
     score_batch = forward or scoring.single_device_forward(trained)

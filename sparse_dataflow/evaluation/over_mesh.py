@@ -6,13 +6,13 @@ import jax
 import numpy as np
 
 from sparse_dataflow.evaluation.scoring import Forward
-from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.sharded import Sharded
 
 
-def mesh_forward(trained: Trained, executor: Sharded) -> Forward:
+def mesh_forward(trained: Model, executor: Sharded) -> Forward:
     """Returns a forward pass sharded over the mesh of `executor`.
 
     Positions have one row for each of the `mesh.batch_shards` batch shards. Sequences and positions

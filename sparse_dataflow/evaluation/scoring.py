@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.parallel import whole
 
@@ -88,7 +88,7 @@ class Counts:
         )
 
 
-def single_device_forward(trained: Trained) -> Forward:
+def single_device_forward(trained: Model) -> Forward:
     """Returns a forward pass on the default device, specialised to the model's layouts."""
 
     @jax.jit
@@ -101,7 +101,7 @@ def single_device_forward(trained: Trained) -> Forward:
     return lambda tokens, positions: program(trained.params, tokens, positions)
 
 
-def batch_limits(trained: Trained, shards: int = 1) -> Limits:
+def batch_limits(trained: Model, shards: int = 1) -> Limits:
     """Returns limits equal to the training's micro-batches, which fit the device."""
     training = trained.training
     rows = training.batch // training.micro_batches

@@ -97,9 +97,6 @@ class Model:
         return self.record
 
 
-Trained = Model
-
-
 class _Static:
     """All of a model but its parameters; compares and hashes by content, once."""
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.tables import markdown
@@ -37,7 +37,7 @@ Without that package, with numpy and safetensors:
 }
 
 
-def model_card(trained: Trained, form: str, versions: Mapping[str, str]) -> str:
+def model_card(trained: Model, form: str, versions: Mapping[str, str]) -> str:
     """Returns the Markdown of a trained model's card.
 
     Args:

@@ -19,7 +19,7 @@ from sparse_dataflow.evaluation.harness import HarnessLM
 from sparse_dataflow.evaluation.ngrams import Ngrams
 from sparse_dataflow.evaluation.over_mesh import mesh_forward
 from sparse_dataflow.evaluation.significance import clustered_mean, paired_difference
-from sparse_dataflow.evaluation.trained import NEWEST, Trained
+from sparse_dataflow.evaluation.trained import NEWEST, Model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
@@ -99,7 +99,7 @@ def evaluate(options) -> None:
         say(f"report: {report}" if report else "no report yet: the run has not ended")
 
 
-def _models(options) -> dict[str, Trained]:
+def _models(options) -> dict[str, Model]:
     """The one or two models to evaluate, by their names in the table."""
     folder, against, checkpoint = options.run, options.against, options.checkpoint
     available = variants(folder)

@@ -3,14 +3,14 @@
 import importlib.metadata
 from pathlib import Path
 
-from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.model_card import model_card
 
 
 def export(
-    trained: Trained, to: str | Path, form: str = "dense", architecture: str = huggingface.AUTO
+    trained: Model, to: str | Path, form: str = "dense", architecture: str = huggingface.AUTO
 ) -> Path:
     """Writes a model of a run as a Hugging Face directory; returns its path.
 

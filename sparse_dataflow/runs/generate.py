@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from sparse_dataflow.evaluation import generate
-from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 
 
-def converse(trained: Trained, samples: int, seed: int, **sampling: Any) -> None:
+def converse(trained: Model, samples: int, seed: int, **sampling: Any) -> None:
     """Continues each line of the input until it ends, each with the next seeds.
 
     Ctrl-C stops the text that is being written; at the prompt it ends the conversation.
@@ -38,7 +38,7 @@ def converse(trained: Trained, samples: int, seed: int, **sampling: Any) -> None
             print(f"error: {error}", file=sys.stderr)
 
 
-def write(trained: Trained, prompt: str, samples: int, seed: int, **sampling: Any) -> None:
+def write(trained: Model, prompt: str, samples: int, seed: int, **sampling: Any) -> None:
     """Prints a prompt and its continuations; takes the arguments of `converse`.
 
     One continuation is printed as it comes.
@@ -67,7 +67,7 @@ def write(trained: Trained, prompt: str, samples: int, seed: int, **sampling: An
 
 
 def write_file(
-    trained: Trained, path: str, batch: int, samples: int, seed: int, **sampling: Any
+    trained: Model, path: str, batch: int, samples: int, seed: int, **sampling: Any
 ) -> None:
     """Prints the continuations of a file's prompts as JSON lines, in the order of the file.
 

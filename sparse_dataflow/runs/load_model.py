@@ -8,7 +8,7 @@ from sparse_dataflow.config.settings import setting
 from sparse_dataflow.files.errors import UserError
 
 if TYPE_CHECKING:
-    from sparse_dataflow.evaluation.trained import Trained
+    from sparse_dataflow.evaluation.trained import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ModelOptions:
     checkpoint: str = setting("newest", "newest, best (held-out loss) or a step.")
 
 
-def load(options: ModelOptions) -> "Trained":
+def load(options: ModelOptions) -> "Model":
     """The model that the options name.
 
     Raises:

@@ -22,7 +22,7 @@ from sparse_dataflow.distributed import processes
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.distributed.stopping import ENDING, stop_on_signals
 from sparse_dataflow.evaluation import trained
-from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import loopback
 from sparse_dataflow.files.errors import TEMPORARY
 from sparse_dataflow.hardware import detect as hardware
@@ -68,7 +68,7 @@ class Run:
     headline: str = ""
     status: int = 0
 
-    def model(self, variant: str = "", checkpoint: str = trained.NEWEST) -> Trained:
+    def model(self, variant: str = "", checkpoint: str = trained.NEWEST) -> Model:
         """The trained model of a variant; of the first one where none is named."""
         return trained.load(self.folder, variant or self.config.variants[0], checkpoint)
 

@@ -20,7 +20,7 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.tokenizer import train_tokenizer
-from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.models import gpt
 from sparse_dataflow.runs import run_folder
 from sparse_dataflow.training.run_files import RunRecord
@@ -84,7 +84,7 @@ def trained(models, tokenizer):
         tables = gpt.layout_tables(gpt.layouts(model))
         training = TrainingConfig(steps=1, batch=4, sequence=CONTEXT)
         folder = pathlib.Path("missing")
-        return Trained(folder, variant, model, params, tables, tokenizer, 1, training, None, {})
+        return Model(folder, variant, model, params, tables, tokenizer, 1, training, None, {})
 
     return make
 

@@ -79,7 +79,7 @@ def test_prompts_of_all_lengths_compile_few_programs():
 
 @pytest.fixture(scope="module")
 def trained():
-    """The attributes of `Trained` that `generate` reads, with one token per byte."""
+    """The attributes of `Model` that `generate` reads, with one token per byte."""
     config = dataclasses.replace(SPARSE, vocab_size=BYTES.vocab_size, max_len=32)
     params, tables = confident_model(config)
     return types.SimpleNamespace(

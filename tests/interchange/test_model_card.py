@@ -13,7 +13,7 @@ from models import DENSE, DEPTH, LOW_RANK, SPARSE, SUPAR, export, random_model
 from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.model_card import model_card
 from sparse_dataflow.parallel import whole
@@ -38,7 +38,7 @@ RECORD = RunRecord(
 def trained(tmp_path):
     params, tables = random_model(SPARSE)
     training = TrainingConfig(steps=7, batch=4, sequence=16)
-    return Trained(tmp_path, "sparse", SPARSE, params, tables, BYTES, 7, training, RECORD, {})
+    return Model(tmp_path, "sparse", SPARSE, params, tables, BYTES, 7, training, RECORD, {})
 
 
 def write_evaluation(folder, run=None, step=7):

@@ -15,7 +15,7 @@ from sparse_dataflow.evaluation import harness
 from sparse_dataflow.evaluation.harness import HarnessLM
 from sparse_dataflow.evaluation.scoring import Counts, Limits, batch_limits
 from sparse_dataflow.evaluation.tasks import builtin, lm_eval_tasks
-from sparse_dataflow.evaluation.trained import Trained
+from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark
@@ -60,12 +60,12 @@ def run(request: Request, options) -> None:
     measurement.keep(options.keep, name, models.chip.name, results())
 
 
-def _random(models: Models, name: str, tokenizer: Tokenizer) -> Trained:
+def _random(models: Models, name: str, tokenizer: Tokenizer) -> Model:
     """A model with the weights that its training would start with."""
     model = models.by_name[name]
     state = initial_state(model, models.training)
     weights = state.params, state.tables, tokenizer
-    return Trained(Path(), name, model, *weights, 0, models.training, None, {})
+    return Model(Path(), name, model, *weights, 0, models.training, None, {})
 
 
 def _tasks(shots, corpus, *item_options):
