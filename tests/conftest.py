@@ -28,10 +28,12 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # deadlock with two cores. jax reads this once, when the CPU client starts.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
-# A shell starts background jobs with SIGINT ignored. Processes that tests interrupt would inherit
-# that.
+# A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP. Processes to which
+# tests send them would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # jax keeps many objects per program, which slow every garbage collection of a long-lived worker.
 gc.set_threshold(200_000, 50, 1000)

@@ -29,6 +29,7 @@ RUN = {
     "experiments.sparse_scaling_law": E + "test_scaling_law_runs.py::test_a_small_grid",
     "experiments.step_bench": E + "test_benches.py::test_step_bench",
     "examples/own_training_loop.py": "tests/examples/test_examples.py::test_the_loop_of",
+    "examples/prune_a_llama.py": "tests/examples/test_prune_a_llama.py::test_a_llama_is",
     "examples/sparsify_mlp.py": "tests/examples/test_examples.py::test_the_mlp_is_trained",
     "experiments.watch": "tests/runs/test_watch.py::test_the_experiment_serves",
     "mine.py": E + "test_small_studies.py::test_a_pattern_in_a_file_of_your_own",

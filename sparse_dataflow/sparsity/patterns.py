@@ -84,7 +84,7 @@ def make_layout(
             for side in _legal_blocks(in_features, out_features)
             if _degree(density, math.gcd(in_features, out_features) // side)
         ]
-        others = f", or this density with block {' or '.join(sides)}" if sides else ""
+        others = f", or this density with block={' or '.join(sides)}" if sides else ""
         raise UserError(
             f"Density {density:g} has no balanced layout on a grid of {in_blocks} x {out_blocks} "
             f"blocks of {block}; legal: multiples of 1/{ring} ({1 / ring:.4g}) up to 1{others}."

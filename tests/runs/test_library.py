@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused_in_words(tmp_path):
     folder = sd.save(model, tmp_path / "model")
     with pytest.raises(sd.UserError, match="exists already"):
         sd.save(model, folder)
-    with pytest.raises(sd.UserError, match="holds one model; legal: no variant"):
+    with pytest.raises(sd.UserError, match="no variant 'dense'; legal: sparse"):
         sd.load(folder, "dense")
     with pytest.raises(sd.UserError, match="nowhere"):
         sd.load(tmp_path / "nowhere")

@@ -51,7 +51,7 @@ def saved_run(tmp_path):
         (["--minutes=0"], ["--minutes=0", "above 0"]),
         (["--block=0"], ["--block=0", "from 1 to"]),
         (["--set=model.vocab_size=256"], ["model.vocab_size=256", "257 or more"]),
-        (["--set=sparsity.projections=", "--density=0.5"], ["--density", "qkv,attn_out,mlp_in"]),
+        (["--set=sparsity.projections=", "--density=0.5"], ["--density", "qkv,q,k,v,attn_out"]),
         (["--set=sparsity.projections=none", "--twin"], ["--twin"]),
         (["--set=sparsity.projections=none", "--evolution=rigl"], ["--evolution", "qkv"]),
         (["--evolution=static:every=5"], ["--evolution=static:every", "set or rigl"]),
@@ -164,7 +164,8 @@ def test_resume_names_every_setting_that_contradicts(saved_run):
     text = str(refused.value)
     assert "--scale=pico (saved: nano)" in text
     assert "--density=0.5 (saved: 0.25)" in text
-    assert "--set sparsity.projections=qkv,attn_out,mlp_in,mlp_out (saved: qkv)" in text
+    every = "qkv,q,k,v,attn_out,mlp_gate,mlp_in,mlp_out"
+    assert f"--set sparsity.projections={every} (saved: qkv)" in text
     assert "--corpus=sotu (saved: python_stdlib)" in text
     assert "--seed" not in text and "--steps" not in text
 

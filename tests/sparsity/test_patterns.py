@@ -277,7 +277,7 @@ def test_a_density_without_balanced_layout_is_refused(density):
 
 
 def test_blocks_that_give_the_density_are_named():
-    with pytest.raises(UserError, match=r"or this density with block 8 or 16\.$"):
+    with pytest.raises(UserError, match=r"or this density with block=8 or 16\.$"):
         make_layout("monarch", 128, 384, 64, 1 / 8)
     for block in (8, 16):
         assert make_layout("monarch", 128, 384, block, 1 / 8).density == 1 / 8
