@@ -8,6 +8,7 @@ import sys
 import hypothesis
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
@@ -46,6 +47,19 @@ def pytest_addoption(parser):
     parser.addoption(
         "--kills", type=int, default=50, help="kills of tests/experiments/test_random_kills.py"
     )
+
+
+@pytest.fixture(autouse=True)
+def no_kept_programs():
+    """Ends the use of the cache of compiled programs that a test began.
+
+    With it, programs that the interpreters compile in several threads crash the process.
+    """
+    before = jax.config.jax_compilation_cache_dir
+    yield
+    if jax.config.jax_compilation_cache_dir != before:
+        jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")
