@@ -38,5 +38,5 @@ def test_cudnn_attention_compiles_without_materializing_the_scores():
 def test_operands_that_cudnn_refuses_compile_without_it(width, dtype, words):
     operand = jax.ShapeDtypeStruct((1, 256, 2, width), jnp.dtype(dtype))
     with targeted_gpu():
-        assert words in cudnn.refusal(operand)
+        assert words in cudnn.refusal(operand, operand)
     assert "__cudnn$" not in described_gpus.compiled(gradients, [operand] * 4).as_text()
