@@ -49,16 +49,18 @@ def pytest_addoption(parser):
     )
 
 
+CACHE_OF_PROGRAMS = jax.config.jax_compilation_cache_dir
+
+
 @pytest.fixture(autouse=True)
 def no_kept_programs():
-    """Ends the use of the cache of compiled programs that a test began.
+    """Ends the use of the cache of compiled programs that a test, or a fixture of it, began.
 
     With it, programs that the interpreters compile in several threads crash the process.
     """
-    before = jax.config.jax_compilation_cache_dir
     yield
-    if jax.config.jax_compilation_cache_dir != before:
-        jax.config.update("jax_compilation_cache_dir", before)
+    if jax.config.jax_compilation_cache_dir != CACHE_OF_PROGRAMS:
+        jax.config.update("jax_compilation_cache_dir", CACHE_OF_PROGRAMS)
         compilation_cache.reset_cache()
 
 

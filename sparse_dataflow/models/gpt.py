@@ -54,6 +54,7 @@ from sparse_dataflow.kernels.cross_entropy import vocabulary
 from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
 from sparse_dataflow.models.linear import Linear, Probe, projection_layout
+from sparse_dataflow.models.rotary import rotate
 from sparse_dataflow.models.shard import WHOLE, Shard
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, stack_tables
 
@@ -493,29 +494,3 @@ def _norm(config, rngs, width=None):
     kind = {"layernorm": nnx.LayerNorm, "rmsnorm": nnx.RMSNorm}[config.norm]
     dtype = jnp.dtype(config.compute_dtype)
     return kind(width or config.d_model, epsilon=config.norm_epsilon, dtype=dtype, rngs=rngs)
-
-
-def rotate(
-    config: ModelConfig, x_BxTxHxK: jax.Array, positions_BxT: jax.Array | None = None
-) -> jax.Array:
-    """Applies rotary positions (arXiv 2104.09864, section 3.4), halves paired.
-
-    Args:
-      config: the model.
-      x_BxTxHxK: queries or keys.
-      positions_BxT: int32 positions of the tokens; None is 0 to T - 1.
-    """
-    T, width = x_BxTxHxK.shape[1], x_BxTxHxK.shape[-1]
-    frequency = config.rotary_base ** (-jnp.arange(0, width, 2) / width)
-    if config.rotary_factor > 1:
-        # 0 where a wavelength is scaled in full, 1 where it is not (Llama 3.1's model code).
-        turns = config.rotary_length * frequency / (2 * jnp.pi)
-        kept = jnp.clip(
-            (turns - config.rotary_low) / (config.rotary_high - config.rotary_low), 0, 1
-        )
-        frequency *= kept + (1 - kept) / config.rotary_factor
-    positions = jnp.arange(T) if positions_BxT is None else positions_BxT
-    angle = (positions[..., None] * frequency)[..., None, :]
-    sin, cos = jnp.sin(angle).astype(x_BxTxHxK.dtype), jnp.cos(angle).astype(x_BxTxHxK.dtype)
-    first, second = jnp.split(x_BxTxHxK, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

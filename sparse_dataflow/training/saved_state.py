@@ -16,6 +16,9 @@ from sparse_dataflow.training.phases import Phase, phase_before
 from sparse_dataflow.training.plateau import Plateau, with_starts
 from sparse_dataflow.training.step import abstract_state
 
+YOUNGER_FIELDS = (*FAMILY_FIELDS, "mask_documents")
+"""Fields of `ModelConfig` that are younger than checkpoints."""
+
 
 def identity(
     model: ModelConfig, training: TrainingConfig, evolution: EvolutionConfig, tokenizer_hash: str
@@ -24,10 +27,9 @@ def identity(
 
     Fields that are younger than checkpoints are left out at their default, so that those still fit.
     """
-    left_out = {*FAMILY_FIELDS} - set(model.family_fields())
+    defaults = {field.name: field.default for field in dataclasses.fields(model)}
+    left_out = {name for name in YOUNGER_FIELDS if getattr(model, name) == defaults[name]}
     left_out.add("remat")  # It does not change results.
-    if not model.mask_documents:
-        left_out.add("mask_documents")
     return {
         "model": {k: value for k, value in model.to_json().items() if k not in left_out},
         "training": training.to_json(),

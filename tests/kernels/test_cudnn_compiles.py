@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from simulated_hopper import targeted_gpu
 
-from sparse_dataflow.kernels.attention import cudnn
+from sparse_dataflow.kernels.attention import dot_product
 from sparse_dataflow.kernels.attention.api import causal_attention
 
 pytest.importorskip(
@@ -38,5 +38,5 @@ def test_cudnn_attention_compiles_without_materializing_the_scores():
 def test_operands_that_cudnn_refuses_compile_without_it(width, dtype, words):
     operand = jax.ShapeDtypeStruct((1, 256, 2, width), jnp.dtype(dtype))
     with targeted_gpu():
-        assert words in cudnn.refusal(operand, operand)
+        assert words in dot_product.cudnn_refusal(operand, operand)
     assert "__cudnn$" not in described_gpus.compiled(gradients, [operand] * 4).as_text()

@@ -23,6 +23,7 @@ from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.rotary import rotate
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning.memory import parameter_count
 from sparse_dataflow.training.step import initial_state, make_train_step
@@ -114,7 +115,7 @@ def test_the_low_rank_term_is_part_of_the_weight():
 def test_rotary_scores_depend_on_the_distance_alone():
     length, width = 9, 8
     q, k = np.random.default_rng(0).normal(size=(2, width)).astype(np.float32)
-    everywhere = lambda row: gpt.rotate(THIN, np.tile(row, (1, length, 1, 1)))[0, :, 0]  # noqa: E731
+    everywhere = lambda row: rotate(THIN, np.tile(row, (1, length, 1, 1)))[0, :, 0]  # noqa: E731
     scores = np.asarray(everywhere(q) @ everywhere(k).T)  # [query position, key position]
     for distance in range(1 - length, length):
         diagonal = scores.diagonal(distance)

@@ -145,6 +145,13 @@ def test_a_flagfile_that_is_no_small_file_is_refused(name, tmp_path, monkeypatch
         options(f"--flagfile={name}")
 
 
+def test_an_unknown_flag_of_a_flagfile_is_named(tmp_path):
+    path = tmp_path / "flags"
+    path.write_text("--nosuch=1\n")
+    with pytest.raises(UserError, match=r"^unknown flag --nosuch; "):
+        options(f"--flagfile={path}")
+
+
 def test_an_old_flag_is_answered_with_its_new_spelling():
     old = {"accumulation": "training.micro_batches", "warmup": "training.warmup"}
     for name, path in old.items():

@@ -6,7 +6,7 @@ import jax
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels import dispatch
-from sparse_dataflow.kernels.attention import cudnn, reference
+from sparse_dataflow.kernels.attention import dot_product, reference
 
 IMPLEMENTATIONS = ("reference", "xla", "cudnn", "splash")
 
@@ -42,18 +42,9 @@ def causal_attention(
         raise UserError(f"Attention implementation {name!r} cannot run: {reason}")
     if name == "reference":
         return reference.causal_attention(query, key, value, window)
-    if name == "cudnn":
-        return cudnn.causal_attention(query, key, value, window)
     if name == "splash":
         return _splash().causal_attention(query, key, value, window)
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        is_causal=True,
-        local_window_size=(window - 1, 0) if window else None,
-        implementation="xla",
-    )
+    return dot_product.causal_attention(query, key, value, window, implementation=name)
 
 
 def _check(query, key, value, window):
@@ -87,7 +78,7 @@ def _refusal(name, query, key, window):
     if required != platform:
         return f"it runs on {required}, and this is {platform}; legal here: reference, xla."
     if name == "cudnn":
-        return cudnn.refusal(query, key, window)
+        return dot_product.cudnn_refusal(query, key, window)
     if name == "splash":
         return _splash().refusal(query) or dispatch.sharding_refusal()
     return ""

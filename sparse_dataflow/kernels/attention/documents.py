@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from sparse_dataflow.kernels.attention import dot_product
+
 
 def document_numbers(tokens: jax.Array, eot_id: int) -> jax.Array:
     """Returns the number of each token's document in its window, int32 [batch, tokens].
@@ -29,12 +31,7 @@ def document_attention(
       documents: int32 [batch, tokens], see `document_numbers`.
       window: tokens that each query sees, itself and those before it; 0 is all.
     """
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        mask=documents[:, None, :, None] == documents[:, None, None, :],
-        is_causal=True,
-        local_window_size=(window - 1, 0) if window else None,
-        implementation="xla",
+    within = documents[:, None, :, None] == documents[:, None, None, :]
+    return dot_product.causal_attention(
+        query, key, value, window, implementation="xla", mask=within
     )

@@ -95,14 +95,6 @@ def group_values(values: jax.Array, tables: LayoutTables, groups: Groups) -> jax
     return by_block.transpose(1, 3, 4, 0, 2, 5).reshape(count, inputs * block, outer * run * block)
 
 
-def ungroup_values(weight: jax.Array, block: int, groups: Groups) -> jax.Array:
-    """Returns the stored blocks [nnz, block, block] of `group_values`; its inverse."""
-    count, inputs, outputs = weight.shape
-    run = groups.out_run
-    grid = (count, inputs // block, block, outputs // (run * block), run, block)
-    return weight.reshape(grid).transpose(3, 0, 4, 1, 2, 5).reshape(-1, block, block)
-
-
 def _stored_axes(values, tables, groups):
     """Axes of values: outer output runs, groups, blocks of a run, input blocks, and the block."""
     inputs = len(tables.out_index) // groups.in_parts

@@ -3,9 +3,7 @@
 For `schedule_bench`.  Every weight is compiled in a process of its own (`gpu_schedule_case`).
 """
 
-import functools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from sparse_dataflow.aot import ptx
@@ -46,20 +44,10 @@ def run(options) -> None:
       UserError: the CUDA wheels are not installed, or a weight does not compile.
     """
     ptx.assembler()
-    cases = list(cases_of(options))
     plugin = schedules.version_of(schedules.CUDA[0])
     versions = f"jax {schedules.version_of('jax')}, {schedules.CUDA[0]} {plugin}"
     print(f"{LIMITS}\n{options.tokens} tokens; {versions}\n\n{_HEAD}", flush=True)
-    rows: list[dict] = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        counted = pool.map(
-            functools.partial(schedules.cached_counts, cache=options.cache),
-            [case for _, case in cases],
-        )
-        for (projection, case), counts in zip(cases, counted, strict=True):
-            for product, count in counts.items():
-                rows.append(row_of(projection, case, product, count, rows))
-                print(_line(rows[-1]), flush=True)
+    rows = schedules.table(cases_of(options), options, row_of, _line)
     summary = list(summaries(rows))
     print("\nAll products together: traffic over what is needed, and roofline over dense's")
     for entry in summary:

@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +62,9 @@ def run(options) -> None:
     """
     if reason := topologies.missing_compiler(topologies.parse("v5e:2x2")):
         raise UserError(reason)
-    cases = [(projection, case) for projection, case in cases_of(options)]
     versions = f"jax {version_of('jax')}, libtpu {version_of('libtpu')}"
     print(f"{LIMITS}\n{options.tokens} tokens, bfloat16; {versions}\n\n{_HEAD}", flush=True)
-    rows: list[dict] = []
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        counted = pool.map(
-            functools.partial(cached_counts, cache=options.cache), [case for _, case in cases]
-        )
-        for (projection, case), counts in zip(cases, counted, strict=True):
-            for product, count in counts.items():
-                rows.append(row_of(projection, case, product, count, rows))
-                print(_line(rows[-1]), flush=True)
+    rows = table(cases_of(options), options, row_of, _line)
     summary = list(summaries(rows))
     print("\nAll products together, over XLA dense (estimates; ideal: 1 / density)")
     for entry in summary:
@@ -88,6 +79,33 @@ def run(options) -> None:
         "described TPUs",
         [{**result, "summary": summary, "rows": rows}],
     )
+
+
+def table(
+    cases: Iterable[tuple[str, Case]],
+    options: Any,
+    row: Callable[..., dict],
+    line: Callable[[dict], str],
+) -> list[dict]:
+    """Compiles the cases, as many at a time as `options.jobs`; prints and returns their rows.
+
+    Args:
+      cases: (projection, case) of each weight.
+      options: of `experiments.schedule_bench`.
+      row: makes a row, as `row_of` does.
+      line: a row as text.
+    """
+    cases = list(cases)
+    rows: list[dict] = []
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        counted = pool.map(
+            functools.partial(cached_counts, cache=options.cache), [case for _, case in cases]
+        )
+        for (projection, case), counts in zip(cases, counted, strict=True):
+            for product, count in counts.items():
+                rows.append(row(projection, case, product, count, rows))
+                print(line(rows[-1]), flush=True)
+    return rows
 
 
 def cases_of(options) -> Iterator[tuple[str, Case]]:
