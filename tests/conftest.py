@@ -49,19 +49,29 @@ def pytest_addoption(parser):
     )
 
 
+MAPPINGS = pathlib.Path("/proc/self/maps")
 CACHE_OF_PROGRAMS = jax.config.jax_compilation_cache_dir
 
 
 @pytest.fixture(autouse=True)
 def no_kept_programs():
-    """Ends the use of the cache of compiled programs that a test, or a fixture of it, began.
-
-    With it, programs that the interpreters compile in several threads crash the process.
-    """
+    """Ends the use of the cache of compiled programs that a test, or a fixture of it, began."""
     yield
     if jax.config.jax_compilation_cache_dir != CACHE_OF_PROGRAMS:
         jax.config.update("jax_compilation_cache_dir", CACHE_OF_PROGRAMS)
         compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bounded_programs():
+    """Frees compiled programs when this process has many.
+
+    Each maps memory. Linux gives a process 65,530 mappings, beyond which XLA's compiler crashes.
+    """
+    yield
+    if MAPPINGS.exists() and len(MAPPINGS.read_bytes().splitlines()) > 20_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

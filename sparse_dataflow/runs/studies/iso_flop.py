@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.distributed.stopping import stop_on_signals
@@ -359,7 +361,10 @@ def _train_all(base: Study, plan: Plan, folder: Path, stop) -> Results | None:
         result = study.read_result(folder / each.name)
         if result is None:
             if previous and (previous.arm, previous.seed) != (each.arm, each.seed):
-                compiled.clear()  # The programs of another model, which no later run has.
+                # The programs of another model, which no later run has.  Each maps memory, and XLA's
+                # compiler crashes after the 65,530 mappings that Linux gives a process.
+                compiled.clear()
+                jax.clear_caches()
             previous = each
             say(_progress(base, plan, results))
             result = _trained(base, each, folder / each.name, stop, compiled)
