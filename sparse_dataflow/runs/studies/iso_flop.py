@@ -361,8 +361,8 @@ def _train_all(base: Study, plan: Plan, folder: Path, stop) -> Results | None:
         result = study.read_result(folder / each.name)
         if result is None:
             if previous and (previous.arm, previous.seed) != (each.arm, each.seed):
-                # The programs of another model, which no later run has.  Each maps memory, and XLA's
-                # compiler crashes after the 65,530 mappings that Linux gives a process.
+                # The programs of another model, which no later run has.  Each maps memory, and
+                # XLA's compiler crashes after the 65,530 mappings that Linux gives a process.
                 compiled.clear()
                 jax.clear_caches()
             previous = each
