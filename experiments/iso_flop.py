@@ -17,8 +17,9 @@ its budget.
 On a CPU the pattern `monarch` compiles and trains faster than `random`, the default here, whose
 outputs read several separate blocks, as in the 13B.
 
-Leaves OUT/runs.jsonl (every run with its config, written after each), OUT/iso_flop.json,
-OUT/iso_flop.md and OUT/iso_flop.png; the same command goes on where it was stopped.
+Leaves OUT/settings.json, OUT/runs.jsonl (a line for each run), OUT/iso_flop.json, OUT/iso_flop.md
+and OUT/iso_flop.png. The same command goes on where it was stopped, also with more budgets,
+densities, optimizers or seeds. These files are enough to go on with on another machine.
 """
 
 import dataclasses

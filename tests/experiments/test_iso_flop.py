@@ -1,6 +1,7 @@
 """A small iso-FLOP study is stopped and goes on."""
 
 import json
+import shutil
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_a_small_study_goes_on_with_the_same_list(job, tmp_path):
     after = [json.loads(line) for line in lines]
     assert after[:3] == before and len(after) == 6
     assert [line["seed"] for line in after if line["role"] == "measure"] == [0, 1, 0, 1]
-    assert all(line["config"]["training"]["steps"] == 4 for line in after)
+    assert all(line["result"]["steps"] == 4 for line in after)
     assert not list((tmp_path / "s").rglob("checkpoints"))
     result = json.loads((tmp_path / "s" / "iso_flop.json").read_text())
     (curve,) = result["curves"]
@@ -43,3 +44,11 @@ def test_a_small_study_goes_on_with_the_same_list(job, tmp_path):
     assert dense["time_to_quality"]["tokens"] == pytest.approx(4 * 8 * 64)
     assert "## Equal FLOPs, budget 1, adamw" in (tmp_path / "s" / "iso_flop.md").read_text()
     assert (tmp_path / "s" / "iso_flop.png").exists()
+
+    # Its small files are enough to go on with: here two seeds more, and no run again.
+    shutil.rmtree(tmp_path / "s" / "budget_1")
+    done = job.run(*arguments, "--headline_seeds=3", experiment="iso_flop")
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "s" / "runs.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines][:6] == after and len(lines) == 8
+    assert [path.name for path in (tmp_path / "s").rglob("seed_*")] == ["seed_2", "seed_2"]

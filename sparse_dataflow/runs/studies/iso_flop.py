@@ -83,15 +83,15 @@ class Arm:
         """Fraction of the blocks of a block-sparse projection that is stored."""
         return min((self.model.linear(n).density for n in self.model.sparse_projections), default=1)
 
-    def config(self, base: RunConfig, multiplier: float, seed: int) -> RunConfig:
-        """Returns the config of a run.
+    def changes(self, base: RunConfig, multiplier: float, seed: int) -> dict[str, Any]:
+        """Returns what a run changes in the study's config, as `RunConfig.change` takes it.
 
         Args:
           base: config of the study.
           multiplier: of its learning rate.
           seed: seed of weights, data order and pattern.
         """
-        changes: dict[str, Any] = {
+        return {
             "model__d_model": self.model.d_model,
             "model__num_heads": self.model.num_heads,
             "model__num_kv_heads": self.model.num_kv_heads,
@@ -101,7 +101,10 @@ class Arm:
             "training__learning_rate": multiplier * base.training.learning_rate,
             "training__seed": seed,
         }
-        config = base.change(**changes)
+
+    def config(self, base: RunConfig, multiplier: float, seed: int) -> RunConfig:
+        """Returns the config of a run; for the arguments see `changes`."""
+        config = base.change(**self.changes(base, multiplier, seed))
         return config if self.model.sparse_projections else config.dense()
 
 
@@ -350,12 +353,13 @@ def variant_of(base: Study, each: Run) -> Variant:
 
 def _train_all(base: Study, plan: Plan, folder: Path, stop) -> Results | None:
     """Trains every run without a result; returns all results, or None if `stop()` ended it."""
-    results: Results = {}
+    path = folder / "runs.jsonl"
+    lines = _read_lines(path)
     compiled: dict = {}
     previous: Run | None = None
     while True:
-        runs = run_list(plan, results)
-        each = next((r for r in runs if r.name not in results), None)
+        results = {line["name"]: line["result"] for line in lines}
+        each = next((r for r in run_list(plan, results) if r.name not in results), None)
         if each is None:
             return results
         result = study.read_result(folder / each.name)
@@ -370,8 +374,8 @@ def _train_all(base: Study, plan: Plan, folder: Path, stop) -> Results | None:
             result = _trained(base, each, folder / each.name, stop, compiled)
         if result is None:
             return None
-        results[each.name] = result
-        _write_runs(base, runs, results, folder / "runs.jsonl")
+        lines.append(_line(base, each, result))
+        _write_lines(path, lines)
 
 
 def _trained(base, each, where, stop, compiled):
@@ -411,18 +415,38 @@ def _progress(base, plan, results):
     return text
 
 
-def _write_runs(base, runs, results, path):
-    """Writes a line for each run with a result: its role, its config and the result."""
-    lines = []
-    for each in runs:
-        if each.name in results:
-            arm = each.arm
-            config = arm.config(base.config, each.multiplier, each.seed).to_json()
-            lines.append({
-                "name": each.name, "role": each.role, "equal": arm.equal, "budget": arm.budget,
-                "optimizer": arm.optimizer, "density": arm.density, "multiplier": each.multiplier,
-                "seed": each.seed, **results[each.name], "config": config,
-            })  # fmt: skip
+def _line(base, each, result):
+    """Returns what runs.jsonl has of a run: its role, its changes of the config, its result."""
+    return {
+        "name": each.name,
+        "role": each.role,
+        "equal": each.arm.equal,
+        "budget": each.arm.budget,
+        "optimizer": each.arm.optimizer,
+        "density": each.arm.density,
+        "multiplier": each.multiplier,
+        "seed": each.seed,
+        "result": result,
+        "changes": each.arm.changes(base.config, each.multiplier, each.seed),
+    }
+
+
+def _read_lines(path):
+    """Returns the lines of runs.jsonl; the folders of those runs are not needed any more."""
+    if not path.exists():
+        return []
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            bits_per_byte(line["result"]), line["name"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{path} is damaged ({error!r}); remove it to make it anew from the runs' folders."
+        ) from None
+    return lines
+
+
+def _write_lines(path, lines):
     text = "".join(json.dumps(line) + "\n" for line in lines)
     try:
         storage.replace(path, text.encode())
