@@ -1,17 +1,20 @@
 """Muon: momentum whose matrices are orthogonalised (K. Jordan 2024; arXiv 2502.16982).
 
 The arithmetic is that of `optax.contrib.muon` with `consistent_rms=0.2`, on the last two axes of
-any stack: a dense kernel [layers, in, out] as whole matrices, stored blocks [layers, nnz, block,
-block] one by one, a grouped weight [layers, groups, in, out] by group. Orthogonalising the parts of
-a matrix separately loses no quality (MuonBP, arXiv 2510.16981).
+any stack: a dense kernel [layers, in, out] as whole matrices, the dense groups of a layout that has
+them [layers, groups, in, out] one by one, else each stored block (see `Matrices`). Orthogonalising
+the parts of a matrix separately loses no quality (MuonBP, arXiv 2510.16981), unless they are tiny.
 
 Every function takes numpy and jax arrays, so that the relay's optimizer on the host is the same.
 optax merges the leading axes into one; here they stay apart, because merging sharded axes gathers
 them. So a device orthogonalises the blocks that it holds, without communication.
 """
 
+import dataclasses
 import math
 from typing import Any
+
+from sparse_dataflow.sparsity.layout import Groups, LayoutTables
 
 MOMENTUM = 0.95
 """Decay rate of the momentum, which is Nesterov's."""
@@ -42,6 +45,70 @@ def without_matrices(tree: Any) -> Any:
     return tuple(map(without_matrices, tree)) if isinstance(tree, tuple) else tree
 
 
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """How the stored form of a weight makes up the matrices that Muon orthogonalises.
+
+    Attributes:
+      unit: shape of the smallest part of the stored form that has whole matrices: a matrix
+        (inputs, outputs), or (blocks, block, block) of one group or more.
+      groups: groups of a unit; None if the unit is a matrix.
+      in_blocks: input blocks of a unit.
+      out_blocks: output blocks of a unit.
+    """
+
+    unit: tuple[int, ...]
+    groups: Groups | None = None
+    in_blocks: int = 0
+    out_blocks: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Inputs and outputs of a matrix."""
+        if self.groups is None:
+            return self.unit[0], self.unit[1]
+        sides = self.in_blocks // self.groups.in_parts, self.out_blocks // self.groups.out_parts
+        return sides[0] * self.unit[-1], sides[1] * self.unit[-1]
+
+    def join(self, stored: Any) -> Any:
+        """Returns the matrices [..., inputs, outputs] of a numpy or jax array [..., n, *block].
+
+        The axis of the stored blocks becomes two: units, and the groups of a unit.
+        """
+        if self.groups is None:
+            return stored
+        blocks, rest = stored.shape[-3] // self.unit[0], self.unit
+        stored = stored.reshape(*stored.shape[:-3], blocks, *rest)
+        return self.groups.join(stored, self.in_blocks, self.out_blocks)
+
+    def split(self, matrices: Any) -> Any:
+        """Returns the stored form of what `join` returned."""
+        if self.groups is None:
+            return matrices
+        units = self.groups.split(matrices, self.in_blocks, self.out_blocks)
+        return units.reshape(*units.shape[:-4], -1, *self.unit[1:])
+
+
+def matrices_of(shape: tuple[int, ...], tables: LayoutTables | None) -> Matrices:
+    """Returns the matrices of a weight.
+
+    Args:
+      shape: of its stored form: [..., inputs, outputs], or [..., nnz, block, block].
+      tables: tables of its layout, as the executor has them; None for a dense weight.  Without
+        `groups`, as those of layouts that change, each stored block is a matrix.  If devices share
+        the weight, the groups are those of a device.
+    """
+    if tables is None or tables.groups is None:
+        return Matrices(tuple(shape[-2:]))
+    groups = tables.groups
+    in_blocks, out_blocks = tables.out_index.shape[-2], tables.in_index.shape[-2]
+    sides = in_blocks // groups.in_parts, out_blocks // groups.out_parts
+    if sides[1] == groups.out_run:  # The blocks of a group follow one another.
+        groups, (in_blocks, out_blocks) = Groups(1, *sides), sides
+    unit = (groups.count * sides[0] * sides[1], *shape[-2:])
+    return Matrices(unit, groups, in_blocks, out_blocks)
+
+
 def with_gradient(momentum: Any, gradient: Any) -> Any:
     """Returns the momentum after a gradient."""
     return MOMENTUM * momentum + (1 - MOMENTUM) * gradient
@@ -56,7 +123,7 @@ def update(momentum: Any, gradient: Any, number: Any) -> Any:
     output's change still grows with the inputs that it sums: see `learning_rate_multipliers`.
 
     Args:
-      momentum: float32 [..., m, n] with the gradient in it; see `with_gradient`.
+      momentum: float32 [..., m, n] with the gradient in it; see `with_gradient`, `Matrices.join`.
       gradient: float32 [..., m, n].
       number: index of the update, from 1.
     """

@@ -12,10 +12,11 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sparse_dataflow.config.layer_groups import group_index_of_path, layer_groups
+from sparse_dataflow.config.layer_groups import group_index_of_path, layer_groups, split_groups
 from sparse_dataflow.config.model import SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.optim import muon
+from sparse_dataflow.sparsity.layout import LayoutTables
 
 B1, B2, EPS = 0.9, 0.95, 1e-8
 """Adam's decay rates of the moments, from GPT-3 (arXiv 2005.14165, appendix B), and epsilon.
@@ -51,11 +52,12 @@ def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
 
 def make_optimizer(
     model: ModelConfig, training: TrainingConfig, mesh: Mesh | AbstractMesh | None = None
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Returns clipping, Adam or Muon, decoupled weight decay and per-parameter multipliers.
 
     The caller multiplies the updates by minus the learning rate.  The learning rate is an argument
-    of the train step, so a schedule never recompiles.
+    of the train step, so a schedule never recompiles.  `update` takes the layout tables as keyword
+    `tables`: Muon's matrices are the groups of layouts that have them and cannot change.
 
     Args:
       model: config of the model.
@@ -63,16 +65,16 @@ def make_optimizer(
       mesh: devices over which the updated arrays are sharded, with an axis "stage" for layers;
         None for one device.
     """
-    multipliers = lambda params: learning_rate_multipliers(model, training, params)  # noqa: E731
 
-    def scale(updates, state, params=None):
-        return jax.tree.map(lambda u, m: u * m, updates, multipliers(updates)), state
+    def scale(updates, state, params=None, *, tables=None, **_):
+        multipliers = learning_rate_multipliers(model, training, updates, tables)
+        return jax.tree.map(lambda u, m: u * m, updates, multipliers), state
 
     return optax.chain(
         optax.clip_by_global_norm(training.clip),
         _moments(training, mesh),
         optax.add_decayed_weights(training.weight_decay, mask=decay_mask),
-        optax.GradientTransformation(lambda params: optax.EmptyState(), scale),
+        optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scale),
     )
 
 
@@ -98,27 +100,43 @@ def _moments(training, mesh):
             return rest
         leaves = iter(jax.tree.leaves(rest))
         return jax.tree_util.tree_map_with_path(
-            lambda path, *x: function(*x) if muon.is_matrix(path) else next(leaves), *trees
+            lambda path, *x: function(path, *x) if muon.is_matrix(path) else next(leaves), *trees
         )
 
     def init(params):
         state = adam.init(others(params))
         return rounded(state._replace(mu=jax.tree.map(jnp.zeros_like, params)))
 
-    def update(gradients, state, params=None):
+    def update(gradients, state, params=None, *, tables=None, **_):
         widen = lambda tree, like: jax.tree.map(lambda m, g: m.astype(g.dtype), tree, like)  # noqa: E731
         mu, rest = widen(state.mu, gradients), others(gradients)
         small = state._replace(mu=others(mu), nu=widen(state.nu, rest))
         updates, small = adam.update(rest, small, params)
-        mu = with_matrices(muon.with_gradient, small.mu, mu, gradients)
-        matrices = functools.partial(_matrix_updates, number=small.count, mesh=mesh)
-        updates = with_matrices(matrices, updates, mu, gradients)
+        mu = with_matrices(lambda _, *x: muon.with_gradient(*x), small.mu, mu, gradients)
+
+        def move(path, momentum, gradient):
+            matrices = muon.matrices_of(gradient.shape, tables_of_path(tables, path))
+            return _matrix_updates(momentum, gradient, small.count, mesh, matrices)
+
+        updates = with_matrices(move, updates, mu, gradients)
         return updates, rounded(small._replace(mu=mu))
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _matrix_updates(momentum, gradient, number, mesh):
+def tables_of_path(tables: Any, path: tuple) -> LayoutTables | None:
+    """Returns the stacked tables of the weight at a `jax.tree_util` path; None if it has none.
+
+    Args:
+      tables: of all groups of layers, see `gpt.layout_tables`; () or None for none.
+      path: of a leaf of the params.
+    """
+    if not tables or path[-1].key != "values":
+        return None
+    return split_groups(tables)[group_index_of_path(path)][path[-2].key]
+
+
+def _matrix_updates(momentum, gradient, number, mesh, matrices):
     """Returns `muon.update` of stacked layers.
 
     One layer follows another, so that temporaries are those of one layer, unless stages shard the
@@ -135,8 +153,8 @@ def _matrix_updates(momentum, gradient, number, mesh):
         return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P(*batch, None, None)))
 
     def update(stacks):
-        layer, layer_gradient = whole(stacks)
-        return whole(muon.update(layer, layer_gradient, number))
+        layer, layer_gradient = whole(jax.tree.map(matrices.join, stacks))
+        return matrices.split(whole(muon.update(layer, layer_gradient, number)))
 
     if mesh is not None and mesh.shape["stage"] > 1:
         return update((momentum, gradient))
@@ -176,7 +194,9 @@ def decay_mask(params: dict) -> dict:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in decayed, params)
 
 
-def learning_rate_multipliers(model: ModelConfig, training: TrainingConfig, params: dict) -> dict:
+def learning_rate_multipliers(
+    model: ModelConfig, training: TrainingConfig, params: dict, tables: Any = None
+) -> dict:
     """Returns the learning-rate multiplier of each parameter.
 
     Matrices of a projection, with its low-rank term: `training.sparse_rate` to the power
@@ -192,6 +212,12 @@ def learning_rate_multipliers(model: ModelConfig, training: TrainingConfig, para
     Muon's update of a matrix of m inputs changes its output by sqrt(m).  An output sums f / m
     matrices, whose changes are about as coherent as Adam's, so it changes by f / sqrt(m).  Muon's
     factor is that of Adam times sqrt(m / SUPAR_WIDTH): a dense weight's is the root of Adam's.
+
+    Args:
+      model: config of the model.
+      training: optimizer settings.
+      params: the parameters, or shapes or updates like them.
+      tables: layout tables, see `make_optimizer`.
     """
 
     def multiplier(path, leaf):
@@ -208,7 +234,8 @@ def learning_rate_multipliers(model: ModelConfig, training: TrainingConfig, para
             rate *= SUPAR_WIDTH / (model.d_model * read[name])
             if training.optimizer == "muon" and muon.is_matrix(path):
                 inputs = model.projection_shape(path[-2].key)[0]
-                rate *= math.sqrt(model.d_model * leaf.shape[-2] / inputs / SUPAR_WIDTH)
+                matrix = muon.matrices_of(leaf.shape, tables_of_path(tables, path)).shape
+                rate *= math.sqrt(model.d_model * matrix[0] / inputs / SUPAR_WIDTH)
         return rate
 
     return jax.tree_util.tree_map_with_path(multiplier, params)

@@ -16,6 +16,7 @@ Pure Python: importing this module loads no jax.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 
 from sparse_dataflow.config.layer_groups import mean_multiplier
@@ -24,6 +25,8 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.kernels.hadamard import factors
 from sparse_dataflow.optim import muon
+from sparse_dataflow.sparsity.layout import LayoutTables
+from sparse_dataflow.sparsity.patterns import make_layout
 
 BACKWARD_PER_FORWARD = 2
 
@@ -148,15 +151,29 @@ def orthogonalization_flops(config: ModelConfig) -> float:
     """Returns the FLOPs of Muon's Newton-Schulz in one optimizer step, whatever its batch.
 
     A step on a matrix of m x n, m <= n, has three products: 2 m (2 m n + m^2).  Dense weights are
-    whole matrices, block-sparse weights are matrices of one block.
+    whole matrices.  Block-sparse weights are the groups of a layout that has them and does not
+    change, else single blocks.
     """
     fractions, total = stored_fractions(config), 0.0
     for name in config.projections:
         spec, sides = config.linear(name), config.projection_shape(name)
         weights = sides[0] * sides[1] * fractions[name]
-        m, n = sorted((spec.block, spec.block) if spec.kind == "block_sparse" else sides)
+        m, n = sorted(_muon_matrix(spec, *sides) if spec.kind == "block_sparse" else sides)
         total += weights / (m * n) * 2 * m * (2 * m * n + m * m)
     return muon.STEPS * config.num_layers * total
+
+
+@functools.lru_cache(maxsize=256)
+def _muon_matrix(spec, in_features, out_features):
+    """Returns the inputs and outputs of the matrices of a block-sparse weight; see `muon`."""
+    if spec.max_fan_out > 1:  # The layout changes.
+        return spec.block, spec.block
+    try:
+        layout = make_layout(spec.pattern, in_features, out_features, spec.block, spec.density)
+    except UserError:  # A density that only an estimate has.
+        return spec.block, spec.block
+    tables = LayoutTables(*layout.tables().arrays, layout.groups)
+    return muon.matrices_of((layout.nnz, layout.block, layout.block), tables).shape
 
 
 def flop_ceiling(config: ModelConfig, sequence: int) -> float:

@@ -41,6 +41,36 @@ class Groups:
         object.__setattr__(self, "in_parts", self.in_parts or self.count)
         object.__setattr__(self, "out_parts", self.out_parts or self.count)
 
+    def join(self, values: Any, in_blocks: int, out_blocks: int) -> Any:
+        """Returns the dense weight of each group, whose inputs and outputs ascend.
+
+        Args:
+          values: numpy or jax [..., nnz, block, block], stored blocks as `BlockLayout` orders them.
+          in_blocks: input blocks of the layout.
+          out_blocks: output blocks of the layout.
+
+        Returns:
+          [..., count, inputs of a group, outputs of a group], in features.
+        """
+        inputs, outputs = self._sides(in_blocks, out_blocks)
+        lead, block, outer = values.shape[:-3], values.shape[-1], outputs // self.out_run
+        x = values.reshape(*lead, outer, self.count, self.out_run, inputs, block, block)
+        x = _transposed_last(x, (1, 3, 4, 0, 2, 5))
+        return x.reshape(*lead, self.count, inputs * block, outputs * block)
+
+    def split(self, weights: Any, in_blocks: int, out_blocks: int) -> Any:
+        """Returns the stored blocks [..., nnz, block, block] of `join`'s result; its inverse."""
+        inputs, outputs = self._sides(in_blocks, out_blocks)
+        lead, block = weights.shape[:-3], weights.shape[-2] // inputs
+        outer = outputs // self.out_run
+        x = weights.reshape(*lead, self.count, inputs, block, outer, self.out_run, block)
+        x = _transposed_last(x, (3, 0, 4, 1, 2, 5))
+        return x.reshape(*lead, self.count * inputs * outputs, block, block)
+
+    def _sides(self, in_blocks, out_blocks):
+        """Returns the numbers of input and output blocks of a group."""
+        return in_blocks // self.in_parts, out_blocks // self.out_parts
+
 
 class LayoutTables(NamedTuple):
     """Index tables of a layout, as arrays, so that changing a layout does not recompile.
@@ -320,6 +350,12 @@ class BlockLayout:
         shape = f"{self.in_features} x {self.out_features}"
         axes.set_title(f"{shape}, {self.nnz} of {total} blocks of {self.block}")
         return axes
+
+
+def _transposed_last(x, order):
+    """Permutes the last axes of an array, as many as `order` has."""
+    first = x.ndim - len(order)
+    return x.transpose(*range(first), *(first + axis for axis in order))
 
 
 def check_shapes(tables: LayoutTables) -> None:

@@ -116,7 +116,7 @@ def _seconds(function: Callable, inputs: tuple, *data) -> float:
 
 def _optimizer_seconds(model, training, state):
     optimizer = make_optimizer(model, training)
-    update = jax.jit(optimizer.update)
+    update = jax.jit(functools.partial(optimizer.update, tables=gpt.with_groups(state.tables)))
     return _median(lambda: update(state.params, state.moments, state.params))
 
 

@@ -96,7 +96,9 @@ def make_train_step(
             )
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
         with jax.named_scope("optimizer"):
-            updates, moments = optimizer.update(gradients, state.moments, state.params)
+            updates, moments = optimizer.update(
+                gradients, state.moments, state.params, tables=gpt.with_groups(tables)
+            )
             updates = jax.tree.map(lambda u: -learning_rate * u, updates)
             params = optax.apply_updates(state.params, updates)
         report = StepReport(loss, group_norms(gradients))

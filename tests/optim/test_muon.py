@@ -25,6 +25,7 @@ from sparse_dataflow.optim.optimizers import (
     learning_rate_multipliers,
     make_optimizer,
 )
+from sparse_dataflow.sparsity.layout import BlockLayout, stack_tables
 
 MODEL = ModelConfig(
     num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12
@@ -118,7 +119,7 @@ def test_a_dense_model_is_trained_as_by_optax():
             np.testing.assert_allclose(module["kernel"], twin, rtol=1e-5, atol=1e-5)
 
 
-def test_each_block_and_each_group_moves_by_the_same_root_mean_square():
+def test_each_stored_block_moves_by_the_same_root_mean_square():
     training = dataclasses.replace(TRAINING, weight_decay=0.0)
     updates, _ = moves(MODEL, training)
     for module, leaf in (("qkv", "values"), ("mlp_out", "values"), ("mlp_in", "kernel")):
@@ -126,10 +127,51 @@ def test_each_block_and_each_group_moves_by_the_same_root_mean_square():
         np.testing.assert_allclose(
             np.sqrt(np.mean(move**2, axis=(-2, -1))), muon.RMS, rtol=0.3, err_msg=module
         )
-    grouped = gradients_of(MODEL)["blocks"]["mlp_in"]["kernel"].reshape(2, 4, 16, 32)
-    by_group = muon.update(grouped, grouped, 1)
-    one = muon.update(grouped[1, 2], grouped[1, 2], 1)
-    np.testing.assert_allclose(by_group[1, 2], one, atol=1e-4)
+
+
+GRIDS = [(4, 12, 4), (6, 6, 3), (8, 2, 2), (4, 4, 1), (6, 12, 6)]
+"""Input blocks, output blocks and groups of a layout."""
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("strided_outputs", [False, True])
+def test_a_grouped_layout_moves_by_dense_groups(grid, strided_outputs, array):
+    """As if each group were cut from the dense matrix and orthogonalised by itself."""
+    in_blocks, out_blocks, count = grid
+    contiguous = np.arange(out_blocks) // (out_blocks // count)
+    of_outputs = np.arange(out_blocks) % count if strided_outputs else contiguous
+    of_inputs = np.arange(in_blocks) % count
+    layout = BlockLayout.from_mask(of_inputs[:, None] == of_outputs, 4)
+    stacked = stack_tables([layout.tables(), layout.tables()]).with_groups()
+    stored = np.random.default_rng(0).normal(size=(2, layout.nnz, 4, 4)).astype(np.float32)
+    matrices = muon.matrices_of(stored.shape, stacked)
+    joined = matrices.join(array(stored))
+    assert joined.shape[-2:] == matrices.shape == (4 * in_blocks // count, 4 * out_blocks // count)
+    np.testing.assert_array_equal(matrices.split(joined), stored)
+    moves = np.asarray(matrices.split(muon.update(joined, joined, 1)))
+    for values, move in zip(stored, moves):
+        dense, moved = layout.to_dense(values), layout.to_dense(move)
+        for group in range(count):
+            features = lambda blocks: np.flatnonzero(np.repeat(blocks, 4))  # noqa: E731
+            part = np.ix_(features(of_inputs == group), features(of_outputs == group))
+            one = muon.update(dense[part], dense[part], 1)
+            np.testing.assert_allclose(moved[part], one, atol=2e-3)
+
+
+def test_layouts_that_change_move_by_blocks():
+    model = MODEL.with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8), ["mlp_in"])
+    params = gradients_of(model)
+    tables = gpt.layout_tables(gpt.layouts(model))
+    optimizer = make_optimizer(model, dataclasses.replace(TRAINING, weight_decay=0.0))
+    state = optimizer.init(params)
+
+    def updates(tables):
+        return optimizer.update(params, state, params, tables=tables)[0]["blocks"]["mlp_in"]
+
+    by_group, by_block = updates(gpt.with_groups(tables)), updates(tables)
+    np.testing.assert_array_equal(by_block["values"], updates(None)["values"])
+    assert not np.allclose(by_group["values"], by_block["values"], atol=1e-3)
 
 
 def test_everything_but_matrices_of_projections_has_adamw():
@@ -158,15 +200,18 @@ def test_a_matrix_has_one_moment_in_the_state_dtype(dtype):
 def test_supar_keeps_the_change_of_an_output_over_width_density_and_block():
     """Of aligned inputs: f / m matrices of m inputs each move an output by RMS sqrt(m)."""
     changes = []
-    for width, density, block in itertools.product((64, 256), (1.0, 0.5, 0.25), (0, 8, 16)):
+    cases = itertools.product((64, 256), (1.0, 0.5, 0.25), (0, 8, 16), ("cyclic", "monarch"))
+    for width, density, block, pattern in cases:
         if not block and density < 1:
             continue
-        spec = LinearSpec("block_sparse", "cyclic", density, block) if block else LinearSpec()
+        spec = LinearSpec("block_sparse", pattern, density, block) if block else LinearSpec()
         model = ModelConfig(1, width, 4, 2 * width, 40, 12, parametrization="supar")
         model = model.with_linears(spec)
         params = jax.eval_shape(lambda key, m=model: gpt.init(m, key), jax.random.key(0))
-        module = learning_rate_multipliers(model, TRAINING, params)["blocks"]["qkv"]
-        side = block or width
+        tables = gpt.with_groups(gpt.layout_tables(gpt.layouts(model)))
+        module = learning_rate_multipliers(model, TRAINING, params, tables)["blocks"]["qkv"]
+        grouped = pattern == "monarch" or density == 1
+        side = round(density * width) if grouped else block
         rate = module["values" if block else "kernel"]
         changes.append(rate * density * width / side * math.sqrt(side))
     np.testing.assert_allclose(changes, math.sqrt(SUPAR_WIDTH))

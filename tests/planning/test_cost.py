@@ -17,6 +17,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import CHIPS, Chip
 from sparse_dataflow.models import gpt
 from sparse_dataflow.optim import muon
+from sparse_dataflow.optim.optimizers import tables_of_path
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import cost
 from sparse_dataflow.planning.parallel_plan import RECOMPUTED
@@ -26,13 +27,19 @@ PROJECTIONS = SIZES["nano"].projections
 MLP = ("mlp_in", "mlp_out")
 
 
-@pytest.mark.parametrize("linears", [{}, {"mlp_in": LinearSpec("block_sparse", "cyclic", 0.5, 32)}])
-def test_flops_of_newton_schulz_are_those_of_the_program(linears):
+@pytest.mark.parametrize("pattern", ["", "cyclic", "monarch"])
+def test_flops_of_newton_schulz_are_those_of_the_program(pattern):
+    linears = {"mlp_in": LinearSpec("block_sparse", pattern, 0.5, 16)} if pattern else {}
     model = ModelConfig(1, 64, 4, 256, vocab_size=48, max_len=8, linears=linears)
     params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-    with_path = jax.tree_util.tree_leaves_with_path(params)
-    stacks = [leaf for path, leaf in with_path if muon.is_matrix(path)]
-    program = jax.jit(lambda stacks: jax.tree.map(muon.orthogonalize, stacks)).lower(stacks)
+    tables = gpt.with_groups(gpt.layout_tables(gpt.layouts(model)))
+    stacks = [
+        (leaf, muon.matrices_of(leaf.shape, tables_of_path(tables, path)))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if muon.is_matrix(path)
+    ]
+    joined = [jax.eval_shape(matrices.join, leaf) for leaf, matrices in stacks]
+    program = jax.jit(lambda stacks: jax.tree.map(muon.orthogonalize, stacks)).lower(joined)
     assert cost.orthogonalization_flops(model) == pytest.approx(
         program.cost_analysis()["flops"], rel=0.05
     )

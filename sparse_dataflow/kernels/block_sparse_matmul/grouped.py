@@ -90,16 +90,7 @@ def group_values(values: jax.Array, tables: LayoutTables, groups: Groups) -> jax
 
     Inputs and outputs of a group ascend.
     """
-    by_block = values.reshape(*_stored_axes(values, tables, groups))
-    outer, count, run, inputs, block, _ = by_block.shape
-    return by_block.transpose(1, 3, 4, 0, 2, 5).reshape(count, inputs * block, outer * run * block)
-
-
-def _stored_axes(values, tables, groups):
-    """Axes of values: outer output runs, groups, blocks of a run, input blocks, and the block."""
-    inputs = len(tables.out_index) // groups.in_parts
-    outputs = len(tables.in_index) // groups.out_parts
-    return outputs // groups.out_run, groups.count, groups.out_run, inputs, *values.shape[1:]
+    return groups.join(values, len(tables.out_index), len(tables.in_index))
 
 
 def split(x, parts, run):

@@ -113,9 +113,9 @@ def update_matrices(
     after: Leaf,
     copy: np.ndarray | None = None,
     *,
-    shape: tuple[int, int],
+    matrices: muon.Matrices,
 ) -> None:
-    """Runs one step of Muon on some matrices.
+    """Runs one step of Muon on some units of a weight; see `muon.Matrices`.
 
     Args:
       before: 1-D views of the old values.
@@ -123,13 +123,14 @@ def update_matrices(
       rates: scalars of this step.
       after: 1-D views for the results; may be `before`.
       copy: also receives the parameter, rounded to its dtype, float32 or bfloat16.
-      shape: of a matrix.
+      matrices: the matrices of the weight.
     """
-    for where in pieces(gradient.size, gradient.size, math.prod(shape)):
+    for where in pieces(gradient.size, gradient.size, math.prod(matrices.unit)):
         g = widen(gradient[where]) * np.float32(rates.clip)
         after.mu[where] = muon.with_gradient(before.mu[where], g)
-        momentum, gradient_stack = (a.reshape(-1, *shape) for a in (after.mu[where], g))
-        step = _flat(muon.update(momentum, gradient_stack, rates.number))
+        block = matrices.unit[-2:]
+        momentum, stack = (matrices.join(a.reshape(-1, *block)) for a in (after.mu[where], g))
+        step = _flat(matrices.split(muon.update(momentum, stack, rates.number)))
         step += np.float32(rates.decay) * before.parameter[where]
         step *= np.float32(rates.learning_rate)
         np.subtract(before.parameter[where], step, out=after.parameter[where])

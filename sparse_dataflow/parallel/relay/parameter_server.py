@@ -24,11 +24,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.config.layer_groups import group_index, layer_groups
+from sparse_dataflow.config.layer_groups import group_index, layer_groups, split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.optim.optimizers import adam_state, decay_mask, learning_rate_multipliers
+from sparse_dataflow.optim.muon import matrices_of
+from sparse_dataflow.optim.optimizers import (
+    adam_state,
+    decay_mask,
+    learning_rate_multipliers,
+    tables_of_path,
+)
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.relay import host_optimizer
 from sparse_dataflow.parallel.relay.host_optimizer import Leaf, Rates
@@ -225,10 +231,14 @@ class ServerStep:
         masters = view(self._before[0], section)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(masters)]
         decayed = jax.tree.leaves(decay_mask(masters))
-        model = server.model
+        model, tables = server.model, self._state.tables
         if isinstance(section, int):
-            model = layer_groups(model)[group_index(model, section)].model
-        multipliers = jax.tree.leaves(learning_rate_multipliers(model, server.training, masters))
+            group = group_index(model, section)
+            model = layer_groups(model)[group].model
+            tables = split_groups(tables)[group] if tables else tables
+        multipliers = jax.tree.leaves(
+            learning_rate_multipliers(model, server.training, masters, tables)
+        )
         before, after = (_leaves(paths, trees, section) for trees in (self._before, self._after))
         old_copies = jax.tree.leaves(server.copy(self._state.params, section))
         copies, jobs = [], []
@@ -236,9 +246,9 @@ class ServerStep:
             new, gradient = after[number], gradients[number]
             update, unit = host_optimizer.update, 1
             if new.nu is None:
-                shape = gradient.shape[-2:]
-                update = functools.partial(host_optimizer.update_matrices, shape=shape)
-                unit = math.prod(shape)
+                matrices = matrices_of(gradient.shape, tables_of_path(tables, paths[number]))
+                update = functools.partial(host_optimizer.update_matrices, matrices=matrices)
+                unit = math.prod(matrices.unit)
             narrow = None
             if device_dtype(server.model, paths[number]) != new.parameter.dtype:
                 narrow = old_copies[number]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_dataflow.optim import muon
 from sparse_dataflow.optim.optimizers import B1, B2, EPS
 from sparse_dataflow.parallel.relay import host_optimizer
 from sparse_dataflow.parallel.relay.host_optimizer import Leaf, Rates
@@ -59,7 +60,8 @@ def test_updates_of_matrices_equal_those_of_optax(shape, in_place):
         after = leaf if in_place else Leaf(*(np.empty_like(a) for a in leaf[:2]))
         copy = np.empty(size, ml_dtypes.bfloat16)
         rates = Rates(number, 0.5, rate, 0.1)
-        host_optimizer.update_matrices(leaf, gradient, rates, after, copy, shape=tuple(matrix))
+        matrices = muon.Matrices(tuple(matrix))
+        host_optimizer.update_matrices(leaf, gradient, rates, after, copy, matrices=matrices)
         leaf = after
         np.testing.assert_allclose(leaf.parameter.reshape(shape), theirs, rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(copy, leaf.parameter.astype(ml_dtypes.bfloat16))
