@@ -44,17 +44,23 @@ def test_eight_devices_train_like_a_single_one(model, texts):
             assert set(errors["gathered"]) <= {f"{rows}x8x32"}, errors["gathered"]
 
 
+GROUP_SHAPES = {"16x48", "16x16", "16x32", "32x16"}
+"""Of the model "sparse": groups of qkv, attn_out, mlp_in and mlp_out."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["dense", "sparse"])
+@pytest.mark.parametrize("model", ["dense", "sparse", "sparse_rank"])
 def test_muon_trains_over_a_mesh_as_on_a_single_device(model):
-    """A dense kernel is one matrix on all devices; stored blocks stay where they are."""
+    """A dense kernel and a group are one matrix on all devices; single blocks stay in place."""
     texts = ["data:2,fsdp:2,tensor:2/3/2", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1"]
     results = mesh_training("compare", f"{model}+muon", *texts)
     assert_like_single_device(results)
-    if model == "sparse":
+    if model != "dense":
         adamw = mesh_training("compare", model, *texts)
         for text in texts:
-            assert results[text]["gathered"] == adamw[text]["gathered"]
+            more = set(results[text]["gathered"]) - set(adamw[text]["gathered"])
+            matrices = {"x".join(shape.split("x")[-2:]) for shape in more}
+            assert matrices <= (GROUP_SHAPES if model == "sparse" else set()), more
 
 
 @pytest.mark.slow
