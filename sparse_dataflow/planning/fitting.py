@@ -13,7 +13,7 @@ from sparse_dataflow.planning import bands, published
 from sparse_dataflow.planning.bands import Band
 from sparse_dataflow.planning.efficiency import PRIOR, Efficiency
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
-from sparse_dataflow.planning.published import Row, Scaling
+from sparse_dataflow.planning.published import Row, Scaling, run_memory
 from sparse_dataflow.planning.step_time import step_time
 
 # Name -> (minimum, maximum, standard deviation of the prior in logits).
@@ -32,8 +32,9 @@ RANGES = {
 }
 HARDWARE = tuple(name for name in RANGES if name != "traffic")
 """Constants that are fitted for a chip family; its rows are of the stack that is tuned best."""
-SOFTWARE = tuple(name for name in RANGES if name not in ("bandwidth", "fast_link"))
-"""Constants that are fitted again for another stack on the same chips."""
+SOFTWARE = tuple(n for n in RANGES if n not in ("half_width", "bandwidth", "fast_link"))
+"""Constants that are fitted again for another stack on the same chips.  Every stack on NVIDIA chips
+multiplies with cuBLAS, so products lose the same at narrow widths."""
 FEW_ROWS = 4
 """Fewer rows than this determine one factor, of `matmul` and `attention`."""
 _ONE = ["matmul"]
@@ -63,10 +64,13 @@ def fit(
     names = list(names) if len(rows) >= FEW_ROWS else _ONE
     low, high, spread = np.array([RANGES[name] for name in names]).T
     centre = _logit(np.array([getattr(prior, name) for name in names]), low, high)
+    measured = np.array([row.seconds for row in rows])
+    lost = np.array([run_memory.retry_seconds(row) for row in rows])
 
     def residuals(point):
         constants = _at(prior, names, point, low, high)
-        errors = [np.log(predict_seconds(row, constants) / row.seconds) / NOISE for row in rows]
+        computed = np.array([_step_seconds(row, constants) for row in rows])
+        errors = np.log((computed + lost) / measured) / NOISE
         return np.concatenate([errors, (point - centre) / spread])
 
     solution = optimize.least_squares(residuals, centre, loss="soft_l1").x
@@ -75,8 +79,11 @@ def fit(
 
 def predict_seconds(row: Row, efficiency: Efficiency) -> float:
     """Predicts the seconds per step of a published run."""
-    time = step_time(row.config, row.sequence, row.plan, row.chip, efficiency)
-    return float(time.total)
+    return _step_seconds(row, efficiency) + run_memory.retry_seconds(row)
+
+
+def _step_seconds(row, efficiency):
+    return float(step_time(row.config, row.sequence, row.plan, row.chip, efficiency).total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +113,10 @@ def errors(source: str, efficiencies: Mapping[str, Efficiency]) -> list[Error]:
     result = []
     for row in published.rows(source):
         time = step_time(row.config, row.sequence, row.plan, row.chip, efficiencies[row.key])
-        ratio = float(time.total) / row.seconds
+        seconds = predict_seconds(row, efficiencies[row.key])
+        ratio = seconds / row.seconds
         figure = row.value * (ratio if row.unit == "seconds" else 1 / ratio)
-        result.append(Error(row, float(time.total), figure, time.limit))
+        result.append(Error(row, seconds, figure, time.limit))
     return result
 
 

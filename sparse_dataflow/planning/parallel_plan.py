@@ -31,15 +31,17 @@ RECOMPUTED = {
     "block": ("qkv", "q", "k", "v", "attention", "attn_out", "mlp_gate", "mlp_in", "mlp_out"),
     "keep_qkv": ("attention", "attn_out", "mlp_gate", "mlp_in"),
     "keep_qkv_out": ("attention", "mlp_gate", "mlp_in"),
+    "keep_attention": ("mlp_gate", "mlp_in"),
     "selective_op": ("attn_out", "mlp_gate", "mlp_in"),
     "minimal": (),
 }
 """Remat policy -> sections that are recomputed, where the model has them.
 
 "none", "dots" and "full" are policies of this project.  The others describe published runs: "block"
-is Megatron's full recomputation, "keep_qkv" and "keep_qkv_out" are MaxText's policies that offload
-these projections, and "selective_op" is torchtitan's, which recomputes every second product;
-"minimal" is MaxText's minimal_with_context, which recomputes element-wise operations only.
+is Megatron's full recomputation, "keep_qkv", "keep_qkv_out" and "keep_attention" are MaxText's
+policies that save or offload these projections, the last with attention's output, and
+"selective_op" is torchtitan's, which recomputes every second product; "minimal" is MaxText's
+minimal_with_context, which recomputes element-wise operations only.
 """
 
 

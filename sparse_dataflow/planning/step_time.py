@@ -6,6 +6,7 @@ Bytes and FLOPs are per chip.  A product takes the longer of its compute time an
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -215,11 +216,17 @@ def step_time(
 
 def stage_parameters(config: ModelConfig, plan: ParallelPlan):
     """Returns the parameters on one chip of the fullest stage, before sharding over "fsdp"."""
+    block, ends = _block_and_ends(config)
+    return (np.ceil(config.num_layers / np.asarray(plan.stage)) * block + ends) / plan.tensor
+
+
+@functools.lru_cache(maxsize=1024)
+def _block_and_ends(config: ModelConfig) -> tuple[float, float]:
+    """Returns the mean parameters of a block, and those of embeddings and the final norm."""
     uniform = with_densest_layers(config)
     shallow, deep = (parameter_count(dataclasses.replace(uniform, num_layers=n)) for n in (1, 2))
     ends = 2 * shallow - deep
-    block = (parameter_count(config) - ends) / config.num_layers
-    return (np.ceil(config.num_layers / np.asarray(plan.stage)) * block + ends) / plan.tensor
+    return (parameter_count(config) - ends) / config.num_layers, ends
 
 
 def stage_matrices(config: ModelConfig, plan: ParallelPlan):
@@ -336,12 +343,17 @@ def _tensor_axes(tensor, island, network):
 
 
 def _send_seconds(size, plan, network, efficiency):
-    """Returns the exposed seconds of sends of activations and gradients between stages."""
+    """Returns the exposed seconds of sends of activations and gradients between stages.
+
+    Sends overlap with computation in interleaved schedules only: "non-interleaved schedule does not
+    support overlapping p2p communication" (NVIDIA/Megatron-LM, arguments.py).
+    """
     stages = np.asarray(plan.stage)
     island = plan.island or network.island
     near = np.asarray(2 * plan.fsdp * plan.tensor) <= island
     send = collectives.send_seconds(size, near, network, efficiency)
-    exposed = (1 - efficiency.overlap) * plan.accumulation * plan.chunks + (stages - 1)
+    hidden = efficiency.overlap if plan.schedule == "interleaved" else 0.0
+    exposed = (1 - hidden) * plan.accumulation * plan.chunks + (stages - 1)
     return np.where(stages > 1, 2 * exposed * send, 0.0)
 
 

@@ -1,10 +1,12 @@
 """Published rows say what their sources say, and how far the planner is from them."""
 
+import dataclasses
 import re
 
 import numpy as np
 import pytest
 
+from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.hardware.chips import CHIPS, Chip
 from sparse_dataflow.planning import bands, fitting, memory, published
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, STACKS
@@ -15,8 +17,7 @@ ROWS = {source: published.rows(source) for source in published.SOURCES}
 EVERY = [row for rows in ROWS.values() for row in rows]
 
 # What the errors are, plus a little: a test of the constants and of the model, not a wish.
-MEDIAN, LARGE_MEDIAN, LARGE_WORST = 0.03, 0.035, 0.34
-ABOVE_A_FIFTH = 3
+MEDIAN, LARGE_MEDIAN, LARGE_WORST = 0.03, 0.04, 0.2
 
 
 def test_the_number_of_rows():
@@ -32,10 +33,10 @@ def test_the_number_of_rows():
         "mpt_a100": 139,
         "mpt_h100": 70,
         "torchtitan": 15,
-        "jax_gpu": 14,
+        "jax_gpu": 31,
         "nemo_h100": 29,
         "nemo_gb200": 9,
-        "bloom_a100": 1,
+        "deepspeed_a100": 2,
     }
 
 
@@ -44,7 +45,8 @@ def test_a_row_is_consistent(row):
     assert row.number in ("verified", "recalled")
     assert row.plan_status in ("verified", "recalled", "assumed")
     assert row.split in ("fit", "test")
-    assert row.stack in STACKS and row.key in EFFICIENCIES.keys() | {"hopper/xla"}
+    assert row.stack in STACKS and row.key in EFFICIENCIES
+    assert set(row.offload) <= {"inputs", "saved"} and row.weights in ("float32", "bfloat16")
     # 126 layers are 128 with the embedding and the head, which Megatron counts as layers.
     # BLOOM counts its embedding and head as layers too: 70 + 2 in 12 stages.
     if "405B" not in row.name and "BLOOM" not in row.name:
@@ -96,7 +98,6 @@ def test_errors_on_held_out_rows_are_bounded():
     large = [e for e in everything if bands.regime(e.row.config, e.row.sequence) == "large"]
     median, worst = fitting.summary(large)
     assert len(large) > 100 and median < LARGE_MEDIAN and worst < LARGE_WORST
-    assert sum(abs(e.relative) > 0.2 for e in large) <= ABOVE_A_FIFTH
     certain = [e for e in everything if e.row.plan_status == "verified"]
     assert fitting.summary(certain)[0] < MEDIAN
     assert all(e.row.number == "verified" for e in everything)
@@ -113,8 +114,45 @@ def test_nine_of_ten_held_out_rows_are_inside_their_band():
 
 def test_no_run_is_refused_for_memory_by_more_than_a_tenth():
     shares = {row.name: run_memory.run_bytes(row) / row.chip.capacity for row in EVERY}
-    # The source does not say that this run keeps its optimizer's state in host memory.
-    assert {name for name, share in shares.items() if share > 1.1} == {"Llama 3.1 70B on 32"}
+    assert not {name: share for name, share in shares.items() if share > 1.1}
+
+
+@pytest.mark.parametrize("name", ["Llama 3.1 8B", "Llama 3 8B"])
+def test_a_row_is_the_model_of_its_preset(name):
+    preset, rows = SIZES["llama3-8b"], [row for row in EVERY if name in row.name]
+    fields = ("num_layers", "d_model", "num_heads", "kv_heads", "d_ff", "gated_mlp", "biases")
+    for row in rows:
+        for field in (*fields, "tied_embeddings", "vocab_size"):
+            assert getattr(row.config, field) == getattr(preset, field), (row.name, field)
+        assert memory.parameter_count(row.config) == memory.parameter_count(preset)
+    assert rows
+
+
+def test_offloaded_activations_and_bfloat16_weights_need_less_memory():
+    [row] = [row for row in ROWS["maxtext_v6e"] if row.name == "Llama 3.1 70B on 32"]
+    on_chip = dataclasses.replace(row, offload=())
+    assert run_memory.run_bytes(row) < 0.7 * run_memory.run_bytes(on_chip)
+    # Two moments, a master weight and its gradient: 14 bytes a parameter, or 8.
+    float32 = dataclasses.replace(row, weights="float32")
+    saved = 6 * memory.parameter_count(row.config) / row.plan.chips
+    assert run_memory.run_bytes(float32) - run_memory.run_bytes(row) == pytest.approx(saved)
+
+
+def test_an_allocator_out_of_room_costs_time_in_every_layer_and_micro_batch():
+    slow = {row.name + row.chip.name for row in EVERY if run_memory.retry_seconds(row)}
+    assert {row.split for row in EVERY if run_memory.retry_seconds(row)} == {"fit", "test"}
+    assert "MPT 30b 8192 on 8h100" in slow and "MPT 30b 2048 on 8h100" not in slow
+    [row] = [r for r in ROWS["mpt_h100"] if r.name == "MPT 30b 8192 on 8"]
+    seconds = run_memory.retry_seconds(row)
+    twice = dataclasses.replace(row.plan, accumulation=2 * row.plan.accumulation)
+    assert run_memory.retry_seconds(dataclasses.replace(row, plan=twice)) == 2 * seconds
+    # More chips hold less state each; XLA plans its memory before the run.
+    wide = dataclasses.replace(row.plan, fsdp=4 * row.plan.fsdp)
+    assert run_memory.retry_seconds(dataclasses.replace(row, plan=wide)) == 0
+    assert run_memory.retry_seconds(dataclasses.replace(row, stack="xla")) == 0
+    constants = EFFICIENCIES[row.key]
+    without = fitting.predict_seconds(dataclasses.replace(row, stack="pytorch"), constants)
+    assert fitting.predict_seconds(row, constants) == pytest.approx(without + seconds)
 
 
 def test_the_memory_of_a_run_is_near_the_published_peak():
@@ -145,7 +183,7 @@ def test_bands_equal_a_new_cross_validation():
 
 def test_a_band_in_words():
     model, sparse = named_model("13b"), named_model("13b", 1 / 8)
-    assert "±10%, like 19 published runs" in bands.words(model, 2048, CHIPS["h100"], "hopper")
+    assert "±11%, like 19 published runs" in bands.words(model, 2048, CHIPS["h100"], "hopper")
     words = bands.words(sparse, 2048, CHIPS["h100"], "hopper")
     assert words == "extrapolated: no published run of this kind (block-sparse weights)"
     unseen = bands.words(model, 65536, CHIPS["tpu-v5p"], "tpu-v5p")

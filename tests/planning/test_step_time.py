@@ -101,6 +101,17 @@ def test_bubble_by_its_closed_form(schedule):
     assert time.terms["bubble"] == pytest.approx(BUBBLES[schedule] * stage_pass / chunks)
 
 
+@pytest.mark.parametrize("schedule", sorted(BUBBLES))
+def test_sends_overlap_in_interleaved_schedules_only(schedule):
+    chunks = 3 if schedule == "interleaved" else 1
+    plan = ParallelPlan(stage=4, fsdp=8, accumulation=8, chunks=chunks, schedule=schedule)
+    half = dataclasses.replace(IDEAL, overlap=0.5)
+    exposed = 8 * chunks * (0.5 if schedule == "interleaved" else 1) + 3
+    # Forward and backward, between nodes: activations of 2,048 tokens at two bytes.
+    once = 2048 * 4096 * 2 / 25e9
+    assert seconds(plan, efficiency=half).terms["sends"] == pytest.approx(2 * exposed * once)
+
+
 @given(
     st.sampled_from(sorted(BUBBLES)),
     st.integers(1, 6),
