@@ -377,7 +377,7 @@ def block(
     Under a shard, x has T / devices tokens, and params and tables are sharded.  See `Block` for
     `attend` and `positions_BxT`.
     """
-    return _apply(Block, config, params)(x_BxTxD, tables, shard, attend, positions_BxT)
+    return _apply(Block, config, shard.local(params))(x_BxTxD, tables, shard, attend, positions_BxT)
 
 
 def bind_block(config: ModelConfig) -> Callable[[dict], Block]:

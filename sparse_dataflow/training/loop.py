@@ -130,7 +130,8 @@ class Trainer:
 
         def first_state():
             if restored:
-                return executor.place(restored[0])
+                phase = self.phases[phase_before(self.phases, int(restored[0].step))]
+                return executor.place(restored[0], phase.model)
             draw = functools.partial(initial_state, self.phases[0].model, training, executor)
             return (start or draw)()
 
@@ -244,7 +245,7 @@ class Trainer:
             state = abstract_saved_state(self.phases, self.training, target, self.executor)
             restored = self._checkpoints.restore(state, target)
         assert restored is not None
-        self.state = self.executor.place(restored[0])._replace(step=self.state.step)
+        self.state = self.executor.place(restored[0], self.model)._replace(step=self.state.step)
         self._tables = self._programs[self._phase].tables(self.state.tables)
         self._write_row("rollback", to=target)
         text = f"rolled back to the parameters of step {target}"
