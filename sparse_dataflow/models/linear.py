@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.config.layer_groups import layer_linear
-from sparse_dataflow.config.model import KEY_VALUE, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import KEY_VALUE, ROW_PARALLEL, LinearSpec, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
 from sparse_dataflow.kernels.hadamard.api import hadamard
@@ -35,8 +35,9 @@ def projection_layout(config: ModelConfig, projection: str, layer: int) -> Block
     offset = config.seed + layer * len(names) + names.index(projection)
     in_features, out_features = config.projection_shape(projection)
     shape = (in_features, out_features, spec.block, spec.density, offset)
+    reads_residual = projection not in ROW_PARALLEL
     try:
-        return with_room(make_layout(spec.pattern, *shape), spec)
+        return with_room(make_layout(spec.pattern, *shape, reads_residual), spec)
     except UserError as error:
         raise UserError(
             f"{projection}: {error} Or leave {projection} dense: sparsity.projections names the "

@@ -35,7 +35,12 @@ from sparse_dataflow.training.programs import (
     held_out_nats,
     run_step,
 )
-from sparse_dataflow.training.saved_state import SavedProgress, abstract_saved_state, identity
+from sparse_dataflow.training.saved_state import (
+    SavedProgress,
+    abstract_saved_state,
+    identity,
+    refuse_other_layouts,
+)
 from sparse_dataflow.training.step import initial_state
 from sparse_dataflow.training.trackers import TENSORBOARD
 
@@ -131,6 +136,7 @@ class Trainer:
         def first_state():
             if restored:
                 phase = self.phases[phase_before(self.phases, int(restored[0].step))]
+                refuse_other_layouts(restored[0].tables, phase)
                 return executor.place(restored[0], phase.model)
             draw = functools.partial(initial_state, self.phases[0].model, training, executor)
             return (start or draw)()
