@@ -112,12 +112,12 @@ def abstract_arguments(
     tables = gpt.layout_tables(gpt.layouts(model))
     shape = (training.batch, training.sequence + 1)
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
-    arrays = executor.arrays(abstract_state(model, training), tables, changing, batch)
+    arrays = executor.arrays(abstract_state(model, training), tables, model, changing, batch)
     runtime_tables = jax.tree.map(
         lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=getattr(t, "sharding", None)),
         arrays["layout tables"],
     )
-    state = executor.placed_shapes(abstract_state(model, training, executor))
+    state = executor.placed_shapes(abstract_state(model, training, executor), model)
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=executor.replicated())
     arguments = state._replace(tables=runtime_tables), arrays["batch"]["tokens"], rate
     return arguments, None if jax.tree.leaves(runtime_tables) else tables, arrays

@@ -16,6 +16,9 @@ ROW_PARALLEL = ("attn_out", "mlp_out")
 """Projections that write to the residual stream.  Tensor parallelism cuts them by input features,
 all others by output features."""
 
+KEY_VALUE = ("k", "v")
+"""Projections whose output features are key/value heads alone."""
+
 DTYPES = ("float32", "bfloat16")
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rotary")

@@ -25,8 +25,9 @@ def mesh_forward(trained: Model, executor: Sharded) -> Forward:
     executor.check(
         trained.model, dataclasses.replace(trained.training, batch=shards, micro_batches=1)
     )
-    state = executor.place(TrainState(np.int32(0), trained.params, (), trained.tables, ()))
-    traced_tables = executor.tables(trained.tables, changing=False)
+    state = TrainState(np.int32(0), trained.params, (), trained.tables, ())
+    state = executor.place(state, trained.model)
+    traced_tables = executor.tables(trained.tables, trained.model, changing=False)
 
     @jax.jit
     def program(params, traced_tables, tokens, positions):

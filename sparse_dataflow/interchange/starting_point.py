@@ -176,7 +176,7 @@ def initial_state_from(
     state = TrainState(step, params, (), start.tables, key)
     state = change_model(state, start.model, model, norms)
     moments = jax.jit(make_optimizer(model, training).init)(state.params)
-    return executor.place(state._replace(moments=moments))
+    return executor.place(state._replace(moments=moments), model)
 
 
 def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:

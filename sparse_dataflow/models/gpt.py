@@ -52,7 +52,7 @@ from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
 from sparse_dataflow.kernels.cross_entropy import vocabulary
 from sparse_dataflow.kernels.gelu.api import gelu
-from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
+from sparse_dataflow.kernels.sparse_mlp.api import gated_sparse_mlp, sparse_mlp
 from sparse_dataflow.models.linear import Linear, Probe, projection_layout
 from sparse_dataflow.models.rotary import rotate
 from sparse_dataflow.models.shard import WHOLE, Shard
@@ -175,6 +175,8 @@ class Block(nnx.Module):
         return qkv[..., :group, :].reshape(B, T, -1, width), qkv[..., group, :], qkv[..., -1, :]
 
     def _mlp(self, x_BxTxD, tables, shard):
+        if (y := self._fused_gated_mlp(x_BxTxD, tables)) is not None:
+            return self.mlp_out.with_bias(shard.reduce(y))
         if self._fuses_mlp(tables):
             inside, outside = self.mlp_in.cast(x_BxTxD.dtype), self.mlp_out.cast(x_BxTxD.dtype)
             y = sparse_mlp(
@@ -202,6 +204,19 @@ class Block(nnx.Module):
             and self.mlp_out.plain_sparse
             and not any(isinstance(tables.get(name), Probe) for name in names)
         )
+
+    def _fused_gated_mlp(self, x_BxTxD, tables):
+        """Returns mlp_out's product if one kernel has a plain gated MLP of this target; or None."""
+        config = self.config
+        if not config.gated_mlp or {"mlp_gate", "mlp_in"} & set(config.biases):
+            return None
+        layers = [getattr(self, name) for name in MLP]
+        probed = any(isinstance(tables.get(name), Probe) for name in MLP)
+        if probed or not all(layer.plain_sparse for layer in layers):
+            return None
+        values = [layer.cast(x_BxTxD.dtype)["values"] for layer in layers]
+        layouts = [tables[name] for name in MLP]
+        return gated_sparse_mlp(x_BxTxD, values, layouts, config.activation)
 
     def activate(self, hidden, gate=None):
         """Applies the activation of the MLP, elementwise, to mlp_in's output or to the gate."""
@@ -377,7 +392,7 @@ def block(
     Under a shard, x has T / devices tokens, and params and tables are sharded.  See `Block` for
     `attend` and `positions_BxT`.
     """
-    return _apply(Block, config, params)(x_BxTxD, tables, shard, attend, positions_BxT)
+    return _apply(Block, config, shard.local(params))(x_BxTxD, tables, shard, attend, positions_BxT)
 
 
 def bind_block(config: ModelConfig) -> Callable[[dict], Block]:

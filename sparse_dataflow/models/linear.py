@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.config.layer_groups import layer_linear
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import KEY_VALUE, ROW_PARALLEL, LinearSpec, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
 from sparse_dataflow.kernels.hadamard.api import hadamard
+from sparse_dataflow.models.shard import WHOLE, Shard
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 from sparse_dataflow.sparsity.patterns import make_layout
 
@@ -34,8 +35,9 @@ def projection_layout(config: ModelConfig, projection: str, layer: int) -> Block
     offset = config.seed + layer * len(names) + names.index(projection)
     in_features, out_features = config.projection_shape(projection)
     shape = (in_features, out_features, spec.block, spec.density, offset)
+    reads_residual = projection not in ROW_PARALLEL
     try:
-        return with_room(make_layout(spec.pattern, *shape), spec)
+        return with_room(make_layout(spec.pattern, *shape, reads_residual), spec)
     except UserError as error:
         raise UserError(
             f"{projection}: {error} Or leave {projection} dense: sparsity.projections names the "
@@ -53,7 +55,7 @@ def with_room(layout: BlockLayout, spec: LinearSpec) -> BlockLayout:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("tables", "norms"), meta_fields=("axes",)
+    jax.tree_util.register_dataclass, data_fields=("tables", "norms"), meta_fields=("axes", "shard")
 )
 @dataclasses.dataclass(frozen=True)
 class Probe:
@@ -64,11 +66,27 @@ class Probe:
       norms: float32 [in_blocks, out_blocks].  No result depends on it.  Its custom "gradient" is
         the Euclidean norm of every block of xᵀ dy, the gradient of the weight if it were dense.
       axes: `shard_map` axes over which the rows of x are sharded.
+      shard: shard of a projection in KEY_VALUE, whose gradient is summed over its copies.
     """
 
     tables: LayoutTables
     norms: jax.Array
     axes: tuple[str, ...] = ()
+    shard: Shard = WHOLE
+
+    @classmethod
+    def of(
+        cls,
+        tables: Mapping[str, LayoutTables],
+        norms: Mapping[str, jax.Array],
+        axes: tuple[str, ...],
+        shard: Shard,
+    ) -> "dict[str, Probe]":
+        """Returns the probes of a block's projections, by name."""
+        return {
+            name: cls(table, norms[name], axes, shard if name in KEY_VALUE else WHOLE)
+            for name, table in tables.items()
+        }
 
 
 class Linear(nnx.Module):
@@ -128,7 +146,7 @@ class Linear(nnx.Module):
         mixed = hadamard(x, self.hadamard) if self.hadamard else x
         if isinstance(tables, Probe):
             y = block_sparse_matmul(mixed, params["values"], tables.tables)
-            y = with_gradient_norms(y, mixed, tables.norms, tables.axes)
+            y = with_gradient_norms(y, mixed, tables.norms, tables.axes, tables.shard)
         elif self.sparse and tables is not None:
             y = block_sparse_matmul(mixed, params["values"], tables)
         else:
@@ -154,19 +172,23 @@ class Linear(nnx.Module):
         return {name: leaf.astype(dtype) for name, leaf in params.items()}
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def with_gradient_norms(
-    y: jax.Array, x: jax.Array, norms: jax.Array, axes: tuple[str, ...] = ()
+    y: jax.Array,
+    x: jax.Array,
+    norms: jax.Array,
+    axes: tuple[str, ...] = (),
+    shard: Shard = WHOLE,
 ) -> jax.Array:
-    """Returns `y`, a product with `x`; see `Probe` for the gradient of `norms` and for `axes`."""
+    """Returns `y`, a product with `x`; see `Probe` for the gradient of `norms` and the others."""
     return y
 
 
-def _probe_forward(y, x, norms, axes):
+def _probe_forward(y, x, norms, axes, shard):
     return y, (x, norms)
 
 
-def _probe_backward(axes, saved, dy):
+def _probe_backward(axes, shard, saved, dy):
     x, norms = saved
     wide = jnp.promote_types(x.dtype, jnp.float32)
     gradient = lax.dot_general(
@@ -177,6 +199,7 @@ def _probe_backward(axes, saved, dy):
     )
     if axes:
         gradient = lax.psum(gradient, axes)
+    gradient = shard.sum_copies(gradient)
     in_blocks, out_blocks = norms.shape
     blocks = gradient.reshape(in_blocks, len(gradient) // in_blocks, out_blocks, -1)
     block_norms = jnp.sqrt(jnp.sum(jnp.square(blocks), axis=(1, 3)))

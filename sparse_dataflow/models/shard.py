@@ -1,9 +1,16 @@
 """The tensor-parallel shard of a model in one program, and its collectives."""
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax import lax
+
+from sparse_dataflow.config.model import KEY_VALUE
+
+OUTPUT_AXIS = {"values": 0, "kernel": 1, "b_kernel": 1, "bias": 0}
+"""Parameter of a projection -> its axis that output features order.  Stored blocks are sorted by
+output block, and each head has equally many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +28,13 @@ class Shard:
     Attributes:
       axis: mesh axis of the enclosing `shard_map`; None for an unsharded model.
       vocabulary: whether the rows of the embedding are sharded; otherwise it is replicated.
+      kv_copies: devices that compute the same key/value head.  Above 1, the parameters of `k` and
+        `v` are replicated, and each device computes with the columns of its own head.
     """
 
     axis: str | None = None
     vocabulary: bool = False
+    kv_copies: int = 1
 
     def gather(self, x: jax.Array) -> jax.Array:
         """All-gathers tokens: [B, T / devices, ...] -> [B, T, ...]."""
@@ -43,6 +53,38 @@ class Shard:
         length = tokens.shape[axis] // lax.axis_size(self.axis)
         start = lax.axis_index(self.axis) * length
         return lax.dynamic_slice_in_dim(tokens, start, length, axis)
+
+    def local(self, block: dict[str, Any]) -> dict[str, Any]:
+        """Returns the parameters of a block with those of `k` and `v` sliced to this device's head.
+
+        The gradient of a replicated weight is zero outside of this device's columns, so its sum
+        over the devices has the sum over the copies of each head.
+        """
+        if self.kv_copies == 1:
+            return block
+        heads = lax.axis_size(self.axis) // self.kv_copies
+        head = lax.axis_index(self.axis) // self.kv_copies
+
+        def columns(name, leaf):
+            if name not in OUTPUT_AXIS:
+                return leaf
+            axis = OUTPUT_AXIS[name]
+            length = leaf.shape[axis] // heads
+            return lax.dynamic_slice_in_dim(leaf, head * length, length, axis)
+
+        sliced = {
+            module: {name: columns(name, leaf) for name, leaf in block[module].items()}
+            for module in KEY_VALUE
+        }
+        return {**block, **sliced}
+
+    def sum_copies(self, gradient: jax.Array) -> jax.Array:
+        """Sums a gradient of `k` or `v` over the devices that compute the same head."""
+        if self.kv_copies == 1:
+            return gradient
+        devices = range(lax.axis_size(self.axis))
+        groups = [list(devices[i : i + self.kv_copies]) for i in devices[:: self.kv_copies]]
+        return lax.psum(gradient, self.axis, axis_index_groups=groups)
 
 
 WHOLE = Shard()

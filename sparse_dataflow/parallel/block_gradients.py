@@ -55,7 +55,7 @@ def block_gradient_norms(
 
     def loss(norms):
         probes = [
-            {name: Probe(table, group_norms[name], axes) for name, table in group.items()}
+            Probe.of(group, group_norms, axes, member.shard)
             for group, group_norms in zip(split_groups(tables), norms, strict=True)
         ]
         return whole.loss(model, params, join_groups(probes), tokens, weights, member)

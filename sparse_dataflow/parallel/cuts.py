@@ -4,10 +4,11 @@ On the mesh, the values of a row-parallel projection are ordered by shard. Check
 code use the canonical order of the layout.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from sparse_dataflow.config.model import KEY_VALUE
 from sparse_dataflow.kernels.block_sparse_matmul.sharded import cut_columns, cut_rows
 from sparse_dataflow.parallel.sharding import COLUMN_PARALLEL
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, stack_tables
@@ -27,21 +28,29 @@ class Cut(NamedTuple):
     order: np.ndarray | None
 
 
-def cut(tables: dict[str, LayoutTables], shards: int, changing: bool) -> dict[str, Cut]:
+def cut(
+    tables: dict[str, LayoutTables], shards: int, changing: bool, kv_copies: int = 1
+) -> dict[str, Cut]:
     """Shards the layouts of every sparse projection.
 
     Args:
       tables: canonical, concrete, stacked over the layers of a group; see `gpt`.
       shards: number of shards.
       changing: whether the layouts may change later; the tables then fit any layout.
+      kv_copies: consecutive shards of `k` and `v` that are equal; see
+        `parallel_plan.key_value_copies`.
 
     Raises:
       UserError: the shards of a layout would store different numbers of blocks.
     """
-    return {name: _cut(name, stacked, shards, changing) for name, stacked in tables.items()}
+    return {
+        name: _cut(name, stacked, shards, changing, kv_copies if name in KEY_VALUE else 1)
+        for name, stacked in tables.items()
+    }
 
 
-def _cut(name, stacked, shards, changing):
+def _cut(name, stacked, shards, changing, copies):
+    shards //= copies
     column_parallel = name in COLUMN_PARALLEL
     divide = cut_columns if column_parallel else cut_rows
     layers = zip(*map(np.asarray, stacked.arrays))
@@ -57,6 +66,8 @@ def _cut(name, stacked, shards, changing):
     sharded = [divide(layout, shards, width) for layout in layouts]
     order = None if column_parallel else np.stack([each.order for each in sharded])
     stacked = stack_tables([each.tables for each in sharded])
+    copied: list[Any] = [np.repeat(table, copies, axis=1) for table in stacked.arrays]
+    stacked = LayoutTables(*copied)
     return Cut(stacked if changing else stacked.with_groups(), order)
 
 

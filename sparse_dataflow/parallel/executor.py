@@ -66,7 +66,7 @@ class Executor:
         """Returns `block_gradients.block_gradient_norms` in canonical order."""
         return block_gradient_norms(model, params, tables, tokens)
 
-    def shardings(self, state: Any) -> Any:
+    def shardings(self, state: Any, model: ModelConfig) -> Any:
         """Returns the shardings of a state without tables, for `jax.jit`; None for the default."""
         return None
 
@@ -74,11 +74,11 @@ class Executor:
         """Returns the sharding of results that every process reads; None for the default."""
         return None
 
-    def place(self, state: Any) -> Any:
+    def place(self, state: Any, model: ModelConfig) -> Any:
         """Moves the arrays of a canonical state to where the programs need them; not its tables."""
         return state
 
-    def placed_shapes(self, state: Any) -> Any:
+    def placed_shapes(self, state: Any, model: ModelConfig) -> Any:
         """Returns the shapes and shardings of `place`; `state` has shapes and no tables."""
         return state
 
@@ -86,21 +86,25 @@ class Executor:
         """Inverts `place`, except that arrays stay on their devices."""
         return state
 
-    def tables(self, tables: dict, changing: bool) -> Any:
+    def tables(self, tables: dict, model: ModelConfig, changing: bool) -> Any:
         """Returns the programs' tables; () if the programs are specialised to them.
 
         Args:
           tables: canonical numpy tables, see `gpt.layout_tables`.
+          model: config of the model.
           changing: whether layouts may change without recompiling.
         """
         return tables if changing else ()
 
-    def arrays(self, state: Any, tables: dict, changing: bool, batch: dict) -> dict[str, Any]:
+    def arrays(
+        self, state: Any, tables: dict, model: ModelConfig, changing: bool, batch: dict
+    ) -> dict[str, Any]:
         """Returns {group: tree of shapes, dtypes and shardings} of all resident training arrays.
 
         Args:
           state: shapes, without tables.
           tables: as in `tables`.
+          model: config of the model.
           changing: as in `tables`.
           batch: shapes of a whole batch by name.
         """

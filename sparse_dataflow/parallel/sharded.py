@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.config.layer_groups import group_index_of_path, join_groups, split_groups
+from sparse_dataflow.config.model import KEY_VALUE
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.shard import Shard
 from sparse_dataflow.optim.optimizers import adam_state
@@ -21,6 +22,7 @@ from sparse_dataflow.parallel.block_gradients import block_gradient_norms
 from sparse_dataflow.parallel.executor import Executor
 from sparse_dataflow.parallel.mesh import BATCH_AXES
 from sparse_dataflow.parallel.sharding import COLUMN_PARALLEL
+from sparse_dataflow.planning.parallel_plan import key_value_copies
 
 TABLES = P("stage", "tensor")
 """Partition spec of tables [layers, shards, lines, fan]."""
@@ -53,7 +55,7 @@ class Sharded(Executor):
             self.mesh, model, training.batch, training.micro_batches, training.sequence
         )
         for group in split_groups(gpt.layout_tables(gpt.layouts(model))):
-            cuts.cut(group, self.tensor_shards, changing=False)
+            cuts.cut(group, self.tensor_shards, False, self._kv_copies(model))
 
     def loss(self, model, params, tables, tokens, weights):
         """See `Executor`."""
@@ -112,12 +114,32 @@ class Sharded(Executor):
         out_specs = {
             name: column if name in COLUMN_PARALLEL else row for name in split_groups(tables)[0]
         }
-        return self._over_mesh(local, tables, (specs, P(axes or None)), out_specs)(params, tokens)
+        measure = self._over_mesh(local, tables, (specs, P(axes or None)), out_specs)
+        return self._one_copy(measure(params, tokens), model)
+
+    def _one_copy(self, norms, model):
+        """Returns norms [layers, in_blocks, out_blocks] with one copy of each key/value head."""
+
+        def without_copies(norms):
+            by_copy = norms.reshape(*norms.shape[:2], model.kv_heads, self._kv_copies(model), -1)
+            return by_copy[:, :, :, 0].reshape(*norms.shape[:2], -1)
+
+        if self._kv_copies(model) == 1:
+            return norms
+        return {
+            name: without_copies(of_name) if name in KEY_VALUE else of_name
+            for name, of_name in norms.items()
+        }
+
+    def _kv_copies(self, model):
+        return int(key_value_copies(model, self.tensor_shards))
 
     def _member(self, model, params):
         """Returns (member, specs of the params, specs of the gradients)."""
-        specs = sharding.specs(params, self.mesh, self.zero >= sharding.ZERO["params"])
-        gradient_specs = sharding.specs(params, self.mesh, self.zero >= sharding.ZERO["gradients"])
+        specs, gradient_specs = (
+            sharding.specs(params, model, self.mesh, self.zero >= sharding.ZERO[kind])
+            for kind in ("params", "gradients")
+        )
         by_group = {name: split_groups(section) for name, section in specs.items()}
         by_group["blocks"] = tuple(map(sharding.layer_specs, by_group["blocks"]))
         tensor_parallel = self.tensor_shards > 1
@@ -125,6 +147,7 @@ class Sharded(Executor):
             Shard(
                 "tensor" if tensor_parallel else None,
                 tensor_parallel and "tensor" in sharding.axes_of(specs["embed"]["tokens"]),
+                self._kv_copies(model),
             ),
             meshes.batch_shards(self.mesh),
             lambda name, params, group: sharding.gather(
@@ -157,28 +180,28 @@ class Sharded(Executor):
         """See `Executor`."""
         return self.mesh.shape["tensor"]
 
-    def shardings(self, state):
+    def shardings(self, state, model):
         """See `Executor`."""
-        return sharding.state_shardings(state, self.mesh, self.zero)
+        return sharding.state_shardings(state, model, self.mesh, self.zero)
 
     def replicated(self):
         """See `Executor`."""
         return NamedSharding(self.mesh, P())
 
-    def place(self, state):
+    def place(self, state, model):
         """See `Executor`."""
-        return self._with_rows(self._reordered(state, lambda order: order))
+        return self._with_rows(self._reordered(state, model, lambda order: order), model)
 
-    def placed_shapes(self, state):
+    def placed_shapes(self, state, model):
         """See `Executor`."""
         shapes = self._row_shapes(state)
         if shapes is state:
             return state
-        return jax.tree.map(_abstract, shapes, self.shardings(shapes))
+        return jax.tree.map(_abstract, shapes, self.shardings(shapes, model))
 
     def canonical(self, state, model):
         """See `Executor`."""
-        return self._reordered(self._with_rows(state, model.vocab_size), cuts.inverse)
+        return self._reordered(self._with_rows(state, model, model.vocab_size), model, cuts.inverse)
 
     def _row_shapes(self, state, vocabulary=None):
         """Returns the state with new shapes for embedding, output layer and their moments.
@@ -199,7 +222,7 @@ class Sharded(Executor):
         same = all(map(operator.is_, jax.tree.leaves(shapes), jax.tree.leaves(state)))
         return state if same else shapes
 
-    def _with_rows(self, state, vocabulary=None):
+    def _with_rows(self, state, model, vocabulary=None):
         """Adds padding rows (zeros) to placed embedding and output layer, or removes them."""
         arrays = state._replace(tables=())
         shapes = self._row_shapes(arrays, vocabulary)
@@ -211,10 +234,10 @@ class Sharded(Executor):
                 return leaf
             return _resize(target, shape.shape[0])(leaf)
 
-        placed = jax.tree.map(resize, arrays, shapes, self.shardings(shapes))
+        placed = jax.tree.map(resize, arrays, shapes, self.shardings(shapes, model))
         return placed._replace(tables=state.tables)
 
-    def _reordered(self, state, permutation):
+    def _reordered(self, state, model, permutation):
         """Places a state with the blocks of row-parallel projections reordered.
 
         `permutation` maps the order of the shards to the indices to take.
@@ -222,7 +245,7 @@ class Sharded(Executor):
         orders: dict[tuple[int, str], np.ndarray] = {}
         if self.tensor_shards > 1:
             for group, tables in enumerate(split_groups(state.tables)):
-                sharded = cuts.cut(tables, self.tensor_shards, changing=False)
+                sharded = cuts.cut(tables, self.tensor_shards, False, self._kv_copies(model))
                 orders |= {(group, n): c.order for n, c in sharded.items() if c.order is not None}
         arrays = state._replace(tables=())
 
@@ -233,30 +256,34 @@ class Sharded(Executor):
                 return _take(target)(put_global(leaf, target), permutation(orders[key]))
             return put_global(leaf, target)
 
-        placed = jax.tree_util.tree_map_with_path(place, arrays, self.shardings(arrays))
+        placed = jax.tree_util.tree_map_with_path(place, arrays, self.shardings(arrays, model))
         return placed._replace(tables=state.tables)
 
-    def tables(self, tables, changing):
+    def tables(self, tables, model, changing):
         """See `Executor`."""
         target = NamedSharding(self.mesh, TABLES)
         return jax.tree.map(
-            lambda table: put_global(table, target), self._cut_tables(tables, changing)
+            lambda table: put_global(table, target), self._cut_tables(tables, model, changing)
         )
 
-    def _cut_tables(self, tables, changing):
+    def _cut_tables(self, tables, model, changing):
         if self.tensor_shards == 1 and not changing:
             return ()
-        groups = [cuts.cut(group, self.tensor_shards, changing) for group in split_groups(tables)]
+        copies = self._kv_copies(model)
+        groups = [
+            cuts.cut(group, self.tensor_shards, changing, copies) for group in split_groups(tables)
+        ]
         return join_groups([{name: cut.tables for name, cut in group.items()} for group in groups])
 
-    def arrays(self, state, tables, changing, batch):
+    def arrays(self, state, tables, model, changing, batch):
         """See `Executor`."""
         abstract = lambda tree, spec: jax.tree.map(  # noqa: E731
             lambda leaf: _abstract(leaf, NamedSharding(self.mesh, spec)), tree
         )
-        placed = self.placed_shapes(jax.tree.map(_abstract, state, self.shardings(state)))
+        placed = jax.tree.map(_abstract, state, self.shardings(state, model))
+        placed = self.placed_shapes(placed, model)
         fsdp = self.zero >= sharding.ZERO["gradients"]
-        gradients = sharding.specs(placed.params, self.mesh, fsdp)
+        gradients = sharding.specs(placed.params, model, self.mesh, fsdp)
         return {
             "parameters": placed.params,
             "gradients": jax.tree.map(
@@ -265,7 +292,7 @@ class Sharded(Executor):
                 gradients,
             ),
             "moments": placed.moments,
-            "layout tables": abstract(self._cut_tables(tables, changing), TABLES),
+            "layout tables": abstract(self._cut_tables(tables, model, changing), TABLES),
             "batch": abstract(batch, P(BATCH_AXES)),
         }
 

@@ -14,10 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sparse_dataflow.config.model import PROJECTIONS, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import KEY_VALUE, PROJECTIONS, ROW_PARALLEL, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.parallel.mesh import BATCH_AXES, AnyMesh, batch_shards
 from sparse_dataflow.parallel.whole import GATHERED
+from sparse_dataflow.planning.parallel_plan import key_value_copies
 
 COLUMN_PARALLEL = tuple(name for name in PROJECTIONS if name not in ROW_PARALLEL)
 VOCABULARY_ROWS = ("embed.tokens", "head.output")
@@ -49,7 +50,9 @@ ZERO = {"moments": 1, "gradients": 2, "params": 3}
 """Lowest `parallel.zero` that shards a kind of array over "fsdp" (arXiv 1910.02054, section 5)."""
 
 
-def spec(path: str, shape: tuple[int, ...], mesh: AnyMesh, fsdp: bool = True) -> P:
+def spec(
+    path: str, shape: tuple[int, ...], mesh: AnyMesh, fsdp: bool = True, kv_copies: int = 1
+) -> P:
     """Returns the partition spec of a parameter, its gradient or a moment.
 
     Args:
@@ -57,11 +60,13 @@ def spec(path: str, shape: tuple[int, ...], mesh: AnyMesh, fsdp: bool = True) ->
       shape: global shape.
       mesh: the devices.
       fsdp: whether to shard over "fsdp".
+      kv_copies: see `parallel_plan.key_value_copies`.
     """
     row = next(row for expression, row in RULES if re.fullmatch(expression, path))
     cuts = [list(entry_axes(entry)) for entry in [*row, *[None] * (len(shape) - len(row))]]
-    if path in VOCABULARY_ROWS and shape[0] % mesh.shape["tensor"]:
-        cuts[0].remove("tensor")
+    odd = path in VOCABULARY_ROWS and shape[0] % mesh.shape["tensor"]
+    if odd or (kv_copies > 1 and path.split(".")[-2] in KEY_VALUE):
+        cuts = [[axis for axis in axes if axis != "tensor"] for axes in cuts]
     if cuts and "stage" in cuts[0] and shape[0] % mesh.shape["stage"]:
         cuts[0].remove("stage")
     first = next((i for i, axes in enumerate(cuts) if "fsdp" in axes), None)
@@ -104,21 +109,24 @@ def axes_of(spec: P) -> set[str]:
     return {name for entry in spec for name in entry_axes(entry)}
 
 
-def specs(params: dict, mesh: AnyMesh, fsdp: bool = True) -> dict:
-    """Returns `spec` of every leaf of a tree like the params."""
+def specs(params: dict, model: ModelConfig, mesh: AnyMesh, fsdp: bool = True) -> dict:
+    """Returns `spec` of every leaf of a tree like the params of the model."""
+    copies = int(key_value_copies(model, mesh.shape["tensor"]))
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: spec(dotted_path(path), leaf.shape, mesh, fsdp), params
+        lambda path, leaf: spec(dotted_path(path), leaf.shape, mesh, fsdp, copies), params
     )
 
 
-def state_shardings(state: Any, mesh: AnyMesh, zero: int) -> Any:
+def state_shardings(state: Any, model: ModelConfig, mesh: AnyMesh, zero: int) -> Any:
     """Returns the shardings of a training state without tables.
 
     Args:
       state: has `params` and `moments`; leaves have shapes.
+      model: the model of the state.
       mesh: the devices.
       zero: `parallel.zero`, 0 to 3.
     """
+    copies = int(key_value_copies(model, mesh.shape["tensor"]))
 
     def sharding(path, leaf):
         keys = [_name(key) for key in path]
@@ -126,7 +134,7 @@ def state_shardings(state: Any, mesh: AnyMesh, zero: int) -> Any:
         if not start:  # Step, key, the optimizer's count.
             return NamedSharding(mesh, P())
         fsdp = zero >= ZERO[keys[0]]
-        return NamedSharding(mesh, spec(".".join(keys[start:]), leaf.shape, mesh, fsdp))
+        return NamedSharding(mesh, spec(".".join(keys[start:]), leaf.shape, mesh, fsdp, copies))
 
     return jax.tree_util.tree_map_with_path(sharding, state)
 
@@ -231,26 +239,34 @@ def refuse_indivisible(
             f"{shards} devices (data:{mesh.shape['data']} x fsdp:{mesh.shape['fsdp']}); legal: a "
             f"--batch that is a multiple of {shards * micro_batches}."
         )
+    if words := _indivisible(model, sequence, tensor):
+        sizes = range(1, model.num_heads + 1)
+        legal = [str(size) for size in sizes if not _indivisible(model, sequence, size)]
+        raise UserError(
+            f"tensor:{tensor} does not divide {words}; legal for this model: {', '.join(legal)}."
+        )
+
+
+def _indivisible(model, sequence, tensor):
+    """Returns what a tensor axis does not divide, in words; empty if it shards the model."""
+    copied = KEY_VALUE if key_value_copies(model, tensor) > 1 else ()
+    heads = f"{model.kv_heads} key/value heads"
     counts = {f"{model.num_heads} heads": model.num_heads, f"{sequence} tokens": sequence}
-    counts[f"{model.kv_heads} key/value heads"] = model.kv_heads
+    if tensor % model.kv_heads or not copied:
+        counts[heads] = model.kv_heads
     for name in model.projections:
         linear, (inside, outside) = model.linear(name), model.projection_shape(name)
         side, features = ("output", outside) if name in COLUMN_PARALLEL else ("input", inside)
+        words, count = f"the {features} {side} features of {name}", features
         if linear.kind == "block_sparse":
-            blocks = features // linear.block
-            counts[f"the {blocks} {side} blocks of {name}"] = blocks
-            if linear.hadamard and side == "input":
-                groups = features // linear.hadamard
-                counts[
-                    f"the {groups} groups of --set sparsity.hadamard={linear.hadamard} of {name}"
-                ] = groups
-        else:
-            counts[f"the {features} {side} features of {name}"] = features
-    for words, count in counts.items():
-        if count % tensor:
-            together = math.gcd(*counts.values())
-            legal = [str(n) for n in range(1, together + 1) if together % n == 0]
-            raise UserError(
-                f"tensor:{tensor} does not divide {words}; legal for this model: "
-                f"{', '.join(legal)}."
-            )
+            count = features // linear.block
+            words = f"the {count} {side} blocks of {name}"
+        if name not in copied:
+            counts[words] = count
+        elif count % model.kv_heads:
+            return words
+        if linear.hadamard and side == "input":
+            count = features // linear.hadamard
+            words = f"the {count} groups of --set sparsity.hadamard={linear.hadamard} of {name}"
+            counts[words] = count
+    return next((words for words, count in counts.items() if count % tensor), "")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sparse_dataflow.config.layer_groups import with_densest_layers
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.planning.cost import stored_fractions
@@ -70,11 +70,13 @@ def embeddings(config: ModelConfig) -> int:
     return (matrices * config.vocab_size + positions) * config.d_model
 
 
-def matrix_count(config: ModelConfig) -> int:
+def matrix_count(config: ModelConfig, projections: Sequence[str] = PROJECTIONS) -> int:
     """Counts the stored weights of projections, which Muon updates; see `parameter_count`."""
     fractions = stored_fractions(config)
     sizes = (
-        math.prod(config.projection_shape(name)) * fractions[name] for name in config.projections
+        math.prod(config.projection_shape(name)) * fractions[name]
+        for name in config.projections
+        if name in projections
     )
     return sum(round(config.num_layers * size) for size in sizes)
 
@@ -271,17 +273,22 @@ class BlockWidths(NamedTuple):
     hidden: int
 
 
-def block_widths(config: ModelConfig) -> BlockWidths:
-    """Returns the widths of the activations inside a block."""
+def block_widths(config: ModelConfig, kv_copies=1) -> BlockWidths:
+    """Returns the widths of the activations inside a block, summed over its tensor-parallel chips.
+
+    Args:
+      config: the model.
+      kv_copies: chips that compute the same key/value head; see `parallel_plan.key_value_copies`.
+    """
     queries = config.num_heads * config.head_width
-    keys_values = 2 * config.kv_heads * config.head_width
+    keys_values = 2 * config.kv_heads * config.head_width * kv_copies
     normed = 3 * (queries + keys_values // 2) if config.qk_norm else 0
     products, hidden = (2, 4) if config.gated_mlp else (1, 2)
     return BlockWidths(queries, keys_values, normed, products * config.d_ff, hidden * config.d_ff)
 
 
 def activation_bytes(
-    config: ModelConfig, sequence: int, fused_attention: bool = False
+    config: ModelConfig, sequence: int, fused_attention: bool = False, kv_copies=1
 ) -> ActivationBytes:
     """Estimates the activations of a block under the config's remat, and those of the head.
 
@@ -293,10 +300,10 @@ def activation_bytes(
     logits and as probabilities.  A gated MLP saves two more of d_ff (gate and product).  XLA's
     attention repeats grouped keys and values, and saves its output in another order.  In
     bfloat16, XLA allocates up to a third more on a CPU, where it computes elementwise operations in
-    float32.
+    float32.  `kv_copies` is that of `block_widths`.
     """
     compute = DTYPE_BYTES[config.compute_dtype]
-    d, widths = config.d_model, block_widths(config)
+    d, widths = config.d_model, block_widths(config, kv_copies)
     heads = widths.queries + widths.keys_values
     # Scores are float32; probabilities have the compute dtype.
     scores = 0 if fused_attention else config.num_heads * sequence * (4 + compute)

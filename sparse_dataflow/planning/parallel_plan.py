@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from sparse_dataflow.config.model import DTYPES
+from sparse_dataflow.config.model import DTYPES, ModelConfig
 from sparse_dataflow.config.training import OPTIMIZERS
 from sparse_dataflow.files.errors import UserError
 
@@ -43,6 +43,17 @@ policies that save or offload these projections, the last with attention's outpu
 "selective_op" is torchtitan's, which recomputes every second product; "minimal" is MaxText's
 minimal_with_context, which recomputes element-wise operations only.
 """
+
+
+def key_value_copies(config: ModelConfig, tensor: Counts) -> Counts:
+    """Returns how many of `tensor` chips compute the same key/value head.
+
+    Where there are more chips than key/value heads, the weights of separate projections `k` and `v`
+    are replicated over them, and each chip computes the head that its queries read.
+    """
+    if config.fused_qkv:
+        return 1
+    return np.maximum(1, np.asarray(tensor) // config.kv_heads)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,11 @@ import itertools
 import numpy as np
 
 from sparse_dataflow.config.layer_groups import layer_groups, with_densest_layers
-from sparse_dataflow.config.model import ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import KEY_VALUE, ROW_PARALLEL, ModelConfig
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.cost import stored_fractions
 from sparse_dataflow.planning.memory import MemoryEstimate
-from sparse_dataflow.planning.parallel_plan import ParallelPlan
+from sparse_dataflow.planning.parallel_plan import ParallelPlan, key_value_copies
 from sparse_dataflow.planning.step_time import stage_matrices, stage_parameters
 
 NORM_COPIES = {"full": 6, "dots": 0, "none": 5}
@@ -41,7 +41,8 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     tokens = np.asarray(plan.micro_batch) * sequence
     shares = {stage: _shard_share(config, plan, stage) for stage in (1, 2, 3)}
     staged, sharded = np.asarray(plan.stage) > 1, np.asarray(plan.fsdp) > 1
-    per_token = memory.activation_bytes(config, sequence, plan.fused_attention)
+    copies = key_value_copies(config, plan.tensor)
+    per_token = memory.activation_bytes(config, sequence, plan.fused_attention, copies)
     layers = np.ceil(config.num_layers / np.asarray(plan.stage))
     boundary_share = 1 / plan.tensor if plan.sequence_parallel else 1.0
     saved = per_token.boundary * boundary_share
@@ -108,12 +109,14 @@ def _shard_share(config, plan, stage):
     local = np.where(config.d_model % fsdp == 0, total / fsdp, total)
     for group, name in itertools.product(layer_groups(config), config.projections):
         spec, (inside, outside) = config.linear(name), config.projection_shape(name)
+        copied = (name in KEY_VALUE) & (key_value_copies(config, tensor) > 1)
+        cut = fsdp * np.where(copied, 1, tensor)
         stored = inside * outside * stored_fractions(group.model)[name]
         if spec.kind == "block_sparse":
             blocks = round(stored / spec.block**2)
-            divides = (blocks % (fsdp * tensor) == 0) | (spec.block % fsdp == 0)
+            divides = (blocks % cut == 0) | (spec.block % fsdp == 0)
         elif name not in ROW_PARALLEL:
-            divides = (inside % fsdp == 0) | (outside % (fsdp * tensor) == 0)
+            divides = (inside % fsdp == 0) | (outside % cut == 0)
         else:
             divides = outside % fsdp == 0
         weights = len(group.layers) * stored
@@ -140,7 +143,7 @@ def pipeline_bytes(config: ModelConfig, plan: ParallelPlan):
     gathered = config.d_model * compute
     residual = gathered / tensor if plan.sequence_parallel else gathered
     norm = config.d_model * memory.MASTER_BYTES * (1 / tensor if plan.sequence_parallel else 1.0)
-    widths = memory.block_widths(config)
+    widths = memory.block_widths(config, key_value_copies(config, plan.tensor))
     queries, keys_values, normed, products, hidden = (n * compute / tensor for n in widths)
     heads = queries + keys_values
     block_buffers = 2 * gathered + hidden + heads + normed + 2 * queries

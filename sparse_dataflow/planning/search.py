@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.config.model import REMATS, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import KEY_VALUE, REMATS, ROW_PARALLEL, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planning import relay
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency, own_key
 from sparse_dataflow.planning.memory import USABLE
-from sparse_dataflow.planning.parallel_plan import BUBBLES, ParallelPlan
+from sparse_dataflow.planning.parallel_plan import BUBBLES, ParallelPlan, key_value_copies
 from sparse_dataflow.planning.plan_memory import plan_bytes
 from sparse_dataflow.planning.step_time import StepTime, step_time
 
@@ -225,6 +225,7 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
     """
     config = request.config
     stage, tensor, chunks = (np.asarray(n) for n in (plan.stage, plan.tensor, plan.chunks))
+    copies = key_value_copies(config, tensor)
     interleaved = plan.schedule == "interleaved"
     # One stage has no schedule.  Only the first schedule is legal there, so no plan counts twice.
     duplicate = plan.schedule != next(iter(BUBBLES))
@@ -232,7 +233,8 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
     if interleaved:
         schedule = schedule | (plan.accumulation % stage != 0)
     return {
-        "heads": (config.kv_heads % tensor != 0)
+        "heads": (config.num_heads % tensor != 0)
+        | (config.kv_heads * copies % tensor != 0)
         | (request.sequence % tensor != 0)
         | _uneven_blocks(config, tensor),
         "chips": np.asarray(plan.chips) != request.chips,
@@ -317,6 +319,8 @@ def _uneven_blocks(config, tensor):
     for name in config.sparse_projections:
         fan_in, fan_out = config.projection_shape(name)
         sharded = fan_in if name in ROW_PARALLEL else fan_out
+        if name in KEY_VALUE:
+            sharded = sharded * key_value_copies(config, tensor)
         uneven |= sharded % (config.linear(name).block * tensor) != 0
     return uneven
 

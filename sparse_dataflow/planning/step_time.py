@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from sparse_dataflow.config.layer_groups import with_densest_layers
-from sparse_dataflow.config.model import PROJECTIONS, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import KEY_VALUE, PROJECTIONS, ROW_PARALLEL, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip, Network
 from sparse_dataflow.planning import collectives
@@ -24,7 +24,12 @@ from sparse_dataflow.planning.memory import (
     matrix_count,
     parameter_count,
 )
-from sparse_dataflow.planning.parallel_plan import BUBBLES, RECOMPUTED, ParallelPlan
+from sparse_dataflow.planning.parallel_plan import (
+    BUBBLES,
+    RECOMPUTED,
+    ParallelPlan,
+    key_value_copies,
+)
 
 # Fused? -> elements per token that element-wise operations of a block's forward pass read and
 # write, as multiples of (d_model, d_ff).  Fused: one pass each for two norms, two residual sums
@@ -217,6 +222,7 @@ def step_time(
 def stage_parameters(config: ModelConfig, plan: ParallelPlan):
     """Returns the parameters on one chip of the fullest stage, before sharding over "fsdp"."""
     block, ends = _block_and_ends(config)
+    block = block + _copied_weights(config, plan)
     return (np.ceil(config.num_layers / np.asarray(plan.stage)) * block + ends) / plan.tensor
 
 
@@ -231,8 +237,15 @@ def _block_and_ends(config: ModelConfig) -> tuple[float, float]:
 
 def stage_matrices(config: ModelConfig, plan: ParallelPlan):
     """Returns the part of `stage_parameters` that Muon updates."""
-    per_layer = matrix_count(config) / config.num_layers
+    per_layer = matrix_count(config) / config.num_layers + _copied_weights(config, plan)
     return np.ceil(config.num_layers / np.asarray(plan.stage)) * per_layer / plan.tensor
+
+
+def _copied_weights(config, plan):
+    """Returns the weights of a layer that "tensor" replicates, over its chips, beyond one copy."""
+    tensor = np.asarray(plan.tensor)
+    copied = matrix_count(config, KEY_VALUE) / config.num_layers
+    return np.where(key_value_copies(config, tensor) > 1, (tensor - 1) * copied, 0)
 
 
 def optimizer_bytes(config: ModelConfig, plan: ParallelPlan):
@@ -265,7 +278,7 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
     memory = bandwidth * efficiency.bandwidth
     tokens = np.asarray(plan.micro_batch, np.float64) * sequence
     tensor = np.asarray(plan.tensor, np.float64)
-    fractions = stored_fractions(config)
+    fractions, copies = stored_fractions(config), key_value_copies(config, plan.tensor)
 
     def product(name, fan_in, fan_out, density=1.0, relative_rate=1.0, rank=0):
         weights = fan_in * fan_out * density + rank * (fan_in + fan_out)
@@ -284,7 +297,7 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
         if name in ROW_PARALLEL:
             fan_in = fan_in / tensor
         else:
-            fan_out = fan_out / tensor
+            fan_out = fan_out * (copies if name in KEY_VALUE else 1) / tensor
         relative = block_rate(chip.family, spec, efficiency)
         if name == "attn_out":
             sections["attention"] = _attention(
@@ -309,7 +322,8 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
 
 def _attention(config, sequence, tokens, tensor, plan, peak, memory, efficiency, rates):
     keys = visible_keys(config, sequence) if plan.fused_attention else sequence
-    queries, keys_values = block_widths(config)[:2]
+    widths = block_widths(config, key_value_copies(config, plan.tensor))
+    queries, keys_values = widths.queries, widths.keys_values
     flops = 2 * 2.0 * tokens * keys * queries / tensor
     size = (2 * queries + keys_values) * tokens / tensor * DTYPE_BYTES[config.compute_dtype]
     if not plan.fused_attention:

@@ -127,7 +127,9 @@ def arrays(executor: Executor, variant: Variant) -> list[dict]:
         layout_tables = gpt.layout_tables(gpt.layouts(phase.model))
         tokens = jax.ShapeDtypeStruct((training.batch, training.sequence + 1), "int32")
         batch = {"tokens": tokens}
-        described.append(executor.arrays(state, layout_tables, phase.runtime_layouts, batch))
+        described.append(
+            executor.arrays(state, layout_tables, phase.model, phase.runtime_layouts, batch)
+        )
     return described
 
 

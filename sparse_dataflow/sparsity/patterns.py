@@ -17,6 +17,7 @@ Example of a new pattern:
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from sparse_dataflow.config.sparsity import PATTERN_NAMES
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.sparsity.layout import BlockLayout
 
-Pattern = Callable[[int, int, int, int], np.ndarray]
+Pattern = Callable[..., np.ndarray]
 """(in_blocks, out_blocks, degree, offset) -> bool [in_blocks, out_blocks].
 
 `offset` numbers the weights of a model in order of depth, starting at the model's seed.  A pattern
@@ -32,10 +33,16 @@ may use it to vary its blocks from layer to layer, or as a random seed.
 """
 
 PATTERNS: dict[str, Pattern] = {}
+BY_ROLE: set[str] = set()
+"""Patterns that also take `reads_residual`; see `make_layout`."""
 
 
-def register(name: str) -> Callable[[Pattern], Pattern]:
+def register(name: str, by_role: bool = False) -> Callable[[Any], Any]:
     """Returns a decorator that registers a pattern.
+
+    Args:
+      name: of the pattern.
+      by_role: whether the pattern also takes `reads_residual`, bool or None.
 
     Raises:
       ValueError: `name` is already registered.
@@ -45,6 +52,8 @@ def register(name: str) -> Callable[[Pattern], Pattern]:
         if name in PATTERNS:
             raise ValueError(f"pattern {name!r} is already registered")
         PATTERNS[name] = pattern
+        if by_role:
+            BY_ROLE.add(name)
         PATTERN_NAMES.append(name)
         return pattern
 
@@ -52,7 +61,13 @@ def register(name: str) -> Callable[[Pattern], Pattern]:
 
 
 def make_layout(
-    pattern: str, in_features: int, out_features: int, block: int, density: float, offset: int = 0
+    pattern: str,
+    in_features: int,
+    out_features: int,
+    block: int,
+    density: float,
+    offset: int = 0,
+    reads_residual: bool | None = None,
 ) -> BlockLayout:
     """Builds the balanced layout of a named pattern.
 
@@ -63,6 +78,8 @@ def make_layout(
       block: side of a block, in features.
       density: fraction of blocks stored; see `legal_densities`.
       offset: number of this weight in the model, from 0; see `Pattern`.
+      reads_residual: whether the weight reads the residual stream (True), writes to it (False), or
+        the shape decides (None): one that widens reads.  Only `monarch` depends on it.
 
     Raises:
       UserError: the pattern is unknown, the block does not divide the weight, or no balanced layout
@@ -92,7 +109,8 @@ def make_layout(
     if degree == ring:
         mask = np.ones((in_blocks, out_blocks), bool)
     else:
-        mask = PATTERNS[pattern](in_blocks, out_blocks, degree, offset)
+        role = {"reads_residual": reads_residual} if pattern in BY_ROLE else {}
+        mask = PATTERNS[pattern](in_blocks, out_blocks, degree, offset, **role)
     return BlockLayout.from_mask(mask, block)
 
 
@@ -212,19 +230,30 @@ def butterfly(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.n
     return from_permutations([np.arange(ring), *rotated, *compound][:degree], in_blocks, out_blocks)
 
 
-@register("monarch")
-def monarch(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.ndarray:
+@register("monarch", by_role=True)
+def monarch(
+    in_blocks: int,
+    out_blocks: int,
+    degree: int,
+    offset: int,
+    reads_residual: bool | None = None,
+) -> np.ndarray:
     """One block diagonal of equal groups behind a permutation of its input blocks.
 
     A Monarch matrix (arXiv 2204.00595, section 3) is a product of two of these.  All blocks of a
     group are stored, so a group is one dense product (`BlockLayout.groups`), and its output blocks
-    are contiguous.  Where a weight widens (qkv, mlp_in), the stride of a group's input blocks is
-    the number of groups; elsewhere (attn_out, mlp_out) they are contiguous.  Groups thus stay apart
-    within attention and within the MLP, whose hidden features then never leave a group's device or
-    fast memory, and the next half of a block reads from every group, up to its fan-in.
+    are contiguous.  Where a weight reads the residual stream (qkv or q, k and v; mlp_gate, mlp_in),
+    the stride of a group's input blocks is the number of groups; where it writes to the residual
+    stream (attn_out, mlp_out), they are contiguous.  Groups thus stay apart within attention and
+    within the MLP, whose hidden features then never leave a group's device or fast memory, and the
+    next half of a block reads from every group, up to its fan-in.  So if a group has at least as
+    many residual blocks as there are groups, every output depends on every input after three
+    projections, wherever they start.
 
-    Groups that read a single ring cell cannot mix there.  Then weights that widen read contiguous
-    inputs and the others read at a stride.
+    Groups that have a single residual block cannot mix there.  Then weights that read the residual
+    stream read contiguous inputs and the others read at a stride.
+
+    A weight of unknown role reads the residual stream if it widens.
 
     Raises:
       UserError: `degree` does not divide the ring.
@@ -238,7 +267,8 @@ def monarch(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.nda
         )
     groups = ring // degree
     contiguous = lambda blocks: np.arange(blocks) // (blocks // groups)  # noqa: E731
-    strided = (in_blocks < out_blocks) == (degree > 1)
+    reads = in_blocks < out_blocks if reads_residual is None else reads_residual
+    strided = reads == ((in_blocks if reads else out_blocks) > groups)
     in_group = np.arange(in_blocks) % groups if strided else contiguous(in_blocks)
     return in_group[:, None] == contiguous(out_blocks)
 

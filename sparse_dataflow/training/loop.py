@@ -35,7 +35,12 @@ from sparse_dataflow.training.programs import (
     held_out_nats,
     run_step,
 )
-from sparse_dataflow.training.saved_state import SavedProgress, abstract_saved_state, identity
+from sparse_dataflow.training.saved_state import (
+    SavedProgress,
+    abstract_saved_state,
+    identity,
+    refuse_other_layouts,
+)
 from sparse_dataflow.training.step import initial_state
 from sparse_dataflow.training.trackers import TENSORBOARD
 
@@ -130,7 +135,9 @@ class Trainer:
 
         def first_state():
             if restored:
-                return executor.place(restored[0])
+                phase = self.phases[phase_before(self.phases, int(restored[0].step))]
+                refuse_other_layouts(restored[0].tables, phase)
+                return executor.place(restored[0], phase.model)
             draw = functools.partial(initial_state, self.phases[0].model, training, executor)
             return (start or draw)()
 
@@ -244,7 +251,7 @@ class Trainer:
             state = abstract_saved_state(self.phases, self.training, target, self.executor)
             restored = self._checkpoints.restore(state, target)
         assert restored is not None
-        self.state = self.executor.place(restored[0])._replace(step=self.state.step)
+        self.state = self.executor.place(restored[0], self.model)._replace(step=self.state.step)
         self._tables = self._programs[self._phase].tables(self.state.tables)
         self._write_row("rollback", to=target)
         text = f"rolled back to the parameters of step {target}"

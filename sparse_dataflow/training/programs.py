@@ -154,10 +154,10 @@ def _compile(phase, training, data, executor):
         programs = executor.programs(model, training, data, phase.runtime_layouts)
         return Compiled(**programs, seconds=time.perf_counter() - start)
     canonical = gpt.layout_tables(gpt.layouts(model))
-    tables = functools.partial(executor.tables, changing=phase.runtime_layouts)
+    tables = functools.partial(executor.tables, model=model, changing=phase.runtime_layouts)
     runtime_tables = tables(canonical)
     fixed = None if runtime_tables else canonical
-    shapes = executor.placed_shapes(abstract_state(model, training, executor))
+    shapes = executor.placed_shapes(abstract_state(model, training, executor), model)
     shapes = shapes._replace(tables=runtime_tables)
     replicated = executor.replicated()
     train_step = jitted_train_step(model, training, fixed, executor, shapes)
@@ -282,9 +282,10 @@ def evolve_layouts(
         norms = programs.gradient_norms(state.params, programs.tables(state.tables), tokens)
     state = executor.canonical(state, model)
     state = update_layouts(state, model, method.update, share, norms, evolution.row_shards)
-    return executor.place(state)
+    return executor.place(state, model)
 
 
 def convert_state(state, before, after, executor: Executor = SINGLE_DEVICE):
     """Returns the state of model `before` as a state of model `after`; see `change_model`."""
-    return executor.place(change_model(executor.canonical(state, before), before, after))
+    state = change_model(executor.canonical(state, before), before, after)
+    return executor.place(state, after)

@@ -79,6 +79,23 @@ class SavedProgress:
             ) from None
 
 
+def refuse_other_layouts(tables: Any, phase: Phase) -> None:
+    """Refuses the tables of a checkpoint that the phase's programs were not specialised to.
+
+    Raises:
+      UserError: a pattern of this version chooses other blocks than the version that trained.
+    """
+    if phase.runtime_layouts:
+        return
+    saved = gpt.layouts_from_tables(phase.model, tables)
+    expected = gpt.layouts(phase.model)
+    if names := sorted(name for name in expected if saved[name] != expected[name]):
+        raise UserError(
+            f"The checkpoint's layouts of {', '.join(names)} are not those of its pattern, which "
+            "another version of this project made otherwise; legal: that version, or a new run."
+        )
+
+
 def abstract_saved_state(
     phases: Sequence[Phase],
     training: TrainingConfig,

@@ -28,7 +28,7 @@ def initial_state(
     tables = gpt.layout_tables(gpt.layouts(model))
     # The number of steps does not change the draw; without it, `_draw` is cached across runs.
     state = _draw(model, dataclasses.replace(training, steps=1), executor)()
-    return executor.place(state._replace(tables=tables))
+    return executor.place(state._replace(tables=tables), model)
 
 
 def abstract_state(
@@ -38,7 +38,7 @@ def abstract_state(
     if isinstance(executor, MultiProgramExecutor):
         return executor.abstract_state(model, training)
     shapes = jax.eval_shape(_draw(model, dataclasses.replace(training, steps=1), executor))
-    shardings = executor.shardings(shapes)
+    shardings = executor.shardings(shapes, model)
     if shardings is None:
         return shapes
     return jax.tree.map(
@@ -58,7 +58,7 @@ def _draw(model, training, executor):
         params = gpt.init(model, init_key)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), (), key)
 
-    shardings = executor.shardings(jax.eval_shape(draw))
+    shardings = executor.shardings(jax.eval_shape(draw), model)
     return draw if shardings is None else jax.jit(draw, out_shardings=shardings)
 
 
@@ -130,7 +130,7 @@ def jitted_train_step(
     """
     step = make_train_step(model, training, tables, executor)
     replicated = executor.replicated()
-    shardings = executor.shardings(shapes._replace(tables=()))
+    shardings = executor.shardings(shapes._replace(tables=()), model)
     if shardings is not None:
         shardings = shardings._replace(tables=None), StepReport(replicated, replicated)
     return jax.jit(step, donate_argnums=0, out_shardings=shardings)

@@ -45,6 +45,37 @@ def exact(operands, dy, layouts):
     )
 
 
+def draw_gated(layouts, tokens, dtype, seed=0):
+    """Return (x, values_in, values_gate, values_out) and a cotangent; no bias."""
+    (x, values_in, _, values_out), dy = draw_operands(layouts, tokens, dtype, seed)
+    values_gate = draw_operands(layouts, tokens, dtype, seed + 1)[0][1]
+    return (x, values_in, values_gate, values_out), dy
+
+
+FORMULAS = {
+    "gelu": lambda z: 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+    "silu": lambda z: z / (1 + np.exp(-z)),
+}
+
+
+def exact_gated(operands, dy, layouts, activation):
+    """Return the dense gated MLP's y and gradients, in float64: three products."""
+    x, *values = (np.asarray(a, np.float64) for a in operands)
+    places = layouts[0], layouts[0], layouts[1]
+    into, gate, out = (layout.to_dense(each) for layout, each in zip(places, values))
+    dy, activate = np.asarray(dy, np.float64), FORMULAS[activation]
+    up, z = x @ into, x @ gate
+    slope = activate(z + 1e-30j).imag / 1e-30
+    hidden, dhidden = up * activate(z), dy @ out.T
+    dup, dz = dhidden * activate(z), dhidden * up * slope
+    gradients = x.T @ dup, x.T @ dz, hidden.T @ dy
+    return (
+        hidden @ out,
+        dup @ into.T + dz @ gate.T,
+        *(layout.from_dense(each) for layout, each in zip(places, gradients)),
+    )
+
+
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 4e-2}
 
 

@@ -8,6 +8,7 @@ from described_tpus import TOPOLOGIES, compiled, described, nightly
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_grouped as kernels
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_grouped as mlp
 from sparse_dataflow.sparsity.layout import Groups
+from sparse_dataflow.sparsity.patterns import make_layout
 
 pytest.importorskip(
     "libtpu", reason="compiling for a TPU needs libtpu: pip install 'sparse_dataflow[aot]'"
@@ -123,3 +124,31 @@ def test_the_sparse_mlp_compiles(name, count, dtype, tokens):
     # The pre-activation; ragged tokens add padded copies.
     preactivation = tokens * 20480 * x.dtype.itemsize
     assert tokens % 16 or temporary_bytes(program) <= preactivation + MIB
+
+
+def gated_gradients(groups, x, weight_in, weight_gate, weight_out, dy):
+    y, pullback = jax.vjp(
+        lambda x, into, gate, out: mlp.grouped_mlp(
+            *(x, into, None, out, *groups), block=BLOCK, weight_gate=gate, activation="silu"
+        ),
+        *(x, weight_in, weight_gate, weight_out),
+    )
+    return y, *pullback(dy)
+
+
+@pytest.mark.parametrize("name", ["v5e", "v5p", "v6e"])
+@pytest.mark.parametrize(("d_model", "d_ff", "count"), [(4096, 14336, 8), nightly(5120, 13824, 4)])
+def test_the_gated_mlp_of_llama_compiles(name, d_model, d_ff, count):
+    """The shapes of Llama 3 8B and of Llama 2 13B."""
+    tokens, inputs, hidden = 2048, d_model // count, d_ff // count
+    into, out = (count, inputs, hidden), (count, hidden, inputs)
+    shapes = (tokens, d_model), into, into, out, (tokens, d_model)
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    groups = [
+        make_layout("monarch", *sides, BLOCK, 1 / count, 0, reads).groups
+        for sides, reads in (((d_model, d_ff), True), ((d_ff, d_model), False))
+    ]
+    program = compiled(lambda *o: gated_gradients(groups, *o), operands, described(name)[0])
+    assert kernels_in(program) == 2
+    # The two products into the hidden layer.
+    assert temporary_bytes(program) <= 2 * tokens * d_ff * 2 + MIB

@@ -1,17 +1,22 @@
 """The grouped sparse MLP's TPU kernels, interpreted, against the dense MLP in float64."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from grouped_operands import layout_of, weight_of
-from mlp_operands import assert_close, draw_operands, exact
+from mlp_operands import assert_close, draw_gated, draw_operands, exact, exact_gated
 from simulated import simulated_tpu, targeted_tpu
 
+from sparse_dataflow.config.families import FAMILIES
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.sharded import cut_columns, cut_rows
 from sparse_dataflow.kernels.sparse_mlp import api, tuning_grouped
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_grouped as kernels
+from sparse_dataflow.models import gpt
 from sparse_dataflow.sparsity.layout import Groups
 from sparse_dataflow.sparsity.patterns import make_layout
 
@@ -53,6 +58,41 @@ def test_aligned_groups_agree_with_the_dense_mlp(tokens, dtype, chip, tuning):
         actual = jax.jit(lambda o, dy: gradients(o, dy, tuning=tuning))(
             (x, weights[0], bias, weights[1]), dy
         )
+    assert_close(actual, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("activation", "tokens", "dtype", "chip", "tuning"),
+    [
+        ("silu", 37, "float32", ("TPU v5 lite", 1), None),
+        ("silu", 144, "bfloat16", ("TPU v6 lite", 1), None),
+        ("gelu", 200, "float32", ("TPU v5", 2), SMALL_TILES),
+        ("silu", 300, "float32", ("TPU v5", 2, "eager"), SMALL_TILES),
+    ],
+)
+def test_a_gated_mlp_agrees_with_three_dense_products(activation, tokens, dtype, chip, tuning):
+    layouts = layout_of(IN, 4, 8, 128), layout_of(OUT, 8, 4, 128)
+    (x, *values), dy = draw_gated(layouts, (tokens,), dtype)
+    expected = list(exact_gated((x, *values), dy, layouts, activation))
+    places = layouts[0], layouts[0], layouts[1]
+    weights = [weight_of(*pair, 2) for pair in zip(places, values)]
+    expected[2:] = [weight_of(*pair, 2) for pair in zip(places, expected[2:])]
+
+    def run(x, weight_in, weight_gate, weight_out):
+        return kernels.grouped_mlp(
+            *(x, weight_in, None, weight_out, IN, OUT),
+            block=128,
+            weight_gate=weight_gate,
+            activation=activation,
+            tuning=tuning,
+        )
+
+    def both(operands, dy):
+        y, pull = jax.vjp(run, *operands)
+        return y, *pull(dy)
+
+    with simulated_tpu(*chip):
+        actual = jax.jit(both)((x, *weights), dy)
     assert_close(actual, expected, dtype)
 
 
@@ -128,3 +168,82 @@ def test_stored_blocks_of_monarch_and_of_its_shards_take_the_fused_kernels(shard
                 x, stored[0], local_bias, stored[1], *tables, "pallas_tpu_grouped"
             )
     assert_close([y], [exact((x, values_in, bias, values_out), dy, layouts)[0]], "float32")
+
+
+LLAMA = ModelConfig(1, 512, 2, 1024, 64, 16, **FAMILIES["llama"]).with_linears(
+    LinearSpec("block_sparse", "monarch", 0.5, 128), ["mlp_gate", "mlp_in", "mlp_out"]
+)
+
+
+def block_of(config):
+    """Return a function (params, x) -> output of the config's block, without attention, and both.
+
+    Tables are traced, as in a scan over layers.
+    """
+    params = gpt.init(config, jax.random.key(0))["blocks"]
+    params = jax.tree.map(lambda leaf: leaf[0], params)
+    tables = gpt.with_groups(gpt.layout_tables(gpt.layouts(config)))
+    tables = jax.tree.map(lambda table: table[0], tables)
+    x = np.random.default_rng(0).normal(size=(2, 16, config.d_model)).astype(np.float32)
+
+    def apply(params, tables, x):
+        return gpt.block(config, params, tables, x, attend=lambda q, k, v, window: q)
+
+    return apply, (params, tables, x)
+
+
+def test_a_block_of_llama_takes_the_fused_kernel():
+    apply, operands = block_of(LLAMA)
+    expected = apply(*operands)
+    with simulated_tpu():
+        actual = jax.jit(apply)(*operands)
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernels_called"),
+    [
+        ({}, 1),
+        ({"activation": "gelu"}, 1),
+        ({"activation": "relu"}, 0),
+        ({"biases": ("mlp_in",)}, 0),
+        ({"linears": {**dict(LLAMA.linears), "mlp_gate": LinearSpec()}}, 0),
+        ({"linears": {**dict(LLAMA.linears), "mlp_gate": LinearSpec("block_sparse", "dense")}}, 0),
+    ],
+)
+def test_the_fused_kernel_is_called_for_plain_gated_mlps(changes, kernels_called):
+    apply, operands = block_of(dataclasses.replace(LLAMA, **changes))
+    with targeted_tpu():
+        program = str(jax.make_jaxpr(apply)(*operands))
+    assert program.count("name=grouped_mlp") == kernels_called
+
+
+def test_shards_of_a_gated_mlp_run_as_products():
+    """Their traced tables do not tell at compile time that both layouts have equal first groups."""
+    layouts = [make_layout("monarch", *side, 128, 0.5) for side in ((512, 1024), (1024, 512))]
+    cuts = cut_columns(layouts[0], 2), cut_columns(layouts[0], 2), cut_rows(layouts[1], 2)
+    tables = [cut.tables.with_groups() for cut in cuts]
+    first = [jax.tree.map(lambda table: table[0], each) for each in tables]
+    values = [jnp.ones((len(cut.order) // 2, 128, 128)) for cut in cuts]
+    x = jnp.ones((16, 512))
+    with targeted_tpu():
+        for place, chosen in ((first, True), (jax.tree.map(jnp.asarray, first), False)):
+            run = lambda x, values, place=place: api.gated_sparse_mlp(x, values, place, "silu")  # noqa: E731
+            assert (jax.eval_shape(run, x, values) is not None) == chosen
+
+
+def test_an_unknown_activation_and_another_gate_are_refused():
+    shapes = (16, 256), (2, 128, 256), (2, 256, 128)
+    x, weight_in, weight_out = map(jnp.ones, shapes)
+    with targeted_tpu():
+        for gate, activation, message in (
+            (weight_in, "relu", "activation 'relu' is unknown; legal: gelu, silu"),
+            (weight_out, "silu", r"weight_gate has shape .*; legal: \(2, 128, 256\)"),
+        ):
+            with pytest.raises(UserError, match=message):
+                kernels.grouped_mlp(
+                    *(x, weight_in, None, weight_out, IN, OUT),
+                    block=128,
+                    weight_gate=gate,
+                    activation=activation,
+                )

@@ -64,6 +64,9 @@ MODELS = {
         DENSE, **FAMILIES["llama"], num_kv_heads=2, vocab_size=45, remat="full", window=5
     ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8)),
     "qwen3": dataclasses.replace(DENSE, **FAMILIES["qwen3"], num_kv_heads=2, head_dim=12),
+    "multi_query": dataclasses.replace(
+        DENSE, **FAMILIES["llama"] | {"biases": ("q", "k", "v")}, num_kv_heads=1
+    ).with_linears(LinearSpec("block_sparse", "random", 0.5, 4, rank=4, hadamard=8)),
     "sparse_deep_full": sparse("random", rank=4, hadamard=4, num_layers=5, remat="full"),
 }
 
@@ -88,9 +91,10 @@ def train(model, executor, micro_batches, **changes):
     training = TrainingConfig(STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3, **changes)
     state = initial_state(model, training, executor)
     tables = gpt.layout_tables(gpt.layouts(model))
-    placed_tables = executor.tables(tables, changing=False)
+    placed_tables = executor.tables(tables, model, changing=False)
     fixed = None if placed_tables else tables
-    replicated, shardings = executor.replicated(), executor.shardings(state._replace(tables=()))
+    replicated = executor.replicated()
+    shardings = executor.shardings(state._replace(tables=()), model)
     if shardings is not None:
         shardings = shardings._replace(tables=None), StepReport(replicated, replicated)
     step = make_train_step(model, training, fixed, executor)
@@ -175,7 +179,7 @@ def move(name, texts):
     key = jax.random.key_data(right.key)
     noise = lambda tree: jax.tree.map(lambda a: a + jnp.arange(a.size).reshape(a.shape), tree)  # noqa: E731
     right = jax.device_get(right._replace(moments=map_moments(noise, right.moments), key=key))
-    state, before = SINGLE_DEVICE.place(right), SINGLE_DEVICE
+    state, before = SINGLE_DEVICE.place(right, model), SINGLE_DEVICE
     state = state._replace(key=jax.random.wrap_key_data(key))
     for text in (*texts, None):
         after = SINGLE_DEVICE if text is None else executor(text, model)[0]
@@ -184,7 +188,7 @@ def move(name, texts):
                 checkpoints.save(1, before.canonical(state, model), {})
             target = abstract_state(model, training, after)._replace(tables=tables)
             restored, _ = Checkpoints(Path(folder), config={}).restore(target)
-        state, before = after.place(restored), after
+        state, before = after.place(restored, model), after
         mine = after.canonical(state, model)
         mine = jax.device_get(mine._replace(key=jax.random.key_data(mine.key)))
         same = jax.tree.map(
@@ -198,18 +202,22 @@ def move(name, texts):
 def evolve(name, texts):
     """Runs a training whose layouts or model change; returns errors as `compare`.
 
-    `name` is the method, with "+depth" for a density that varies with depth.
+    `name` is the method, with "+depth" for a density that varies with depth, or "+llama" for the
+    model of that name.
     """
-    method, _, by_depth = name.partition("+")
+    method, _, option = name.partition("+")
     dense = method in ("gradual", "sparse_to_dense")
     model = sparse("random", rank=4 if method == "low_rank_tail" else 0)
     if dense:
         spec = LinearSpec("block_sparse", "random", 0.25, 8)
         model = dataclasses.replace(DENSE, linears=dict.fromkeys(DENSE.projections, spec))
-    if by_depth:
+    if option == "depth":
         model = dataclasses.replace(model, density_by_depth=(2.0, 1.0) if dense else (1.0, 0.5))
+    if option == "llama":
+        model = dataclasses.replace(MODELS["llama"], vocab_size=DENSE.vocab_size)
+        model = model.with_linears(LinearSpec("block_sparse", "random", 0.5, 8))
     training = TrainingConfig(6, BATCH, SEQUENCE, learning_rate=1e-3)
-    evolution = EvolutionConfig(method, every=2, row_shards=2)
+    evolution = EvolutionConfig(method, every=2, row_shards=4 if option == "llama" else 2)
     text = np.random.default_rng(0).integers(0, 48, 3000).astype(np.uint16)
 
     def run(executor):

@@ -19,15 +19,16 @@ from sparse_dataflow.training.step import initial_state
 
 
 def norms(text):
-    """Returns the error of the block norms of the dense gradient."""
-    model = MODELS["sparse_deep"]
+    """Returns the error of the block norms of the dense gradient of MODEL@MESH."""
+    name, _, text = text.rpartition("@")
+    model = MODELS[name]
     training = TrainingConfig(10, BATCH, SEQUENCE)
     shape = (BATCH, SEQUENCE + 1)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, shape, np.int32)
     results = []
     for runs in (executor(text, model)[0], SINGLE_DEVICE):
         state = initial_state(model, training, runs)
-        tables = runs.tables(state.tables, changing=True)
+        tables = runs.tables(state.tables, model, changing=True)
         rows = runs.put({"tokens": tokens}, BATCH)["tokens"]
         program = jax.jit(lambda p, t, x, runs=runs: runs.block_gradient_norms(model, p, t, x))
         results.append(jax.device_get(program(state.params, tables, rows)))
@@ -38,7 +39,8 @@ def memory(text):
     """Returns the bytes of temporaries of the compiled gradient."""
     model = MODELS["dense_deep"]
     runs, micro_batches = executor(text, model)
-    params = runs.placed_shapes(jax.eval_shape(lambda: gpt.init(model, jax.random.key(0))))
+    params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+    params = runs.placed_shapes(params, model)
     tokens = jax.ShapeDtypeStruct((2 * micro_batches, SEQUENCE + 1), jnp.int32)
     gradient = lambda p, x: runs.loss_and_gradients(model, p, {}, x, micro_batches)  # noqa: E731
     compiled = jax.jit(gradient).lower(params, tokens).compile()

@@ -32,6 +32,10 @@ def mesh_text(shape, zero=3, micro_batches=1):
         ("sparse_depth", ["data:2,fsdp:2,tensor:2/3/2"]),
         ("llama", ["data:2,fsdp:2,tensor:2/3/2", "stage:2,fsdp:2,tensor:2/3/2/1f1b/1"]),
         ("qwen3", ["data:4,tensor:2/0/1", "stage:2,data:2,tensor:2/1/2/zero_bubble/1"]),
+        # Longer axes than there are key/value heads: 2, 2 and 1.
+        ("llama", ["data:2,tensor:4/0/1", "stage:2,tensor:4/3/2/1f1b/1"]),
+        ("qwen3", ["fsdp:2,tensor:4/3/2", "stage:2,tensor:4/1/2/zero_bubble/1"]),
+        ("multi_query", ["data:2,tensor:4/0/1", "data:2,fsdp:2,tensor:2/3/2"]),
     ],
 )
 def test_eight_devices_train_like_a_single_one(model, texts):
@@ -87,6 +91,7 @@ def test_every_mesh_and_zero_trains_like_a_single_device(model, zero):
     "method",
     [
         "rigl+depth",
+        "rigl+llama",
         *(
             pytest.param(method, marks=pytest.mark.nightly)
             for method in (
@@ -101,7 +106,8 @@ def test_every_mesh_and_zero_trains_like_a_single_device(model, zero):
     ],
 )
 def test_layouts_evolve_over_a_mesh_as_on_a_single_device(method):
-    [errors] = mesh_training("evolve", method, "data:2,fsdp:2,tensor:2/3/1").values()
+    mesh = "data:2,tensor:4/0/1" if method.endswith("llama") else "data:2,fsdp:2,tensor:2/3/1"
+    [errors] = mesh_training("evolve", method, mesh).values()
     assert errors["layouts"] == 0
     assert errors["losses"] < 1e-5 and errors["params"] < 1e-2, errors
 
@@ -119,6 +125,13 @@ def test_a_checkpoint_moves_between_any_two_meshes(model):
     assert results.pop("None devices") == 1
     assert all(results.values()), results
     assert [n for name, n in results.items() if name.endswith("devices")] == [8] * 3
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_one_copy_of_each_key_value_head():
+    texts = [f"{axes}/3/1" for axes in ("data:8", "fsdp:2,tensor:4", "fsdp:4,tensor:2")]
+    results = mesh_training("move", "llama", *texts, "stage:2,tensor:4/2/1/1f1b/1")
+    assert all(results.values()), results
 
 
 @pytest.mark.slow

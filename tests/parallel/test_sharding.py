@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -16,6 +17,8 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel import sharding
 from sparse_dataflow.parallel.sharded import Sharded
+from sparse_dataflow.planning.parallel_plan import ParallelPlan
+from sparse_dataflow.planning.step_time import stage_parameters
 from sparse_dataflow.training.step import abstract_state
 
 DENSE = ModelConfig(num_layers=2, d_model=64, num_heads=4, d_ff=256, vocab_size=48, max_len=16)
@@ -42,7 +45,7 @@ def shapes(model):
 
 def sharded_leaves(model, mesh, zero):
     """Returns [(shape, sharding)] of the params and of the moments of a state."""
-    shardings = Sharded(mesh, zero).shardings(shapes(model))
+    shardings = Sharded(mesh, zero).shardings(shapes(model), model)
     pair = lambda field: list(  # noqa: E731
         zip(*map(jax.tree.leaves, (getattr(shapes(model), field), getattr(shardings, field))))
     )
@@ -95,7 +98,7 @@ def test_a_vocabulary_is_padded_to_full_tiles_per_device(rows, tensor):
 def test_a_state_is_placed_with_a_padded_vocabulary():
     model = dataclasses.replace(DENSE, vocab_size=50257)
     executor = Sharded(abstract("fsdp:2,tensor:4"))
-    placed = executor.arrays(shapes(model), {}, False, {})
+    placed = executor.arrays(shapes(model), {}, model, False, {})
     for group in ("parameters", "gradients"):
         table = placed[group]["embed"]["tokens"]
         assert table.shape == (50688, 64)
@@ -108,15 +111,63 @@ def test_an_unpadded_vocabulary_is_replicated():
     assert sharding.axes_of(sharding.spec("embed.tokens", (50256, 64), mesh)) == {"tensor"}
 
 
+@pytest.mark.parametrize(("tensor", "copied"), [(1, False), (2, False), (4, True)])
+def test_a_tensor_axis_longer_than_the_key_value_heads_replicates_their_weights(tensor, copied):
+    model = dataclasses.replace(DENSE, num_kv_heads=2, fused_qkv=False)
+    model = model.with_linears(LinearSpec("block_sparse", "random", 0.5, 8, rank=4))
+    executor = Sharded(abstract(f"fsdp:2,tensor:{tensor}"))
+    executor.check(model, TRAINING)
+    placed = executor.arrays(shapes(model), {}, model, False, {})
+    for group, name in itertools.product(("parameters", "gradients"), ("q", "k", "v")):
+        for leaf in (placed[group]["blocks"][name][part] for part in ("values", "bias")):
+            axes = sharding.axes_of(leaf.sharding.spec)
+            assert ("tensor" in axes) == (tensor > 1 and not (copied and name != "q"))
+            assert ("fsdp" in axes) == (leaf.ndim == 4)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+def test_the_planner_prices_replicated_key_value_weights(tensor, sparse):
+    model = ModelConfig(3, 256, 8, 256, 256, 16, num_kv_heads=2, biases=(), fused_qkv=False)
+    if sparse:
+        spec = LinearSpec("block_sparse", "random", 0.5, 8)
+        model = model.with_linears(spec, ["q", "k", "mlp_in"])
+    executor = Sharded(abstract(f"tensor:{tensor}"), 0)
+    executor.check(model, TRAINING)
+    params = executor.arrays(shapes(model), {}, model, False, {})["parameters"]
+    local = sum(math.prod(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(params))
+    norms = 4 * model.d_model * (2 * model.num_layers + 1) / 2
+    positions = model.max_len * model.d_model
+    priced = stage_parameters(model, ParallelPlan(tensor=tensor))
+    # The planner shards norms and positions, which are replicated.
+    assert local - priced == pytest.approx((norms + positions) * (1 - 1 / tensor))
+
+
 @pytest.mark.parametrize(
     ("mesh", "model", "training", "message"),
     [
         ("tensor:8", {}, {}, r"tensor:8 does not divide 4 heads; legal for this model: 1, 2, 4"),
         (
             "tensor:4",
-            {"num_kv_heads": 2},
+            {"num_kv_heads": 2},  # One projection qkv.
             {},
-            r"tensor:4 does not divide 2 key/value heads; legal for this model: 1, 2",
+            r"tensor:4 does not divide 2 key/value heads; legal for this model: 1, 2\.",
+        ),
+        (
+            "tensor:4",
+            {"num_heads": 12, "head_dim": 8, "num_kv_heads": 6, "fused_qkv": False},
+            {},
+            r"tensor:4 does not divide 6 key/value heads; legal for this model: 1, 2\.",
+        ),
+        (
+            "tensor:4",
+            {
+                "num_kv_heads": 2,
+                "fused_qkv": False,
+                "linears": {"k": LinearSpec("block_sparse", "dense", 1.0, 32)},
+            },
+            {},
+            r"tensor:4 does not divide the 1 output blocks of k; legal for this model: 1\.",
         ),
         ("tensor:4", {}, {"sequence": 6}, r"does not divide 6 tokens; legal for this model: 1, 2"),
         ("data:3", {}, {}, r"batch of 16 .* over 3 devices \(data:3 x fsdp:1\); legal: .* of 3"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.config.model import LinearSpec
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import OPTIMIZERS
 from sparse_dataflow.parallel.pipeline import schedules
@@ -120,6 +120,19 @@ def test_micro_batches_in_flight_agree_with_the_schedule_table(name, stages, rou
     assert stored.max() / chunks <= float(in_flight(plan)) + 1e-9
     if chunks == 1:
         assert stored.max() == float(in_flight(plan))
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_copies_of_key_value_heads_take_the_activations_of_as_many_heads(remat):
+    few = ModelConfig(4, 64, 8, 128, 64, 64, num_kv_heads=2, fused_qkv=False, qk_norm=True)
+    many = dataclasses.replace(few, num_kv_heads=8)
+    plan = ParallelPlan(tensor=8, remat=remat, sequence_parallel=True)
+    staged = dataclasses.replace(plan, stage=2, accumulation=4)
+    for each in (plan, staged):
+        activations = [plan_bytes(config, 64, each).activations for config in (few, many)]
+        assert activations[0] == pytest.approx(activations[1])
+    alone = [plan_bytes(config, 64, ParallelPlan(remat=remat)) for config in (few, many)]
+    assert (alone[0].activations < alone[1].activations) == (remat != "full")
 
 
 def test_only_stored_blocks_take_memory():

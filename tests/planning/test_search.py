@@ -14,6 +14,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.planning import search, sensitivity
 from sparse_dataflow.planning.memory import USABLE
+from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.planning.search import Request
 
 SMALL = ModelConfig(8, 1024, 16, 4096, 32768, 1024, compute_dtype="bfloat16")
@@ -88,6 +89,15 @@ def test_tensor_parallelism_does_not_split_blocks():
     tensors = {plan.tensor for plan, _ in prices.ranked(prices.legal.size)}
     assert tensors and max(tensors) == 4  # 1024 features are 4 blocks.
     assert max(plan.tensor for plan, _ in GRID.ranked(GRID.legal.size)) == 16
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_tensor_axis_may_be_a_multiple_of_the_key_value_heads(fused):
+    config = ModelConfig(2, 96, 12, 96, 64, 64, num_kv_heads=6, fused_qkv=fused)
+    request = Request(config, 48, 12, chips.lookup("tpu-v5p"), 12)
+    plan = ParallelPlan(tensor=np.array([1, 2, 3, 4, 6, 12]))
+    refused = search.violations(request, plan, 0)["heads"]
+    np.testing.assert_array_equal(refused, [0, 0, 0, 1, 0, fused])
 
 
 def test_an_illegal_batch_is_answered_with_the_closest_legal_one():

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparse_dataflow.config.families import FAMILIES
+from sparse_dataflow.config.model import ROW_PARALLEL, LinearSpec, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.sparsity import patterns
 from sparse_dataflow.sparsity.layout import BlockLayout
@@ -190,6 +192,100 @@ def test_monarch_mixes_everything_over_depth(ring):
             assert layer >= depth - 1 or not reached.all()
             reached = np.minimum(reached @ into @ out_of, 1)
         assert reached.all()
+
+
+def role_mask(model, name, by_role=True):
+    """Mask of one projection of a model, by its role or by its shape alone."""
+    reads = name not in ROW_PARALLEL if by_role else None
+    shape = *model.projection_shape(name), model.linear(name).block
+    return make_layout("monarch", *shape, model.linear(name).density, 0, reads).mask
+
+
+def steps_of(model, by_role):
+    """Masks of a block's four steps in order, where q, k and v are one step, as are gate and in.
+
+    A block is one head, so the output of attention depends on the queries of its head, and on the
+    keys and values that they read.
+    """
+    masks = {name: role_mask(model, name, by_role) for name in model.projections}
+    heads = np.arange(model.num_heads)
+    keys = heads // (model.num_heads // model.kv_heads)
+    if model.fused_qkv:
+        attended = masks["qkv"].reshape(len(heads), -1, 3).any(2)
+    else:
+        attended = masks["q"] | masks["k"][:, keys] | masks["v"][:, keys]
+    hidden = masks["mlp_in"] | masks.get("mlp_gate", False)
+    return [step.astype(int) for step in (attended, masks["attn_out"], hidden, masks["mlp_out"])]
+
+
+def projections_to_mix(model, by_role=True):
+    """Projections until every output depends on every input, from the worst first one."""
+    steps, counts = steps_of(model, by_role), []
+    for start in range(4):
+        reached = np.eye(len(steps[start]), dtype=int)
+        for count in range(1, 100):
+            reached = np.minimum(reached @ steps[(start + count - 1) % 4], 1)
+            if reached.all():
+                break
+        counts.append(count)
+    return max(counts)
+
+
+def one_head_a_block(family, heads, kv_heads, d_ff, density):
+    model = ModelConfig(
+        1, 8 * heads, heads, 8 * d_ff, 64, 64, **FAMILIES[family], num_kv_heads=kv_heads
+    )
+    return model.with_linears(LinearSpec("block_sparse", "monarch", density, 8))
+
+
+@pytest.mark.parametrize(
+    ("family", "heads", "kv_heads", "d_ff", "density", "by_shape", "by_role"),
+    [
+        ("gpt3", 32, 0, 128, 1 / 8, 5, 5),
+        ("gpt3", 64, 0, 256, 1 / 8, 3, 3),
+        ("llama", 32, 32, 128, 1 / 8, 9, 5),
+        ("llama", 64, 16, 224, 1 / 8, 5, 3),
+        ("llama", 32, 8, 112, 1 / 4, 5, 3),
+        # Its keys have a single block in a ring cell, which read at a stride before too.
+        ("llama", 32, 8, 112, 1 / 8, 5, 5),
+    ],
+)
+def test_monarch_by_role_mixes_separate_projections(
+    family, heads, kv_heads, d_ff, density, by_shape, by_role
+):
+    """Square weights that read the residual stream mix as those that widen."""
+    model = one_head_a_block(family, heads, kv_heads, d_ff, density)
+    assert projections_to_mix(model, by_role=False) == by_shape
+    assert projections_to_mix(model) == by_role
+
+
+@given(
+    st.sampled_from([2, 3, 4, 6, 8, 12, 16, 24]),
+    st.sampled_from([3, 4]),
+    st.integers(0, 3),
+)
+def test_monarch_of_gpt_does_not_depend_on_the_role(ring, widening, factor):
+    """Layouts of recorded results: qkv, attn_out, mlp_in, mlp_out."""
+    density = 1 / ring * math.gcd(ring, 2**factor)
+    for sides, reads in (
+        ((ring, 3 * ring), True),
+        ((ring, ring), False),
+        ((ring, widening * ring), True),
+        ((widening * ring, ring), False),
+    ):
+        by_shape, by_role = (
+            make_layout("monarch", *sides, 1, density, 0, role) for role in (None, reads)
+        )
+        assert by_shape == by_role
+
+
+@given(grids("monarch"), st.booleans())
+def test_monarch_of_any_role_is_equal_groups_of_contiguous_outputs(grid, reads):
+    in_blocks, out_blocks, degree = grid
+    ring = math.gcd(in_blocks, out_blocks)
+    layout = make_layout("monarch", in_blocks, out_blocks, 1, degree / ring, 0, reads)
+    assert layout.balanced and layout.groups.count == ring // degree
+    assert layout.groups.out_run == out_blocks // layout.groups.count
 
 
 def test_monarch_degrees_must_divide_the_ring():

@@ -8,14 +8,18 @@ import jax
 import numpy as np
 import pytest
 
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.optim.train_state import StepReport
+from sparse_dataflow.sparsity import patterns
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics
+from sparse_dataflow.training.phases import phases
 from sparse_dataflow.training.programs import Compiled, HeldOut, TrainingData
+from sparse_dataflow.training.saved_state import refuse_other_layouts
 from sparse_dataflow.training.turns import advance_side_by_side
 
 MODEL = ModelConfig(1, 8, 1, 32, 300, 4)
@@ -92,6 +96,29 @@ def test_the_next_step_goes_to_the_trainer_with_the_smallest_fraction_done(tmp_p
     order = train([short, long])
     assert [order[: 4 * n].count(short) for n in (1, 2, 3)] == [1, 2, 3]
     assert len(order) == 12
+
+
+def test_layouts_that_a_pattern_does_not_choose_any_more_are_refused(tmp_path, monkeypatch):
+    """Programs of static layouts are specialised to them."""
+    model = dataclasses.replace(MODEL, d_model=32, d_ff=128)
+    model = model.with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8))
+    programs = [Compiled(None, None, 0.0)]
+
+    def resume():
+        every = {"eval_every": 4, "checkpoint_every": 2}
+        return Trainer("sparse", tmp_path, model, TRAINING, DATA, programs, **every)
+
+    first = resume()
+    first.save()
+    first.close()
+    resume().close()
+    with monkeypatch.context() as patch:
+        patch.setitem(patterns.PATTERNS, "monarch", lambda *sides, **_: patterns.banded(*sides))
+        with pytest.raises(UserError, match=r"layouts of attn_out, mlp_in, .* legal: that version"):
+            resume()
+        # Programs of imported layouts take them as arguments.
+        (phase,) = phases(model, EvolutionConfig(given_layouts=True), TRAINING.steps)
+        refuse_other_layouts(first.state.tables, phase)
 
 
 def test_only_remat_may_change_between_a_checkpoint_and_its_resumption(tmp_path):

@@ -25,6 +25,13 @@ def value_and_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return value, slope
 
 
+def silu_value_and_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (silu(x), the derivative at x), elementwise, in x's dtype."""
+    half = 0.5 + 0.5 * jnp.tanh(0.5 * x)
+    value = x * half
+    return value, half + value * (1 - half)
+
+
 def gelu_backward(dy: jax.Array, preactivation: jax.Array) -> jax.Array:
     """Multiply dy by the derivative at `preactivation`, in float32, rounded to dy's dtype."""
     slope = value_and_derivative(preactivation.astype(jnp.float32))[1]

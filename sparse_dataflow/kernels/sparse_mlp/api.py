@@ -1,8 +1,10 @@
-"""Two block-sparse products around a GELU as one op, so that a kernel may fuse them."""
+"""The products of a block-sparse MLP as one op, so that a kernel may fuse them."""
 
 import importlib
+from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels import dispatch
@@ -65,19 +67,87 @@ def sparse_mlp(
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
+def gated_sparse_mlp(
+    x: jax.Array,
+    values: Sequence[jax.Array],
+    tables: Sequence[LayoutTables],
+    activation: str,
+) -> jax.Array | None:
+    """Compute (activation(x W_gate) * x W_in) W_out in one kernel; None if no kernel has it.
+
+    Only "pallas_tpu_grouped" has a gate.  The layouts of W_gate and W_in must be equal.
+
+    Args:
+      x: float [..., in_features].
+      values: stored blocks of W_gate, W_in and W_out, [nnz, block, block] each.
+      tables: layouts of W_gate, W_in and W_out; see `block_sparse_matmul`.
+      activation: such as "silu" or "gelu".
+
+    Returns:
+      [..., out_features] in x's dtype, differentiable in x and values.
+
+    Raises:
+      UserError: if shapes disagree.
+    """
+    platform, name = dispatch.platform(), "pallas_tpu_grouped"
+    if platform != _KERNELS[name]:
+        return None
+    values_gate, values_in, values_out = values
+    tables_gate, tables_in, tables_out = _checked(x, values, tables)
+    flat, kernels = x.reshape(-1, x.shape[-1]), _import_kernels(name)
+    if activation not in kernels.ACTIVATIONS:
+        reason = f"the activation is {activation}; legal: {', '.join(kernels.ACTIVATIONS)}."
+    elif values_gate.shape != values_in.shape or not _equal_layouts(tables_gate, tables_in):
+        reason = "the layouts of W_gate and W_in differ, or are shards of layouts."
+    else:
+        operands = flat, values_in, values_out, tables_in, tables_out
+        reason = kernels.refusal(*operands, gated=True) or dispatch.sharding_refusal()
+    chosen = "products" if reason else name
+    dispatch.log_choice("gated_sparse_mlp", chosen, platform, reason)
+    if reason:
+        return None
+    y = kernels.sparse_mlp(
+        *(flat, values_in, None, values_out, tables_in, tables_out),
+        values_gate=values_gate,
+        activation=activation,
+    )
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _equal_layouts(first, second):
+    """Return whether two layouts are equal for certain.
+
+    Groups tell the layout of traced tables, except in a shard, where tables tell the first group.
+    """
+    arrays = *first.arrays, *second.arrays
+    if all(isinstance(array, np.ndarray) for array in arrays):
+        return all(map(np.array_equal, first.arrays, second.arrays))
+    groups = first.groups
+    return (
+        groups is not None
+        and groups == second.groups
+        and groups.count == groups.in_parts == groups.out_parts
+    )
+
+
 def _check(x, values_in, bias_in, values_out, tables_in, tables_out):
     """Checks the operands; returns the tables, with the groups of concrete ones."""
+    tables = _checked(x, (values_in, values_out), (tables_in, tables_out))
     features = len(tables_in.in_index) * values_in.shape[-1]
-    hidden = jax.ShapeDtypeStruct((0, features), x.dtype)
-    layouts = [
-        matmul.check_operands(x, values_in, tables_in),
-        matmul.check_operands(hidden, values_out, tables_out),
-    ]
     if bias_in.shape != (features,):
         raise UserError(f"bias_in has shape {bias_in.shape}; legal: ({features},).")
+    return tables
+
+
+def _checked(x, values, tables):
+    """Checks the weights into the hidden layer, and the last one out of it, as `_check`."""
+    features = len(tables[0].in_index) * values[0].shape[-1]
+    hidden = jax.ShapeDtypeStruct((0, features), x.dtype)
+    inputs = [x] * (len(values) - 1) + [hidden]
+    layouts = [matmul.check_operands(*each) for each in zip(inputs, values, tables)]
     return [
-        tables._replace(groups=layout.groups) if layout else tables
-        for layout, tables in zip(layouts, (tables_in, tables_out))
+        each._replace(groups=layout.groups) if layout else each
+        for layout, each in zip(layouts, tables)
     ]
 
 

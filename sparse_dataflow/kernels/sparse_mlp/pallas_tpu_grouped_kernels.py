@@ -1,12 +1,16 @@
 """The sparse MLP of aligned groups on a TPU: a group's hidden tile never leaves VMEM.
 
-Grid: (cores, groups, token tiles), tokens innermost.  Both weights of a group, and in the backward
-pass the sums of both weight gradients, stay in VMEM over all tokens.  The forward pass of a
-gradient writes the pre-activation, which the backward pass reads: both passes are bound by the
-matrix unit, so that this costs less time than to compute it again.
+Grid: (cores, groups, token tiles), tokens innermost.  All weights of a group, and in the backward
+pass the sums of their gradients, stay in VMEM over all tokens.  The forward pass of a gradient
+writes the pre-activations, which the backward pass reads: both passes are bound by the matrix unit,
+so that this costs less time than to compute them again.
+
+The weights into the hidden layer are (W_in,), or (W_in, W_gate) of an MLP with a gate.  The
+activation applies to the product of the last one.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,42 +33,50 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows impo
     over_rows,
 )
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import pop_if, precision
-from sparse_dataflow.kernels.gelu.api import value_and_derivative
+from sparse_dataflow.kernels.gelu.api import silu_value_and_derivative, value_and_derivative
 from sparse_dataflow.kernels.sparse_mlp.tuning_grouped import MlpBackwardTiles, MlpForwardTiles
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], tuple[jax.Array, jax.Array]]] = {
+    "gelu": value_and_derivative,
+    "silu": silu_value_and_derivative,
+}
+"""Activation -> float32 x -> (its value, its derivative)."""
 
 
 def forward(
     x: jax.Array,
-    weight_in: jax.Array,
-    bias_in: jax.Array,
+    weights_in: tuple[jax.Array, ...],
+    bias_in: jax.Array | None,
     weight_out: jax.Array,
     sides: tuple[Columns, Columns],
     tiles: MlpForwardTiles,
     *,
+    activation: str,
     with_preactivation: bool,
     vmem_bytes: int,
     cores: int,
     interpret=False,
 ) -> tuple[jax.Array, ...]:
-    """Compute gelu(x W_in + bias_in) W_out of each group.
+    """Compute activation(x W_in + bias_in) W_out of each group, or with a gate.
 
     Args:
       x: [tokens, features of the first side].
-      weight_in: [groups, K, H].
-      bias_in: float32 [groups, 1, H].
+      weights_in: [groups, K, H] each.
+      bias_in: float32 [groups, 1, H], added to x W_in; None for none.
       weight_out: [groups, H, N].
       sides: columns of x and of y.
       tiles: the tile sizes.
-      with_preactivation: whether to return the GELU's input too.
+      activation: key of ACTIVATIONS.
+      with_preactivation: whether to return the products of `weights_in` too.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores that share the groups.
       interpret: as in `pl.pallas_call`.
 
     Returns:
-      (y,) or (y, pre-activation [tokens, groups * H]) in x's dtype.
+      (y,) or (y, products [tokens, groups * len(weights_in) * H]) in x's dtype.
     """
     left, right = sides
-    hidden = _hidden_columns(weight_in)
+    hidden = _hidden_columns(weights_in)
     grid = Grid(len(x), tiles.tokens, left.groups, 1, cores)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     results = [jax.ShapeDtypeStruct((len(x), right.features), x.dtype)]
@@ -75,17 +87,21 @@ def forward(
     if with_preactivation:
         results.append(jax.ShapeDtypeStruct((len(x), hidden.features), x.dtype))
         scratch += Window.scratch(grid, hidden.width, x.dtype)
-    stored = weight_in.size + weight_out.size
+    stored = sum(weight.size for weight in (*weights_in, weight_out))
+    operands = [*weights_in, *([] if bias_in is None else [bias_in]), weight_out]
     return pl.pallas_call(
         functools.partial(
             _forward_kernel,
             grid=grid,
             columns=(left, right, hidden),
             rows=tiles.rows,
+            products=len(weights_in),
+            biased=bias_in is not None,
+            activation=activation,
             with_preactivation=with_preactivation,
         ),
         grid=grid.shape,
-        in_specs=[anywhere, *(_whole(grid, a) for a in (weight_in, bias_in, weight_out))],
+        in_specs=[anywhere, *(_whole(grid, operand) for operand in operands)],
         out_specs=[anywhere] * len(results),
         scratch_shapes=scratch,
         out_shape=results,
@@ -98,13 +114,15 @@ def forward(
         ),
         interpret=interpret,
         name="grouped_mlp",
-    )(x, weight_in, bias_in, weight_out)
+    )(x, *operands)
 
 
 def _forward_kernel(
-    x_hbm, in_ref, bias_ref, out_ref, *result_refs, grid, columns, rows, with_preactivation
+    x_hbm, *operand_refs, grid, columns, rows, products, biased, activation, with_preactivation
 ):
-    refs = list(result_refs)
+    refs = list(operand_refs)
+    in_refs = [refs.pop(0) for _ in range(products)]
+    bias_ref, out_ref = pop_if(biased, refs), refs.pop(0)
     y_hbm, preactivation_hbm = refs.pop(0), pop_if(with_preactivation, refs)
     core, step = current_step(grid)
     x, y = (
@@ -120,11 +138,18 @@ def _forward_kernel(
 
     @over_rows(grid.token_tile, rows)
     def _(at):
-        total = _dot(x_ref[at, :], in_ref[0]) + bias_ref[0]
+        totals = [_dot(x_ref[at, :], in_ref[0]) for in_ref in in_refs]
+        if biased:
+            totals[0] += bias_ref[0]
         if with_preactivation:
-            preactivation_ref[0][at, :] = total.astype(y_ref.dtype)
-        hidden = value_and_derivative(total)[0].astype(y_ref.dtype)
-        y_ref[at, :] = _dot(hidden, out_ref[0]).astype(y_ref.dtype)
+            width = totals[0].shape[1]
+            for number, total in enumerate(totals):
+                columns_of_total = pl.ds(number * width, width)
+                preactivation_ref[0][at, columns_of_total] = total.astype(y_ref.dtype)
+        hidden = ACTIVATIONS[activation](totals[-1])[0]
+        if products > 1:
+            hidden *= totals[0]
+        y_ref[at, :] = _dot(hidden.astype(y_ref.dtype), out_ref[0]).astype(y_ref.dtype)
 
     finish(outgoing, step)
 
@@ -133,57 +158,68 @@ def backward(
     x: jax.Array,
     dy: jax.Array,
     preactivation: jax.Array,
-    weight_in: jax.Array,
+    weights_in: tuple[jax.Array, ...],
     weight_out: jax.Array,
     sides: tuple[Columns, Columns],
     tiles: MlpBackwardTiles,
     *,
+    activation: str,
+    biased: bool,
     vmem_bytes: int,
     cores: int,
     interpret=False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Compute the gradients of `forward` with respect to x, weight_in, bias_in and weight_out.
+) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array | None, jax.Array]:
+    """Compute the gradients of `forward` with respect to x, weights_in, bias_in and weight_out.
 
     Args:
       x: [tokens, features of the first side].
       dy: [tokens, features of the second side].
-      preactivation: [tokens, groups * H], as `forward` returns it.
-      weight_in: [groups, K, H].
+      preactivation: the products that `forward` returns.
+      weights_in: [groups, K, H] each.
       weight_out: [groups, H, N].
       sides: columns of x and of y.
       tiles: the tile sizes.
+      activation: key of ACTIVATIONS.
+      biased: whether W_in has a bias.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores that share the groups.
       interpret: as in `pl.pallas_call`.
 
     Returns:
-      (dx, dW_in, float32 dbias [groups, 1, H], dW_out).
+      (dx, gradients of weights_in, float32 dbias [groups, 1, H] or None, dW_out).
     """
     left, right = sides
-    hidden = _hidden_columns(weight_in)
+    hidden = _hidden_columns(weights_in)
+    width = weight_out.shape[1]
     grid = Grid(len(x), tiles.tokens, left.groups, 1, cores)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     results = [
         jax.ShapeDtypeStruct(x.shape, x.dtype),
-        jax.ShapeDtypeStruct(weight_in.shape, x.dtype),
-        jax.ShapeDtypeStruct((left.groups, 1, hidden.width), jnp.float32),
-        jax.ShapeDtypeStruct(weight_out.shape, x.dtype),
+        *(jax.ShapeDtypeStruct(weight.shape, x.dtype) for weight in (*weights_in, weight_out)),
     ]
-    stored = weight_in.size + weight_out.size
-    return pl.pallas_call(
+    if biased:
+        results.append(jax.ShapeDtypeStruct((left.groups, 1, width), jnp.float32))
+    stored = sum(weight.size for weight in (*weights_in, weight_out))
+    dx, *dweights = pl.pallas_call(
         functools.partial(
-            _backward_kernel, grid=grid, columns=(left, right, hidden), chunk=tiles.chunk
+            _backward_kernel,
+            grid=grid,
+            columns=(left, right, hidden),
+            chunk=tiles.chunk,
+            products=len(weights_in),
+            biased=biased,
+            activation=activation,
         ),
         grid=grid.shape,
-        in_specs=[anywhere] * 3 + [_whole(grid, weight) for weight in (weight_in, weight_out)],
+        in_specs=[anywhere] * 3 + [_whole(grid, weight) for weight in (*weights_in, weight_out)],
         out_specs=[anywhere, *(_whole(grid, result) for result in results[1:])],
         scratch_shapes=[
             *TransposedWindow.scratch(grid, left.width, x.dtype),
             *TransposedWindow.scratch(grid, right.width, x.dtype, buffers=3),
             *Window.scratch(grid, hidden.width, x.dtype),
             *Window.scratch(grid, left.width, x.dtype),
-            pltpu.VMEM((left.width, hidden.width), jnp.float32),
-            pltpu.VMEM((right.width, hidden.width), jnp.float32),
+            *(pltpu.VMEM((left.width, width), jnp.float32) for _ in weights_in),
+            pltpu.VMEM((right.width, width), jnp.float32),
             pltpu.VMEM((grid.token_tile, left.width), jnp.float32),
         ],
         out_shape=results,
@@ -192,30 +228,35 @@ def backward(
             flops=4 * len(x) * stored,
             bytes_accessed=(2 * x.size + dy.size + preactivation.size + 2 * stored)
             * x.dtype.itemsize,
-            transcendentals=preactivation.size,
+            transcendentals=len(x) * left.groups * width,
         ),
         interpret=interpret,
         name="grouped_mlp_gradient",
-    )(x, dy, preactivation, weight_in, weight_out)
+    )(x, dy, preactivation, *weights_in, weight_out)
+    dbias = dweights.pop() if biased else None
+    *dweights_in, dweight_out = dweights
+    return dx, tuple(dweights_in), dbias, dweight_out
 
 
 def _backward_kernel(
     x_hbm,
     dy_hbm,
     preactivation_hbm,
-    in_ref,
-    out_ref,
-    dx_hbm,
-    din_ref,
-    dbias_ref,
-    dout_ref,
-    *scratch_refs,
+    *operand_refs,
     grid,
     columns,
     chunk,
+    products,
+    biased,
+    activation,
 ):
-    refs = list(scratch_refs)
+    refs = list(operand_refs)
+    in_refs, out_ref = [refs.pop(0) for _ in range(products)], refs.pop(0)
+    dx_hbm = refs.pop(0)
+    din_refs, dout_ref = [refs.pop(0) for _ in range(products)], refs.pop(0)
+    dbias_ref = pop_if(biased, refs)
     left, right, hidden = columns
+    width = hidden.width // products
     core, step = current_step(grid)
     i = pl.program_id(2)
 
@@ -226,13 +267,13 @@ def _backward_kernel(
     dy = TransposedWindow(window(right, dy_hbm), refs.pop(0))
     preactivation = window(hidden, preactivation_hbm)
     dx = window(left, dx_hbm)
-    din_sum, dout_sum, dx_sum = refs
+    *din_sums, dout_sum, dx_sum = refs
     dx_ref = dx.reuse(step)
     start([preactivation], step)
     x.advance(step)
     dy.advance(step)
     z_ref, dy_ref = preactivation.at(step), dy.window.at(step)
-    chunks = hidden.width // chunk
+    chunks = width // chunk
 
     def add(sum_ref, summand, first):
         sum_ref[...] = summand + jnp.where(first, 0.0, sum_ref[...])
@@ -242,19 +283,29 @@ def _backward_kernel(
         at = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
         x.transpose_next(step, c, chunks)
         dy.transpose_next(step, c, chunks)
-        activations, slope = value_and_derivative(z_ref[:, at].astype(jnp.float32))
-        derived = _dot(dy_ref[...], out_ref[0, at, :], transposed=True) * slope
-        dbias = jnp.sum(grid.zero_repeated_rows(derived, i), axis=0, keepdims=True)
-        add(dbias_ref.at[0, :, at], dbias, i == 0)
-        derived = derived.astype(dx_ref.dtype)
-        add(dx_sum, _dot(derived, in_ref[0, :, at], transposed=True), c == 0)
-        add(din_sum.at[:, at], _dot(x.at(step)[...], derived), i == 0)
+        activated = pl.ds(pl.multiple_of((products - 1) * width + c * chunk, chunk), chunk)
+        activations, slope = ACTIVATIONS[activation](z_ref[:, activated].astype(jnp.float32))
+        dhidden = _dot(dy_ref[...], out_ref[0, at, :], transposed=True)
+        derived = [dhidden * slope]
+        if products > 1:
+            ungated = z_ref[:, at].astype(jnp.float32)
+            derived = [dhidden * activations, derived[0] * ungated]
+            activations *= ungated
+        if biased:
+            dbias = jnp.sum(grid.zero_repeated_rows(derived[0], i), axis=0, keepdims=True)
+            add(dbias_ref.at[0, :, at], dbias, i == 0)
+        rounded = [each.astype(dx_ref.dtype) for each in derived]
+        pairs = list(zip(rounded, in_refs))
+        add(dx_sum, sum(_dot(d, ref[0, :, at], transposed=True) for d, ref in pairs), c == 0)
+        for each, din_sum in zip(rounded, din_sums):
+            add(din_sum.at[:, at], _dot(x.at(step)[...], each), i == 0)
         dout = _dot(dy.at(step)[...], activations.astype(dx_ref.dtype))
         add(dout_sum.at[:, at], dout, i == 0)
 
         @pl.when(i == grid.shape[2] - 1)
         def _():
-            din_ref[0, :, at] = din_sum[:, at].astype(din_ref.dtype)
+            for din_ref, din_sum in zip(din_refs, din_sums):
+                din_ref[0, :, at] = din_sum[:, at].astype(din_ref.dtype)
             dout_ref[0, at, :] = dout_sum[:, at].T.astype(dout_ref.dtype)
 
     dx_ref[...] = dx_sum[...].astype(dx_ref.dtype)
@@ -272,9 +323,9 @@ def _dot(a, b, transposed=False):
     )
 
 
-def _hidden_columns(weight_in):
-    groups, _, width = weight_in.shape
-    return Columns(groups, width, width)
+def _hidden_columns(weights_in):
+    groups, _, width = weights_in[0].shape
+    return Columns(groups, len(weights_in) * width, len(weights_in) * width)
 
 
 def _whole(grid, array):

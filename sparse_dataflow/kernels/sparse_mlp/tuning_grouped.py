@@ -62,11 +62,18 @@ class MlpGroup:
       inputs: features of x.
       hidden: features of the hidden layer.
       outputs: features of y.
+      products: weights into the hidden layer; 2 with a gate.
     """
 
     inputs: int
     hidden: int
     outputs: int
+    products: int = 1
+
+    @property
+    def weights(self) -> int:
+        """Number of weights."""
+        return self.hidden * (self.products * self.inputs + self.outputs)
 
 
 def choose_tuning(tokens: int, group: MlpGroup, itemsize: int) -> GroupedMlpTuning | None:
@@ -81,12 +88,11 @@ def choose_tuning(tokens: int, group: MlpGroup, itemsize: int) -> GroupedMlpTuni
 
 def forward_tiles(tokens: int, group: MlpGroup, itemsize: int) -> MlpForwardTiles | None:
     """Return the most tokens that fit VMEM; None if fewer than a register's rows would."""
-    features = group.inputs + group.hidden + group.outputs
-    weights = group.hidden * (group.inputs + group.outputs)
+    features = group.inputs + group.products * group.hidden + group.outputs
     for tile in token_tiles(tokens, 1024, ROWS):
         rows = even(tile, 512 if itemsize == 2 else 128, ROWS)
-        need = 2 * (tile * features + weights) * itemsize
-        need += rows * (group.hidden * (8 + itemsize) + group.outputs * 4)
+        need = 2 * (tile * features + group.weights) * itemsize
+        need += rows * (group.hidden * (8 * group.products + itemsize) + group.outputs * 4)
         if need <= budget():
             return MlpForwardTiles(tile, rows)
     return None
@@ -98,14 +104,13 @@ def backward_tiles(tokens: int, group: MlpGroup, itemsize: int) -> MlpBackwardTi
     512 tokens and 1,280 features take fewer cycles than 1,024 and 512: sums of dx are added less
     often.
     """
-    weights = group.hidden * (group.inputs + group.outputs)
     for tile in token_tiles(tokens, 512, LANES):
         for chunk in divisors(group.hidden):
             if chunk > 1280 * 2 // itemsize:
                 continue
-            rows = 6 * group.inputs + 5 * group.outputs + 2 * group.hidden
-            need = (tile * rows + 4 * weights) * itemsize + weights * 4
-            need += tile * (group.inputs * 8 + chunk * 16)
+            rows = 6 * group.inputs + 5 * group.outputs + 2 * group.products * group.hidden
+            need = (tile * rows + 4 * group.weights) * itemsize + group.weights * 4
+            need += tile * (group.inputs * 8 + chunk * 16 * group.products)
             if need <= budget():
                 return MlpBackwardTiles(tile, chunk)
     return None

@@ -140,7 +140,7 @@ class Pipelined(Sharded):
         norms = self._mapped(local, in_specs, out_specs)(
             pipeline.rows(plan), params, tables, tokens
         )
-        return from_stages(self.division, norms)
+        return self._one_copy(from_stages(self.division, norms), model)
 
     def _gradients_like(self, state):
         return state.params
@@ -173,25 +173,25 @@ class Pipelined(Sharded):
             local, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False
         )
 
-    def placed_shapes(self, state):
+    def placed_shapes(self, state, model):
         """See `Executor`."""
-        state = super().placed_shapes(state)
+        state = super().placed_shapes(state, model)
         if not self._moves:
             return state
         shapes = jax.eval_shape(functools.partial(_moved, self.division, to_stages), state)
         return jax.tree.map(
             lambda leaf, target: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target),
             shapes,
-            self.shardings(shapes),
+            self.shardings(shapes, model),
         )
 
-    def place(self, state):
+    def place(self, state, model):
         """See `Executor`."""
-        return self._run(to_stages, super().place(state))
+        return self._run(to_stages, super().place(state, model), model)
 
     def canonical(self, state, model):
         """See `Executor`."""
-        return super().canonical(self._run(from_stages, state), model)
+        return super().canonical(self._run(from_stages, state, model), model)
 
     @property
     def _moves(self):
@@ -199,17 +199,17 @@ class Pipelined(Sharded):
         blocks = self.division.block_indices
         return not np.array_equal(blocks, np.arange(len(blocks)))
 
-    def _run(self, move, state):
+    def _run(self, move, state, model):
         if not self._moves:
             return state
         arrays = state._replace(tables=())
         leaves, structure = jax.tree.flatten(arrays)
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        return _mover(self, move, structure, shapes)(arrays)._replace(tables=state.tables)
+        return _mover(self, model, move, structure, shapes)(arrays)._replace(tables=state.tables)
 
-    def _cut_tables(self, tables, changing):
+    def _cut_tables(self, tables, model, changing):
         """Stages share one program, so it can be specialised to common groups alone."""
-        sharded = cuts.cut(tables, self.tensor_shards, changing)
+        sharded = cuts.cut(tables, self.tensor_shards, changing, self._kv_copies(model))
         return {name: to_stages(self.division, cut.tables) for name, cut in sharded.items()}
 
 
@@ -224,11 +224,11 @@ def _moved(division, move, arrays):
 
 
 @functools.cache
-def _mover(executor, move, structure, shapes):
+def _mover(executor, model, move, structure, shapes):
     """Returns `_moved` as a jitted function."""
     function = functools.partial(_moved, executor.division, move)
     moved = jax.eval_shape(function, jax.tree.unflatten(structure, shapes))
-    return jax.jit(function, out_shardings=executor.shardings(moved))
+    return jax.jit(function, out_shardings=executor.shardings(moved, model))
 
 
 def _block(model, shard, params, tables, x):
@@ -237,8 +237,7 @@ def _block(model, shard, params, tables, x):
 
 def _probed_block(model, shard, axes, norms, constants, x):
     params, tables = constants
-    probes = {name: Probe(tables[name], norms[name], axes) for name in tables}
-    return gpt.block(model, params, probes, x, shard)
+    return gpt.block(model, params, Probe.of(tables, norms, axes, shard), x, shard)
 
 
 def executor_over(mesh: meshes.AnyMesh, zero: int, num_layers: int, schedule: str) -> Sharded:

@@ -71,7 +71,7 @@ class RelayExecutor(MultiProgramExecutor):
         suffix = "" if processes.is_first() else f"-process{jax.process_index()}"
         return Path(self.server_dir).absolute() / f"{name}{suffix}"
 
-    def arrays(self, state, tables, changing, batch):
+    def arrays(self, state, tables, model, changing, batch):
         """Returns the arrays that stay on a device between programs; `planning.relay` has all."""
         return {"batch": batch}
 
@@ -99,7 +99,7 @@ class RelayExecutor(MultiProgramExecutor):
         return {
             "train_step": relay.train_step,
             "eval_step": relay.eval_step,
-            "tables": functools.partial(self.tables, changing=changing),
+            "tables": functools.partial(self.tables, model=model, changing=changing),
             "gradient_norms": functools.partial(_gradient_norms, relay),
             "parameter_norms": parameter_norms,
             "start_state": functools.partial(self._start, relay),
@@ -129,7 +129,7 @@ class RelayExecutor(MultiProgramExecutor):
         """
         relay.start(training)
         if not self.server_dir:
-            return self.place(state())
+            return self.place(state(), relay.model)
         model = relay.model
         abstract = host_state.abstract_state(model, training)
         files = MappedFiles(self._folder(name), abstract, identity)
@@ -147,12 +147,12 @@ class RelayExecutor(MultiProgramExecutor):
     def _starting_blocks(self, model):
         return self.config.depth.starting_blocks(model.num_layers)
 
-    def place(self, state):
+    def place(self, state, model):
         """Converts every array to writable numpy."""
         arrays = jax.tree.map(_writable, (state.step, state.params, state.moments))
         return state._replace(step=arrays[0], params=arrays[1], moments=arrays[2])
 
-    def tables(self, tables, changing):
+    def tables(self, tables, model, changing):
         """See `Executor`."""
         return tables if changing else gpt.with_groups(tables)
 

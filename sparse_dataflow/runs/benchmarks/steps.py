@@ -121,7 +121,7 @@ def compiled_step(
       executor: where it runs.
     """
     state = initial_state(model, training, executor)
-    tables = executor.tables(state.tables, changing=False)
+    tables = executor.tables(state.tables, model, changing=False)
     fixed = None if tables else state.tables
     state = state._replace(tables=tables)
     step = jitted_train_step(model, training, fixed, executor, state)
