@@ -101,6 +101,34 @@ def test_orbax_restores_a_model_and_its_moments_to_the_same_layouts_alone(tmp_pa
     assert all(key in str(refusal.value) for key in keys)
 
 
+def test_the_preset_of_a_folder_begins_with_its_weights(tmp_path):
+    folder = sd.save(draw(), tmp_path / "model")
+    config = sd.preset(folder)
+    assert config.run.init_from == str(folder) and config.model.num_layers == 1
+    assert config.sparsity.block == 32 and config.sparsity.density == 0.5
+    dense = sd.save(draw(), tmp_path / "dense", form="dense")
+    assert sd.preset(dense).model == config.model
+    with pytest.raises(sd.UserError, match="neither a run folder nor a Hugging Face directory"):
+        sd.preset(tmp_path)
+    with pytest.raises(sd.UserError, match="no scale 'nowhere'; legal: pico, 3m"):
+        sd.preset("nowhere")
+
+
+def test_a_model_without_a_run_is_saved_dense_in_the_architecture_that_is_named(tmp_path):
+    model = draw()
+    batch = tokens() % 256
+    for architecture, kind in (("auto", "gpt2"), ("opt", "opt")):
+        folder = tmp_path / architecture
+        loaded = sd.load(sd.save(model, folder, form="dense", architecture=architecture))
+        assert f'"model_type": "{kind}"' in (folder / "config.json").read_text()
+        np.testing.assert_allclose(sd.logits(loaded, batch), sd.logits(model, batch), atol=1e-5)
+    with pytest.raises(sd.UserError, match="LlamaForCausalLM has no norm=layernorm"):
+        sd.save(model, tmp_path / "llama", form="dense", architecture="llama")
+    assert not (tmp_path / "llama").exists()
+    with pytest.raises(sd.UserError, match="The export form 'both' is unknown"):
+        sd.save(model, tmp_path / "both", form="both")
+
+
 @pytest.mark.parametrize("config", [CONFIG, CONFIG.dense()], ids=["sparse", "dense"])
 def test_a_saved_model_is_loaded_with_its_layouts_and_tokenizer(config, tmp_path):
     tokenizer = sd.Tokenizer.from_texts(["to be or not to be"] * 9, 280)
