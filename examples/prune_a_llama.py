@@ -10,15 +10,24 @@ without --model.
 """
 
 import argparse
-import dataclasses
 import pathlib
 import random
 import tempfile
 
 import sparse_dataflow as sd
-from sparse_dataflow.config.families import FAMILIES
-from sparse_dataflow.interchange.starting_point import run_config
-from sparse_dataflow.runs.export import export
+
+LLAMA = {
+    "model__norm": "rmsnorm",
+    "model__positions": "rotary",
+    "model__activation": "silu",
+    "model__gated_mlp": True,
+    "model__fused_qkv": False,
+    "model__biases": (),
+    "model__tied_embeddings": False,
+    "model__num_kv_heads": 1,
+    "model__d_ff": 256,
+}
+"""A Llama with one key and value head, as settings of a preset."""
 
 PRUNED = ("q", "qkv", "attn_out", "mlp_gate", "mlp_in", "mlp_out")
 
@@ -32,11 +41,10 @@ def read_texts(count):
 def make_llama(folder, texts, steps):
     """Trains a small Llama and writes it in Hugging Face's format; returns (path, its loss)."""
     config = sd.preset("pico").dense()
-    model = dataclasses.replace(config.model, **FAMILIES["llama"], num_kv_heads=1, d_ff=256)
-    config = dataclasses.replace(config, model=model)
-    config = config.change(training__steps=steps, run__out=str(folder / "dense"))
+    config = config.change(**LLAMA, training__steps=steps, run__out=str(folder / "dense"))
     run = sd.train(config, texts=texts)
-    return export(run.model(), folder / "llama", architecture="llama"), losses(run)[-1]
+    path = sd.save(run.model(), folder / "llama", form="dense", architecture="llama")
+    return path, losses(run)[-1]
 
 
 def losses(run):
@@ -50,7 +58,7 @@ def main(model="", folder=None, density=0.25, block=16, steps=120, texts=60):
     dense_loss = None
     if not model:
         model, dense_loss = make_llama(folder, texts, 4 * steps)
-    config = run_config(model)  # The shape of the weights, and the recipe of the nearest size.
+    config = sd.preset(model)  # The shape of the weights, and the recipe of the nearest size.
     config = config.change(
         sparsity__projections=tuple(n for n in config.model.projections if n in PRUNED),
         sparsity__density=density,
@@ -62,7 +70,7 @@ def main(model="", folder=None, density=0.25, block=16, steps=120, texts=60):
         training__steps=steps,
     )
     run = sd.train(config, texts=texts)
-    path = export(run.model(), folder / "pruned")
+    path = sd.save(run.model(), folder / "pruned", form="dense")
     if dense_loss:
         print(f"dense: {dense_loss:.3f} bits per byte")
     for number, loss in enumerate(losses(run), start=1):

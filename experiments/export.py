@@ -32,11 +32,10 @@ def main(options):
     """Exports; see the module docstring."""
     if not options.to:
         raise UserError("No folder is named; give a new one with --to.")
-    from sparse_dataflow.runs import load_model
-    from sparse_dataflow.runs.export import export
+    from sparse_dataflow.runs import library, load_model
 
     trained = load_model.load(options)
-    path = export(trained, options.to, options.form, options.architecture)
+    path = library.save(trained, options.to, options.form, options.architecture)
     print(f"{trained.variant} after step {trained.step}: {path}")
 
 

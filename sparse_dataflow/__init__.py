@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparse_dataflow.config.model import LinearSpec, ModelConfig
-    from sparse_dataflow.config.presets import preset
     from sparse_dataflow.config.run import RunConfig
     from sparse_dataflow.data.tokenizer import Tokenizer
     from sparse_dataflow.evaluation.generate import generate
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from sparse_dataflow.layers.replace import densify, partition_specs, sparsify
     from sparse_dataflow.planning.cost import flops_per_token
     from sparse_dataflow.planning.memory import parameter_count
-    from sparse_dataflow.runs.library import init, logits, loss, save
+    from sparse_dataflow.runs.library import init, logits, loss, preset, save
     from sparse_dataflow.runs.train import train
     from sparse_dataflow.sparsity.layout import BlockLayout
     from sparse_dataflow.sparsity.patterns import legal_densities, make_layout
@@ -98,7 +97,7 @@ _HOMES = {
     "make_layout": "sparsity.patterns",
     "parameter_count": "planning.memory",
     "partition_specs": "layers.replace",
-    "preset": "config.presets",
+    "preset": "runs.library",
     "save": "runs.library",
     "sparsify": "layers.replace",
     "train": "runs.train",

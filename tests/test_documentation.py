@@ -301,6 +301,16 @@ def test_the_readme_example_runs():
     assert names["y"].shape == (8, 4096)
 
 
+@pytest.mark.slow
+def test_python_in_the_page_of_layers_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "layers.md").read_text(encoding="utf-8")
+    names = {}
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
+        exec(block, names)
+    assert (tmp_path / "layout.png").exists() and names["sparse"].layers[0].layout.density == 0.125
+
+
 def test_python_in_the_pages_compiles():
     blocks = [
         block

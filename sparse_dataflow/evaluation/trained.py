@@ -74,8 +74,12 @@ class Model:
         return self.training.sequence
 
     def tree_flatten_with_keys(self) -> tuple[tuple, "_Static"]:
-        """See `jax.tree_util.register_pytree_with_keys_class`."""
-        return ((jax.tree_util.GetAttrKey("params"), self.params),), self._static
+        """See `jax.tree_util.register_pytree_with_keys_class`.
+
+        The key of the parameters names their layouts, so orbax refuses those of other layouts.
+        """
+        name = f"params_layout_{self._static.layouts[:16]}" if self.tables else "params"
+        return ((jax.tree_util.GetAttrKey(name), self.params),), self._static
 
     @classmethod
     def tree_unflatten(cls, static: "_Static", children: tuple) -> "Model":
@@ -98,7 +102,12 @@ class Model:
 
 
 class _Static:
-    """All of a model but its parameters; compares and hashes by content, once."""
+    """All of a model but its parameters; compares and hashes by content, once.
+
+    Attributes:
+      model: the model, without parameters.
+      layouts: sha256 (hex) of its layout tables.
+    """
 
     def __init__(self, model: Model):
         self.model = model
@@ -106,7 +115,8 @@ class _Static:
         for path, table in jax.tree_util.tree_leaves_with_path(model.tables):
             tables.update(f"{path}{table.shape}".encode() + np.asarray(table).tobytes())
         config = (model.variant, model.model, model.training, model.tokenizer.content_hash)
-        self._content = (*config, tables.hexdigest())
+        self.layouts = tables.hexdigest()
+        self._content = (*config, self.layouts)
         self._hash = hash(self._content)
 
     def __eq__(self, other):

@@ -22,12 +22,25 @@ Initializer = Callable[..., Any]
 TABLES = ("in_index", "in_slot", "out_index", "out_slot")
 """Attributes of the index tables of an evolving layer, as in `LayoutTables`."""
 
+LAYOUT_PREFIX = "layout_"
+"""Start of the keys of `LayoutName`s."""
+
 _ROOM = LinearSpec(max_fan_out=EvolutionConfig.max_fan_out)
 """Width of the tables of an evolving layer."""
 
 
 class LayoutTable(nnx.Variable):
     """One int32 index table of an evolving layer; `sd.evolve` changes it, no optimizer does."""
+
+
+class LayoutName(nnx.Variable):
+    """A zero of a static layer, whose key in the state names the layout.
+
+    So the state of another layout is another tree, which orbax and `jax.tree.map` refuse.
+
+    Attributes:
+      layout: the key, kept as metadata: `nnx.merge` checks no keys.
+    """
 
 
 class BlockNorms(nnx.Variable):
@@ -40,8 +53,9 @@ class BlockSparseLinear(nnx.Module):
     Gradients, optimizer state and checkpoints have the stored blocks alone.
 
     The layout is static by default: it is no array, it is hashable and compares by content, so
-    every program is specialised to it.  With `evolving=True` it is a variable of four index tables,
-    which `sd.evolve` changes without recompiling; products are then slower.
+    every program is specialised to it.  The state has its name, as the key of a zero, so that a
+    state of another layout is refused.  With `evolving=True` the layout is a variable of four index
+    tables, which `sd.evolve` changes without recompiling; products are then slower.
 
     Attributes:
       values: nnx.Param, param_dtype [nnz, block, block], the stored blocks as `BlockLayout` orders
@@ -112,8 +126,10 @@ class BlockSparseLinear(nnx.Module):
         """Applies the layer: [..., in_features] -> [..., out_features].
 
         Raises:
-          UserError: the input has other features, or `out_sharding` is not None.
+          UserError: the input has other features, `out_sharding` is not None, or the state is of
+            another layout.
         """
+        self._check_layout()
         if out_sharding is not None:
             raise UserError(
                 "A BlockSparseLinear takes no out_sharding; legal: None, and "
@@ -152,7 +168,11 @@ class BlockSparseLinear(nnx.Module):
         """Returns the layout that all layers of a stack share, or each layer's if it is evolving.
 
         An evolving layout is read from its tables, so not inside `jit`.
+
+        Raises:
+          UserError: the state is of another layout.
         """
+        self._check_layout()
         if self.static_layout is not None:
             return [self.static_layout]
         block = self.values.shape[-1]
@@ -168,18 +188,45 @@ class BlockSparseLinear(nnx.Module):
           evolving: whether the layout becomes a variable.
         """
         self.static_layout = None if evolving else layouts[0]
+        stack = self.values.shape[:-3]
         for name in TABLES:
             setattr(self, name, nnx.data(None))
-        if evolving:
-            stack = self.values.shape[:-3]
+        for name in [name for name in vars(self) if name.startswith(LAYOUT_PREFIX)]:
+            delattr(self, name)
+        if not evolving:
+            name = layout_name(layouts[0])
+            setattr(self, name, LayoutName(jnp.zeros(stack), layout=name))
+        else:
             stacked = stack_tables([with_room(each, _ROOM).tables() for each in layouts])
             for name, table in zip(TABLES, stacked.arrays):
                 layers = (math.prod(stack), *table.shape[1:])
                 value = jnp.broadcast_to(table, layers).reshape(*stack, *table.shape[1:])
                 setattr(self, name, LayoutTable(value))
 
+    def _check_layout(self):
+        """Raises UserError if the state is of another layout."""
+        attributes = vars(self)
+        held = {name for name in attributes if name.startswith(LAYOUT_PREFIX)}
+        for variable in [attributes[name] for name in held]:
+            if isinstance(variable, LayoutName):
+                held.add(variable.get_metadata("layout"))
+        static = self.static_layout
+        expected = set() if static is None else {layout_name(static)}
+        if held != expected:
+            mine = "an evolving layout" if static is None else layout_name(static)
+            raise UserError(
+                f"The state of this {self.in_features} x {self.out_features} layer is of "
+                f"{' and '.join(sorted(held - expected))}, and the layer has {mine}; legal: a "
+                "state of the same layout."
+            )
+
     def _tables(self):
         return LayoutTables(*(getattr(self, name)[...] for name in TABLES))
+
+
+def layout_name(layout: BlockLayout) -> str:
+    """Returns the key of a layout's `LayoutName`."""
+    return LAYOUT_PREFIX + layout.content_hash[:16]
 
 
 def draw_blocks(layout: BlockLayout, kernel_init: Initializer, key: Any, dtype: Any) -> jax.Array:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.layers.general import BlockSparseGeneral, Contraction
 from sparse_dataflow.layers.linear import BlockSparseLinear
 from sparse_dataflow.models.blocks import collect, expand, grid_norms
 from sparse_dataflow.sparsity.evolution import largest_blocks
@@ -25,6 +26,11 @@ Where = Callable[[str, Any], bool]
 
 MAGNITUDE = "magnitude"
 """The pattern of the largest blocks of the weights."""
+
+LINEARS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
+"""Modules that `sparsify` replaces."""
+
+_KINDS = "nnx.Linear, nnx.LinearGeneral and nnx.Einsum"
 
 _zeros = nnx.initializers.zeros_init()
 
@@ -40,8 +46,10 @@ def sparsify(
 ) -> Model:
     """Returns the model with its `nnx.Linear`s replaced by `sd.BlockSparseLinear`s.
 
-    The model itself stays as it is.  A linear whose kernel has leading axes, as `nnx.vmap` makes
-    for a scan over layers, becomes a stack of layers with one layout, or with one each if
+    The model itself stays as it is.  An `nnx.LinearGeneral`, and an `nnx.Einsum` that is a product
+    with one matrix, become a `BlockSparseLinear` of the matrix, with the axes of before: so do the
+    projections of `nnx.MultiHeadAttention`.  A linear whose kernel has leading axes, as `nnx.vmap`
+    makes for a scan over layers, becomes a stack of layers with one layout, or with one each if
     `evolving`.
 
     Args:
@@ -51,11 +59,13 @@ def sparsify(
         are scaled by 1 / sqrt(density), which keeps the variance of the outputs.
       density: fraction of the blocks stored; with 1 the model computes the same function.
       block: side of a square block, in features.
-      where: (path, linear) -> whether to replace it; None for every `nnx.Linear`.
+      where: (path, linear) -> whether to replace it; None for every `nnx.Linear`,
+        `nnx.LinearGeneral` and `nnx.Einsum`.
       evolving: whether `sd.evolve` may change the layouts without recompiling.
 
     Raises:
-      UserError: no linear is selected, or one of them has no such layout; names the legal values.
+      UserError: no linear is selected, or one of them has no such layout or cannot be replaced;
+        names the legal values.
 
     Examples:
         >>> model = nnx.Sequential(nnx.Linear(64, 128, rngs=nnx.Rngs(0)),
@@ -73,29 +83,34 @@ def sparsify(
     selected: list[str] = []
 
     def replace(path, node):
-        if type(node) is not nnx.Linear:
+        if not isinstance(node, LINEARS):
             return node
         names.append(dotted(path))
         if where is not None and not where(names[-1], node):
             return node
         selected.append(names[-1])
         try:
-            return _sparse(node, pattern, density, block, evolving, len(selected) - 1)
+            contraction = None if isinstance(node, nnx.Linear) else Contraction.of(node)
+            linear = node if contraction is None else contraction.linear(node)
+            if type(node) not in LINEARS:
+                raise UserError(f"{type(node).__name__} is a class of its own; legal: {_KINDS}.")
+            layer = _sparse(linear, pattern, density, block, evolving, len(selected) - 1)
+            return layer if contraction is None else BlockSparseGeneral(layer, contraction)
         except UserError as error:
             raise UserError(f"{names[-1]}: {error} Or leave it out with `where`.") from None
 
     sparse = nnx.recursive_map(replace, model)
     if not selected:
         raise UserError(
-            f"`where` selects no nnx.Linear of the model; legal: {', '.join(names)}."
+            f"`where` selects no linear of the model; legal: {', '.join(names)}."
             if names
-            else "The model has no nnx.Linear; other modules are not replaced."
+            else f"The model has no linear; legal: {_KINDS}. Other modules are not replaced."
         )
     return sparse
 
 
 def densify(model: Model) -> Model:
-    """Returns the model with its block-sparse linears replaced by `nnx.Linear`s.
+    """Returns the model with its block-sparse linears replaced by the dense ones of flax.
 
     It computes the same function: blocks that are not stored are zeros of the kernel.
 
@@ -111,9 +126,15 @@ def densify(model: Model) -> Model:
         (64, 128)
     """
     block_sparse_layers(model, None)
-    return nnx.recursive_map(
-        lambda path, node: _dense(node) if isinstance(node, BlockSparseLinear) else node, model
-    )
+
+    def replace(path, node):  # A node follows its children.
+        if isinstance(node, BlockSparseLinear):
+            return _dense(node)
+        if isinstance(node, BlockSparseGeneral) and isinstance(node.linear, nnx.Linear):
+            return node.contraction.module(node.linear)
+        return node
+
+    return nnx.recursive_map(replace, model)
 
 
 def partition_specs(model: nnx.Module, mesh: Mesh, axis: str) -> nnx.State:

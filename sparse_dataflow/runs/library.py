@@ -1,4 +1,4 @@
-"""A language model without the trainer: draw it, call it, train it in your own loop, save it."""
+"""Presets, and a language model without the trainer: draw it, call it, train and save it."""
 
 import importlib.metadata
 from pathlib import Path
@@ -7,15 +7,44 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from sparse_dataflow.config import presets
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data.tokenizer import Tokenizer, byte_tokenizer
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange import huggingface
+from sparse_dataflow.interchange import huggingface, starting_point
 from sparse_dataflow.interchange.model_card import model_card
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.training.variants import variant
+
+
+def preset(scale: str | Path, *, compute_dtype: str = "float32") -> RunConfig:
+    """Returns the run of a named scale with its recipe, or the run that begins with other weights.
+
+    A named scale is block-sparse at 1/8, beside its dense twin where the scale fits a laptop.  A
+    folder gives the shape, the recipe is that of the scale of nearest size, and block-sparse
+    weights bring their layout settings.
+
+    Args:
+      scale: name of a scale, such as "3m"; or run folder or Hugging Face directory, whose weights
+        and tokenizer the run begins with.
+      compute_dtype: dtype of activations; bfloat16 suits accelerators.
+
+    Raises:
+      UserError: no such scale or folder; names the scales.
+
+    Examples:
+        >>> sd.preset("13b").model.d_model
+        5120
+        >>> model = sd.init(sd.preset("pico").change(sparsity__block=16), jax.random.key(0))
+        >>> folder = sd.save(model, os.path.join(tempfile.mkdtemp(), "model"))
+        >>> sd.preset(folder).change(training__steps=10).sparsity.block
+        16
+    """
+    if scale not in presets.SIZES and Path(scale).expanduser().is_dir():
+        return starting_point.run_config(scale, compute_dtype)
+    return presets.preset(str(scale), compute_dtype=compute_dtype)
 
 
 def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) -> Model:
@@ -108,21 +137,28 @@ def loss(model: Model, tokens: ArrayLike) -> jax.Array:
     return whole.loss(model.model, model.params, model.tables, ids, weights)
 
 
-def save(model: Model, folder: str | Path) -> Path:
-    """Writes a model, with its layouts and tokenizer, as a folder that `sd.load` reads.
+def save(
+    model: Model, folder: str | Path, form: str = "sparse", architecture: str = huggingface.AUTO
+) -> Path:
+    """Writes a model, with its tokenizer, as a Hugging Face directory that `sd.load` reads.
 
-    The folder is a Hugging Face directory of the sparse form (see docs/exchange.md); its README.md
-    has a reader in numpy.  Optimizer state is not saved.
+    The sparse form has the stored blocks and the layouts, and a reader in numpy in its README.md.
+    `transformers` loads the dense form.  Optimizer state is not saved.
 
     Args:
       model: what `sd.init`, `sd.load` or `sd.train(...).model()` returned, or your own loop made.
       folder: folder to make; it must not exist.
+      form: "sparse" or "dense"; blocks that are not stored are zeros in the latter.
+      architecture: of the dense form: "gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", or
+        "auto" for that of the weights that a run began with, else the first that represents the
+        model.
 
     Returns:
       The path of the folder.
 
     Raises:
-      UserError: the folder exists or cannot be written; nothing half-written is left.
+      UserError: the architecture cannot represent the model, or the folder exists or cannot be
+        written; nothing half-written is left.
 
     Examples:
         >>> model = sd.init(sd.preset("pico").change(sparsity__block=16), jax.random.key(0))
@@ -130,21 +166,25 @@ def save(model: Model, folder: str | Path) -> Path:
         >>> sd.load(folder).model == model.model
         True
     """
-    version = importlib.metadata.version("sparse_dataflow")
-    card = (
-        f"# {Path(folder).name}\n\n`sparse_dataflow.load` of version {version} reads this model.\n"
-    )
+    packages = ("sparse_dataflow", "jax", "safetensors")
+    versions = {package: importlib.metadata.version(package) for package in packages}
     if model.record is not None:
-        card = model_card(model, "sparse", {"sparse_dataflow": version})
+        card = model_card(model, form, versions)
+        architecture = huggingface.preferred(architecture, model.record, model.model)
+    else:
+        reader = f"`sparse_dataflow.load` of version {versions['sparse_dataflow']}"
+        readers = f"{reader} and transformers read" if form == "dense" else f"{reader} reads"
+        card = f"# {Path(folder).name}\n\n{readers} this model.\n"
     return huggingface.write(
         folder,
-        "sparse",
+        form,
         model.model,
         jax.device_get(model.params),
         model.tables,
         model.tokenizer,
         context=model.context,
         card=card,
+        architecture=architecture,
     )
 
 

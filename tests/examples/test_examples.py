@@ -1,9 +1,11 @@
 """Every file in examples/ runs, in small, and does what its first line says."""
 
+import ast
 import importlib.util
 import pathlib
 
 import numpy as np
+import pytest
 
 import sparse_dataflow as sd
 
@@ -22,6 +24,27 @@ def test_every_example_has_a_test():
     source = "".join(path.read_text(encoding="utf-8") for path in tests)
     for path in FOLDER.glob("*.py"):
         assert f'load("{path.stem}")' in source or f'"{path.name}"' in source
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_uses_public_names_alone(path):
+    """It imports the package as a whole, and reads no attribute of it but the public names."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    imported = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name: alias.asname for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {f"{node.module}.{alias.name}": alias.asname for alias in node.names}
+    own = ("sparse_dataflow", "experiments", "tests", "launch")
+    used = {name: alias for name, alias in imported.items() if name.split(".")[0] in own}
+    assert used == {"sparse_dataflow": "sd"}
+    names = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "sd"
+    }
+    assert names and names <= set(sd.__all__)
 
 
 def test_the_mlp_is_trained_dense_and_sparse():

@@ -11,8 +11,7 @@ from sparse_dataflow.data import cache
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.load import load
 from sparse_dataflow.reporting.report_data import ReportData
-from sparse_dataflow.runs import command_line, evaluation_report
-from sparse_dataflow.runs.export import export
+from sparse_dataflow.runs import command_line, evaluation_report, library
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="the extra eval is not installed"
@@ -91,7 +90,7 @@ def refusal(evaluated, *arguments):
 def test_an_export_is_evaluated_alone_and_beside_its_run(evaluated, copy, job, tmp_path):
     model = load(copy, "sparse")
     for form in huggingface.FORMS:
-        export(model, tmp_path / form, form)
+        library.save(model, tmp_path / form, form)
     options = ("--tasks=last_word", "--num_fewshot=0", "--items=4")
     status, _, error = evaluated(f"--run={tmp_path / 'sparse'}", f"--corpus={job.corpus}", *options)
     assert (status, error) == (0, "")

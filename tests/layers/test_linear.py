@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import sparse_dataflow as sd
+from sparse_dataflow.layers.linear import LayoutName
 
 IN, OUT, BLOCK = 64, 32, 8
 each_kind = pytest.mark.parametrize("evolving", [False, True])
@@ -94,15 +95,16 @@ def test_outputs_of_unequal_fan_in_have_equal_variance():
     np.testing.assert_allclose(stds, 1, rtol=0.1)
 
 
-def test_a_static_layout_is_no_array_and_its_program_is_specialised(array_sizes):
+def test_a_static_layout_is_no_array_and_its_program_is_specialised():
     """The program equals that of the static layout: no index table enters it."""
     layer, x = make(), inputs(64)
     state = nnx.state(layer)
-    assert {type(leaf) for leaf in jax.tree.leaves(state, is_leaf=_is_variable)} == {nnx.Param}
-    graph, params = nnx.split(layer)
+    kinds = {type(leaf) for leaf in jax.tree.leaves(state, is_leaf=_is_variable)}
+    assert kinds == {nnx.Param, LayoutName}
+    graph, params, names = nnx.split(layer, nnx.Param, ...)
 
     def apply(params, x):
-        return nnx.merge(graph, params)(x)
+        return nnx.merge(graph, params, names)(x)
 
     def product(values, bias, x):
         return sd.block_sparse_matmul(x, values, layer.layout, "xla_static") + bias
@@ -211,7 +213,7 @@ def test_scan_and_remat(evolving, remat):
 def test_split_and_merge(evolving):
     layer, x = make(evolving), inputs(2)
     graph, params, others = nnx.split(layer, nnx.Param, ...)
-    assert sorted(params) == ["bias", "values"] and len(others) == (4 if evolving else 0)
+    assert sorted(params) == ["bias", "values"] and len(others) == (4 if evolving else 1)
     merged = nnx.merge(graph, params, others)
     np.testing.assert_array_equal(merged(x), layer(x))
     assert merged.layout == layer.layout and merged.layout is not None
@@ -246,6 +248,84 @@ def test_orbax_restores_the_state(evolving, tmp_path):
     restored = nnx.merge(graph, checkpointer.restore(tmp_path / "state", abstract))
     np.testing.assert_array_equal(restored(x), layer(x))
     assert restored.layout == layer.layout
+
+
+masks = st.lists(st.permutations(range(8)), min_size=4, max_size=4).map(
+    lambda columns: np.stack([np.asarray(column) < 4 for column in columns], axis=1)
+)
+"""Drawn [8, 4] grids of blocks, each column with 4 stored ones."""
+
+
+@hypothesis.given(masks, masks)
+@hypothesis.settings(max_examples=12, deadline=None)
+def test_a_state_is_taken_by_its_own_layout_alone(tmp_path_factory, one, two):
+    """Layouts of equally many blocks, so the shapes of the arrays fit both ways."""
+    first, second = (
+        make(layout=sd.BlockLayout.from_mask(mask, BLOCK), rngs=nnx.Rngs(seed))
+        for seed, mask in enumerate((one, two))
+    )
+    folder, x = tmp_path_factory.mktemp("state") / "state", inputs(2)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, nnx.state(first))
+    graph, state = nnx.split(second)
+
+    def restored():
+        with ocp.StandardCheckpointer() as checkpointer:
+            return nnx.merge(graph, checkpointer.restore(folder, state))
+
+    def updated():
+        other = nnx.clone(second)
+        nnx.update(other, nnx.state(first))
+        return other
+
+    def updated_by_arrays():
+        other = nnx.clone(second)
+        nnx.update(other, nnx.to_pure_dict(nnx.state(first)))
+        return other
+
+    def merged():
+        return nnx.merge(graph, nnx.state(first))
+
+    run = nnx.jit(lambda layer, x: layer(x))
+    if np.array_equal(one, two):
+        for load in (restored, updated, updated_by_arrays, merged):
+            np.testing.assert_array_equal(run(load(), x), run(first, x))
+        return
+    names = [name for name in (*nnx.state(first), *state) if name.startswith("layout_")]
+    with pytest.raises(ValueError, match=r"do not match|mismatch") as refusal:
+        restored()
+    assert all(name in str(refusal.value) for name in names)
+    message = (
+        f"The state of this 64 x 32 layer is of {names[0]}, and the layer has {names[1]}; legal"
+    )
+    for load in (updated, updated_by_arrays, merged):
+        for use in (lambda layer: run(layer, x), lambda layer: layer(x), sd.densify, sd.evolve):
+            with pytest.raises(sd.UserError, match=message):
+                use(load())
+
+
+def test_a_state_that_evolves_is_not_taken_by_a_static_layer_nor_the_reverse():
+    static, evolving = make(), make(True)
+    (name,) = [name for name in nnx.state(static) if name.startswith("layout_")]
+    changed = nnx.clone(evolving)
+    nnx.update(changed, nnx.state(static))
+    with pytest.raises(sd.UserError, match=f"is of {name}, and the layer has an evolving layout"):
+        changed(inputs(2))
+    with pytest.raises(ValueError, match="in_index"):
+        nnx.update(static, nnx.state(evolving))
+
+
+def test_a_pruned_layer_is_restored_with_its_layout_if_it_was_saved_evolving(tmp_path):
+    trained, x = nnx.Linear(IN, OUT, rngs=nnx.Rngs(3)), inputs(2)
+    pruned = sd.sparsify(trained, "magnitude", density=0.5, block=BLOCK, evolving=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.state(pruned))
+    with ocp.StandardCheckpointer() as checkpointer:
+        graph, abstract = nnx.split(nnx.eval_shape(lambda: make(True)))
+        layer = nnx.merge(graph, checkpointer.restore(tmp_path / "state", abstract))
+    sd.evolve(layer, None, "static")
+    assert layer.layout == pruned.layout and not layer.evolving
+    close(layer(x), pruned(x))
 
 
 def test_what_does_not_fit_is_refused_in_words():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import sparse_dataflow as sd
@@ -75,10 +76,57 @@ def test_models_of_equal_content_have_equal_structure():
 
 
 def test_models_of_other_layouts_have_another_structure():
-    random = CONFIG.change(sparsity__pattern="random")
-    first, second = (draw(random.change(training__seed=seed)) for seed in (0, 1))
+    first, second = of_two_layouts()
     swapped = dataclasses.replace(first, tables=second.tables)
     assert jax.tree.structure(first) != jax.tree.structure(swapped)
+
+
+def of_two_layouts():
+    random = CONFIG.change(sparsity__pattern="random")
+    return [draw(random.change(training__seed=seed), seed=seed) for seed in (0, 1)]
+
+
+def test_orbax_restores_a_model_and_its_moments_to_the_same_layouts_alone(tmp_path):
+    models = of_two_layouts()
+    trees = [{"model": model, "moments": optax.adam(1e-2).init(model)} for model in models]
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", trees[0])
+    shapes = [jax.tree.map(ocp.utils.to_shape_dtype_struct, tree) for tree in trees]
+    with ocp.StandardCheckpointer() as checkpointer:
+        equal(checkpointer.restore(tmp_path / "state", shapes[0]), trees[0])
+    keys = [jax.tree.leaves_with_path(model)[0][0][0].name for model in models]
+    assert keys[0] != keys[1] and all(key.startswith("params_layout_") for key in keys)
+    with ocp.StandardCheckpointer() as checkpointer, pytest.raises(ValueError) as refusal:
+        checkpointer.restore(tmp_path / "state", shapes[1])
+    assert all(key in str(refusal.value) for key in keys)
+
+
+def test_the_preset_of_a_folder_begins_with_its_weights(tmp_path):
+    folder = sd.save(draw(), tmp_path / "model")
+    config = sd.preset(folder)
+    assert config.run.init_from == str(folder) and config.model.num_layers == 1
+    assert config.sparsity.block == 32 and config.sparsity.density == 0.5
+    dense = sd.save(draw(), tmp_path / "dense", form="dense")
+    assert sd.preset(dense).model == config.model
+    with pytest.raises(sd.UserError, match="neither a run folder nor a Hugging Face directory"):
+        sd.preset(tmp_path)
+    with pytest.raises(sd.UserError, match="no scale 'nowhere'; legal: pico, 3m"):
+        sd.preset("nowhere")
+
+
+def test_a_model_without_a_run_is_saved_dense_in_the_architecture_that_is_named(tmp_path):
+    model = draw()
+    batch = tokens() % 256
+    for architecture, kind in (("auto", "gpt2"), ("opt", "opt")):
+        folder = tmp_path / architecture
+        loaded = sd.load(sd.save(model, folder, form="dense", architecture=architecture))
+        assert f'"model_type": "{kind}"' in (folder / "config.json").read_text()
+        np.testing.assert_allclose(sd.logits(loaded, batch), sd.logits(model, batch), atol=1e-5)
+    with pytest.raises(sd.UserError, match="LlamaForCausalLM has no norm=layernorm"):
+        sd.save(model, tmp_path / "llama", form="dense", architecture="llama")
+    assert not (tmp_path / "llama").exists()
+    with pytest.raises(sd.UserError, match="The export form 'both' is unknown"):
+        sd.save(model, tmp_path / "both", form="both")
 
 
 @pytest.mark.parametrize("config", [CONFIG, CONFIG.dense()], ids=["sparse", "dense"])
@@ -125,6 +173,10 @@ def test_what_does_not_fit_is_refused_in_words(tmp_path):
     folder = sd.save(model, tmp_path / "model")
     with pytest.raises(sd.UserError, match="exists already"):
         sd.save(model, folder)
+    other = sd.save(of_two_layouts()[0], tmp_path / "other")
+    (other / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with pytest.raises(sd.UserError, match="the tables of another layout than its config"):
+        sd.load(other)
     with pytest.raises(sd.UserError, match="no variant 'dense'; legal: sparse"):
         sd.load(folder, "dense")
     with pytest.raises(sd.UserError, match="nowhere"):

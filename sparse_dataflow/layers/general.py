@@ -1,0 +1,187 @@
+"""nnx.LinearGeneral and nnx.Einsum as products with a matrix, which can be block-sparse."""
+
+import dataclasses
+import math
+import string
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sparse_dataflow.files.errors import UserError
+
+_zeros = nnx.initializers.zeros_init()
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+    """The product of an input with a kernel of any rank, as a product with a matrix.
+
+    Attributes:
+      kernel_shape: shape of the kernel.
+      order: axes of the kernel: those of the matrix's inputs, then those of its outputs.
+      count: number of axes of the matrix's inputs.
+      axis: axes of the input that an nnx.LinearGeneral sums over.
+      equation: of an nnx.Einsum; empty for an nnx.LinearGeneral.
+    """
+
+    kernel_shape: tuple[int, ...]
+    order: tuple[int, ...]
+    count: int
+    axis: tuple[int, ...] = ()
+    equation: str = ""
+
+    @classmethod
+    def of(cls, module: Any) -> "Contraction":
+        """Returns the contraction of an nnx.LinearGeneral or nnx.Einsum.
+
+        Raises:
+          UserError: it is no product with one matrix.
+        """
+        if isinstance(module, nnx.LinearGeneral):
+            if module.batch_axis:
+                raise UserError(
+                    f"It has batch_axis={dict(module.batch_axis)}, so a matrix for each index; "
+                    "legal: no batch_axis."
+                )
+            shape = (*module.in_features, *module.out_features)
+            order, count = tuple(range(len(shape))), len(module.in_features)
+            return cls(shape, order, count, axis=tuple(module.axis))
+        inputs, kernel, outputs = _terms(module.einsum_str)
+        summed = [letter for letter in kernel if letter in inputs]
+        new = [letter for letter in outputs if letter in kernel]
+        others = [letter for letter in inputs if letter not in kernel]
+        if (
+            sorted(summed + new) != sorted(kernel)
+            or sorted(others + new) != sorted(outputs)
+            or any(len(set(term)) < len(term) for term in (inputs, kernel, outputs))
+            or "." in kernel
+            or not (summed and new)
+        ):
+            raise UserError(
+                f"Its equation {module.einsum_str} is no product with one matrix; legal: an index "
+                "of the kernel is either summed with the input or new in the output."
+            )
+        order = tuple(kernel.index(letter) for letter in summed + new)
+        return cls(tuple(module.kernel_shape), order, len(summed), equation=module.einsum_str)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The kernel's shape in the order of the matrix."""
+        return tuple(self.kernel_shape[axis] for axis in self.order)
+
+    def linear(self, module: Any) -> nnx.Linear:
+        """Returns the nnx.Linear of a module with this contraction; leading axes stay."""
+        kernel, rank = module.kernel[...], len(self.shape)
+        stack = kernel.shape[: kernel.ndim - rank]
+        axes = [*range(len(stack)), *(len(stack) + axis for axis in self.order)]
+        sides = math.prod(self.shape[: self.count]), math.prod(self.shape[self.count :])
+        linear = _linear(nnx.Linear, *sides, like=module)
+        linear.kernel = nnx.Param(kernel.transpose(axes).reshape(*stack, *sides))
+        if module.bias is not None:
+            linear.bias = nnx.Param(module.bias[...].reshape(*stack, -1))
+            linear.use_bias = True
+        return linear
+
+    def module(self, linear: nnx.Linear) -> nnx.LinearGeneral | nnx.Einsum:
+        """Returns the module of a matrix: inverse of `linear`."""
+        new = self.shape[self.count :]
+        if self.equation:
+            general = _linear(nnx.Einsum, self.equation, self.kernel_shape, None, like=linear)
+            general.bias_shape = None if linear.bias is None else new
+        else:
+            features = self.shape[: self.count], new
+            general = _linear(nnx.LinearGeneral, *features, axis=self.axis, like=linear)
+            general.use_bias = linear.use_bias
+        kernel = linear.kernel[...]
+        stack = kernel.shape[:-2]
+        back = [len(stack) + self.order.index(axis) for axis in range(len(self.order))]
+        kernel = kernel.reshape(*stack, *self.shape).transpose(*range(len(stack)), *back)
+        general.kernel = nnx.Param(kernel)
+        if linear.bias is not None:
+            general.bias = nnx.Param(linear.bias[...].reshape(*stack, *new))
+        return general
+
+    def apply(self, linear: nnx.Module, inputs: jax.Array) -> jax.Array:
+        """Applies a linear of the matrix as the module applies its kernel.
+
+        Raises:
+          UserError: the input has another shape.
+        """
+        inputs, rank = jnp.asarray(inputs), jnp.ndim(inputs)
+        if self.equation:
+            letters, kernel, outputs = _terms(self.equation, rank)
+            summed = [letters.index(kernel[axis]) for axis in self.order[: self.count]]
+        else:
+            letters, kernel, outputs = "", "", ""
+            summed = sorted(axis % rank for axis in self.axis)
+        sizes = tuple(inputs.shape[axis] for axis in summed if axis < rank)
+        if sizes != self.shape[: self.count] or len(letters) not in (0, rank):
+            raise UserError(
+                f"The input has shape {inputs.shape}; legal: {self.shape[: self.count]} along the "
+                f"axes of {self.equation or self.axis}."
+            )
+        rest = [axis for axis in range(rank) if axis not in summed]
+        kept = [inputs.shape[axis] for axis in rest]
+        rows = inputs.transpose(*rest, *summed).reshape(*kept, math.prod(sizes))
+        y = linear(rows).reshape(*kept, *self.shape[self.count :])
+        if not self.equation:
+            return y
+        have = [letters[axis] for axis in rest] + [
+            kernel[axis] for axis in self.order[self.count :]
+        ]
+        return y.transpose([have.index(letter) for letter in outputs])
+
+
+class BlockSparseGeneral(nnx.Module):
+    """Drop-in for an nnx.LinearGeneral or nnx.Einsum whose kernel is block-sparse as a matrix.
+
+    Attributes:
+      linear: `sd.BlockSparseLinear` of the matrix.
+      contraction: how the kernel is a matrix.
+    """
+
+    def __init__(self, linear: nnx.Module, contraction: Contraction):
+        self.linear, self.contraction = linear, contraction
+
+    def __call__(self, inputs: jax.Array, out_sharding: None = None) -> jax.Array:
+        """Applies the layer.
+
+        Raises:
+          UserError: the input has another shape, or `out_sharding` is not None.
+        """
+        if out_sharding is not None:
+            raise UserError(
+                "A block-sparse layer takes no out_sharding; legal: None, and "
+                "jax.lax.with_sharding_constraint of its result."
+            )
+        return self.contraction.apply(self.linear, inputs)
+
+
+def _terms(equation, rank=None):
+    """Returns the letters of an equation's inputs, kernel and outputs.
+
+    "." is the ellipsis, or for inputs of a known rank there are letters in its place.
+    """
+    operands, outputs = equation.replace(" ", "").replace("...", ".").split("->")
+    terms = [*operands.split(","), outputs]
+    if rank is not None:
+        free = [letter for letter in string.ascii_letters if letter not in equation]
+        rest = "".join(free[: max(0, rank - len(terms[0]) + 1)])
+        terms = [term.replace(".", rest) for term in terms]
+    return terms
+
+
+def _linear(kind, *sizes, like, **options):
+    """Returns an nnx module of a kind, without a bias, of the dtypes of another."""
+    if kind is not nnx.Einsum:
+        options["use_bias"] = False
+    return kind(
+        *sizes,
+        dtype=like.dtype,
+        param_dtype=like.param_dtype,
+        kernel_init=_zeros,
+        rngs=nnx.Rngs(0),
+        **options,
+    )
