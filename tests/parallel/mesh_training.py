@@ -64,6 +64,12 @@ MODELS = {
         DENSE, **FAMILIES["llama"], num_kv_heads=2, vocab_size=45, remat="full", window=5
     ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8)),
     "qwen3": dataclasses.replace(DENSE, **FAMILIES["qwen3"], num_kv_heads=2, head_dim=12),
+    **{
+        precision: dataclasses.replace(DENSE, precision=precision).with_linears(
+            LinearSpec("block_sparse", "monarch", 0.5, 8), ["mlp_in", "mlp_out"]
+        )
+        for precision in ("fp8", "int8")
+    },
     "sparse_deep_full": sparse("random", rank=4, hadamard=4, num_layers=5, remat="full"),
 }
 
