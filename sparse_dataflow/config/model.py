@@ -20,6 +20,7 @@ KEY_VALUE = ("k", "v")
 """Projections whose output features are key/value heads alone."""
 
 DTYPES = ("float32", "bfloat16")
+PRECISIONS = ("compute_dtype", "fp8", "int8")
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rotary")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
@@ -154,6 +155,9 @@ class ModelConfig:
         is OPT's, "silu" Llama's.
       remat: activation checkpointing of a block: "none", "dots" (keep matmul outputs) or "full".
       compute_dtype: dtype of activations and of weights in products; master weights are float32.
+      precision: operands of the projections' products: "compute_dtype"; or 8-bit numbers with a
+        scale for each row that a product sums (`kernels.quantized`), "fp8" (e4m3, gradients e5m2)
+        or "int8".  Low-rank terms, attention and the output layer keep compute_dtype.
       parametrization: "standard", or "supar" (arXiv 2405.15743), which keeps the scale of
         activations and of their updates constant over width and density.
       num_kv_heads: heads of keys and values (grouped-query attention, arXiv 2305.13245); query head
@@ -217,6 +221,12 @@ class ModelConfig:
     )
     compute_dtype: str = setting(
         "float32", "Dtype of activations; master weights stay float32.", choices=DTYPES
+    )
+    precision: str = setting(
+        "compute_dtype",
+        "Operands of the projections' products in training: fp8 and int8 are quantised, by the "
+        "extra `quantized`; layouts must have equal groups, as monarch's.",
+        choices=PRECISIONS,
     )
     parametrization: str = setting(
         "standard",
@@ -403,6 +413,11 @@ class ModelConfig:
     def supar(self) -> bool:
         """Whether the parametrization is SuPar."""
         return self.parametrization == "supar"
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the operands of the projections' products are quantised."""
+        return self.precision != PRECISIONS[0]
 
     @property
     def sparse_projections(self) -> tuple[str, ...]:

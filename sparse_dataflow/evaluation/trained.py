@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.model import PRECISIONS, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
@@ -129,7 +129,8 @@ class _Static:
 def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Model:
     """Loads a variant's model from a checkpoint and verifies all of its bytes.
 
-    Does not change the folder; the run may still be in progress.
+    Does not change the folder; the run may still be in progress.  The model multiplies in its
+    compute dtype, whatever the precision of its training was.
 
     Args:
       run_folder: run folder.
@@ -171,7 +172,9 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
     return Model(
         folder,
         variant,
-        model_phases[phase_before(model_phases, step)].model,
+        dataclasses.replace(
+            model_phases[phase_before(model_phases, step)].model, precision=PRECISIONS[0]
+        ),
         state.params,
         state.tables,
         tokenizer,

@@ -4,6 +4,13 @@ Rates are the vendors' dense figures (without structured sparsity) of the SXM / 
 (https://docs.jax.dev/en/latest/201/precision.html): TF32 tensor cores on NVIDIA, one bfloat16 pass
 on TPU, float32 matrix cores on AMD.
 
+"int8" and "fp8" are the rates of 8-bit products; a chip of the table without one converts its
+operands to a wider type.  Sources: NVIDIA, the same datasheets with sparsity, halved (A100 624
+int8; H100 and H200 3,958 fp8 and int8; HGX B200 and GB200 NVL72, one GPU: 9 and 10 PFLOP/s of
+each); AMD, the MI250X datasheet, 383/2 int8; TPU, pages "TPU v4" (275 bf16 or int8), "TPU v5e" (393
+int8) and "TPU v6e" (1,836 int8), jax/_src/tpu_info.py (v5p 918 int8; v6e fp8 at the rate of
+bfloat16; none on v5e and v5p).
+
 | chip | rates, memory, bandwidth | links of one chip, bytes/s in one direction |
 | --- | --- | --- |
 | a100-40gb, a100-80gb | NVIDIA A100 datasheet (2021): 312 bf16, 156 TF32; 40 GB 1,555 GB/s, 80 GB SXM 2,039 GB/s | NVLink 3, 600 GB/s both ways, 8 in a node; one 200 Gb/s InfiniBand HDR a GPU (DGX A100 datasheet); PCIe 4 x16 to the host |
@@ -90,6 +97,20 @@ class Chip:
         """Returns FLOP/s for operands of `dtype`, or None if unknown."""
         return None if self.peak_flops is None else self.peak_flops.get(dtype)
 
+    def product_words(self, precision: str, compute_dtype: str) -> str:
+        """Returns in words how quantised products run here, beside those of `compute_dtype`."""
+        head = f"{precision} products on {self.name}:"
+        peak, wide = self.peak(precision), self.peak(compute_dtype)
+        if peak and wide:
+            return (
+                f"{head} native, up to {peak / TERA:,.0f} TFLOP/s; {compute_dtype} has "
+                f"{wide / TERA:,.0f}"
+            )
+        slower = "slower than without, meant for tests"
+        if self.peak_flops is None:
+            return f"{head} not known to be native; if they are emulated, they are {slower}"
+        return f"{head} emulated, which is {slower}"
+
     def rates(self, dtype: str) -> tuple[float, float]:
         """Returns (FLOP/s for operands of `dtype`, memory bandwidth in bytes/s).
 
@@ -107,10 +128,13 @@ class Chip:
         return math.inf if self.memory_bytes is None else self.memory_bytes
 
 
-def _chip(name, family, bfloat16, float32, memory, gigabytes_per_second, host, network):
+def _chip(
+    name, family, bfloat16, float32, memory, gigabytes_per_second, host, network, **eight_bits
+):
     peaks = {"bfloat16": bfloat16 * TERA, "float16": bfloat16 * TERA, "float32": float32 * TERA}
     if name.startswith("tpu"):
         del peaks["float16"]  # the MXU has no float16 mode
+    peaks |= {dtype: rate * TERA for dtype, rate in eight_bits.items()}
     return Chip(name, peaks, int(memory), gigabytes_per_second * GIGA, network, host * GIGA, family)
 
 
@@ -122,29 +146,51 @@ def _torus(island, axis, slow, axes):
     return Network(island, axis * GIGA, slow * GIGA, axes, fast_latency=1e-6)
 
 
+_HOPPER = {"fp8": 1979, "int8": 1979}
+
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        _chip("a100-40gb", "ampere", 312, 156, 40 * GIB, 1555, 32, _switch(300, 25)),
-        _chip("a100-80gb", "ampere", 312, 156, 80 * GIB, 2039, 32, _switch(300, 25)),
-        _chip("h100", "hopper", 989.4, 494.7, 80 * GIB, 3350, 64, _switch(450, 50)),
-        _chip("h100-96gb", "hopper-500w", 989.4, 494.7, 96e9, 2400, 64, _switch(450, 50)),
-        _chip("h200", "hopper", 989.4, 494.7, 139 * GIB, 4800, 64, _switch(450, 50)),
-        _chip("b200", "blackwell", 2250, 1100, 180 * GIGA, 8000, 64, _switch(900, 50)),
-        _chip("gb200", "blackwell", 2450, 1225, 186e9, 8000, 450, _switch(900, 50, island=64)),
+        _chip("a100-40gb", "ampere", 312, 156, 40 * GIB, 1555, 32, _switch(300, 25), int8=624),
+        _chip("a100-80gb", "ampere", 312, 156, 80 * GIB, 2039, 32, _switch(300, 25), int8=624),
+        _chip("h100", "hopper", 989.4, 494.7, 80 * GIB, 3350, 64, _switch(450, 50), **_HOPPER),
         _chip(
-            "mi250x-gcd", "cdna2", 191.5, 47.85, 64 * GIB, 1638.4, 36, _switch(100, 12.5, pair=200)
+            "h100-96gb", "hopper-500w", 989.4, 494.7, 96e9, 2400, 64, _switch(450, 50), **_HOPPER
         ),
-        _chip("tpu-v4", "tpu-v4", 275, 275, 32 * GIB, 1200, 16, _torus(4096, 100, 6.25, 3)),
-        _chip("tpu-v5e", "tpu-v5e", 197, 197, 16 * GIGA, 819, 16, _torus(256, 100, 3.125, 2)),
-        _chip("tpu-v5p", "tpu-v5p", 459, 459, 95 * GIGA, 2765, 16, _torus(6144, 200, 6.25, 3)),
-        _chip("tpu-v6e", "tpu-v6e", 918, 918, 32 * GIGA, 1638, 32, _torus(256, 200, 12.5, 2)),
+        _chip("h200", "hopper", 989.4, 494.7, 139 * GIB, 4800, 64, _switch(450, 50), **_HOPPER),
+        _chip(
+            "b200", "blackwell", 2250, 1100, 180 * GIGA, 8000, 64, _switch(900, 50),
+            fp8=4500, int8=4500,
+        ),
+        _chip(
+            "gb200", "blackwell", 2450, 1225, 186e9, 8000, 450, _switch(900, 50, island=64),
+            fp8=5000, int8=5000,
+        ),
+        _chip(
+            "mi250x-gcd", "cdna2", 191.5, 47.85, 64 * GIB, 1638.4, 36,
+            _switch(100, 12.5, pair=200), int8=191.5,
+        ),
+        _chip(
+            "tpu-v4", "tpu-v4", 275, 275, 32 * GIB, 1200, 16, _torus(4096, 100, 6.25, 3), int8=275
+        ),
+        _chip(
+            "tpu-v5e", "tpu-v5e", 197, 197, 16 * GIGA, 819, 16, _torus(256, 100, 3.125, 2),
+            int8=393,
+        ),
+        _chip(
+            "tpu-v5p", "tpu-v5p", 459, 459, 95 * GIGA, 2765, 16, _torus(6144, 200, 6.25, 3),
+            int8=918,
+        ),
+        _chip(
+            "tpu-v6e", "tpu-v6e", 918, 918, 32 * GIGA, 1638, 32, _torus(256, 200, 12.5, 2),
+            fp8=918, int8=1836,
+        ),
     )
-}
+}  # fmt: skip
 
 _MOST_BYTES = 2**20
 _REQUIRED = ("name", "bfloat16_tflops", "memory_gb", "bandwidth_gb_s")
-_OPTIONAL = ("float32_tflops", "host_gb_s", "family")
+_OPTIONAL = ("float32_tflops", "fp8_tflops", "int8_tflops", "host_gb_s", "family")
 _NETWORK = ("island", "fast_gb_s", "slow_gb_s", "axes")
 
 
@@ -171,9 +217,9 @@ def read(path: Path) -> Chip:
     """Reads a chip from a TOML file.
 
     Keys: name, bfloat16_tflops, memory_gb, bandwidth_gb_s; optional float32_tflops (default: half
-      of
-    bfloat16_tflops), host_gb_s, family (whose fitted constants apply), and a table [network] with
-    island, fast_gb_s, slow_gb_s and optional axes.  1 GB is 1e9 bytes; rates are per chip.
+    of bfloat16_tflops), fp8_tflops and int8_tflops (absent: emulated), host_gb_s, family (whose
+    fitted constants apply), and a table [network] with island, fast_gb_s, slow_gb_s and optional
+    axes.  1 GB is 1e9 bytes; rates are per chip.
 
     Raises:
       UserError: the file does not exist or is not TOML, or a key is missing, unknown or not legal.
@@ -196,6 +242,8 @@ def read(path: Path) -> Chip:
         raise UserError(f"{path}: family {family!r} is unknown; legal: {', '.join(families)}.")
     rate = fields["bfloat16_tflops"] * TERA
     peaks = {"bfloat16": rate, "float32": fields.get("float32_tflops", rate / 2 / TERA) * TERA}
+    eight_bits = (dtype for dtype in ("fp8", "int8") if f"{dtype}_tflops" in fields)
+    peaks |= {dtype: fields[f"{dtype}_tflops"] * TERA for dtype in eight_bits}
     network = links and Network(
         int(links["island"]),
         links["fast_gb_s"] * GIGA,

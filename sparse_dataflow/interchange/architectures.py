@@ -208,7 +208,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 _MIXTURES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
-_FREE = ("linears", "density_by_depth", "remat", "compute_dtype", "parametrization", "seed")
+_FREE = ("linears", "density_by_depth", "remat", "compute_dtype", "precision", "parametrization",
+         "seed")  # fmt: skip
 """Fields of `ModelConfig` that config.json does not have."""
 
 

@@ -181,7 +181,7 @@ def initial_state_from(
 
 def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:
     """Raises UserError with each difference that stops `model` from using weights of `start`."""
-    may_differ = ("linears", "density_by_depth", "remat", "compute_dtype", "seed")
+    may_differ = ("linears", "density_by_depth", "remat", "compute_dtype", "precision", "seed")
     differences = [
         _difference(field.name, getattr(start, field.name), getattr(model, field.name))
         for field in dataclasses.fields(model)

@@ -202,6 +202,7 @@ class Block(nnx.Module):
             and "mlp_in" in config.biases
             and self.mlp_in.plain_sparse
             and self.mlp_out.plain_sparse
+            and not config.quantized
             and not any(isinstance(tables.get(name), Probe) for name in names)
         )
 

@@ -12,10 +12,17 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.config.layer_groups import layer_linear
-from sparse_dataflow.config.model import KEY_VALUE, ROW_PARALLEL, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import (
+    KEY_VALUE,
+    PRECISIONS,
+    ROW_PARALLEL,
+    LinearSpec,
+    ModelConfig,
+)
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
 from sparse_dataflow.kernels.hadamard.api import hadamard
+from sparse_dataflow.kernels.quantized import api as quantized
 from sparse_dataflow.models.shard import WHOLE, Shard
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 from sparse_dataflow.sparsity.patterns import make_layout
@@ -99,7 +106,8 @@ class Linear(nnx.Module):
       gate starts at 1, b_kernel at 0.
 
     With `hadamard`, the stored blocks multiply the Walsh-Hadamard transform of x; the low-rank term
-    multiplies x itself.
+    multiplies x itself, in the dtype of x.  The config's `precision` says how the other product is
+    computed.
 
     Weights are drawn normal with variance gain² / (stored inputs of one output).
     """
@@ -122,6 +130,7 @@ class Linear(nnx.Module):
         if projection in config.biases:
             self.bias = nnx.Param(jnp.zeros(out_features))
         self.rank, self.hadamard = spec.rank, spec.hadamard
+        self.precision = config.precision
         if spec.rank:
             self.a_kernel = nnx.Param(
                 _normal(rngs, (in_features, spec.rank), 1 / math.sqrt(in_features))
@@ -148,9 +157,9 @@ class Linear(nnx.Module):
             y = block_sparse_matmul(mixed, params["values"], tables.tables)
             y = with_gradient_norms(y, mixed, tables.norms, tables.axes, tables.shard)
         elif self.sparse and tables is not None:
-            y = block_sparse_matmul(mixed, params["values"], tables)
+            y = block_sparse_matmul(mixed, params["values"], tables, precision=self.precision)
         else:
-            y = _matmul(x, params["kernel"])
+            y = _matmul(x, params["kernel"], self.precision)
         if self.rank:
             y += params["gate"] * _matmul(_matmul(x, params["a_kernel"]), params["b_kernel"])
         return self.with_bias(reduce(y))
@@ -209,9 +218,11 @@ def _probe_backward(axes, shard, saved, dy):
 with_gradient_norms.defvjp(_probe_forward, _probe_backward)
 
 
-def _matmul(x, kernel):
+def _matmul(x, kernel, precision=PRECISIONS[0]):
     """x @ kernel over flattened tokens, because contracting two axes is slower on a CPU."""
-    return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], -1)
+    rows = x.reshape(-1, x.shape[-1])
+    y = rows @ kernel if precision == PRECISIONS[0] else quantized.matmul(rows, kernel, precision)
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def _normal(rngs, shape, scale):

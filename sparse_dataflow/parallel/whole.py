@@ -105,8 +105,8 @@ def apply_blocks(
     Otherwise each layer group is scanned, so that compile time does not depend on depth.
     """
     unrolled = unrolls(config, tables)
-    if not unrolled:
-        tables = gpt.with_groups(tables)
+    # jax.checkpoint traces concrete tables, whose groups would be lost with them.
+    tables = gpt.with_groups(tables)
     for group, stacked in enumerate(zip(split_groups(params), split_groups(tables), strict=True)):
         run = _layer(config, member, group, attend)
         if unrolled:

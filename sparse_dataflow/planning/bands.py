@@ -76,12 +76,13 @@ def band(config: ModelConfig, sequence: int, chip: Chip, key: str) -> Band | Non
     """Returns the band of a prediction, or None where no published run is of its kind.
 
     Args:
-      config: the model; no published run with block-sparse weights names its plan.
+      config: the model; no published run with block-sparse weights names its plan, and the fits
+        have no run with quantised products.
       sequence: tokens per sequence.
       chip: kind of chip.
       key: constants that predict it.
     """
-    if config.sparse_projections or not chip.family:
+    if config.sparse_projections or config.quantized or not chip.family:
         return None
     return BANDS.get((key, regime(config, sequence)))
 
@@ -99,8 +100,10 @@ def words(config: ModelConfig, sequence: int, chip: Chip, key: str) -> str:
     """Returns the band of a prediction in words."""
     if key not in efficiency.EFFICIENCIES:
         return f"extrapolated: prior constants, because no published run is on {chip.name}"
-    if config.sparse_projections:
-        return "extrapolated: no published run of this kind (block-sparse weights)"
+    kinds = ["block-sparse weights"] if config.sparse_projections else []
+    kinds += [f"{config.precision} products"] if config.quantized else []
+    if kinds:
+        return f"extrapolated: no published run of this kind ({', '.join(kinds)})"
     found = band(config, sequence, chip, key)
     if found is None:
         kind = REGIMES[regime(config, sequence)]

@@ -275,15 +275,21 @@ def _orthogonalization_seconds(config, plan, chip, efficiency):
 def _sections(config, sequence, plan, chip, efficiency, rates):
     dtype_bytes = DTYPE_BYTES[config.compute_dtype]
     peak, bandwidth = chip.rates(config.compute_dtype)
+    # An emulated product runs at the rate of the dtype that its operands are converted to.
+    projection_peak = chip.peak(config.precision) or peak
     memory = bandwidth * efficiency.bandwidth
     tokens = np.asarray(plan.micro_batch, np.float64) * sequence
     tensor = np.asarray(plan.tensor, np.float64)
     fractions, copies = stored_fractions(config), key_value_copies(config, plan.tensor)
 
-    def product(name, fan_in, fan_out, density=1.0, relative_rate=1.0, rank=0):
+    def product(name, fan_in, fan_out, density=1.0, relative_rate=1.0, rank=0, peak=peak):
         weights = fan_in * fan_out * density + rank * (fan_in + fan_out)
         flops = 2 * tokens * weights
         size = dtype_bytes * (tokens * (fan_in + fan_out) + weights)
+        if config.quantized and name != "head":
+            # Each operand is read for its scales and again to be rounded, and written in 8 bits.
+            operands = tokens * fan_in + fan_in * fan_out * density
+            size = size + (2 * dtype_bytes + 1) * operands
         width = np.minimum(np.minimum(fan_in, fan_out), tokens)
         rate = relative_rate * peak * efficiency.matmul * width / (width + efficiency.half_width)
         if name in rates:
@@ -303,7 +309,9 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
             sections["attention"] = _attention(
                 config, sequence, tokens, tensor, plan, peak, memory, efficiency, rates
             )
-        sections[name] = product(name, fan_in, fan_out, fractions[name], relative, spec.rank)
+        sections[name] = product(
+            name, fan_in, fan_out, fractions[name], relative, spec.rank, projection_peak
+        )
     d_share = tensor if plan.sequence_parallel else 1.0
     d_elements, ff_elements = ELEMENTS[plan.fused]
     for name, elements in (

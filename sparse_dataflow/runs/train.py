@@ -29,6 +29,7 @@ from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.interchange import starting_point
+from sparse_dataflow.kernels.quantized import api as quantized
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
@@ -263,6 +264,10 @@ class _Job:
     def _refuse_unfit_machine(self):
         """Refuses what these devices cannot train, before any work."""
         planned = variants(self.config)
+        if self.config.model.quantized:
+            quantized.library()
+            model = self.config.model
+            say(self.chip.product_words(model.precision, model.compute_dtype))
         memory_bytes = self.chip.memory_bytes
         devices.check(self.executor, self.config, planned, memory_bytes)
         if isinstance(self.executor, RelayExecutor):

@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.layer_groups import layer_groups
+from sparse_dataflow.config.model import PRECISIONS, ModelConfig
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.planning import cost
 from sparse_dataflow.planning.equal_cost import equal_cost_model
@@ -92,5 +94,27 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
     from_start = bool(config.run.init_from)
     evolution = dataclasses.replace(config.evolution, given_layouts=from_start)
     sparse = Variant(name, model, config.training, evolution)
-    phase_specs(sparse.model, sparse.evolution)  # Raises if the method does not fit the model.
+    # Raises if the method does not fit the model.
+    for spec in phase_specs(sparse.model, sparse.evolution):
+        _refuse_unequal_groups(spec)
     return sparse
+
+
+def _refuse_unequal_groups(spec):
+    """Raises UserError if a product is to be quantised whose layout has no equal groups."""
+    if not spec.model.quantized or not spec.model.sparse_projections:
+        return
+    head = f"model.precision={spec.model.precision} needs layouts of equal groups"
+    legal = f"legal: sparsity.pattern=monarch, or model.precision={PRECISIONS[0]}."
+    if spec.runtime_layouts:
+        raise UserError(
+            f"{head} that are known before training, which run.init_from and methods of "
+            "evolution that choose blocks do not have; legal: --evolution=static, sparse_to_dense "
+            f"or low_rank_tail with drawn weights, or model.precision={PRECISIONS[0]}."
+        )
+    for group in layer_groups(spec.model):
+        first = dataclasses.replace(group.model, num_layers=1)
+        for projection, (layout,) in gpt.layouts(first).items():
+            if layout.groups is None:
+                pattern = spec.model.linear(projection).pattern
+                raise UserError(f"{head}, and {pattern} has none in {projection}; {legal}")

@@ -67,6 +67,12 @@ MODELS = {
     "multi_query": dataclasses.replace(
         DENSE, **FAMILIES["llama"] | {"biases": ("q", "k", "v")}, num_kv_heads=1
     ).with_linears(LinearSpec("block_sparse", "random", 0.5, 4, rank=4, hadamard=8)),
+    **{
+        precision: dataclasses.replace(DENSE, precision=precision).with_linears(
+            LinearSpec("block_sparse", "monarch", 0.5, 8), ["mlp_in", "mlp_out"]
+        )
+        for precision in ("fp8", "int8")
+    },
     "sparse_deep_full": sparse("random", rank=4, hadamard=4, num_layers=5, remat="full"),
 }
 

@@ -1,11 +1,13 @@
 """The block-sparse matmul: one function that dispatches to one implementation per platform."""
 
+import functools
 import importlib
 import math
 
 import jax
 import numpy as np
 
+from sparse_dataflow.config.model import PRECISIONS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.block_sparse_matmul import (
@@ -41,6 +43,7 @@ def block_sparse_matmul(
     values: jax.Array,
     layout: BlockLayout | LayoutTables,
     implementation: str | None = None,
+    precision: str = PRECISIONS[0],
 ) -> jax.Array:
     """Compute `x @ W` where only some blocks of W are stored.
 
@@ -57,6 +60,8 @@ def block_sparse_matmul(
         Concrete (numpy) tables are specialised alike.  Traced tables are data: changing them does
         not recompile.
       implementation: one of IMPLEMENTATIONS, or None to choose by platform and tables.
+      precision: as in `ModelConfig`; quantised operands need "grouped" or None, and a layout of
+        equal groups.
 
     Returns:
       [..., out_features] in x's dtype; products accumulate in float32 (float64 for float64).
@@ -75,6 +80,10 @@ def block_sparse_matmul(
     tokens = math.prod(x.shape[:-1])
     flat = x.reshape(tokens, x.shape[-1])
     groups = static_layout.groups if static_layout else tables.groups
+    if precision != PRECISIONS[0]:
+        return _quantized(flat, values, tables, groups, implementation, precision).reshape(
+            *x.shape[:-1], -1
+        )
     name = implementation or _choose(flat, values, tables, static_layout, groups)
     if name in _KERNELS and dispatch.platform() != _KERNELS[name]:
         raise UserError(
@@ -106,6 +115,25 @@ def block_sparse_matmul(
     else:
         raise UserError(f"implementation {name!r} is unknown; legal: {', '.join(IMPLEMENTATIONS)}.")
     return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _quantized(x, values, tables, groups, implementation, precision):
+    """Multiplies the groups of a layout with quantised operands, as one batched dot."""
+    if precision not in PRECISIONS:
+        raise UserError(f"precision {precision!r} is unknown; legal: {', '.join(PRECISIONS)}.")
+    if implementation not in (None, "grouped"):
+        raise UserError(
+            f"implementation {implementation!r} does not quantise its operands; legal with "
+            f"precision={precision}: grouped."
+        )
+    if groups is None:
+        raise UserError(
+            f"precision={precision} needs a layout of equal groups that cannot change; legal: the "
+            "pattern monarch, or precision=compute_dtype."
+        )
+    dispatch.log_choice("block_sparse_matmul", f"grouped in {precision}", dispatch.platform())
+    products = functools.partial(grouped.dense_products, precision=precision)
+    return grouped.block_sparse_matmul(x, values, tables, groups, products)
 
 
 def check_operands(

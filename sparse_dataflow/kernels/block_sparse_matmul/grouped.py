@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_dataflow.config.model import PRECISIONS
 from sparse_dataflow.kernels import dispatch
+from sparse_dataflow.kernels.quantized import api as quantized
 from sparse_dataflow.sparsity.layout import Groups, LayoutTables
 
 jax.tree_util.register_static(Groups)
@@ -77,11 +79,20 @@ def among_outputs(y: jax.Array, tables: LayoutTables, groups: Groups, block: int
     return everywhere.reshape(len(y), len(tables.in_index) * block)
 
 
-def dense_products(x: jax.Array, weight: jax.Array, groups: Groups, *, block: int) -> jax.Array:
-    """Multiplies the columns of each group; arguments as in `Products`."""
-    y = _batched_products(
-        groups.out_run * block, split(x, groups.count, groups.in_run * block), weight
-    )
+def dense_products(
+    x: jax.Array,
+    weight: jax.Array,
+    groups: Groups,
+    *,
+    block: int,
+    precision: str = PRECISIONS[0],
+) -> jax.Array:
+    """Multiplies the columns of each group.
+
+    Arguments as in `Products`, and a precision as in `ModelConfig`.
+    """
+    x_by_group = split(x, groups.count, groups.in_run * block)
+    y = _batched_products(groups.out_run * block, precision, x_by_group, weight)
     return y.reshape(len(x), len(weight) * weight.shape[2])
 
 
@@ -98,36 +109,46 @@ def split(x, parts, run):
     return x.reshape(len(x), x.shape[1] // (parts * run), parts, run)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _batched_products(out_run, x, weight):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _batched_products(out_run, precision, x, weight):
     """Multiplies each group: x [tokens, outer, groups, run], weight [groups, inputs, outputs].
 
     Returns [tokens, outer, groups, out_run], in x's dtype.
     """
     count, _, outputs = weight.shape
-    y = _dot(x, weight.reshape(count, x.shape[1], x.shape[3], outputs), ((1, 3), (1, 2)), (2, 0))
+    value, _ = _types(precision)
+    by_input = weight.reshape(count, x.shape[1], x.shape[3], outputs)
+    y = _dot(x, by_input, ((1, 3), (1, 2)), (2, 0), (value, value))
     return y.reshape(count, len(x), outputs // out_run, out_run).transpose(1, 2, 0, 3)
 
 
-def _forward(out_run, x, weight):
-    return _batched_products(out_run, x, weight), (x, weight)
+def _forward(out_run, precision, x, weight):
+    return _batched_products(out_run, precision, x, weight), (x, weight)
 
 
-def _backward(out_run, saved, dy):
+def _backward(out_run, precision, saved, dy):
     x, weight = saved
+    value, gradient = _types(precision)
     split = weight.reshape(*weight.shape[:2], dy.shape[1], out_run)
-    dx = _dot(dy, split, ((1, 3), (2, 3)), (2, 0))
+    dx = _dot(dy, split, ((1, 3), (2, 3)), (2, 0), (gradient, value))
     dx = dx.reshape(len(weight), len(x), x.shape[1], x.shape[3]).transpose(1, 2, 0, 3)
-    dweight = _dot(x, dy, ((0,), (0,)), (2, 2))
+    dweight = _dot(x, dy, ((0,), (0,)), (2, 2), (value, gradient))
     return dx, dweight.reshape(weight.shape).astype(weight.dtype)
 
 
 _batched_products.defvjp(_forward, _backward)
 
 
-def _dot(a, b, contracted, batch):
+def _types(precision):
+    """Dtypes (of values, of gradients) that operands are quantised to, or (None, None)."""
+    return quantized.TYPES.get(precision, (None, None))
+
+
+def _dot(a, b, contracted, batch, dtypes):
     """Batched dot that accumulates in float32 or wider; the result has the dtype of `a`."""
+    axes = contracted, ((batch[0],), (batch[1],))
+    if None not in dtypes:
+        return quantized.dot_general(a, b, axes, dtypes)
     # GPUs and TPUs accumulate in float32 and round once. A CPU accumulates in the result's dtype.
     wide = jnp.promote_types(a.dtype, jnp.float32) if dispatch.platform() == "cpu" else a.dtype
-    axes = contracted, ((batch[0],), (batch[1],))
     return lax.dot_general(a, b, axes, preferred_element_type=wide).astype(a.dtype)

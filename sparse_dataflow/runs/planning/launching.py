@@ -36,6 +36,8 @@ def flags(options: ModelOptions, plan: ParallelPlan) -> str:
         values["parallel.schedule"] = schedules.format_schedule(plan.schedule, int(plan.chunks))
     if options.density < 1:
         values |= {"sparsity.density": options.density, "sparsity.block": options.block}
+    if options.model.quantized:
+        values["model.precision"] = options.precision
     words = [f"{spelling(path)}={settings.text(value)}" for path, value in values.items()]
     return " ".join([f"--scale={options.scale}", *words])
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.model import PRECISIONS, ModelConfig
 from sparse_dataflow.config.presets import RECIPES, SIZES, preset
 from sparse_dataflow.config.settings import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, setting
 from sparse_dataflow.files.errors import UserError
@@ -30,10 +30,21 @@ class ModelOptions:
         0, "Sequences per optimizer step; 0 is the scale's own.", legal=AT_LEAST_ZERO
     )
 
+    precision: str = setting(
+        PRECISIONS[0],
+        "Operands of the projections' products; the time of fp8 and int8 is extrapolated.",
+        choices=PRECISIONS,
+    )
+
     @property
     def model(self) -> ModelConfig:
         """The model, in bfloat16; see `named_model`."""
-        return named_model(self.scale, self.density, self.block)
+        return self.with_density(self.density)
+
+    def with_density(self, density: float) -> ModelConfig:
+        """Returns the model at another density."""
+        model = named_model(self.scale, density, self.block)
+        return dataclasses.replace(model, precision=self.precision)
 
     @property
     def sequence_length(self) -> int:

@@ -9,7 +9,6 @@ from sparse_dataflow.planning import plan_memory, search, sensitivity, step_time
 from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.reporting import planner_figures, search_page
 from sparse_dataflow.runs.planning import launching, plan_rows, search_table, verify
-from sparse_dataflow.runs.planning.options import named_model
 
 SCALING = (1 / 4, 1 / 2, 1, 2, 4)
 """Numbers of chips of the scaling curve, relative to those of the request."""
@@ -129,7 +128,7 @@ def _roofline(options, request, plan, folder):
     for density in (1.0, sparse):
         for fused in (True, False):
             time = step_time.step_time(
-                named_model(options.scale, density, options.block),
+                options.with_density(density),
                 request.sequence,
                 dataclasses.replace(plan, fused=fused, fused_attention=fused),
                 request.chip,

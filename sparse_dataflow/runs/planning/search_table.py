@@ -10,7 +10,7 @@ from sparse_dataflow.planning import bands, published, search
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.planning.search import ROOMY, Priced
 from sparse_dataflow.runs.planning import plan_rows
-from sparse_dataflow.runs.planning.options import ModelOptions, named_model
+from sparse_dataflow.runs.planning.options import ModelOptions
 
 SHOWN = 10
 """Plans in the printed table."""
@@ -111,7 +111,7 @@ def _dense_best(options: ModelOptions, request: search.Request) -> float | None:
     """
     if options.density == 1:
         return None
-    dense = dataclasses.replace(request, config=named_model(options.scale))
+    dense = dataclasses.replace(request, config=options.with_density(1.0))
     best = search.price(dense).ranked(1)
     return best[0][1] if best else None
 

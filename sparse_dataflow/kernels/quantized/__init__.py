@@ -1,0 +1,1 @@
+"""Products of 8-bit operands with scales, by the library qwix."""
