@@ -119,7 +119,8 @@ class _Static:
 def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Model:
     """Loads a variant's model from a checkpoint and verifies all of its bytes.
 
-    Does not change the folder; the run may still be in progress.
+    Does not change the folder; the run may still be in progress.  A run of adapters has these
+    alone; `interchange.starting_point.load_run` adds the weights that they are for.
 
     Args:
       run_folder: run folder.

@@ -45,7 +45,7 @@ RULES = (
 dropped if it does not divide the layers, and "tensor" if it does not divide the vocabulary
 (see `padded_rows`)."""
 
-ZERO = {"moments": 1, "gradients": 2, "params": 3}
+ZERO = {"moments": 1, "gradients": 2, "params": 3, "frozen": 3}
 """Lowest `parallel.zero` that shards a kind of array over "fsdp" (arXiv 1910.02054, section 5)."""
 
 
@@ -115,7 +115,7 @@ def state_shardings(state: Any, mesh: AnyMesh, zero: int) -> Any:
     """Returns the shardings of a training state without tables.
 
     Args:
-      state: has `params` and `moments`; leaves have shapes.
+      state: has `params`, `frozen` and `moments`; leaves have shapes.
       mesh: the devices.
       zero: `parallel.zero`, 0 to 3.
     """
