@@ -17,6 +17,7 @@ import numpy as np
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import Corpus, corpus_of_texts, load_corpus
+from sparse_dataflow.data.examples import as_text
 from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.distributed.clock import Clock
@@ -24,7 +25,7 @@ from sparse_dataflow.distributed.stopping import ENDING, stop_on_signals
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import loopback
-from sparse_dataflow.files.errors import TEMPORARY
+from sparse_dataflow.files.errors import TEMPORARY, UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
@@ -201,8 +202,11 @@ class _Job:
         trackers.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
         record = self._saved_record() if resume else None
         self._refuse_unfit_machine()
+        answers = config.data.loss == "answers"
+        if texts is not None and answers:
+            raise UserError("data.loss=answers reads examples of data.corpus; give it, not texts.")
         corpus = (
-            load_corpus(config.data.corpus, cache.FOLDER)
+            load_corpus(config.data.corpus, cache.FOLDER, answers)
             if texts is None
             else corpus_of_texts(texts)
         )
@@ -253,7 +257,8 @@ class _Job:
                     say(f"{v.name:>6}: {relay_plan.measured(timeline())}")
             self._check_folder()
             seconds = goodput_log.seconds(sum(t.seconds for t in trainers))
-            written = report.write(folder, record, trainers, corpus, tokenizer, self.chip, seconds)
+            shown = as_text(corpus, tokenizer) if answers else corpus
+            written = report.write(folder, record, trainers, shown, tokenizer, self.chip, seconds)
             goodput_log.write(ended=True)
             headline = written.headline
             say(headline)

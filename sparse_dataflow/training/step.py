@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,8 @@ def _draw(model, training, executor):
     @jax.jit
     def draw():
         init_key, key = jax.random.split(jax.random.key(training.seed))
-        params, frozen = gpt.init(model, init_key), ()
+        params: Any = gpt.init(model, init_key)
+        frozen: Any = ()
         if training.adapter_rank:
             frozen = adapters.frozen(model, params, training.adapter_scale)
             params = adapters.factors(params)
@@ -75,8 +77,9 @@ def make_train_step(
     """Returns (state, int32 [batch, sequence + 1] tokens, learning rate) -> (state, StepReport).
 
     The step takes `weights` by name, float32 [batch, sequence], which multiply the losses of the
-    targets and add up to 1; without them, all targets count equally. With `training.skip_spikes` the step takes a fourth argument, float32 [], the highest accepted
-    loss: if the loss is higher, or a gradient is not finite, parameters and moments do not change.
+    targets and add up to 1; without them, all targets count equally. With `training.skip_spikes` it
+    takes a fourth argument, float32 [], the highest accepted loss: if the loss is higher, or a
+    gradient is not finite, parameters and moments do not change.
 
     Args:
       model: config of the model.
