@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -118,7 +118,7 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **dict(self.special_tokens),
             )
-        except (ArithmeticError, LookupError, TypeError, ValueError, jinja2.TemplateError) as error:
+        except Exception as error:  # A template can fail in any way.
             raise UserError(f"The chat template cannot render this: {first_line(error)}") from None
 
     def answers(self, messages: Sequence[Message]) -> Rendered:
@@ -152,7 +152,7 @@ class ChatTemplate:
 class _Generation(jinja2.ext.Extension):
     """The tag {% generation %} of some templates, which marks answers; here it does nothing."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser):
         """Returns the nodes inside the tag."""

@@ -231,7 +231,7 @@ class Tokenizer:
                     f"its format is {fields['format']!r}; legal: {_FORMAT!r}, {_ORIGINAL_FORMAT!r}"
                 )
             merges = tuple((left, right) for left, right in fields["merges"])
-            original: tuple = ("", ())
+            original: tuple[str, tuple[int, ...]] = ("", ())
             if fields["format"] == _ORIGINAL_FORMAT:
                 original = (fields["original"], tuple(fields["original_ids"]))
             template = fields.get("chat_template")

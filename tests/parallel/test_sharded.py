@@ -45,6 +45,14 @@ def test_eight_devices_train_like_a_single_one(model, texts):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "sparse_depth"])
+def test_adapters_train_over_a_mesh_as_on_a_single_device(model):
+    texts = ["data:2,fsdp:2,tensor:2/3/2", "data:2,tensor:4/0/1", "fsdp:8/2/1"]
+    texts = [text for text in texts if model != "llama" or "tensor:4" not in text]
+    assert_like_single_device(mesh_training("compare", f"{model}+adapters", *texts))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["dense", "sparse"])
 def test_muon_trains_over_a_mesh_as_on_a_single_device(model):
     """A dense kernel is one matrix on all devices; stored blocks stay where they are."""
