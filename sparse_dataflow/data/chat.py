@@ -92,6 +92,11 @@ class ChatTemplate:
     text: str
     special_tokens: tuple[tuple[str, str], ...] = ()
 
+    def __post_init__(self):
+        pairs = [word for pair in self.special_tokens for word in pair]
+        if not all(isinstance(word, str) for word in (self.text, *pairs)):
+            raise ValueError("a chat template and its special tokens must be text")
+
     @functools.cached_property
     def _template(self) -> jinja2.Template:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

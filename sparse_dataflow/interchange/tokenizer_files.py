@@ -107,8 +107,6 @@ def _chat_template(folder):
         specials = {name: settings[name] for name in names if settings[name]}
         specials = {n: t["content"] if isinstance(t, dict) else t for n, t in specials.items()}
         strings = {name: token for name, token in specials.items() if isinstance(token, str)}
-        if not isinstance(text, str):
-            raise ValueError("chat_template is no text")
         return ChatTemplate(text, tuple(sorted(strings.items())))
     except json_files.MALFORMED as error:
         raise UserError(f"The chat template of {folder} cannot be read: {error}.") from None

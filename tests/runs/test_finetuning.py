@@ -12,11 +12,14 @@ from safetensors.numpy import load_file, save_file
 import sparse_dataflow as sd
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data import cache
+from sparse_dataflow.data.documents import Document
+from sparse_dataflow.data.examples import encode
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import starting_point
 from sparse_dataflow.models import adapters
 from sparse_dataflow.runs import request
 from sparse_dataflow.runs.export import export
+from sparse_dataflow.runs.generate import encoded_prompts
 from sparse_dataflow.runs.run_folder import refuse_other_config
 from sparse_dataflow.training.metrics import read_metrics
 
@@ -103,6 +106,18 @@ def test_a_loaded_run_is_its_base_with_adapters_and_an_export_has_them_merged(ru
     assert (export(model, place / "adapter", "adapter") / "adapter_config.json").exists()
     (text,) = sd.generate(model, ["1+1="], max_new_tokens=2)
     assert text.text is not None
+
+
+def test_a_prompt_of_a_chat_has_the_tokens_that_training_has(run, place):
+    model = sd.load(run.folder)
+    [tokens] = encoded_prompts(model, ["1+1="], chat=True)
+    assert model.tokenizer.decode(tokens) == "<user>1+1=<assistant>"
+    example = Document("1", json.dumps({"prompt": "1+1=", "answer": "2"}))
+    trained_on = encode([example], model.tokenizer)
+    assert trained_on.tokens[~trained_on.answers].tolist() == tokens
+    other = sd.load(LLAMA)
+    with pytest.raises(UserError, match="has no chat template"):
+        encoded_prompts(other, ["1+1="], chat=True)
 
 
 def test_a_resumed_run_has_the_same_bits(run, place):
