@@ -55,7 +55,9 @@ def encoded_prompts(trained: Model, prompts: Sequence[str], chat: bool) -> list[
     if not chat:
         encoded = tokenizer.encode_batch(prompts)
     elif tokenizer.chat_template is None:
-        raise UserError(f"The tokenizer of {trained.folder} has no chat template; leave --chat out.")
+        raise UserError(
+            f"The tokenizer of {trained.folder} has no chat template; leave --chat out."
+        )
     else:
         messages = ([{"role": USER, "content": prompt}] for prompt in prompts)
         texts = [tokenizer.chat_template.render(message, prompt=True) for message in messages]

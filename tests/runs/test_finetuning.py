@@ -173,6 +173,33 @@ def test_an_adapter_run_on_a_run_checks_its_checkpoint(place):
         sd.load(run.folder)
 
 
+def test_a_block_sparse_base_keeps_its_blocks_and_its_export_has_low_rank_terms(place):
+    shape = {"num_layers": 1, "d_model": 32, "num_heads": 2, "d_ff": 64}
+    config = sd.preset("pico").change(
+        sparsity__block=8, sparsity__density=0.5, **{f"model__{n}": v for n, v in shape.items()}
+    )
+    base = sd.init(config, jax.random.key(0))
+    folder = str(sd.save(base, place / "sparse_base"))
+    changes = {
+        "data.corpus": str(place / "qa.jsonl"), "data.loss": "answers", "training.steps": 2,
+        "training.batch": 4, "training.sequence": 32, "training.adapter_rank": 2,
+        "run.init_from": folder, "run.out": str(place / "sparse_run"), "run.trackers": "none",
+    }  # fmt: skip
+    run = sd.train(request.Request(changes=changes).config())
+    model = sd.load(run.folder)
+    before, after = (m.params["blocks"]["mlp_in"]["values"] for m in (base, model))
+    assert np.array_equal(before, after) and model.model.linear("mlp_in").kind == "block_sparse"
+    expected = np.asarray(sd.logits(model, IDS))
+    assert not np.array_equal(expected, sd.logits(base, IDS))
+    sparse = sd.load(export(model, place / "sparse_export", "sparse"))
+    assert sparse.model == model.model
+    assert np.array_equal(sd.logits(sparse, IDS), expected)
+    dense = sd.load(export(model, place / "dense_export", "dense"))
+    np.testing.assert_allclose(sd.logits(dense, IDS), expected, atol=1e-5)
+    with pytest.raises(UserError, match="that transformers does not load"):
+        export(model, place / "no_adapter", "adapter")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
