@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import sparse_dataflow as sd
+from experiments import evaluate as evaluate_experiment
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.documents import Document
@@ -18,6 +19,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import starting_point
 from sparse_dataflow.models import adapters
 from sparse_dataflow.runs import request
+from sparse_dataflow.runs.evaluate import evaluate
 from sparse_dataflow.runs.export import export
 from sparse_dataflow.runs.generate import encoded_prompts
 from sparse_dataflow.runs.run_folder import refuse_other_config
@@ -106,6 +108,21 @@ def test_a_loaded_run_is_its_base_with_adapters_and_an_export_has_them_merged(ru
     assert (export(model, place / "adapter", "adapter") / "adapter_config.json").exists()
     (text,) = sd.generate(model, ["1+1="], max_new_tokens=2)
     assert text.text is not None
+
+
+def test_an_evaluation_counts_the_answers_that_training_counts(run, place):
+    pytest.importorskip("lm_eval")
+    task = place / "task.jsonl"
+    items = [{"context": f"{n}", "choices": ["a", "b"], "answer": n % 2} for n in range(4)]
+    task.write_text("".join(json.dumps(item) + "\n" for item in items))
+    evaluate(evaluate_experiment.Options(run=str(run.folder), tasks=str(task), num_fewshot=(0,)))
+    result = json.loads((run.folder / "evaluation.json").read_text())
+    [row] = [row for row in result["rows"] if row["task"] == "held-out text"]
+    rows = read_metrics(run.folder / "dense" / "metrics.jsonl")
+    [final] = [row for row in rows if row["kind"] == "final"]
+    np.testing.assert_allclose(row["models"]["dense"]["value"], final["loss"], rtol=1e-4)
+    bits = row["models"]["dense"]["bits_per_byte"]
+    np.testing.assert_allclose(bits, final["bits_per_byte"], rtol=1e-4)
 
 
 def test_a_prompt_of_a_chat_has_the_tokens_that_training_has(run, place):
