@@ -22,7 +22,7 @@ JSON_LINES = (*(f".jsonl{compression}" for compression in _COMPRESSIONS), ".json
 PARQUET = (".parquet",)
 SUFFIXES = TEXT + JSON_LINES + PARQUET
 LEGAL_FILES = ".txt, .jsonl (also .gz, .zst), .json.gz, .json.zst or .parquet"
-LEGAL_EXAMPLES = ".jsonl, .json (also .gz, .zst)"
+LEGAL_EXAMPLES = ".jsonl (also .gz, .zst), .json.gz or .json.zst"
 
 LONG_TEXT = 4 * 2**20
 """Characters (bytes of a text file) from which a text is cut into several documents."""

@@ -37,10 +37,10 @@ def with_adapters(model: ModelConfig, rank: int) -> ModelConfig:
             f"training.adapter_rank={rank} is above {narrowest}, the features of the narrowest "
             f"projection; legal: 1 to {narrowest}."
         )
-    taken = [name for name in model.projections if model.linear(name).rank]
-    if taken:
+    with_term = [name for name in model.projections if model.linear(name).rank]
+    if with_term:
         raise UserError(
-            f"training.adapter_rank={rank} on weights whose {', '.join(taken)} have a low-rank "
+            f"training.adapter_rank={rank} on weights whose {', '.join(with_term)} have a low-rank "
             "term already; legal: weights without one, such as the dense form that "
             "experiments.export writes."
         )

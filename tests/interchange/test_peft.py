@@ -64,8 +64,8 @@ def factors_of_fixture(name):
         module = architecture.tensors[f"blocks.{'q' if projection == 'qkv' else projection}"]
         a, b = stacked(module, "A"), stacked(module, "B")
         if projection == "qkv":  # GPT-2's c_attn has all queries, then all keys, then all values.
-            parts = {n: {"b": part} for n, part in zip(QKV, np.split(b, 3, axis=-1))}
-            b = fuse_qkv(model, {"blocks": parts})["blocks"]["qkv"]["b"]
+            columns = {n: {"b": b_of_n} for n, b_of_n in zip(QKV, np.split(b, 3, axis=-1))}
+            b = fuse_qkv(model, {"blocks": columns})["blocks"]["qkv"]["b"]
         blocks[projection] = {"a_kernel": a, "b_kernel": b}
     return {"blocks": blocks}
 
