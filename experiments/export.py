@@ -2,11 +2,13 @@
 
     python -m experiments.export --run=runs/NAME --to=exported
     python -m experiments.export --run=runs/NAME --to=exported --form=sparse
+    python -m experiments.export --run=runs/NAME --to=exported --form=adapter
 
 transformers loads the dense form, as GPT-2, OPT, Llama, Mistral, Qwen 2 or Qwen 3: the architecture
 of the weights that the run began with, or the first that represents the model. Blocks that are not
 stored are zeros in it. The sparse form holds the stored blocks and the layout tables; the card says
-how they are read.
+how they are read. The adapter form holds trained adapters alone, for PEFT; the dense form has them
+merged into the weights, and the sparse form as low-rank terms.
 """
 
 import dataclasses
@@ -22,7 +24,7 @@ class Options(ModelOptions):
     """The flags."""
 
     to: str = setting("", "Folder to make.", path=True)
-    form: str = setting("dense", "Contents of the folder.", choices=("dense", "sparse"))
+    form: str = setting("dense", "Contents of the folder.", choices=("dense", "sparse", "adapter"))
     architecture: str = setting(
         "auto", "Architecture of the dense form: auto, gpt2, opt, llama, mistral, qwen2 or qwen3."
     )

@@ -39,6 +39,7 @@ class Options(ModelOptions):
         1.0, "Draws among the fewest tokens of this total probability.", legal=A_FRACTION
     )
     stop: str = setting("", "Text that ends the continuation; \\n is a line break.")
+    chat: bool = setting(False, "Prompts are messages, which the chat template renders.")
     seed: int = setting(0, "Seed of the first text; each further one adds 1.", legal=AT_LEAST_ZERO)
 
 
@@ -53,7 +54,7 @@ def main(options):
             f"--samples={options.samples} would be equal texts; give --temperature above 0."
         )
     trained = load_model.load(options)
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "samples", "seed")
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "samples", "seed", "chat")
     sampling = {name: getattr(options, name) for name in names}
     sampling["stop"] = [options.stop.replace("\\n", "\n")] if options.stop else []
     if options.interactive:

@@ -7,6 +7,7 @@ from sparse_dataflow.config.settings import setting, validate
 from sparse_dataflow.files.errors import UserError
 
 TOKENIZERS = ("bpe", "gpt2")
+LOSSES = ("all", "answers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +17,8 @@ class DataConfig:
     Attributes:
       corpus: where the text comes from.
       tokenizer: "bpe" learns `model.vocab_size` tokens from the corpus; "gpt2" is GPT-2's own.
+      loss: the tokens that count in training and held-out losses: "all", or "answers" of a corpus
+        of prompts with answers; see `data.examples`.
     """
 
     NAME: ClassVar[str] = "data"
@@ -28,6 +31,13 @@ class DataConfig:
     )
     tokenizer: str = setting(
         "bpe", "bpe is trained on the corpus; gpt2 is GPT-2's own.", choices=TOKENIZERS
+    )
+
+    loss: str = setting(
+        "all",
+        'Tokens that the loss counts; answers: those of a .jsonl corpus of "prompt" and "answer", '
+        'or "messages", which the chat template of run.init_from renders.',
+        choices=LOSSES,
     )
 
     def __post_init__(self):

@@ -211,8 +211,47 @@ class RunConfig:
                 "run.prune_by=activations chooses blocks of given weights; legal with "
                 "run.init_from."
             )
+        if self.data.loss == "answers":
+            self._check_answers()
+        if self.training.adapter_rank:
+            self._check_adapters()
         if self.parallel.executor == "relay":
             self._check_relay()
+
+    def _check_answers(self):
+        if not self.run.init_from:
+            raise UserError(
+                "data.loss=answers trains given weights to answer; legal with run.init_from."
+            )
+        if self.evolution.method == "rigl":
+            raise UserError(
+                "evolution.method=rigl measures gradients of all tokens, and data.loss=answers "
+                "counts some; legal with it: every other method."
+            )
+        if self.parallel.executor in ("relay", "pipeline"):
+            raise UserError(
+                f"data.loss=answers with --executor={self.parallel.executor}, which counts all "
+                "tokens; legal with it: whole, auto."
+            )
+
+    def _check_adapters(self):
+        rank = f"training.adapter_rank={self.training.adapter_rank}"
+        if not self.run.init_from:
+            raise UserError(f"{rank} trains adapters of given weights; legal with run.init_from.")
+        if self.evolution.method != "static":
+            raise UserError(
+                f"evolution.method={self.evolution.method} changes weights, which {rank} freezes; "
+                "legal with it: static."
+            )
+        if self.sparsity.projections and self.run.twin != "no":
+            raise UserError(
+                f"run.twin={self.run.twin} trains another model, and {rank} one frozen model; "
+                "legal with it: no."
+            )
+        if self.parallel.executor in ("relay", "pipeline"):
+            raise UserError(
+                f"{rank} with --executor={self.parallel.executor}; legal with it: whole, auto."
+            )
 
     def _check_relay(self):
         if self.training.skip_spikes:

@@ -43,6 +43,9 @@ class TrainingConfig:
         micro-batches and all arithmetic are float32.
       skip_spikes: a step is skipped where its loss is this many standard deviations above the mean
         of the last losses (see `spikes`); 0 skips none.
+      adapter_rank: rank of low-rank adapters that are trained on frozen weights; see
+        `models.adapters`.  0 trains all weights.
+      adapter_alpha: an adapter's output is multiplied by adapter_alpha / adapter_rank.
       seed: draws parameters, data order and patterns.
     """
 
@@ -99,12 +102,26 @@ class TrainingConfig:
         "after 4 in a row the run rolls back to a checkpoint. 6 is usual; 0 is never.",
         legal=between(0, 1000),
     )
+    adapter_rank: int = setting(
+        0,
+        "Rank of low-rank adapters on all projections, trained on the frozen weights of "
+        "run.init_from; 0 trains all weights.",
+        legal=between(0, MOST),
+    )
+    adapter_alpha: float = setting(
+        16.0, "Adapters are multiplied by this over their rank.", legal=positive(10**6)
+    )
     seed: int = setting(
         0, "Draws the weights, data order and patterns.", legal=between(0, 2**32 - 1)
     )
 
     def __post_init__(self):
         validate(self, self.NAME)
+        if self.adapter_rank and self.optimizer == "muon":
+            raise UserError(
+                f"training.optimizer=muon orthogonalises the weights of projections, which "
+                f"training.adapter_rank={self.adapter_rank} freezes; legal with it: adamw."
+            )
         if self.batch % self.micro_batches:
             divisors = [n for n in range(1, min(self.batch, 10**6) + 1) if self.batch % n == 0]
             more = ", ..." if len(divisors) > _DIVISORS_SHOWN else ""
@@ -113,6 +130,11 @@ class TrainingConfig:
                 f"{self.micro_batches} equal micro-batches; legal: "
                 f"{', '.join(map(str, divisors[:_DIVISORS_SHOWN]))}{more}."
             )
+
+    @property
+    def adapter_scale(self) -> float:
+        """Factor of every adapter: alpha / rank."""
+        return self.adapter_alpha / self.adapter_rank
 
     def to_json(self) -> dict[str, Any]:
         """The fields, as checkpoints keep them."""

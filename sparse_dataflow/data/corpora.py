@@ -24,7 +24,12 @@ import numpy as np
 from sparse_dataflow.data import hub
 from sparse_dataflow.data.cache import atomic_write, exclusive, resolved
 from sparse_dataflow.data.documents import Document, PythonStdlibSource, SotuSource, Source
-from sparse_dataflow.data.local_files import LEGAL_FILES, LocalSource, has_text_suffix
+from sparse_dataflow.data.local_files import (
+    LEGAL_EXAMPLES,
+    LEGAL_FILES,
+    LocalSource,
+    has_text_suffix,
+)
 from sparse_dataflow.data.mixtures import ChainedDocuments, mixture_weights, short_names
 from sparse_dataflow.data.splits import is_held_out, split_for
 from sparse_dataflow.files import storage
@@ -92,7 +97,7 @@ class _StoredDocuments(Sequence[Document]):
         return Document(name, record[self.text_feature].decode(errors="replace"))
 
 
-def load_corpus(name_or_path: str, cache_dir: Path) -> Corpus:
+def load_corpus(name_or_path: str, cache_dir: Path, examples: bool = False) -> Corpus:
     """Opens a corpus and prepares it in the cache folder the first time.
 
     Transient storage errors are retried.
@@ -105,11 +110,14 @@ def load_corpus(name_or_path: str, cache_dir: Path) -> Corpus:
         that name; write `./sotu` for the folder.
       cache_dir: cache folder, created if missing. tfds corpora use the folder in the environment
         variable TFDS_DATA_DIR instead where it is set.
+      examples: whether the corpus is a file or folder of prompts with answers; see `examples`.
 
     Raises:
       UserError: the corpus does not exist, has no readable text, or cannot be downloaded or stored.
     """
     cache_dir = resolved(cache_dir)
+    if examples:
+        return _load_examples(name_or_path, cache_dir)
     if weights := mixture_weights(name_or_path):
         sources = {name: load_corpus(name, cache_dir) for name in weights}
         return _mixed(name_or_path, sources, weights)
@@ -129,6 +137,16 @@ def load_corpus(name_or_path: str, cache_dir: Path) -> Corpus:
     if path.exists() or _looks_like_path(name_or_path):
         return _load_local("LocalText", name_or_path, LocalSource(path), cache_dir)
     return _load_tfds(name_or_path, cache_dir)
+
+
+def _load_examples(name: str, cache_dir: Path) -> Corpus:
+    path = Path(name).expanduser()
+    if not (path.exists() or _looks_like_path(name)):
+        raise UserError(
+            f"--corpus={name} with data.loss=answers; legal: a file or folder of {LEGAL_EXAMPLES} "
+            'lines with "prompt" and "answer", or "messages".'
+        )
+    return _load_local("LocalText", name, LocalSource(path, examples=True), cache_dir)
 
 
 def corpus_of_texts(texts: Sequence[str], name: str = "texts") -> Corpus:

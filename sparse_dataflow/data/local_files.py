@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from sparse_dataflow.data.chat import checked_example
 from sparse_dataflow.data.documents import Document, files_below, is_file, listing_digest
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError, first_line
@@ -21,6 +22,7 @@ JSON_LINES = (*(f".jsonl{compression}" for compression in _COMPRESSIONS), ".json
 PARQUET = (".parquet",)
 SUFFIXES = TEXT + JSON_LINES + PARQUET
 LEGAL_FILES = ".txt, .jsonl (also .gz, .zst), .json.gz, .json.zst or .parquet"
+LEGAL_EXAMPLES = ".jsonl (also .gz, .zst), .json.gz or .json.zst"
 
 LONG_TEXT = 4 * 2**20
 """Characters (bytes of a text file) from which a text is cut into several documents."""
@@ -44,9 +46,15 @@ class LocalSource:
     paths relative to the folder, followed by `:line` or `:row`. A text of more than `LONG_TEXT`
     becomes documents of about `PART`, cut at line breaks where it has any, with ids that end in
     `#part`.
+
+    Attributes:
+      path: the file or folder.
+      examples: whether each document is a prompt with its answer; only JSON lines are read then,
+        and the text is `chat.checked_example` of the line.
     """
 
     path: Path
+    examples: bool = False
 
     @property
     def _root(self) -> Path:
@@ -60,15 +68,18 @@ class LocalSource:
         if not self.path.is_dir() and not is_file(self.path):
             raise UserError(f"The corpus {self.path} is neither a folder nor a regular file.")
         candidates = files_below(self.path) if self.path.is_dir() else [self.path]
-        files = [path for path in candidates if path.name.endswith(SUFFIXES)]
+        suffixes = JSON_LINES if self.examples else SUFFIXES
+        files = [path for path in candidates if path.name.endswith(suffixes)]
         if not files:
-            raise UserError(f"The corpus {self.path} has no {LEGAL_FILES} file.")
+            legal = LEGAL_EXAMPLES if self.examples else LEGAL_FILES
+            raise UserError(f"The corpus {self.path} has no {legal} file.")
         return files
 
     @property
     def fingerprint(self) -> str:
         """Folder name and a digest of its path and listing."""
         name = re.sub(r"[^a-zA-Z0-9]+", "_", self.path.stem)[:40]
+        name += "-examples" if self.examples else ""
         return f"{name}-{listing_digest(self.path.resolve(), self._files())}"
 
     def documents(self) -> Iterator[Document]:
@@ -79,15 +90,19 @@ class LocalSource:
             JSON field "text" or of more than `LONGEST_LINE` bytes; or a package that reads it is
             not installed.
         """
-        blank = True
+        count = 0
         for path in self._files():
             relative = os.fsencode(path.relative_to(self._root).as_posix())
             name = relative.decode("utf-8", "backslashreplace")
-            for document in _read_file(path, name):
-                blank = False
+            for document in _read_file(path, name, self.examples):
+                count += 1
                 yield document
-        if blank:
+        if not count:
             raise UserError(f"The corpus {self.path} is empty: its files hold no text.")
+        if self.examples and count == 1:
+            raise UserError(
+                f"The corpus {self.path} has one example; legal: two or more, as one is held out."
+            )
 
 
 def has_text_suffix(name: str) -> bool:
@@ -110,9 +125,11 @@ def needed_module(name: str, purpose: str) -> Any:
         ) from error
 
 
-def _read_file(path: Path, name: str) -> Iterator[Document]:
+def _read_file(path: Path, name: str, examples: bool) -> Iterator[Document]:
     read: Callable = _read_text
-    if path.name.endswith(JSON_LINES):
+    if examples:
+        read = _read_examples
+    elif path.name.endswith(JSON_LINES):
         read = _read_lines
     elif path.name.endswith(PARQUET):
         read = _read_parquet
@@ -173,6 +190,21 @@ def _text(data: bytes, path: Path, position: int) -> str:
 
 
 def _read_lines(path: Path, name: str) -> Iterator[Document]:
+    for number, line in _lines(path):
+        yield from _documents(f"{name}:{number}", _text_field(line, path, number))
+
+
+def _read_examples(path: Path, name: str) -> Iterator[Document]:
+    for number, line in _lines(path):
+        try:
+            text = checked_example(_json(line, path, number))
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}, {error}.") from error
+        yield Document(f"{name}:{number}", text)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields the number and the text of each line that is not blank."""
     position, number = 0, 0
     with _opened(path) as file:
         while line := file.readline(LONGEST_LINE + 1):
@@ -185,7 +217,7 @@ def _read_lines(path: Path, name: str) -> Iterator[Document]:
             text = _text(line, path, position)
             position += len(line)
             if text.strip():
-                yield from _documents(f"{name}:{number}", _text_field(text, path, number))
+                yield number, text
 
 
 def _read_parquet(path: Path, name: str) -> Iterator[Document]:
@@ -235,15 +267,21 @@ def _parts(text: str) -> Iterator[str]:
         start = end
 
 
-def _text_field(line: str, path: Path, number: int) -> str:
+def _json(line: str, path: Path, number: int) -> Any:
     try:
-        record = json_files.parse(line)
+        return json_files.parse(line)
     except ValueError as error:
         reason = getattr(error, "msg", error)
         raise UserError(f"{path}, line {number}, is not JSON: {reason}.") from error
+
+
+def _text_field(line: str, path: Path, number: int) -> str:
+    record = _json(line, path, number)
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise UserError(f'{path}, line {number}, has no field "text" with a string in it.')
+        examples = isinstance(record, dict) and {"answer", "messages"} & set(record)
+        hint = " For prompts with answers, add --set data.loss=answers." if examples else ""
+        raise UserError(f'{path}, line {number}, has no field "text" with a string in it.{hint}')
     try:
         text.encode()
     except UnicodeEncodeError as error:

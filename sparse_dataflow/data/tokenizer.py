@@ -12,12 +12,13 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
 from sparse_dataflow.data.cache import exclusive, resolved
+from sparse_dataflow.data.chat import ChatTemplate
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError
@@ -62,6 +63,7 @@ class Tokenizer:
       original: text of an imported tokenizer.json, whose normalizer, pre-tokenizer and added tokens
         apply; "" for a tokenizer with GPT-2's settings.
       original_ids: id in `original` of each id, [vocab_size]; empty without `original`.
+      chat_template: of an imported tokenizer that has one.
 
     Examples:
         >>> tokenizer = sd.Tokenizer.from_texts(["to be or not to be"] * 9, vocab_size=260)
@@ -75,6 +77,7 @@ class Tokenizer:
     vocab_size: int
     original: str = ""
     original_ids: tuple[int, ...] = ()
+    chat_template: ChatTemplate | None = None
 
     def __post_init__(self):
         if not SMALLEST_VOCAB <= len(self.tokens) + 1 <= self.vocab_size:
@@ -133,10 +136,28 @@ class Tokenizer:
 
     @functools.cached_property
     def _engine(self):
-        import tokenizers
-
         if self.original:
             return _original_engine(self.original, self.vocab_size)
+        return self._plain_engine()
+
+    @functools.cached_property
+    def _chat_engine(self):
+        """Returns an engine that reads special tokens in a text."""
+        if self.original:
+            engine = _original_engine(self.original, self.vocab_size)
+            engine.encode_special_tokens = False
+            return engine
+        import tokenizers
+
+        engine = self._plain_engine()
+        template = self.chat_template
+        if end := dict(template.special_tokens).get("eos_token") if template else None:
+            engine.add_special_tokens([tokenizers.AddedToken(end, special=True)])
+        return engine
+
+    def _plain_engine(self):
+        import tokenizers
+
         vocab = {token: index for index, token in enumerate(self.tokens)}
         return _with_byte_level(
             tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=list(self.merges)))
@@ -172,6 +193,16 @@ class Tokenizer:
         ]
         return [self.ids_from_original[row] for row in ids] if self.original else ids
 
+    def encode_chat(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the token ids of texts that the chat template rendered, whose special tokens are
+        one token each."""
+        encoded = self._chat_engine.encode_batch_fast(list(texts), add_special_tokens=False)
+        rows = [np.asarray(one.ids, np.int32) for one in encoded]
+        if self.original:
+            return [self.ids_from_original[row] for row in rows]
+        # Without an original the end of text is the only special token.
+        return [np.where(row < len(self.tokens), row, self.eot_id).astype(np.int32) for row in rows]
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of the ids; incomplete UTF-8 becomes U+FFFD, unused ids vanish."""
         ids = [int(i) for i in ids]
@@ -200,10 +231,16 @@ class Tokenizer:
                     f"its format is {fields['format']!r}; legal: {_FORMAT!r}, {_ORIGINAL_FORMAT!r}"
                 )
             merges = tuple((left, right) for left, right in fields["merges"])
-            original: tuple = ()
+            original: tuple[str, tuple[int, ...]] = ("", ())
             if fields["format"] == _ORIGINAL_FORMAT:
                 original = (fields["original"], tuple(fields["original_ids"]))
-            tokenizer = cls(tuple(fields["tokens"]), merges, int(fields["vocab_size"]), *original)
+            template = fields.get("chat_template")
+            if template is not None:
+                specials = tuple((name, text) for name, text in template["special_tokens"])
+                template = ChatTemplate(template["text"], specials)
+            size = int(fields["vocab_size"])
+            tokens = tuple(fields["tokens"])
+            tokenizer = cls(tokens, merges, size, *original, chat_template=template)
             if tokenizer.original:
                 tokenizer.validate_original()
             vocabulary = set(tokenizer.tokens)
@@ -230,6 +267,8 @@ class Tokenizer:
                 "original": self.original,
                 "original_ids": self.original_ids,
             }
+        if self.chat_template:
+            fields["chat_template"] = asdict(self.chat_template)
         return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode("ascii")
 
 

@@ -7,6 +7,7 @@ entry points; `python -m sparse_dataflow.evaluation` is their `lm_eval` with thi
 from lm_eval.api.registry import register_model
 
 from sparse_dataflow.evaluation import harness, trained
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.training.run_files import read_config
 
 
@@ -38,4 +39,9 @@ class RunLM(harness.HarnessLM):
         """
         variant = variant or read_config(run).variants[0]
         model = trained.load(run, variant, str(checkpoint))
+        if model.training.adapter_rank:
+            raise UserError(
+                f"{run} has adapters without the weights that they are for; legal here: the folder "
+                "that experiments.export writes, or experiments.evaluate, which reads both."
+            )
         super().__init__(*harness.functions(model))

@@ -130,7 +130,8 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
     """Loads a variant's model from a checkpoint and verifies all of its bytes.
 
     Does not change the folder; the run may still be in progress.  The model multiplies in its
-    compute dtype, whatever the precision of its training was.
+    compute dtype, whatever the precision of its training was.  A run of adapters has these alone;
+    `interchange.starting_point.load_run` adds the weights that they are for.
 
     Args:
       run_folder: run folder.

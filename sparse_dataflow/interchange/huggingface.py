@@ -186,7 +186,7 @@ def write(
         plain = _plain(model)
         name = architectures.choose(plain) if architecture == AUTO else architecture
         representation = architectures.represent(name, plain)
-    with _new_folder(Path(folder).expanduser()) as partial:
+    with new_folder(Path(folder).expanduser()) as partial:
         if form == "dense":
             special = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
             config = {**representation.fields, **special, "torch_dtype": "float32"}
@@ -231,7 +231,7 @@ def _tensors(name, representation, dense, params):
 
 
 @contextlib.contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path) -> Iterator[Path]:
     """Yields a temporary folder that is renamed to `folder` on success and removed on failure.
 
     Its name is random, so it never replaces a folder of a killed export or of another program.

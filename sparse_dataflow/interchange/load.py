@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 from sparse_dataflow.config.presets import LONGEST_SEQUENCE
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.trained import NEWEST, Model
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
+from sparse_dataflow.interchange.starting_point import load_run
 from sparse_dataflow.training.run_files import read_config
 
 
@@ -54,7 +54,7 @@ def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Mod
     """
     names = variants(folder)
     if not huggingface.is_directory(folder):
-        return trained.load(folder, variant or names[0], checkpoint)
+        return load_run(folder, variant or names[0], checkpoint)
     if variant not in ("", *names):
         raise UserError(f"{folder} has no variant {variant!r}; legal: {', '.join(names)}.")
     if checkpoint != NEWEST:

@@ -34,6 +34,14 @@ Without that package, with numpy and safetensors:
 ```
 `logits(*load("THIS FOLDER"), ids)` are the logits of a list of token ids; `tokenizer.json` is for
 `tokenizers.Tokenizer.from_file`.""",
+    "adapter": """```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(base, "THIS FOLDER")
+```
+These are adapters alone. The weights that they are for had the sha256 {weights}.""",
 }
 
 
@@ -42,7 +50,7 @@ def model_card(trained: Model, form: str, versions: Mapping[str, str]) -> str:
 
     Args:
       trained: trained model; its losses and scores are read from its run folder.
-      form: form of the export, one of `huggingface.FORMS`.
+      form: form of the export, one of `huggingface.FORMS`, or "adapter".
       versions: versions of the exporting packages, by name.
     """
     record = trained.saved_record
@@ -53,7 +61,7 @@ def model_card(trained: Model, form: str, versions: Mapping[str, str]) -> str:
             f"# {name}",
             _sentence(trained, record),
             markdown(("", ""), _shape(trained)),
-            f"## Use\n{_use(form)}",
+            f"## Use\n{_use(form, record)}",
             f"## Held-out loss\n{_losses(trained)}",
             f"## Tasks\n{_tasks(trained)}",
             _provenance(record, versions),
@@ -61,10 +69,19 @@ def model_card(trained: Model, form: str, versions: Mapping[str, str]) -> str:
     ).lstrip("\n")
 
 
-def _use(form):
+def _use(form, record):
     """How the form is read; the numpy reader without its docstring, which is about this package."""
     reader = Path(numpy_reader.__file__).read_text(encoding="utf-8")
-    return _READERS[form].replace("{reader}", reader.split('"""', 2)[2].strip())
+    source = record.init_from or {}
+    words = {
+        "reader": reader.split('"""', 2)[2].strip(),
+        "base": str(source.get("path")),
+        "weights": str(source.get("weights")),
+    }
+    text = _READERS[form]
+    for name, word in words.items():
+        text = text.replace(f"{{{name}}}", word)
+    return text
 
 
 def _front_matter(record):
@@ -76,6 +93,8 @@ def _sentence(trained, record):
     kind = "block-sparse" if trained.model.sparse_projections else "dense"
     start = record.init_from
     began = f" It began with the weights of {start['path']}." if start else ""
+    if rank := trained.training.adapter_rank:
+        began += f" Adapters of rank {rank} were trained, and these weights were frozen."
     return (
         f"A {kind} GPT, trained on {seen:,} tokens of the corpus `{record.corpus}` (content "
         f"{record.corpus_hash[:12]}) by sparse_dataflow.{began}"

@@ -7,6 +7,7 @@ function. The optimizer state is new.
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,15 +26,16 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.evaluation import trained
+from sparse_dataflow.files import manifest
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.calibration import input_norms
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import adapters, gpt
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.planning import memory
-from sparse_dataflow.training.run_files import read_config
+from sparse_dataflow.training.run_files import RunRecord, read_config
 from sparse_dataflow.training.transitions import change_model
 
 
@@ -45,7 +47,7 @@ class StartingPoint(NamedTuple):
       params: parameter tree on the host; see `gpt`.
       tables: layout tables in numpy.
       tokenizer: tokenizer of the model; the new training uses it too.
-      provenance: source and config of the model, as JSON values for a run's config.json.
+      provenance: source, config and hash ("weights") of the model, as JSON values for run.json.
     """
 
     model: ModelConfig
@@ -127,12 +129,72 @@ def read(folder: str) -> StartingPoint:
         provenance |= {"model": model.to_json(), "weights": digest, "architecture": architecture}
         return StartingPoint(model, params, tables, tokenizer, provenance)
     names = read_config(folder).variants
-    variant = "dense" if "dense" in names else names[0]
-    run = trained.load(folder, variant)
-    provenance |= {"model": run.model.to_json(), "variant": variant, "step": run.step}
+    return _of_run(folder, "dense" if "dense" in names else names[0], trained.NEWEST)
+
+
+def _of_run(folder, variant, checkpoint):
+    run = load_run(folder, variant, checkpoint)
+    checkpoint_folder = run.folder / variant / "checkpoints" / str(run.step)
+    provenance = {
+        "path": str(run.folder.absolute()),
+        "model": run.model.to_json(),
+        "variant": variant,
+        "step": run.step,
+        # The manifest has the hash of every file.
+        "weights": hashlib.sha256((checkpoint_folder / manifest.NAME).read_bytes()).hexdigest(),
+    }
     return StartingPoint(
         run.model, jax.device_get(run.params), run.tables, run.tokenizer, provenance
     )
+
+
+def load_run(
+    folder: str | Path, variant: str = "", checkpoint: str = trained.NEWEST
+) -> trained.Model:
+    """Loads a model from a run folder as `trained.load`; that of adapters with its frozen base.
+
+    Raises:
+      UserError: as `trained.load`, or the base is missing or has changed since the run began.
+    """
+    run = trained.load(folder, variant, checkpoint)
+    if not run.training.adapter_rank:
+        return run
+    base = read_base(run.saved_record, run.folder)
+    wide = dataclasses.replace(run.model, compute_dtype="float32")
+    frozen = adapters.frozen(wide, base.params, run.training.adapter_scale)
+    params = jax.tree.map(jnp.asarray, adapters.merged(run.params, frozen))
+    return dataclasses.replace(run, params=params)
+
+
+def read_base(record: RunRecord, folder: str | Path) -> StartingPoint:
+    """Reads the weights that a run of adapters freezes.
+
+    Args:
+      record: of the run.
+      folder: of the run, for errors.
+
+    Raises:
+      UserError: the base is missing or damaged, or has changed since the run began.
+    """
+    source = record.init_from or {}
+    try:
+        path, variant, step = str(source["path"]), source.get("variant"), source.get("step")
+        if variant is None:
+            base = read(path)
+        else:
+            base = _of_run(path, str(variant), str(step))
+    except (KeyError, UserError) as error:
+        raise UserError(
+            f"{folder} trains adapters of weights that cannot be read: {error} Put those weights "
+            "back as they were."
+        ) from None
+    if base.provenance["weights"] != source.get("weights"):
+        raise UserError(
+            f"The weights in {path} have changed since {folder} began to train adapters of them "
+            f"(sha256 {base.provenance['weights'][:12]} there, {str(source.get('weights'))[:12]} "
+            "in its run.json). Put them back as they were, or start a new run."
+        )
+    return base
 
 
 def _refuse_missing(folder):
@@ -177,6 +239,60 @@ def initial_state_from(
     state = change_model(state, start.model, model, norms)
     moments = jax.jit(make_optimizer(model, training).init)(state.params)
     return executor.place(state._replace(moments=moments), model)
+
+
+def adapter_state_from(
+    start: StartingPoint,
+    model: ModelConfig,
+    training: TrainingConfig,
+    executor: Executor = SINGLE_DEVICE,
+) -> TrainState:
+    """Returns the training state at step 0 of adapters on the weights of `start`.
+
+    Args:
+      start: the weights, which are frozen.
+      model: config with adapters.
+      training: gives the adapters, the optimizer and the seed.
+      executor: places the state.
+
+    Raises:
+      UserError: the weights of `start` are not those of `model` without its adapters.
+    """
+    refuse_other_base(start, model)
+    params = jax.jit(lambda key: adapters.factors(gpt.init(model, key)))(
+        jax.random.key(training.seed)
+    )
+    step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)
+    moments = jax.jit(make_optimizer(model, training).init)(params)
+    frozen = frozen_base(start, model, training)
+    return executor.place(TrainState(step, params, moments, start.tables, key, frozen), model)
+
+
+def frozen_base(start: StartingPoint, model: ModelConfig, training: TrainingConfig) -> dict:
+    """Returns `TrainState.frozen` of adapters on the weights of `start`, canonical."""
+    frozen = adapters.frozen(model, start.params, training.adapter_scale)
+    return jax.tree.map(jnp.array, frozen)
+
+
+def refuse_other_base(start: StartingPoint, model: ModelConfig) -> None:
+    """Raises UserError unless `model` is the model of `start` with adapters."""
+    base = adapters.without_adapters(model)
+    _refuse_mismatch(start.model, base)
+    for name in base.projections:
+        for layer in range(base.num_layers):
+            before, after = (layer_linear(m, name, layer) for m in (start.model, base))
+            stored = [(spec.kind, spec.density, spec.block) for spec in (before, after)]
+            if stored[0] != stored[1]:
+                raise UserError(
+                    f"Adapters freeze the weights of run.init_from as they are, and {name} is "
+                    f"{_stored_words(before)} there and {_stored_words(after)} in this run; legal: "
+                    "experiments.gpt13b_dense for dense weights, experiments.gpt13b_sparse with "
+                    "its settings for block-sparse ones."
+                )
+
+
+def _stored_words(spec):
+    return "dense" if spec.kind == "dense" else f"block-sparse at density {spec.density:g}"
 
 
 def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
+from sparse_dataflow.data.chat import ChatTemplate
 from sparse_dataflow.data.tokenizer import (
     GPT2_VOCAB_SIZE,
     Tokenizer,
@@ -31,7 +32,7 @@ from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
-FILE = "tokenizer.json"
+FILE, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _SPACE = "\u2581"
 _ALPHABET = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -72,6 +73,7 @@ def read(folder: Path, config: Mapping[str, Any]) -> Read:
         raise UserError(
             f"{folder} has no tokenizer: neither {FILE} nor vocab.json with merges.txt."
         )
+    template = _chat_template(folder)
     try:
         vocab, merges, specials, texts, spell = parse(folder)
         if not all(type(number) is int and number >= 0 for number in vocab.values()):
@@ -79,11 +81,35 @@ def read(folder: Path, config: Mapping[str, Any]) -> Read:
         if sorted(vocab.values()) != sorted(set(vocab.values())):
             raise ValueError("two tokens share an id")
         result = _reorder(vocab, merges, specials, texts, size, config, spell)
-        return _with_original(result, path) if path.name == FILE else result
+        result = _with_original(result, path) if path.name == FILE else result
+        tokenizer = dataclasses.replace(result.tokenizer, chat_template=template)
+        return Read(tokenizer, result.order)
     except json_files.MALFORMED as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"The tokenizer {path} cannot be read: {error}.") from None
+
+
+def _chat_template(folder):
+    """Returns the chat template of a directory, or None if it has none."""
+    path, settings = folder / SETTINGS, {}
+    try:
+        if path.exists():
+            settings = json_files.load(path)
+        text = settings.get("chat_template")
+        if (folder / TEMPLATE).exists():
+            text = json_files.read_bytes(folder / TEMPLATE).decode("utf-8")
+        if isinstance(text, list):  # Several, of which one is the default.
+            text = {row["name"]: row["template"] for row in text}.get("default")
+        if text is None:
+            return None
+        names = [name for name in settings if name.endswith("_token")]
+        specials = {name: settings[name] for name in names if settings[name]}
+        specials = {n: t["content"] if isinstance(t, dict) else t for n, t in specials.items()}
+        strings = {name: token for name, token in specials.items() if isinstance(token, str)}
+        return ChatTemplate(text, tuple(sorted(strings.items())))
+    except json_files.MALFORMED as error:
+        raise UserError(f"The chat template of {folder} cannot be read: {error}.") from None
 
 
 def _parse_json(folder):
@@ -208,8 +234,11 @@ def write(folder: Path, tokenizer: Tokenizer, context: int) -> None:
     }
     if end is not None:
         settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
+    if tokenizer.chat_template:
+        settings["chat_template"] = tokenizer.chat_template.text
+        settings |= dict(tokenizer.chat_template.special_tokens)
     (folder / FILE).write_bytes(text.encode())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
 
 
 def _adds_prefix_space(pre_tokenizer):

@@ -5,16 +5,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sparse_dataflow.models import adapters
+
 
 class TrainState(NamedTuple):
-    """All arrays of a checkpoint.
+    """All arrays of a training, and of its checkpoints, except that those leave out `frozen`.
 
     Attributes:
       step: int32 [], number of optimizer steps done; also the data position.
-      params: float32 master parameters; see `gpt`.
+      params: float32 master parameters that are trained; see `gpt`.
       moments: the optimizer state.
       tables: layout tables (int32) of the sparse projections.
       key: random key of every draw during training.
+      frozen: parameters that are not trained, the base of `adapters`; () if all are.
     """
 
     step: Any
@@ -22,6 +25,12 @@ class TrainState(NamedTuple):
     moments: Any
     tables: Any
     key: Any
+    frozen: Any = ()
+
+    @property
+    def weights(self) -> Any:
+        """All parameters, trained and frozen, in one tree."""
+        return adapters.merged(self.params, self.frozen)
 
 
 class StepReport(NamedTuple):

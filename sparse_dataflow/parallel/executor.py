@@ -56,9 +56,20 @@ class Executor:
         tokens: jax.Array,
         micro_batches: int,
         dtype: str = "float32",
+        frozen: Any = (),
+        weights: jax.Array | None = None,
     ) -> tuple[jax.Array, dict]:
         """Returns `whole.loss_and_gradients` of the whole batch, accumulated in float32."""
-        return whole.loss_and_gradients(model, params, tables, tokens, micro_batches, dtype=dtype)
+        return whole.loss_and_gradients(
+            model,
+            params,
+            tables,
+            tokens,
+            micro_batches,
+            dtype=dtype,
+            frozen=frozen,
+            weights=weights,
+        )
 
     def block_gradient_norms(
         self, model: ModelConfig, params: dict, tables: Any, tokens: jax.Array
@@ -110,6 +121,7 @@ class Executor:
         """
         return {
             "parameters": state.params,
+            **({"frozen parameters": state.frozen} if state.frozen else {}),
             "gradients": adam_state(state.moments).mu,
             "moments": state.moments,
             "layout tables": tables if changing else {},

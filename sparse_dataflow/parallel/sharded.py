@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.config.layer_groups import group_index_of_path, join_groups, split_groups
 from sparse_dataflow.config.model import KEY_VALUE
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import adapters, gpt
 from sparse_dataflow.models.shard import Shard
 from sparse_dataflow.optim.optimizers import adam_state
 from sparse_dataflow.parallel import cuts, sharding, whole
@@ -59,7 +59,7 @@ class Sharded(Executor):
 
     def loss(self, model, params, tables, tokens, weights):
         """See `Executor`."""
-        member, specs, _ = self._member(model, params)
+        member, specs, *_ = self._member(model, params)
 
         def local(params, tables, tokens, weights):
             share = whole.loss(model, params, local_tables(tables), tokens, weights, member)
@@ -73,7 +73,7 @@ class Sharded(Executor):
 
         `places` is int32 [batch shards, S]: row i selects targets of the i-th shard of the batch.
         """
-        member, specs, _ = self._member(model, params)
+        member, specs, *_ = self._member(model, params)
 
         def local(params, tables, tokens, places):
             scores = whole.token_scores(
@@ -86,24 +86,44 @@ class Sharded(Executor):
             params, tokens, places
         )
 
-    def loss_and_gradients(self, model, params, tables, tokens, micro_batches, dtype="float32"):
+    def loss_and_gradients(
+        self,
+        model,
+        params,
+        tables,
+        tokens,
+        micro_batches,
+        dtype="float32",
+        frozen=(),
+        weights=None,
+    ):
         """See `Executor`."""
-        member, specs, gradient_specs = self._member(model, params)
+        member, specs, gradient_specs, frozen_specs = self._member(model, params, frozen)
 
-        def local(params, tables, tokens):
+        def local(params, tables, tokens, frozen, weights):
             share, gradients = whole.loss_and_gradients(
-                model, params, local_tables(tables), tokens, micro_batches, member, dtype
+                model,
+                params,
+                local_tables(tables),
+                tokens,
+                micro_batches,
+                member,
+                dtype,
+                frozen,
+                weights,
             )
             all_reduce = functools.partial(sharding.all_reduce, mesh=self.mesh)
             gradients = jax.tree.map(all_reduce, gradients, gradient_specs)
             return lax.psum(share, self.mesh.axis_names), gradients
 
-        in_specs = (specs, P(BATCH_AXES))
-        return self._over_mesh(local, tables, in_specs, (P(), gradient_specs))(params, tokens)
+        rows = P(BATCH_AXES)
+        in_specs = (specs, rows, frozen_specs, None if weights is None else rows)
+        run = self._over_mesh(local, tables, in_specs, (P(), gradient_specs))
+        return run(params, tokens, frozen, weights)
 
     def block_gradient_norms(self, model, params, tables, tokens):
         """See `Executor`."""
-        member, specs, _ = self._member(model, params)
+        member, specs, *_ = self._member(model, params)
         # Every device measures the same rows if they are too few to shard.
         axes = () if len(tokens) % meshes.batch_shards(self.mesh) else BATCH_AXES
 
@@ -134,19 +154,20 @@ class Sharded(Executor):
     def _kv_copies(self, model):
         return int(key_value_copies(model, self.tensor_shards))
 
-    def _member(self, model, params):
-        """Returns (member, specs of the params, specs of the gradients)."""
-        specs, gradient_specs = (
-            sharding.specs(params, model, self.mesh, self.zero >= sharding.ZERO[kind])
-            for kind in ("params", "gradients")
-        )
-        by_group = {name: split_groups(section) for name, section in specs.items()}
+    def _member(self, model, params, frozen=()):
+        """Returns (member, specs of the params, of the gradients and of the frozen params)."""
+        fsdp = self.zero >= sharding.ZERO["params"]
+        specs, frozen_specs = (sharding.specs(p, model, self.mesh, fsdp) for p in (params, frozen))
+        fsdp = self.zero >= sharding.ZERO["gradients"]
+        gradient_specs = sharding.specs(params, model, self.mesh, fsdp)
+        all_specs = adapters.merged(specs, frozen_specs)
+        by_group = {name: split_groups(section) for name, section in all_specs.items()}
         by_group["blocks"] = tuple(map(sharding.layer_specs, by_group["blocks"]))
         tensor_parallel = self.tensor_shards > 1
         member = whole.Member(
             Shard(
                 "tensor" if tensor_parallel else None,
-                tensor_parallel and "tensor" in sharding.axes_of(specs["embed"]["tokens"]),
+                tensor_parallel and "tensor" in sharding.axes_of(all_specs["embed"]["tokens"]),
                 self._kv_copies(model),
             ),
             meshes.batch_shards(self.mesh),
@@ -157,7 +178,7 @@ class Sharded(Executor):
                 sharding.reduce_scatter, gradients, specs, gradient_specs
             ),
         )
-        return member, specs, gradient_specs
+        return member, specs, gradient_specs, frozen_specs
 
     def _over_mesh(self, local, tables, specs, out_specs):
         """Returns `local(params, tables, ...)` mapped over the devices; concrete tables stay so."""
@@ -286,6 +307,7 @@ class Sharded(Executor):
         gradients = sharding.specs(placed.params, model, self.mesh, fsdp)
         return {
             "parameters": placed.params,
+            **({"frozen parameters": placed.frozen} if placed.frozen else {}),
             "gradients": jax.tree.map(
                 lambda leaf, spec: _abstract(leaf, NamedSharding(self.mesh, spec)),
                 self._gradients_like(placed),

@@ -46,7 +46,7 @@ RULES = (
 dropped if it does not divide the layers, and "tensor" if it does not divide the vocabulary
 (see `padded_rows`)."""
 
-ZERO = {"moments": 1, "gradients": 2, "params": 3}
+ZERO = {"moments": 1, "gradients": 2, "params": 3, "frozen": 3}
 """Lowest `parallel.zero` that shards a kind of array over "fsdp" (arXiv 1910.02054, section 5)."""
 
 
@@ -121,7 +121,7 @@ def state_shardings(state: Any, model: ModelConfig, mesh: AnyMesh, zero: int) ->
     """Returns the shardings of a training state without tables.
 
     Args:
-      state: has `params` and `moments`; leaves have shapes.
+      state: has `params`, `frozen` and `moments`; leaves have shapes.
       model: the model of the state.
       mesh: the devices.
       zero: `parallel.zero`, 0 to 3.

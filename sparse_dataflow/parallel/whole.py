@@ -15,7 +15,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.attention.documents import document_attention, document_numbers
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import adapters, gpt
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT
 from sparse_dataflow.models.shard import WHOLE, Shard
 
@@ -246,18 +246,25 @@ def loss_and_gradients(
     micro_batches: int = 1,
     member: Member = ALONE,
     dtype: str = "float32",
+    frozen: Any = (),
+    weights: jax.Array | None = None,
 ):
     """Returns the mean next-token loss of int32 [B, T + 1] tokens and its gradient in params.
 
     Gradients of micro-batches (rows of the batch) are in `dtype` and accumulate in float32. A
     member gets its share of loss and gradients, the latter as returned by `member.collect`.
+
+    With `weights`, float32 [B, T], the loss is the weighted sum over the targets instead. `frozen`
+    is the rest of the parameters, in which there is no gradient; see `adapters`.
     """
     targets = tokens[:, 1:]
-    weight = jnp.full(targets.shape, 1 / (targets.size * member.batch_shards), jnp.float32)
+    if weights is None:
+        mean = 1 / (targets.size * member.batch_shards)
+        weights = jnp.full(targets.shape, mean, jnp.float32)
 
     def micro_batch(params, tokens, weight):
         def share(gradients):
-            traced = jax.tree.map(Traced, params, gradients)
+            traced = adapters.merged(jax.tree.map(Traced, params, gradients), frozen)
             return loss(config, traced, tables, tokens, weight, member)
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)
@@ -265,9 +272,9 @@ def loss_and_gradients(
         return value, member.collect(gradients)
 
     if micro_batches == 1:
-        return micro_batch(params, tokens, weight)
+        return micro_batch(params, tokens, weights)
     split = lambda a: a.reshape(micro_batches, -1, *a.shape[1:])  # noqa: E731
-    batches = split(tokens), split(weight)
+    batches = split(tokens), split(weights)
 
     def accumulate(total, batch):
         return jax.tree.map(jnp.add, total, micro_batch(params, *batch)), None

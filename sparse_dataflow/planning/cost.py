@@ -9,6 +9,7 @@ Counting rules of the project:
   memory-bound and MFU measures the matrix units.  Muon's products are `orthogonalization_flops`.
 - Attention is Q Kᵀ and A V.  *Model* FLOPs count its causal half (PaLM, arXiv 2204.02311, appendix
   B, counts the whole square).
+- With adapters, the backward pass has no gradient of the frozen weights: half of its FLOPs there.
 - Rematerialised FLOPs are *hardware* FLOPs, not *model* FLOPs, and do not count (arXiv 2205.05198,
   section 6.2).
 
@@ -76,7 +77,12 @@ def stored_fractions(config: ModelConfig) -> dict[str, float]:
 
 
 def flops_per_token(
-    config: ModelConfig, sequence: int, *, causal_half: bool = True, training: bool = True
+    config: ModelConfig,
+    sequence: int,
+    *,
+    causal_half: bool = True,
+    training: bool = True,
+    adapters: bool = False,
 ) -> SectionFlops:
     """Returns the FLOPs per token of a training step or forward pass.
 
@@ -86,6 +92,7 @@ def flops_per_token(
       causal_half: whether to count the causal half of attention, and of it the sliding window.
         False counts the whole square, which masked attention executes.
       training: whether to count forward and backward pass; False counts the forward pass.
+      adapters: whether training freezes everything but the low-rank terms.
 
     Raises:
       UserError: `sequence` is below 1.
@@ -101,7 +108,7 @@ def flops_per_token(
     if sequence < 1:
         raise UserError(f"sequence is {sequence} tokens; legal: 1 or more.")
     fractions, layers = stored_fractions(config), config.num_layers
-    forward = {"embed": 0.0}
+    forward, trained = {"embed": 0.0}, {}
     for name in config.projections:
         if name == "attn_out":
             keys = visible_keys(config, sequence) if causal_half else sequence
@@ -110,12 +117,20 @@ def flops_per_token(
         fan_in, fan_out = config.projection_shape(name)
         spec = config.linear(name)
         weights = fan_in * fan_out * fractions[name] + spec.rank * (fan_in + fan_out)
+        trained[name] = 2.0 * layers * spec.rank * (fan_in + fan_out)
         if spec.hadamard:
             weights += fan_in * sum(factors(spec.hadamard))
         forward[name] = 2.0 * layers * weights
     forward["head"] = 2.0 * config.d_model * config.vocab_size
-    passes = 1 + BACKWARD_PER_FORWARD if training else 1
-    return SectionFlops({name: passes * flops for name, flops in forward.items()})
+    # Attention has no weights, so its backward pass is always whole.
+    trained = {**trained, "attention": forward["attention"]} if adapters else forward
+    backward = BACKWARD_PER_FORWARD / 2 if training else 0
+    return SectionFlops(
+        {
+            name: flops + backward * (flops + trained.get(name, 0.0))
+            for name, flops in forward.items()
+        }
+    )
 
 
 def visible_keys(config: ModelConfig, sequence: int) -> float:
@@ -124,14 +139,20 @@ def visible_keys(config: ModelConfig, sequence: int) -> float:
     return window - window**2 / (2 * sequence)
 
 
-def training_flops(phases: Iterable[tuple[ModelConfig, int]], sequence: int) -> float:
+def training_flops(
+    phases: Iterable[tuple[ModelConfig, int]], sequence: int, adapters: bool = False
+) -> float:
     """Returns the model FLOPs of a training run with several phases.
 
     Args:
       phases: (model, training tokens) of each phase.
       sequence: tokens per sequence.
+      adapters: see `flops_per_token`.
     """
-    return sum(tokens * flops_per_token(model, sequence).total for model, tokens in phases)
+    return sum(
+        tokens * flops_per_token(model, sequence, adapters=adapters).total
+        for model, tokens in phases
+    )
 
 
 def gradient_norms_flops(config: ModelConfig, tokens: int, sequence: int) -> float:

@@ -2,7 +2,8 @@
 
 Master weights are float32.  Gradients and moments have the `state_dtype` of the training config;
 AdamW has two moments, and Muon one for each stored weight of a projection.  With bfloat16 compute,
-a working copy of the weights is added.  Only stored blocks count.
+a working copy of the weights is added.  Only stored blocks count.  Training of adapters has the
+frozen weights once, in the compute dtype, and all the others for the adapters alone.
 Pure Python: importing this module loads no jax.
 """
 
@@ -81,6 +82,13 @@ def matrix_count(config: ModelConfig, projections: Sequence[str] = PROJECTIONS) 
     return sum(round(config.num_layers * size) for size in sizes)
 
 
+def adapter_count(config: ModelConfig) -> int:
+    """Counts the factors of low-rank terms, which are all that a training of adapters changes."""
+    shapes = {name: config.projection_shape(name) for name in config.projections}
+    block = sum(config.linear(name).rank * sum(shape) for name, shape in shapes.items())
+    return config.num_layers * block
+
+
 def single_layer(config: ModelConfig) -> ModelConfig:
     """Returns the model with one layer, the densest."""
     return dataclasses.replace(with_densest_layers(config), num_layers=1)
@@ -91,7 +99,7 @@ class MemoryEstimate:
     """Bytes of training on one device, by category.
 
     Attributes:
-      parameters: float32 master weights.
+      parameters: float32 master weights, and those that are frozen.
       working_copy: weights in the compute dtype, if that is not float32: of the whole model with
         remat "none", else of the embedding and one block.
       gradients: of one micro-batch, plus a float32 sum with gradient accumulation.
@@ -145,6 +153,7 @@ def training_bytes(
     fused_attention: bool = False,
     state_dtype: str = "float32",
     optimizer: str = "adamw",
+    adapters: bool = False,
 ) -> MemoryEstimate:
     """Estimates the memory of a training step on one device that holds the whole model.
 
@@ -155,17 +164,20 @@ def training_bytes(
       accumulation: micro-batches per step; above 1, a float32 sum of gradients is added.
       fused_attention: whether attention scores stay on chip (flash attention).
       state_dtype: see `TrainingConfig`, also for `optimizer`.
+      adapters: whether everything but low-rank terms is frozen.
     """
-    parameters = parameter_count(config)
-    copied = parameters if config.remat == "none" else parameter_count(single_layer(config))
+    count = adapter_count if adapters else parameter_count
+    parameters = count(config)
+    copied = parameters if config.remat == "none" else count(single_layer(config))
     tokens = batch * sequence
     compute = DTYPE_BYTES[config.compute_dtype]
     per_token = activation_bytes(config, sequence, fused_attention)
     matrices = matrix_count(config)
     activations = tokens * config.num_layers * per_token.saved
     logits = 2 * min(tokens, LOGITS_CHUNK) * config.vocab_size * 4
+    frozen = frozen_bytes(config) if adapters else 0
     return MemoryEstimate(
-        parameters=parameters * MASTER_BYTES,
+        parameters=parameters * MASTER_BYTES + frozen,
         working_copy=copied * compute if compute != MASTER_BYTES else 0,
         gradients=parameters * gradient_bytes(accumulation, state_dtype),
         moments=moment_bytes(parameters, matrices, state_dtype, optimizer),
@@ -191,7 +203,15 @@ def training_config_bytes(
         fused_attention=fused_attention,
         state_dtype=training.state_dtype,
         optimizer=training.optimizer,
+        adapters=bool(training.adapter_rank),
     )
+
+
+def frozen_bytes(config: ModelConfig) -> int:
+    """Returns the bytes of the weights under adapters: matrices in the compute dtype."""
+    matrices = embeddings(config) + matrix_count(config)
+    vectors = parameter_count(config) - adapter_count(config) - matrices
+    return matrices * DTYPE_BYTES[config.compute_dtype] + vectors * MASTER_BYTES
 
 
 def alternating_bytes(estimates: Sequence[MemoryEstimate]) -> int:

@@ -170,6 +170,11 @@ def check(
             f"model.mask_documents=yes with {executor.describe()}, whose blocks do not see the "
             "tokens; legal: model.mask_documents=no, or a mesh without stages."
         )
+    if config.data.loss == "answers" and isinstance(executor, Pipelined):
+        raise UserError(
+            f"data.loss=answers with {executor.describe()}, which counts all tokens; legal: a mesh "
+            "without stages."
+        )
     for variant in variants:
         for phase in variant.phase_specs:
             executor.check(phase.model, variant.training)

@@ -11,8 +11,10 @@ import numpy as np
 from sparse_dataflow.config import settings
 from sparse_dataflow.config.data import DataConfig
 from sparse_dataflow.data import cache
+from sparse_dataflow.data.answers import AnswerEvalBatches
 from sparse_dataflow.data.batches import EvalBatches, bits_per_byte
 from sparse_dataflow.data.corpora import Corpus, load_corpus
+from sparse_dataflow.data.examples import as_text
 from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.evaluation import harness, scoring
 from sparse_dataflow.evaluation.harness import HarnessLM
@@ -28,7 +30,7 @@ from sparse_dataflow.interchange.load import load, variants
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.sharded import Sharded
 from sparse_dataflow.runs import evaluation_report, evaluation_tasks, measurement
-from sparse_dataflow.runs.training_data import FINAL_WINDOWS
+from sparse_dataflow.runs.training_data import FINAL_WINDOWS, answer_rows
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.run_files import RunRecord, read_config, read_record
 
@@ -52,20 +54,20 @@ def evaluate(options) -> None:
     named = evaluation_tasks.named(options, corpus_name)
     models = _models(options)
     first = next(iter(models.values()))
-    corpus = _corpus(corpus_name, models.values())
+    answers = _loss_of(options) == "answers"
+    corpus = _corpus(corpus_name, models.values(), answers)
     context = min(trained.context for trained in models.values())
-    ready = evaluation_tasks.ready(named, options, corpus, first.tokenizer, context)
-    tokens = prepare_tokens(corpus, first.tokenizer, cache.FOLDER)
-    ngrams = Ngrams(tokens.train.tokens, first.tokenizer.vocab_size)
+    text = as_text(corpus, first.tokenizer) if answers else corpus
+    ready = evaluation_tasks.ready(named, options, text, first.tokenizer, context)
+    train_tokens, held_out = _tokens(corpus, first, answers)
+    ngrams = Ngrams(train_tokens, first.tokenizer.vocab_size)
     scorers = {name: _scorer(options.mesh, trained) for name, trained in models.items()}
     lms = {name: harness.harness_lm(models[name], *scorers[name]) for name in models}
     for name in BASELINES:
         scorer = getattr(ngrams, f"score_{name}")
         lms[name] = HarnessLM(first.tokenizer, context, scorer)
 
-    losses = {
-        name: _losses(models[name], tokens.validation.tokens, *scorers[name]) for name in models
-    }
+    losses = {name: _losses(models[name], held_out, answers, *scorers[name]) for name in models}
     rows, notes = [_loss_row(losses, first.tokenizer)], []
     for count in sorted(options.num_fewshot):
         scored = {n: task for n, task in ready.items() if count == 0 or not task.zero_shot_only}
@@ -149,8 +151,24 @@ def _corpus_name(options) -> str:
     return names[0] if names else options.corpus or default
 
 
-def _corpus(name, models) -> Corpus:
-    corpus = load_corpus(name, cache.FOLDER)
+def _loss_of(options) -> str:
+    """The tokens that held-out losses count, `data.loss` of the run or of --against."""
+    folders = [folder for folder in (options.run, options.against) if folder and _record(folder)]
+    return read_config(folders[0]).data.loss if folders else DataConfig().loss
+
+
+def _tokens(corpus, trained, answers):
+    """The training tokens, and the held-out tokens or rows of answers."""
+    if not answers:
+        tokens = prepare_tokens(corpus, trained.tokenizer, cache.FOLDER)
+        return tokens.train.tokens, tokens.validation.tokens
+    sequence, pack = trained.training.sequence, trained.model.mask_documents
+    train, held_out = answer_rows(corpus, trained.tokenizer, sequence, pack)
+    return train.examples.tokens, held_out
+
+
+def _corpus(name, models, answers) -> Corpus:
+    corpus = load_corpus(name, cache.FOLDER, answers)
     for trained in models:
         if trained.record and corpus.content_hash != trained.record.corpus_hash:
             raise UserError(
@@ -172,22 +190,28 @@ def _scorer(mesh, trained):
     return mesh_forward(trained, executor), limits
 
 
-def _losses(trained, tokens, forward, limits):
+def _losses(trained, held_out, answers, forward, limits):
     """The loss of each held-out token that the run's last evaluation counts.
 
     Returns:
       float [tokens] loss in nats, int [tokens] number of its document, and their UTF-8 bytes.
     """
     sequence = trained.training.sequence
-    batches = EvalBatches(tokens, limits.rows(sequence), sequence, FINAL_WINDOWS)
+    kind = AnswerEvalBatches if answers else EvalBatches
+    batches = kind(held_out, limits.rows(sequence), sequence, FINAL_WINDOWS)
     places = limits.all_positions(sequence)
-    losses = []
+    losses, examples = [], []
     for batch in batches:
+        counted = batch["weights"].reshape(-1) > 0
         of_batch = np.asarray(forward(batch["tokens"], places)[0], np.float64)
-        losses.append(of_batch.reshape(-1)[batch["weights"].reshape(-1) > 0])
-    ends = np.asarray(tokens[: batches.total_tokens]) == trained.tokenizer.eot_id
-    # A target at place i belongs to the document after as many ends as stand before it.
+        losses.append(of_batch.reshape(-1)[counted])
+        if answers:
+            examples.append(batch["examples"].reshape(-1)[counted])
     size = batches.total_bytes(trained.tokenizer.token_bytes)
+    if answers:
+        return np.concatenate(losses), np.concatenate(examples), size
+    ends = np.asarray(held_out[: batches.total_tokens]) == trained.tokenizer.eot_id
+    # A target at place i belongs to the document after as many ends as stand before it.
     return np.concatenate(losses), np.cumsum(ends), size
 
 

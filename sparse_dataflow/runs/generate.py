@@ -3,9 +3,11 @@
 import itertools
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sparse_dataflow.data.chat import USER
 from sparse_dataflow.evaluation import generate
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import json_files
@@ -21,7 +23,7 @@ def converse(trained: Model, samples: int, seed: int, **sampling: Any) -> None:
       trained: the model.
       samples: number of continuations of each line.
       seed: of the first continuation.
-      **sampling: see `evaluation.generate.generate`.
+      **sampling: `chat` of `encoded_prompts`; for the rest see `evaluation.generate.generate`.
     """
     terminal = sys.stdin.isatty()
     for first in itertools.count(seed, samples):
@@ -38,15 +40,42 @@ def converse(trained: Model, samples: int, seed: int, **sampling: Any) -> None:
             print(f"error: {error}", file=sys.stderr)
 
 
-def write(trained: Model, prompt: str, samples: int, seed: int, **sampling: Any) -> None:
+def encoded_prompts(trained: Model, prompts: Sequence[str], chat: bool) -> list[list[int]]:
+    """Returns the tokens of prompts; those of an empty one are the end of text.
+
+    Args:
+      trained: the model.
+      prompts: the texts.
+      chat: whether each is a message of a user, which the chat template renders.
+
+    Raises:
+      UserError: `chat`, and the tokenizer has no chat template or it refuses a message.
+    """
+    tokenizer = trained.tokenizer
+    if not chat:
+        encoded = tokenizer.encode_batch(prompts)
+    elif tokenizer.chat_template is None:
+        raise UserError(
+            f"The tokenizer of {trained.folder} has no chat template; leave --chat out."
+        )
+    else:
+        messages = ([{"role": USER, "content": prompt}] for prompt in prompts)
+        texts = [tokenizer.chat_template.render(message, prompt=True) for message in messages]
+        encoded = tokenizer.encode_chat(texts)
+    return [ids.tolist() or [tokenizer.eot_id] for ids in encoded]
+
+
+def write(
+    trained: Model, prompt: str, samples: int, seed: int, chat: bool = False, **sampling: Any
+) -> None:
     """Prints a prompt and its continuations; takes the arguments of `converse`.
 
     One continuation is printed as it comes.
 
     Raises:
-      UserError: the prompt is too long for the model.
+      UserError: the prompt is too long for the model, or see `encoded_prompts`.
     """
-    tokens = trained.tokenizer.encode(prompt).tolist() or [trained.tokenizer.eot_id]
+    [tokens] = encoded_prompts(trained, [prompt], chat)
     generate.check_prompts([tokens], trained.model.vocab_size, trained.context)
 
     def print_text(index, text):
@@ -67,7 +96,13 @@ def write(trained: Model, prompt: str, samples: int, seed: int, **sampling: Any)
 
 
 def write_file(
-    trained: Model, path: str, batch: int, samples: int, seed: int, **sampling: Any
+    trained: Model,
+    path: str,
+    batch: int,
+    samples: int,
+    seed: int,
+    chat: bool = False,
+    **sampling: Any,
 ) -> None:
     """Prints the continuations of a file's prompts as JSON lines, in the order of the file.
 
@@ -79,14 +114,14 @@ def write_file(
       batch: number of continuations that are generated at once.
       samples: number of continuations of each prompt.
       seed: of the first continuation; each further one has the next seed.
+      chat: see `encoded_prompts`.
       **sampling: see `evaluation.generate.generate`.
 
     Raises:
       UserError: the file cannot be used, or a prompt is too long for the model.
     """
     prompts = read_prompts(path)
-    encoded = [ids.tolist() for ids in trained.tokenizer.encode_batch(prompts)]
-    encoded = [ids or [trained.tokenizer.eot_id] for ids in encoded]
+    encoded = encoded_prompts(trained, prompts, chat)
     generate.check_prompts(encoded, trained.model.vocab_size, trained.context)
     rows = list(itertools.product(range(len(prompts)), range(samples)))
     for start in range(0, len(rows), batch):

@@ -1,6 +1,7 @@
 """Presets, and a language model without the trainer: draw it, call it, train and save it."""
 
 import importlib.metadata
+import shutil
 from pathlib import Path
 
 import jax
@@ -12,7 +13,7 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data.tokenizer import Tokenizer, byte_tokenizer
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange import huggingface, starting_point
+from sparse_dataflow.interchange import huggingface, peft, starting_point
 from sparse_dataflow.interchange.model_card import model_card
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole
@@ -148,7 +149,9 @@ def save(
     Args:
       model: what `sd.init`, `sd.load` or `sd.train(...).model()` returned, or your own loop made.
       folder: folder to make; it must not exist.
-      form: "sparse" or "dense"; blocks that are not stored are zeros in the latter.
+      form: "sparse"; "dense", where blocks that are not stored are zeros; or "adapter", the
+        adapters of a run alone, for PEFT.  The dense form has adapters merged into its weights, the
+        sparse form has them as low-rank terms.
       architecture: of the dense form: "gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", or
         "auto" for that of the weights that a run began with, else the first that represents the
         model.
@@ -157,8 +160,8 @@ def save(
       The path of the folder.
 
     Raises:
-      UserError: the architecture cannot represent the model, or the folder exists or cannot be
-        written; nothing half-written is left.
+      UserError: the architecture or PEFT cannot represent the model, or the folder exists or
+        cannot be written; nothing half-written is left.
 
     Examples:
         >>> model = sd.init(sd.preset("pico").change(sparsity__block=16), jax.random.key(0))
@@ -166,6 +169,8 @@ def save(
         >>> sd.load(folder).model == model.model
         True
     """
+    if form == "adapter":
+        peft.refuse_other(model)
     packages = ("sparse_dataflow", "jax", "safetensors")
     versions = {package: importlib.metadata.version(package) for package in packages}
     if model.record is not None:
@@ -175,6 +180,13 @@ def save(
         reader = f"`sparse_dataflow.load` of version {versions['sparse_dataflow']}"
         readers = f"{reader} and transformers read" if form == "dense" else f"{reader} reads"
         card = f"# {Path(folder).name}\n\n{readers} this model.\n"
+    if form == "adapter":
+        folder = Path(folder).expanduser()
+        with huggingface.new_folder(folder) as partial:
+            for path in peft.write(partial, model):
+                shutil.copymode(partial / peft.CONFIG, path)
+            (partial / huggingface.CARD).write_text(card, encoding="utf-8")
+        return folder
     return huggingface.write(
         folder,
         form,

@@ -143,7 +143,7 @@ def _variant(folder, trainer, chip, timed):
 
 def _section_seconds(trainer, step_seconds, timed):
     """Returns section -> seconds; for the relay from its timeline.  Empty for a model on several
-    devices, whose sections are not timed, and if `timed` is false."""
+    devices or with adapters, whose sections are not timed, and if `timed` is false."""
     spans = trainer.timeline
     if spans:
         by_section = {
@@ -151,7 +151,7 @@ def _section_seconds(trainer, step_seconds, timed):
             for name, kind in (("embed", "embed"), ("blocks", "block"), ("head and loss", "head"))
         }
         return {**by_section, "other": max(0.0, step_seconds - sum(by_section.values()))}
-    if trainer.executor != SINGLE_DEVICE or not timed:
+    if trainer.executor != SINGLE_DEVICE or trainer.training.adapter_rank or not timed:
         return {}
     return section_seconds(trainer.model, trainer.training, trainer.state, step_seconds)
 
@@ -288,7 +288,7 @@ def _continuations(trainers, corpus, tokenizer):
 
 def _continued(trainer, prompts):
     """Returns int [prompts, tokens], the greedy continuations, as long as the prompts."""
-    weights = kv_cache.prepare(trainer.model, trainer.state.params, trainer.state.tables)
+    weights = kv_cache.prepare(trainer.model, trainer.state.weights, trainer.state.tables)
     count, context = len(prompts[0]), trainer.training.sequence
     return np.transpose([*generate_tokens(trainer.model, weights, prompts, count, context)])
 

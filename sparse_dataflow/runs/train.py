@@ -17,6 +17,7 @@ import numpy as np
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import Corpus, corpus_of_texts, load_corpus
+from sparse_dataflow.data.examples import as_text
 from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.distributed.clock import Clock
@@ -24,11 +25,12 @@ from sparse_dataflow.distributed.stopping import ENDING, stop_on_signals
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import loopback
-from sparse_dataflow.files.errors import TEMPORARY
+from sparse_dataflow.files.errors import TEMPORARY, UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.interchange import starting_point
+from sparse_dataflow.interchange.starting_point import StartingPoint
 from sparse_dataflow.kernels.quantized import api as quantized
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
@@ -44,6 +46,7 @@ from sparse_dataflow.training.metrics import read_metrics, say
 from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
 from sparse_dataflow.training.run_files import RunRecord
+from sparse_dataflow.training.saved_state import FrozenBase
 from sparse_dataflow.training.stalls import stall_alerts
 from sparse_dataflow.training.turns import advance_side_by_side
 from sparse_dataflow.training.variants import Variant, variants
@@ -71,7 +74,8 @@ class Run:
 
     def model(self, variant: str = "", checkpoint: str = trained.NEWEST) -> Model:
         """The trained model of a variant; of the first one where none is named."""
-        return trained.load(self.folder, variant or self.config.variants[0], checkpoint)
+        variant = variant or self.config.variants[0]
+        return starting_point.load_run(self.folder, variant, checkpoint)
 
     def metrics(self, variant: str = "") -> list[dict]:
         """The rows of a variant's metrics.jsonl, in order; each has "kind" and "step"."""
@@ -199,8 +203,11 @@ class _Job:
         trackers.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
         record = self._saved_record() if resume else None
         self._refuse_unfit_machine()
+        answers = config.data.loss == "answers"
+        if texts is not None and answers:
+            raise UserError("data.loss=answers reads examples of data.corpus; give it, not texts.")
         corpus = (
-            load_corpus(config.data.corpus, cache.FOLDER)
+            load_corpus(config.data.corpus, cache.FOLDER, answers)
             if texts is None
             else corpus_of_texts(texts)
         )
@@ -213,6 +220,9 @@ class _Job:
         data = training_data(config, models[0], corpus, tokenizer, self.executor)
         if config.training.steps:
             _refuse_unfit_steps(models)
+        if config.training.adapter_rank:
+            for v in models:
+                starting_point.refuse_other_base(self._base(record), v.model)
         programs = self._compiled(models, data)
         self._check_folder()
         if not record:
@@ -225,7 +235,7 @@ class _Job:
         with contextlib.ExitStack() as stack:
             trainers = []
             for position, v in enumerate(models):
-                trainer = self._trainer(v, data, programs[v.name], position)
+                trainer = self._trainer(v, data, programs[v.name], position, record)
                 stack.push(functools.partial(_close, trainer))
                 trainers.append(trainer)
                 if resume:
@@ -248,7 +258,8 @@ class _Job:
                     say(f"{v.name:>6}: {relay_plan.measured(timeline())}")
             self._check_folder()
             seconds = goodput_log.seconds(sum(t.seconds for t in trainers))
-            written = report.write(folder, record, trainers, corpus, tokenizer, self.chip, seconds)
+            shown = as_text(corpus, tokenizer) if answers else corpus
+            written = report.write(folder, record, trainers, shown, tokenizer, self.chip, seconds)
             goodput_log.write(ended=True)
             headline = written.headline
             say(headline)
@@ -323,7 +334,12 @@ class _Job:
         return RunRecord(**record.to_json())  # The report shows it, without secrets.
 
     def _trainer(
-        self, v: Variant, data: TrainingData, programs: list[Compiled], position: int
+        self,
+        v: Variant,
+        data: TrainingData,
+        programs: list[Compiled],
+        position: int,
+        record: RunRecord,
     ) -> Trainer:
         config, executor = self.config, self.executor
         eval_every = config.run.eval_every or max(1, v.training.steps // EVALUATIONS_A_RUN)
@@ -331,7 +347,8 @@ class _Job:
         def mfu(model, speed):
             if config.parallel.depth_schedule != "constant":
                 return None  # The FLOPs of a step change with its depth.
-            flops = cost.flops_per_token(model, v.training.sequence).total
+            adapters = bool(v.training.adapter_rank)
+            flops = cost.flops_per_token(model, v.training.sequence, adapters=adapters).total
             return cost.mfu(flops, speed / executor.devices, self.chip, model.compute_dtype)
 
         return Trainer(
@@ -348,6 +365,7 @@ class _Job:
             mfu=mfu,
             position=position,
             start=self._start(v, data),
+            base=self._frozen(v, record),
             clock=self.clock,
             mirror=self.mirror / v.name if self.mirror else None,
             trackers=trackers.tracker_names(config.run.trackers),
@@ -396,6 +414,10 @@ class _Job:
 
         def initial():
             run, calibration = self.config.run, None
+            if v.training.adapter_rank:
+                return starting_point.adapter_state_from(
+                    starting_point.read(run.init_from), v.model, v.training, self.executor
+                )
             if run.prune_by == "activations" and v.model.sparse_projections:
                 calibration = [
                     rows
@@ -414,6 +436,19 @@ class _Job:
             )
 
         return initial
+
+    def _base(self, record: RunRecord | None) -> StartingPoint:
+        """Returns the weights that adapters freeze; those of its start for a resumed run."""
+        if record:
+            return starting_point.read_base(record, self.folder)
+        return starting_point.read(self.config.run.init_from)
+
+    def _frozen(self, v: Variant, record: RunRecord) -> FrozenBase | None:
+        if not v.training.adapter_rank:
+            return None
+        source = {name: (record.init_from or {}).get(name) for name in ("path", "weights")}
+        read = lambda: starting_point.frozen_base(self._base(record), v.model, v.training)  # noqa: E731
+        return FrozenBase(source, read)
 
 
 def _close(trainer, kind, error, trace) -> None:

@@ -2,8 +2,10 @@
 
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data import cache
+from sparse_dataflow.data.answers import AnswerBatches, AnswerEvalBatches, AnswerRows
 from sparse_dataflow.data.batches import EvalBatches, TokenMixture, TrainBatches
 from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.examples import encode
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
@@ -26,6 +28,8 @@ def training_data(
     executor: Executor = SINGLE_DEVICE,
 ) -> TrainingData:
     """The batches of a variant's shape, drawn by `training.seed`, and the held-out windows."""
+    if config.data.loss == "answers":
+        return _answers(config, variant, corpus, tokenizer, executor)
     tokens = prepare_tokens(corpus, tokenizer, cache.FOLDER)
     say(
         f"corpus {corpus.name}: {tokens.train.documents:,} documents, "
@@ -58,4 +62,59 @@ def training_data(
         first.final_bytes,
         tokenizer.content_hash,
         tuple(held_out) if corpus.mixture else (),
+    )
+
+
+def answer_rows(
+    corpus: Corpus, tokenizer: Tokenizer, sequence: int, pack: bool
+) -> list[AnswerRows]:
+    """Returns the rows of both splits of a corpus of examples, and says how many do not fit.
+
+    Args:
+      corpus: of examples; see `data.examples`.
+      tokenizer: renders and encodes them.
+      sequence: targets per row.
+      pack: whether rows hold several examples.
+
+    Raises:
+      UserError: an example cannot be rendered, or divided in a packed row.
+    """
+    if tokenizer.chat_template is None:
+        say("the tokenizer has no chat template: an answer follows its prompt directly")
+    splits = [encode(split, tokenizer) for split in (corpus.train, corpus.validation)]
+    end = tokenizer.eot_id
+    rows = [AnswerRows.of(examples, sequence, end, pack) for examples in splits]
+    for name, split in zip(("training", "held-out"), rows, strict=True):
+        say(
+            f"corpus {corpus.name}: {len(split.examples.starts) - 1:,} {name} examples in "
+            f"{len(split):,} rows, {split.examples.answers.sum():,} tokens of answers"
+        )
+        for count, words in (
+            (split.truncated, f"examples lost their end, after {sequence} tokens"),
+            (split.skipped, f"examples are left out: no answer within {sequence} tokens"),
+            (
+                split.examples.skipped,
+                "examples are left out: the template changes them",
+            ),
+            (split.examples.changed, "answers are not trained: the template changes them later"),
+        ):
+            if count:
+                say(f"  {count:,} {name} {words}")
+    return rows
+
+
+def _answers(config, variant, corpus, tokenizer, executor):
+    training = variant.training
+    shape, local = (training.batch, training.sequence), executor.local_rows(training.batch)
+    pack = config.model.mask_documents
+    train, held_out = answer_rows(corpus, tokenizer, training.sequence, pack)
+    periodic = AnswerEvalBatches(held_out, *shape, EVALUATION_WINDOWS, local)
+    final = AnswerEvalBatches(held_out, *shape, FINAL_WINDOWS, local)
+    return TrainingData(
+        AnswerBatches(train, *shape, config.training.seed, local),
+        periodic,
+        periodic.total_bytes(tokenizer.token_bytes),
+        final,
+        final.total_bytes(tokenizer.token_bytes),
+        tokenizer.content_hash,
     )

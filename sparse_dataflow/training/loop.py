@@ -36,6 +36,7 @@ from sparse_dataflow.training.programs import (
     run_step,
 )
 from sparse_dataflow.training.saved_state import (
+    FrozenBase,
     SavedProgress,
     abstract_saved_state,
     identity,
@@ -73,6 +74,7 @@ class Trainer:
         mfu: Callable[[ModelConfig, float], float | None] = lambda model, tokens_per_second: None,
         position: int = 0,
         start: Callable[[], TrainState] | None = None,
+        base: FrozenBase | None = None,
         clock: Clock | None = None,
         mirror: Path | None = None,
         trackers: Sequence[str] = (TENSORBOARD,),
@@ -97,6 +99,8 @@ class Trainer:
           position: row of the progress bar.
           start: returns the state before the first step, which is saved at once.  If None, the
             state is drawn from the training seed.
+          base: frozen weights, which a checkpoint names instead of storing them; None if all
+            weights are trained.
           clock: records what this process is doing; a new one if None.
           mirror: folder of a second copy of the checkpoints; None for none.
           trackers: names of the trackers of metrics and alerts.
@@ -106,7 +110,7 @@ class Trainer:
           UserError: the folder cannot be written or has checkpoints of another config, or the
             evolution does not fit the model or the number of steps.
         """
-        self.name, self.training, self.executor = name, training, executor
+        self.name, self.training, self.executor, self._base = name, training, executor, base
         self._clock = clock or Clock()
         self.evolution = evolution or EvolutionConfig()
         refuse_unfit(model, self.evolution, training.steps)
@@ -137,7 +141,8 @@ class Trainer:
             if restored:
                 phase = self.phases[phase_before(self.phases, int(restored[0].step))]
                 refuse_other_layouts(restored[0].tables, phase)
-                return executor.place(restored[0], phase.model)
+                frozen = base.read() if base else ()
+                return executor.place(restored[0]._replace(frozen=frozen), phase.model)
             draw = functools.partial(initial_state, self.phases[0].model, training, executor)
             return (start or draw)()
 
@@ -251,7 +256,9 @@ class Trainer:
             state = abstract_saved_state(self.phases, self.training, target, self.executor)
             restored = self._checkpoints.restore(state, target)
         assert restored is not None
-        self.state = self.executor.place(restored[0], self.model)._replace(step=self.state.step)
+        self.state = self.executor.place(restored[0], self.model)._replace(
+            step=self.state.step, frozen=self.state.frozen
+        )
         self._tables = self._programs[self._phase].tables(self.state.tables)
         self._write_row("rollback", to=target)
         text = f"rolled back to the parameters of step {target}"
@@ -371,7 +378,7 @@ class Trainer:
 
     def _loss(self, batches, total_bytes):
         """Returns the loss of held-out windows in nats a token and in bits per byte."""
-        programs, params = self._programs[self._phase], self.state.params
+        programs, params = self._programs[self._phase], self.state.weights
         total = held_out_nats(programs, params, self._tables, map(self._put, batches))
         return total / batches.total_tokens, bits_per_byte(total, total_bytes)
 
@@ -396,10 +403,11 @@ class Trainer:
         }
         if self.training.skip_spikes:
             extra["spikes"] = self._spikes.to_json()
+        if self._base:
+            extra["base"] = dict(self._base.source)
         with self._clock.during("checkpoint"):
-            self._checkpoints.save(
-                self.step, self.executor.canonical(self.state, self.model), extra, metric
-            )
+            saved = self.executor.canonical(self.state._replace(frozen=()), self.model)
+            self._checkpoints.save(self.step, saved, extra, metric)
 
     @property
     def save_retry_due(self) -> bool:

@@ -73,7 +73,8 @@ def phases_flops(
     """Returns the model FLOPs of a training in these phases, with its layout updates."""
     tokens = training.batch * training.sequence
     tokens_by_model = [(phase.model, phase.steps * tokens) for phase in run_phases]
-    total = cost.training_flops(tokens_by_model, training.sequence)
+    adapters = bool(training.adapter_rank)
+    total = cost.training_flops(tokens_by_model, training.sequence, adapters)
     if METHODS[evolution.method].reads_gradients:
         rows, calls, _ = portions(training, evolution.sequences)
         measured = rows * calls * training.sequence

@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -78,7 +79,8 @@ class Compiled:
 
     Attributes:
       train_step: (state, tokens, learning rate) -> (state, StepReport); donates the state. With
-        training.skip_spikes it also takes the highest accepted loss.
+        training.skip_spikes it also takes the highest accepted loss, and where batches have
+        weights, those by name.
       eval_step: (params, tables, tokens, weights) -> sum of weighted losses, in nats.
       seconds: compile time.
       tables: canonical numpy tables -> tables that both programs take; () if the programs are
@@ -168,8 +170,8 @@ def _compile(phase, training, data, executor):
     windows = held_out["tokens"], held_out["weights"]
     numbers = [np.float32(0)] * (2 if training.skip_spikes else 1)
     return Compiled(
-        train_step.lower(shapes, batch["tokens"], *numbers).compile(),
-        eval_step.lower(shapes.params, runtime_tables, *windows).compile(),
+        train_step.lower(shapes, batch["tokens"], *numbers, **_weights(batch)).compile(),
+        eval_step.lower(shapes.weights, runtime_tables, *windows).compile(),
         time.perf_counter() - start,
         tables,
         parameter_norms=parameter_norms.lower(shapes.params).compile(),
@@ -238,8 +240,14 @@ def run_step(programs: Compiled, state, tables, batch, learning_rate: float, lim
       (state with its canonical tables, tables for the next step, StepReport).
     """
     scalars = [np.float32(learning_rate)] if limit is None else [np.float32(learning_rate), limit]
-    after, report = programs.train_step(state._replace(tables=tables), batch["tokens"], *scalars)
-    return after._replace(tables=state.tables), after.tables, report
+    state, before = state._replace(tables=tables), state.tables
+    after, report = programs.train_step(state, batch["tokens"], *scalars, **_weights(batch))
+    return after._replace(tables=before), after.tables, report
+
+
+def _weights(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the argument of a train step whose targets do not count equally."""
+    return {"weights": batch["weights"]} if "weights" in batch else {}
 
 
 def held_out_nats(programs: Compiled, params, tables, batches: Iterable) -> float:

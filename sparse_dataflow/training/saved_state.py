@@ -1,7 +1,7 @@
 """The content of a training's checkpoints, and the config that must match to restore one."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sparse_dataflow.config.evolution import EvolutionConfig
@@ -19,6 +19,9 @@ from sparse_dataflow.training.step import abstract_state
 YOUNGER_FIELDS = (*FAMILY_FIELDS, "mask_documents", "precision")
 """Fields of `ModelConfig` that are younger than checkpoints."""
 
+ADAPTER_FIELDS = ("adapter_rank", "adapter_alpha")
+"""Fields of `TrainingConfig` that are younger than checkpoints, which then have no adapters."""
+
 
 def identity(
     model: ModelConfig, training: TrainingConfig, evolution: EvolutionConfig, tokenizer_hash: str
@@ -30,12 +33,29 @@ def identity(
     defaults = {field.name: field.default for field in dataclasses.fields(model)}
     left_out = {name for name in YOUNGER_FIELDS if getattr(model, name) == defaults[name]}
     left_out.add("remat")  # It does not change results.
+    training_fields = training.to_json()
+    if not training.adapter_rank:
+        for name in ADAPTER_FIELDS:
+            del training_fields[name]
     return {
         "model": {k: value for k, value in model.to_json().items() if k not in left_out},
-        "training": training.to_json(),
+        "training": training_fields,
         "evolution": dataclasses.asdict(evolution),
         "tokenizer": tokenizer_hash,
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenBase:
+    """The frozen weights of a training of adapters, which its checkpoints do not store.
+
+    Attributes:
+      source: where the weights are and their hash, as JSON values.
+      read: returns `TrainState.frozen`.
+    """
+
+    source: Mapping[str, Any]
+    read: Callable[[], dict]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +122,10 @@ def abstract_saved_state(
     step: int,
     executor: Executor = SINGLE_DEVICE,
 ) -> TrainState:
-    """Returns shapes, dtypes and shardings of the state after `step` steps.
+    """Returns shapes, dtypes and shardings of the saved state after `step` steps.
 
     Its layout tables are numpy arrays.
     """
     model = phases[phase_before(phases, step)].model
     state = abstract_state(model, training, executor)
-    return state._replace(tables=gpt.layout_tables(gpt.layouts(model)))
+    return state._replace(tables=gpt.layout_tables(gpt.layouts(model)), frozen=())

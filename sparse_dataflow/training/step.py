@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import optax
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import adapters, gpt
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import StepReport, TrainState, group_norms
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
@@ -55,8 +56,13 @@ def _draw(model, training, executor):
     @jax.jit
     def draw():
         init_key, key = jax.random.split(jax.random.key(training.seed))
-        params = gpt.init(model, init_key)
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), (), key)
+        params: Any = gpt.init(model, init_key)
+        frozen: Any = ()
+        if training.adapter_rank:
+            frozen = adapters.frozen(model, params, training.adapter_scale)
+            params = adapters.factors(params)
+        step, moments = jnp.zeros((), jnp.int32), optimizer.init(params)
+        return TrainState(step, params, moments, (), key, frozen)
 
     shardings = executor.shardings(jax.eval_shape(draw), model)
     return draw if shardings is None else jax.jit(draw, out_shardings=shardings)
@@ -70,8 +76,10 @@ def make_train_step(
 ) -> Callable:
     """Returns (state, int32 [batch, sequence + 1] tokens, learning rate) -> (state, StepReport).
 
-    With `training.skip_spikes` the step takes a fourth argument, float32 [], the highest accepted
-    loss: if the loss is higher, or a gradient is not finite, parameters and moments do not change.
+    The step takes `weights` by name, float32 [batch, sequence], which multiply the losses of the
+    targets and add up to 1; without them, all targets count equally. With `training.skip_spikes` it
+    takes a fourth argument, float32 [], the highest accepted loss: if the loss is higher, or a
+    gradient is not finite, parameters and moments do not change.
 
     Args:
       model: config of the model.
@@ -83,7 +91,13 @@ def make_train_step(
     optimizer = make_optimizer(model, training, getattr(executor, "mesh", None))
     fixed = tables
 
-    def train_step(state: TrainState, tokens: jax.Array, learning_rate: jax.Array, *limit):
+    def train_step(
+        state: TrainState,
+        tokens: jax.Array,
+        learning_rate: jax.Array,
+        *limit: jax.Array,
+        weights: jax.Array | None = None,
+    ):
         tables = state.tables if fixed is None else fixed
         with jax.named_scope("loss_and_gradients"):
             loss, gradients = executor.loss_and_gradients(
@@ -93,6 +107,8 @@ def make_train_step(
                 tokens,
                 training.micro_batches,
                 training.state_dtype,
+                state.frozen,
+                weights,
             )
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
         with jax.named_scope("optimizer"):

@@ -9,7 +9,7 @@ from sparse_dataflow.config.model import PRECISIONS, ModelConfig
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import adapters, gpt
 from sparse_dataflow.planning import cost
 from sparse_dataflow.planning.equal_cost import equal_cost_model
 from sparse_dataflow.sparsity.allocation import allocate
@@ -80,8 +80,9 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
         vocab_size=vocab_size or config.model.vocab_size,
         seed=config.training.seed,
     )
+    rank = config.training.adapter_rank
     if name == "dense":
-        return Variant(name, dense, config.training)
+        return Variant(name, adapters.with_adapters(dense, rank), config.training)
     if name == "narrow":
         flops = lambda model: cost.flops_per_token(model, config.training.sequence).total  # noqa: E731
         specs = variant(config, "sparse", vocab_size).phase_specs
@@ -89,7 +90,7 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
         mean = sum((stop - s.start) * flops(s.model) for s, stop in zip(specs, stops, strict=True))
         return Variant(name, equal_cost_model(dense, flops, mean), config.training)
     model = dataclasses.replace(dense, linears=config.sparsity.linears(config.model))
-    model = allocate(model, config.sparsity.budget)
+    model = adapters.with_adapters(allocate(model, config.sparsity.budget), rank)
     gpt.check_layouts(model)
     from_start = bool(config.run.init_from)
     evolution = dataclasses.replace(config.evolution, given_layouts=from_start)

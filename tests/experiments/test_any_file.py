@@ -140,6 +140,20 @@ def documents(path):
     return list(load_corpus(str(path), path.parent / "cache").train)
 
 
+def examples(path):
+    return list(load_corpus(str(path), path.parent / "cache", examples=True).train)
+
+
+def templated(path):
+    """A Hugging Face directory with a chat template, which renders a conversation."""
+    folder = path.parent / "model"
+    shutil.copytree(HUGGING_FACE / "llama", folder)
+    shutil.copy(path, folder / path.name)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    template = huggingface.read(folder).tokenizer.chat_template
+    return template and template.answers(messages)
+
+
 def exported(path):
     return sparse_form.read_config(path.parent)
 
@@ -172,6 +186,11 @@ CHIP_REPORT = chip_data.to_json(
         (chip_data.RowResult("block", "t", "c", "done", (chip_data.Measure("l", 2.0),)),),
     )
 )  # fmt: skip
+EXAMPLE = text({"prompt": "one", "answer": "two"}) + b"\n"
+TEMPLATE = {
+    "eos_token": "<e>",
+    "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+}
 QUESTION = {"context": "c", "choices": ["a", "b"], "answer": 1}
 EXPORT = {"format": sparse_form.FORMAT, "model": MODEL.to_json()}
 READERS = {
@@ -191,6 +210,8 @@ READERS = {
     "study settings.json": ("settings.json", text(preset("pico").to_json()), settings_of),
     "task file": ("task.jsonl", text(QUESTION) + b"\n", items.read_items),
     "corpus of JSON lines": ("corpus.jsonl", text({"text": "one two " * 9}) + b"\n", documents),
+    "examples": ("examples.jsonl", 2 * EXAMPLE, examples),
+    "chat template": ("tokenizer_config.json", text(TEMPLATE), templated),
     "corpus of text": ("corpus.txt", "d\u00e9 j\u00e0 vu ".encode() * 9, documents),
     "sparse export's config.json": ("config.json", text(EXPORT), exported),
     "checkpoint extra.json": ("3/extra.json", text(EXTRA), restored),

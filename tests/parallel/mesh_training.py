@@ -2,7 +2,8 @@
 
 Run as a process by test_sharded.py and test_pipeline.py, because the number of devices is fixed at
 start. Arguments: the task; the name of the model ("dense+bfloat16": with bfloat16 moments and
-gradients; "dense+muon": trained by Muon) or of the evolution; then meshes, each as
+gradients; "dense+muon": trained by Muon; "dense+adapters": adapters, whose loss counts some targets
+more than others) or of the evolution; then meshes, each as
 "data:2,tensor:4/ZERO/MICRO_BATCHES". Pipelines add "/SCHEDULE/CHUNKS", and optionally "/2+3", the
 layers of each virtual stage.
 """
@@ -25,7 +26,7 @@ from sparse_dataflow.config.layer_groups import split_groups
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import adapters, gpt
 from sparse_dataflow.optim.optimizers import map_moments
 from sparse_dataflow.optim.train_state import StepReport
 from sparse_dataflow.parallel import mesh as meshes
@@ -88,13 +89,19 @@ def executor(text, model):
     return Pipelined(mesh, zero, division=division, schedule=schedule), int(micro)
 
 
-OPTIONS = {"": {}, "bfloat16": {"state_dtype": "bfloat16"}, "muon": {"optimizer": "muon"}}
+OPTIONS = {
+    "": {},
+    "bfloat16": {"state_dtype": "bfloat16"},
+    "muon": {"optimizer": "muon"},
+    "adapters": {"adapter_rank": 4},
+}
 """What follows "+" in the name of a model -> changes of its training."""
 
 
 def train(model, executor, micro_batches, **changes):
     """Returns losses, norms, canonical moments and params, eval loss and program text by name."""
     training = TrainingConfig(STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3, **changes)
+    model = adapters.with_adapters(model, training.adapter_rank)
     state = initial_state(model, training, executor)
     tables = gpt.layout_tables(gpt.layouts(model))
     placed_tables = executor.tables(tables, model, changing=False)
@@ -111,15 +118,18 @@ def train(model, executor, micro_batches, **changes):
     batches = [executor.put({"tokens": t}, BATCH)["tokens"] for t in tokens]
     weights = rng.uniform(size=(BATCH, SEQUENCE)).astype(np.float32)
     state = state._replace(tables=placed_tables)
-    program = step.lower(state, batches[0], np.float32(1e-3)).compile()
+    counted = {}
+    if training.adapter_rank:
+        counted = executor.put({"weights": weights / weights.sum()}, BATCH)
+    program = step.lower(state, batches[0], np.float32(1e-3), **counted).compile()
     reports, first = [], None
     for batch in batches:
-        state, report = program(state, batch, np.float32(1e-3))
+        state, report = program(state, batch, np.float32(1e-3), **counted)
         reports.append(jax.tree.map(float, report))
         if first is None:
             first = canonical(executor, state, tables, model)["moments"]
     held_out = executor.put({"tokens": tokens[0], "weights": weights}, BATCH)
-    loss = evaluate(state.params, state.tables, held_out["tokens"], held_out["weights"])
+    loss = evaluate(state.weights, state.tables, held_out["tokens"], held_out["weights"])
     return {
         "losses": [report.loss for report in reports],
         "norms": [report.gradient_norms for report in reports],

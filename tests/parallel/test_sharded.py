@@ -48,6 +48,13 @@ def test_eight_devices_train_like_a_single_one(model, texts):
             assert set(errors["gathered"]) <= {f"{rows}x8x32"}, errors["gathered"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "sparse_depth"])
+def test_adapters_train_over_a_mesh_as_on_a_single_device(model):
+    texts = ["data:2,fsdp:2,tensor:2/3/2", "data:2,tensor:4/0/1", "fsdp:8/2/1"]
+    assert_like_single_device(mesh_training("compare", f"{model}+adapters", *texts))
+
+
 GROUP_SHAPES = {"16x48", "16x16", "16x32", "32x16"}
 """Of the model "sparse": groups of qkv, attn_out, mlp_in and mlp_out."""
 

@@ -1,13 +1,25 @@
 """The batches of a run from one corpus and from a mixture."""
 
+import dataclasses
+import functools
+
+import jax
 import numpy as np
 import pytest
 
+from sparse_dataflow.config.families import FAMILIES
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import preset
 from sparse_dataflow.data import cache
+from sparse_dataflow.data.answers import AnswerEvalBatches, AnswerRows
+from sparse_dataflow.data.chat import checked_example
 from sparse_dataflow.data.corpora import load_corpus
-from sparse_dataflow.data.tokenizer import train_tokenizer
+from sparse_dataflow.data.documents import Document
+from sparse_dataflow.data.examples import encode
+from sparse_dataflow.data.tokenizer import byte_tokenizer, train_tokenizer
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.models import gpt
+from sparse_dataflow.parallel import whole
 from sparse_dataflow.runs import devices
 from sparse_dataflow.runs.training_data import training_data
 from sparse_dataflow.training.variants import variants
@@ -48,6 +60,27 @@ def test_a_mixture_has_windows_by_weight_and_held_out_windows_of_each(folder):
     books, code = (source.validation[0]["tokens"] for source in data.mixture)
     assert not np.array_equal(books, code)
     assert data.validation is data.mixture[0].validation
+
+
+def test_packed_rows_have_the_losses_of_rows_of_one_example():
+    fields = {**FAMILIES["llama"], "num_kv_heads": 2}
+    model = ModelConfig(2, 32, 4, 64, vocab_size=257, max_len=64, **fields)
+    params = gpt.init(model, jax.random.key(0))
+    texts = [("1+1=", "2"), ("what is it?", "a test"), ("no", "yes"), ("a", "b")]
+    lines = [checked_example({"prompt": prompt, "answer": answer}) for prompt, answer in texts]
+    tokenizer = byte_tokenizer(257)
+    examples = encode([Document(line, line) for line in lines], tokenizer)
+    totals, counts = [], []
+    for pack in (False, True):
+        rows = AnswerRows.of(examples, 31, tokenizer.eot_id, pack)
+        masked = dataclasses.replace(model, mask_documents=pack)
+        loss = jax.jit(functools.partial(whole.loss, masked))
+        batches = AnswerEvalBatches(rows, 2, 31)
+        totals.append(sum(float(loss(params, {}, b["tokens"], b["weights"])) for b in batches))
+        counts.append((len(rows), batches.total_tokens))
+    np.testing.assert_allclose(totals[1], totals[0], rtol=1e-5)
+    tokens = sum(len(answer) + 1 for _, answer in texts)
+    assert counts == [(4, tokens), (2, tokens)]
 
 
 @pytest.mark.parametrize("change", [{"parallel__executor": "relay"}, {"parallel__mesh": "stage:2"}])

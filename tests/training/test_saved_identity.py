@@ -11,6 +11,13 @@ MODEL = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=4
 OTHER = {"num_kv_heads": 2, "biases": ("qkv",), "window": 3, "norm_epsilon": 1e-6}
 
 
+def test_training_without_adapters_has_the_fields_of_before_them():
+    saved = lambda training: identity(MODEL, training, EvolutionConfig(), "")["training"]  # noqa: E731
+    adapters = {"adapter_rank", "adapter_alpha"}
+    assert not adapters & set(saved(TrainingConfig()))
+    assert set(saved(TrainingConfig(adapter_rank=2))) - set(saved(TrainingConfig())) == adapters
+
+
 def fields(model):
     return identity(model, TrainingConfig(), EvolutionConfig(), "")["model"]
 

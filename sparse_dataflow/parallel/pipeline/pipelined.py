@@ -48,6 +48,11 @@ class Pipelined(Sharded):
 
     def check(self, model, training):
         """See `Executor`."""
+        if training.adapter_rank:
+            raise UserError(
+                f"training.adapter_rank={training.adapter_rank} on a mesh with stages; legal with "
+                "it: the axes data, fsdp and tensor."
+            )
         if model.density_by_depth:
             raise UserError(
                 "--executor=pipeline needs the same density in every layer, and "
@@ -64,7 +69,7 @@ class Pipelined(Sharded):
         micro_batches = math.gcd(rows, 4 * self.division.stages)
         stages, chunks = self.division.stages, self.division.chunks
         schedule = schedules.forward_only(stages, micro_batches, chunks)
-        member, specs, _ = self._member(model, params)
+        member, specs, *_ = self._member(model, params)
         plan = pipeline.make_plan(self.division, schedule)
 
         def local(table, params, tables, tokens, weights):
@@ -80,10 +85,24 @@ class Pipelined(Sharded):
             pipeline.rows(plan), params, tables, tokens, weights
         )
 
-    def loss_and_gradients(self, model, params, tables, tokens, micro_batches, dtype="float32"):
-        """See `Executor`; a stage accumulates all gradients in float32, whatever the dtype."""
+    def loss_and_gradients(
+        self,
+        model,
+        params,
+        tables,
+        tokens,
+        micro_batches,
+        dtype="float32",
+        frozen=(),
+        weights=None,
+    ):
+        """See `Executor`; a stage accumulates all gradients in float32, whatever the dtype.
+
+        `check` and `runs.devices` refuse frozen parameters and weights.
+        """
+        assert not frozen and weights is None
         plan = self._plan(model, micro_batches)
-        member, specs, gradient_specs = self._member(model, params)
+        member, specs, gradient_specs, _ = self._member(model, params)
 
         def local(table, params, tables, tokens):
             full = self._gathered(model, params, specs)
@@ -109,7 +128,7 @@ class Pipelined(Sharded):
     def block_gradient_norms(self, model, params, tables, tokens):
         """See `Executor`."""
         plan = self._plan(model, 1, "gpipe")
-        member, specs, _ = self._member(model, params)
+        member, specs, *_ = self._member(model, params)
         # Every device measures the same rows if they are too few to shard.
         axes = () if len(tokens) % meshes.batch_shards(self.mesh) else BATCH_AXES
         shards = math.prod(self.mesh.shape[axis] for axis in axes)
