@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sparse_dataflow.config.model import PRECISIONS
 from sparse_dataflow.data.prompts import held_out_prompts
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.generate import generate_tokens
@@ -288,9 +289,10 @@ def _continuations(trainers, corpus, tokenizer):
 
 def _continued(trainer, prompts):
     """Returns int [prompts, tokens], the greedy continuations, as long as the prompts."""
-    weights = kv_cache.prepare(trainer.model, trainer.state.weights, trainer.state.tables)
+    model = dataclasses.replace(trainer.model, precision=PRECISIONS[0])
+    weights = kv_cache.prepare(model, trainer.state.weights, trainer.state.tables)
     count, context = len(prompts[0]), trainer.training.sequence
-    return np.transpose([*generate_tokens(trainer.model, weights, prompts, count, context)])
+    return np.transpose([*generate_tokens(model, weights, prompts, count, context)])
 
 
 def _headline(variants):

@@ -42,10 +42,14 @@ def section_seconds(
     rng = np.random.default_rng(0)
     dtype = jnp.dtype(model.compute_dtype)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    # Layouts of quantised products never change, and need their groups.
+    layer_tables = (
+        gpt.with_groups(jax.device_get(state.tables)) if model.quantized else state.tables
+    )
     first_layers = [
         jax.tree.map(lambda leaf: leaf[0], stacked)
         for stacked in zip(
-            split_groups(state.params["blocks"]), split_groups(state.tables), strict=True
+            split_groups(state.params["blocks"]), split_groups(layer_tables), strict=True
         )
     ]
     block = gpt.bind_block(model)
@@ -103,15 +107,19 @@ def section_seconds(
 def _seconds(function: Callable, inputs: tuple, *data) -> float:
     """Returns the median seconds of `function(*inputs, *data)` and its gradient in `inputs`.
 
-    `data` are arguments because XLA would spend minutes folding constants.
+    `data` and the gradient of the result are arguments because XLA would spend minutes folding
+    constants.
     """
 
     @jax.jit
-    def forward_and_backward(inputs, data):
+    def forward_and_backward(inputs, data, dy):
         y, vjp = jax.vjp(lambda *inputs: function(*inputs, *data), *inputs)
-        return y, vjp(jax.tree.map(jnp.ones_like, y))
+        return y, vjp(dy)
 
-    return _median(lambda: forward_and_backward(inputs, data))
+    dy = jax.tree.map(
+        lambda y: jnp.ones(y.shape, y.dtype), jax.eval_shape(function, *inputs, *data)
+    )
+    return _median(lambda: forward_and_backward(inputs, data, dy))
 
 
 def _optimizer_seconds(model, training, state):

@@ -54,6 +54,30 @@ def test_a_chip_from_a_file(tmp_path):
     assert (chip.network.island, chip.network.fast, chip.network.slow) == (4, 50e9, 12.5e9)
 
 
+def test_a_file_may_have_rates_of_8_bit_products(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("int8_tflops = 200\n" + TOML)
+    chip = chips.read(path)
+    assert chip.peak("int8") == 200e12 and chip.peak("fp8") is None
+
+
+@pytest.mark.parametrize(
+    ("chip", "precision", "words"),
+    [
+        (CHIPS["h100"], "fp8", "native, up to 1,979 TFLOP/s; bfloat16 has 989"),
+        (CHIPS["a100-80gb"], "int8", "native, up to 624 TFLOP/s; bfloat16 has 312"),
+        (CHIPS["a100-80gb"], "fp8", "emulated, which is slower than without"),
+        (CHIPS["tpu-v6e"], "fp8", "native, up to 918 TFLOP/s; bfloat16 has 918"),
+        (CHIPS["tpu-v5p"], "fp8", "emulated"),
+        (chips.Chip("a CPU", {"bfloat16": 1e12}), "int8", "emulated"),
+        (chips.Chip("unknown"), "int8", "not known to be native"),
+    ],
+)
+def test_a_chip_says_how_it_multiplies_8_bit_numbers(chip, precision, words):
+    assert chip.product_words(precision, "bfloat16").startswith(f"{precision} products on ")
+    assert words in chip.product_words(precision, "bfloat16")
+
+
 def test_links_host_and_family_are_optional(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(TOML.split("host_gb_s")[0])

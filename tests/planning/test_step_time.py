@@ -16,7 +16,7 @@ from sparse_dataflow.config.training import OPTIMIZERS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS, Chip, Network
 from sparse_dataflow.parallel.pipeline import schedules
-from sparse_dataflow.planning import collectives, cost, memory
+from sparse_dataflow.planning import bands, collectives, cost, memory
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency
 from sparse_dataflow.planning.parallel_plan import BUBBLES, RECOMPUTED, ParallelPlan
 from sparse_dataflow.planning.step_time import (
@@ -55,6 +55,26 @@ def test_one_chip_by_hand():
     for name in ("tensor", "bubble", "sends", "state", "waits", "passes", "recompute"):
         assert time.terms[name] == 0
     assert time.total == pytest.approx(sum(time.terms.values()))
+
+
+def test_quantised_products_run_at_the_rate_of_their_operands_where_the_chip_has_it():
+    plan = ParallelPlan(micro_batch=2)
+    int8 = dataclasses.replace(MODEL, precision="int8")
+    chip = dataclasses.replace(CHIP, peak_flops={**CHIP.peak_flops, "int8": 200e12})
+    wide, narrow = seconds(plan), seconds(plan, int8, chip)
+    for name in PROJECTIONS:
+        assert narrow.terms[name] == pytest.approx(wide.terms[name] / 2)
+        # Both operands are read twice in bfloat16 and written once in 8 bits.
+        fan_in, fan_out = MODEL.projection_shape(name)
+        added = 5 * (4096 * fan_in + fan_in * fan_out)
+        assert narrow.sections[name].bytes == wide.sections[name].bytes + added
+    assert {n: narrow.terms[n] for n in ("head", "attention", "optimizer")} == {
+        n: wide.terms[n] for n in ("head", "attention", "optimizer")
+    }
+    assert seconds(plan, int8).terms["mlp_in"] == wide.terms["mlp_in"]
+    assert "extrapolated: no published run of this kind (int8 products)" == bands.words(
+        int8, 2048, CHIPS["h100"], "hopper"
+    )
 
 
 def test_products_are_the_flops_that_are_counted():
