@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from lm_eval import evaluator
+from lm_eval.api.group import Group
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -213,7 +214,7 @@ def evaluate(
 
     Args:
       lm: model to evaluate.
-      tasks: name -> lm-eval task.
+      tasks: name -> lm-eval task, or a group of tasks that are there too.
       shots: number of examples in each prompt, sampled with `FEWSHOT_SEED`.
       limit: number of items per task; all items where None.
 
@@ -221,19 +222,32 @@ def evaluate(
       Task name -> metric -> score; `PRIMARY_METRICS` first. The name of a filter of the outputs, if
       there is one, follows its metric.
     """
-    for task in tasks.values():
+    groups = {name: each for name, each in tasks.items() if isinstance(each, Group)}
+    singles = {name: task for name, task in tasks.items() if name not in groups}
+    for task in singles.values():
         task.set_config(key="num_fewshot", value=shots)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     with quiet():
         results = evaluator.evaluate(
-            lm, {"tasks": dict(tasks)}, limit=limit, bootstrap_iters=0, log_samples=True
+            lm,
+            {"tasks": singles, "groups": groups},
+            limit=limit,
+            bootstrap_iters=0,
+            log_samples=True,
         )
-    return {name: _task_scores(name, results) for name in tasks}
+    children = {
+        name: [t.task_name for t in group.get_all_tasks()] for name, group in groups.items()
+    }
+    return {name: _task_scores(name, children.get(name, [name]), results) for name in tasks}
 
 
-def _task_scores(name, results) -> dict[str, TaskScore]:
+def _task_scores(name, tasks, results) -> dict[str, TaskScore]:
     scores = {}
-    samples = sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
+    samples = [
+        sample
+        for task in tasks
+        for sample in sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
+    ]
     for key, value in results["results"][name].items():
         metric, comma, output_filter = key.partition(",")
         if not isinstance(value, int | float) or not comma or metric.endswith("_stderr"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lm_eval.api.group import Group
 from lm_eval.tasks import TaskManager
 
 from sparse_dataflow.data.corpora import Corpus
@@ -26,7 +27,7 @@ class Task:
     """A task that is ready to be scored.
 
     Attributes:
-      task: lm-eval's task.
+      task: lm-eval's task, or group of tasks.
       items: its items; None for a task of lm-eval's own.
       zero_shot_only: whether lm-eval defines it without examples in the prompt.
     """
@@ -37,14 +38,17 @@ class Task:
 
     @classmethod
     def of_lm_eval(cls, task: Any) -> "Task":
-        """A task of lm-eval's own."""
-        rolling = task.OUTPUT_TYPE == "loglikelihood_rolling"
-        return cls(task, None, rolling or task.get_config("num_fewshot") == 0)
+        """A task or group of lm-eval's own."""
+        zero_shot_only = any(
+            each.OUTPUT_TYPE == "loglikelihood_rolling" or each.get_config("num_fewshot") == 0
+            for each in _singles(task)
+        )
+        return cls(task, None, zero_shot_only)
 
     @property
     def generates(self) -> bool:
         """Whether text is written, and not scored."""
-        return self.task.OUTPUT_TYPE == "generate_until"
+        return any(each.OUTPUT_TYPE == "generate_until" for each in _singles(self.task))
 
     def documents(self, count: int) -> list[str]:
         """The document of each of the first `count` items; unknown documents count as distinct."""
@@ -58,6 +62,11 @@ class Task:
             return None
         each = [1 / n if n > 1 else 0.0 for n in (len(i.choices) for i in self.items[:count])]
         return float(np.mean(each))
+
+
+def _singles(task):
+    """Returns the tasks of a group; a task alone is its own."""
+    return task.get_all_tasks() if isinstance(task, Group) else [task]
 
 
 def named(options, corpus: str) -> dict[str, dict[str, Task] | None]:

@@ -116,6 +116,42 @@ def test_yaml_files_and_folders_with_all_metrics(harness, lm_eval_tasks, trained
         assert score.items == 3 and score.value == score.values.mean()
 
 
+GROUP = """
+group: {name}
+task: [mine, short]
+aggregate_metric_list:
+  - {{metric: acc, aggregation: mean, weight_by_size: {weighted}}}
+"""
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_groups_of_a_file_a_folder_and_an_index_are_aggregated(
+    harness, lm_eval_tasks, trained, folder, manager, weighted
+):
+    (folder / "writing.yaml").unlink()
+    short = json.dumps({"question": "x", "choices": ["y", "z"], "answer": 0})
+    (folder / "short.jsonl").write_text(short + "\n")
+    shared = (folder / "_shared").read_text().replace("rows.jsonl", "short.jsonl")
+    (folder / "_short").write_text(shared)
+    task = CHOICE.replace("task: mine", "task: short").replace("_shared", "_short")
+    (folder / "short.yaml").write_text(task)
+    (folder / "both.yaml").write_text(GROUP.format(name="both", weighted=weighted))
+    included = lm_eval_tasks.TaskManager(include_path=[folder], include_defaults=False)
+    names = ["mine", "short", "both"]
+    for name in (folder / "both.yaml", folder):
+        assert list(lm_eval_tasks.load_tasks(str(name), manager, ())) == names
+    tasks = lm_eval_tasks.load_tasks("both", included, ())
+    assert list(tasks) == names
+    scores = harness.evaluate(harness.harness_lm(trained("sparse")), tasks, 0)
+    assert list(scores["both"]) == ["acc"]
+    (mine, one, both) = (scores[name]["acc"] for name in names)
+    assert (mine.items, one.items, both.items) == (3, 1, 4)
+    expected = (3 * mine.value + one.value) / 4 if weighted else (mine.value + one.value) / 2
+    assert both.value == pytest.approx(expected) and not both.lower_is_better
+    if weighted:
+        assert both.values.tolist() == [*mine.values, *one.values]
+
+
 def test_task_files_that_cannot_be_used_are_named(lm_eval_tasks, manager, tmp_path):
     def refusal(name):
         with pytest.raises(UserError) as error:

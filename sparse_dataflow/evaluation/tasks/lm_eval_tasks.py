@@ -1,6 +1,7 @@
 """Tasks from items, and tasks of lm-eval by name. Requires the extra `eval`."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def _rows(items):
 
 
 def load_tasks(name: str, manager: TaskManager, builtin: Sequence[str]) -> dict[str, Any]:
-    """Loads lm-eval tasks with their data.
+    """Loads lm-eval tasks with their data, and the groups that aggregate some of them.
 
     Args:
       name: a task, group or tag of `manager`, a YAML file, or a folder of YAML files.
@@ -74,7 +75,7 @@ def load_tasks(name: str, manager: TaskManager, builtin: Sequence[str]) -> dict[
       builtin: names of the built-in tasks, for error messages.
 
     Returns:
-      {task name: lm-eval task}.
+      {name: lm-eval task, or a group after its tasks}.
 
     Raises:
       UserError: there is no such task, its file is damaged, its data cannot be downloaded, or it
@@ -84,13 +85,17 @@ def load_tasks(name: str, manager: TaskManager, builtin: Sequence[str]) -> dict[
     of_index = name in manager.all_tasks
     if not of_index and path.is_dir():
         manager = TaskManager(include_path=path, include_defaults=False)
-        names = manager.all_subtasks
+        names = [*manager.all_groups, *manager.all_subtasks]
         if not names:
             raise UserError(f"The folder {name} has no YAML file with a task of lm-eval.")
     elif not of_index and path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise UserError(f"There is no task file {name}.")
         names = [str(path)]
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if group := re.search(r"^group:[ \t]*[\"']?([^\"'\s#]+)", text, re.M):
+            # A group names its tasks, which stand beside it or are lm-eval's.
+            manager, names = TaskManager(include_path=path.parent), [group[1]]
     elif not of_index:
         legal = [*builtin, *STANDARD, *manager.all_tasks]
         matches = difflib.get_close_matches(name, legal, n=1)
@@ -100,9 +105,15 @@ def load_tasks(name: str, manager: TaskManager, builtin: Sequence[str]) -> dict[
             f"such as {', '.join(STANDARD)}, YAML files and folders of such tasks, or files of "
             "JSON lines."
         )
+    tasks: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
     try:
         with quiet():
-            tasks = manager.load(names)["tasks"]
+            for each in names:
+                if each not in tasks and each not in groups:
+                    loaded = manager.load([each])
+                    tasks |= loaded["tasks"]
+                    groups |= loaded["groups"]
     except Exception as error:  # A hub, a network, a disk or a file can raise anything.
         if of_index:
             problem = f"The data of the task {name} cannot be downloaded ({first_line(error)})."
@@ -115,4 +126,4 @@ def load_tasks(name: str, manager: TaskManager, builtin: Sequence[str]) -> dict[
                 f"The task {task_name} runs code that the model writes; only lm_eval itself does "
                 "so, with --confirm_run_unsafe_code."
             )
-    return tasks
+    return tasks | {name: group for name, group in groups.items() if group.has_aggregation}
