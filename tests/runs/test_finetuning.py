@@ -125,6 +125,16 @@ def test_an_evaluation_counts_the_answers_that_training_counts(run, place):
     np.testing.assert_allclose(bits, final["bits_per_byte"], rtol=1e-4)
 
 
+def test_lm_eval_itself_is_told_to_take_an_export(run):
+    pytest.importorskip("lm_eval")
+    from sparse_dataflow.evaluation.lm_eval_model import RunLM
+
+    with pytest.raises(
+        UserError, match=r"adapters without the weights .*experiments.export writes"
+    ):
+        RunLM(run=str(run.folder))
+
+
 def test_a_prompt_of_a_chat_has_the_tokens_that_training_has(run, place):
     model = sd.load(run.folder)
     [tokens] = encoded_prompts(model, ["1+1="], chat=True)
@@ -223,6 +233,7 @@ def test_a_block_sparse_base_keeps_its_blocks_and_its_export_has_low_rank_terms(
         ({"run__init_from": ""}, "legal with run.init_from"),
         ({"run__init_from": "", "training__adapter_rank": 0}, "legal with run.init_from"),
         ({"parallel__executor": "relay"}, "executor=relay.*legal with it: whole, auto"),
+        ({"parallel__executor": "relay", "training__adapter_rank": 0}, "counts all tokens; legal"),
         ({"training__optimizer": "muon"}, "legal with it: adamw"),
         ({"training__adapter_rank": 25}, r"above 16, .* legal: 1 to 16"),
     ],
@@ -237,6 +248,10 @@ def test_settings_that_contradict_adapters_are_named(place, changes, words):
     ("changes", "words"),
     [
         ({"evolution__method": "set"}, "evolution.method=set changes weights, .*legal with it: st"),
+        (
+            {"evolution__method": "rigl", "data__loss": "answers"},
+            "measures gradients of all tokens",
+        ),
         ({"run__twin": "yes"}, "run.twin=yes trains another model.*legal with it: no"),
         ({"run__twin": "no", "sparsity__block": 8, "sparsity__density": 1.0}, "as they are, and "),
     ],

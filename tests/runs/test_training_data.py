@@ -89,3 +89,18 @@ def test_executors_whose_blocks_do_not_see_tokens_refuse_masked_documents(change
     executor = devices.executor(config, describing=True)
     with pytest.raises(UserError, match=r"model\.mask_documents=yes with .*; legal:"):
         devices.check(executor, config, variants(config), None)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"data__loss": "answers"}, "which counts all tokens; legal: a mesh without stages"),
+        ({"training__adapter_rank": 2}, "on a mesh with stages; legal with it: the axes data"),
+    ],
+)
+def test_a_mesh_with_stages_trains_neither_adapters_nor_answers(change, words):
+    change |= {"run__init_from": "DIR", "parallel__mesh": "stage:2", "run__twin": "no"}
+    config = preset("pico").change(**change).dense()
+    executor = devices.executor(config, describing=True)
+    with pytest.raises(UserError, match=words):
+        devices.check(executor, config, variants(config), None)
