@@ -45,6 +45,16 @@ def test_eight_devices_train_like_a_single_one(model, texts):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_quantised_products_over_a_mesh_equal_one_device_to_the_rounding_of_8_bits(precision):
+    """A shard scales what it holds, so it rounds otherwise."""
+    pytest.importorskip("qwix", reason="quantised products need the extra quantized")
+    [errors] = mesh_training("compare", precision, "data:4,tensor:2/0/1").values()
+    assert 0 < max(errors["losses"], errors["eval"]) < 2e-3, errors
+    assert errors["norms"] < 0.05, errors
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["dense", "sparse"])
 def test_muon_trains_over_a_mesh_as_on_a_single_device(model):
     """A dense kernel is one matrix on all devices; stored blocks stay where they are."""
