@@ -60,6 +60,16 @@ GROUP_SHAPES = {"16x48", "16x16", "16x32", "32x16"}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_quantised_products_over_a_mesh_equal_one_device_to_the_rounding_of_8_bits(precision):
+    """A shard scales what it holds, so it rounds otherwise."""
+    pytest.importorskip("qwix", reason="quantised products need the extra quantized")
+    [errors] = mesh_training("compare", precision, "data:4,tensor:2/0/1").values()
+    assert 0 < max(errors["losses"], errors["eval"]) < 2e-3, errors
+    assert errors["norms"] < 0.05, errors
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["dense", "sparse", "sparse_rank"])
 def test_muon_trains_over_a_mesh_as_on_a_single_device(model):
     """A dense kernel and a group are one matrix on all devices; single blocks stay in place."""
