@@ -19,7 +19,7 @@ from sparse_dataflow.interchange import huggingface, peft, starting_point
 from sparse_dataflow.interchange.architectures import ARCHITECTURES
 from sparse_dataflow.interchange.equivalent_forms import QKV, fuse_qkv
 from sparse_dataflow.models import adapters
-from sparse_dataflow.runs.library import save as export
+from sparse_dataflow.runs.library import save
 from sparse_dataflow.training.run_files import RunRecord
 
 TRAINING = TrainingConfig(adapter_rank=RANK, adapter_alpha=ALPHA, sequence=16, batch=2)
@@ -76,7 +76,7 @@ def test_adapters_of_peft_have_its_logits_here_and_are_written_with_its_names(na
     saved = load_file(PEFT_FOLDERS[name] / "expected.safetensors")
     actual = logits(trained.model, trained.params, {}, saved["ids"])
     np.testing.assert_allclose(actual, saved["logits"], rtol=0, atol=1e-4)
-    export(trained, tmp_path / "adapter", "adapter")
+    save(trained, tmp_path / "adapter", "adapter")
     theirs, ours = (load_file(f / peft.WEIGHTS) for f in (PEFT_FOLDERS[name], tmp_path / "adapter"))
     assert sorted(theirs) == sorted(ours)
     for tensor, value in theirs.items():
@@ -95,7 +95,7 @@ def test_adapters_of_peft_have_its_logits_here_and_are_written_with_its_names(na
 def test_merged_weights_have_the_logits_of_weights_and_adapters(name, tmp_path):
     trained = trained_model(name, tmp_path / "run")
     expected = logits(trained.model, trained.params, {}, IDS)
-    export(trained, tmp_path / "dense")
+    save(trained, tmp_path / "dense", "dense")
     merged = huggingface.read(tmp_path / "dense")
     assert merged.architecture == name and not any(spec.rank for _, spec in merged.model.linears)
     actual = logits(merged.model, merged.params, {}, IDS)
@@ -109,7 +109,7 @@ def test_peft_adds_an_export_to_the_base_and_has_the_same_logits(name, tmp_path)
     library = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     trained = trained_model(name, tmp_path / "run")
-    export(trained, tmp_path / "adapter", "adapter")
+    save(trained, tmp_path / "adapter", "adapter")
     base = transformers.AutoModelForCausalLM.from_pretrained(FOLDERS[name])
     model = library.PeftModel.from_pretrained(base, tmp_path / "adapter")
     order = order_of(name)
@@ -122,9 +122,9 @@ def test_a_run_without_adapters_or_of_other_weights_has_none_for_peft(tmp_path):
     trained = trained_model("llama", tmp_path / "run")
     whole = Model(**{**vars(trained), "training": TrainingConfig()})
     with pytest.raises(UserError, match=r"trained no adapters; legal: a run of training\.adapter"):
-        export(whole, tmp_path / "adapter", "adapter")
+        save(whole, tmp_path / "adapter", "adapter")
     fields = {**trained.saved_record.to_json(), "init_from": {"path": "runs/one", "weights": ""}}
     other = Model(**{**vars(trained), "record": RunRecord(**fields)})
     with pytest.raises(UserError, match="that transformers does not load; legal"):
-        export(other, tmp_path / "adapter", "adapter")
+        save(other, tmp_path / "adapter", "adapter")
     assert not Path(tmp_path / "adapter").exists()

@@ -21,7 +21,6 @@ from sparse_dataflow.models import adapters
 from sparse_dataflow.runs import request
 from sparse_dataflow.runs.evaluate import evaluate
 from sparse_dataflow.runs.generate import encoded_prompts
-from sparse_dataflow.runs.library import save as export
 from sparse_dataflow.runs.run_folder import refuse_other_config
 from sparse_dataflow.training.metrics import read_metrics
 
@@ -102,10 +101,10 @@ def test_a_loaded_run_is_its_base_with_adapters_and_an_export_has_them_merged(ru
     expected = np.asarray(sd.logits(model, IDS))
     assert np.abs(expected - sd.logits(base, IDS)).max() > 1e-3
     for form in ("dense", "sparse"):
-        again = sd.load(export(model, place / form, form))
+        again = sd.load(sd.save(model, place / form, form))
         np.testing.assert_allclose(sd.logits(again, IDS), expected, atol=1e-5)
         assert again.tokenizer == model.tokenizer and again.tokenizer.chat_template
-    assert (export(model, place / "adapter", "adapter") / "adapter_config.json").exists()
+    assert (sd.save(model, place / "adapter", "adapter") / "adapter_config.json").exists()
     (text,) = sd.generate(model, ["1+1="], max_new_tokens=2)
     assert text.text is not None
 
@@ -218,13 +217,13 @@ def test_a_block_sparse_base_keeps_its_blocks_and_its_export_has_low_rank_terms(
     assert np.array_equal(before, after) and model.model.linear("mlp_in").kind == "block_sparse"
     expected = np.asarray(sd.logits(model, IDS))
     assert not np.array_equal(expected, sd.logits(base, IDS))
-    sparse = sd.load(export(model, place / "sparse_export", "sparse"))
+    sparse = sd.load(sd.save(model, place / "sparse_export", "sparse"))
     assert sparse.model == model.model
     assert np.array_equal(sd.logits(sparse, IDS), expected)
-    dense = sd.load(export(model, place / "dense_export", "dense"))
+    dense = sd.load(sd.save(model, place / "dense_export", "dense"))
     np.testing.assert_allclose(sd.logits(dense, IDS), expected, atol=1e-5)
     with pytest.raises(UserError, match="that transformers does not load"):
-        export(model, place / "no_adapter", "adapter")
+        sd.save(model, place / "no_adapter", "adapter")
 
 
 @pytest.mark.parametrize(
