@@ -169,7 +169,7 @@ def test_a_pipeline_gathers_its_weights_once_a_step():
 
 def test_muon_reads_no_second_moment_and_multiplies_matrices():
     chip = dataclasses.replace(CHIP, peak_flops={"bfloat16": 100e12, "float32": 50e12})
-    sparse = MODEL.with_linears(LinearSpec("block_sparse", density=1 / 8, block=128))
+    sparse = MODEL.with_linears(LinearSpec("block_sparse", "random", density=1 / 8, block=128))
     for model in (MODEL, sparse):
         adamw, muon = (
             seconds(ParallelPlan(optimizer=o), model, chip).terms["optimizer"] for o in OPTIMIZERS
