@@ -313,10 +313,16 @@ def _stacked_tables(layouts, start, stop):
 
 
 def with_groups(tables: Any) -> Any:
-    """Returns concrete tables with the groups that all layers of a stack share, if they do."""
+    """Returns concrete tables with the groups that all layers of a stack share, if they do.
+
+    Other leaves, such as a `Probe`, stay as they are.
+    """
     return join_groups(
         [
-            {name: stacked.with_groups() for name, stacked in group.items()}
+            {
+                name: stacked.with_groups() if isinstance(stacked, LayoutTables) else stacked
+                for name, stacked in group.items()
+            }
             for group in split_groups(tables)
         ]
     )
