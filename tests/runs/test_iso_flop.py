@@ -93,6 +93,9 @@ def test_differences_are_paired_by_seed_with_students_t(plan):
     dense, half, eighth = summary["arms"]
     assert summary["minimum"] == half["name"] and dense["to_dense"] is None
     assert summary["target"] == pytest.approx(np.mean([dense["by_seed"][seed] for seed in "012"]))
+    for arm in summary["arms"]:
+        common = np.mean([arm["by_seed"][seed] for seed in "012"])
+        assert arm["bits_per_byte"] == pytest.approx(common)
     for arm, seeds in ((half, 5), (eighth, 3)):
         pairs = np.array([[arm["by_seed"][str(s)], dense["by_seed"][str(s)]] for s in range(seeds)])
         expected = stats.ttest_rel(pairs[:, 0], pairs[:, 1])

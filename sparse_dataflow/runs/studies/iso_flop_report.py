@@ -110,7 +110,8 @@ def arms_table(plan: Plan, sequence: int) -> str:
 def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, Any]:
     """Returns the measured arms of a curve, and its minimum.
 
-    Differences to the dense arm are paired by seed, as a seed draws the same order of the data in
+    Bits per byte are means over the seeds that all arms have.  Differences to the dense arm are
+    paired by seed, over all seeds that both have, as a seed draws the same order of the data in
     every arm; intervals are Student's t at 95%.  Time to quality is what an arm needs to reach the
     final loss of the best-tuned dense arm of the budget, over optimizers, by the seeds that all
     arms have.
@@ -133,13 +134,13 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
         reached = None
         if target is not None and all("curve" in result for result in curves):
             reached = effort(curves, target)
-        all_finite = all(math.isfinite(b) for b in bits.values())
+        common = iso_flop.mean_bits(plan, arm, results)
         arms.append(
             {
                 "name": arm.name,
                 "density": arm.density,
                 "stored_density": arm.stored_density,
-                "bits_per_byte": float(np.mean(list(bits.values()))) if all_finite else None,
+                "bits_per_byte": common if math.isfinite(common) else None,
                 "by_seed": {str(seed): measured[seed]["bits_per_byte"] for seed in bits},
                 "to_dense": difference,
                 "trials": {f"{m:.4g}": b if math.isfinite(b) else None for m, b in losses.items()},
@@ -228,7 +229,8 @@ def _verdict(curve):
 
 def draw(curves: list[dict[str, Any]], path: Path) -> None:
     """Draws bits per byte over stored density: a panel for each equal cost and budget, a curve for
-    each optimizer.  Bars are the 95% interval of the difference to the dense model."""
+    each optimizer.  A sparse point is the dense one plus the paired difference, and its bar is the
+    95% interval of that."""
     drawn = []
     for equal, budget in dict.fromkeys((c["equal"], c["budget"]) for c in curves):
         chosen = [c for c in curves if (c["equal"], c["budget"]) == (equal, budget)]
@@ -247,12 +249,13 @@ def draw(curves: list[dict[str, Any]], path: Path) -> None:
 
 def _drawn_curve(curve):
     arms = [arm for arm in curve["arms"] if arm["bits_per_byte"] is not None]
-    bits = [arm["bits_per_byte"] for arm in arms]
     dense = curve["arms"][0]["bits_per_byte"]
 
-    def ends(name):
-        edges = [(arm["to_dense"] or {}).get(name) for arm in arms]
-        return [b if edge is None else dense + edge for edge, b in zip(edges, bits)]
+    def drawn(name):
+        values = [(arm["to_dense"] or {}).get(name) for arm in arms]
+        points = [arm["bits_per_byte"] for arm in arms]
+        return [p if value is None else dense + value for value, p in zip(values, points)]
 
     x = [arm["stored_density"] for arm in arms]
-    return panels.Curve(x, bits, ends("low"), ends("high"), bars=True)
+    bits, low, high = map(drawn, ("difference", "low", "high"))
+    return panels.Curve(x, bits, low, high, bars=True)
