@@ -294,7 +294,7 @@ from pathlib import Path
 from sparse_dataflow.data import local_files
 from sparse_dataflow.data.corpora import load_corpus
 real = local_files._read_file
-def read(path, name):
+def read(path, name, *rest):
     if sys.argv[3] == "hang" and path.name == "79.txt":
         seen = Path(sys.argv[2], "seen")
         # The first pass chooses the split, the second writes the records.
@@ -302,7 +302,7 @@ def read(path, name):
             Path(sys.argv[2], "writing").touch()
             time.sleep(600)
         seen.touch()
-    return real(path, name)
+    return real(path, name, *rest)
 local_files._read_file = read
 print(load_corpus(sys.argv[1], Path(sys.argv[2])).content_hash)
 """

@@ -124,7 +124,7 @@ def test_a_run_says_that_it_is_emulated_and_its_model_multiplies_in_float32(
     texts = [f"Document {number} has a few words. " * 60 for number in range(40)]
     run = sd.train(CONFIG.change(run__out=str(tmp_path / "run"), run__twin="no"), texts=texts)
     assert run.finished
-    assert "emulated, which is slower than without" in capsys.readouterr().out
+    assert "emulated, which is slower than without" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "qwix", None)
     model = run.model()
     assert model.model.precision == "compute_dtype"
