@@ -8,6 +8,7 @@ import pytest
 from main_job import assert_same_results, checkpoint_steps, rows
 
 from sparse_dataflow.config.presets import SIZES, preset
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.planning import memory
@@ -129,8 +130,9 @@ def test_the_report_says_what_the_metrics_say(undisturbed):
 @pytest.mark.parametrize("timed", [True, False])
 def test_sections_are_timed_only_where_that_is_asked_for(monkeypatch, timed):
     monkeypatch.setattr(report_module, "section_seconds", lambda *_: {"qkv": 1.0, "other": 0.5})
+    training = TrainingConfig(steps=1, batch=1, sequence=8)
     one = SimpleNamespace(
-        timeline=[], executor=SINGLE_DEVICE, model=None, training=None, state=None
+        timeline=[], executor=SINGLE_DEVICE, model=None, training=training, state=None
     )
     found = report_module._section_seconds(one, 1.5, timed)
     assert found == ({"qkv": 1.0, "other": 0.5} if timed else {})
