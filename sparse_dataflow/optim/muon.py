@@ -77,9 +77,8 @@ class Matrices:
         """
         if self.groups is None:
             return stored
-        blocks, rest = stored.shape[-3] // self.unit[0], self.unit
-        stored = stored.reshape(*stored.shape[:-3], blocks, *rest)
-        return self.groups.join(stored, self.in_blocks, self.out_blocks)
+        units = stored.reshape(*stored.shape[:-3], -1, *self.unit)
+        return self.groups.join(units, self.in_blocks, self.out_blocks)
 
     def split(self, matrices: Any) -> Any:
         """Returns the stored form of what `join` returned."""
