@@ -13,6 +13,18 @@
 | nemo_h100.csv, nemo_gb200.csv | NVIDIA/dgxc-benchmarking: the file and version that each row names, bfloat16 rows.  The dimensions of Nemotron4 are recalled |
 | deepspeed_a100.csv | bigscience-workshop/bigscience, train/tr11-176B-ml/README.md: the logged step at the end of the first epoch; arXiv 2204.06745 for GPT-NeoX-20B: 150,000 steps in 1,830 hours, with the plan of EleutherAI/gpt-neox, configs/20B.yml |
 
+Confirmation rows, chosen and entered before any prediction of them (CONFIRMATION):
+
+| file | source |
+| --- | --- |
+| aleph_alpha_a100.csv | Aleph-Alpha/NeurIPS-WANT-submission-efficient-parallelization-layouts at e13c2cb, the sheets of arXiv 2311.05610: every run but those of its kernel "torch", whose softmax is not fused.  Vocabulary and batches follow from the sheets' MFU |
+| bigscience_a100.csv | bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md: the tables from "GBS Variations" on.  Before, the source reports a fault of the nodes.  Of repeated runs, the last |
+| internevo_a100.csv | InternLM/InternEvo, doc/en/train_performance.md at 3a665e8, model of configs/7B_sft.py |
+| fms_fsdp.csv | foundation-model-stack/fms-fsdp, README.md at the commit that each row names: runs that recompute every block or none |
+| nemo_h100_2024.csv | the files that each row names, of NVIDIA/dgxc-benchmarking and AI-Hypercomputer/gpu-recipes |
+| flagperf_h100.csv | FlagOpen/FlagPerf: the file that each row names |
+| reports.csv | the report that each row names: MegaScale's runs of Megatron-LM, Nemotron-4 15B, Llama 3, BloombergGPT |
+
 Columns: the model, its plan as in `parallel_plan.ParallelPlan` (island: chips joined by fast
 links, a node or a slice), the figure and its unit, and their status:
 
@@ -28,7 +40,7 @@ links, a node or a slice), the figure and its unit, and their status:
 - `weights`: dtype of the master weights, gradients and moments where it is not float32.
 - `split`: of every four rows in the order of the source, the first and last are "fit", the others
   "test".  Rows of another source in the same file, and all scaling rows, are "test".  On MI250X only
-  the 175B is "fit".
+  the 175B is "fit".  Confirmation rows are "confirm": no fit and no choice of terms has seen them.
 
 Protocol: constants and error bands are fitted to "fit" rows only.  The terms of the cost model that
 were there with the first seven files were chosen with all of their rows known.  The later ones
@@ -70,6 +82,16 @@ SOURCES = (
     "nemo_gb200",
     "deepspeed_a100",
 )
+CONFIRMATION = (
+    "aleph_alpha_a100",
+    "bigscience_a100",
+    "internevo_a100",
+    "fms_fsdp",
+    "nemo_h100_2024",
+    "flagperf_h100",
+    "reports",
+)
+"""Files of rows that no fit and no choice of terms has seen."""
 _COUNTS = (
     *("data", "stage", "fsdp", "tensor", "island", "chunks", "zero"),
     *("accumulation", "gradient_bytes"),
@@ -107,7 +129,7 @@ class Row:
         "tflops_6n" (6 per parameter).
       number: "verified" or "recalled".
       plan_status: "verified", "recalled" or "assumed".
-      split: "fit" or "test".
+      split: "fit", "test" or "confirm".
       stack: software that ran it; one of efficiency.STACKS.
       assumed: fields that the source does not name.
       offload: "inputs" and "saved"; see the module.
@@ -163,7 +185,7 @@ class Row:
 
 
 def rows(source: str) -> list[Row]:
-    """Returns the rows of one of SOURCES, in the order of the source."""
+    """Returns the rows of one of SOURCES or CONFIRMATION, in the order of the source."""
     return [_row(fields) for fields in _table(source)]
 
 
