@@ -1,7 +1,7 @@
 """Fits the constants of chip families to published step times, and reports prediction errors."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from scipy import optimize
@@ -109,11 +109,15 @@ class Error:
 
 
 def errors(source: str, efficiencies: Mapping[str, Efficiency]) -> list[Error]:
-    """Returns every row of a source with its prediction."""
+    """Returns every row of a source with its prediction.
+
+    A row whose software has no constants on its chip is predicted by those of the chip's family.
+    """
     result = []
     for row in published.rows(source):
-        time = step_time(row.config, row.sequence, row.plan, row.chip, efficiencies[row.key])
-        seconds = predict_seconds(row, efficiencies[row.key])
+        constants = efficiencies.get(row.key, efficiencies[row.chip.family])
+        time = step_time(row.config, row.sequence, row.plan, row.chip, constants)
+        seconds = predict_seconds(row, constants)
         ratio = seconds / row.seconds
         figure = row.value * (ratio if row.unit == "seconds" else 1 / ratio)
         result.append(Error(row, seconds, figure, time.limit))
@@ -182,21 +186,51 @@ def fit_bands(
     Fewer do not show a tail, so they get at least that of all domains together.
     """
     residuals: dict[tuple[str, str], list[float]] = {}
-    for key, (prior, names) in _ORDER.items():
-        fitted = [row for row in rows if row.key == key and row.split == "fit"]
-        models = list(dict.fromkeys((r.config.num_layers, r.config.d_model) for r in fitted))
-        fold = {model: number % FOLDS for number, model in enumerate(models)}
-        folds = [fold[r.config.num_layers, r.config.d_model] for r in fitted]
-        for number in sorted(set(folds)):
-            rest = [r for r, n in zip(fitted, folds) if n != number]
-            start = constants.get(prior, PRIOR)
-            held = fit(rest, start, names) if rest else start
-            for row in (r for r, n in zip(fitted, folds) if n == number):
-                error = abs(np.log(predict_seconds(row, held) / row.seconds))
-                domain = (key, bands.regime(row.config, row.sequence))
-                residuals.setdefault(domain, []).append(float(error))
+    for row, error in _cross_validated(rows, constants, _model_folds):
+        domain = (row.key, bands.regime(row.config, row.sequence))
+        residuals.setdefault(domain, []).append(error)
     pooled = _quantile([error for errors in residuals.values() for error in errors])
     return {domain: _band(errors, pooled) for domain, errors in residuals.items()}
+
+
+def fit_other_software(rows: Sequence[Row], constants: Mapping[str, Efficiency]) -> float:
+    """Returns the error that nine of ten runs of a source without a fitted run stay within.
+
+    Each source is predicted by constants that are fitted without it, by those of the prior where
+    its key has no other source.  The result is the hierarchical conformal quantile (Lee, Barber and
+    Willett 2023): sources have equal weight, because errors within one are alike.
+    """
+    by_source: dict[tuple[str, str], list[float]] = {}
+    for row, error in _cross_validated(rows, constants, lambda rows: [r.source for r in rows]):
+        by_source.setdefault((row.key, row.source), []).append(error)
+    sizes = np.concatenate(list(by_source.values()))
+    weights = np.concatenate([np.full(len(e), 1 / len(e)) for e in by_source.values()])
+    order = np.argsort(sizes)
+    share = np.cumsum(weights[order]) / (len(by_source) + 1)
+    return float(sizes[order][min(int(np.searchsorted(share, 0.9)), len(sizes) - 1)])
+
+
+def _cross_validated(
+    rows: Sequence[Row],
+    constants: Mapping[str, Efficiency],
+    folds: Callable[[Sequence[Row]], Sequence],
+) -> Iterator[tuple[Row, float]]:
+    """Yields each "fit" row with its absolute log error without its fold, key by key."""
+    for key, (prior, names) in _ORDER.items():
+        fitted = [row for row in rows if row.key == key and row.split == "fit"]
+        fold = folds(fitted)
+        for held_out in dict.fromkeys(fold):
+            rest = [r for r, n in zip(fitted, fold) if n != held_out]
+            start = constants.get(prior, PRIOR)
+            held = fit(rest, start, names) if rest else start
+            for row in (r for r, n in zip(fitted, fold) if n == held_out):
+                yield row, float(abs(np.log(predict_seconds(row, held) / row.seconds)))
+
+
+def _model_folds(rows):
+    models = list(dict.fromkeys((r.config.num_layers, r.config.d_model) for r in rows))
+    fold = {model: number % FOLDS for number, model in enumerate(models)}
+    return [fold[r.config.num_layers, r.config.d_model] for r in rows]
 
 
 def _band(residuals, pooled):

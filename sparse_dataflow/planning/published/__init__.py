@@ -37,6 +37,7 @@ links, a node or a slice), the figure and its unit, and their status:
 - `family`: key of FAMILIES; "gpt3" where the column is absent.  `kv_heads`: heads of keys and values.
 - `offload`: what is in host memory: layer "inputs", and what remat "saved".  It costs no time,
   because the copies take less time than the forward pass that they overlap with.
+- `source`: who measured it, where a file has rows of several.
 - `weights`: dtype of the master weights, gradients and moments where it is not float32.
 - `split`: of every four rows in the order of the source, the first and last are "fit", the others
   "test".  Rows of another source in the same file, and all scaling rows, are "test".  On MI250X only
@@ -134,6 +135,7 @@ class Row:
       assumed: fields that the source does not name.
       offload: "inputs" and "saved"; see the module.
       weights: dtype of the state.
+      source: who measured it.
     """
 
     name: str
@@ -150,6 +152,7 @@ class Row:
     assumed: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     weights: str = "float32"
+    source: str = ""
 
     @property
     def key(self) -> str:
@@ -186,7 +189,7 @@ class Row:
 
 def rows(source: str) -> list[Row]:
     """Returns the rows of one of SOURCES or CONFIRMATION, in the order of the source."""
-    return [_row(fields) for fields in _table(source)]
+    return [_row({"source": source, **fields}) for fields in _table(source)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,4 +290,5 @@ def _row(fields):
         assumed=tuple(fields.get("assumed", "").split()),
         offload=tuple(fields.get("offload", "").split()),
         weights=fields.get("weights", "float32"),
+        source=fields["source"],
     )

@@ -17,9 +17,13 @@ from sparse_dataflow.runs.planning.options import named_model
 Constants = Mapping[str, Efficiency]
 """Chip family -> its constants."""
 
+_LABELS = {"confirm": "confirmation", "test": "held out", "fit": "fitted"}
+
 
 def run(fit: bool, out: str) -> None:
-    """Prints every published row with its prediction, then writes truth.csv and truth.png.
+    """Prints the predictions of published rows, then writes truth.csv and truth.png.
+
+    Confirmation rows are summed up by source; truth.csv has every row.
 
     Args:
       fit: whether to fit the constants again, instead of taking those of `planning.efficiency`.
@@ -32,12 +36,16 @@ def run(fit: bool, out: str) -> None:
     folders.refuse_foreign(folder, "planner_truth")
     constants = _fitted_constants() if fit else EFFICIENCIES
     errors = {source: fitting.errors(source, constants) for source in published.SOURCES}
+    confirmation = {source: fitting.errors(source, constants) for source in published.CONFIRMATION}
     for source in errors:
         _print_source(source, errors[source])
     print()
     everything = [error for source in errors.values() for error in source]
     _print_summary(everything)
     _print_domains(everything)
+    _print_confirmation(confirmation)
+    errors |= confirmation
+    everything = [error for source in errors.values() for error in source]
     _print_memory(everything)
     _print_scalings(constants)
     _print_sparse(constants)
@@ -45,8 +53,10 @@ def run(fit: bool, out: str) -> None:
     rows = [_row(source, e) for source in errors for e in errors[source]]
     tables.write_csv(folder / "truth.csv", rows)
     points = {
-        source: [(e.row.seconds, e.seconds, e.row.split == "fit") for e in errors[source]]
-        for source in errors
+        label: [
+            (e.row.seconds, e.seconds, split == "fit") for e in everything if e.row.split == split
+        ]
+        for split, label in _LABELS.items()
     }
     title = "Steps of published runs: predicted against measured"
     planner_figures.accuracy(folder / "truth.png", points, title)
@@ -61,6 +71,7 @@ def _fitted_constants() -> Constants:
         print(f"{family}: {constants}{differs}")
     for domain, band in fitting.fit_bands(rows, families).items():
         print(f"{domain}: {band}{'' if band == bands.BANDS.get(domain) else '  (differs)'}")
+    print(f"other software: {fitting.fit_other_software(rows, families):.2f}")
     return {**EFFICIENCIES, **families}
 
 
@@ -123,6 +134,46 @@ def _print_domains(errors: list[Error]) -> None:
         print(f"{f'{key}, {regime}':<34}{len(kind):>5}{median:>8.1%}{worst:>8.1%}{printed:>6}"
               f"{np.mean(hits):>8.0%}")  # fmt: skip
     print(f"{np.mean(inside):.0%} of {len(inside)} held-out runs are inside their band")
+
+
+def _print_confirmation(errors: Mapping[str, list[Error]]) -> None:
+    """Prints the errors of rows that no fit and no choice of terms has seen."""
+    everything = [error for source in errors.values() for error in source]
+    groups = {
+        "all": everything,
+        "7B+ to 8k tokens": [e for e in everything if _regime(e) == "large"],
+        **errors,
+    }
+    head = f"{'confirmation':<22}{'runs':>5}{'median':>8}{'worst':>8}"
+    print(f"\n{head}{'inside':>8}{'other':>8}{'plans':>8}")
+    for label, rows in groups.items():
+        median, worst = fitting.summary(rows)
+        known = [e for e in rows if (e.row.key, _regime(e)) in bands.BANDS]
+        sizes = np.abs(np.log([e.seconds / e.row.seconds for e in known]))
+        inside = [bands.BANDS[e.row.key, _regime(e)].error for e in known]
+        print(f"{label:<22}{len(rows):>5}{median:>8.1%}{worst:>8.1%}"
+              f"{np.mean(sizes <= inside):>8.0%}{np.mean(sizes <= bands.OTHER_SOFTWARE):>8.0%}"
+              f"{_between_plans(rows):>8}")  # fmt: skip
+    print(
+        '"inside": share in the band of their kind; "other": in that of other software; "plans": '
+        "what nine\nof ten errors are from the median of their model, chips and source"
+    )
+
+
+def _between_plans(errors: Iterable[Error]) -> str:
+    """Returns the 90% quantile of log errors relative to other plans of the same model and chips.
+
+    Groups of fewer than three plans do not count; "-" without groups.
+    """
+    groups: dict[tuple, list[float]] = {}
+    for error in errors:
+        row = error.row
+        group = (row.source, row.config, row.sequence, row.plan.chips)
+        groups.setdefault(group, []).append(np.log(error.seconds / row.seconds))
+    large = [np.array(sizes) for sizes in groups.values() if len(sizes) > 2]
+    if not large:
+        return "-"
+    return f"{np.quantile(np.concatenate([abs(s - np.median(s)) for s in large]), 0.9):.0%}"
 
 
 def _print_memory(errors: list[Error]) -> None:
