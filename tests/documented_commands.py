@@ -33,7 +33,7 @@ RUN = {
     "examples/sparsify_mlp.py": "tests/examples/test_examples.py::test_the_mlp_is_trained",
     "experiments.watch": "tests/runs/test_watch.py::test_the_experiment_serves",
     "mine.py": E + "test_small_studies.py::test_a_pattern_in_a_file_of_your_own",
-    "sparse_dataflow.evaluation": "tests/evaluation/test_lm_eval_model.py::test_lm_eval_scores",
+    "sparse_dataflow.runs.lm_eval": "tests/evaluation/test_lm_eval.py::test_lm_eval_scores",
     "docs/build_site.py": "tests/test_documentation.py::test_the_site_is_whole",
     "launch/find_python.sh": "tests/launch/test_find_python.py::test_the_newest_wins",
     "launch/gke/render.py": "tests/launch/test_gke.py::test_the_page_shows_commands_that_render",

@@ -32,7 +32,7 @@ CLUSTER_COMMANDS = ("docker", "sbatch", "scancel", "squeue", "kubectl", "gcloud"
 # Legal commands that are not part of this project.
 FOREIGN = (
     *("git clone", "cd ", "python mine.py", "python -m build", "python -m venv", "lm_eval "),
-    "python -m sparse_dataflow.evaluation",
+    "python -m sparse_dataflow.runs.lm_eval",
 )
 SETTINGS = settings.by_path(RunConfig)
 CONFIGS = "|".join(sorted({path.partition(".")[0] for path in SETTINGS}))

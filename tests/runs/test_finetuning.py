@@ -124,14 +124,19 @@ def test_an_evaluation_counts_the_answers_that_training_counts(run, place):
     np.testing.assert_allclose(bits, final["bits_per_byte"], rtol=1e-4)
 
 
-def test_lm_eval_itself_is_told_to_take_an_export(run):
+def test_lm_eval_scores_adapters_as_their_merged_export(run, tmp_path):
     pytest.importorskip("lm_eval")
-    from sparse_dataflow.evaluation.lm_eval_model import RunLM
+    from lm_eval.api.instance import Instance
 
-    with pytest.raises(
-        UserError, match=r"adapters without the weights .*experiments.export writes"
-    ):
-        RunLM(run=str(run.folder))
+    from sparse_dataflow.runs.lm_eval_model import SparseDataflowLM
+
+    export = sd.save(sd.load(run.folder), tmp_path / "export", form="dense")
+    pairs = [("1+1=", "2"), ("a", "b c")]
+    requests = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
+    scores, of_export = (
+        SparseDataflowLM(run=str(folder)).loglikelihood(requests) for folder in (run.folder, export)
+    )
+    np.testing.assert_allclose(scores, of_export, rtol=1e-5)
 
 
 def test_a_prompt_of_a_chat_has_the_tokens_that_training_has(run, place):

@@ -1,6 +1,6 @@
 """The command line of lm-eval with the model "sparse_dataflow".
 
-python -m sparse_dataflow.evaluation --model sparse_dataflow --model_args run=DIR --tasks piqa
+python -m sparse_dataflow.runs.lm_eval --model sparse_dataflow --model_args run=DIR --tasks piqa
 """
 
 import sys
@@ -14,7 +14,7 @@ def main() -> None:
     refuse_without_lm_eval()
     from lm_eval.__main__ import cli_evaluate
 
-    from sparse_dataflow.evaluation import lm_eval_model  # noqa: F401 (registers the model)
+    from sparse_dataflow.runs import lm_eval_model  # noqa: F401 (registers the model)
 
     cli_evaluate()
 

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from sparse_dataflow.evaluation import __main__ as command
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs import lm_eval as command
 
 SETUP = pathlib.Path(__file__).parents[2] / "setup.cfg"
 TASK = """
@@ -32,13 +32,13 @@ pytestmark = pytest.mark.skipif(
 def test_the_entry_point_names_the_registered_class():
     from lm_eval.api.registry import get_model
 
-    from sparse_dataflow.evaluation.lm_eval_model import RunLM
+    from sparse_dataflow.runs.lm_eval_model import SparseDataflowLM
 
     parser = configparser.ConfigParser()
     parser.read(SETUP)
     name, _, value = parser["options.entry_points"]["lm_eval.models"].strip().partition(" = ")
-    assert value == f"{RunLM.__module__}:{RunLM.__name__}"
-    assert get_model(name) is RunLM
+    assert value == f"{SparseDataflowLM.__module__}:{SparseDataflowLM.__name__}"
+    assert get_model(name) is SparseDataflowLM
 
 
 def test_lm_eval_scores_a_run(harness, lm_eval_tasks, run_folder, tmp_path, monkeypatch, capsys):
@@ -59,7 +59,7 @@ def test_lm_eval_scores_a_run(harness, lm_eval_tasks, run_folder, tmp_path, monk
 
 
 def test_a_folder_that_is_no_run_is_named(harness, tmp_path):
-    from sparse_dataflow.evaluation.lm_eval_model import RunLM
+    from sparse_dataflow.runs.lm_eval_model import SparseDataflowLM
 
     with pytest.raises(UserError, match="not a run folder"):
-        RunLM(str(tmp_path))
+        SparseDataflowLM(str(tmp_path))
