@@ -1,16 +1,18 @@
 """Is block sparsity better than a narrower dense model of the same FLOPs?
 
 Trains GPTs of equal FLOPs per token, or of equal stored parameters, at several densities: the
-sparser a model, the wider it is.  Every arm has the same tokens, the same number of trials of its
-learning rate on tuning documents, and the same seeds.  Bits per byte are measured on other,
-held-out documents.  Differences to the dense model are paired by seed, with intervals of Student's
-t.  Time to quality is what an arm needs to reach the final loss of the best-tuned dense model of
-its budget.
+sparser a model, the wider it is.  The width of a head and d_ff / d_model stay.  Every arm has the
+same tokens, the same number of trials of its learning rate on tuning documents, and the same seeds.
+Bits per byte are measured on other, held-out documents.  Differences to the dense model are paired
+by seed, with intervals of Student's t.  Time to quality is what an arm needs to reach the final
+loss of the best-tuned dense model of its budget.
 
     python -m experiments.iso_flop --pattern=monarch --block=4 --budgets=0.27 --equal=flops
         one core: about 6 hours
     python -m experiments.iso_flop
         one core: days
+    python -m experiments.iso_flop --set model.num_layers=6 --set model.num_heads=16 ...
+        a deeper shape with narrower heads
     python -m experiments.iso_flop --scale=125m --block=32 --budgets=1,4 --steps=20000 --corpus=...
         a GPU
 

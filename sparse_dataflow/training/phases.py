@@ -48,6 +48,29 @@ def phases(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> tuple[
     )
 
 
+def mean_flops_per_token(model: ModelConfig, evolution: EvolutionConfig, sequence: int) -> float:
+    """Returns the training FLOPs per token, on average over the phases of a run.
+
+    A dense model has one phase, whatever the evolution.  Layout updates do not count.
+
+    Args:
+      model: final or initial config of the model; see `EvolutionConfig`.
+      evolution: how its layouts or its model change.
+      sequence: tokens per sequence.
+
+    Raises:
+      UserError: the evolution method does not fit the model.
+    """
+    if not model.sparse_projections:
+        return cost.flops_per_token(model, sequence).total
+    specs = phase_specs(model, evolution)
+    stops = [spec.start for spec in specs[1:]] + [1.0]
+    return sum(
+        (stop - spec.start) * cost.flops_per_token(spec.model, sequence).total
+        for spec, stop in zip(specs, stops, strict=True)
+    )
+
+
 def phase_before(run_phases: Sequence[Phase], step: int) -> int:
     """Returns the index of the phase whose model has the state after `step` steps.
 

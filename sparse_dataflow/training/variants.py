@@ -14,7 +14,7 @@ from sparse_dataflow.planning import cost
 from sparse_dataflow.planning.equal_cost import equal_cost_model
 from sparse_dataflow.sparsity.allocation import allocate
 from sparse_dataflow.sparsity.evolution import PhaseSpec, phase_specs
-from sparse_dataflow.training.phases import Phase, phases
+from sparse_dataflow.training.phases import Phase, mean_flops_per_token, phases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +84,9 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
     if name == "dense":
         return Variant(name, adapters.with_adapters(dense, rank), config.training)
     if name == "narrow":
-        flops = lambda model: cost.flops_per_token(model, config.training.sequence).total  # noqa: E731
-        specs = variant(config, "sparse", vocab_size).phase_specs
-        stops = [spec.start for spec in specs[1:]] + [1.0]
-        mean = sum((stop - s.start) * flops(s.model) for s, stop in zip(specs, stops, strict=True))
+        sparse, length = variant(config, "sparse", vocab_size), config.training.sequence
+        flops = lambda model: cost.flops_per_token(model, length).total  # noqa: E731
+        mean = mean_flops_per_token(sparse.model, sparse.evolution, length)
         return Variant(name, equal_cost_model(dense, flops, mean), config.training)
     model = dataclasses.replace(dense, linears=config.sparsity.linears(config.model))
     model = adapters.with_adapters(allocate(model, config.sparsity.budget), rank)

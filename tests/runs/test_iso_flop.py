@@ -12,6 +12,7 @@ from sparse_dataflow.config.presets import preset
 from sparse_dataflow.planning import cost
 from sparse_dataflow.runs.studies import iso_flop, iso_flop_report
 from sparse_dataflow.runs.studies.iso_flop import MEASURE, TUNE, Plan
+from sparse_dataflow.training.phases import run_flops
 from sparse_dataflow.training.variants import variant
 
 CONFIG = preset("3m").change(sparsity__block=8, sparsity__pattern="random", training__steps=20)
@@ -61,6 +62,32 @@ def test_arms_of_a_curve_have_the_dense_models_cost(plan):
             if curve.equal == "flops":
                 flops = [cost.flops_per_token(m, 128).total for m in (each.model, dense.model)]
                 assert flops[0] == pytest.approx(flops[1], rel=0.03)
+
+
+def test_arms_keep_head_width_and_the_ratio_of_d_ff_that_a_user_sets():
+    config = CONFIG.change(model__num_heads=16, model__d_ff=768, sparsity__block=4)
+    (curve,) = iso_flop.plan_curves(config, 300, (1,), (0.5, 0.125), ("muon",), ("flops",))
+    for arm in curve.arms:
+        assert arm.model.d_ff == 3 * arm.model.d_model
+        assert 16 / 1.5 <= arm.model.head_width <= 16 * 1.5
+    assert not {"model.num_heads", "model.d_ff"} & set(iso_flop.VARIED)
+
+
+def test_arms_that_end_dense_have_the_dense_models_flops_on_average():
+    config = CONFIG.change(
+        evolution__method="sparse_to_dense", evolution__at=0.4, training__steps=50
+    )
+    (curve,) = iso_flop.plan_curves(config, 1024, (1,), (0.5, 0.125), ("muon",), ("flops",))
+    flops = []
+    for arm in curve.arms:
+        of_arm = arm.config(config, 1.0, 0)
+        chosen = variant(of_arm, of_arm.variants[0], 1024)
+        tokens = 50 * chosen.training.batch * chosen.training.sequence
+        flops.append(run_flops(chosen.model, chosen.evolution, chosen.training) / tokens)
+        assert flops[-1] == pytest.approx(iso_flop.flops_per_token(config, arm.model))
+    assert flops == pytest.approx([flops[0]] * 3, rel=0.025)
+    stays = iso_flop.plan_curves(CONFIG, 1024, (1,), (0.125,), ("muon",), ("flops",))
+    assert curve.arms[2].model.d_model < stays[0].arms[1].model.d_model
 
 
 def test_every_arm_has_equal_trials_and_seeds_and_headline_arms_have_more(plan):
@@ -130,6 +157,6 @@ def test_tables_and_figure_show_every_arm(plan, tmp_path):
     table = iso_flop_report.curve_table(curves[0])
     assert table.startswith("## Equal FLOPs, budget 0.25, adamw")
     assert "| 0.125 | " in table and "not reached" in table and "Minimum: density 0.5" in table
-    assert iso_flop_report.arms_table(plan, 128).count("\n") == 2 + len(plan.arms)
+    assert iso_flop_report.arms_table(plan, CONFIG).count("\n") == 2 + len(plan.arms)
     iso_flop_report.draw(curves, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -16,7 +16,6 @@ from sparse_dataflow.distributed.stopping import stop_on_signals
 from sparse_dataflow.files import folders, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folder_lock import FolderLock
-from sparse_dataflow.planning import cost
 from sparse_dataflow.planning.equal_cost import Cost, equal_cost_model, stored_parameters
 from sparse_dataflow.runs import memory_check
 from sparse_dataflow.runs.request import Request
@@ -25,14 +24,16 @@ from sparse_dataflow.runs.studies.study import HELD_OUT, TUNING, Study
 from sparse_dataflow.runs.train import stopped_status
 from sparse_dataflow.training.loop import DivergedError
 from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.phases import mean_flops_per_token
 from sparse_dataflow.training.variants import Variant, variant
 
 OWNER = "iso_flop"
 VARIED = (
-    *("model.d_model", "model.num_heads", "model.num_kv_heads", "model.d_ff"),
-    *("sparsity.density", "sparsity.budget", "training.steps", "training.optimizer"),
+    *("model.d_model", "sparsity.density", "sparsity.budget"),
+    *("training.steps", "training.optimizer"),
 )
-"""What the arms set, as `study.prepare` takes it."""
+"""What the arms set, as `study.prepare` takes it.  Heads and d_ff only give the ratios that every
+arm keeps: the width of a head, query heads to a key/value head, and d_ff / d_model."""
 
 TUNE, MEASURE = "tune", "measure"
 """Roles of a run: a trial of a learning rate on the tuning split; a result on the held-out one."""
@@ -210,7 +211,7 @@ def run(
     for arm in plan.arms:
         models = [variant_of(base, Run(arm, TUNE, 1.0, TUNING_SEED))]
         memory_check.refuse_too_large(base.config, models, base.chip.memory_bytes)
-    say(iso_flop_report.arms_table(plan, base.config.training.sequence))
+    say(iso_flop_report.arms_table(plan, base.config))
     with FolderLock(folder), stop_on_signals(say) as stop:
         results = _train_all(base, plan, folder, stop)
     if results is None:
@@ -243,7 +244,7 @@ def plan_curves(
     """
     shape = dataclasses.replace(config.model, vocab_size=vocab_size)
     shape = dataclasses.replace(shape, linears=config.sparsity.linears(config.model))
-    flops = functools.partial(_flops_per_token, sequence=config.training.sequence)
+    flops = functools.partial(flops_per_token, config)
     scale_flops = flops(dataclasses.replace(shape, linears={}))
     cost_of: dict[str, Cost] = {"flops": flops, "parameters": stored_parameters}
     curves = []
@@ -266,8 +267,9 @@ def plan_curves(
     return tuple(curves)
 
 
-def _flops_per_token(model, sequence):
-    return cost.flops_per_token(model, sequence).total
+def flops_per_token(config: RunConfig, model: ModelConfig) -> float:
+    """Returns the FLOPs per token of a training, on average over the phases of its evolution."""
+    return mean_flops_per_token(model, config.evolution, config.training.sequence)
 
 
 def run_list(plan: Plan, results: Mapping[str, dict]) -> list[Run]:
@@ -409,7 +411,7 @@ def _progress(base, plan, results):
         seconds = sum(result["seconds"] for result in results.values())
         training = base.config.training
         tokens = training.steps * training.batch * training.sequence
-        of_arms = [tokens * _flops_per_token(a.model, training.sequence) for a in plan.arms]
+        of_arms = [tokens * flops_per_token(base.config, a.model) for a in plan.arms]
         left = max(0.0, total * sum(of_arms) / len(of_arms) - flops)
         text += f", about {left * seconds / flops / 3600:.1f} h of training left"
     return text

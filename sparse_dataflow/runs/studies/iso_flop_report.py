@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.evaluation.significance import paired_difference
-from sparse_dataflow.planning import cost, memory
+from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.equal_cost import stored_parameters
 from sparse_dataflow.reporting import panels
 from sparse_dataflow.runs import measurement
@@ -33,7 +34,7 @@ def write(base: Study, plan: Plan, results: Mapping[str, dict], folder: Path) ->
     """
     splits = _splits(base, plan)
     curves = [summary(plan, curve, results) for curve in plan.curves]
-    arms = [_shape(arm, base.config.training.sequence) for arm in plan.arms]
+    arms = [_shape(arm, base.config) for arm in plan.arms]
     options = {name: getattr(plan, name) for name in ("trials", "seeds", "headline_seeds")}
     result = {
         "settings": base.config.to_json(),
@@ -48,7 +49,7 @@ def write(base: Study, plan: Plan, results: Mapping[str, dict], folder: Path) ->
     )
     text = "\n".join(
         [
-            arms_table(plan, base.config.training.sequence),
+            arms_table(plan, base.config),
             f"Evaluated on {sizes.replace('_', ' ')}.\n",
             *(curve_table(curve) for curve in curves),
         ]
@@ -69,7 +70,7 @@ def _splits(base, plan):
     }
 
 
-def _shape(arm: Arm, sequence: int) -> dict[str, Any]:
+def _shape(arm: Arm, config: RunConfig) -> dict[str, Any]:
     model = arm.model
     blocks = [model.linear(n).block for n in model.sparse_projections]
     return {
@@ -82,14 +83,14 @@ def _shape(arm: Arm, sequence: int) -> dict[str, Any]:
         "width": model.d_model,
         "heads": model.num_heads,
         "fan_in": round(arm.stored_density * model.d_model / blocks[0]) if blocks else None,
-        "flops_per_token": cost.flops_per_token(model, sequence).total,
+        "flops_per_token": iso_flop.flops_per_token(config, model),
         "stored_in_projections": stored_parameters(model),
         "parameters": memory.parameter_count(model),
         "mismatch": arm.mismatch,
     }
 
 
-def arms_table(plan: Plan, sequence: int) -> str:
+def arms_table(plan: Plan, config: RunConfig) -> str:
     """Returns a Markdown table of the models, equal for all optimizers."""
     lines = [
         "| budget | equal | density | stored | width | heads | blocks an output reads "
@@ -98,7 +99,7 @@ def arms_table(plan: Plan, sequence: int) -> str:
     ]
     optimizer = plan.curves[0].optimizer
     for arm in (arm for arm in plan.arms if arm.optimizer == optimizer):
-        s = _shape(arm, sequence)
+        s = _shape(arm, config)
         lines.append(
             f"| {arm.budget:g} | {arm.equal or 'dense'} | {arm.density:g} | "
             f"{s['stored_density']:.4f} | {s['width']} | {s['heads']} | {s['fan_in'] or NONE} | "
