@@ -148,6 +148,7 @@ class MLflow:
         same = self._client.search_runs([number], f"tags.sparse_dataflow = '{identity}'")
         if same:
             self._run_id = same[0].info.run_id
+            self._client.update_run(self._run_id, status="RUNNING")
             return
         tags = {"sparse_dataflow": identity}
         self._run_id = self._client.create_run(number, tags=tags, run_name=run.name).info.run_id
