@@ -5,6 +5,7 @@ import json
 import pytest
 from test_metrics import eval_row, train_row
 
+from sparse_dataflow.files.links import refuse_outside_links
 from sparse_dataflow.training import trackers
 from sparse_dataflow.training.metrics import MetricsWriter
 
@@ -74,6 +75,15 @@ def test_weights_and_biases_stores_metrics_config_and_alerts_offline(tmp_path, o
     (alert,) = wandb_records(tmp_path, "alert")
     assert (alert.title, alert.text) == ("spike at step 3", "loss 9")
     assert "step" in {metric.step_metric for metric in wandb_records(tmp_path, "metric")}
+
+
+def test_a_run_folder_with_weights_and_biases_has_no_links_that_lead_out(tmp_path, offline):
+    tracker = trackers.opened("wandb", trackers.TrackedRun(tmp_path, "name", 0, CONFIG))
+    refuse_outside_links(tmp_path)
+    tracker.write(train_row(1))
+    tracker.close()
+    refuse_outside_links(tmp_path)
+    assert list(tmp_path.rglob("*.wandb"))
 
 
 def test_a_resumed_run_is_the_same_run_of_weights_and_biases(tmp_path, offline):
