@@ -3,8 +3,8 @@
     python -m experiments.watch --run=runs/NAME
     python -m experiments.watch --run=runs/ONE,runs/OTHER     side by side, with what differs
 
-Loss, throughput, goodput, layout updates and alerts are read from the run folders and refreshed
-every few seconds. The page is served on 127.0.0.1 alone; from another machine use
+Loss, throughput, goodput, layouts as they change and alerts are read from the run folders and
+refreshed every few seconds. The page is served on 127.0.0.1 alone; from another machine use
 `ssh -L 8642:127.0.0.1:8642 HOST`. Nothing is written. Ctrl-C ends it.
 """
 

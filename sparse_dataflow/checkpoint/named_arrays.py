@@ -96,6 +96,7 @@ def read(checkpointer: ocp.AsyncCheckpointer, folder: Path, abstract_state: Any)
             args=ocp.args.PyTreeRestore(
                 item={name: 0 for name in stored},
                 restore_args={name: _restore_args(leaf) for name, leaf in stored.items()},
+                partial_restore=True,
             ),
         )
         leaves = [_place(raw.get(name), leaf) for name, leaf in names.items()]

@@ -93,7 +93,7 @@ def loss_curves(
         figure = svg.new_figure(WIDTH, 290)
         axes = figure.add_axes((0.115, 0.15, 0.765, 0.83))
         for name in histories:
-            line = _subsample(lines[name])
+            line = subsample(lines[name])
             # A line of a single point is invisible without a marker.
             style = ".-" if len(line) == 1 else "-"
             axes.plot(line[:, 0] / scale, line[:, 1], style, color=COLOUR[name], linewidth=1.5)
@@ -145,7 +145,7 @@ def number_curves(
         figure = svg.new_figure(WIDTH, 180)
         axes = figure.add_axes((0.145, 0.24, 0.735, 0.7))
         for name, line in lines.items():
-            values = _subsample(np.column_stack([line[:, 0], smooth(line[:, 1])]))
+            values = subsample(np.column_stack([line[:, 0], smooth(line[:, 1])]))
             style = ".-" if len(values) == 1 else "-"
             axes.plot(values[:, 0], values[:, 1], style, color=COLOUR[name], linewidth=1.5)
         axes.set_xlim(left=0)
@@ -200,33 +200,37 @@ def stacked_bars(
 def block_picture(
     in_blocks: int,
     out_blocks: int,
-    mask: Sequence[Sequence[int]],
+    filled: Sequence[tuple[str, float, Sequence[Sequence[int]]]],
     cell: float,
     key: str,
     title: str,
+    description: str,
 ) -> Markup:
-    """Draws a layout as a grid of input blocks (rows) by output blocks (columns).
+    """Draws a grid of input blocks (rows) by output blocks (columns).
 
     Args:
       in_blocks: number of rows.
       out_blocks: number of columns.
-      mask: pairs [row, column] of the stored blocks, which are filled.
+      filled: (colour, opacity, pairs [row, column] of the blocks to fill), drawn in this order.
       cell: side of a block in SVG units; below 4, adjacent blocks are merged.
       key: prefix of the figure's ids, unique on the page.
       title: accessible title of the figure.
+      description: accessible description of the figure.
     """
     width, height = out_blocks * cell, in_blocks * cell
     gap = 0.5 if cell >= 4 else 0.0
-    runs = [(row, column, 1) for row, column in mask] if gap else _runs(mask)
-    boxes = [
-        (column * cell + gap, row * cell + gap, length * cell - 2 * gap, cell - 2 * gap)
-        for row, column, length in runs
-    ]
     with svg.drawing(width, height) as (figure, axes):
-        for colour, rectangles in (("well", [(0.0, 0.0, width, height)]), ("sparse", boxes)):
-            if rectangles:
-                axes.add_patch(PathPatch(_path(rectangles), fc=COLOUR[colour], linewidth=0))
-        description = f"{len(mask)} of {in_blocks * out_blocks} blocks are stored."
+        background = _path([(0.0, 0.0, width, height)])
+        axes.add_patch(PathPatch(background, fc=COLOUR["well"], linewidth=0))
+        for colour, opacity, blocks in filled:
+            boxes = [
+                (column * cell + gap, row * cell + gap, length * cell - 2 * gap, cell - 2 * gap)
+                for row, column, length in ([(*b, 1) for b in blocks] if gap else _runs(blocks))
+            ]
+            if boxes:
+                axes.add_patch(
+                    PathPatch(_path(boxes), fc=COLOUR[colour], linewidth=0, alpha=opacity)
+                )
         return svg.inline(figure, key, title, description)
 
 
@@ -239,7 +243,8 @@ def _x_unit(x: str, largest: float) -> tuple[float, str]:
     return scale, f"training wall-clock time, {unit}"
 
 
-def _subsample(line: np.ndarray) -> np.ndarray:
+def subsample(line: np.ndarray) -> np.ndarray:
+    """Returns at most 300 of the points [n, 2] of a curve, with its ends."""
     if not len(line):
         return line
     return line[np.unique(np.linspace(0, len(line) - 1, _MAX_POINTS).round().astype(int))]

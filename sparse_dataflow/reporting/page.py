@@ -306,7 +306,13 @@ def _picture(group: Sequence[LayoutData], cell: float, key: str) -> dict[str, An
         "title": layout.projection,
         "layers": layers,
         "svg": figures.block_picture(
-            layout.in_blocks, layout.out_blocks, layout.mask, cell, key, f"Layout of {title}"
+            layout.in_blocks,
+            layout.out_blocks,
+            [("sparse", 1.0, layout.mask)],
+            cell,
+            key,
+            f"Layout of {title}",
+            f"{len(layout.mask)} of {blocks} blocks are stored.",
         ),
         "shape": f"{layout.in_blocks} × {layout.out_blocks} blocks of {layout.block}",
         "stored": f"{len(layout.mask):,} stored, {100 * len(layout.mask) / max(blocks, 1):.1f}%",

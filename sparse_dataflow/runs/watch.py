@@ -1,12 +1,15 @@
 """The work of the experiment `watch`: reads run folders and serves their page on loopback."""
 
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from sparse_dataflow.config import settings
 from sparse_dataflow.files import json_files, loopback, storage
@@ -16,6 +19,8 @@ from sparse_dataflow.reporting.quantities import finite
 from sparse_dataflow.reporting.watch_page import WatchedRun
 from sparse_dataflow.training import goodput, run_files
 from sparse_dataflow.training.metrics import read_metrics, say
+from sparse_dataflow.training.saved_layouts import LayoutReader, SavedLayouts
+from sparse_dataflow.training.variants import Variant
 
 MOST_RUNS = 8
 _ALERT_BYTES = 2**20
@@ -37,6 +42,7 @@ def serve(options) -> None:
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"--run: {folder} is not a folder.")
+    jax.config.update("jax_platforms", "cpu")  # The chip is for the runs that train.
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
@@ -48,29 +54,50 @@ def serve(options) -> None:
 def responder(folders: Sequence[Path], refresh: float) -> loopback.Respond:
     """Returns what answers "/" with the page and "/content" with its changing part.
 
+    Both take the number of the layer whose layouts are drawn, as in "/?layer=3".
+
     Args:
       folders: run folders.
       refresh: seconds between two readings of the page; requests in between share a reading.
     """
     lock = threading.Lock()  # Figures are drawn by one thread at a time.
-    content, drawn = "", float("-inf")
+    content, drawn, drawn_layer = "", float("-inf"), 0
+    readers: Readers = {}
 
     def respond(path: str, query: Mapping[str, str]) -> loopback.Answer | None:
-        nonlocal content, drawn
+        nonlocal content, drawn, drawn_layer
         if path not in ("/", "/content"):
             return None
+        layer = _layer(query)
         with lock:
-            if time.monotonic() - drawn > refresh / 2:
-                runs = [read_run(folder) for folder in folders]
-                content = watch_page.content(runs, config_differences(folders))
-                drawn = time.monotonic()
-            return "text/html", content if path == "/content" else watch_page.page(content, refresh)
+            if time.monotonic() - drawn > refresh / 2 or layer != drawn_layer:
+                runs = [read_run(folder, readers) for folder in folders]
+                content = watch_page.content(runs, config_differences(folders), layer)
+                drawn, drawn_layer = time.monotonic(), layer
+            page = watch_page.page(content, refresh, layer)
+            return "text/html", content if path == "/content" else page
 
     return respond
 
 
-def read_run(folder: Path) -> WatchedRun:
-    """Reads what a run folder has so far; an unreadable folder has its reason alone."""
+def _layer(query):
+    text = query.get("layer", "0")
+    if not re.fullmatch(r"\d{1,6}", text):
+        raise UserError(f"layer={text[:60]}; legal: a number from 0.")
+    return int(text)
+
+
+Readers = dict[Path, tuple[Variant, LayoutReader]]
+"""Run folder -> its sparse model, and the reader of its layouts."""
+
+
+def read_run(folder: Path, readers: Readers) -> WatchedRun:
+    """Reads what a run folder has so far; an unreadable folder has its reason alone.
+
+    Args:
+      folder: run folder.
+      readers: of earlier calls, which this call adds to.
+    """
     try:
         config = run_files.read_config(folder)
         record = run_files.read_record(folder, config)
@@ -78,6 +105,7 @@ def read_run(folder: Path) -> WatchedRun:
             name: [_numbers(row) for row in read_metrics(folder / name / "metrics.jsonl")]
             for name in config.variants
         }
+        sparse = run_files.read_variants(config, record).get("sparse")
     except (UserError, OSError) as error:
         return WatchedRun(str(folder), problem=str(error))
     trained = sum(_training_seconds(rows) for rows in histories.values())
@@ -86,7 +114,20 @@ def read_run(folder: Path) -> WatchedRun:
     alerts = [
         alert for name in histories for alert in read_alerts(folder / name / "alerts.jsonl", name)
     ]
-    return WatchedRun(str(folder), record.steps, histories, summary, alerts)
+    layouts = _layouts(folder, sparse, readers)
+    return WatchedRun(str(folder), record.steps, histories, summary, alerts, layouts)
+
+
+def _layouts(folder: Path, sparse: Variant | None, readers: Readers) -> SavedLayouts | str:
+    if sparse is None:
+        return "The model is dense: it stores every block."
+    if folder not in readers or readers[folder][0] != sparse:
+        readers[folder] = sparse, LayoutReader(folder / sparse.name, sparse)
+    try:
+        saved = readers[folder][1].read()
+    except UserError as error:
+        return f"The layouts cannot be read now: {error}"
+    return saved or "The first checkpoint will have the layouts of the initial weights."
 
 
 def _numbers(row):

@@ -18,7 +18,7 @@ Example of a new method, which replaces the smallest eighth of the blocks by ran
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -137,6 +137,26 @@ def exchanged_share(config: EvolutionConfig, step: int, steps: int) -> float:
 def block_sources(old: BlockLayout, new: BlockLayout) -> np.ndarray:
     """Returns int32 [new.nnz]: slot of each new block in the values of `old`, -1 if absent."""
     return old.slots[new.rows, new.cols].astype(np.int32)
+
+
+def new_shares(
+    old: Mapping[str, Sequence[BlockLayout]], new: Mapping[str, Sequence[BlockLayout]]
+) -> dict[str, float]:
+    """Returns the fraction of stored blocks that `old` does not store, over all layers.
+
+    Args:
+      old: projection -> layout of each layer.
+      new: as `old`, on the same grids.
+
+    Returns:
+      One fraction for each projection that both have.
+    """
+
+    def share(before, after):
+        kept = sum(int(a.mask[b.rows, b.cols].sum()) for a, b in zip(before, after, strict=True))
+        return 1 - kept / sum(layout.nnz for layout in after)
+
+    return {name: share(old[name], layers) for name, layers in new.items() if name in old}
 
 
 def set_blocks(

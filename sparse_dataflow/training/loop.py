@@ -19,11 +19,12 @@ from sparse_dataflow.distributed import processes
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.loss_spikes import SpikeHistory, is_accepted, refuse_more_rollbacks
 from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
-from sparse_dataflow.sparsity.evolution import exchanged_share
+from sparse_dataflow.sparsity.evolution import exchanged_share, new_shares
 from sparse_dataflow.training.metrics import MetricsWriter, Progress, say, seconds_at
 from sparse_dataflow.training.phases import phase_before, phases, phases_flops, refuse_unfit
 from sparse_dataflow.training.plateau import Plateau, with_next_start
@@ -297,13 +298,15 @@ class Trainer:
             self._evolve_now(share)
 
     def _evolve_now(self, share):
-        start = time.perf_counter()
+        start, changed = time.perf_counter(), {}
         if self.step == self.phases[self._phase].stop:
             before, after = self.phases[self._phase : self._phase + 2]
             self.state = convert_state(self.state, before.model, after.model, self.executor)
             self._phase += 1
         else:
             programs = self._programs[self._phase]
+            layouts = functools.partial(gpt.layouts_from_tables, self.model)
+            old = layouts(self.state.tables)
             self.state = evolve_layouts(
                 self.state,
                 self.model,
@@ -314,6 +317,8 @@ class Trainer:
                 (self._put(self._data.train[step]) for step in itertools.count(self.step)),
                 self.executor,
             )
+            shares = new_shares(old, layouts(self.state.tables))
+            changed = {f"changed/{name}": share for name, share in shares.items()}
         self._tables = self._programs[self._phase].tables(self.state.tables)
         elapsed = time.perf_counter() - start
         self.seconds += elapsed
@@ -323,6 +328,7 @@ class Trainer:
             update_seconds=elapsed,
             exchanged=share,
             parameters=sum(leaf.size for leaf in jax.tree.leaves(self.state.params)),
+            **changed,
         )
 
     @property

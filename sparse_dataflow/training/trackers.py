@@ -107,7 +107,7 @@ class WeightsAndBiases:
     def __init__(self, run: TrackedRun):
         import wandb
 
-        self._wandb = wandb
+        self._folder = run.folder
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=run.name,
@@ -119,6 +119,13 @@ class WeightsAndBiases:
         )
         # A resumed run repeats steps, which wandb's own step counter refuses.
         self._run.define_metric("*", step_metric="step")
+        self._remove_outside_links()
+
+    def _remove_outside_links(self):
+        """Removes its links to logs in a cache: a run folder that has such links is refused."""
+        for path in (self._folder / "wandb").rglob("*"):
+            if path.is_symlink() and not path.resolve().is_relative_to(self._folder.resolve()):
+                path.unlink(missing_ok=True)
 
     def write(self, row: Row) -> None:
         """Logs the scalars of a row over the axis "step"."""
@@ -131,6 +138,7 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Finishes the run."""
         self._run.finish()
+        self._remove_outside_links()
 
 
 class MLflow:
@@ -148,6 +156,7 @@ class MLflow:
         same = self._client.search_runs([number], f"tags.sparse_dataflow = '{identity}'")
         if same:
             self._run_id = same[0].info.run_id
+            self._client.update_run(self._run_id, status="RUNNING")
             return
         tags = {"sparse_dataflow": identity}
         self._run_id = self._client.create_run(number, tags=tags, run_name=run.name).info.run_id

@@ -64,9 +64,10 @@ GROUP_SHAPES = {"16x48", "16x16", "16x32", "32x16"}
 def test_quantised_products_over_a_mesh_equal_one_device_to_the_rounding_of_8_bits(precision):
     """A shard scales what it holds, so it rounds otherwise."""
     pytest.importorskip("qwix", reason="quantised products need the extra quantized")
-    [errors] = mesh_training("compare", precision, "data:4,tensor:2/0/1").values()
-    assert 0 < max(errors["losses"], errors["eval"]) < 2e-3, errors
-    assert errors["norms"] < 0.05, errors
+    texts = ["data:4,tensor:2/0/1", "fsdp:8/3/1", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1"]
+    for text, errors in mesh_training("compare", precision, *texts).items():
+        assert 0 < max(errors["losses"], errors["eval"]) < 2e-3, (text, errors)
+        assert errors["norms"] < 0.05, (text, errors)
 
 
 @pytest.mark.slow

@@ -164,28 +164,6 @@ def test_mlflow_gets_scalars_and_a_resumed_run_continues(tmp_path, monkeypatch, 
     assert names[-1] == "set_terminated"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")
-def test_weights_and_biases_works_offline(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    writer = MetricsWriter(folder_of(tmp_path), 0, ["wandb"])
-    writer.write(train_row(1))
-    writer.alert("spike", "loss 9", 1)
-    writer.close()
-    assert list(tmp_path.rglob("*.wandb"))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="needs mlflow")
-def test_mlflow_works_on_a_local_file(tmp_path, monkeypatch):
-    import mlflow
-
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    for step in (1, 2):
-        writer = MetricsWriter(tmp_path if step == 2 else folder_of(tmp_path), 0, ["mlflow"])
-        writer.write(train_row(step))
-        writer.close()
-    assert len(mlflow.search_runs(experiment_names=[trackers.PROJECT])) == 2
-
-
 def test_a_stall_is_alerted_once_until_there_is_progress():
     clock, alerts, changed = Clock(), [], threading.Event()
 

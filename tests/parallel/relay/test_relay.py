@@ -14,6 +14,7 @@ from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import OPTIMIZERS, TrainingConfig
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.parallel import block_gradients, whole
 from sparse_dataflow.parallel.relay import host_optimizer, parameter_server, probe, programs
@@ -114,6 +115,28 @@ def test_muon_trains_as_in_the_whole_executor(name):
     model, how = MODELS[name], training(optimizer="muon")
     _, mine = relay_run(Relay(model, how), fresh_state(model, how))
     assert_same_reports(mine, whole_run(model, how), rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_quantised_products_equal_those_of_the_whole_executor_to_the_rounding_of_8_bits(precision):
+    pytest.importorskip("qwix", reason="quantised products need the extra quantized")
+    spec = LinearSpec("block_sparse", "monarch", density=0.5, block=8)
+    sparse = DENSE.with_linears(spec, ["mlp_in", "mlp_out"])
+    model, how = dataclasses.replace(sparse, precision=precision), training(steps=3)
+    state = initial_state(model, how)
+    step = jax.jit(make_train_step(model, how, state.tables))
+    rate = learning_rate_schedule(how)
+    fresh, theirs = fresh_state(model, how), []
+    state = state._replace(tables=())
+    for number in range(3):
+        state, report = step(state, tokens_of(number), np.float32(rate(number)))
+        theirs.append((float(report.loss), jax.device_get(report.gradient_norms)))
+    fresh = fresh._replace(tables=gpt.with_groups(fresh.tables))
+    _, mine = relay_run(Relay(model, how, changing=False), fresh, steps=3)
+    assert_same_reports(mine, theirs, rtol=5e-4)
+    wide = whole_run(sparse, how, steps=3)
+    assert all(loss != other for (loss, _), (other, _) in zip(mine, wide, strict=True))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
