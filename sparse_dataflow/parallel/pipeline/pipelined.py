@@ -59,6 +59,7 @@ class Pipelined(Sharded):
                 "--set sparsity.budget=depth varies it; legal: --executor=whole or relay, or "
                 "another sparsity.budget."
             )
+        model.refuse_experts("--executor=pipeline", "whole")
         super().check(model, training)
         self._plan(model, training.micro_batches)
 
