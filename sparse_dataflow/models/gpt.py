@@ -54,7 +54,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
 from sparse_dataflow.kernels.cross_entropy import vocabulary
-from sparse_dataflow.models.experts import Experts, expert_layout
+from sparse_dataflow.models.experts import Experts, expert_layout, with_loss
 from sparse_dataflow.models.linear import Linear, Probe, projection_layout
 from sparse_dataflow.models.mlp import Mlp
 from sparse_dataflow.models.rotary import rotate
@@ -355,6 +355,22 @@ def routed_block(
         x_BxTxD, tables, shard, attend
     )
     return x_BxTxD, routing
+
+
+def trained_block(
+    config: ModelConfig,
+    params: dict,
+    tables: Mapping[str, LayoutTables | Probe],
+    x_BxTxD: jax.Array,
+    part: float,
+    shard: Shard = WHOLE,
+) -> jax.Array:
+    """Returns `block`, whose gradient has the auxiliary losses of its experts too.
+
+    `part` is the part of the batch that x is, over the devices that share the model.
+    """
+    x_BxTxD, routing = routed_block(config, params, tables, x_BxTxD, shard)
+    return with_loss(x_BxTxD, part * routing.loss(config)) if config.experts else x_BxTxD
 
 
 def bind_block(config: ModelConfig) -> Callable[[dict], Block]:

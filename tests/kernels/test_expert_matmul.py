@@ -12,13 +12,13 @@ LOOP = reference.expert_matmul
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("parts", "dtype"), [(1, "float32"), (3, "bfloat16")])
-def test_products_and_gradients_are_those_of_the_loop(name, parts, dtype):
+@pytest.mark.parametrize(("count", "dtype"), [(1, "float32"), (3, "bfloat16")])
+def test_products_and_gradients_are_those_of_the_loop(name, count, dtype):
     rng = np.random.default_rng(0)
     experts = jnp.array([0, 2, 2], jnp.int32)
     x, weights, dy = (
         jnp.asarray(rng.normal(size=shape), dtype)
-        for shape in ((6, parts, 5), (4, parts, 5, 4), (6, parts, 4))
+        for shape in ((6, count, 5), (4, count, 5, 4), (6, count, 4))
     )
 
     def run(function):
@@ -35,10 +35,10 @@ def test_products_and_gradients_are_those_of_the_loop(name, parts, dtype):
 
 
 def test_experts_without_rows_have_no_gradient():
-    experts, ones = jnp.array([0, 2], jnp.int32), jnp.ones((4, 1, 2))
+    experts, rows = jnp.array([0, 2], jnp.int32), jnp.ones((4, 1, 2))
     weights = jnp.ones((3, 1, 2, 2))
     for function in IMPLEMENTATIONS.values():
-        gradient = jax.grad(lambda w, f=function: f(ones, w, experts).sum())(weights)
+        gradient = jax.grad(lambda w, f=function: f(rows, w, experts).sum())(weights)
         np.testing.assert_array_equal(gradient[1], 0)
         assert np.all(gradient[0] != 0)
 

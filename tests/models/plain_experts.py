@@ -40,14 +40,14 @@ def choose(config, router, x_NxD):
     if config.expert_capacity:
         choices = len(x_NxD) * config.prototypes * config.top_k
         room = math.ceil(config.expert_capacity * choices / config.experts)
-    taken, result = [0] * config.experts, []
+    loads, result = [0] * config.experts, []
     for x in x_NxD:
         logits, of_token = x @ router, []
         for start in range(0, config.experts, size):
             best = sorted(range(start, start + size), key=lambda e: -logits[e])
             for expert in best[: config.top_k]:
-                taken[expert] += 1
-                of_token.append((expert, taken[expert] <= room))
+                loads[expert] += 1
+                of_token.append((expert, loads[expert] <= room))
         result.append(of_token)
     return result
 
@@ -64,13 +64,13 @@ def apply(config, params, x_NxD, choices):
         for start in range(0, config.experts, size):
             total = exponentials[start : start + size].sum()
             z += math.log(total) ** 2 / tokens
-            mine = [(e, kept) for e, kept in of_token if start <= e < start + size]
+            mine = [(e, has_room) for e, has_room in of_token if start <= e < start + size]
             if config.top_k > 1:
                 divisor = sum(exponentials[e] for e, _ in mine)
             else:
                 divisor = total
-            for expert, kept in mine:
-                if kept:
+            for expert, has_room in mine:
+                if has_room:
                     y[n] += exponentials[expert] / divisor * mlp(config, params, x, expert)
             for expert in range(start, start + size):
                 share = counts[expert] / counts.sum()

@@ -122,13 +122,13 @@ def test_every_kept_choice_has_a_row_of_its_expert(tokens, count, k, capacity):
     )
     rows, tile = len(plan.choices_S), len(plan.choices_S) // len(plan.tiles_T)
     flat = plan.rows_NxK.reshape(-1)
-    kept = np.flatnonzero(flat < rows)
-    np.testing.assert_array_equal(plan.choices_S[flat[kept]], kept)
-    np.testing.assert_array_equal(plan.tiles_T[flat[kept] // tile], chosen.reshape(-1)[kept])
-    assert np.sum(plan.choices_S < chosen.size) == len(kept)
+    placed = np.flatnonzero(flat < rows)
+    np.testing.assert_array_equal(plan.choices_S[flat[placed]], placed)
+    np.testing.assert_array_equal(plan.tiles_T[flat[placed] // tile], chosen.reshape(-1)[placed])
+    assert np.sum(plan.choices_S < chosen.size) == len(placed)
     assert np.all(np.diff(plan.tiles_T) >= 0)
     if not capacity:
-        assert len(kept) == chosen.size
+        assert len(placed) == chosen.size
 
 
 def test_router_is_float32_in_a_bfloat16_model():

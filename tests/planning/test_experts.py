@@ -57,6 +57,6 @@ def test_orthogonalization_counts_every_expert():
 
 def test_decoding_reads_the_chosen_experts():
     """Until the rows of a batch have all experts."""
-    one, two, many = (cost.decoding_bytes(MIXTURE, batch, 0) for batch in (1, 2, 9))
+    first, second, many = (cost.decoding_bytes(MIXTURE, batch, 0) for batch in (1, 2, 9))
     mlp = 2 * (2 * 32 * 64 + 32 + 64) * 4
-    assert two - one == pytest.approx(2 * mlp) and many == two
+    assert second - first == pytest.approx(2 * mlp) and many == second

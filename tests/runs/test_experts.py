@@ -11,8 +11,7 @@ from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.models.adapters import with_adapters
 from sparse_dataflow.parallel import mesh as meshes
-from sparse_dataflow.parallel.pipeline.pipelined import Pipelined
-from sparse_dataflow.parallel.pipeline.stages import divide
+from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.parallel.sharded import Sharded
 from sparse_dataflow.planning import search
 from sparse_dataflow.sparsity.evolution import phase_specs
@@ -42,10 +41,10 @@ def test_adapters_of_experts_are_refused():
         with_adapters(MODEL, 2)
 
 
-def test_pipeline_is_refused():
-    executor = Pipelined(mesh("stage:2"), division=divide(2, 2, 1))
-    with pytest.raises(UserError, match=r"executor=pipeline with model.*legal with experts: whole"):
-        executor.check(MODEL, TRAINING)
+def test_relay_on_several_devices_is_refused():
+    with pytest.raises(UserError, match=r"The relay on 2 devices with model\.experts=4"):
+        RelayExecutor(mesh=mesh("data:2")).check(MODEL, TRAINING)
+    RelayExecutor().check(MODEL, TRAINING)
 
 
 def test_tensor_axis_has_dense_experts_alone():

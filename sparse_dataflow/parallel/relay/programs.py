@@ -110,15 +110,11 @@ def functions(model: ModelConfig) -> Programs[Callable]:
 
     def backward(params, tables, x, dy):
         def micro_batch(x, dy):
-            def with_losses(params, x):
-                y, routing = gpt.routed_block(model, params, tables, x)
-                return y, routing.loss(model) / micro_batches if model.experts else ()
-
-            _, pull = jax.vjp(with_losses, params, x)
-            gradient, dx = pull((dy, jnp.ones(()) if model.experts else ()))
+            _, pull = jax.vjp(lambda p, x: gpt.trained_block(model, p, tables, x, part), params, x)
+            gradient, dx = pull(dy)
             return dx, gradient
 
-        micro_batches = len(x)
+        part = 1 / len(x)
         dx, gradient = _accumulated(micro_batch, x, dy)
         return dx, _cast_like(params, gradient)
 
