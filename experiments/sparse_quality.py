@@ -40,6 +40,11 @@ RIGL = {"evolution.method": "rigl"}
 GRADUAL = {"evolution.method": "gradual"}
 TO_DENSE = {"evolution.method": "sparse_to_dense"}
 TO_DENSE_HALF = RANDOM | TO_DENSE | {"training_flops": 0.5}
+# An expert is narrower than the MLP, so that the experts of a token cost what the MLP costs, or all
+# experts store what it stores.
+EXPERTS = {"model.experts": 8, "model.top_k": 2}
+AS_ACTIVE, AS_STORED = EXPERTS | {"model.d_ff": 1 / 2}, EXPERTS | {"model.d_ff": 1 / 8}
+DENSE = {"sparsity.projections": ()}
 ATTENTION_FIRST = {"evolution.first": ("qkv", "attn_out")}
 
 ARMS = {
@@ -67,10 +72,13 @@ ARMS = {
     "sparse_to_dense_70": RANDOM | TO_DENSE | {"evolution.at": 0.7},
     "sparse_to_dense_90": RANDOM | TO_DENSE | {"evolution.at": 0.9},
     "monarch_to_dense_70": MONARCH | TO_DENSE | {"evolution.at": 0.7},
+    "moe_equal_flops": AS_ACTIVE | DENSE | {"flops_a_token": MONARCH},
+    "moe_equal_parameters": AS_STORED | DENSE,
+    "moe_sparse": AS_ACTIVE | MONARCH,
     "monarch_to_dense_90": MONARCH | TO_DENSE | {"evolution.at": 0.9},
 }
 """Changes of the config by path; None is the dense model.  `runs.studies.quality.Changes` says how
-rank, hadamard and training_flops are relative."""
+rank, hadamard, d_ff, training_flops and flops_a_token are relative."""
 COMPARED = (
     "dense",
     *("static_pixelfly", "static_cyclic", "static_random", "static_monarch"),

@@ -39,8 +39,21 @@ FAMILY_FIELDS = (
     "rotary_low",
     "rotary_high",
     "rotary_length",
+    "experts",
+    "top_k",
+    "prototypes",
+    "shared_expert",
+    "expert_capacity",
+    "balance_loss",
+    "router_z_loss",
 )
 """Fields of `ModelConfig` in which families differ from GPT-3, whose values are the defaults."""
+
+MLP = ("mlp_gate", "mlp_in", "mlp_out")
+"""Projections of the MLP; in a mixture of experts, those of each expert."""
+
+MOST_EXPERTS = 2**12
+"""Upper bound of the experts of a layer."""
 
 REMATS = ("none", "dots", "full")
 PARAMETRIZATIONS = ("standard", "supar")
@@ -180,6 +193,20 @@ class ModelConfig:
       rotary_low: low_freq_factor of that scaling.
       rotary_high: high_freq_factor of that scaling.
       rotary_length: original_max_position_embeddings of that scaling, in tokens.
+      experts: experts of every layer's MLP, each an MLP of d_ff with the storage of `linears`; all
+        experts of a layer have one layout.  0 means one MLP for all tokens.
+      top_k: experts of a token in each group of experts.  Their outputs are summed, times their
+        router probabilities; with top_k above 1 these are divided by their sum (Mixtral, arXiv
+        2401.04088), with 1 they are not (Switch, arXiv 2101.03961).
+      prototypes: equal groups of experts, each with a softmax of its own (M6-T, arXiv 2105.15082).
+        A token has prototypes x top_k experts.
+      shared_expert: whether each token also has an expert that no router chooses.
+      expert_capacity: most rows of an expert in a training step, as a multiple of the mean; later
+        choices are dropped.  0 is dropless.  A device and micro-batch count by themselves;
+        evaluation and generation drop nothing.
+      balance_loss: weight of the load-balance loss in training, which is 1 in each layer where all
+        experts have the same load (arXiv 2101.03961, section 2.2).
+      router_z_loss: weight of the router's z-loss in training (arXiv 2202.08906, section 3.2).
       linears: (projection name, LinearSpec) pairs or a mapping of them; missing names are dense.
         Empty in a `RunConfig`, whose `sparsity` says what is stored.
       density_by_depth: per-layer multipliers of the density of every block-sparse projection, first
@@ -263,6 +290,29 @@ class ModelConfig:
     rotary_length: int = setting(
         8192, "Positions before that scaling, in tokens.", legal=between(1, MOST)
     )
+    experts: int = setting(
+        0, "Experts of each MLP; 0 is one MLP for all tokens.", legal=between(0, MOST_EXPERTS)
+    )
+    top_k: int = setting(
+        1, "Experts of a token in each group of experts.", legal=between(1, MOST_EXPERTS)
+    )
+    prototypes: int = setting(
+        1,
+        "Equal groups of experts; a token has model.top_k of each group.",
+        legal=between(1, MOST_EXPERTS),
+    )
+    shared_expert: bool = setting(False, "Add an expert that every token has.")
+    expert_capacity: float = setting(
+        0.0,
+        "Most tokens of an expert in training, as a multiple of the mean; 0 drops none.",
+        legal=between(0, MOST_EXPERTS),
+    )
+    balance_loss: float = setting(
+        0.01, "Weight of the load-balance loss of experts.", legal=between(0, 1000)
+    )
+    router_z_loss: float = setting(
+        0.001, "Weight of the z-loss of routers.", legal=between(0, 1000)
+    )
     mask_documents: bool = setting(
         False, "Attention in training stays within a document; else windows are seen whole."
     )
@@ -278,6 +328,7 @@ class ModelConfig:
             _choice("projection", name, self.projections)
         object.__setattr__(self, "linears", linears)
         self._settle_depth()
+        self._check_experts()
         for name in self.sparse_projections:
             spec, (fan_in, fan_out) = self.linear(name), self.projection_shape(name)
             if spec.hadamard and fan_in % spec.hadamard:
@@ -287,6 +338,7 @@ class ModelConfig:
                     f"{name}; legal: powers of 2 up to {fan_in & -fan_in}."
                 )
             layers = sum(self.density_by_depth) or self.num_layers
+            layers *= self.stored_copies(name)
             if layers * fan_in * fan_out / spec.block**2 * spec.density > MOST_BLOCKS:
                 raise UserError(
                     f"{name} has more than {MOST_BLOCKS} blocks with --block={spec.block}; legal: "
@@ -315,6 +367,46 @@ class ModelConfig:
             raise UserError(
                 f"rotary_low {self.rotary_low:g} is not below rotary_high {self.rotary_high:g}; "
                 f"legal: above 0, below {self.rotary_high:g}."
+            )
+
+    def _check_experts(self):
+        """Checks the groups of experts, and that experts have the storage that a mixture can."""
+        if not self.experts:
+            given = [n for n in ("top_k", "prototypes", "expert_capacity") if _differs(self, n)]
+            given += ["shared_expert"] if self.shared_expert else []
+            if given:
+                raise UserError(
+                    f"model.{given[0]}={getattr(self, given[0])} needs experts; legal with it: "
+                    f"model.experts of 1 to {MOST_EXPERTS}."
+                )
+            return
+        if self.experts % self.prototypes:
+            raise UserError(
+                f"model.prototypes={self.prototypes} does not divide model.experts={self.experts}; "
+                f"legal: {_divisors(self.experts)}."
+            )
+        group = self.experts // self.prototypes
+        if self.top_k > group:
+            raise UserError(
+                f"model.top_k={self.top_k} is above the {group} experts of a group; legal: 1 to "
+                f"{group}."
+            )
+        if self.quantized:
+            raise UserError(
+                f"model.precision={self.precision} with model.experts={self.experts}; legal with "
+                "experts: compute_dtype."
+            )
+        specs = {name: self.linear(name) for name in self.projections if name in MLP}
+        for name, spec in specs.items():
+            if spec.rank:
+                raise UserError(
+                    f"{name} has a low-rank term of {spec.rank}, and experts can have none; legal: "
+                    "sparsity.rank=0, or sparsity.projections of attention alone."
+                )
+        if self.density_by_depth and any(s.kind == "block_sparse" for s in specs.values()):
+            raise UserError(
+                "The density of experts varies by depth; legal for experts: one density in all "
+                "layers."
             )
 
     def selected(self, names: tuple[str, ...], path: str) -> tuple[str, ...]:
@@ -391,6 +483,35 @@ class ModelConfig:
         return tuple(name for name in PROJECTIONS if name not in absent)
 
     @property
+    def active_experts(self) -> int:
+        """Experts that compute a token, the shared one included; 1 for a model without experts."""
+        return self.prototypes * self.top_k + self.shared_expert if self.experts else 1
+
+    def stored_copies(self, projection: str) -> int:
+        """Returns how many weights of a projection a layer stores: one, or one for each expert."""
+        return self.experts + self.shared_expert if self.experts and projection in MLP else 1
+
+    def refuse_experts(self, feature: str, legal: str) -> None:
+        """Refuses a model with experts where a feature does not have them.
+
+        Args:
+          feature: words that begin the sentence.
+          legal: what is legal with experts.
+
+        Raises:
+          UserError: the model has experts.
+        """
+        if self.experts:
+            raise UserError(
+                f"{feature} with model.experts={self.experts} is not supported; legal with "
+                f"experts: {legal}."
+            )
+
+    def dropless(self) -> "ModelConfig":
+        """Returns the model that evaluation and generation use: no expert drops a token."""
+        return dataclasses.replace(self, expert_capacity=0.0) if self.expert_capacity else self
+
+    @property
     def kv_heads(self) -> int:
         """Heads of keys and values."""
         return self.num_kv_heads or self.num_heads
@@ -437,6 +558,10 @@ class ModelConfig:
         linears = {k: LinearSpec(**v) for k, v in fields["linears"].items()}
         biases = tuple(fields.get("biases", PROJECTIONS))
         return cls(**{**fields, "linears": linears, "biases": biases})
+
+
+def _differs(config, name):
+    return getattr(config, name) != type(config).__dataclass_fields__[name].default
 
 
 def _divisors(number: int) -> str:

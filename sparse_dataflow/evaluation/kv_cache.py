@@ -17,6 +17,7 @@ from sparse_dataflow.config.layer_groups import layer_groups, split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.experts import ROUTER
 
 
 class Weights(NamedTuple):
@@ -47,7 +48,10 @@ class LayerCache(NamedTuple):
 
 
 def prepare(config: ModelConfig, params: dict, tables: dict) -> Weights:
-    """Casts the weights layer by layer to the compute dtype; see `gpt` for params and tables."""
+    """Casts the weights layer by layer to the compute dtype; see `gpt` for params and tables.
+
+    Routers stay float32.
+    """
     dtype = jnp.dtype(config.compute_dtype)
     cast = functools.partial(jax.tree.map, lambda leaf: jnp.asarray(leaf, dtype))
     layers = []
@@ -63,7 +67,11 @@ def prepare(config: ModelConfig, params: dict, tables: dict) -> Weights:
 @functools.partial(jax.jit, static_argnames="dtype")
 def _layer(stacked, i, dtype):
     """Returns layer i, in one program: an array at a time compiles one for each shape."""
-    return jax.tree.map(lambda leaf: leaf[i].astype(dtype), stacked)
+
+    def cast(path, leaf):
+        return leaf[i] if path[-1].key == ROUTER else leaf[i].astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, stacked)
 
 
 def random_weights(config: ModelConfig, seed: int) -> Weights:

@@ -174,7 +174,7 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
         folder,
         variant,
         dataclasses.replace(
-            model_phases[phase_before(model_phases, step)].model, precision=PRECISIONS[0]
+            model_phases[phase_before(model_phases, step)].model.dropless(), precision=PRECISIONS[0]
         ),
         state.params,
         state.tables,

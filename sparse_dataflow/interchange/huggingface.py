@@ -172,6 +172,7 @@ def write(
       UserError: the architecture cannot represent the model, or the folder exists or cannot be
         written.
     """
+    model.refuse_experts("An export", "the run folder")
     if form not in FORMS:
         raise UserError(f"The export form {form!r} is unknown; legal: {', '.join(FORMS)}.")
     if architecture not in (AUTO, *architectures.ARCHITECTURES):

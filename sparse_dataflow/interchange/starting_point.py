@@ -134,6 +134,7 @@ def read(folder: str) -> StartingPoint:
 
 def _of_run(folder, variant, checkpoint):
     run = load_run(folder, variant, checkpoint)
+    run.model.refuse_experts(f"--init_from={folder}", "--resume, or a new run")
     checkpoint_folder = run.folder / variant / "checkpoints" / str(run.step)
     provenance = {
         "path": str(run.folder.absolute()),

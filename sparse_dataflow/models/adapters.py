@@ -31,6 +31,7 @@ def with_adapters(model: ModelConfig, rank: int) -> ModelConfig:
     """
     if not rank:
         return model
+    model.refuse_experts(f"training.adapter_rank={rank}", "0")
     narrowest = min(min(model.projection_shape(name)) for name in model.projections)
     if rank > narrowest:
         raise UserError(

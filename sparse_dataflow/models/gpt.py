@@ -21,6 +21,9 @@ Parameters are float32.  [V] vocab_size, [D] d_model, [K] head_width:
 | block | PROJECTION.kernel | projection_shape: [in, out] | each dense name in `projections` |
 | block | PROJECTION.values | [nnz, block, block] | each block-sparse name in `projections` |
 | block | PROJECTION.bias | [out] | each name in `biases` |
+| block | experts.router | [D, experts] | experts |
+| block | experts.PROJECTION.* | [experts, ...], each as above and below | experts, for the MLP |
+| block | experts.shared.PROJECTION.* | as above and below | shared_expert, for the MLP |
 | block | PROJECTION.a_kernel, b_kernel, gate | [in, rank], [rank, out], [] | spec.rank > 0 |
 | head | norm.scale | [D] | all |
 | head | norm.bias | [D] | norm="layernorm" |
@@ -46,34 +49,17 @@ import numpy as np
 from flax import nnx
 
 from sparse_dataflow.config.layer_groups import join_groups, layer_groups, split_groups
-from sparse_dataflow.config.model import ROW_PARALLEL, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
+from sparse_dataflow.config.model import MLP, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
 from sparse_dataflow.kernels.cross_entropy import vocabulary
-from sparse_dataflow.kernels.gelu.api import gelu
-from sparse_dataflow.kernels.sparse_mlp.api import gated_sparse_mlp, sparse_mlp
+from sparse_dataflow.models.experts import Experts, expert_layout, with_loss
 from sparse_dataflow.models.linear import Linear, Probe, projection_layout
+from sparse_dataflow.models.mlp import Mlp
 from sparse_dataflow.models.rotary import rotate
 from sparse_dataflow.models.shard import WHOLE, Shard
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, stack_tables
-
-MLP = ("mlp_gate", "mlp_in", "mlp_out")
-
-
-def _saving_input(function):
-    """Returns an elementwise function whose gradient saves only the input, as that of `gelu`."""
-    saving = jax.custom_vjp(function)
-    saving.defvjp(lambda x: (function(x), x), lambda x, dy: jax.vjp(function, x)[1](dy))
-    return saving
-
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": gelu,
-    "gelu_exact": _saving_input(functools.partial(jax.nn.gelu, approximate=False)),
-    "relu": jax.nn.relu,
-    "silu": _saving_input(jax.nn.silu),
-}
 
 
 class Embed(nnx.Module):
@@ -104,28 +90,20 @@ class Embed(nnx.Module):
         return x_BxTxD
 
 
-class Block(nnx.Module):
+class Block(Mlp):
     """Pre-norm transformer block (arXiv 2005.14165, section 2.1); the config says its parts."""
 
     qkv: Linear
     attn_out: Linear
-    mlp_gate: Linear
-    mlp_in: Linear
-    mlp_out: Linear
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        # Scaled down so that the variance of the residual stream does not grow with depth (GPT-2).
-        residual = 1 / math.sqrt(2 * config.num_layers)
-
-        def add(names):
-            for name in names:
-                gain = residual if name in ROW_PARALLEL else 1.0
-                setattr(self, name, Linear(config, name, gain=gain, rngs=rngs))
-
         self.norm1 = _norm(config, rngs)
-        add(name for name in config.projections if name not in MLP)
+        self.add(config, (name for name in config.projections if name not in MLP), rngs)
         self.norm2 = _norm(config, rngs)
-        add(name for name in config.projections if name in MLP)
+        if config.experts:
+            self.experts = Experts(config, rngs=rngs)
+        else:
+            super().__init__(config, rngs=rngs)
         if config.qk_norm:
             self.q_norm = _norm(config, rngs, config.head_width)
             self.k_norm = _norm(config, rngs, config.head_width)
@@ -149,6 +127,10 @@ class Block(nnx.Module):
 
     def residuals(self, x_BxTxD, tables, shard=WHOLE, attend=causal_attention, positions_BxT=None):
         """Returns the residual stream [B, T, D] after attention, and after the MLP."""
+        return self.routed(x_BxTxD, tables, shard, attend, positions_BxT)[:2]
+
+    def routed(self, x_BxTxD, tables, shard=WHOLE, attend=causal_attention, positions_BxT=None):
+        """Returns `residuals` and the `Routing` of the experts, which is () without experts."""
         config = self.config
         q, k, v = self._heads(shard.gather(self.norm1(x_BxTxD)), tables)
         if config.qk_norm:
@@ -160,7 +142,12 @@ class Block(nnx.Module):
         attended = attend(q, k, v, window=config.window)
         attended = attended.reshape(*attended.shape[:2], -1)
         x_BxTxD += self.attn_out(attended, tables.get("attn_out"), shard.reduce)
-        return x_BxTxD, x_BxTxD + self._mlp(shard.gather(self.norm2(x_BxTxD)), tables, shard)
+        normed, routing = shard.gather(self.norm2(x_BxTxD)), ()
+        if config.experts:
+            y_BxTxD, routing = self.experts(normed, tables, shard)
+        else:
+            y_BxTxD = self.mlp(normed, tables, shard)
+        return x_BxTxD, x_BxTxD + y_BxTxD, routing
 
     def _heads(self, x_BxTxD, tables):
         """Returns queries [B, T, heads, K], keys and values [B, T, kv heads, K] of the shard."""
@@ -173,56 +160,6 @@ class Block(nnx.Module):
         if group == 1:
             return jnp.moveaxis(qkv, 3, 0)
         return qkv[..., :group, :].reshape(B, T, -1, width), qkv[..., group, :], qkv[..., -1, :]
-
-    def _mlp(self, x_BxTxD, tables, shard):
-        if (y := self._fused_gated_mlp(x_BxTxD, tables)) is not None:
-            return self.mlp_out.with_bias(shard.reduce(y))
-        if self._fuses_mlp(tables):
-            inside, outside = self.mlp_in.cast(x_BxTxD.dtype), self.mlp_out.cast(x_BxTxD.dtype)
-            y = sparse_mlp(
-                x_BxTxD,
-                inside["values"],
-                inside["bias"],
-                outside["values"],
-                tables["mlp_in"],
-                tables["mlp_out"],
-            )
-            return self.mlp_out.with_bias(shard.reduce(y))
-        products = [self.mlp_in(x_BxTxD, tables.get("mlp_in"))]
-        if self.config.gated_mlp:
-            products.append(self.mlp_gate(x_BxTxD, tables.get("mlp_gate")))
-        return self.mlp_out(self.activate(*products), tables.get("mlp_out"), shard.reduce)
-
-    def _fuses_mlp(self, tables):
-        """Returns whether `sparse_mlp` has this MLP: a biased GELU between two plain weights."""
-        config, names = self.config, ("mlp_in", "mlp_out")
-        return (
-            config.activation == "gelu"
-            and not config.gated_mlp
-            and "mlp_in" in config.biases
-            and self.mlp_in.plain_sparse
-            and self.mlp_out.plain_sparse
-            and not config.quantized
-            and not any(isinstance(tables.get(name), Probe) for name in names)
-        )
-
-    def _fused_gated_mlp(self, x_BxTxD, tables):
-        """Returns mlp_out's product if one kernel has a plain gated MLP of this target; or None."""
-        config = self.config
-        if not config.gated_mlp or {"mlp_gate", "mlp_in"} & set(config.biases):
-            return None
-        layers = [getattr(self, name) for name in MLP]
-        probed = any(isinstance(tables.get(name), Probe) for name in MLP)
-        if probed or not all(layer.plain_sparse for layer in layers):
-            return None
-        values = [layer.cast(x_BxTxD.dtype)["values"] for layer in layers]
-        layouts = [tables[name] for name in MLP]
-        return gated_sparse_mlp(x_BxTxD, values, layouts, config.activation)
-
-    def activate(self, hidden, gate=None):
-        """Applies the activation of the MLP, elementwise, to mlp_in's output or to the gate."""
-        activation = ACTIVATIONS[self.config.activation]
-        return activation(hidden) if gate is None else hidden * activation(gate)
 
 
 class Head(nnx.Module):
@@ -291,6 +228,9 @@ def check_layouts(config: ModelConfig) -> None:
     """Raises UserError where `layouts` does, but builds only one layer of each group."""
     for group in layer_groups(config):
         layouts(dataclasses.replace(group.model, num_layers=1))
+    if config.experts:
+        for name in set(config.sparse_projections) & set(MLP):
+            expert_layout(config, name)
 
 
 def layout_tables(layouts: dict[str, list[BlockLayout]]) -> Any:
@@ -400,6 +340,37 @@ def block(
     `attend` and `positions_BxT`.
     """
     return _apply(Block, config, shard.local(params))(x_BxTxD, tables, shard, attend, positions_BxT)
+
+
+def routed_block(
+    config: ModelConfig,
+    params: dict,
+    tables: Mapping[str, LayoutTables | Probe],
+    x_BxTxD: jax.Array,
+    shard: Shard = WHOLE,
+    attend: Callable = causal_attention,
+) -> tuple[jax.Array, Any]:
+    """Returns `block` and the `Routing` of its experts, which is () for a model without."""
+    _, x_BxTxD, routing = _apply(Block, config, shard.local(params)).routed(
+        x_BxTxD, tables, shard, attend
+    )
+    return x_BxTxD, routing
+
+
+def trained_block(
+    config: ModelConfig,
+    params: dict,
+    tables: Mapping[str, LayoutTables | Probe],
+    x_BxTxD: jax.Array,
+    part: float,
+    shard: Shard = WHOLE,
+) -> jax.Array:
+    """Returns `block`, whose gradient has the auxiliary losses of its experts too.
+
+    `part` is the part of the batch that x is, over the devices that share the model.
+    """
+    x_BxTxD, routing = routed_block(config, params, tables, x_BxTxD, shard)
+    return with_loss(x_BxTxD, part * routing.loss(config)) if config.experts else x_BxTxD
 
 
 def bind_block(config: ModelConfig) -> Callable[[dict], Block]:

@@ -122,7 +122,7 @@ class Linear(nnx.Module):
             layout = projection_layout(config, projection, layer=0)
             shape = (layout.nnz, layout.block, layout.block)
             fan_in = in_features * layout.density
-        weight = nnx.Param(_normal(rngs, shape, gain / math.sqrt(fan_in)))
+        weight = nnx.Param(normal(rngs, shape, gain / math.sqrt(fan_in)))
         if self.sparse:
             self.values = weight
         else:
@@ -133,7 +133,7 @@ class Linear(nnx.Module):
         self.precision = config.precision
         if spec.rank:
             self.a_kernel = nnx.Param(
-                _normal(rngs, (in_features, spec.rank), 1 / math.sqrt(in_features))
+                normal(rngs, (in_features, spec.rank), 1 / math.sqrt(in_features))
             )
             self.b_kernel = nnx.Param(jnp.zeros((spec.rank, out_features)))
             self.gate = nnx.Param(jnp.ones(()))
@@ -225,7 +225,8 @@ def _matmul(x, kernel, precision=PRECISIONS[0]):
     return y.reshape(*x.shape[:-1], -1)
 
 
-def _normal(rngs, shape, scale):
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> jax.Array:
+    """Draws float32 normal numbers of standard deviation `scale`."""
     # Drawn as rows, which gives the same numbers: short inner loops over a small block compile to
     # slow code on a CPU.
     rows = (shape[0], math.prod(shape[1:]))

@@ -30,11 +30,18 @@ class Shard:
       vocabulary: whether the rows of the embedding are sharded; otherwise it is replicated.
       kv_copies: devices that compute the same key/value head.  Above 1, the parameters of `k` and
         `v` are replicated, and each device computes with the columns of its own head.
+      row_axes: mesh axes that shard the rows of the batch.
     """
 
     axis: str | None = None
     vocabulary: bool = False
     kv_copies: int = 1
+    row_axes: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that share the model, inside `shard_map`."""
+        return 1 if self.axis is None else lax.axis_size(self.axis)
 
     def gather(self, x: jax.Array) -> jax.Array:
         """All-gathers tokens: [B, T / devices, ...] -> [B, T, ...]."""

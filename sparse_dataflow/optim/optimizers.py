@@ -28,6 +28,9 @@ second moment stops within 8.5% of its float32 limit, the first within 4.1%, and
 without gradients.  With B2 = 0.999 neither holds.
 """
 
+LINEAR_MATRICES = ("kernel", "values", "a_kernel", "b_kernel", "router")
+"""Leaves that multiply activations; each but the router belongs to a projection."""
+
 SPARSE_RATE_DENSITY = 1 / 8
 """Density at which `TrainingConfig.sparse_rate` is the full learning-rate multiplier."""
 
@@ -188,9 +191,9 @@ def map_moments(
 
 
 def decay_mask(params: dict) -> dict:
-    """Returns True for each leaf with weight decay: matrices of projections, embeddings and output
-    layer."""
-    decayed = ("kernel", "values", "a_kernel", "b_kernel", "tokens", "positions", "output")
+    """Returns True for each leaf with weight decay: matrices of projections and routers, embeddings
+    and output layer."""
+    decayed = (*LINEAR_MATRICES, "tokens", "positions", "output")
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in decayed, params)
 
 
@@ -199,10 +202,10 @@ def learning_rate_multipliers(
 ) -> dict:
     """Returns the learning-rate multiplier of each parameter.
 
-    Matrices of a projection, with its low-rank term: `training.sparse_rate` to the power
-    log(density) / log(SPARSE_RATE_DENSITY), so 1 for a dense weight; a weight that turned dense has
-    TURNED_DENSE_RATE as well.  Everything else (norms, biases, gates, embeddings):
-    `training.vector_rate`.
+    Matrices of a projection, with its low-rank term, and of routers, which are dense:
+    `training.sparse_rate` to the power log(density) / log(SPARSE_RATE_DENSITY), so 1 for a dense
+    weight; a weight that turned dense has TURNED_DENSE_RATE as well.  Everything else (norms,
+    biases, gates, embeddings): `training.vector_rate`.
 
     SuPar (arXiv 2405.15743, table 1) adds a factor SUPAR_WIDTH / (d_model x density): an Adam step
     moves every weight equally, so the change of an output grows with the inputs that it sums.  The
@@ -222,14 +225,14 @@ def learning_rate_multipliers(
 
     def multiplier(path, leaf):
         name = path[-1].key
-        if name not in ("kernel", "values", "a_kernel", "b_kernel"):
+        if name not in LINEAR_MATRICES:
             return training.vector_rate
         spec = layer_groups(model)[group_index_of_path(path)].model.linear(path[-2].key)
         density = spec.density if spec.kind == "block_sparse" else 1.0
         rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
         if spec.turned_dense:
             rate *= TURNED_DENSE_RATE
-        read = {"kernel": density, "values": density, "a_kernel": 1.0}
+        read = {"kernel": density, "values": density, "a_kernel": 1.0, "router": 1.0}
         if model.supar and name in read:
             rate *= SUPAR_WIDTH / (model.d_model * read[name])
             if training.optimizer == "muon" and muon.is_matrix(path):

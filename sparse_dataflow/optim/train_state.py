@@ -39,10 +39,12 @@ class StepReport(NamedTuple):
     Attributes:
       loss: float32 [], in nats per token.
       gradient_norms: {parameter group: float32 []}; see `group_norms`.
+      routing: `models.experts.Routing` stacked over the layers; () for a model without experts.
     """
 
     loss: Any
     gradient_norms: Any
+    routing: Any = ()
 
 
 def group_norms(tree: dict) -> dict[str, jax.Array]:

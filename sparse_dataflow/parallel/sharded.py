@@ -169,6 +169,7 @@ class Sharded(Executor):
                 "tensor" if tensor_parallel else None,
                 tensor_parallel and "tensor" in sharding.axes_of(all_specs["embed"]["tokens"]),
                 self._kv_copies(model),
+                BATCH_AXES,
             ),
             meshes.batch_shards(self.mesh),
             lambda name, params, group: sharding.gather(

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sparse_dataflow.config.model import KEY_VALUE, PROJECTIONS, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import KEY_VALUE, MLP, PROJECTIONS, ROW_PARALLEL, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.parallel.mesh import BATCH_AXES, AnyMesh, batch_shards
 from sparse_dataflow.parallel.whole import GATHERED
@@ -28,17 +28,25 @@ _COLUMN, _ROW = "|".join(COLUMN_PARALLEL), "|".join(ROW_PARALLEL)
 _BLOCKS = r"blocks\.(?:\d+\.)?"
 """Path prefix of all blocks, or of one layer group (see `config.layer_groups`)."""
 
+_EXPERTS = rf"{_BLOCKS}experts\."
+_MODULES = rf"{_BLOCKS}(?:experts\.shared\.)?"
+"""Path prefixes of the experts' projections, and of those that all tokens have."""
+
 RULES = (
     # The first row whose expression matches the full path gives the axes that shard each dimension.
     (r"embed\.tokens|head\.output", P("tensor", "fsdp")),
     (r"embed\.positions", P(None, "fsdp")),
-    (rf"{_BLOCKS}({_COLUMN})\.values", P("stage", ("tensor", "fsdp"))),
-    (rf"{_BLOCKS}({_COLUMN})\.(kernel|b_kernel)", P("stage", "fsdp", "tensor")),
-    (rf"{_BLOCKS}({_COLUMN})\.a_kernel", P("stage", "fsdp")),
-    (rf"{_BLOCKS}({_COLUMN})\.bias", P("stage", "tensor")),
-    (rf"{_BLOCKS}({_ROW})\.values", P("stage", ("tensor", "fsdp"))),
-    (rf"{_BLOCKS}({_ROW})\.(kernel|a_kernel)", P("stage", "tensor", "fsdp")),
-    (rf"{_BLOCKS}({_ROW})\.b_kernel", P("stage", "fsdp")),
+    (rf"{_EXPERTS}({_COLUMN})\.kernel", P("stage", "fsdp", None, "tensor")),
+    (rf"{_EXPERTS}({_COLUMN})\.bias", P("stage", None, "tensor")),
+    (rf"{_EXPERTS}({_ROW})\.kernel", P("stage", "fsdp", "tensor")),
+    (rf"{_EXPERTS}({_COLUMN}|{_ROW})\.values", P("stage", "fsdp")),
+    (rf"{_MODULES}({_COLUMN})\.values", P("stage", ("tensor", "fsdp"))),
+    (rf"{_MODULES}({_COLUMN})\.(kernel|b_kernel)", P("stage", "fsdp", "tensor")),
+    (rf"{_MODULES}({_COLUMN})\.a_kernel", P("stage", "fsdp")),
+    (rf"{_MODULES}({_COLUMN})\.bias", P("stage", "tensor")),
+    (rf"{_MODULES}({_ROW})\.values", P("stage", ("tensor", "fsdp"))),
+    (rf"{_MODULES}({_ROW})\.(kernel|a_kernel)", P("stage", "tensor", "fsdp")),
+    (rf"{_MODULES}({_ROW})\.b_kernel", P("stage", "fsdp")),
     (r"blocks\..*", P("stage")),
     (r"head\..*", P()),
 )
@@ -254,6 +262,8 @@ def _indivisible(model, sequence, tensor):
     counts = {f"{model.num_heads} heads": model.num_heads, f"{sequence} tokens": sequence}
     if tensor % model.kv_heads or not copied:
         counts[heads] = model.kv_heads
+    if tensor > 1 and model.experts and set(MLP) & set(model.sparse_projections):
+        return f"the {model.experts} block-sparse experts"
     for name in model.projections:
         linear, (inside, outside) = model.linear(name), model.projection_shape(name)
         side, features = ("output", outside) if name in COLUMN_PARALLEL else ("input", inside)

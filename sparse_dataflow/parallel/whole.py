@@ -99,11 +99,28 @@ def apply_blocks(
     member: Member = ALONE,
     attend: Callable = causal_attention,
 ) -> jax.Array:
+    """Runs all blocks on [B, T, D]; see `routed_blocks`."""
+    return routed_blocks(config, params, tables, x_BxTxD, member, attend)[0]
+
+
+def routed_blocks(
+    config: ModelConfig,
+    params: Any,
+    tables: Any,
+    x_BxTxD: jax.Array,
+    member: Member = ALONE,
+    attend: Callable = causal_attention,
+) -> tuple[jax.Array, Any]:
     """Runs all blocks on [B, T, D].
 
     Concrete (numpy) tables are specialised at trace time. Blocks are unrolled if `unrolls` says so.
     Otherwise each layer group is scanned, so that compile time does not depend on depth.
+
+    Returns:
+      (residual stream [B, T, D], `Routing` stacked over the layers; () for a model without
+      experts).
     """
+    routing = []
     unrolled = unrolls(config, tables)
     # jax.checkpoint traces concrete tables, whose groups would be lost with them.
     tables = gpt.with_groups(tables)
@@ -112,20 +129,23 @@ def apply_blocks(
         if unrolled:
             group_params, group_tables = stacked
             for i, layer in enumerate(_unstack(group_params)):
-                x_BxTxD = run(x_BxTxD, (layer, jax.tree.map(lambda t, i=i: t[i], group_tables)))
+                layer_tables = jax.tree.map(lambda t, i=i: t[i], group_tables)
+                x_BxTxD, of_layer = run(x_BxTxD, (layer, layer_tables))
+                routing.append(jax.tree.map(lambda leaf: leaf[None], of_layer))
         else:
-            step = lambda x, layer, run=run: (run(x, layer), None)  # noqa: E731
-            x_BxTxD, _ = lax.scan(step, x_BxTxD, stacked)
-    return x_BxTxD
+            x_BxTxD, of_layers = lax.scan(run, x_BxTxD, stacked)
+            routing.append(of_layers)
+    return x_BxTxD, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *routing)
 
 
 def _layer(config, member, group, attend):
-    """Returns a function (x, (params, tables) of a layer) -> x, with the config's remat policy."""
+    """Returns a function (x, (params, tables) of a layer) -> (x, `Routing` or ()), with the
+    config's remat policy."""
 
     def run(x, layer):
         layer_params, layer_tables = layer
         params = member.section({"blocks": layer_params}, "blocks", group)
-        return gpt.block(config, params, layer_tables, x, member.shard, attend)
+        return gpt.routed_block(config, params, layer_tables, x, member.shard, attend)
 
     if config.remat != "none":
         return rematerialised(config, run)
@@ -188,6 +208,30 @@ def loss(
     Returns:
       float32 scalar, in nats.
     """
+    return routed_loss(config, params, tables, tokens, weights, member).loss
+
+
+class RoutedLoss(NamedTuple):
+    """The loss of a model with experts.
+
+    Attributes:
+      loss: float32 [], of the next tokens, in nats; without auxiliary losses.
+      routing: `Routing` stacked over the layers; () for a model without experts.
+    """
+
+    loss: jax.Array
+    routing: Any
+
+
+def routed_loss(
+    config: ModelConfig,
+    params: dict,
+    tables: dict,
+    tokens: jax.Array,
+    weights: jax.Array,
+    member: Member = ALONE,
+) -> RoutedLoss:
+    """Returns `loss` with the member's routing."""
     embed, head = (member.section(params, name) for name in ("embed", "head"))
     with jax.named_scope("embed"):
         x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
@@ -196,10 +240,11 @@ def loss(
         documents = document_numbers(tokens[:, :-1], config.vocab_size - 1)
         attend = functools.partial(document_attention, documents=documents)
     with jax.named_scope("blocks"):
-        x = apply_blocks(config, params["blocks"], tables, x, member, attend)
+        x, routing = routed_blocks(config, params["blocks"], tables, x, member, attend)
     targets = tokens[:, 1:]
     with jax.named_scope("head"):
-        return gpt.head_loss(config, head, embed["tokens"], x, targets, weights, member.shard)
+        total = gpt.head_loss(config, head, embed["tokens"], x, targets, weights, member.shard)
+    return RoutedLoss(total, routing)
 
 
 def token_scores(
@@ -256,6 +301,9 @@ def loss_and_gradients(
 
     With `weights`, float32 [B, T], the loss is the weighted sum over the targets instead. `frozen`
     is the rest of the parameters, in which there is no gradient; see `adapters`.
+
+    For a model with experts, the loss is a `RoutedLoss`, and the gradient is that of its loss plus
+    the auxiliary losses (see `Routing`), which micro-batches have in proportion to their weights.
     """
     targets = tokens[:, 1:]
     if weights is None:
@@ -265,10 +313,15 @@ def loss_and_gradients(
     def micro_batch(params, tokens, weight):
         def share(gradients):
             traced = adapters.merged(jax.tree.map(Traced, params, gradients), frozen)
-            return loss(config, traced, tables, tokens, weight, member)
+            value, routing = routed_loss(config, traced, tables, tokens, weight, member)
+            if not config.experts:
+                return value, value
+            part = weight.sum() / member.shard.devices
+            routing = jax.tree.map(lambda mean: part * mean, routing)
+            return value + routing.loss(config), RoutedLoss(value, routing)
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)
-        value, gradients = jax.value_and_grad(share)(zeros)
+        (_, value), gradients = jax.value_and_grad(share, has_aux=True)(zeros)
         return value, member.collect(gradients)
 
     if micro_batches == 1:

@@ -5,6 +5,8 @@ Counting rules of the project:
 - A product of [m, k] and [k, n] has 2 m k n FLOPs.  The backward pass has twice the forward FLOPs.
 - A block-sparse projection counts its stored blocks.  Its low-rank term `x A B`, and its Hadamard
   transform as two products, count in the projection.
+- A projection of experts counts the experts that a token has.  Their padding does not count.  The
+  router is a section.
 - Embedding lookups, norms, biases, GELU, softmax and AdamW count as 0, because they are
   memory-bound and MFU measures the matrix units.  Muon's products are `orthogonalization_flops`.
 - Attention is Q Kᵀ and A V.  *Model* FLOPs count its causal half (PaLM, arXiv 2204.02311, appendix
@@ -21,7 +23,7 @@ import functools
 from collections.abc import Iterable, Mapping
 
 from sparse_dataflow.config.layer_groups import mean_multiplier
-from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
+from sparse_dataflow.config.model import MLP, PROJECTIONS, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.kernels.hadamard import factors
@@ -38,7 +40,8 @@ class SectionFlops:
 
     Attributes:
       sections: name -> model FLOPs per token, in the order of execution: "embed" (0, a lookup),
-        each projection of the model, "attention" (Q Kᵀ and A V) and "head" (logits).
+        each projection of the model, "attention" (Q Kᵀ and A V), "router" of a model with experts,
+        and "head" (logits).
     """
 
     sections: Mapping[str, float]
@@ -120,7 +123,10 @@ def flops_per_token(
         trained[name] = 2.0 * layers * spec.rank * (fan_in + fan_out)
         if spec.hadamard:
             weights += fan_in * sum(factors(spec.hadamard))
-        forward[name] = 2.0 * layers * weights
+        active = config.active_experts if name in MLP else 1
+        forward[name] = 2.0 * layers * weights * active
+    if config.experts:
+        forward["router"] = 2.0 * layers * config.d_model * config.experts
     forward["head"] = 2.0 * config.d_model * config.vocab_size
     # Attention has no weights, so its backward pass is always whole.
     trained = {**trained, "attention": forward["attention"]} if adapters else forward
@@ -178,7 +184,7 @@ def orthogonalization_flops(config: ModelConfig) -> float:
     fractions, total = stored_fractions(config), 0.0
     for name in config.projections:
         spec, sides = config.linear(name), config.projection_shape(name)
-        weights = sides[0] * sides[1] * fractions[name]
+        weights = sides[0] * sides[1] * fractions[name] * config.stored_copies(name)
         m, n = sorted(_muon_matrix(spec, *sides) if spec.kind == "block_sparse" else sides)
         total += weights / (m * n) * 2 * m * (2 * m * n + m * m)
     return muon.STEPS * config.num_layers * total
@@ -217,7 +223,7 @@ def decoding_bytes(config: ModelConfig, batch: int, cached: int) -> float:
     """Returns the bytes that a decoding step reads: each weight once, and the KV caches.
 
     Weights and caches have the compute dtype.  The output layer is read once; lookups count as 0.
-    Caches have the key/value heads.
+    Caches have the key/value heads.  Rows choose different experts, as far as there are some.
 
     Args:
       config: the model.
@@ -230,7 +236,12 @@ def decoding_bytes(config: ModelConfig, batch: int, cached: int) -> float:
         fan_in, fan_out = config.projection_shape(name)
         rank, bias = config.linear(name).rank, fan_out if name in config.biases else 0
         stored = fan_in * fan_out * fractions[name] + rank * (fan_in + fan_out)
-        weights += config.num_layers * (stored + bias)
+        read = 1
+        if config.experts and name in MLP:
+            routed = batch * config.prototypes * config.top_k
+            read = min(config.experts, routed) + config.shared_expert
+        weights += config.num_layers * read * (stored + bias)
+    weights += config.num_layers * config.d_model * config.experts
     caches = 2 * config.num_layers * batch * cached * config.kv_heads * config.head_width
     return (weights + caches) * {"float32": 4, "bfloat16": 2}[config.compute_dtype]
 

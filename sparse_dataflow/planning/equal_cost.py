@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import MLP, LinearSpec, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planning import cost
 from sparse_dataflow.sparsity.patterns import make_layout
@@ -39,7 +39,11 @@ def stored_parameters(model: ModelConfig) -> int:
     Embeddings do not count, as they stay dense (arXiv 2001.08361, section 2.1).
     """
     flops = cost.flops_per_token(model, 1, training=False).sections
-    return round(sum(flops[name] for name in model.projections) / 2)
+    weights = 0.0
+    for name in model.projections:
+        active = model.active_experts if name in MLP else 1
+        weights += flops[name] / 2 / active * model.stored_copies(name)
+    return round(weights)
 
 
 def mismatch(model: ModelConfig, cost_of: Cost, target: float) -> float:

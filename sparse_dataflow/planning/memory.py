@@ -42,7 +42,7 @@ def parameter_count(config: ModelConfig) -> int:
     The sum of: embeddings (vocab_size d_model, again for an output layer of its own, and max_len
     d_model for learned positions); per block two norms (scale, and bias for layernorm), those of
     queries and keys, and for each projection its stored weights, bias and low-rank term (rank (in +
-    out), and a gate); and the final norm.
+    out), and a gate), for every expert; a router (d_model experts); and the final norm.
 
     Args:
       config: the model.
@@ -58,9 +58,11 @@ def parameter_count(config: ModelConfig) -> int:
     for name in config.projections:
         fan_in, fan_out = config.projection_shape(name)
         rank = config.linear(name).rank
-        stored += round(config.num_layers * fan_in * fan_out * fractions[name])
-        block += fan_out if name in config.biases else 0
+        copies = config.stored_copies(name)
+        stored += round(config.num_layers * fan_in * fan_out * fractions[name]) * copies
+        block += fan_out * copies if name in config.biases else 0
         block += rank * (fan_in + fan_out) + 1 if rank else 0
+    block += config.d_model * config.experts
     return embeddings(config) + stored + config.num_layers * block + norm
 
 
@@ -75,7 +77,7 @@ def matrix_count(config: ModelConfig, projections: Sequence[str] = PROJECTIONS) 
     """Counts the stored weights of projections, which Muon updates; see `parameter_count`."""
     fractions = stored_fractions(config)
     sizes = (
-        math.prod(config.projection_shape(name)) * fractions[name]
+        math.prod(config.projection_shape(name)) * fractions[name] * config.stored_copies(name)
         for name in config.projections
         if name in projections
     )
@@ -282,7 +284,7 @@ class BlockWidths(NamedTuple):
       queries: of all query heads; also of attention's output.
       keys_values: of keys and values together.
       normed: what query and key norms save, 0 without them: their input, in float32 and scaled.
-      products: outputs of mlp_gate and mlp_in.
+      products: outputs of mlp_gate and mlp_in, of all experts of a token.
       hidden: those of the MLP that the backward pass reads.
     """
 
@@ -304,7 +306,8 @@ def block_widths(config: ModelConfig, kv_copies=1) -> BlockWidths:
     keys_values = 2 * config.kv_heads * config.head_width * kv_copies
     normed = 3 * (queries + keys_values // 2) if config.qk_norm else 0
     products, hidden = (2, 4) if config.gated_mlp else (1, 2)
-    return BlockWidths(queries, keys_values, normed, products * config.d_ff, hidden * config.d_ff)
+    d_ff = config.active_experts * config.d_ff
+    return BlockWidths(queries, keys_values, normed, products * d_ff, hidden * d_ff)
 
 
 def activation_bytes(
@@ -329,11 +332,13 @@ def activation_bytes(
     scores = 0 if fused_attention else config.num_heads * sequence * (4 + compute)
     if config.kv_heads < config.num_heads and not fused_attention:
         scores += 3 * widths.queries * compute
-    unfused = 5 * d + heads + widths.queries + heads + widths.normed + widths.hidden
-    whole_block = (unfused + 3 * config.d_ff) * compute + scores
+    # Of each expert of a token, its input and its output.
+    rows = 2 * config.active_experts * d if config.experts else 0
+    unfused = 5 * d + heads + widths.queries + heads + widths.normed + widths.hidden + rows
+    whole_block = (unfused + 3 * config.active_experts * config.d_ff) * compute + scores
     saved = {
         "full": d * compute,
-        "dots": (2 * d + heads + widths.products) * compute,
+        "dots": (2 * d + heads + widths.products + rows // 2) * compute,
         "none": unfused * compute + scores,
     }[config.remat]
     # "full": input; "dots": also attn_out's output; "none": also both sums and both norm outputs.

@@ -192,6 +192,7 @@ class Priced:
 
 def price(request: Request, levels: Levels | None = None) -> Priced:
     """Prices every plan of a space; of `space(request)` where `levels` is None."""
+    request.config.refuse_experts("The search for plans", "a run on one device or a given --mesh")
     levels = levels or space(request)
     shape = tuple(len(values) for values in levels.values())
     inner = shape[: len(COUNTS)]

@@ -234,6 +234,33 @@ def block_picture(
         return svg.inline(figure, key, title, description)
 
 
+def load_picture(loads: Sequence[Sequence[float]], key: str, title: str) -> Markup:
+    """Draws the load of experts as a grid of layers (rows) by experts (columns).
+
+    A cell without load is empty, and one of twice the even load or more has the full colour.
+
+    Args:
+      loads: share of all choices that each expert of each layer has.
+      key: prefix of the figure's ids, unique on the page.
+      title: accessible title of the figure.
+    """
+    relative = np.array(loads) * len(loads[0])
+    rows, columns = relative.shape
+    cell = min(24.0, WIDTH / columns)
+    with svg.drawing(columns * cell, rows * cell) as (figure, axes):
+        well = _path([(0.0, 0.0, columns * cell, rows * cell)])
+        axes.add_patch(PathPatch(well, fc=COLOUR["well"], linewidth=0))
+        for row, column in np.ndindex(rows, columns):
+            box = (column * cell + 0.5, row * cell + 0.5, cell - 1, cell - 1)
+            alpha = min(1.0, relative[row, column] / 2)
+            patch = PathPatch(_path([box]), fc=COLOUR["sparse"], alpha=alpha, linewidth=0)
+            axes.add_patch(patch)
+        description = (
+            f"Experts have {relative.min():.2f} to {relative.max():.2f} times the even load."
+        )
+        return svg.inline(figure, key, title, description)
+
+
 def _x_unit(x: str, largest: float) -> tuple[float, str]:
     if x == "tokens":
         return 1, "training tokens"

@@ -82,6 +82,7 @@ def contents(data: ReportData) -> dict[str, Any]:
         "curves": _curves(variants),
         "breakdowns": {"step": seconds, "memory": memory},
         "timelines": _timelines(variants),
+        "routing": _routing(variants),
         "pictures": pictures,
         "omitted_pictures": omitted,
         "evaluation": evaluation_table(data.evaluation) if data.evaluation else None,
@@ -220,6 +221,20 @@ def _curves(variants: Sequence[VariantData]) -> list[dict[str, Any]]:
     histories = {v.name: v.history for v in variants}
     curves = [(x, figures.loss_curves(histories, x, f"loss-{x}")) for x in ("tokens", "seconds")]
     return [{"x": x, "svg": curve[0], "clipped": curve[1]} for x, curve in curves if curve]
+
+
+def _routing(variants: Sequence[VariantData]) -> list[dict[str, Any]]:
+    """Returns the load of the experts of each variant that has some, at its last measurement."""
+    pictures = []
+    for v in variants:
+        loads = [row["load"] for row in v.history if row.get("kind") == "routing"]
+        dropped = [row["dropped"] for row in v.history if "dropped" in row]
+        if loads:
+            title = f"Load of the experts of the {v.name} model"
+            picture = figures.load_picture(loads[-1], f"load-{v.name}", title)
+            share = f"{math.fsum(dropped) / max(1, len(dropped)):.2%}"
+            pictures.append({"name": v.name, "svg": picture, "dropped": share})
+    return pictures
 
 
 def _timelines(variants: Sequence[VariantData]) -> list[dict[str, Any]]:

@@ -104,6 +104,7 @@ def phase_specs(model: ModelConfig, config: EvolutionConfig) -> tuple[PhaseSpec,
     method = METHODS[config.method]
     specs: tuple[PhaseSpec, ...]
     if config.method != "static":
+        model.refuse_experts(f"--evolution={config.method}", "static")
         _refuse_unchangeable(model, config.method)
     if method.update is not None:
         _refuse_row_shards(model, config.row_shards)

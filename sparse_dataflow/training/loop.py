@@ -36,6 +36,7 @@ from sparse_dataflow.training.programs import (
     held_out_nats,
     run_step,
 )
+from sparse_dataflow.training.routing import non_finite_routers, routing_numbers
 from sparse_dataflow.training.saved_state import (
     FrozenBase,
     SavedProgress,
@@ -208,7 +209,11 @@ class Trainer:
             self.state, self._tables, report = run_step(
                 self._programs[self._phase], self.state, self._tables, batch, rate, limit
             )
-            report = jax.tree.map(float, jax.device_get(report))
+            report = jax.device_get(report)
+            report = report._replace(
+                loss=float(report.loss),
+                gradient_norms={name: float(n) for name, n in report.gradient_norms.items()},
+            )
             elapsed = time.perf_counter() - start
         self._clock.record_step(elapsed)
         self.step += 1
@@ -216,7 +221,7 @@ class Trainer:
         if limit is not None and not is_accepted(report.loss, report.gradient_norms, limit):
             self._record_skipped(report.loss, float(limit))
         else:
-            self._refuse_non_finite("gradients", report.gradient_norms, report.loss)
+            self._refuse_non_finite("gradients", report.gradient_norms, report.loss, report.routing)
             self._spikes = self._spikes.with_accepted(report.loss)
             self._record_step(report, rate, elapsed)
         if self.step % self._eval_every == 0 or self.finished:
@@ -275,7 +280,10 @@ class Trainer:
             gradient_norm=math.hypot(*report.gradient_norms.values()),
             tokens_per_second=speed,
             mfu=self._mfu(self.model, speed),
+            **routing_numbers(report.routing),
         )
+        if report.routing and (self.step % self._eval_every == 0 or self.finished):
+            self._write_row("routing", load=report.routing.load.tolist())
         left = self.seconds / self.step * (self.training.steps - self.step)
         self._progress.update(self.step, f"loss {report.loss:.3f}  {speed:,.0f} tokens/s", left)
 
@@ -447,7 +455,7 @@ class Trainer:
         finally:
             self._checkpoints.wait()
 
-    def _refuse_non_finite(self, kind, norms, loss=0.0):
+    def _refuse_non_finite(self, kind, norms, loss=0.0, routing=()):
         broken = [group for group, norm in norms.items() if not math.isfinite(norm)]
         if math.isfinite(loss) and not broken:
             return
@@ -455,6 +463,7 @@ class Trainer:
         good = self._checkpoints.steps()
         values = [f"{kind} of {', '.join(broken)}"] if broken else []
         values += [f"loss {loss}"] if loss else []
+        values += [f"router of layer {layer}" for layer in non_finite_routers(routing)[:1]]
         self.alert("nan", f"step {self.step} is not finite ({', '.join(values)})")
         raise DivergedError(
             f"{self.name}: step {self.step} is not finite ({', '.join(values)}). Last good "

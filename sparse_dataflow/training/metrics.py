@@ -23,6 +23,7 @@ _REQUIRED = {
     "train": ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second"),
     "eval": ("tokens", "seconds", "loss", "bits_per_byte"),
     "evolution": ("tokens", "seconds", "update_seconds", "exchanged", "parameters"),
+    "routing": ("tokens", "seconds"),
     "skipped": ("tokens", "seconds"),
     "rollback": ("tokens", "seconds", "to"),
 }

@@ -18,6 +18,8 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed.warm_up import warm_up
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.mlp import activate
+from sparse_dataflow.models.shard import WHOLE
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 
@@ -35,7 +37,8 @@ def section_seconds(
 
     Returns:
       {"embed", each projection, "attention", "norms and GELU", "head and loss", "optimizer",
-      "other"} -> seconds; "other" is at least 0.
+      "other"} -> seconds; "other" is at least 0.  "experts" stands for the projections of the MLP
+      in a mixture of experts, with router and activation.
     """
     rows = training.batch // training.micro_batches
     B, T, D = rows, training.sequence, model.d_model
@@ -66,10 +69,22 @@ def section_seconds(
             total += len(group.layers) * _seconds(forward, (params, x))
         return total
 
+    def experts():
+        """Times the experts of the first layer of each group, with their router and activation."""
+        x, total = draw(B, T, model.d_model), 0.0
+        for group, (params, tables) in zip(layer_groups(model), first_layers, strict=True):
+
+            def forward(params, x, tables=tables):
+                return block(params).experts(x, tables, WHOLE)[0]
+
+            total += len(group.layers) * _seconds(forward, (params, x))
+        return total
+
     def elementwise(params, x, normed, products):
         bound = block(params)
         heads = [getattr(bound, name)(leaf) for name, leaf in normed.items()]
-        return bound.norm1(x), bound.norm2(x), heads, bound.activate(*products)
+        activated = () if model.experts else activate(model, *products)
+        return bound.norm1(x), bound.norm2(x), heads, activated
 
     def head(params, embedding, x, targets, weights):
         return gpt.head_loss(model, params, embedding, x, targets, weights)
@@ -85,6 +100,8 @@ def section_seconds(
     layers = model.num_layers
     normed = {"q_norm": q, "k_norm": k} if model.qk_norm else {}
     products = [draw(B, T, model.d_ff) for _ in range(2 if model.gated_mlp else 1)]
+    of_mlp = model.projections[model.projections.index("attn_out") + 1 :]
+    mlp = {"experts": experts()} if model.experts else {n: projection(n) for n in of_mlp}
     inputs = (first_layers[0][0], draw(B, T, D), normed, products)
     first = model.projections.index("attn_out")
     micro_batch = {
@@ -93,7 +110,8 @@ def section_seconds(
         ),
         **{name: projection(name) for name in model.projections[:first]},
         "attention": layers * _seconds(attend, (q, k, v)),
-        **{name: projection(name) for name in model.projections[first:]},
+        "attn_out": projection("attn_out"),
+        **mlp,
         "norms and GELU": layers * _seconds(elementwise, inputs),
         "head and loss": _seconds(
             head, (head_params, embed_params["tokens"], draw(B, T, D)), targets, weights

@@ -117,7 +117,8 @@ def make_train_step(
             )
             updates = jax.tree.map(lambda u: -learning_rate * u, updates)
             params = optax.apply_updates(state.params, updates)
-        report = StepReport(loss, group_norms(gradients))
+        loss, routing = loss if model.experts else (loss, ())
+        report = StepReport(loss, group_norms(gradients), routing)
         if training.skip_spikes:
             finite = [jnp.isfinite(norm) for norm in (loss, *report.gradient_norms.values())]
             accepted = jnp.stack([loss <= limit[0], *finite]).all()
@@ -148,7 +149,8 @@ def jitted_train_step(
     replicated = executor.replicated()
     shardings = executor.shardings(shapes._replace(tables=()), model)
     if shardings is not None:
-        shardings = shardings._replace(tables=None), StepReport(replicated, replicated)
+        report = StepReport(replicated, replicated, replicated)
+        shardings = shardings._replace(tables=None), report
     return jax.jit(step, donate_argnums=0, out_shardings=shardings)
 
 
@@ -162,7 +164,7 @@ def make_eval_step(
       tables: see `make_train_step`.
       executor: computes the loss.
     """
-    fixed = tables
+    fixed, model = tables, model.dropless()
 
     def eval_step(params: dict, tables, tokens: jax.Array, weights: jax.Array) -> jax.Array:
         return executor.loss(model, params, tables if fixed is None else fixed, tokens, weights)

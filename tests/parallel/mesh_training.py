@@ -74,6 +74,10 @@ MODELS = {
         )
         for precision in ("fp8", "int8")
     },
+    "experts": dataclasses.replace(DENSE, experts=4, top_k=2, shared_expert=True, gated_mlp=True),
+    "experts_sparse": dataclasses.replace(
+        DENSE, experts=4, prototypes=2, shared_expert=True
+    ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8)),
     "sparse_deep_full": sparse("random", rank=4, hadamard=4, num_layers=5, remat="full"),
 }
 
@@ -109,7 +113,7 @@ def train(model, executor, micro_batches, **changes):
     replicated = executor.replicated()
     shardings = executor.shardings(state._replace(tables=()), model)
     if shardings is not None:
-        shardings = shardings._replace(tables=None), StepReport(replicated, replicated)
+        shardings = shardings._replace(tables=None), StepReport(replicated, replicated, replicated)
     step = make_train_step(model, training, fixed, executor)
     step = jax.jit(step, donate_argnums=0, out_shardings=shardings)
     evaluate = jax.jit(make_eval_step(model, fixed, executor), out_shardings=replicated)
@@ -125,7 +129,7 @@ def train(model, executor, micro_batches, **changes):
     reports, first = [], None
     for batch in batches:
         state, report = program(state, batch, np.float32(1e-3), **counted)
-        reports.append(jax.tree.map(float, report))
+        reports.append(jax.tree.map(float, report._replace(routing=())))
         if first is None:
             first = canonical(executor, state, tables, model)["moments"]
     held_out = executor.put({"tokens": tokens[0], "weights": weights}, BATCH)

@@ -13,6 +13,8 @@ from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, gpt2_tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect
+from sparse_dataflow.planning import cost
+from sparse_dataflow.planning.equal_cost import stored_parameters
 from sparse_dataflow.runs.studies import quality
 from sparse_dataflow.runs.studies.study import Study
 from sparse_dataflow.training.phases import run_flops
@@ -49,13 +51,28 @@ def arms():
 def test_every_arm_is_a_model_that_can_be_trained(arms):
     assert arms["dense"].name == "dense" and not arms["dense"].model.sparse_projections
     for name, variant in arms.items():
-        assert variant.name == ("dense" if name == "dense" else "sparse")
+        assert variant.name == ("sparse" if variant.model.sparse_projections else "dense")
+        assert (variant.name == "dense") == (
+            name in ("dense", "moe_equal_flops", "moe_equal_parameters")
+        )
         assert variant.phases[-1].steps >= 1
 
 
 def test_arms_are_relative_to_the_width(arms):
     assert arms["low_rank"].model.linear("qkv").rank == 128 // 16
     assert arms["hadamard"].model.linear("qkv").hadamard == 128
+
+
+def test_mixtures_have_the_flops_and_the_parameters_that_they_are_named_after(arms):
+    flops = {
+        name: cost.flops_per_token(variant.model, variant.training.sequence).total
+        for name, variant in arms.items()
+    }
+    assert flops["moe_equal_flops"] == pytest.approx(flops["static_monarch"], rel=0.03)
+    assert flops["moe_sparse"] == pytest.approx(flops["static_monarch"], rel=0.03)
+    stored = {name: stored_parameters(variant.model) for name, variant in arms.items()}
+    assert stored["moe_equal_parameters"] == stored["dense"]
+    assert stored["moe_sparse"] > 2 * stored["static_monarch"]
 
 
 def test_default_arms_hold_those_that_tables_compare_with():

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.models.experts import Routing
 from sparse_dataflow.optim.train_state import StepReport
 from sparse_dataflow.sparsity import patterns
 from sparse_dataflow.training.loop import Trainer
@@ -40,7 +42,12 @@ def trainer(folder, bad_step=None, bad="gradients", training=TRAINING, **options
             params["blocks"]["qkv"]["kernel"] = params["blocks"]["qkv"]["kernel"] * np.nan
         norms = {"embed": 1.0, "blocks.qkv": np.nan if broken and bad == "gradients" else 1.0}
         loss = np.inf if broken and bad == "loss" else 2.0
-        return state._replace(step=state.step + 1, params=params), StepReport(loss, norms)
+        routing: Any = ()
+        if bad == "router":
+            z = np.array([1.0, np.nan, np.nan] if broken else [1.0, 1.0, 1.0])
+            loads = np.array([[0.5, 0.5], [0.25, 0.75], [1.0, 0.0]])
+            routing, loss = Routing(z, z, loads, np.full(3, 0.1)), np.nan if broken else loss
+        return state._replace(step=state.step + 1, params=params), StepReport(loss, norms, routing)
 
     programs = [Compiled(train_step, lambda *_: 3.0, 0.0)]
     every = {"eval_every": 4, "checkpoint_every": 2} | options
@@ -60,6 +67,7 @@ def train(trainers, stop=lambda: False):
     [
         ("gradients", r"step 5 is not finite \(gradients of blocks\.qkv, loss 2\.0\)"),
         ("loss", r"step 5 is not finite \(loss inf\)"),
+        ("router", r"step 5 is not finite \(loss nan, router of layer 1\)"),
         # A step with finite gradients may break parameters; the next save detects it.
         ("parameters", r"step 6 is not finite \(parameters of blocks\.qkv\)"),
     ],
@@ -72,6 +80,17 @@ def test_a_broken_step_is_named_and_never_saved(tmp_path, bad, words):
     again.close()
     assert again.step == 4
     assert all(bool(np.isfinite(leaf).all()) for leaf in jax.tree.leaves(again.state.params))
+
+
+def test_metrics_have_the_routing_of_a_mixture_of_experts(tmp_path):
+    train([trainer(tmp_path, bad="router")])
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    step = next(row for row in rows if row["kind"] == "train")
+    numbers = (step[name] for name in ("balance_loss", "router_z_loss", "dropped"))
+    np.testing.assert_allclose(list(numbers), [1, 1, 0.1])
+    assert step["busiest_expert"] == 2
+    loads = {row["step"]: row["load"] for row in rows if row["kind"] == "routing"}
+    assert list(loads) == [4, 8, 9] and loads[9][1] == [0.25, 0.75]
 
 
 def test_a_resumed_trainer_repeats_nothing_in_its_metrics(tmp_path):

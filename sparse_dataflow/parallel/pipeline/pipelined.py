@@ -98,6 +98,8 @@ class Pipelined(Sharded):
     ):
         """See `Executor`; a stage accumulates all gradients in float32, whatever the dtype.
 
+        The loss of a model with experts has no routing.
+
         `check` and `runs.devices` refuse frozen parameters and weights.
         """
         assert not frozen and weights is None
@@ -109,7 +111,9 @@ class Pipelined(Sharded):
             weight = 1 / (tokens[:, 1:].size * member.batch_shards)
             tokens = tokens.reshape(micro_batches, -1, tokens.shape[1])
             weights = jnp.full(tokens[..., 1:].shape, weight, jnp.float32)
-            layer = whole.rematerialised(model, functools.partial(_block, model, member.shard))
+            part = 1 / (micro_batches * member.batch_shards * member.shard.devices)
+            block = functools.partial(_trained_block, model, member.shard, part)
+            layer = whole.rematerialised(model, block)
             work = self._work(model, member, full, local_tables(tables), tokens, weights, layer)
             share, gradients = pipeline.run_stage(plan, table[0], work)
             ends = {name: gradients[name] for name in ("embed", "head")}
@@ -121,9 +125,10 @@ class Pipelined(Sharded):
             return sharding.all_reduce(shard, spec, self.mesh)
 
         in_specs = STAGED, specs, TABLES, P(BATCH_AXES)
-        return self._mapped(local, in_specs, (P(), gradient_specs))(
+        loss, gradients = self._mapped(local, in_specs, (P(), gradient_specs))(
             pipeline.rows(plan), params, tables, tokens
         )
+        return whole.RoutedLoss(loss, ()) if model.experts else loss, gradients
 
     def block_gradient_norms(self, model, params, tables, tokens):
         """See `Executor`."""
@@ -252,6 +257,10 @@ def _mover(executor, model, move, structure, shapes):
 
 def _block(model, shard, params, tables, x):
     return gpt.block(model, params, tables, x, shard)
+
+
+def _trained_block(model, shard, part, params, tables, x):
+    return gpt.trained_block(model, params, tables, x, part, shard)
 
 
 def _probed_block(model, shard, axes, norms, constants, x):

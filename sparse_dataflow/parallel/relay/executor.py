@@ -50,6 +50,8 @@ class RelayExecutor(MultiProgramExecutor):
 
     def check(self, model: ModelConfig, training: TrainingConfig) -> None:
         """See `Executor`."""
+        if self.devices > 1:
+            model.refuse_experts(f"The relay on {self.devices} devices", "one device")
         relay_programs.refuse_unsupported(training, self.devices)
 
     def refuse_unusable_files(self, needs: Mapping[str, int]) -> None:

@@ -23,6 +23,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.experts import ROUTER
 
 DATA_AXIS = "data"
 
@@ -60,10 +61,11 @@ class EvalPrograms(NamedTuple, Generic[T]):
 
 
 def device_dtype(model: ModelConfig, path: tuple) -> jnp.dtype:
-    """Returns the dtype of the device's copy of a parameter: float32 for norms, else the compute
-    dtype."""
-    norm = any("norm" in getattr(key, "key", "") for key in path)
-    return jnp.dtype("float32" if norm else model.compute_dtype)
+    """Returns the dtype of the device's copy of a parameter: float32 for norms and routers, else
+    the compute dtype."""
+    names = [getattr(key, "key", "") for key in path]
+    wide = ROUTER in names or any("norm" in name for name in names)
+    return jnp.dtype("float32" if wide else model.compute_dtype)
 
 
 def device_params(model: ModelConfig, params: Any) -> Any:
@@ -108,10 +110,11 @@ def functions(model: ModelConfig) -> Programs[Callable]:
 
     def backward(params, tables, x, dy):
         def micro_batch(x, dy):
-            _, pull = jax.vjp(lambda p, x: gpt.block(model, p, tables, x), params, x)
+            _, pull = jax.vjp(lambda p, x: gpt.trained_block(model, p, tables, x, part), params, x)
             gradient, dx = pull(dy)
             return dx, gradient
 
+        part = 1 / len(x)
         dx, gradient = _accumulated(micro_batch, x, dy)
         return dx, _cast_like(params, gradient)
 
@@ -133,7 +136,7 @@ def functions(model: ModelConfig) -> Programs[Callable]:
 
 def eval_functions(model: ModelConfig) -> EvalPrograms[Callable]:
     """Returns the evaluation programs as pure functions."""
-    training = functions(model)
+    training = functions(model.dropless())
 
     def head(params, embedding, x, targets, weights):
         losses = _map(

@@ -1,5 +1,6 @@
 """The trainings of sparse_quality: planned to one budget, resumed, and put into tables."""
 
+import dataclasses
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folder_lock import FolderLock
 from sparse_dataflow.files.tables import markdown
+from sparse_dataflow.planning import cost
+from sparse_dataflow.planning.equal_cost import equal_cost_model
 from sparse_dataflow.reporting.panels import save_strips
 from sparse_dataflow.runs import measurement, memory_check, step_plan
 from sparse_dataflow.runs.request import Request
@@ -25,18 +28,24 @@ from sparse_dataflow.training.variants import Variant
 OWNER = "sparse_quality"
 BASELINE = "dense"
 FLOOR = "static_random"
-VARIED = ("sparsity.pattern", "sparsity.rank", "sparsity.hadamard", "evolution.")
+VARIED = (
+    *("sparsity.pattern", "sparsity.rank", "sparsity.hadamard", "evolution."),
+    *("model.experts", "model.top_k"),
+)
 """What arms set, as `study.prepare` takes it."""
 
 METHOD, AT = "evolution.method", "evolution.at"
 RANK, HADAMARD, TRAINING_FLOPS = "sparsity.rank", "sparsity.hadamard", "training_flops"
+D_FF, PROJECTIONS, FLOPS_A_TOKEN = "model.d_ff", "sparsity.projections", "flops_a_token"
 
 Changes = Mapping[str, Any] | None
 """Path -> value in a sparse arm; None in the dense one.
 
 `sparsity.rank` is a fraction of the model's width, `sparsity.hadamard` a fraction of the largest
 power of 2 that divides the width.  "training_flops" is the share of the dense training's FLOPs that
-the arm spends in all, by the step at which it turns dense."""
+the arm spends in all, by the step at which it turns dense.  `model.d_ff` is a fraction of the
+model's.  Without `sparsity.projections` the arm's weights are dense.  With "flops_a_token" the arm
+has the width at which a token costs what it costs in that arm without experts."""
 
 
 def run(request: Request, all_arms: Mapping[str, Changes], options) -> int:
@@ -110,7 +119,21 @@ def _variant(base: Study, changes: Changes, seed: int = 0) -> Variant:
         share = changes.pop(TRAINING_FLOPS)
         dense = base.variant("dense")
         changes[AT] = switch_at(dense, base.variant("sparse", **changes), share)
-    return base.variant("sparse", **changes)
+    if D_FF in changes:
+        changes[D_FF] = max(1, round(changes[D_FF] * base.config.model.d_ff))
+    rival = changes.pop(FLOPS_A_TOKEN, None)
+    variant = base.variant("sparse" if changes.get(PROJECTIONS, True) else "dense", **changes)
+    return variant if rival is None else _at_flops_of(base.variant("sparse", **rival), variant)
+
+
+def _at_flops_of(rival, variant):
+    """The variant at the width at which a token costs what it costs in the rival."""
+
+    def flops(model):
+        return cost.flops_per_token(model, variant.training.sequence).total
+
+    model = equal_cost_model(variant.model, flops, flops(rival.model))
+    return dataclasses.replace(variant, model=model)
 
 
 def switch_at(dense: Variant, sparse: Variant, share: float) -> float:
@@ -163,7 +186,9 @@ def _flops_a_step(variant):
 
 
 def _ends_dense(changes):
-    return changes is None or changes.get(METHOD) == "sparse_to_dense"
+    if changes is None or not changes.get(PROJECTIONS, True):
+        return True
+    return changes.get(METHOD) == "sparse_to_dense"
 
 
 def tables(results: list[dict], ends_dense: Container[str]) -> str:

@@ -45,6 +45,10 @@ MODELS["llama"] = MODELS["llama"].with_linears(SPARSE, ["q", "v", "mlp_gate"])
 MODELS["qwen3"] = dataclasses.replace(
     DENSE, **{**FAMILIES["qwen3"], "tied_embeddings": True}, num_kv_heads=1, head_dim=12
 )
+MODELS["experts"] = dataclasses.replace(DENSE, experts=4, prototypes=2, shared_expert=True)
+MODELS["experts"] = MODELS["experts"].with_linears(
+    LinearSpec("block_sparse", "monarch", density=0.25, block=4), ["mlp_in", "mlp_out"]
+)
 MODELS["by_depth"] = dataclasses.replace(MODELS["sparse"], density_by_depth=(2.0, 1.0, 1.0))
 
 
@@ -108,6 +112,13 @@ def test_losses_equal_those_of_the_whole_executor(name, stash):
     theirs = whole_run(model, same)
     assert max(max(norms.values()) for _, norms in theirs) > how.clip
     assert_same_reports(mine, theirs, rtol=4e-6)
+
+
+def test_experts_train_as_in_the_whole_executor():
+    """With the same micro-batches: each has a load-balance loss of its own."""
+    model, how = MODELS["experts"], training(micro_batches=2)
+    _, mine = relay_run(Relay(model, how), fresh_state(model, how))
+    assert_same_reports(mine, whole_run(model, how), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["mixed", pytest.param("by_depth", marks=pytest.mark.slow)])

@@ -1,0 +1,181 @@
+"""Mixtures of experts against a loop over tokens and experts in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_experts import apply, choose
+
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.models import experts, gpt
+from sparse_dataflow.models.experts import Experts
+from sparse_dataflow.models.shard import WHOLE
+
+TINY = ModelConfig(2, 16, 2, 32, vocab_size=40, max_len=16, experts=4, top_k=2)
+MONARCH = LinearSpec("block_sparse", "monarch", density=0.5, block=4)
+
+
+@st.composite
+def configs(draw):
+    """Draws models with experts, dense or block-sparse."""
+    prototypes, group = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    config = dataclasses.replace(
+        TINY,
+        experts=prototypes * group,
+        prototypes=prototypes,
+        top_k=draw(st.integers(1, group)),
+        shared_expert=draw(st.booleans()),
+        expert_capacity=draw(st.sampled_from([0.0, 0.5, 1.0, 1.5])),
+        gated_mlp=draw(st.booleans()),
+        activation=draw(st.sampled_from(["gelu", "silu"])),
+        biases=draw(st.sampled_from([(), ("mlp_in", "mlp_out")])),
+    )
+    return config.with_linears(MONARCH, ["mlp_in", "mlp_out"]) if draw(st.booleans()) else config
+
+
+def arbitrary(config, seed):
+    """Returns float64 (params of the experts, x [1, T, D], dy)."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(
+        lambda: nnx.to_pure_dict(nnx.state(Experts(config, rngs=nnx.Rngs(0)), nnx.Param))
+    )
+    params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape) / 3, shapes)
+    tokens = int(rng.integers(1, 14))
+    return params, *rng.normal(size=(2, 1, tokens, config.d_model))
+
+
+def bound(config, params):
+    abstract = nnx.eval_shape(lambda: Experts(config, rngs=nnx.Rngs(0)))
+    return nnx.merge(nnx.split(abstract, nnx.Param)[0], params)
+
+
+def tables_of(config):
+    tables = gpt.layout_tables(gpt.layouts(config))
+    return gpt.with_groups(jax.tree.map(lambda table: table[0], tables)) if tables else {}
+
+
+@settings(max_examples=5)
+@given(configs(), st.integers(0, 99))
+def test_outputs_and_losses_are_those_of_the_loop_and_gradients_its_differences(config, seed):
+    params, x, dy = arbitrary(config, seed)
+    choices = choose(config, params["router"], x[0])
+
+    def loop(params, x):
+        y, balance, z = apply(config, params, x[0], choices)
+        auxiliary = config.balance_loss * balance + config.router_z_loss * z
+        return np.sum(y * dy[0]) + auxiliary, (y, balance, z)
+
+    @jax.jit
+    def ours(params, x):
+        y, routing = bound(config, params)(x, tables_of(config), WHOLE)
+        return jnp.sum(y * dy) + routing.loss(config), (y[0], routing)
+
+    with jax.enable_x64(True):
+        gradient = jax.value_and_grad(ours, (0, 1), has_aux=True)
+        (_, (y, routing)), gradients = jax.device_get(gradient(params, x))
+    expected, balance, z = loop(params, x)[1]
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose((routing.balance, routing.z), (balance, z), rtol=1e-4)
+    counts = np.bincount([e for token in choices for e, _ in token], minlength=config.experts)
+    np.testing.assert_allclose(routing.load, counts / counts.sum(), rtol=1e-6)
+    dropped = np.mean([not kept for token in choices for _, kept in token])
+    np.testing.assert_allclose(routing.dropped, dropped, rtol=1e-6)
+
+    leaves, structure = jax.tree.flatten((params, x))
+    rng = np.random.default_rng(seed)
+    for i, (leaf, of_leaf) in enumerate(zip(leaves, jax.tree.leaves(gradients))):
+        way = 1e-4 * rng.normal(size=leaf.shape)
+        moved = [[*leaves[:i], leaf + sign * way, *leaves[i + 1 :]] for sign in (1, -1)]
+        up, down = (loop(*jax.tree.unflatten(structure, each))[0] for each in moved)
+        np.testing.assert_allclose(np.sum(of_leaf * way), (up - down) / 2, rtol=1e-3, atol=1e-8)
+
+
+def test_one_expert_is_the_mlp():
+    """Its router has nothing to choose, so its factor is 1."""
+    config = dataclasses.replace(TINY, experts=1, top_k=1)
+    params = gpt.init(config, jax.random.key(0))
+    dense_params = dict(params["blocks"])
+    module = dense_params.pop("experts")
+    dense_params |= {name: jax.tree.map(lambda a: a[:, 0], module[name]) for name in
+                     ("mlp_in", "mlp_out")}  # fmt: skip
+    x = jax.random.normal(jax.random.key(1), (2, 8, 16))
+    first = lambda tree: jax.tree.map(lambda a: a[0], tree)  # noqa: E731
+    mixture = gpt.block(config, first(params["blocks"]), {}, x)
+    dense = gpt.block(dataclasses.replace(config, experts=0), first(dense_params), {}, x)
+    np.testing.assert_allclose(mixture, dense, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=6)
+@given(st.integers(1, 50), st.integers(1, 9), st.integers(1, 3), st.sampled_from([0.0, 0.5, 1.0]))
+def test_every_kept_choice_has_a_row_of_its_expert(tokens, count, k, capacity):
+    config = dataclasses.replace(TINY, experts=count, top_k=min(k, count), expert_capacity=capacity)
+    rng = np.random.default_rng(tokens)
+    chosen = np.stack([rng.permutation(count)[: config.top_k] for _ in range(tokens)])
+    plan = jax.device_get(
+        jax.jit(experts.dispatch, static_argnums=0)(config, jnp.asarray(chosen, jnp.int32))
+    )
+    rows, tile = len(plan.choices_S), len(plan.choices_S) // len(plan.tiles_T)
+    flat = plan.rows_NxK.reshape(-1)
+    placed = np.flatnonzero(flat < rows)
+    np.testing.assert_array_equal(plan.choices_S[flat[placed]], placed)
+    np.testing.assert_array_equal(plan.tiles_T[flat[placed] // tile], chosen.reshape(-1)[placed])
+    assert np.sum(plan.choices_S < chosen.size) == len(placed)
+    assert np.all(np.diff(plan.tiles_T) >= 0)
+    if not capacity:
+        assert len(placed) == chosen.size
+
+
+def test_router_is_float32_in_a_bfloat16_model():
+    """Logits that bfloat16 cannot tell apart choose different experts."""
+    config = dataclasses.replace(TINY, top_k=1, compute_dtype="bfloat16")
+    params, *_ = arbitrary(config, 0)
+    router = np.zeros((16, 4), np.float32)
+    router[0] = [1, 1 + 2**-12, 1 - 2**-12, 0]
+    module = bound(config, jax.tree.map(np.float32, {**params, "router": router}))
+    x = jnp.zeros((1, 16), jnp.bfloat16).at[0, 0].set(1)
+    gates, chosen, routing = module.route(x)
+    assert chosen.tolist() == [[1]]
+    assert gates.dtype == routing.z.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"experts": 6, "prototypes": 4}, "does not divide model.experts=6; legal: 1, 2, 3, 6"),
+        ({"experts": 4, "top_k": 5}, "above the 4 experts of a group; legal: 1 to 4"),
+        ({"experts": 4, "prototypes": 2, "top_k": 3}, "above the 2 experts of a group"),
+        ({"experts": 0, "top_k": 2}, "model.top_k=2 needs experts"),
+        ({"experts": 0, "top_k": 1, "prototypes": 2}, "model.prototypes=2 needs experts"),
+        ({"experts": 0, "top_k": 1, "shared_expert": True}, "model.shared_expert=True needs"),
+        ({"experts": -1}, "from 0 to 4,096"),
+        ({"expert_capacity": -1.0}, "from 0 to 4,096"),
+        ({"precision": "int8"}, "legal with experts: compute_dtype"),
+    ],
+)
+def test_illegal_mixture_is_refused(changes, words):
+    with pytest.raises(UserError, match=words):
+        dataclasses.replace(TINY, **changes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "depth", "words"),
+    [
+        (dataclasses.replace(MONARCH, rank=2), (), "sparsity.rank=0"),
+        (MONARCH, (0.5, 1.0), "legal for experts: one density"),
+    ],
+)
+def test_illegal_storage_of_experts_is_refused(spec, depth, words):
+    with pytest.raises(UserError, match=words):
+        dataclasses.replace(TINY, linears={"mlp_in": spec}, density_by_depth=depth)
+
+
+def test_layouts_without_equal_groups_are_refused():
+    spec = LinearSpec("block_sparse", "random", density=0.25, block=2)
+    with pytest.raises(UserError, match=r"legal for experts: sparsity\.pattern=monarch"):
+        gpt.check_layouts(TINY.with_linears(spec, ["mlp_in"]))
