@@ -8,6 +8,9 @@ TEMPORARY = 75
 """Exit status of a run that should be started again, such as after a preemption: EX_TEMPFAIL of
 sysexits.h. Schedulers can requeue on it."""
 
+LONGEST = 2000
+"""Most characters of a `UserError`: one that quotes a huge argument loses its middle."""
+
 
 class UserError(ValueError):
     """A request that cannot be served, in one or two plain sentences that name the legal values.
@@ -23,7 +26,9 @@ class UserError(ValueError):
     """
 
     def __str__(self) -> str:
-        return redact(super().__str__())
+        text = redact(super().__str__())
+        half = LONGEST // 2
+        return text if len(text) <= LONGEST else f"{text[:half]} ... {text[-half:]}"
 
 
 def first_line(error: BaseException) -> str:

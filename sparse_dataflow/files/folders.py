@@ -5,7 +5,9 @@ file, made while the folder is empty. A file's name alone is no proof of its aut
 """
 
 import contextlib
+import errno
 import os
+import uuid
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -16,6 +18,9 @@ MARK = ".sparse_dataflow"
 """Name of the mark: a file that names the program that owns the folder."""
 
 _NAMES_SHOWN = 3
+
+_NO_LINKS = {errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+"""How file systems without hard links answer."""
 
 
 def is_marked(folder: Path, owner: str) -> bool:
@@ -50,7 +55,7 @@ def refuse_foreign(
     """
 
     def look():
-        others = [name for name in sorted(_listed(folder)) if name != MARK]
+        others = [name for name in sorted(_listed(folder)) if not _is_mark(name)]
         if is_marked(folder, owner):
             return [name for name in others if names is not None and name not in names]
         if os.path.lexists(folder / MARK):
@@ -126,21 +131,31 @@ def claimed(
 
 
 def _marked(folder, owner) -> bool:
-    """Returns whether this call wrote the mark: a process of the same owner may be faster."""
-    path = folder / MARK
+    """Returns whether this call made the mark: a process of the same owner may be faster.
+
+    The mark appears whole, by a link to a file that is complete, so that nobody reads half of it.
+    """
+    path, whole = folder / MARK, folder / f"{MARK}.{uuid.uuid4().hex}"
     try:
-        file = path.open("xb")
-    except FileExistsError:
-        if is_marked(folder, owner):
-            return False
-        raise
-    try:
-        with file:
-            file.write(_text(owner))
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
+        whole.write_bytes(_text(owner))
+        try:
+            os.link(whole, path)
+        except FileExistsError:
+            if is_marked(folder, owner):
+                return False
+            raise
+        except OSError as error:
+            if error.errno not in _NO_LINKS or os.path.lexists(path):
+                raise
+            whole.rename(path)
+    finally:
+        whole.unlink(missing_ok=True)
     return True
+
+
+def _is_mark(name):
+    """Whether a file's name is that of a mark, or of one that a killed process did not finish."""
+    return name == MARK or name.startswith(MARK + ".")
 
 
 def _listed(folder):
