@@ -194,8 +194,14 @@ def _reorder(vocab, merges, specials, texts, size, config, spell):
     rest = [number for number in range(size) if number not in text_ids and number != end]
     order = np.array([number for number, _ in text] + rest + [end])
     vocabulary = {token for _, token in text}
-    if not all({left, right} <= vocabulary for left, right in merges):
-        raise ValueError("a merge has a token that is not in the vocabulary")
+    for token in (token for merge in merges for token in merge if token not in vocabulary):
+        if vocab.get(token) in special_ids:
+            named = ", ".join(n for n in _SPECIAL_IDS if vocab[token] in config[n])
+            raise ValueError(
+                f"config.json gives {named} the id {vocab[token]}, which is the text token "
+                f"{token!r}; legal: the id of a special token"
+            )
+        raise ValueError(f"a merge has the token {token!r}, which is not in the vocabulary")
     tokens = tuple(spell(token) for _, token in text)
     spelled = tuple((spell(left), spell(right)) for left, right in merges)
     return Read(Tokenizer(tokens, spelled, size), order)

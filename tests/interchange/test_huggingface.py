@@ -160,6 +160,17 @@ def test_missing_and_damaged_files_are_named(folder, damage, message):
         huggingface.read(folder)
 
 
+def test_an_end_of_text_that_is_a_text_token_is_named(folder):
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    left, right = list(fields["model"]["vocab"])[:2]
+    fields["model"]["merges"] = [[left, right]]
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    number = fields["model"]["vocab"][left]
+    change_config(folder, eos_token_id=number)
+    with pytest.raises(UserError, match=f"gives eos_token_id the id {number}, which is the text"):
+        huggingface.read(folder)
+
+
 def test_sharded_and_half_precision_weights_are_read(folder):
     import struct
 
