@@ -135,9 +135,9 @@ def test_a_process_that_is_stopped_is_named_and_nothing_is_lost(pair, whole):
     processes[1].signal(signal.SIGCONT)
     statuses, _, texts = pair.end(processes)
     assert statuses == [0, 0], texts
-    assert re.search(r"been silent for \d+ s, last in step \d+ of sparse, phase ", texts[0])
+    assert re.search(r"been silent for \d+ s, last in step \d+ of sparse, activity ", texts[0])
     kept = same(pair.folder, whole)
-    record.note("nothing; host and phase are named", None, 0, None, kept)
+    record.note("nothing; host and activity are named", None, 0, None, kept)
 
 
 @pytest.mark.nightly
