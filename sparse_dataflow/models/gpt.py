@@ -126,11 +126,8 @@ class Block(Mlp):
         return self.residuals(x_BxTxD, tables, shard, attend, positions_BxT)[1]
 
     def residuals(self, x_BxTxD, tables, shard=WHOLE, attend=causal_attention, positions_BxT=None):
-        """Returns the residual stream [B, T, D] after attention, and after the MLP."""
-        return self.routed(x_BxTxD, tables, shard, attend, positions_BxT)[:2]
-
-    def routed(self, x_BxTxD, tables, shard=WHOLE, attend=causal_attention, positions_BxT=None):
-        """Returns `residuals` and the `Routing` of the experts, which is () without experts."""
+        """Returns the residual stream [B, T, D] after attention and after the MLP, and the
+        `Routing` of the experts, which is () without experts."""
         config = self.config
         q, k, v = self._heads(shard.gather(self.norm1(x_BxTxD)), tables)
         if config.qk_norm:
@@ -339,7 +336,7 @@ def block(
     Under a shard, x has T / devices tokens, and params and tables are sharded.  See `Block` for
     `attend` and `positions_BxT`.
     """
-    return _apply(Block, config, shard.local(params))(x_BxTxD, tables, shard, attend, positions_BxT)
+    return routed_block(config, params, tables, x_BxTxD, shard, attend, positions_BxT)[0]
 
 
 def routed_block(
@@ -349,12 +346,11 @@ def routed_block(
     x_BxTxD: jax.Array,
     shard: Shard = WHOLE,
     attend: Callable = causal_attention,
+    positions_BxT: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """Returns `block` and the `Routing` of its experts, which is () for a model without."""
-    _, x_BxTxD, routing = _apply(Block, config, shard.local(params)).routed(
-        x_BxTxD, tables, shard, attend
-    )
-    return x_BxTxD, routing
+    bound = _apply(Block, config, shard.local(params))
+    return bound.residuals(x_BxTxD, tables, shard, attend, positions_BxT)[1:]
 
 
 def trained_block(

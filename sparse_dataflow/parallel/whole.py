@@ -98,18 +98,6 @@ def apply_blocks(
     x_BxTxD: jax.Array,
     member: Member = ALONE,
     attend: Callable = causal_attention,
-) -> jax.Array:
-    """Runs all blocks on [B, T, D]; see `routed_blocks`."""
-    return routed_blocks(config, params, tables, x_BxTxD, member, attend)[0]
-
-
-def routed_blocks(
-    config: ModelConfig,
-    params: Any,
-    tables: Any,
-    x_BxTxD: jax.Array,
-    member: Member = ALONE,
-    attend: Callable = causal_attention,
 ) -> tuple[jax.Array, Any]:
     """Runs all blocks on [B, T, D].
 
@@ -240,7 +228,7 @@ def routed_loss(
         documents = document_numbers(tokens[:, :-1], config.vocab_size - 1)
         attend = functools.partial(document_attention, documents=documents)
     with jax.named_scope("blocks"):
-        x, routing = routed_blocks(config, params["blocks"], tables, x, member, attend)
+        x, routing = apply_blocks(config, params["blocks"], tables, x, member, attend)
     targets = tokens[:, 1:]
     with jax.named_scope("head"):
         total = gpt.head_loss(config, head, embed["tokens"], x, targets, weights, member.shard)
@@ -272,7 +260,7 @@ def token_scores(
     """
     embed, head = (member.section(params, name) for name in ("embed", "head"))
     x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
-    x = apply_blocks(config, params["blocks"], tables, x, member)
+    x, _ = apply_blocks(config, params["blocks"], tables, x, member)
     targets = tokens[:, 1:]
     return gpt.head_scores(config, head, embed["tokens"], x, targets, places, member.shard)
 
@@ -280,7 +268,8 @@ def token_scores(
 def logits(config: ModelConfig, params: dict, tables: dict, tokens: jax.Array) -> jax.Array:
     """Returns float32 [B, T, vocab] logits for int32 [B, T] tokens."""
     x = gpt.embed(config, params["embed"], tokens)
-    return gpt.logits(config, params, apply_blocks(config, params["blocks"], tables, x))
+    x, _ = apply_blocks(config, params["blocks"], tables, x)
+    return gpt.logits(config, params, x)
 
 
 def loss_and_gradients(

@@ -97,8 +97,8 @@ def band(config: ModelConfig, sequence: int, chip: Chip, key: str) -> Band | Non
 def tie_width(config: ModelConfig, sequence: int, key: str) -> float:
     """Returns the relative difference below which two predictions are a tie.
 
+    It is the band of a dense model of this kind, or UNKNOWN where no published run is of its kind.
     Plans that the same software runs share its errors, so OTHER_SOFTWARE is no part of it.
-    The band of a dense model of this kind, or UNKNOWN where no published run is of its kind.
     """
     found = BANDS.get((key, regime(config, sequence)))
     return found.error if found else UNKNOWN

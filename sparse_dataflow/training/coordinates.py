@@ -58,7 +58,7 @@ def _activations(model, params, tables, tokens):
     branches = []
     for layer_params, layer_tables in gpt.layers(params["blocks"], tables):
         block = gpt.bind_block(model)(layer_params)
-        middle, x_after = block.residuals(x, layer_tables)
+        middle, x_after, _ = block.residuals(x, layer_tables)
         branches.append((middle - x, x_after - middle))
         x = x_after
     activations["attention branch"], activations["MLP branch"] = map(jnp.stack, zip(*branches))

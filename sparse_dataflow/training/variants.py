@@ -10,7 +10,6 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import adapters, gpt
-from sparse_dataflow.planning import cost
 from sparse_dataflow.planning.equal_cost import equal_cost_model
 from sparse_dataflow.sparsity.allocation import allocate
 from sparse_dataflow.sparsity.evolution import PhaseSpec, phase_specs
@@ -36,6 +35,19 @@ class Variant:
     def with_steps(self, steps: int) -> "Variant":
         """Returns the variant with another number of steps."""
         return dataclasses.replace(self, training=dataclasses.replace(self.training, steps=steps))
+
+    def at_flops_of(self, rival: "Variant") -> "Variant":
+        """Returns the variant at the width at which its tokens cost the FLOPs of the rival's.
+
+        FLOPs are means over the phases of a training.  Raises UserError if no width has them.
+        """
+        sequence = self.training.sequence
+
+        def flops(model):
+            return mean_flops_per_token(model, self.evolution, sequence)
+
+        target = mean_flops_per_token(rival.model, rival.evolution, sequence)
+        return dataclasses.replace(self, model=equal_cost_model(self.model, flops, target))
 
     @property
     def phase_specs(self) -> tuple[PhaseSpec, ...]:
@@ -84,10 +96,8 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
     if name == "dense":
         return Variant(name, adapters.with_adapters(dense, rank), config.training)
     if name == "narrow":
-        sparse, length = variant(config, "sparse", vocab_size), config.training.sequence
-        flops = lambda model: cost.flops_per_token(model, length).total  # noqa: E731
-        mean = mean_flops_per_token(sparse.model, sparse.evolution, length)
-        return Variant(name, equal_cost_model(dense, flops, mean), config.training)
+        sparse = variant(config, "sparse", vocab_size)
+        return Variant(name, dense, config.training).at_flops_of(sparse)
     model = dataclasses.replace(dense, linears=config.sparsity.linears(config.model))
     model = adapters.with_adapters(allocate(model, config.sparsity.budget), rank)
     gpt.check_layouts(model)

@@ -1,6 +1,5 @@
 """The trainings of sparse_quality: planned to one budget, resumed, and put into tables."""
 
-import dataclasses
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folder_lock import FolderLock
 from sparse_dataflow.files.tables import markdown
-from sparse_dataflow.planning import cost
-from sparse_dataflow.planning.equal_cost import equal_cost_model
 from sparse_dataflow.reporting.panels import save_strips
 from sparse_dataflow.runs import measurement, memory_check, step_plan
 from sparse_dataflow.runs.request import Request
@@ -123,17 +120,7 @@ def _variant(base: Study, changes: Changes, seed: int = 0) -> Variant:
         changes[D_FF] = max(1, round(changes[D_FF] * base.config.model.d_ff))
     rival = changes.pop(FLOPS_A_TOKEN, None)
     variant = base.variant("sparse" if changes.get(PROJECTIONS, True) else "dense", **changes)
-    return variant if rival is None else _at_flops_of(base.variant("sparse", **rival), variant)
-
-
-def _at_flops_of(rival, variant):
-    """The variant at the width at which a token costs what it costs in the rival."""
-
-    def flops(model):
-        return cost.flops_per_token(model, variant.training.sequence).total
-
-    model = equal_cost_model(variant.model, flops, flops(rival.model))
-    return dataclasses.replace(variant, model=model)
+    return variant if rival is None else variant.at_flops_of(base.variant("sparse", **rival))
 
 
 def switch_at(dense: Variant, sparse: Variant, share: float) -> float:
