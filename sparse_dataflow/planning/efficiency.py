@@ -73,6 +73,7 @@ STACKS = {
     "internevo": "InternEvo",
     "aleph": "Aleph Alpha's framework with its RMSNorm kernel",
     "aleph-norm": "Aleph Alpha's framework with the RMSNorm of PyTorch operations",
+    "paddle": "PaddlePaddle",
 }
 """Software of published runs -> its frameworks."""
 

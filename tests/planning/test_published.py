@@ -54,10 +54,17 @@ def test_the_number_of_rows():
         "flagperf_h100": 3,
         "reports": 19,
     }
+    assert {source: len(rows) for source, rows in CONFIRM.items()} == {
+        "zero_bubble_a100": 36,
+        "kempner_h200": 20,
+        "flagperf_a100": 21,
+        "vectorlm_a100": 9,
+        "tinyllama_a100": 1,
+    }
 
 
 def test_confirmation_rows_are_never_fitted_and_are_other_runs():
-    assert {row.split for row in FRESH} <= {"confirm"}
+    assert {row.split for row in FRESH} == {"confirm"}
 
     def run(row):
         return (row.config, row.sequence, row.chip.name, str(row.plan), row.plan.fused_attention)

@@ -25,6 +25,16 @@ Rows that were chosen and entered before any prediction of them, and then split:
 | flagperf_h100.csv | FlagOpen/FlagPerf: the file that each row names |
 | reports.csv | the report that each row names: MegaScale's runs of Megatron-LM, Nemotron-4 15B, Llama 3, BloombergGPT |
 
+Confirmation rows, chosen and entered after the fit and before any prediction of them (CONFIRMATION):
+
+| file | source |
+| --- | --- |
+| zero_bubble_a100.csv | arXiv 2401.10241, tables 3 and 4, by Sea AI Lab: every run but those of ZB-2p, a schedule that the planner does not know |
+| kempner_h200.csv | KempnerInstitute/KempnerForge: the file that each row names, runs of 7B and more.  Of the 70B in both files, the later run |
+| flagperf_a100.csv | FlagOpen/FlagPerf: the file that each row names, rows on A100 |
+| vectorlm_a100.csv | VectorInstitute/vectorlm, docs/reference_throughput.md: every run without adapters |
+| tinyllama_a100.csv | jzhang38/TinyLlama |
+
 Columns: the model, its plan as in `parallel_plan.ParallelPlan` (island: chips joined by fast
 links, a node or a slice), the figure and its unit, and their status:
 
@@ -39,6 +49,7 @@ links, a node or a slice), the figure and its unit, and their status:
   because the copies take less time than the forward pass that they overlap with.
 - `source`: who measured it, where a file has rows of several.
 - `weights`: dtype of the master weights, gradients and moments where it is not float32.
+- `schedule`: key of `parallel_plan.BUBBLES`; "interleaved" or "1f1b" by the chunks where it is empty.
 - `attention`: "flash 1" where attention is FlashAttention 1.
 - `split`: in the files of the first table, of every four rows in the order of the source, the first
   and last are "fit", the others "test".  Rows of another source in the same file, and all scaling
@@ -100,7 +111,13 @@ SOURCES = (
     "flagperf_h100",
     "reports",
 )
-CONFIRMATION: tuple[str, ...] = ()
+CONFIRMATION = (
+    "zero_bubble_a100",
+    "kempner_h200",
+    "flagperf_a100",
+    "vectorlm_a100",
+    "tinyllama_a100",
+)
 """Files of rows that no fit and no choice of terms has seen."""
 _COUNTS = (
     *("data", "stage", "fsdp", "tensor", "island", "chunks", "zero"),
@@ -276,7 +293,7 @@ def _row(fields):
         **counts,
         micro_batch=int(micro_batch) if micro_batch.is_integer() else micro_batch,
         tensor_overlaps=fields.get("tensor_overlaps", "1") == "1",
-        schedule="interleaved" if counts["chunks"] > 1 else "1f1b",
+        schedule=fields.get("schedule") or ("interleaved" if counts["chunks"] > 1 else "1f1b"),
         remat=fields["remat"],
         sequence_parallel=fields["sequence_parallel"] == "1",
         fused_attention=fields["fused_attention"] == "1",

@@ -138,8 +138,6 @@ def _print_domains(errors: list[Error]) -> None:
 
 def _print_confirmation(errors: Mapping[str, list[Error]]) -> None:
     """Prints the errors of rows that no fit and no choice of terms has seen."""
-    if not errors:
-        return
     everything = [error for source in errors.values() for error in source]
     groups = {
         "all": everything,
