@@ -11,6 +11,7 @@ from sparse_dataflow.hardware.chips import CHIPS, Chip
 from sparse_dataflow.planning import bands, fitting, memory, published
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, STACKS
 from sparse_dataflow.planning.published import run_memory
+from sparse_dataflow.planning.step_time import stage_parameters
 from sparse_dataflow.runs.planning.options import named_model
 
 ROWS = {source: published.rows(source) for source in published.SOURCES}
@@ -209,10 +210,38 @@ def test_the_error_in_other_software_leaves_a_source_out():
     assert fitting.fit_other_software(both, {}) == pytest.approx(np.log(1.2), rel=0.3)
 
 
-def test_one_run_is_refused_for_memory_by_more_than_a_tenth():
+def test_no_run_is_refused_for_memory_by_more_than_a_tenth():
     shares = {row.name: run_memory.run_bytes(row) / row.chip.capacity for row in EVERY + FRESH}
-    over = {name for name, share in shares.items() if share > 1.1}
-    assert over == {"Llama 3 405B on 8192"} and max(shares.values()) < 1.15
+    assert max(shares.values()) < 1.1
+
+
+def test_zero_2_shards_the_gradients_of_megatron():
+    [row] = [row for row in ROWS["reports"] if row.name == "Llama 3 405B on 8192"]
+    shards, stage = row.plan.fsdp, dataclasses.replace(row.plan, zero=1)
+    whole = run_memory.run_bytes(dataclasses.replace(row, plan=stage))
+    weights = stage_parameters(row.config, row.plan) - row.config.vocab_size * 16384 / 8
+    saved = row.plan.gradient_bytes * weights * (1 - 1 / shards)
+    assert whole - run_memory.run_bytes(row) == pytest.approx(saved)
+
+
+# What the errors of confirmation rows are, plus a little: nothing is chosen by them.
+CONFIRMED = {
+    "zero_bubble_a100": 0.05,
+    "kempner_h200": 0.18,
+    "flagperf_a100": 0.28,
+    "vectorlm_a100": 0.06,
+    "tinyllama_a100": 0.06,
+}
+
+
+def test_errors_on_confirmation_rows_are_as_documented():
+    errors = {source: fitting.errors(source, EFFICIENCIES) for source in CONFIRM}
+    for source, rows in errors.items():
+        assert CONFIRMED[source] - 0.02 < fitting.summary(rows)[0] < CONFIRMED[source], source
+    everything = [error for rows in errors.values() for error in rows]
+    assert 0.08 < fitting.summary(everything)[0] < 0.1
+    sizes = np.abs(np.log([error.seconds / error.row.seconds for error in everything]))
+    assert 0.9 < np.mean(sizes <= bands.OTHER_SOFTWARE) < 0.95
 
 
 @pytest.mark.parametrize("name", ["Llama 3.1 8B", "Llama 3 8B"])

@@ -4,9 +4,9 @@
 XLA's buffers have several copies of an activation.  Megatron and FSDP keep less:
 
 - Megatron: weights and gradients in bfloat16 on every replica; master and two moments in float32,
-  sharded over replicas from ZeRO stage 1.  MaxText: 14 bytes a parameter, sharded, because
-  gradients have the compute dtype, or 8 with bfloat16 weights, whose dtype the moments inherit; and
-  two gathered layers.
+  sharded over replicas from ZeRO stage 1, and gradients from stage 2.
+- MaxText: 14 bytes a parameter, sharded, because gradients have the compute dtype, or 8 with
+  bfloat16 weights, whose dtype the moments inherit; and two gathered layers.
 - FSDP of PyTorch: 16 bytes, or 8 with bfloat16 weights, sharded; two gathered layers, a gradient of
   one layer and its copy in the dtype of the reduction; and the embedding with its gradient, which
   stay gathered.
@@ -80,7 +80,8 @@ def _state_bytes(row: Row) -> float:
         gathered += (2 + plan.gradient_bytes) * layer + (2 if plan.zero == 2 else 4) * embeddings
         return (8 if row.weights == "bfloat16" else 16) * weights / int(plan.fsdp) + gathered
     shards = int(plan.fsdp) if plan.zero else 1
-    return weights * (2 + plan.gradient_bytes + 12 / shards)
+    gradient = plan.gradient_bytes / (shards if plan.zero == 2 else 1)
+    return weights * (2 + gradient + 12 / shards)
 
 
 def _embeddings(row: Row) -> float:
