@@ -7,7 +7,7 @@ software stack has its constants: rows marked "fit" determined them, rows marked
 loads no jax.
 
     python -m experiments.planner_truth             ten seconds
-    python -m experiments.planner_truth --fit       fits constants and bands again: a minute
+    python -m experiments.planner_truth --fit       fits constants and bands again: some minutes
 
 Leaves OUT/truth.csv and OUT/truth.png.
 """
