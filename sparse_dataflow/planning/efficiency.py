@@ -29,6 +29,10 @@ class Efficiency:
       half_block: side of a block at which a block-sparse product has half the rate of a dense one,
         for chips that are not in BLOCK_RATES.  98.6% at 128 on an A100 (stk README) gives 1.8.
       traffic: bytes of element-wise passes and of the loss, relative to fused kernels.
+      by_owner: extra time of ZeRO 1 and 2 between islands with each island of the group, relative
+        to the collectives' own; it does not overlap.  DeepSpeed reduces each part of the gradients
+        to the chip that owns it (runtime/zero/stage_1_and_2.py, average_tensor), and InternEvo
+        broadcasts each part of the weights from its owner (hybrid_zero_optim.py).
     """
 
     matmul: float
@@ -43,6 +47,7 @@ class Efficiency:
     pass_seconds: float
     half_block: float = 1.8
     traffic: float = 1.0
+    by_owner: float = 0.0
 
 
 PRIOR = Efficiency(
@@ -60,10 +65,15 @@ PRIOR = Efficiency(
 """Starting point of every fit, and the constants of families without published rows."""
 
 STACKS = {
-    "megatron": "Megatron-LM, NeMo, Megatron-DeepSpeed",
+    "megatron": "Megatron-LM, NeMo",
     "xla": "JAX: MaxText, Pax",
     "pytorch": "compiled PyTorch with FSDP: torchtitan",
     "eager": "PyTorch with FSDP that is not compiled: llm-foundry",
+    "deepspeed": "Megatron-DeepSpeed, GPT-NeoX",
+    "internevo": "InternEvo",
+    "aleph": "Aleph Alpha's framework with its RMSNorm kernel",
+    "aleph-norm": "Aleph Alpha's framework with the RMSNorm of PyTorch operations",
+    "paddle": "PaddlePaddle",
 }
 """Software of published runs -> its frameworks."""
 
@@ -88,27 +98,46 @@ def own_key(family: str) -> str:
 
 _FITTED = {
     # matmul, half_width, attention, bandwidth, fast and slow link, overlap, tensor_overlap, waits,
-    # pass_seconds, traffic
-    "ampere": (0.779, 137, 0.479, 0.819, 0.721, 0.695, 0.81, 0.104, 0.00692, 3.01e-05, 1),
-    "hopper": (0.697, 109, 0.467, 0.796, 0.736, 0.862, 0.803, 0.54, 0.0046, 0.00018, 1),
-    "blackwell": (0.592, 128, 0.467, 0.796, 0.713, 0.862, 0.797, 0.48, 0.0047, 0.000443, 1),
+    # pass_seconds, traffic, by_owner where it is fitted
+    "ampere": (0.805, 121, 0.481, 0.822, 0.744, 0.611, 0.806, 0.11, 0.0132, 3e-05, 1),
+    "hopper": (0.707, 97.2, 0.436, 0.794, 0.573, 0.838, 0.768, 0.629, 0.00549, 0.000215, 1),
+    "blackwell": (0.595, 113, 0.435, 0.794, 0.519, 0.838, 0.76, 0.566, 0.00551, 0.000409, 1),
     "cdna2": (0.462, 128, 0.277, 0.8, 0.7, 0.7, 0.8, 0.1, 0.005, 3e-05, 1),
     "tpu-v4": (0.884, 128, 0.53, 0.8, 0.7, 0.7, 0.8, 0.1, 0.005, 3e-05, 1),
     "tpu-v5e": (0.866, 192, 0.453, 0.799, 0.736, 0.698, 0.771, 0.66, 0.0208, 3.01e-05, 1),
     "tpu-v5p": (0.782, 83.9, 0.459, 0.8, 0.741, 0.702, 0.779, 0.554, 0.00434, 3.03e-05, 1),
     "tpu-v6e": (0.623, 136, 0.457, 0.801, 0.653, 0.698, 0.652, 0.1, 0.00564, 3.02e-05, 1),
-    "hopper-500w": (0.563, 109, 0.458, 0.796, 0.736, 0.858, 0.747, 0.267, 0.00487, 0.000202, 2.31),
-    "ampere/eager": (0.819, 137, 0.324, 0.819, 0.721, 0.706, 0.617, 0.104, 0.00622, 0.000643, 1.68),
-    "ampere/pytorch": (0.695, 137, 0.428, 0.819, 0.721, 0.695, 0.81, 0.104, 0.00692, 3.01e-05, 1),
-    "ampere/xla": (0.746, 137, 0.459, 0.819, 0.721, 0.695, 0.81, 0.104, 0.00692, 3.01e-05, 1),
-    "hopper/eager": (0.738, 109, 0.18, 0.796, 0.736, 0.867, 0.594, 0.54, 0.00823, 0.000698, 2.08),
-    "hopper/xla": (0.82, 109, 0.485, 0.796, 0.736, 0.861, 0.813, 0.54, 0.00191, 0.000855, 5.02),
+    "hopper-500w": (0.674, 97.2, 0.431, 0.794, 0.573, 0.829, 0.656, 0.354, 0.00552, 0.000236, 3.25),
+    "ampere/eager": (0.815, 121, 0.324, 0.822, 0.744, 0.624, 0.749, 0.11, 0.00817, 0.000758, 1.66),
+    "ampere/pytorch": (0.714, 121, 0.426, 0.822, 0.744, 0.611, 0.806, 0.11, 0.0132, 3e-05, 1),
+    "ampere/xla": (0.773, 121, 0.462, 0.822, 0.744, 0.611, 0.806, 0.11, 0.0132, 3e-05, 1),
+    "hopper/eager": (0.749, 97.2, 0.18, 0.794, 0.573, 0.847, 0.631, 0.629, 0.00897, 0.000619, 2.22),
+    "hopper/pytorch": (0.59, 97.2, 0.364, 0.794, 0.573, 0.838, 0.768, 0.629, 0.00549, 0.000215, 1),
+    "hopper/xla": (0.882, 97.2, 0.469, 0.794, 0.573, 0.837, 0.818, 0.629, 0.00205, 0.000797, 5.88),
     "hopper-500w/eager": (
-        0.468, 109, 0.381, 0.796, 0.736, 0.858,
-        0.747, 0.267, 0.00487, 0.000202, 2.31,
+        0.539, 97.2, 0.345, 0.794, 0.573, 0.829,
+        0.656, 0.354, 0.00552, 0.000236, 3.25,
+    ),
+    "ampere/deepspeed": (
+        0.845, 121, 0.486, 0.822, 0.744, 0.629,
+        0.796, 0.101, 0.00968, 2.93e-05, 2.78, 0.111,
+    ),
+    "ampere/internevo": (
+        0.75, 121, 0.477, 0.822, 0.744, 0.457,
+        0.799, 0.108, 0.00233, 3.77e-05, 3.64, 0.013,
+    ),
+    "ampere/aleph": (
+        0.834, 121, 0.481, 0.822, 0.744, 0.608,
+        0.797, 0.0553, 0.0264, 0.00058, 1.84, 0.35,
+    ),
+    "ampere/aleph-norm": (
+        0.872, 121, 0.667, 0.822, 0.744, 0.639,
+        0.809, 0.0744, 0.023, 0.000681, 6.19, 0.298,
     ),
 }  # fmt: skip
-EFFICIENCIES = {k: Efficiency(*v[:-1], traffic=v[-1]) for k, v in _FITTED.items()}
+EFFICIENCIES = {
+    k: Efficiency(*v[:10], **dict(zip(("traffic", "by_owner"), v[10:]))) for k, v in _FITTED.items()
+}
 """Key -> constants; see `key`."""
 
 GROUPED_PATTERN = "monarch"

@@ -28,13 +28,18 @@ RANGES = {
     "tensor_overlap": (0.01, 0.95, 0.7),
     "waits": (0.0, 0.05, 1.0),
     "pass_seconds": (0.0, 1e-3, 1.0),
-    "traffic": (0.3, 6.0, 0.7),
+    "traffic": (0.3, 12.0, 0.7),
+    "by_owner": (0.0, 1.0, 3.0),
 }
-HARDWARE = tuple(name for name in RANGES if name != "traffic")
+HARDWARE = tuple(name for name in RANGES if name not in ("traffic", "by_owner"))
 """Constants that are fitted for a chip family; its rows are of the stack that is tuned best."""
-SOFTWARE = tuple(n for n in RANGES if n not in ("half_width", "bandwidth", "fast_link"))
+SOFTWARE = tuple(
+    name for name in RANGES if name not in ("half_width", "bandwidth", "fast_link", "by_owner")
+)
 """Constants that are fitted again for another stack on the same chips.  Every stack on NVIDIA chips
 multiplies with cuBLAS, so products lose the same at narrow widths."""
+BY_OWNER = (*SOFTWARE, "by_owner")
+"""Constants of a stack whose ZeRO 1 sends the parts of the state one after the other."""
 FEW_ROWS = 4
 """Fewer rows than this determine one factor, of `matmul` and `attention`."""
 _ONE = ["matmul"]
@@ -83,6 +88,7 @@ def predict_seconds(row: Row, efficiency: Efficiency) -> float:
 
 
 def _step_seconds(row, efficiency):
+    efficiency = published.with_kernel(row, efficiency)
     return float(step_time(row.config, row.sequence, row.plan, row.chip, efficiency).total)
 
 
@@ -116,7 +122,8 @@ def errors(source: str, efficiencies: Mapping[str, Efficiency]) -> list[Error]:
     result = []
     for row in published.rows(source):
         constants = efficiencies.get(row.key, efficiencies[row.chip.family])
-        time = step_time(row.config, row.sequence, row.plan, row.chip, constants)
+        kernel = published.with_kernel(row, constants)
+        time = step_time(row.config, row.sequence, row.plan, row.chip, kernel)
         seconds = predict_seconds(row, constants)
         ratio = seconds / row.seconds
         figure = row.value * (ratio if row.unit == "seconds" else 1 / ratio)
@@ -256,6 +263,10 @@ _ORDER = {
         f"{f}/{s}": (f, SOFTWARE) for f in ("ampere", "hopper") for s in ("eager", "pytorch", "xla")
     },
     "hopper-500w/eager": ("hopper-500w", SOFTWARE),
+    **{
+        f"ampere/{s}": ("ampere", BY_OWNER)
+        for s in ("deepspeed", "internevo", "aleph", "aleph-norm")
+    },
 }
 """Key of EFFICIENCIES -> (key of its prior, constants that are fitted), in the order of fits."""
 

@@ -40,6 +40,10 @@ ELEMENTS = {True: (10, 2), False: (28, 18)}
 SCORE_BYTES = 13
 # Backward / forward time of fused attention: five products to two (arXiv 2205.14135).
 ATTENTION_BACKWARD = 2.5
+# Slow-down of unfused attention's products where the width of a head is no multiple of 8, because
+# tensor cores want operands that are aligned to 16 bytes (NVIDIA, Matrix Multiplication Background
+# User's Guide).  From the one fitted run of this kind, with heads of 108.
+UNALIGNED = 10.0
 # Four passes over the float32 logits, forward and backward.
 LOGIT_BYTES = 4 * 4
 # State dtype -> bytes per parameter of AdamW: reads master, gradient and two moments; writes
@@ -341,6 +345,8 @@ def _attention(config, sequence, tokens, tensor, plan, peak, memory, efficiency,
     seconds = flops / (peak * efficiency.attention)
     if plan.fused_attention:
         return Section(flops, size, np.maximum(seconds, size / memory))
+    if config.head_width % 8:
+        seconds = seconds * UNALIGNED
     # The score matrix is written before it is read, so products and passes do not overlap.
     return Section(flops, size, seconds + size / memory)
 
@@ -406,4 +412,10 @@ def _state_seconds(weights, plan, network, efficiency, computing, dtype_bytes):
     once = (1 if plan.zero else 2 / 3) / np.asarray(plan.accumulation)
     hides, seconds = computing * np.where(streams, 1.0, once), inner + crossing
     exposed = seconds - efficiency.overlap * hides
-    return np.maximum(exposed, (1 - efficiency.overlap) * seconds)
+    exposed = np.maximum(exposed, (1 - efficiency.overlap) * seconds)
+    # Software that sends each chip's part of the state by a collective of its own, one after the
+    # other and without overlap.
+    crossed = weights * (plan.gradient_bytes + size) / near
+    crossed = crossed / (network.slow * efficiency.slow_link)
+    by_owner = efficiency.by_owner * (fsdp / near - 1) * crossed
+    return exposed + np.where(streams | (np.asarray(plan.zero) == 0), 0.0, by_owner)

@@ -11,15 +11,23 @@ from sparse_dataflow.hardware.chips import CHIPS, Chip
 from sparse_dataflow.planning import bands, fitting, memory, published
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, STACKS
 from sparse_dataflow.planning.published import run_memory
+from sparse_dataflow.planning.step_time import stage_parameters
 from sparse_dataflow.runs.planning.options import named_model
 
 ROWS = {source: published.rows(source) for source in published.SOURCES}
 EVERY = [row for rows in ROWS.values() for row in rows]
+SECOND = published.SOURCES[published.SOURCES.index("aleph_alpha_a100") :]
+"""Sources that were a confirmation before half of their rows were fitted."""
+FIRST = [row for source in published.SOURCES if source not in SECOND for row in ROWS[source]]
 CONFIRM = {source: published.rows(source) for source in published.CONFIRMATION}
 FRESH = [row for rows in CONFIRM.values() for row in rows]
 
 # What the errors are, plus a little: a test of the constants and of the model, not a wish.
-MEDIAN, LARGE_MEDIAN, LARGE_WORST = 0.03, 0.04, 0.2
+BOUNDS = {
+    # sources: (median of all, median and worst of 7B and more to 8,192 tokens)
+    "first": (0.03, 0.038, 0.2),
+    "second": (0.036, 0.036, 0.27),
+}
 
 
 def test_the_number_of_rows():
@@ -39,8 +47,6 @@ def test_the_number_of_rows():
         "nemo_h100": 29,
         "nemo_gb200": 9,
         "deepspeed_a100": 2,
-    }
-    assert {source: len(rows) for source, rows in CONFIRM.items()} == {
         "aleph_alpha_a100": 377,
         "bigscience_a100": 59,
         "internevo_a100": 46,
@@ -48,6 +54,13 @@ def test_the_number_of_rows():
         "nemo_h100_2024": 21,
         "flagperf_h100": 3,
         "reports": 19,
+    }
+    assert {source: len(rows) for source, rows in CONFIRM.items()} == {
+        "zero_bubble_a100": 36,
+        "kempner_h200": 20,
+        "flagperf_a100": 21,
+        "vectorlm_a100": 9,
+        "tinyllama_a100": 1,
     }
 
 
@@ -60,14 +73,21 @@ def test_confirmation_rows_are_never_fitted_and_are_other_runs():
     assert not {run(row) for row in FRESH} & {run(row) for row in EVERY}
 
 
-@pytest.mark.parametrize("source", published.CONFIRMATION)
-def test_confirmation_rows_are_consistent(source):
-    for row in CONFIRM[source]:
+@pytest.mark.parametrize("source", SECOND)
+def test_of_two_rows_of_a_second_source_the_first_is_fitted(source):
+    splits = [row.split for row in ROWS[source]]
+    assert splits == [("fit", "test")[number % 2] for number in range(len(splits))]
+
+
+@pytest.mark.parametrize("source", (*SECOND, *published.CONFIRMATION))
+def test_rows_of_a_later_source_are_consistent(source):
+    for row in published.rows(source):
         assert row.number == row.plan_status == "verified"
         assert row.stack in STACKS and row.chip.family in EFFICIENCIES
+        assert row.attention in ("", "flash 1") and row.weights in ("float32", "bfloat16")
         assert row.plan.accumulation % (row.plan.stage if row.plan.chunks > 1 else 1) == 0
         mfu = row.counted_flops / row.seconds / row.plan.chips / row.chip.peak("bfloat16")
-        assert 0.12 < mfu < 0.75, row.name
+        assert 0.1 < mfu < 0.75, row.name
         # Llama "30B" has 32.5 B parameters.
         if billions := re.search(r"(?!30b)\b(\d[\d.]*)[bB]\b(?! of)", row.name):
             heads = np.array([0, -1, 1]) * row.config.vocab_size * row.config.d_model
@@ -75,7 +95,7 @@ def test_confirmation_rows_are_consistent(source):
             assert np.abs(parameters / (1e9 * float(billions[1])) - 1).min() < 0.07, row.name
 
 
-@pytest.mark.parametrize("row", EVERY, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", FIRST, ids=lambda row: row.name)
 def test_a_row_is_consistent(row):
     assert row.number in ("verified", "recalled")
     assert row.plan_status in ("verified", "recalled", "assumed")
@@ -125,27 +145,29 @@ def test_mfu_of_a_row_equals_the_published_mfu():
     assert mfu == pytest.approx(0.7147, abs=0.0005)
 
 
-def test_mfu_of_a_confirmation_row_equals_the_published_mfu():
+def test_mfu_of_a_megatron_row_equals_the_published_mfu():
     # 40.0 s are published as 53.0% of 256 A100 (arXiv 2402.15627, table 2), and 47.7% elsewhere.
-    row = CONFIRM["reports"][0]
+    row = ROWS["reports"][0]
     mfu = row.counted_flops / row.seconds / row.plan.chips / row.chip.peak("bfloat16")
     assert mfu == pytest.approx(0.530, rel=0.02)
 
 
-def held_out():
-    errors = [e for source in published.SOURCES for e in fitting.errors(source, EFFICIENCIES)]
-    return [e for e in errors if e.row.split == "test"]
+def held_out(sources=published.SOURCES):
+    errors = [error for source in sources for error in fitting.errors(source, EFFICIENCIES)]
+    return [error for error in errors if error.row.split == "test"]
 
 
-def test_errors_on_held_out_rows_are_bounded():
-    everything = held_out()
-    assert fitting.summary(everything)[0] < MEDIAN
-    assert len(everything) > len(EVERY) / 2
+@pytest.mark.parametrize("group", BOUNDS)
+def test_errors_on_held_out_rows_are_bounded(group):
+    everything = held_out([s for s in published.SOURCES if (s in SECOND) == (group == "second")])
+    bound, large_median, large_worst = BOUNDS[group]
+    assert fitting.summary(everything)[0] < bound
+    assert len(everything) >= 200
     large = [e for e in everything if bands.regime(e.row.config, e.row.sequence) == "large"]
     median, worst = fitting.summary(large)
-    assert len(large) > 100 and median < LARGE_MEDIAN and worst < LARGE_WORST
+    assert len(large) > 100 and median < large_median and worst < large_worst
     certain = [e for e in everything if e.row.plan_status == "verified"]
-    assert fitting.summary(certain)[0] < MEDIAN
+    assert fitting.summary(certain)[0] < bound
     assert all(e.row.number == "verified" for e in everything)
 
 
@@ -158,31 +180,25 @@ def test_nine_of_ten_held_out_rows_are_inside_their_band():
     assert np.mean(inside) >= 0.9
 
 
-# What the errors of confirmation rows are, plus a little: nothing is chosen by them.
-CONFIRMED = {
-    "aleph_alpha_a100": 0.22,
-    "bigscience_a100": 0.08,
-    "internevo_a100": 0.22,
-    "fms_fsdp": 0.07,
-    "nemo_h100_2024": 0.03,
-    "flagperf_h100": 0.17,
-    "reports": 0.06,
-}
+def test_a_row_of_unseen_software_has_the_constants_of_its_chip(monkeypatch):
+    [row] = [row for row in ROWS["frontier_mi250x"] if row.split == "fit"]
+    other = dataclasses.replace(row, stack="eager")
+    assert other.key == "cdna2/eager" and other.key not in EFFICIENCIES
+    monkeypatch.setattr(published, "rows", lambda source: [other])
+    [error] = fitting.errors("frontier_mi250x", EFFICIENCIES)
+    assert error.seconds == fitting.predict_seconds(row, EFFICIENCIES["cdna2"])
 
 
-def test_errors_on_confirmation_rows_are_as_documented():
-    errors = {source: fitting.errors(source, EFFICIENCIES) for source in CONFIRM}
-    for source, rows in errors.items():
-        assert CONFIRMED[source] - 0.02 < fitting.summary(rows)[0] < CONFIRMED[source], source
-    everything = [error for rows in errors.values() for error in rows]
-    sizes = np.abs(np.log([error.seconds / error.row.seconds for error in everything]))
-    assert 0.87 < np.mean(sizes <= bands.OTHER_SOFTWARE) < 0.92
-
-
-def test_a_row_of_unseen_software_has_the_constants_of_its_chip():
-    [error] = [e for e in fitting.errors("fms_fsdp", EFFICIENCIES) if e.row.key == "hopper/pytorch"]
-    assert "hopper/pytorch" not in EFFICIENCIES
-    assert error.seconds == fitting.predict_seconds(error.row, EFFICIENCIES["hopper"])
+def test_flash_attention_1_has_half_the_rate_of_2():
+    [row] = [
+        r for r in ROWS["aleph_alpha_a100"] if "64 mb 1 TP 1 PP 2 recomputed flash 1" in r.name
+    ]
+    constants = EFFICIENCIES[row.key]
+    slow = dataclasses.replace(constants, attention=constants.attention / 2)
+    second = dataclasses.replace(row, attention="")
+    seconds = fitting.predict_seconds(row, constants)
+    assert seconds == fitting.predict_seconds(second, slow)
+    assert seconds > fitting.predict_seconds(second, constants)
 
 
 def test_the_error_in_other_software_leaves_a_source_out():
@@ -194,10 +210,38 @@ def test_the_error_in_other_software_leaves_a_source_out():
     assert fitting.fit_other_software(both, {}) == pytest.approx(np.log(1.2), rel=0.3)
 
 
-def test_one_run_is_refused_for_memory_by_more_than_a_tenth():
+def test_no_run_is_refused_for_memory_by_more_than_a_tenth():
     shares = {row.name: run_memory.run_bytes(row) / row.chip.capacity for row in EVERY + FRESH}
-    over = {name for name, share in shares.items() if share > 1.1}
-    assert over == {"Llama 3 405B on 8192"} and max(shares.values()) < 1.15
+    assert max(shares.values()) < 1.1
+
+
+def test_zero_2_shards_the_gradients_of_megatron():
+    [row] = [row for row in ROWS["reports"] if row.name == "Llama 3 405B on 8192"]
+    shards, stage = row.plan.fsdp, dataclasses.replace(row.plan, zero=1)
+    whole = run_memory.run_bytes(dataclasses.replace(row, plan=stage))
+    weights = stage_parameters(row.config, row.plan) - row.config.vocab_size * 16384 / 8
+    saved = row.plan.gradient_bytes * weights * (1 - 1 / shards)
+    assert whole - run_memory.run_bytes(row) == pytest.approx(saved)
+
+
+# What the errors of confirmation rows are, plus a little: nothing is chosen by them.
+CONFIRMED = {
+    "zero_bubble_a100": 0.05,
+    "kempner_h200": 0.18,
+    "flagperf_a100": 0.28,
+    "vectorlm_a100": 0.06,
+    "tinyllama_a100": 0.06,
+}
+
+
+def test_errors_on_confirmation_rows_are_as_documented():
+    errors = {source: fitting.errors(source, EFFICIENCIES) for source in CONFIRM}
+    for source, rows in errors.items():
+        assert CONFIRMED[source] - 0.02 < fitting.summary(rows)[0] < CONFIRMED[source], source
+    everything = [error for rows in errors.values() for error in rows]
+    assert 0.08 < fitting.summary(everything)[0] < 0.1
+    sizes = np.abs(np.log([error.seconds / error.row.seconds for error in everything]))
+    assert 0.9 < np.mean(sizes <= bands.OTHER_SOFTWARE) < 0.95
 
 
 @pytest.mark.parametrize("name", ["Llama 3.1 8B", "Llama 3 8B"])
@@ -270,7 +314,7 @@ def test_bands_equal_a_new_cross_validation():
 def test_a_band_in_words():
     model, sparse = named_model("13b"), named_model("13b", 1 / 8)
     words = bands.words(model, 2048, CHIPS["h100"], "hopper")
-    assert words.startswith("±11%, like 19 published runs") and "1.55 in other software" in words
+    assert words.startswith("±14%, like 35 published runs") and "1.55 in other software" in words
     words = bands.words(sparse, 2048, CHIPS["h100"], "hopper")
     assert words == "extrapolated: no published run of this kind (block-sparse weights)"
     unseen = bands.words(model, 65536, CHIPS["tpu-v5p"], "tpu-v5p")

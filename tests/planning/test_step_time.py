@@ -22,6 +22,7 @@ from sparse_dataflow.planning.parallel_plan import BUBBLES, RECOMPUTED, Parallel
 from sparse_dataflow.planning.step_time import (
     GROUPS,
     ORTHOGONALIZATION_BYTES,
+    UNALIGNED,
     stage_parameters,
     step_time,
 )
@@ -322,3 +323,33 @@ def test_importing_the_planner_loads_no_jax():
     lines = "; ".join(f"import sparse_dataflow.planning.{name}" for name in modules)
     code = f"import sys; {lines}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_unaligned_heads_slow_the_products_of_unfused_attention_only():
+    narrow = dataclasses.replace(MODEL, d_model=3456)  # 32 heads of 108
+    wide = dataclasses.replace(MODEL, d_model=3584)  # 32 heads of 112
+    for fused, slower in ((True, 1.0), (False, UNALIGNED)):
+        plan = ParallelPlan(fused_attention=fused)
+        # No bandwidth limit: products alone.
+        chip = dataclasses.replace(CHIP, bandwidth=1e30)
+        odd, even = (seconds(plan, model, chip).sections["attention"] for model in (narrow, wide))
+        assert odd.seconds / odd.flops == pytest.approx(slower * even.seconds / even.flops)
+
+
+def test_parts_that_their_owners_send_cost_time_with_each_island_that_nothing_hides():
+    def state(chips, by_owner, zero=1, **counts):
+        plan = ParallelPlan(fsdp=chips, zero=zero, gradient_bytes=2, accumulation=64, **counts)
+        return seconds(plan, efficiency=dataclasses.replace(IDEAL, by_owner=by_owner)).terms[
+            "state"
+        ]
+
+    extra = {chips: state(chips, 0.1) - state(chips, 0.0) for chips in (8, 16, 24, 80)}
+    assert extra[8] == 0
+    # Gradients and weights of two bytes, an eighth of them over each link between islands.
+    share = memory.parameter_count(MODEL) * 4 / 8 / 25e9
+    for chips in (16, 24, 80):
+        assert extra[chips] == pytest.approx(0.1 * (chips / 8 - 1) * share)
+    for zero in (0, 3):
+        assert state(80, 0.1, zero) == state(80, 0.0, zero)
+    many = state(np.array([8, 80]), 0.1)
+    assert many == pytest.approx([state(8, 0.1), state(80, 0.1)])

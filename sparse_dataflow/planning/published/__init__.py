@@ -11,9 +11,9 @@
 | torchtitan.csv | pytorch/torchtitan: the file that each row names, bfloat16 rows without context parallelism or every-layer recomputation |
 | jax_gpu.csv | the files that each row names, of NVIDIA/JAX-Toolbox, NVIDIA/dgxc-benchmarking, google/paxml, AI-Hypercomputer/maxtext and AI-Hypercomputer/gpu-recipes |
 | nemo_h100.csv, nemo_gb200.csv | NVIDIA/dgxc-benchmarking: the file and version that each row names, bfloat16 rows.  The dimensions of Nemotron4 are recalled |
-| deepspeed_a100.csv | bigscience-workshop/bigscience, train/tr11-176B-ml/README.md: the logged step at the end of the first epoch; arXiv 2204.06745 for GPT-NeoX-20B: 150,000 steps in 1,830 hours, with the plan of EleutherAI/gpt-neox, configs/20B.yml |
+| deepspeed_a100.csv | Megatron-DeepSpeed and GPT-NeoX: bigscience-workshop/bigscience, train/tr11-176B-ml/README.md: the logged step at the end of the first epoch; arXiv 2204.06745 for GPT-NeoX-20B: 150,000 steps in 1,830 hours, with the plan of EleutherAI/gpt-neox, configs/20B.yml |
 
-Confirmation rows, chosen and entered before any prediction of them (CONFIRMATION):
+Rows that were chosen and entered before any prediction of them, and then split:
 
 | file | source |
 | --- | --- |
@@ -24,6 +24,16 @@ Confirmation rows, chosen and entered before any prediction of them (CONFIRMATIO
 | nemo_h100_2024.csv | the files that each row names, of NVIDIA/dgxc-benchmarking and AI-Hypercomputer/gpu-recipes |
 | flagperf_h100.csv | FlagOpen/FlagPerf: the file that each row names |
 | reports.csv | the report that each row names: MegaScale's runs of Megatron-LM, Nemotron-4 15B, Llama 3, BloombergGPT |
+
+Confirmation rows, chosen and entered after the fit and before any prediction of them (CONFIRMATION):
+
+| file | source |
+| --- | --- |
+| zero_bubble_a100.csv | arXiv 2401.10241, tables 3 and 4, by Sea AI Lab: every run but those of ZB-2p, a schedule that the planner does not know |
+| kempner_h200.csv | KempnerInstitute/KempnerForge: the file that each row names, runs of 7B and more.  Of the 70B in both files, the later run |
+| flagperf_a100.csv | FlagOpen/FlagPerf: the file that each row names, rows on A100 |
+| vectorlm_a100.csv | VectorInstitute/vectorlm, docs/reference_throughput.md: every run without adapters |
+| tinyllama_a100.csv | jzhang38/TinyLlama |
 
 Columns: the model, its plan as in `parallel_plan.ParallelPlan` (island: chips joined by fast
 links, a node or a slice), the figure and its unit, and their status:
@@ -39,17 +49,27 @@ links, a node or a slice), the figure and its unit, and their status:
   because the copies take less time than the forward pass that they overlap with.
 - `source`: who measured it, where a file has rows of several.
 - `weights`: dtype of the master weights, gradients and moments where it is not float32.
-- `split`: of every four rows in the order of the source, the first and last are "fit", the others
-  "test".  Rows of another source in the same file, and all scaling rows, are "test".  On MI250X only
-  the 175B is "fit".  Confirmation rows are "confirm": no fit and no choice of terms has seen them.
+- `schedule`: key of `parallel_plan.BUBBLES`; "interleaved" or "1f1b" by the chunks where it is empty.
+- `attention`: "flash 1" where attention is FlashAttention 1.
+- `split`: in the files of the first table, of every four rows in the order of the source, the first
+  and last are "fit", the others "test".  Rows of another source in the same file, and all scaling
+  rows, are "test".  On MI250X only the 175B is "fit".  In the files of the second table, the first
+  of every two rows is "fit", the second "test".  Rows of CONFIRMATION are "confirm": no fit and no
+  choice of terms has seen them.
 
 Protocol: constants and error bands are fitted to "fit" rows only.  The terms of the cost model that
-were there with the first seven files were chosen with all of their rows known.  The later ones
-(software stacks, `traffic`, collectives within layers that do not overlap, the factor of families
-with few rows) were chosen by the residuals of "fit" rows.  Two were looked for after three test rows
-were off by more than 20%: `run_memory.retry_seconds`, which a fitted run shows too and whose two
-constants are from fitted runs, and sends that overlap in interleaved schedules only, which has no
-constant and leaves the fit as it was.
+were there with the first seven files were chosen with all of their rows known.  The other files of
+the first table gave software stacks, `traffic`, collectives within layers that do not overlap and
+the factor of families with few rows, chosen by the residuals of "fit" rows.  Two were looked for
+after three test rows were off by more than 20%: `run_memory.retry_seconds`, which a fitted run shows
+too and whose two constants are from fitted runs, and sends that overlap in interleaved schedules
+only, which has no constant and leaves the fit as it was.
+
+The files of the second table were a confirmation first, with a median error of 18.3%.  Their
+diagnosis by kind of run was published with all of their rows.  Then they were split, and these were
+chosen by the residuals of their "fit" rows: the stacks of `deepspeed`, `internevo`, `aleph` and
+`aleph-norm`; `Efficiency.by_owner`; the rate of FlashAttention 1; `step_time.UNALIGNED`, from one
+row.  No test row has been looked at between the split and the fit.
 
 Context parallelism is described as replicas with a part of a sequence: its exchange of keys is not
 priced.
@@ -65,6 +85,7 @@ from sparse_dataflow.config import families
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.hardware.chips import CHIPS, GIGA, TERA, Chip
 from sparse_dataflow.planning import efficiency
+from sparse_dataflow.planning.efficiency import Efficiency
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 
 SOURCES = (
@@ -82,8 +103,6 @@ SOURCES = (
     "nemo_h100",
     "nemo_gb200",
     "deepspeed_a100",
-)
-CONFIRMATION = (
     "aleph_alpha_a100",
     "bigscience_a100",
     "internevo_a100",
@@ -91,6 +110,13 @@ CONFIRMATION = (
     "nemo_h100_2024",
     "flagperf_h100",
     "reports",
+)
+CONFIRMATION = (
+    "zero_bubble_a100",
+    "kempner_h200",
+    "flagperf_a100",
+    "vectorlm_a100",
+    "tinyllama_a100",
 )
 """Files of rows that no fit and no choice of terms has seen."""
 _COUNTS = (
@@ -136,6 +162,7 @@ class Row:
       offload: "inputs" and "saved"; see the module.
       weights: dtype of the state.
       source: who measured it.
+      attention: "flash 1" for FlashAttention 1.
     """
 
     name: str
@@ -153,6 +180,7 @@ class Row:
     offload: tuple[str, ...] = ()
     weights: str = "float32"
     source: str = ""
+    attention: str = ""
 
     @property
     def key(self) -> str:
@@ -185,6 +213,16 @@ class Row:
         if self.unit == "mfu":
             rate = self.value / 100 * self.chip.rates("bfloat16")[0]
         return float(self.counted_flops / (self.plan.chips * rate))
+
+
+def with_kernel(row: Row, efficiency: Efficiency) -> Efficiency:
+    """Returns the constants of a run: FlashAttention 1 has half the rate of the second version.
+
+    arXiv 2307.08691, abstract: "around 2x speedup compared to FlashAttention".
+    """
+    if row.attention != "flash 1":
+        return efficiency
+    return dataclasses.replace(efficiency, attention=efficiency.attention / 2)
 
 
 def rows(source: str) -> list[Row]:
@@ -255,7 +293,7 @@ def _row(fields):
         **counts,
         micro_batch=int(micro_batch) if micro_batch.is_integer() else micro_batch,
         tensor_overlaps=fields.get("tensor_overlaps", "1") == "1",
-        schedule="interleaved" if counts["chunks"] > 1 else "1f1b",
+        schedule=fields.get("schedule") or ("interleaved" if counts["chunks"] > 1 else "1f1b"),
         remat=fields["remat"],
         sequence_parallel=fields["sequence_parallel"] == "1",
         fused_attention=fields["fused_attention"] == "1",
@@ -291,4 +329,5 @@ def _row(fields):
         offload=tuple(fields.get("offload", "").split()),
         weights=fields.get("weights", "float32"),
         source=fields["source"],
+        attention=fields.get("attention", ""),
     )

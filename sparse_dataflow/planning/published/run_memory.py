@@ -4,11 +4,12 @@
 XLA's buffers have several copies of an activation.  Megatron and FSDP keep less:
 
 - Megatron: weights and gradients in bfloat16 on every replica; master and two moments in float32,
-  sharded over replicas from ZeRO stage 1.  MaxText: 14 bytes a parameter, sharded, because
-  gradients have the compute dtype, or 8 with bfloat16 weights, whose dtype the moments inherit; and
-  two gathered layers.
-- FSDP of PyTorch: 16 bytes, sharded; two gathered layers, a gradient of one layer and its copy in
-  the dtype of the reduction; and the embedding with its gradient, which stay gathered.
+  sharded over replicas from ZeRO stage 1, and gradients from stage 2.
+- MaxText: 14 bytes a parameter, sharded, because gradients have the compute dtype, or 8 with
+  bfloat16 weights, whose dtype the moments inherit; and two gathered layers.
+- FSDP of PyTorch: 16 bytes, or 8 with bfloat16 weights, sharded; two gathered layers, a gradient of
+  one layer and its copy in the dtype of the reduction; and the embedding with its gradient, which
+  stay gathered.
 - Activations without recomputation: 16 d_model + 4 d_ff bytes per token and layer (34 d_model in
   arXiv 2205.05198, equation 1, without dropout masks); a gate adds 2 d_ff.
 - One block at a time is recomputed or differentiated; its attention and its MLP are never alive
@@ -77,9 +78,10 @@ def _state_bytes(row: Row) -> float:
         if row.stack == "xla":
             return _STATE_BYTES[row.weights] * weights / int(plan.fsdp) + gathered
         gathered += (2 + plan.gradient_bytes) * layer + (2 if plan.zero == 2 else 4) * embeddings
-        return 16 * weights / int(plan.fsdp) + gathered
+        return (8 if row.weights == "bfloat16" else 16) * weights / int(plan.fsdp) + gathered
     shards = int(plan.fsdp) if plan.zero else 1
-    return weights * (2 + plan.gradient_bytes + 12 / shards)
+    gradient = plan.gradient_bytes / (shards if plan.zero == 2 else 1)
+    return weights * (2 + gradient + 12 / shards)
 
 
 def _embeddings(row: Row) -> float:

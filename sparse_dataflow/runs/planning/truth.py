@@ -148,15 +148,17 @@ def _print_confirmation(errors: Mapping[str, list[Error]]) -> None:
     print(f"\n{head}{'inside':>8}{'other':>8}{'plans':>8}")
     for label, rows in groups.items():
         median, worst = fitting.summary(rows)
-        known = [e for e in rows if (e.row.key, _regime(e)) in bands.BANDS]
-        sizes = np.abs(np.log([e.seconds / e.row.seconds for e in known]))
-        inside = [bands.BANDS[e.row.key, _regime(e)].error for e in known]
-        print(f"{label:<22}{len(rows):>5}{median:>8.1%}{worst:>8.1%}"
-              f"{np.mean(sizes <= inside):>8.0%}{np.mean(sizes <= bands.OTHER_SOFTWARE):>8.0%}"
-              f"{_between_plans(rows):>8}")  # fmt: skip
+        sizes = np.abs(np.log([e.seconds / e.row.seconds for e in rows]))
+        kinds = [bands.BANDS.get((e.row.key, _regime(e))) for e in rows]
+        inside = [size <= band.error for size, band in zip(sizes, kinds) if band]
+        share = f"{np.mean(inside):.0%}" if inside else "-"
+        other = f"{np.mean(sizes <= bands.OTHER_SOFTWARE):.0%}"
+        columns = f"{share:>8}{other:>8}{_between_plans(rows):>8}"
+        print(f"{label:<22}{len(rows):>5}{median:>8.1%}{worst:>8.1%}{columns}")
     print(
-        '"inside": share in the band of their kind; "other": in that of other software; "plans": '
-        "what nine\nof ten errors are from the median of their model, chips and source"
+        '"inside": of the runs whose kind has a band, the share in it; "other": share in that of '
+        'other\nsoftware; "plans": what nine of ten errors are from the median of their model, '
+        "chips and source"
     )
 
 
