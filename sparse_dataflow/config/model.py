@@ -24,6 +24,9 @@ PRECISIONS = ("compute_dtype", "fp8", "int8")
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rotary")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
+EXPERT_TRAINING = ("expert_capacity", "balance_loss", "router_z_loss")
+"""Fields of `ModelConfig` that say how experts are trained, not what they compute."""
+
 FAMILY_FIELDS = (
     "num_kv_heads",
     "head_dim",
@@ -43,9 +46,7 @@ FAMILY_FIELDS = (
     "top_k",
     "prototypes",
     "shared_expert",
-    "expert_capacity",
-    "balance_loss",
-    "router_z_loss",
+    *EXPERT_TRAINING,
 )
 """Fields of `ModelConfig` in which families differ from GPT-3, whose values are the defaults."""
 
