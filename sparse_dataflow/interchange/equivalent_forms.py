@@ -11,6 +11,7 @@ from sparse_dataflow.config.model import MLP, SUPAR_HEAD, SUPAR_WIDTH, ModelConf
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.experts import expert_layout
+from sparse_dataflow.sparsity.layout import BlockLayout
 
 QKV = ("q", "k", "v")
 
@@ -37,10 +38,10 @@ def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelCon
         for name in model.projections:
             if model.experts and name in MLP:
                 layout = expert_layout(model, name) if name in layouts else None
-                layer["experts"][name] = _dense_module(model, name, layer["experts"][name], layout)
+                layer["experts"][name] = dense_module(model, name, layer["experts"][name], layout)
             else:
                 layout = layouts[name][i] if name in layouts else None
-                layer[name] = _dense_module(model, name, layer[name], layout)
+                layer[name] = dense_module(model, name, layer[name], layout)
         layers.append(layer)
     blocks = gpt.stacked_layers(dense, layers)
     head = params["head"]
@@ -52,8 +53,15 @@ def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelCon
     return dense, {**params, "blocks": blocks, "head": head}
 
 
-def _dense_module(model, name, module, layout):
-    """Returns the dense form of a projection, or of that of every expert."""
+def dense_module(model: ModelConfig, name: str, module: dict, layout: BlockLayout | None) -> dict:
+    """Returns the dense form of a projection, or of that of every expert.
+
+    Args:
+      model: config of the projection.
+      name: of the projection.
+      module: its parameters, of one layer, in numpy.
+      layout: its layout; None for a dense weight.
+    """
     spec = model.linear(name)
     kernel = layout.to_dense(module["values"]) if layout else module["kernel"]
     if spec.hadamard:

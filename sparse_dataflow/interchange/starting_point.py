@@ -2,7 +2,7 @@
 
 A projection that becomes sparser keeps its largest blocks, by the norm of their weights or of their
 weights times activations (one-shot pruning). A projection that becomes denser computes the same
-function. The optimizer state is new.
+function; a larger model begins with it too (`growth`). The optimizer state is new.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from sparse_dataflow.distributed import processes
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.files import manifest
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange import huggingface
+from sparse_dataflow.interchange import growth, huggingface
 from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.models import adapters, gpt
 from sparse_dataflow.models.experts import expert_layout
@@ -226,9 +226,11 @@ def initial_state_from(
     Raises:
       UserError: the weights of `start` do not fit `model`.
     """
+    step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)
+    larger = growth.grown(start.model, start.params, start.tables, model, key)
+    start = StartingPoint(*larger, start.tokenizer, start.provenance)
     _refuse_mismatch(start.model, model)
     gpt.check_layouts(model)
-    step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)
     norms = None
     if calibration is not None:
         mixed = {name: model.linear(name).hadamard for name in model.projections}
