@@ -24,6 +24,12 @@ PRECISIONS = ("compute_dtype", "fp8", "int8")
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rotary")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
+EXPERT_TRAINING = ("expert_capacity", "balance_loss", "router_z_loss")
+"""Fields of `ModelConfig` that say how experts are trained, not what they compute."""
+
+MIXTURE = ("experts", "top_k", "prototypes", "shared_expert", *EXPERT_TRAINING)
+"""Fields of `ModelConfig` that only a mixture of experts has."""
+
 FAMILY_FIELDS = (
     "num_kv_heads",
     "head_dim",
@@ -39,13 +45,7 @@ FAMILY_FIELDS = (
     "rotary_low",
     "rotary_high",
     "rotary_length",
-    "experts",
-    "top_k",
-    "prototypes",
-    "shared_expert",
-    "expert_capacity",
-    "balance_loss",
-    "router_z_loss",
+    *MIXTURE,
 )
 """Fields of `ModelConfig` in which families differ from GPT-3, whose values are the defaults."""
 

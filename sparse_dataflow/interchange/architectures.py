@@ -11,11 +11,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
+from sparse_dataflow.config.model import EXPERT_TRAINING, PROJECTIONS, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.config_rules import (
     Always,
     Biases,
+    Mixture,
     Named,
     Only,
     Rotary,
@@ -33,8 +34,9 @@ class Architecture:
     Attributes:
       class_name: class of `transformers` that loads an export.
       rules: of config.json.
-      tensors: our parameter, or our module, without its section's index -> their name. "{}" is the
-        number of the layer. Modules with one name are concatenated along their outputs.
+      tensors: our parameter, or our module, without its section's index -> their name. The first
+        "{}" is the number of the layer, the second that of the expert. Modules with one name are
+        concatenated along their outputs.
       prefixes: legal prefixes of their names; the first is written.
       transposed: whether kernels are stored [out, in].
       position_offset: rows of the position table in front of position 0.
@@ -69,26 +71,26 @@ _UNSUPPORTED = (Only("quantization_config", None), Only("add_cross_attention", F
 _LLAMA = {"norm": "rmsnorm", "positions": "rotary", "gated_mlp": True, "fused_qkv": False}
 
 
-def _llama_rules(kv_heads, head_dim):
-    """Returns the rules that Llama, Mistral, Qwen 2 and Qwen 3 share."""
+def _llama_rules(kv_heads, head_dim, width, epsilon, rotary_base):
+    """Returns the rules that Llama, Mistral, Mixtral, Qwen 2 and Qwen 3 share."""
     return (
         Always(_LLAMA),
         Same("num_hidden_layers", "num_layers"),
         Same("hidden_size", "d_model"),
         Same("num_attention_heads", "num_heads"),
-        Same("intermediate_size", "d_ff"),
+        Same(width, "d_ff"),
         Same("vocab_size", "vocab_size"),
         Same("max_position_embeddings", "max_len"),
         Same("num_key_value_heads", "num_kv_heads", kv_heads, "kv_heads", null=0),
         Same("head_dim", "head_dim", head_dim, "head_width"),
-        Same("rms_norm_eps", "norm_epsilon", 1e-6),
+        Same("rms_norm_eps", "norm_epsilon", epsilon),
         Same("tie_word_embeddings", "tied_embeddings", False),
         Named("hidden_act", "activation", _GATED_ACTIVATIONS, "silu"),
-        Rotary(),
+        Rotary(rotary_base),
     )
 
 
-_LLAMA_TENSORS = {
+_LLAMA_ATTENTION = {
     "embed.tokens": "embed_tokens.weight",
     "blocks.norm1": "layers.{}.input_layernorm",
     "blocks.q": "layers.{}.self_attn.q_proj",
@@ -98,22 +100,44 @@ _LLAMA_TENSORS = {
     "blocks.k_norm": "layers.{}.self_attn.k_norm",
     "blocks.attn_out": "layers.{}.self_attn.o_proj",
     "blocks.norm2": "layers.{}.post_attention_layernorm",
-    "blocks.mlp_gate": "layers.{}.mlp.gate_proj",
-    "blocks.mlp_in": "layers.{}.mlp.up_proj",
-    "blocks.mlp_out": "layers.{}.mlp.down_proj",
     "head.norm": "norm",
 }
 
+_LLAMA_MLP = {
+    "blocks.mlp_gate": "layers.{}.mlp.gate_proj",
+    "blocks.mlp_in": "layers.{}.mlp.up_proj",
+    "blocks.mlp_out": "layers.{}.mlp.down_proj",
+}
 
-def _llama_row(class_name, *rules, kv_heads=0, head_dim=0):
+
+def _expert_tensors(parent, gate, inside, outside):
+    """Returns names of a router and of the experts' projections, in a module of a layer."""
+    names = {"mlp_gate": gate, "mlp_in": inside, "mlp_out": outside}
+    return {"blocks.experts.router": f"layers.{{}}.{parent}.gate.weight"} | {
+        f"blocks.experts.{ours}": f"layers.{{}}.{parent}.experts.{{}}.{theirs}"
+        for ours, theirs in names.items()
+    }
+
+
+def _llama_row(
+    class_name,
+    *rules,
+    kv_heads=0,
+    head_dim=0,
+    width="intermediate_size",
+    epsilon=1e-6,
+    rotary_base=10_000.0,
+    mlp=_LLAMA_MLP,
+):
     """Returns the row of an architecture that differs from Llama in a few rules.
 
-    `kv_heads` and `head_dim` are the defaults of its config class; 0 follows the other sizes.
+    `kv_heads`, `head_dim`, `epsilon` and `rotary_base` are the defaults of its config class; heads
+    of 0 follow the other sizes. `width` is the name of d_ff.
     """
     return Architecture(
         class_name,
-        (*_llama_rules(kv_heads, head_dim), *rules),
-        _LLAMA_TENSORS,
+        (*_llama_rules(kv_heads, head_dim, width, epsilon, rotary_base), *rules),
+        _LLAMA_ATTENTION | mlp,
         ("model.", ""),
         extra={"attention_dropout": 0.0},
         ignored=("rotary_emb.inv_freq",),
@@ -194,14 +218,39 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         Biases(switches={"attention_bias": _ATTENTION, "mlp_bias": _GATED_MLP}),
     ),
     "mistral": _llama_row("MistralForCausalLM", Biases(), Window(4096), kv_heads=8),
-    "qwen2": _llama_row("Qwen2ForCausalLM", Biases(QKV), Window(4096, switched=True), kv_heads=32),
+    "mixtral": _llama_row(
+        "MixtralForCausalLM",
+        Biases(),
+        Window(),
+        Mixture(("num_local_experts",)),
+        kv_heads=8,
+        epsilon=1e-5,
+        rotary_base=1e6,
+        mlp=_expert_tensors("block_sparse_moe", "w1", "w3", "w2"),
+    ),
+    "qwen2": _llama_row(
+        "Qwen2ForCausalLM", Biases(QKV), Window(4096, switched=True, counted=True), kv_heads=32
+    ),
     "qwen3": _llama_row(
         "Qwen3ForCausalLM",
         Always({"qk_norm": True}),
         Biases(switches={"attention_bias": _ATTENTION}),
-        Window(4096, switched=True),
+        Window(4096, switched=True, counted=True),
         kv_heads=32,
         head_dim=128,
+    ),
+    "qwen3_moe": _llama_row(
+        "Qwen3MoeForCausalLM",
+        Always({"qk_norm": True}),
+        Biases(switches={"attention_bias": _ATTENTION}),
+        Window(4096, switched=True),
+        # transformers 5 writes num_local_experts; both read num_experts.
+        Mixture(("num_experts", "num_local_experts"), "norm_topk_prob"),
+        Only("decoder_sparse_step", 1),
+        Only("mlp_only_layers", []),
+        kv_heads=4,
+        width="moe_intermediate_size",
+        mlp=_expert_tensors("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
 }
 """model_type -> its row. An export takes the first row that represents the model."""
@@ -209,7 +258,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 _MIXTURES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 _FREE = ("linears", "density_by_depth", "remat", "compute_dtype", "precision", "parametrization",
-         "seed")  # fmt: skip
+         "seed", *EXPERT_TRAINING)  # fmt: skip
 """Fields of `ModelConfig` that config.json does not have."""
 
 
@@ -281,7 +330,7 @@ def represent(name: str, model: ModelConfig) -> Representation:
 
     fields, read = written(model)
     gated = model
-    if read.gated_mlp and not model.gated_mlp:
+    if read.gated_mlp and not model.gated_mlp and not model.experts:
         gated = unit_gate_config(model)
         fields, read = written(gated)
     gated = _comparable(gated)
@@ -315,9 +364,10 @@ def choose(model: ModelConfig) -> str:
         except UserError as error:
             problems.append(str(error))
     if not inexact:
+        legal = "the run folder" if model.experts else "the sparse form"
         raise UserError(
             f"No architecture of transformers represents this model. {' '.join(problems)} Legal: "
-            "the sparse form."
+            f"{legal}."
         )
     return inexact[0]
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.config.layer_groups import layer_groups
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.model import MLP, ModelConfig
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
 
@@ -28,6 +28,7 @@ def input_norms(
 ) -> dict[str, np.ndarray]:
     """Returns projection -> float32 [num_layers, in], the norm of each input over all tokens.
 
+    Projections of experts are left out, as their layouts do not follow the weights.
     Only one layer is on the device at a time.
 
     Args:
@@ -47,9 +48,7 @@ def input_norms(
             x, sums = _apply(group.model, widths, *jax.tree.map(jnp.asarray, layer), x)
             of_batch.append(jax.device_get(sums))
         squares = jax.tree.map(np.add, squares, of_batch) if squares else of_batch
-    return {
-        name: np.sqrt(np.stack([layer[name] for layer in squares])) for name in model.projections
-    }
+    return {name: np.sqrt(np.stack([layer[name] for layer in squares])) for name in squares[0]}
 
 
 @functools.partial(jax.jit, static_argnames=("model", "mixed"))
@@ -58,6 +57,8 @@ def _apply(model, mixed, params, tables, x):
     block = gpt.bind_block(model)(params)
     sums: dict[str, jax.Array] = {}
     for name in model.projections:
+        if model.experts and name in MLP:
+            continue
         recorded = _Recorder(getattr(block, name), name, dict(mixed).get(name, 0), sums)
         setattr(block, name, recorded)
     return block(x, tables), sums

@@ -180,12 +180,13 @@ class Window:
 
     Attributes:
       default: window where config.json lacks `sliding_window`.
-      switched: whether `use_sliding_window` must be true, and `max_window_layers` counts the first
-        layers without a window, as in Qwen.
+      switched: whether `use_sliding_window` must be true, as in Qwen.
+      counted: whether `max_window_layers` counts the first layers without a window.
     """
 
     default: int | None = None
     switched: bool = False
+    counted: bool = False
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """See `Rule`."""
@@ -194,7 +195,7 @@ class Window:
         if self.switched and not fields.get("use_sliding_window", False):
             window = 0
         kinds = fields.get("layer_types")
-        if kinds is None and self.switched and window:
+        if kinds is None and self.counted and window:
             full = fields.get("max_window_layers", 28)
             if 0 < full < layers:
                 raise unsupported("max_window_layers", full, f"0, or {layers} and more: one window")
@@ -210,8 +211,48 @@ class Window:
         """See `Rule`."""
         fields: dict[str, Any] = {"sliding_window": model.window or None}
         if self.switched:
-            fields |= {"use_sliding_window": bool(model.window), "max_window_layers": 0}
+            fields["use_sliding_window"] = bool(model.window)
+        if self.counted:
+            fields["max_window_layers"] = 0
         return fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Experts in every layer, of which each token has the most probable.
+
+    Attributes:
+      names: names in config.json of the number of experts; the first is written.
+      switch: name in config.json that says whether the router probabilities of a token's experts
+        are divided by their sum; "" where they always are.
+    """
+
+    names: tuple[str, ...]
+    switch: str = ""
+
+    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Rule`."""
+        given = [name for name in self.names if fields.get(name) is not None]
+        name = given[0] if given else self.names[0]
+        experts = _value(fields, name, REQUIRED)
+        if not experts:
+            raise unsupported(name, experts, "1 or more")
+        chosen = _value(fields, "num_experts_per_tok", REQUIRED)
+        if not self.switch and chosen == 1:
+            raise unsupported("num_experts_per_tok", chosen, "2 or more")
+        divided = fields.get(self.switch, False)
+        if self.switch and divided != (chosen != 1):
+            legal = "true with num_experts_per_tok of 2 or more, else false"
+            raise unsupported(self.switch, divided, legal)
+        return {"experts": experts, "top_k": chosen}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Rule`."""
+        # The fewest that can be read, so that reading them back shows what differs.
+        fewest = 1 if self.switch else 2
+        chosen = max(fewest, model.top_k)
+        fields = {self.names[0]: max(fewest, model.experts), "num_experts_per_tok": chosen}
+        return fields | ({self.switch: chosen > 1} if self.switch else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +261,12 @@ class Rotary:
 
     transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 one `rope_parameters`.
     Both read the former, which this writes.
+
+    Attributes:
+      base: base where config.json lacks it.
     """
+
+    base: float = 10_000.0
 
     SCALED: ClassVar[Mapping[str, str]] = {
         "factor": "rotary_factor",
@@ -236,7 +282,7 @@ class Rotary:
         scaling = fields.get(name) or {}
         if not isinstance(scaling, Mapping):
             raise unsupported(name, scaling, "an object")
-        base = scaling.get("rope_theta") or fields.get("rope_theta") or 10_000.0
+        base = scaling.get("rope_theta") or fields.get("rope_theta") or self.base
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         partial = scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1
         if partial != 1:

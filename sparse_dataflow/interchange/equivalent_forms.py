@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
+from sparse_dataflow.config.model import MLP, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.experts import expert_layout
+from sparse_dataflow.sparsity.layout import BlockLayout
 
 QKV = ("q", "k", "v")
 
@@ -21,7 +23,7 @@ def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelCon
     the dense weights. SuPar's query and logit factors are folded into the parameters before them.
 
     Args:
-      model: config of the model.
+      model: config of the model, without a shared expert.
       params: its parameter tree; see `gpt`.
       tables: its concrete layout tables.
 
@@ -34,17 +36,12 @@ def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelCon
     for i, (layer_params, _) in enumerate(gpt.layers(params["blocks"], tables)):
         layer = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), layer_params)
         for name in model.projections:
-            module = layer[name]
-            if name in layouts:
-                kernel = layouts[name][i].to_dense(module["values"])
+            if model.experts and name in MLP:
+                layout = expert_layout(model, name) if name in layouts else None
+                layer["experts"][name] = dense_module(model, name, layer["experts"][name], layout)
             else:
-                kernel = module["kernel"]
-            spec = model.linear(name)
-            if spec.hadamard:
-                kernel = np.asarray(hadamard(jnp.asarray(kernel.T), spec.hadamard)).T
-            if spec.rank:
-                kernel = kernel + module["gate"] * (module["a_kernel"] @ module["b_kernel"])
-            layer[name] = {"kernel": kernel, **_only_bias(module)}
+                layout = layouts[name][i] if name in layouts else None
+                layer[name] = dense_module(model, name, layer[name], layout)
         layers.append(layer)
     blocks = gpt.stacked_layers(dense, layers)
     head = params["head"]
@@ -54,6 +51,25 @@ def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelCon
         norm = {name: scale * np.asarray(leaf) for name, leaf in head["norm"].items()}
         head = {**head, "norm": norm}
     return dense, {**params, "blocks": blocks, "head": head}
+
+
+def dense_module(model: ModelConfig, name: str, module: dict, layout: BlockLayout | None) -> dict:
+    """Returns the dense form of a projection, or of that of every expert.
+
+    Args:
+      model: config of the projection.
+      name: of the projection.
+      module: its parameters, of one layer, in numpy.
+      layout: its layout; None for a dense weight.
+    """
+    spec = model.linear(name)
+    kernel = layout.to_dense(module["values"]) if layout else module["kernel"]
+    if spec.hadamard:
+        mixed = hadamard(jnp.asarray(kernel.swapaxes(-1, -2)), spec.hadamard)
+        kernel = np.asarray(mixed).swapaxes(-1, -2)
+    if spec.rank:
+        kernel = kernel + module["gate"] * (module["a_kernel"] @ module["b_kernel"])
+    return {"kernel": kernel, **({"bias": module["bias"]} if "bias" in module else {})}
 
 
 def _with_scaled_queries(model, blocks):
@@ -139,7 +155,3 @@ def with_zero_biases(model: ModelConfig, params: dict) -> dict:
             zeros = np.zeros((len(module["kernel"]), module["kernel"].shape[-1]), np.float32)
             blocks[name] = {**module, "bias": zeros}
     return {**params, "blocks": blocks}
-
-
-def _only_bias(module):
-    return {"bias": module["bias"]} if "bias" in module else {}

@@ -172,9 +172,10 @@ def write(
       UserError: the architecture cannot represent the model, or the folder exists or cannot be
         written.
     """
-    model.refuse_experts("An export", "the run folder")
     if form not in FORMS:
         raise UserError(f"The export form {form!r} is unknown; legal: {', '.join(FORMS)}.")
+    if form == "sparse":
+        model.refuse_experts("The sparse form", "form=dense, or the run folder")
     if architecture not in (AUTO, *architectures.ARCHITECTURES):
         raise UserError(
             f"The architecture {architecture!r} is unknown; legal: {AUTO}, "

@@ -2,7 +2,7 @@
 
 A projection that becomes sparser keeps its largest blocks, by the norm of their weights or of their
 weights times activations (one-shot pruning). A projection that becomes denser computes the same
-function. The optimizer state is new.
+function; a larger model begins with it too (`growth`). The optimizer state is new.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.config.layer_groups import layer_linear
-from sparse_dataflow.config.model import PROJECTIONS, ModelConfig
+from sparse_dataflow.config.model import EXPERT_TRAINING, MLP, PROJECTIONS, ModelConfig
 from sparse_dataflow.config.presets import LONGEST_SEQUENCE, SIZES, preset, supar
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.sparsity import SparsityConfig
@@ -28,9 +28,10 @@ from sparse_dataflow.distributed import processes
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.files import manifest
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange import huggingface
+from sparse_dataflow.interchange import growth, huggingface
 from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.models import adapters, gpt
+from sparse_dataflow.models.experts import expert_layout
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
@@ -134,7 +135,6 @@ def read(folder: str) -> StartingPoint:
 
 def _of_run(folder, variant, checkpoint):
     run = load_run(folder, variant, checkpoint)
-    run.model.refuse_experts(f"--init_from={folder}", "--resume, or a new run")
     checkpoint_folder = run.folder / variant / "checkpoints" / str(run.step)
     provenance = {
         "path": str(run.folder.absolute()),
@@ -226,9 +226,11 @@ def initial_state_from(
     Raises:
       UserError: the weights of `start` do not fit `model`.
     """
+    step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)
+    larger = growth.grown(start.model, start.params, start.tables, model, key)
+    start = StartingPoint(*larger, start.tokenizer, start.provenance)
     _refuse_mismatch(start.model, model)
     gpt.check_layouts(model)
-    step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)
     norms = None
     if calibration is not None:
         mixed = {name: model.linear(name).hadamard for name in model.projections}
@@ -293,12 +295,16 @@ def refuse_other_base(start: StartingPoint, model: ModelConfig) -> None:
 
 
 def _stored_words(spec):
-    return "dense" if spec.kind == "dense" else f"block-sparse at density {spec.density:g}"
+    if spec.kind == "dense":
+        return "dense"
+    mixed = f", hadamard {spec.hadamard}" if spec.hadamard else ""
+    return f"block-sparse at density {spec.density:g} (block {spec.block}, {spec.pattern}{mixed})"
 
 
 def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:
     """Raises UserError with each difference that stops `model` from using weights of `start`."""
-    may_differ = ("linears", "density_by_depth", "remat", "compute_dtype", "precision", "seed")
+    may_differ = ("linears", "density_by_depth", "remat", "compute_dtype", "precision", "seed",
+                  *EXPERT_TRAINING)  # fmt: skip
     differences = [
         _difference(field.name, getattr(start, field.name), getattr(model, field.name))
         for field in dataclasses.fields(model)
@@ -306,6 +312,9 @@ def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:
     ]
     for name in model.projections:
         before, after = start.linear(name), model.linear(name)
+        if start.experts and model.experts and name in MLP:
+            differences += _other_experts(start, model, name)
+            continue
         if before.rank and after.rank != before.rank:
             differences.append(_difference(f"{name}: rank", before.rank, after.rank))
         if before.kind == after.kind == "block_sparse":
@@ -324,6 +333,19 @@ def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:
             f"The initial weights do not fit this run: {'; '.join(differences)}. Use the values of "
             "the initial weights, or other weights."
         )
+
+
+def _other_experts(start, model, name):
+    """Returns a list with the difference of the experts' storage, which no conversion changes."""
+    before, after = start.linear(name), model.linear(name)
+    stored = [(spec.kind, spec.density, spec.block, spec.hadamard) for spec in (before, after)]
+    if before.kind == after.kind == "dense":
+        return []
+    if stored[0] == stored[1]:
+        old, new = (expert_layout(config, name).mask for config in (start, model))
+        if np.array_equal(old, new):
+            return []
+    return [_difference(f"{name} of the experts", _stored_words(before), _stored_words(after))]
 
 
 def _difference(setting, before, after):

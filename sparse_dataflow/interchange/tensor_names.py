@@ -1,5 +1,6 @@
 """Parameters of a dense model from named tensors, and back, by a row of `architectures`."""
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,19 +14,21 @@ from sparse_dataflow.interchange.architectures import OUTPUT, Architecture
 from sparse_dataflow.interchange.equivalent_forms import fuse_qkv, split_config, split_qkv
 from sparse_dataflow.interchange.tensors import Tensors
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.experts import ROUTER
 
 _SHOWN = 5
 """Names of tensors in an error."""
 
 
 class _Entry(NamedTuple):
-    """A tensor of each layer, or of the model.
+    """A tensor of each layer, of each expert, or of the model.
 
     Attributes:
-      name: its name; "{}" is the number of the layer.
+      name: its name; the first "{}" is the number of the layer, the second that of the expert.
       leaves: dotted names of our parameters, which it has side by side along their last axis.
-      shapes: their shapes, of one layer.
-      layers: number of layers; 0 for a tensor of the model.
+      shapes: their shapes, of one tensor.
+      counts: numbers of layers and experts, the leading axes of our parameters; () for a tensor of
+        the model.
       transposed: whether it is stored transposed.
       skip: its first rows, which we do not have.
     """
@@ -33,7 +36,7 @@ class _Entry(NamedTuple):
     name: str
     leaves: list[str]
     shapes: list[tuple[int, ...]]
-    layers: int
+    counts: tuple[int, ...]
     transposed: bool
     skip: int
 
@@ -47,8 +50,8 @@ class _Entry(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Name of the tensor of each layer."""
-        return [self.name.format(i) for i in range(self.layers)] if self.layers else [self.name]
+        """Name of each tensor, in the order of our parameters."""
+        return [self.name.format(*i) for i in itertools.product(*map(range, self.counts))]
 
 
 def read(architecture: Architecture, model: ModelConfig, files: Tensors) -> dict:
@@ -68,7 +71,7 @@ def read(architecture: Architecture, model: ModelConfig, files: Tensors) -> dict
         for name in entry.names:
             tensor = files.read(name, entry.shape)[entry.skip :]
             rows.append(tensor.T if entry.transposed else tensor)
-        stacked = np.stack(rows) if entry.layers else rows[0]
+        stacked = np.stack(rows).reshape(*entry.counts, *rows[0].shape)
         ends = np.cumsum([shape[-1] for shape in entry.shapes])[:-1]
         arrays |= zip(entry.leaves, np.split(stacked, ends, axis=-1))
         names |= set(entry.names)
@@ -90,7 +93,8 @@ def write(architecture: Architecture, model: ModelConfig, params: dict) -> dict[
     tensors = {}
     for entry in _entries(architecture, split, _shapes(split), architecture.prefixes[0]):
         stacked = np.concatenate([np.asarray(arrays[leaf]) for leaf in entry.leaves], axis=-1)
-        for name, tensor in zip(entry.names, stacked if entry.layers else [stacked]):
+        rows = stacked.reshape(-1, *stacked.shape[len(entry.counts) :])
+        for name, tensor in zip(entry.names, rows, strict=True):
             skipped = np.zeros((entry.skip, *tensor.shape[1:]), np.float32)
             tensor = np.concatenate([skipped, tensor]) if entry.skip else tensor
             tensors[name] = np.asarray(tensor.T if entry.transposed else tensor, np.float32)
@@ -104,13 +108,13 @@ def _entries(architecture, model, shapes, prefix) -> Iterator[_Entry]:
     for leaf in sorted(leaves, key=lambda leaf: _order(order, leaf)):
         leaves_by_name.setdefault(_name(architecture, leaf, prefix), []).append(leaf)
     for name, group in leaves_by_name.items():
-        layers = model.num_layers if group[0].startswith("blocks.") else 0
+        axes = name.count("{}")
         yield _Entry(
             name,
             group,
-            [leaves[leaf].shape[1:] if layers else leaves[leaf].shape for leaf in group],
-            layers,
-            architecture.transposed and group[0].endswith(".kernel"),
+            [leaves[leaf].shape[axes:] for leaf in group],
+            leaves[group[0]].shape[:axes],
+            architecture.transposed and group[0].endswith((".kernel", f".{ROUTER}")),
             architecture.position_offset if group[0] == "embed.positions" else 0,
         )
 

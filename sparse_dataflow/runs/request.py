@@ -9,7 +9,7 @@ from typing import Any
 import sparse_dataflow.sparsity.evolution
 import sparse_dataflow.sparsity.patterns  # noqa: F401
 from sparse_dataflow.config import presets, settings
-from sparse_dataflow.config.model import FAMILY_FIELDS, PROJECTIONS
+from sparse_dataflow.config.model import FAMILY_FIELDS, MIXTURE, PROJECTIONS
 from sparse_dataflow.config.parallel import ONLY_RELAY, ParallelConfig
 from sparse_dataflow.config.presets import GPT2_VOCABULARY, SIZES
 from sparse_dataflow.config.run import RunConfig
@@ -80,7 +80,7 @@ OLD_FLAGS = {
 FROM_WEIGHTS = ("scale", "model.num_layers", "model.d_model", "model.num_heads", "model.d_ff",
                 "model.vocab_size", "model.max_len", "model.norm", "model.positions",
                 "model.activation", "model.parametrization", "data.tokenizer",
-                *(f"model.{name}" for name in FAMILY_FIELDS))  # fmt: skip
+                *(f"model.{name}" for name in FAMILY_FIELDS if name not in MIXTURE))  # fmt: skip
 """Settings that the weights of --init_from determine."""
 
 PROCESS = tuple(

@@ -313,11 +313,12 @@ class BlockLayout:
         return LayoutTables(in_index, in_slot, out_index, out_slot)
 
     def to_dense(self, values: Any) -> np.ndarray:
-        """Returns the dense [in_features, out_features] matrix of values [nnz, block, block]."""
+        """Returns dense matrices [..., in_features, out_features] of [..., nnz, block, block]."""
         values = np.asarray(values)
-        dense = np.zeros((self.in_blocks, self.out_blocks, self.block, self.block), values.dtype)
-        dense[self.rows, self.cols] = values
-        return dense.transpose(0, 2, 1, 3).reshape(self.in_features, self.out_features)
+        lead, block = values.shape[:-3], self.block
+        dense = np.zeros((*lead, self.in_blocks, self.out_blocks, block, block), values.dtype)
+        dense[..., self.rows, self.cols, :, :] = values
+        return dense.swapaxes(-3, -2).reshape(*lead, self.in_features, self.out_features)
 
     def from_dense(self, dense: Any) -> np.ndarray:
         """Returns the values [nnz, block, block] of a dense [in_features, out_features] matrix."""

@@ -116,7 +116,8 @@ def change_model(
         new_layouts: list[BlockLayout] = []
         for place in _places(name, common):
             stored = old_layouts and [old_layouts[layer] for layer in place.layers]
-            scale = None if input_norms is None else input_norms[name][np.asarray(place.layers)]
+            norms = (input_norms or {}).get(name)
+            scale = None if norms is None else norms[np.asarray(place.layers)]
             state, chosen = _change_projection(state, place, stored, old, new, key, scale)
             new_layouts += chosen or ()
         if new_layouts:

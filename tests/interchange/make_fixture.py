@@ -19,6 +19,7 @@ FOLDERS = {name: Path(__file__).with_name(name) for name in ARCHITECTURES}
 FOLDER, OPT_FOLDER = FOLDERS["gpt2"], FOLDERS["opt"]
 BYTES = Tokenizer(tuple(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())), (), 260)
 OPT_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
+MIXTURES = ("mixtral", "qwen3_moe")
 SHARDED = "mistral"
 """The fixture whose weights are in several files."""
 
@@ -79,6 +80,18 @@ SHAPES = {
         "use_sliding_window": True,
         "sliding_window": 7,
         "max_window_layers": 0,
+    },
+    "mixtral": _LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6},
+    "qwen3_moe": _LLAMA
+    | {
+        "head_dim": 8,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
     },
 }
 """Architecture -> fields of its fixture's config.json."""

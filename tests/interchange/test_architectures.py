@@ -13,13 +13,15 @@ from make_fixture import BYTES, FOLDERS, LLAMA3_SCALING, OPT_SPECIALS, SHAPES
 from models import DENSE, change_tensors, export, logits, random_model
 from safetensors.numpy import load_file
 
+from sparse_dataflow.checkpoint.named_arrays import flatten
 from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import architectures, huggingface, tensors
 from sparse_dataflow.interchange.architectures import ARCHITECTURES
+from sparse_dataflow.interchange.equivalent_forms import split_config
+from sparse_dataflow.models import gpt
 
-GATED = ("llama", "mistral", "qwen2", "qwen3")
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
 each_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 
@@ -45,6 +47,14 @@ OWN = {
         dataclasses.replace(SPLIT, qk_norm=True, parametrization="supar", tied_embeddings=True),
         "qwen3",
     ),
+    "mixtral": (dataclasses.replace(SPLIT, experts=4, top_k=2, window=5, head_dim=0), "mixtral"),
+    "mixtral of stored blocks": (
+        dataclasses.replace(
+            SPLIT, head_dim=0, experts=3, top_k=3, expert_capacity=1.5, parametrization="supar"
+        ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8, hadamard=4)),
+        "mixtral",
+    ),
+    "qwen3_moe": (dataclasses.replace(SPLIT, qk_norm=True, experts=5), "qwen3_moe"),
 }
 each_own = pytest.mark.parametrize(("config", "expected"), OWN.values(), ids=OWN)
 
@@ -121,6 +131,21 @@ def drawn_shape(name, rng):
         "mistral": {"sliding_window": pick(None, 4)} | pick({}, {"head_dim": 10}),
         "qwen2": pick({}, window),
         "qwen3": {"attention_bias": pick(True, False), "head_dim": pick(6, 12)} | pick({}, window),
+        "mixtral": {
+            "num_local_experts": pick(2, 6),
+            "num_experts_per_tok": 2,
+            "sliding_window": pick(None, 4),
+        },
+        "qwen3_moe": {
+            "attention_bias": pick(True, False),
+            "head_dim": pick(6, 12),
+            "moe_intermediate_size": pick(8, 20),
+        }
+        | {"num_experts": pick(4, 7), "use_sliding_window": pick(True, False), "sliding_window": 3}
+        | pick(
+            {"num_experts_per_tok": 1, "norm_topk_prob": False},
+            {"num_experts_per_tok": 3, "norm_topk_prob": True},
+        ),
     }
     return shape | own[name]
 
@@ -233,9 +258,30 @@ def config_of(name, **changes):
         ),
         (
             "qwen3",
-            {"model_type": "qwen3_moe", "num_experts": 128},
-            ["type 'qwen3_moe'; legal: gpt2, opt, llama", "mixture of experts (num_experts=128)"],
+            {"model_type": "deepseek_v3", "n_routed_experts": 256},
+            [
+                "type 'deepseek_v3'; legal: gpt2, opt, ll",
+                "mixture of experts (n_routed_experts=256)",
+            ],
         ),
+        ("mixtral", {"num_experts_per_tok": 1}, ["num_experts_per_tok=1 (legal: 2 or more)"]),
+        ("mixtral", {"num_local_experts": "absent"}, ["no num_local_experts, which is required"]),
+        (
+            "qwen3_moe",
+            {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
+            [
+                "norm_topk_prob=False (legal: true with num_experts_per_tok of 2 or more, else fa",
+                "decoder_sparse_step=2 (legal: 1)",
+                "mlp_only_layers=[0] (legal: [])",
+            ],
+        ),
+        (
+            "qwen3_moe",
+            {"num_experts_per_tok": 1},
+            ["norm_topk_prob=True (legal: true with num_exp"],
+        ),
+        ("qwen3_moe", {"num_experts": 0}, ["num_experts=0 (legal: 1 or more)"]),
+        ("qwen3_moe", {"num_experts": 2}, ["model.top_k=3 is above the 2 experts"]),
     ],
 )
 def test_features_that_are_not_supported_are_all_named(name, changes, problems):
@@ -253,12 +299,22 @@ def test_the_rotary_fields_of_transformers_5_are_those_of_4():
     assert architectures.read_config(old) == architectures.read_config(new)
 
 
+def test_the_experts_of_transformers_5_are_those_of_4():
+    old = config_of("qwen3_moe")
+    new = config_of("qwen3_moe", num_experts="absent", num_local_experts=old["num_experts"])
+    assert architectures.read_config(old) == architectures.read_config(new)
+
+
 def test_absent_fields_have_the_defaults_of_the_config_class():
     fields = {"model_type": "mistral", "num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 300}
     fields |= {"num_attention_heads": 16, "intermediate_size": 8, "max_position_embeddings": 64}
     model = architectures.read_config(fields)
     assert (model.kv_heads, model.window, model.norm_epsilon) == (8, 4096, 1e-6)
     assert model.rotary_base == 10_000 and not model.tied_embeddings
+    mixture = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = architectures.read_config(fields | mixture)
+    assert (model.kv_heads, model.window, model.norm_epsilon) == (8, 0, 1e-5)
+    assert model.rotary_base == 1e6
 
 
 @pytest.mark.parametrize(
@@ -274,6 +330,34 @@ def test_a_model_that_no_architecture_represents_is_refused(tmp_path, changes, p
         export(tmp_path / "model", "dense", dataclasses.replace(ROTARY, **changes))
     assert all(problem in str(error.value) for problem in problems)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "problems"),
+    [
+        ({"top_k": 1}, ["LlamaForCausalLM has no experts=4 (legal: 0)", "no top_k=1 (legal: 2)"]),
+        ({"prototypes": 2}, ["MixtralForCausalLM has no prototypes=2 (legal: 1)"]),
+        ({"shared_expert": True}, ["MixtralForCausalLM has no shared_expert=True (legal: False)"]),
+        ({"gated_mlp": False}, ["MixtralForCausalLM has no gated_mlp=False (legal: True)"]),
+        ({"biases": ("mlp_in",)}, ["MixtralForCausalLM has no biases of mlp_in"]),
+    ],
+)
+def test_a_mixture_that_no_architecture_represents_is_refused(tmp_path, changes, problems):
+    mixture = dataclasses.replace(SPLIT, **{"experts": 4, "top_k": 2} | changes)
+    with pytest.raises(UserError) as error:
+        export(tmp_path / "model", "dense", mixture)
+    assert all(problem in str(error.value) for problem in (*problems, "Legal: the run folder."))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dense_model_is_no_mixture(tmp_path):
+    params, tables = random_model(SPLIT)
+    for name, experts in (("mixtral", 2), ("qwen3_moe", 1)):
+        with pytest.raises(UserError, match=rf"has no .*experts=0 \(legal: {experts}\)"):
+            huggingface.write(
+                *(tmp_path / "model", "dense", SPLIT, params, tables, BYTES),
+                **{"context": 16, "card": "", "architecture": name},
+            )
 
 
 def test_a_named_architecture_is_used_or_refused(tmp_path):
@@ -303,6 +387,9 @@ def test_every_row_names_every_parameter_of_its_models():
     for name, folder in FOLDERS.items():
         model = architectures.read_config(config_of(name))
         assert isinstance(model, ModelConfig) and folder.exists()
-        assert set(model.projections) - {"qkv"} <= {
-            key.removeprefix("blocks.") for key in ARCHITECTURES[name].tensors
-        }
+        shapes = jax.eval_shape(
+            lambda key, model=model: gpt.init(split_config(model), key), jax.random.key(0)
+        )
+        named = ARCHITECTURES[name].tensors
+        for leaf in flatten(shapes["blocks"]):
+            assert {f"blocks.{leaf}", f"blocks.{leaf.rpartition('.')[0]}"} & set(named)

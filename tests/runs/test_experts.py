@@ -55,9 +55,9 @@ def test_tensor_axis_has_dense_experts_alone():
         executor.check(MODEL.with_linears(SPARSE), TRAINING)
 
 
-def test_export_is_refused(tmp_path):
-    with pytest.raises(UserError, match="legal with experts: the run folder"):
-        huggingface.write(tmp_path / "out", "dense", MODEL, {}, {}, None, context=16, card="")
+def test_sparse_form_is_refused(tmp_path):
+    with pytest.raises(UserError, match="legal with experts: form=dense, or the run folder"):
+        huggingface.write(tmp_path / "out", "sparse", MODEL, {}, {}, None, context=16, card="")
 
 
 def test_search_for_plans_is_refused():
