@@ -3,13 +3,16 @@
 Over g chips, (g - 1) / g of the gathered bytes pass through each chip, in log2 g hops (recursive
 doubling; Thakur, Rabenseifner and Gropp 2005, section 4).  Over several islands the collective is
 hierarchical: first within each island, then between islands with each chip's share of the bytes.
-All functions broadcast over numpy arrays.
+All times broadcast over numpy arrays.
 """
 
 import numpy as np
 
+from sparse_dataflow.config.expert_rows import exchanged_rows
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.hardware.chips import Network
 from sparse_dataflow.planning.efficiency import Efficiency
+from sparse_dataflow.planning.memory import DTYPE_BYTES
 
 
 def gather_seconds(size, chips, near, network: Network, efficiency: Efficiency, axes=1):
@@ -44,3 +47,22 @@ def send_seconds(size, near, network: Network, efficiency: Efficiency):
     fast = size / (network.fast * efficiency.fast_link) + network.fast_latency
     slow = size / (network.slow * efficiency.slow_link) + network.slow_latency
     return np.where(near, fast, slow)
+
+
+EXCHANGES = {"none": 4, "dots": 6, "full": 6}
+"""Remat -> all-to-alls of rows in a layer of experts, in a step of one micro-batch.
+
+Rows travel to the experts and back, and so do their gradients.  Remat repeats the former.
+"""
+
+
+def exchange_bytes(config: ModelConfig, tokens: int, devices: int) -> int:
+    """Returns the bytes of the rows that a device sends in one all-to-all, to itself included.
+
+    Args:
+      config: the model.
+      tokens: tokens of a micro-batch on a device.
+      devices: number of devices that share the experts of a layer.
+    """
+    rows = devices * exchanged_rows(config, tokens, devices)
+    return rows * config.d_model * DTYPE_BYTES[config.compute_dtype]
