@@ -11,13 +11,11 @@ from sparse_dataflow.config.parallel import ParallelConfig
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.models.adapters import with_adapters
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.parallel.sharded import Sharded
-from sparse_dataflow.planning import search
 from sparse_dataflow.runs import devices
 from sparse_dataflow.sparsity.evolution import phase_specs
 
@@ -85,9 +83,3 @@ def test_tokens_travel_to_experts_of_a_mesh_alone(how):
 def test_export_is_refused(tmp_path):
     with pytest.raises(UserError, match="legal with experts: the run folder"):
         huggingface.write(tmp_path / "out", "dense", MODEL, {}, {}, None, context=16, card="")
-
-
-def test_search_for_plans_is_refused():
-    request = search.Request(MODEL, 16, 8, CHIPS["a100-80gb"], 4)
-    with pytest.raises(UserError, match="search for plans with model"):
-        search.price(request)
