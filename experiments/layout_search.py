@@ -5,6 +5,7 @@ rematerialisation) by the planner's cost model, after arXiv 2312.12705. Needs no
 
     python -m experiments.layout_search --scale=175b --hardware=mi250x --chips=1024 --batch=10240
     python -m experiments.layout_search --scale=13b --density=0.125 --hardware=h100 --chips=64
+    python -m experiments.layout_search --scale=1.3b --experts=64 --top_k=2 --expert_capacity=1.25
 
 Prints the ten best with their days, memory and ties, the terms of the best one, how much each
 choice decides, and the commands that train under the recommended plan. Where the compiler for the
@@ -14,7 +15,14 @@ Writes OUT/search.html, OUT/trials.csv, OUT/sensitivity.png and OUT/roofline.png
 
 import dataclasses
 
-from sparse_dataflow.config.settings import ABOVE_ZERO, AT_LEAST_ONE, AT_LEAST_ZERO, setting
+from sparse_dataflow.config.model import MOST_EXPERTS
+from sparse_dataflow.config.settings import (
+    ABOVE_ZERO,
+    AT_LEAST_ONE,
+    AT_LEAST_ZERO,
+    between,
+    setting,
+)
 from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.runs import command_line
 from sparse_dataflow.runs.planning.options import ModelOptions
@@ -24,6 +32,15 @@ from sparse_dataflow.runs.planning.options import ModelOptions
 class Options(ModelOptions):
     """What is searched."""
 
+    experts: int = setting(
+        0, "Experts of each MLP; 0 is one MLP for all tokens.", legal=between(0, MOST_EXPERTS)
+    )
+    top_k: int = setting(1, "Experts of a token.", legal=between(1, MOST_EXPERTS))
+    expert_capacity: float = setting(
+        0.0,
+        "Most tokens of an expert, as a multiple of the mean; 0 drops none.",
+        legal=between(0, MOST_EXPERTS),
+    )
     hardware: str = setting(
         "h100",
         f"Chip: {', '.join(CHIPS)}, the start of one, or a TOML file that describes your own.",
@@ -46,6 +63,12 @@ class Options(ModelOptions):
     out: str = setting(
         "runs/layout_search", "Output folder; made where it does not exist.", path=True
     )
+
+    def with_density(self, density):
+        """See `ModelOptions`."""
+        model = super().with_density(density)
+        names = ("experts", "top_k", "expert_capacity")
+        return dataclasses.replace(model, **{name: getattr(self, name) for name in names})
 
 
 def main(options):

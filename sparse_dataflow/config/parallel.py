@@ -14,6 +14,7 @@ from sparse_dataflow.config.settings import (
 )
 
 EXECUTORS = ("auto", "whole", "pipeline", "relay")
+EXPERTS = ("gather", "exchange")
 STASHES = ("device", "host")
 CLIPPINGS = ("exact", "eager")
 MOST_PROCESSES = 2**20
@@ -30,6 +31,8 @@ class ParallelConfig:
         stages, else whole.
       mesh: devices along each axis; "auto" is fsdp over all devices.
       zero: what the axis fsdp shards.
+      experts: what travels over the axis fsdp for the experts that it shards: their weights, or
+        the tokens.
       schedule: order of actions of a pipeline's stages; see `parallel.pipeline.schedules`.
       stash: where the relay stores block inputs until the backward pass.
       clipping: how the relay clips gradients.
@@ -63,6 +66,13 @@ class ParallelConfig:
         3,
         "What fsdp shards: 0 nothing, 1 moments, 2 gradients too, 3 parameters too.",
         legal=("0 to 3", lambda level: 0 <= level <= 3),
+        resumed=FRESH,
+    )
+    experts: str = setting(
+        "gather",
+        "What travels over fsdp for the experts of a layer: gather brings all weights to every "
+        "device, exchange sends each token to the devices that have its experts (all-to-all).",
+        choices=EXPERTS,
         resumed=FRESH,
     )
     schedule: str = setting(

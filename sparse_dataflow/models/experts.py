@@ -1,10 +1,9 @@
 """A mixture of experts in place of a block's MLP.
 
 A router chooses the experts of each token.  The rows of an expert follow one another, padded to
-whole tiles, and `kernels.expert_matmul` multiplies them with its weights.  No array has tokens,
-experts and capacity as dimensions.
+whole tiles (`expert_rows`), and `kernels.expert_matmul` multiplies them with its weights.
 
-Shapes in names: N tokens, K experts of a token, E experts, S rows of all experts, D and F features.
+Shapes in names: N tokens, K experts of a token, E experts, S rows, T tiles, D and F features.
 """
 
 import functools
@@ -17,23 +16,19 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from sparse_dataflow.config.model import MLP, ModelConfig
+from sparse_dataflow.config.model import MLP, ROW_PARALLEL, ModelConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul.grouped import split
+from sparse_dataflow.kernels.block_sparse_matmul import grouped
 from sparse_dataflow.kernels.expert_matmul.api import expert_matmul
 from sparse_dataflow.kernels.hadamard.api import hadamard
+from sparse_dataflow.models.expert_rows import collect, dispatch, exchange, spread
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT, normal, projection_layout
 from sparse_dataflow.models.mlp import Mlp, activate, gain
-from sparse_dataflow.sparsity.layout import BlockLayout, Groups
+from sparse_dataflow.models.shard import WHOLE, Shard
+from sparse_dataflow.sparsity.layout import BlockLayout, Groups, LayoutTables
 
 ROUTER = "router"
 """Leaf of the router's weight, which computes in float32 whatever the compute dtype."""
-
-MOST_ROWS = 128
-"""Rows of the largest tile."""
-
-TILES_PER_EXPERT = 4
-"""Tiles of an expert of mean load; more tiles have fewer rows of padding, but smaller products."""
 
 
 class Routing(NamedTuple):
@@ -65,20 +60,6 @@ def with_loss(x: jax.Array, loss: jax.Array) -> jax.Array:
 with_loss.defvjp(lambda x, loss: (x, loss), lambda loss, dx: (dx, jnp.ones_like(loss)))
 
 
-class Dispatch(NamedTuple):
-    """Where the rows of the experts come from.
-
-    Attributes:
-      choices_S: int32, the choice (token * K + k) of each row; N * K for padding.
-      rows_NxK: int32, the row of each choice; S for a dropped one.
-      tiles_T: int32, ascending, the expert of each tile of S / T rows.
-    """
-
-    choices_S: jax.Array
-    rows_NxK: jax.Array
-    tiles_T: jax.Array
-
-
 class Experts(nnx.Module):
     """Experts, their router and the shared expert; see `ModelConfig`."""
 
@@ -104,19 +85,29 @@ class Experts(nnx.Module):
         """
         x_NxD = x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
         gates_NxK, experts_NxK, routing = self.route(x_NxD, shard.row_axes)
-        plan = dispatch(self.config, experts_NxK)
-        dropped = jnp.mean(plan.rows_NxK == len(plan.choices_S), dtype=jnp.float32)
-        x_SxD = spread(x_NxD, plan)
-        products = [self.mlp_in(x_SxD, plan.tiles_T)]
-        if self.config.gated_mlp:
-            products.append(self.mlp_gate(x_SxD, plan.tiles_T))
-        hidden_SxF = activate(self.config, *products)
-        y_SxD = self.mlp_out(hidden_SxF, plan.tiles_T, shard.devices)
-        y_NxD = jnp.einsum("nk,nkd->nd", gates_NxK, collect(y_SxD, plan))
+        if shard.expert_axis is None:
+            sent, tiles_T = dispatch(self.config, experts_NxK)
+            x_SxD = spread(x_NxD, sent)
+            y_NxKxD = collect(self.products(x_SxD, tiles_T, tables, shard), sent)
+        else:
+            plan = exchange(self.config, experts_NxK, shard.expert_axis)
+            sent = plan.sent
+            x_SxD = plan.spread(x_NxD)
+            y_NxKxD = plan.collect(self.products(x_SxD, plan.tiles_T, tables, shard))
+        dropped = jnp.mean(sent.rows_NxK == len(sent.choices_S), dtype=jnp.float32)
+        y_NxD = jnp.einsum("nk,nkd->nd", gates_NxK, y_NxKxD)
         y_BxTxD = shard.reduce(y_NxD.astype(x_BxTxD.dtype).reshape(x_BxTxD.shape))
         if self.config.shared_expert:
             y_BxTxD += self.shared.mlp(x_BxTxD, tables, shard)
         return checkpoint_name(y_BxTxD, PROJECTION_OUTPUT), routing._replace(dropped=dropped)
+
+    def products(self, x_SxD, tiles_T, tables, shard):
+        """Applies each expert to its rows, in the order of `tiles_T`; see `dispatch`."""
+        products = [self.mlp_in(x_SxD, tiles_T, tables.get("mlp_in"), shard)]
+        if self.config.gated_mlp:
+            products.append(self.mlp_gate(x_SxD, tiles_T, tables.get("mlp_gate"), shard))
+        hidden_SxF = activate(self.config, *products)
+        return self.mlp_out(hidden_SxF, tiles_T, tables.get("mlp_out"), shard)
 
     def route(self, x_NxD, row_axes=()):
         """Chooses the experts of tokens, in float32.
@@ -163,6 +154,7 @@ class ExpertLinear(nnx.Module):
         spec, (inputs, outputs) = config.linear(projection), config.projection_shape(projection)
         self.layout = expert_layout(config, projection) if spec.kind == "block_sparse" else None
         self.hadamard = spec.hadamard
+        self.row_parallel = projection in ROW_PARALLEL
         scale = gain(config, projection)
         if self.layout is None:
             shape: tuple[int, ...] = (config.experts, inputs, outputs)
@@ -175,34 +167,46 @@ class ExpertLinear(nnx.Module):
         if projection in config.biases:
             self.bias = nnx.Param(jnp.zeros((config.experts, outputs)))
 
-    def __call__(self, x_SxD: jax.Array, tiles_T: jax.Array, devices: int = 1) -> jax.Array:
+    def __call__(
+        self,
+        x_SxD: jax.Array,
+        tiles_T: jax.Array,
+        tables: LayoutTables | None,
+        shard: Shard = WHOLE,
+    ) -> jax.Array:
         """Applies each expert to its rows, in the dtype of x.
 
         Args:
           x_SxD: rows in the order of `tiles_T`.
-          tiles_T: see `Dispatch`.
-          devices: number of devices whose outputs are summed, so that a bias counts once.
+          tiles_T: see `expert_rows.dispatch`.
+          tables: tables of a block-sparse projection, which a tensor-parallel shard reads.
+          shard: shard of the parameters.
         """
         if self.layout is None:
             weight = self.kernel[...].astype(x_SxD.dtype)[:, None]
             y = expert_matmul(x_SxD[:, None], weight, tiles_T)[:, 0]
         else:
             x = hadamard(x_SxD, self.hadamard) if self.hadamard else x_SxD
-            y = _grouped_matmul(x, self.values[...].astype(x.dtype), tiles_T, self.layout)
+            if shard.axis is None:
+                tables = self.layout.tables()._replace(groups=self.layout.groups)
+            y = _grouped_matmul(x, self.values[...].astype(x.dtype), tiles_T, tables)
         if hasattr(self, "bias"):
-            bias = self.bias[...].astype(y.dtype)[tiles_T, None] / devices
+            bias = shard.own_experts(self.bias[...]).astype(y.dtype)[tiles_T, None]
+            if self.row_parallel:  # A bias counts once in the sum over the shards.
+                bias /= shard.devices
             y = (y.reshape(len(tiles_T), -1, y.shape[-1]) + bias).reshape(y.shape)
         return checkpoint_name(y, PROJECTION_OUTPUT)
 
 
-def _grouped_matmul(x, values, tiles, layout):
+def _grouped_matmul(x, values, tiles, tables):
     """[S, in] x [E, nnz, block, block] -> [S, out]: each group of inputs times its weight."""
-    groups, block = layout.groups, layout.block
-    weights = groups.join(values, layout.in_blocks, layout.out_blocks)
-    by_group = split(x, groups.count, groups.in_run * block).swapaxes(1, 2)
+    groups, block = tables.groups, values.shape[-1]
+    weights = grouped.group_values(values, tables, groups)
+    x = grouped.own_inputs(x, tables, groups, block)
+    by_group = grouped.split(x, groups.count, groups.in_run * block).swapaxes(1, 2)
     y = expert_matmul(by_group.reshape(len(x), groups.count, -1), weights, tiles)
-    y = y.reshape(len(x), groups.count, -1, groups.out_run * block)
-    return y.swapaxes(1, 2).reshape(len(x), layout.out_features)
+    y = y.reshape(len(x), groups.count, -1, groups.out_run * block).swapaxes(1, 2)
+    return grouped.among_outputs(y.reshape(len(x), -1), tables, groups, block)
 
 
 @functools.lru_cache(maxsize=64)
@@ -222,74 +226,3 @@ def expert_layout(config: ModelConfig, projection: str) -> BlockLayout:
             "attention alone."
         )
     return layouts[0]
-
-
-def dispatch(config: ModelConfig, experts_NxK: jax.Array) -> Dispatch:
-    """Sorts the choices of tokens by expert, in the order of tokens, and pads to whole tiles."""
-    choices, count = experts_NxK.size, config.experts
-    rows = tile_rows(choices, count)
-    tiles = (choices + count * (rows - 1)) // rows
-    capacity = choices
-    if config.expert_capacity:
-        capacity = min(choices, math.ceil(config.expert_capacity * choices / count))
-        tiles = min(tiles, count * -(-capacity // rows))
-    flat = experts_NxK.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.bincount(flat, length=count)
-    tile_ends = jnp.cumsum(-(-jnp.minimum(sizes, capacity) // rows))
-    first_rows = rows * jnp.concatenate([jnp.zeros(1, tile_ends.dtype), tile_ends[:-1]])
-    expert = flat[order]
-    rank = jnp.arange(choices) - (jnp.cumsum(sizes) - sizes)[expert]
-    row = jnp.where(rank < capacity, first_rows[expert] + rank, tiles * rows).astype(jnp.int32)
-    return Dispatch(
-        jnp.full(tiles * rows, choices, jnp.int32).at[row].set(order, mode="drop"),
-        jnp.zeros(choices, jnp.int32).at[order].set(row).reshape(experts_NxK.shape),
-        jnp.minimum(jnp.searchsorted(tile_ends, jnp.arange(tiles), side="right"), count - 1).astype(
-            jnp.int32
-        ),
-    )
-
-
-def tile_rows(choices: int, experts: int) -> int:
-    """Returns the rows of a tile: a power of 2, such that experts of mean load fill some tiles."""
-    mean = choices // (TILES_PER_EXPERT * experts)
-    return min(MOST_ROWS, 1 << max(0, mean.bit_length() - 1))
-
-
-def spread(x_NxD: jax.Array, plan: Dispatch) -> jax.Array:
-    """Returns the rows of the experts [S, D]: the token of each choice, 0 in padding."""
-    tokens_S = plan.choices_S // plan.rows_NxK.shape[1]
-    return _spread(x_NxD, tokens_S, plan.rows_NxK)
-
-
-@jax.custom_vjp
-def _spread(x_NxD, tokens_S, rows_NxK):
-    return _take(x_NxD, tokens_S)
-
-
-# Scatters are slow on a CPU; each gradient is a gather by the other map instead.
-_spread.defvjp(
-    lambda x, tokens, rows: (_take(x, tokens), rows),
-    lambda rows, dy: (_take(dy, rows).sum(1).astype(dy.dtype), None, None),
-)
-
-
-def collect(y_SxD: jax.Array, plan: Dispatch) -> jax.Array:
-    """Returns the outputs [N, K, D] of each token's experts, 0 for a dropped choice."""
-    return _collect(y_SxD, plan.rows_NxK, plan.choices_S)
-
-
-@jax.custom_vjp
-def _collect(y_SxD, rows_NxK, choices_S):
-    return _take(y_SxD, rows_NxK)
-
-
-_collect.defvjp(
-    lambda y, rows, choices: (_take(y, rows), choices),
-    lambda choices, dy: (_take(dy.reshape(-1, dy.shape[-1]), choices), None, None),
-)
-
-
-def _take(rows, indices):
-    """Rows at indices; 0 where an index is the number of rows."""
-    return rows.at[indices].get(mode="fill", fill_value=0)

@@ -31,12 +31,15 @@ class Shard:
       kv_copies: devices that compute the same key/value head.  Above 1, the parameters of `k` and
         `v` are replicated, and each device computes with the columns of its own head.
       row_axes: mesh axes that shard the rows of the batch.
+      expert_axis: mesh axis whose devices have different experts, which tokens travel to; None if
+        every device has the weights of all experts.
     """
 
     axis: str | None = None
     vocabulary: bool = False
     kv_copies: int = 1
     row_axes: tuple[str, ...] = ()
+    expert_axis: str | None = None
 
     @property
     def devices(self) -> int:
@@ -60,6 +63,14 @@ class Shard:
         length = tokens.shape[axis] // lax.axis_size(self.axis)
         start = lax.axis_index(self.axis) * length
         return lax.dynamic_slice_in_dim(tokens, start, length, axis)
+
+    def own_experts(self, experts: jax.Array) -> jax.Array:
+        """Slices a replicated array [experts, ...] to the experts of this device."""
+        if self.expert_axis is None:
+            return experts
+        length = len(experts) // lax.axis_size(self.expert_axis)
+        start = lax.axis_index(self.expert_axis) * length
+        return lax.dynamic_slice_in_dim(experts, start, length)
 
     def local(self, block: dict[str, Any]) -> dict[str, Any]:
         """Returns the parameters of a block with those of `k` and `v` sliced to this device's head.

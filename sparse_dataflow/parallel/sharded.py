@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.config.layer_groups import group_index_of_path, join_groups, split_groups
-from sparse_dataflow.config.model import KEY_VALUE
+from sparse_dataflow.config.model import KEY_VALUE, MLP
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import adapters, gpt
 from sparse_dataflow.models.shard import Shard
 from sparse_dataflow.optim.optimizers import adam_state
@@ -35,10 +36,12 @@ class Sharded(Executor):
     Attributes:
       mesh: with all of `mesh.AXES`; its "stage" is 1.
       zero: which arrays are sharded over "fsdp"; see `sharding.ZERO`.
+      exchange: whether tokens travel to the experts over "fsdp", whose weights stay sharded.
     """
 
     mesh: meshes.AnyMesh
     zero: int = 3
+    exchange: bool = False
 
     @property
     def devices(self):
@@ -47,15 +50,25 @@ class Sharded(Executor):
 
     def describe(self):
         """See `Executor`."""
-        return f"--mesh={meshes.describe(self.mesh)} --set parallel.zero={self.zero}"
+        exchange = " --set parallel.experts=exchange" if self.exchange else ""
+        return f"--mesh={meshes.describe(self.mesh)} --set parallel.zero={self.zero}{exchange}"
 
     def check(self, model, training):
         """See `Executor`."""
+        if self.exchange:
+            sharding.refuse_exchange(self.mesh, model, self.zero)
         sharding.refuse_indivisible(
             self.mesh, model, training.batch, training.micro_batches, training.sequence
         )
         for group in split_groups(gpt.layout_tables(gpt.layouts(model))):
-            cuts.cut(group, self.tensor_shards, False, self._kv_copies(model))
+            sharded = cuts.cut(group, self.tensor_shards, False, self._kv_copies(model))
+            for name in set(sharded) & set(MLP) if model.experts else ():
+                if sharded[name].tables.groups is None:
+                    raise UserError(
+                        f"tensor:{self.tensor_shards} divides the groups of stored blocks of "
+                        f"{name} unequally; legal with block-sparse experts: a size that divides "
+                        "or is a multiple of the number of groups."
+                    )
 
     def loss(self, model, params, tables, tokens, weights):
         """See `Executor`."""
@@ -160,7 +173,7 @@ class Sharded(Executor):
         specs, frozen_specs = (sharding.specs(p, model, self.mesh, fsdp) for p in (params, frozen))
         fsdp = self.zero >= sharding.ZERO["gradients"]
         gradient_specs = sharding.specs(params, model, self.mesh, fsdp)
-        all_specs = adapters.merged(specs, frozen_specs)
+        all_specs = sharding.gathered_specs(adapters.merged(specs, frozen_specs), self.exchange)
         by_group = {name: split_groups(section) for name, section in all_specs.items()}
         by_group["blocks"] = tuple(map(sharding.layer_specs, by_group["blocks"]))
         tensor_parallel = self.tensor_shards > 1
@@ -170,6 +183,7 @@ class Sharded(Executor):
                 tensor_parallel and "tensor" in sharding.axes_of(all_specs["embed"]["tokens"]),
                 self._kv_copies(model),
                 BATCH_AXES,
+                "fsdp" if self.exchange and self.mesh.shape["fsdp"] > 1 else None,
             ),
             meshes.batch_shards(self.mesh),
             lambda name, params, group: sharding.gather(
@@ -370,9 +384,11 @@ def _resize(target, rows):
 
 @functools.cache
 def _take(target):
-    """Returns a jitted function (values [layers, nnz, ...], order) -> reordered values."""
+    """Returns a jitted function (values [layers, ..., nnz, block, block], order of each layer) ->
+    reordered values."""
 
     def take(values, order):
-        return values[jnp.arange(len(values))[:, None], order]
+        others = (1,) * (values.ndim - 4)
+        return jnp.take_along_axis(values, order.reshape(len(order), *others, -1, 1, 1), axis=-3)
 
     return jax.jit(take, out_shardings=target)

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sparse_dataflow.config.model import KEY_VALUE, MLP, PROJECTIONS, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import KEY_VALUE, PROJECTIONS, ROW_PARALLEL, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.parallel.mesh import BATCH_AXES, AnyMesh, batch_shards
 from sparse_dataflow.parallel.whole import GATHERED
@@ -32,6 +32,8 @@ _EXPERTS = rf"{_BLOCKS}experts\."
 _MODULES = rf"{_BLOCKS}(?:experts\.shared\.)?"
 """Path prefixes of the experts' projections, and of those that all tokens have."""
 
+_EXPERT_WEIGHT = rf"{_EXPERTS}({_COLUMN}|{_ROW})\.(kernel|values)$"
+
 RULES = (
     # The first row whose expression matches the full path gives the axes that shard each dimension.
     (r"embed\.tokens|head\.output", P("tensor", "fsdp")),
@@ -39,7 +41,7 @@ RULES = (
     (rf"{_EXPERTS}({_COLUMN})\.kernel", P("stage", "fsdp", None, "tensor")),
     (rf"{_EXPERTS}({_COLUMN})\.bias", P("stage", None, "tensor")),
     (rf"{_EXPERTS}({_ROW})\.kernel", P("stage", "fsdp", "tensor")),
-    (rf"{_EXPERTS}({_COLUMN}|{_ROW})\.values", P("stage", "fsdp")),
+    (rf"{_EXPERTS}({_COLUMN}|{_ROW})\.values", P("stage", "fsdp", "tensor")),
     (rf"{_MODULES}({_COLUMN})\.values", P("stage", ("tensor", "fsdp"))),
     (rf"{_MODULES}({_COLUMN})\.(kernel|b_kernel)", P("stage", "fsdp", "tensor")),
     (rf"{_MODULES}({_COLUMN})\.a_kernel", P("stage", "fsdp")),
@@ -176,6 +178,21 @@ def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
     return jax.tree.map(gather_leaf, params, specs)
 
 
+def gathered_specs(specs: dict, exchange: bool) -> dict:
+    """Returns the specs of params to `gather`: without axes for experts that tokens travel to.
+
+    Args:
+      specs: partition specs of all params, or of the blocks.
+      exchange: whether tokens travel to the experts over "fsdp".
+    """
+
+    def gathered(path, spec):
+        return P() if exchange and re.search(_EXPERT_WEIGHT, dotted_path(path)) else spec
+
+    is_spec = lambda leaf: isinstance(leaf, P)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(gathered, specs, is_leaf=is_spec)
+
+
 def _all_gather(leaf, dim, dtype):
     @jax.custom_vjp
     def gather(leaf):
@@ -255,6 +272,27 @@ def refuse_indivisible(
         )
 
 
+def refuse_exchange(mesh: AnyMesh, model: ModelConfig, zero: int) -> None:
+    """Refuses a model or mesh in which tokens cannot travel to the experts over "fsdp".
+
+    Raises:
+      UserError: naming the legal values.
+    """
+    words = "--set parallel.experts=exchange"
+    if zero < ZERO["params"]:
+        raise UserError(
+            f"{words} with parallel.zero={zero}, which gives every device all experts; legal: "
+            "--set parallel.zero=3, or gather."
+        )
+    if model.experts % mesh.shape["fsdp"]:
+        sizes = range(1, model.experts + 1)
+        legal = ", ".join(str(size) for size in sizes if model.experts % size == 0)
+        raise UserError(
+            f"{words} on fsdp:{mesh.shape['fsdp']}, which does not divide the {model.experts} "
+            f"experts; legal for this model: {legal}."
+        )
+
+
 def _indivisible(model, sequence, tensor):
     """Returns what a tensor axis does not divide, in words; empty if it shards the model."""
     copied = KEY_VALUE if key_value_copies(model, tensor) > 1 else ()
@@ -262,8 +300,6 @@ def _indivisible(model, sequence, tensor):
     counts = {f"{model.num_heads} heads": model.num_heads, f"{sequence} tokens": sequence}
     if tensor % model.kv_heads or not copied:
         counts[heads] = model.kv_heads
-    if tensor > 1 and model.experts and set(MLP) & set(model.sparse_projections):
-        return f"the {model.experts} block-sparse experts"
     for name in model.projections:
         linear, (inside, outside) = model.linear(name), model.projection_shape(name)
         side, features = ("output", outside) if name in COLUMN_PARALLEL else ("input", inside)

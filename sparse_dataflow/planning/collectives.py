@@ -3,13 +3,19 @@
 Over g chips, (g - 1) / g of the gathered bytes pass through each chip, in log2 g hops (recursive
 doubling; Thakur, Rabenseifner and Gropp 2005, section 4).  Over several islands the collective is
 hierarchical: first within each island, then between islands with each chip's share of the bytes.
-All functions broadcast over numpy arrays.
+All times broadcast over numpy arrays.
 """
+
+import functools
+import math
 
 import numpy as np
 
+from sparse_dataflow.config.expert_rows import exchanged_rows
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.hardware.chips import Network
 from sparse_dataflow.planning.efficiency import Efficiency
+from sparse_dataflow.planning.memory import DTYPE_BYTES
 
 
 def gather_seconds(size, chips, near, network: Network, efficiency: Efficiency, axes=1):
@@ -44,3 +50,50 @@ def send_seconds(size, near, network: Network, efficiency: Efficiency):
     fast = size / (network.fast * efficiency.fast_link) + network.fast_latency
     slow = size / (network.slow * efficiency.slow_link) + network.slow_latency
     return np.where(near, fast, slow)
+
+
+EXCHANGES = {"none": 4, "dots": 6, "full": 6}
+"""Remat of the project -> all-to-alls of rows in a layer of experts, in a step of a micro-batch.
+
+Rows travel to the experts and back, and so do their gradients.  Remat repeats the former.
+"""
+
+
+def exchange_bytes(config: ModelConfig, tokens, devices):
+    """Returns the bytes of the rows that a device sends in one all-to-all, to itself included.
+
+    Args:
+      config: the model.
+      tokens: tokens of a micro-batch on a device.
+      devices: number of devices that share the experts of a layer.
+    """
+    rows = buffer_rows(config, tokens, devices)
+    return rows * config.d_model * DTYPE_BYTES[config.compute_dtype]
+
+
+def buffer_rows(config: ModelConfig, tokens, devices):
+    """Returns the rows that a device sends in one all-to-all, padding included.
+
+    Where the number of devices does not divide the experts, fewer devices count.
+    """
+
+    @functools.cache
+    def rows(tokens, devices):
+        return devices * exchanged_rows(config, int(tokens), math.gcd(config.experts, int(devices)))
+
+    return np.vectorize(rows, otypes=[np.int64])(tokens, devices)
+
+
+def exchange_seconds(size, chips, near, network: Network, efficiency: Efficiency, axes=1):
+    """Returns the seconds of an all-to-all in which each chip sends `size` bytes in equal parts.
+
+    Arguments as in `gather_seconds`.  A part for a chip of another island travels there directly.
+    """
+    near = np.minimum(near, chips)
+    rate = network.fast * np.clip(axes, 1, network.axes)
+    if network.pair:
+        rate = np.where(near <= 2, network.pair, rate)
+    inside = (near - 1) / chips * size / (rate * efficiency.fast_link)
+    inside = inside + np.log2(near) * network.fast_latency
+    across = (chips - near) / chips * size / (network.slow * efficiency.slow_link)
+    return inside + across + np.log2(chips / near) * network.slow_latency

@@ -295,23 +295,28 @@ class BlockWidths(NamedTuple):
     hidden: int
 
 
-def block_widths(config: ModelConfig, kv_copies=1) -> BlockWidths:
+def block_widths(config: ModelConfig, kv_copies=1, expert_rows=None) -> BlockWidths:
     """Returns the widths of the activations inside a block, summed over its tensor-parallel chips.
 
     Args:
       config: the model.
       kv_copies: chips that compute the same key/value head; see `parallel_plan.key_value_copies`.
+      expert_rows: rows of the MLP per token; None for `ModelConfig.active_experts`.
     """
     queries = config.num_heads * config.head_width
     keys_values = 2 * config.kv_heads * config.head_width * kv_copies
     normed = 3 * (queries + keys_values // 2) if config.qk_norm else 0
     products, hidden = (2, 4) if config.gated_mlp else (1, 2)
-    d_ff = config.active_experts * config.d_ff
+    d_ff = (config.active_experts if expert_rows is None else expert_rows) * config.d_ff
     return BlockWidths(queries, keys_values, normed, products * d_ff, hidden * d_ff)
 
 
 def activation_bytes(
-    config: ModelConfig, sequence: int, fused_attention: bool = False, kv_copies=1
+    config: ModelConfig,
+    sequence: int,
+    fused_attention: bool = False,
+    kv_copies=1,
+    expert_rows=None,
 ) -> ActivationBytes:
     """Estimates the activations of a block under the config's remat, and those of the head.
 
@@ -323,19 +328,20 @@ def activation_bytes(
     logits and as probabilities.  A gated MLP saves two more of d_ff (gate and product).  XLA's
     attention repeats grouped keys and values, and saves its output in another order.  In
     bfloat16, XLA allocates up to a third more on a CPU, where it computes elementwise operations in
-    float32.  `kv_copies` is that of `block_widths`.
+    float32.  `kv_copies` and `expert_rows` are those of `block_widths`.
     """
     compute = DTYPE_BYTES[config.compute_dtype]
-    d, widths = config.d_model, block_widths(config, kv_copies)
+    d, widths = config.d_model, block_widths(config, kv_copies, expert_rows)
+    active = config.active_experts if expert_rows is None else expert_rows
     heads = widths.queries + widths.keys_values
     # Scores are float32; probabilities have the compute dtype.
     scores = 0 if fused_attention else config.num_heads * sequence * (4 + compute)
     if config.kv_heads < config.num_heads and not fused_attention:
         scores += 3 * widths.queries * compute
     # Of each expert of a token, its input and its output.
-    rows = 2 * config.active_experts * d if config.experts else 0
+    rows = 2 * active * d if config.experts else 0
     unfused = 5 * d + heads + widths.queries + heads + widths.normed + widths.hidden + rows
-    whole_block = (unfused + 3 * config.active_experts * config.d_ff) * compute + scores
+    whole_block = (unfused + 3 * active * config.d_ff) * compute + scores
     saved = {
         "full": d * compute,
         "dots": (2 * d + heads + widths.products + rows // 2) * compute,

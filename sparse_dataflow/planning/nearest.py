@@ -6,7 +6,7 @@ from sparse_dataflow.planning import search
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.planning.search import Request
 
-CHANGES = (("remat",), ("micro_batch", "accumulation"), ("zero",), ("schedule", "chunks"))
+CHANGES = (("remat",), ("micro_batch", "accumulation"), ("zero", "experts"), ("schedule", "chunks"))
 """Fields of a plan that count as one change each; the axes of MESH count as one more."""
 
 CANDIDATES = 20_000

@@ -11,6 +11,7 @@ from collections.abc import Collection
 import numpy as np
 
 from sparse_dataflow.config.model import DTYPES, ModelConfig
+from sparse_dataflow.config.parallel import EXPERTS
 from sparse_dataflow.config.training import OPTIMIZERS
 from sparse_dataflow.files.errors import UserError
 
@@ -67,6 +68,7 @@ class ParallelPlan:
       tensor: tensor-parallel chips.
       zero: ZeRO stage over "fsdp": 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also
         weights.
+      experts: what travels over "fsdp" for the experts of a layer; see `ParallelConfig`.
       micro_batch: sequences in a micro-batch of one replica.
       accumulation: micro-batches per optimizer step.
       chunks: model chunks per stage; above 1 only for the schedule "interleaved".
@@ -89,6 +91,7 @@ class ParallelPlan:
     fsdp: Counts = 1
     tensor: Counts = 1
     zero: int = 0
+    experts: str = "gather"
     micro_batch: Counts = 1
     accumulation: Counts = 1
     chunks: Counts = 1
@@ -109,6 +112,7 @@ class ParallelPlan:
             "remat": RECOMPUTED,
             "state_dtype": DTYPES,
             "optimizer": OPTIMIZERS,
+            "experts": EXPERTS,
         }
         for name, legal in choices.items():
             if getattr(self, name) not in legal:
@@ -117,6 +121,11 @@ class ParallelPlan:
                 )
         if self.zero not in (0, 1, 2, 3):
             raise UserError(f"ZeRO stage {self.zero} is unknown; legal: 0, 1, 2, 3.")
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether tokens travel to the experts."""
+        return self.experts == "exchange"
 
     @property
     def chips(self) -> Counts:
@@ -137,6 +146,7 @@ class ParallelPlan:
         words = [f"data {self.data}", f"stage {self.stage}", f"fsdp {self.fsdp} (ZeRO {self.zero})"]
         words += [f"tensor {self.tensor}", f"micro-batch {self.micro_batch}"]
         words += [f"accumulation {self.accumulation}"]
+        words += ["experts exchange tokens"] if self.exchanges else []
         if np.any(np.asarray(self.stage) > 1):
             words += [f"{self.schedule}, {self.chunks} chunks"]
         return ", ".join([*words, f"remat {self.remat}"])

@@ -13,8 +13,8 @@ import itertools
 import numpy as np
 
 from sparse_dataflow.config.layer_groups import layer_groups, with_densest_layers
-from sparse_dataflow.config.model import KEY_VALUE, ROW_PARALLEL, ModelConfig
-from sparse_dataflow.planning import memory
+from sparse_dataflow.config.model import KEY_VALUE, MLP, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.planning import experts, memory
 from sparse_dataflow.planning.cost import stored_fractions
 from sparse_dataflow.planning.memory import MemoryEstimate
 from sparse_dataflow.planning.parallel_plan import ParallelPlan, key_value_copies
@@ -42,7 +42,8 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     shares = {stage: _shard_share(config, plan, stage) for stage in (1, 2, 3)}
     staged, sharded = np.asarray(plan.stage) > 1, np.asarray(plan.fsdp) > 1
     copies = key_value_copies(config, plan.tensor)
-    per_token = memory.activation_bytes(config, sequence, plan.fused_attention, copies)
+    rows = experts.computed_rows(config, tokens, plan)[0] / tokens if config.experts else None
+    per_token = memory.activation_bytes(config, sequence, plan.fused_attention, copies, rows)
     layers = np.ceil(config.num_layers / np.asarray(plan.stage))
     boundary_share = 1 / plan.tensor if plan.sequence_parallel else 1.0
     saved = per_token.boundary * boundary_share
@@ -58,20 +59,23 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     # Working copy: a stage gathers its weights once per step and keeps them.  Otherwise it is a
     # copy of the local shard in the compute dtype, plus one gathered layer.
     block = block_weights - memory.embeddings(config) / plan.tensor
+    # Experts that tokens travel to stay sharded.
+    own = (1 - 1 / np.asarray(plan.fsdp)) * experts.stage_experts(config, plan) * plan.exchanges
+    block = block - own / layers
     unsharded = weights if remat == "none" else block_weights
     gathered = weights * shares[3] + block
     copies = np.where(sharded & (plan.zero == 3), gathered, unsharded)
-    copies = np.where(staged, weights if plan.zero == 3 else block_weights, copies)
+    copies = np.where(staged, weights - own if plan.zero == 3 else block_weights, copies)
     gathers_weights = sharded & (plan.zero == 3)
     # Gradients of the embedding and of one projection before they are reduce-scattered.
-    full = (memory.embeddings(config) + _largest_projection(config)) / plan.tensor
+    full = (memory.embeddings(config) + _largest_projection(config, plan)) / plan.tensor
     full = np.where(sharded & ~staged & (plan.zero == 3), memory.MASTER_BYTES * full, 0)
     # Below ZeRO 3 every chip holds all weights: the updated ones are gathered before they replace
     # the old ones.  ZeRO 2 reduce-scatters the gradients of a whole micro-batch, not of a layer.
     whole = np.where(sharded & ~staged & (plan.zero < 3), memory.MASTER_BYTES * weights, 0)
     whole = whole * (2 if plan.zero == 2 else 1) * (plan.zero > 0)
     activations = tokens * np.where(
-        staged, pipeline_bytes(config, plan), saved * layers * in_flight(plan)
+        staged, pipeline_bytes(config, plan, rows), saved * layers * in_flight(plan)
     )
     logits = 2.0 * np.minimum(tokens, memory.LOGITS_CHUNK) * config.vocab_size * 4 / plan.tensor
     updates = memory.update_bytes(matrices, plan.optimizer) * shares[1]
@@ -90,10 +94,15 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     )
 
 
-def _largest_projection(config):
-    """Returns the largest number of stored weights of one projection in one layer."""
+def _largest_projection(config, plan):
+    """Returns the largest number of weights of one projection in one layer that a chip gathers."""
     fractions = stored_fractions(with_densest_layers(config))
-    return max(fractions[n] * np.prod(config.projection_shape(n)) for n in config.projections)
+    return max(
+        fractions[name]
+        * np.prod(config.projection_shape(name))
+        * (1 if plan.exchanges else config.stored_copies(name))
+        for name in config.projections
+    )
 
 
 def _shard_share(config, plan, stage):
@@ -120,12 +129,16 @@ def _shard_share(config, plan, stage):
         else:
             divides = outside % fsdp == 0
         weights = len(group.layers) * stored
+        if config.experts and name in MLP:  # The axis shards experts, or else the weight of each.
+            routed, weights = config.experts * weights, config.shared_expert * weights
+            even = divides | (config.experts % fsdp == 0)
+            local, total = local + np.where(even, routed / fsdp, routed), total + routed
         local = local + np.where(divides, weights / fsdp, weights)
         total += weights
     return local / total
 
 
-def pipeline_bytes(config: ModelConfig, plan: ParallelPlan):
+def pipeline_bytes(config: ModelConfig, plan: ParallelPlan, expert_rows=None):
     """Returns the bytes per token of all activation buffers of one stage.
 
     These are the arrays that the forward pass saves for each block in flight, and the arrays that
@@ -137,13 +150,15 @@ def pipeline_bytes(config: ModelConfig, plan: ParallelPlan):
       of width d.  "none" saves all of these in the forward pass, "dots" the projection outputs.
     - The backward pass passes on the norm outputs, GELU's output, the gradients of the outputs of
       the four products, and two float32 arrays of width d.
+
+    `expert_rows` is that of `memory.block_widths`.
     """
     compute = memory.DTYPE_BYTES[config.compute_dtype]
     tensor = np.asarray(plan.tensor)
     gathered = config.d_model * compute
     residual = gathered / tensor if plan.sequence_parallel else gathered
     norm = config.d_model * memory.MASTER_BYTES * (1 / tensor if plan.sequence_parallel else 1.0)
-    widths = memory.block_widths(config, key_value_copies(config, plan.tensor))
+    widths = memory.block_widths(config, key_value_copies(config, plan.tensor), expert_rows)
     queries, keys_values, normed, products, hidden = (n * compute / tensor for n in widths)
     heads = queries + keys_values
     block_buffers = 2 * gathered + hidden + heads + normed + 2 * queries

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.config.model import KEY_VALUE, REMATS, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import KEY_VALUE, MLP, REMATS, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.parallel import EXPERTS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planning import relay
@@ -24,10 +25,10 @@ from sparse_dataflow.planning.plan_memory import plan_bytes
 from sparse_dataflow.planning.step_time import StepTime, step_time
 
 COUNTS = ("tensor", "stage", "data", "micro_batch", "chunks")
-NAMES = ("schedule", "zero", "remat")
+NAMES = ("schedule", "zero", "remat", "experts")
 
 # Constraints of a legal plan.
-CONSTRAINTS = ("heads", "chips", "layers", "batch", "schedule", "memory")
+CONSTRAINTS = ("heads", "experts", "chips", "layers", "batch", "schedule", "memory")
 ROOMY = 0.95
 """Share of the usable memory above which a plan is marked: the estimate may be 5% too low."""
 WORTH = 0.02
@@ -117,6 +118,7 @@ def space(request: Request) -> Levels:
         "schedule": tuple(BUBBLES),
         "zero": (1, 2, 3),
         "remat": REMATS,
+        "experts": EXPERTS if request.config.experts else EXPERTS[:1],
     }
 
 
@@ -192,7 +194,6 @@ class Priced:
 
 def price(request: Request, levels: Levels | None = None) -> Priced:
     """Prices every plan of a space; of `space(request)` where `levels` is None."""
-    request.config.refuse_experts("The search for plans", "a run on one device or a given --mesh")
     levels = levels or space(request)
     shape = tuple(len(values) for values in levels.values())
     inner = shape[: len(COUNTS)]
@@ -238,6 +239,8 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
         | (config.kv_heads * copies % tensor != 0)
         | (request.sequence % tensor != 0)
         | _uneven_blocks(config, tensor),
+        "experts": plan.exchanges
+        & ((plan.zero < 3) | (config.experts % np.asarray(plan.fsdp) != 0)),
         "chips": np.asarray(plan.chips) != request.chips,
         "layers": config.num_layers % (stage * chunks) != 0,
         "batch": np.asarray(plan.batch) != request.batch,
@@ -322,6 +325,9 @@ def _uneven_blocks(config, tensor):
         sharded = fan_in if name in ROW_PARALLEL else fan_out
         if name in KEY_VALUE:
             sharded = sharded * key_value_copies(config, tensor)
+        if config.experts and name in MLP:  # Their groups; see `Sharded.check`.
+            groups = max(1, round(1 / config.linear(name).density))
+            uneven |= (groups % tensor != 0) & (tensor % groups != 0)
         uneven |= sharded % (config.linear(name).block * tensor) != 0
     return uneven
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from sparse_dataflow.config.layer_groups import with_densest_layers
-from sparse_dataflow.config.model import KEY_VALUE, PROJECTIONS, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import KEY_VALUE, MLP, PROJECTIONS, ROW_PARALLEL, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip, Network
-from sparse_dataflow.planning import collectives
+from sparse_dataflow.planning import experts, plan_collectives
 from sparse_dataflow.planning.cost import orthogonalization_flops, stored_fractions, visible_keys
 from sparse_dataflow.planning.efficiency import Efficiency, block_rate
 from sparse_dataflow.planning.memory import (
@@ -36,6 +36,8 @@ from sparse_dataflow.planning.parallel_plan import (
 # with bias, and GELU.  Unfused: three passes per norm, one per bias, sum, and each of GELU's nine
 # operations.
 ELEMENTS = {True: (10, 2), False: (28, 18)}
+# Elements per routed row of d_model that sorting the rows of experts reads and writes.
+ROW_ELEMENTS = 4
 # Bytes per score of unfused attention, forward: write, softmax, dropout with its mask, read.
 SCORE_BYTES = 13
 # Backward / forward time of fused attention: five products to two (arXiv 2205.14135).
@@ -125,9 +127,9 @@ class StepTime:
 
 
 GROUPS = {
-    "products": (*PROJECTIONS, "attention", "head", "recompute"),
+    "products": (*PROJECTIONS, "router", "attention", "head", "recompute"),
     "memory passes": ("element-wise", "optimizer", "passes"),
-    "collectives in layers": ("tensor",),
+    "collectives in layers": ("tensor", "exchange"),
     "pipeline": ("bubble", "sends"),
     "collectives of state": ("state",),
     "waits": ("waits",),
@@ -189,6 +191,8 @@ def step_time(
     block = {name: 3 * sections[name].seconds for name in config.projections}
     factor = 1 + (ATTENTION_BACKWARD if plan.fused_attention else 2)
     block["attention"] = factor * sections["attention"].seconds
+    if config.experts:
+        block["router"] = 3 * sections["router"].seconds
     recomputed = RECOMPUTED[plan.remat]
     again = (sections[name].seconds for name in recomputed if name in sections)
     block["recompute"] = sum(again, 0.0)
@@ -197,7 +201,11 @@ def step_time(
     block["element-wise"] = (4 if "mlp_in" in recomputed else 3) * passes
     boundary = np.asarray(plan.micro_batch) * sequence * config.d_model
     boundary = boundary * DTYPE_BYTES[config.compute_dtype]
-    block["tensor"] = _tensor_seconds(boundary, plan, network, efficiency)
+    block["tensor"] = plan_collectives.tensor_seconds(boundary, plan, network, efficiency)
+    if plan.exchanges:
+        block["exchange"] = plan_collectives.exchange_seconds(
+            config, sequence, plan, network, efficiency
+        )
     block["passes"] = 3 * efficiency.pass_seconds
     layers = np.ceil(config.num_layers / np.asarray(plan.stage))
     count = layers * plan.accumulation
@@ -206,11 +214,14 @@ def step_time(
     stage_pass = layers * sum(block.values())
     bubble = BUBBLES[plan.schedule] * (np.asarray(plan.stage) - 1) / plan.chunks
     terms["bubble"] = bubble * stage_pass
-    terms["sends"] = _send_seconds(boundary / plan.tensor, plan, network, efficiency)
+    terms["sends"] = plan_collectives.send_seconds(
+        boundary / plan.tensor, plan, network, efficiency
+    )
     computing = sum(terms.values()) - terms["bubble"] - terms["sends"]
     weights = stage_parameters(config, plan)
-    terms["state"] = _state_seconds(
-        weights, plan, network, efficiency, computing, DTYPE_BYTES[config.compute_dtype]
+    own = experts.stage_experts(config, plan) if plan.exchanges else 0
+    terms["state"] = plan_collectives.state_seconds(
+        weights, own, plan, network, efficiency, computing, DTYPE_BYTES[config.compute_dtype]
     )
     shards = plan.fsdp if plan.zero else 1
     rate = rates.get("optimizer", bandwidth * efficiency.bandwidth)
@@ -286,15 +297,18 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
     tensor = np.asarray(plan.tensor, np.float64)
     fractions, copies = stored_fractions(config), key_value_copies(config, plan.tensor)
 
-    def product(name, fan_in, fan_out, density=1.0, relative_rate=1.0, rank=0, peak=peak):
+    def product(
+        name, fan_in, fan_out, density=1.0, relative_rate=1.0, rank=0, peak=peak, rows=tokens,
+        copies=1,
+    ):  # fmt: skip
         weights = fan_in * fan_out * density + rank * (fan_in + fan_out)
-        flops = 2 * tokens * weights
-        size = dtype_bytes * (tokens * (fan_in + fan_out) + weights)
+        flops = 2 * rows * weights
+        size = dtype_bytes * (rows * (fan_in + fan_out) + copies * weights)
         if config.quantized and name != "head":
             # Each operand is read for its scales and again to be rounded, and written in 8 bits.
             operands = tokens * fan_in + fan_in * fan_out * density
             size = size + (2 * dtype_bytes + 1) * operands
-        width = np.minimum(np.minimum(fan_in, fan_out), tokens)
+        width = np.minimum(np.minimum(fan_in, fan_out), rows / copies)
         rate = relative_rate * peak * efficiency.matmul * width / (width + efficiency.half_width)
         if name in rates:
             return Section(flops, size, flops / rates[name])
@@ -313,15 +327,23 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
             sections["attention"] = _attention(
                 config, sequence, tokens, tensor, plan, peak, memory, efficiency, rates
             )
+        rows, stored = tokens, 1
+        if config.experts and name in MLP:
+            rows, stored = experts.computed_rows(config, tokens, plan)
         sections[name] = product(
-            name, fan_in, fan_out, fractions[name], relative, spec.rank, projection_peak
-        )
+            name, fan_in, fan_out, fractions[name], relative, spec.rank, projection_peak, rows,
+            stored,
+        )  # fmt: skip
+    if config.experts:
+        sections["router"] = product("router", config.d_model, config.experts)
     d_share = tensor if plan.sequence_parallel else 1.0
     d_elements, ff_elements = ELEMENTS[plan.fused]
+    routed = config.active_experts - config.shared_expert if config.experts else 0
+    hidden = config.active_experts * config.d_ff
     for name, elements in (
-        ("norms", d_elements * config.d_model / d_share),
+        ("norms", (d_elements / d_share + ROW_ELEMENTS * routed) * config.d_model),
         # A gate is one more operand of the activation: two reads and a write.
-        ("gelu", ff_elements * (1.5 if config.gated_mlp else 1) * config.d_ff / tensor),
+        ("gelu", ff_elements * (1.5 if config.gated_mlp else 1) * hidden / tensor),
     ):
         size = dtype_bytes * tokens * elements * efficiency.traffic
         sections[name] = Section(0.0 * size, size, size / rates.get(name, memory))
@@ -349,73 +371,3 @@ def _attention(config, sequence, tokens, tensor, plan, peak, memory, efficiency,
         seconds = seconds * UNALIGNED
     # The score matrix is written before it is read, so products and passes do not overlap.
     return Section(flops, size, seconds + size / memory)
-
-
-def _tensor_seconds(size, plan, network, efficiency):
-    """Returns the collective seconds of one block and micro-batch, forward and backward."""
-    recomputed = RECOMPUTED[plan.remat]
-    reductions = 4 + ("attn_out" in recomputed) + ("mlp_out" in recomputed)
-    island = plan.island or network.island
-    tensor = np.asarray(plan.tensor)
-    axes = _tensor_axes(tensor, island, network)
-    near = np.minimum(tensor, island)
-    seconds = collectives.reduce_seconds(size, tensor, near, network, efficiency, axes)
-    return reductions * seconds * (1 - efficiency.tensor_overlap * plan.tensor_overlaps)
-
-
-def _tensor_axes(tensor, island, network):
-    """Returns the number of torus axes that a group of `tensor` chips spans; 0 for one chip."""
-    side = min(island, network.island) ** (1 / network.axes) * (1 + 1e-9)
-    along = np.ceil(np.log(tensor) / np.log(max(side, 2)) - 1e-9)
-    return np.where(tensor > 1, np.clip(along, 1, network.axes), 0)
-
-
-def _send_seconds(size, plan, network, efficiency):
-    """Returns the exposed seconds of sends of activations and gradients between stages.
-
-    Sends overlap with computation in interleaved schedules only: "non-interleaved schedule does not
-    support overlapping p2p communication" (NVIDIA/Megatron-LM, arguments.py).
-    """
-    stages = np.asarray(plan.stage)
-    island = plan.island or network.island
-    near = np.asarray(2 * plan.fsdp * plan.tensor) <= island
-    send = collectives.send_seconds(size, near, network, efficiency)
-    hidden = efficiency.overlap if plan.schedule == "interleaved" else 0.0
-    exposed = (1 - hidden) * plan.accumulation * plan.chunks + (stages - 1)
-    return np.where(stages > 1, 2 * exposed * send, 0.0)
-
-
-def _state_seconds(weights, plan, network, efficiency, computing, dtype_bytes):
-    """Returns the exposed seconds of gradient and weight collectives over "fsdp" and "data"."""
-    island = plan.island or network.island
-    tensor, fsdp, data = (np.asarray(n) for n in (plan.tensor, plan.fsdp, plan.data))
-    axes = np.maximum(network.axes - _tensor_axes(tensor, island, network), 1)
-    near = np.clip(island // tensor, 1, fsdp)
-    outer = np.clip(island // (tensor * fsdp * plan.stage), 1, data)
-
-    def gathered(size):
-        return collectives.gather_seconds(size, fsdp, near, network, efficiency, axes)
-
-    gradients = gathered(weights * plan.gradient_bytes)
-    crossing = collectives.reduce_seconds(
-        weights / fsdp * plan.gradient_bytes, data, outer, network, efficiency, axes
-    )
-    # ZeRO 3 gathers weights in the forward and backward pass of every micro-batch; a pipeline once
-    # per step.  ZeRO 1 and 2 gather the updated weights once.  Without ZeRO, gradients are
-    # gathered.
-    streams = (plan.zero == 3) & (np.asarray(plan.stage) == 1)
-    rounds = np.where(streams, plan.accumulation, 1)
-    size = np.where(streams, 2 * dtype_bytes, dtype_bytes if plan.zero else plan.gradient_bytes)
-    inner = rounds * (gradients + gathered(weights * size))
-    # Collectives once per step overlap with the backward pass of the last micro-batch (two thirds
-    # of its time), and updated weights with the forward pass of the first.
-    once = (1 if plan.zero else 2 / 3) / np.asarray(plan.accumulation)
-    hides, seconds = computing * np.where(streams, 1.0, once), inner + crossing
-    exposed = seconds - efficiency.overlap * hides
-    exposed = np.maximum(exposed, (1 - efficiency.overlap) * seconds)
-    # Software that sends each chip's part of the state by a collective of its own, one after the
-    # other and without overlap.
-    crossed = weights * (plan.gradient_bytes + size) / near
-    crossed = crossed / (network.slow * efficiency.slow_link)
-    by_owner = efficiency.by_owner * (fsdp / near - 1) * crossed
-    return exposed + np.where(streams | (np.asarray(plan.zero) == 0), 0.0, by_owner)

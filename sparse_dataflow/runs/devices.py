@@ -65,6 +65,13 @@ def executor(config: RunConfig, describing: bool = False) -> Executor:
       UserError: no such mesh, schedule or division of the layers; names the legal values.
     """
     plan = config.parallel
+    exchange = plan.experts == "exchange"
+    if exchange and (plan.executor == "relay" or not config.model.experts):
+        raise UserError(
+            f"parallel.experts=exchange with model.experts={config.model.experts} and "
+            f"--executor={plan.executor}; legal: model.experts of 1 or more and another executor "
+            "than the relay, or parallel.experts=gather."
+        )
     DepthSchedule.parse(plan.depth_schedule)
     if plan.executor == "relay":
         return relay(plan)
@@ -78,7 +85,7 @@ def executor(config: RunConfig, describing: bool = False) -> Executor:
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     else:
         mesh = meshes.make(sizes)
-    return executor_over(mesh, plan.zero, config.model.num_layers, plan.schedule)
+    return executor_over(mesh, plan.zero, config.model.num_layers, plan.schedule, exchange)
 
 
 def relay(plan: ParallelConfig) -> RelayExecutor:

@@ -13,7 +13,7 @@ from plain_experts import apply, choose
 
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import experts, gpt
+from sparse_dataflow.models import expert_rows, gpt
 from sparse_dataflow.models.experts import Experts
 from sparse_dataflow.models.shard import WHOLE
 
@@ -117,16 +117,16 @@ def test_every_kept_choice_has_a_row_of_its_expert(tokens, count, k, capacity):
     config = dataclasses.replace(TINY, experts=count, top_k=min(k, count), expert_capacity=capacity)
     rng = np.random.default_rng(tokens)
     chosen = np.stack([rng.permutation(count)[: config.top_k] for _ in range(tokens)])
-    plan = jax.device_get(
-        jax.jit(experts.dispatch, static_argnums=0)(config, jnp.asarray(chosen, jnp.int32))
+    plan, tiles_T = jax.device_get(
+        jax.jit(expert_rows.dispatch, static_argnums=0)(config, jnp.asarray(chosen, jnp.int32))
     )
-    rows, tile = len(plan.choices_S), len(plan.choices_S) // len(plan.tiles_T)
+    rows, tile = len(plan.choices_S), len(plan.choices_S) // len(tiles_T)
     flat = plan.rows_NxK.reshape(-1)
     placed = np.flatnonzero(flat < rows)
     np.testing.assert_array_equal(plan.choices_S[flat[placed]], placed)
-    np.testing.assert_array_equal(plan.tiles_T[flat[placed] // tile], chosen.reshape(-1)[placed])
+    np.testing.assert_array_equal(tiles_T[flat[placed] // tile], chosen.reshape(-1)[placed])
     assert np.sum(plan.choices_S < chosen.size) == len(placed)
-    assert np.all(np.diff(plan.tiles_T) >= 0)
+    assert np.all(np.diff(tiles_T) >= 0)
     if not capacity:
         assert len(placed) == chosen.size
 

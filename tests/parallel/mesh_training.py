@@ -3,13 +3,14 @@
 Run as a process by test_sharded.py and test_pipeline.py, because the number of devices is fixed at
 start. Arguments: the task; the name of the model ("dense+bfloat16": with bfloat16 moments and
 gradients; "dense+muon": trained by Muon; "dense+adapters": adapters, whose loss counts some targets
-more than others) or of the evolution; then meshes, each as
-"data:2,tensor:4/ZERO/MICRO_BATCHES". Pipelines add "/SCHEDULE/CHUNKS", and optionally "/2+3", the
-layers of each virtual stage.
+more than others) or of the evolution; then meshes, each as "data:2,tensor:4/ZERO/MICRO_BATCHES";
+"exchange," before it sends tokens to experts. Pipelines add "/SCHEDULE/CHUNKS", and optionally
+"/2+3", the layers of each virtual stage.
 """
 
 import dataclasses
 import json
+import math
 import re
 import sys
 import tempfile
@@ -78,19 +79,23 @@ MODELS = {
     "experts_sparse": dataclasses.replace(
         DENSE, experts=4, prototypes=2, shared_expert=True
     ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8)),
+    "experts_capacity": dataclasses.replace(
+        DENSE, experts=8, top_k=2, expert_capacity=0.5, biases=("mlp_in", "mlp_out"), remat="full"
+    ),
     "sparse_deep_full": sparse("random", rank=4, hadamard=4, num_layers=5, remat="full"),
 }
 
 
 def executor(text, model):
     axes, zero, micro, *pipeline = text.split("/")
+    exchange, axes = axes.startswith("exchange,"), axes.removeprefix("exchange,")
     mesh, zero = meshes.make(meshes.parse(axes, 8)), int(zero)
     if not pipeline:
-        return Sharded(mesh, zero), int(micro)
+        return Sharded(mesh, zero, exchange), int(micro)
     schedule, chunks, *layer_counts = pipeline
     layers = tuple(int(n) for n in "".join(layer_counts).split("+") if n)
     division = divide(model.num_layers, mesh.shape["stage"], int(chunks), layers)
-    return Pipelined(mesh, zero, division=division, schedule=schedule), int(micro)
+    return Pipelined(mesh, zero, exchange, division=division, schedule=schedule), int(micro)
 
 
 OPTIONS = {
@@ -177,16 +182,29 @@ def gathered(text):
     return sorted({shape.replace(",", "x") for _, shape in matches})
 
 
+def exchanged(text):
+    """Returns the bytes of each all-to-all in the program text, ascending."""
+    sizes = []
+    for shapes in re.findall(r"= (.*?) all-to-all(?:-start)?\(", text):
+        arrays = re.findall(r"(f32|s32)\[([\d,]*)\]", shapes)
+        sizes.append(sum(4 * math.prod(map(int, shape.split(","))) for _, shape in arrays))
+    return sorted(sizes)
+
+
 def compare(name, texts):
     name, _, option = name.partition("+")
     model, errors, right = MODELS[name], {}, {}
     for text in texts:
         sharded, micro = executor(text, model)
-        if micro not in right:
-            right[micro] = train(model, SINGLE_DEVICE, micro, **OPTIONS[option])
-        mine = train(model, sharded, micro, **OPTIONS[option])
-        errors[text] = {key: error(mine[key], right[micro][key]) for key in mine if key != "text"}
+        reference = SINGLE_DEVICE
+        if model.expert_capacity:  # Devices drop what exceeds their share of it.
+            reference = dataclasses.replace(sharded, exchange=False)
+        if (reference, micro) not in right:
+            right[reference, micro] = train(model, reference, micro, **OPTIONS[option])
+        mine, expected = train(model, sharded, micro, **OPTIONS[option]), right[reference, micro]
+        errors[text] = {key: error(mine[key], expected[key]) for key in mine if key != "text"}
         errors[text]["gathered"] = gathered(mine["text"])
+        errors[text]["exchanged"] = exchanged(mine["text"])
     return errors
 
 

@@ -3,10 +3,13 @@
 import random
 
 import pytest
+from mesh_training import BATCH, MODELS, SEQUENCE
 from mesh_trainings import (
     assert_like_single_device,
     mesh_training,
 )
+
+from sparse_dataflow.planning import collectives
 
 SHAPES = [
     (data, fsdp, tensor)
@@ -39,6 +42,7 @@ def mesh_text(shape, zero=3, micro_batches=1):
         # Micro-batches of a mesh have other rows, and the load-balance loss is theirs.
         ("experts", ["data:2,tensor:4/0/1", "stage:2,fsdp:2,tensor:2/3/1/1f1b/1"]),
         ("experts_sparse", ["data:2,fsdp:4/3/1", "stage:2,fsdp:4/2/1/1f1b/1"]),
+        ("experts_sparse", ["data:2,tensor:4/0/1", "fsdp:2,stage:2,tensor:2/3/1/1f1b/1"]),
     ],
 )
 def test_eight_devices_train_like_a_single_one(model, texts):
@@ -49,6 +53,44 @@ def test_eight_devices_train_like_a_single_one(model, texts):
             # "tensor" gathers activations alone: rows of 8 tokens, of width 32.
             rows = 16 // int(text[5]) // int(text[-1])
             assert set(errors["gathered"]) <= {f"{rows}x8x32"}, errors["gathered"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("experts", "data:2,fsdp:4/3/1"),
+        ("experts_sparse", "data:4,fsdp:2/3/1"),
+        ("experts_capacity", "data:2,fsdp:4/3/2"),
+    ],
+)
+def test_tokens_travel_to_experts_by_the_all_to_alls_of_the_formula(model, text):
+    results = mesh_training("compare", model, f"exchange,{text}")
+    assert_like_single_device(results)
+    [of_text], config = results.values(), MODELS[model]
+    tokens = BATCH * SEQUENCE // 8 // int(text[-1])
+    size = collectives.exchange_bytes(config, tokens, int(text[12]))
+    rows = config.num_layers * collectives.EXCHANGES[config.remat]
+    sizes = of_text["exchanged"]
+    assert sizes.count(size) == rows
+    # The others tell how many rows each expert has.
+    others = [other for other in sizes if other != size]
+    assert others and set(others) == {4 * config.experts}
+    weights = [shape for shape in of_text["gathered"] if shape.count("x") > 1]
+    assert not weights
+
+
+@pytest.mark.slow
+def test_tokens_travel_to_experts_in_a_pipeline_of_tensor_parallel_stages():
+    text = "exchange,stage:2,fsdp:2,tensor:2/3/1/1f1b/1"
+    assert_like_single_device(mesh_training("compare", "experts", text))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_moves_between_meshes_with_and_without_travelling_tokens():
+    whole, staged = "exchange,data:2,fsdp:4/3/1", "exchange,stage:2,data:2,fsdp:2/3/1/1f1b/1"
+    results = mesh_training("move", "experts_sparse", whole, "fsdp:8/1/1", staged)
+    assert all(results.values()), results
 
 
 @pytest.mark.slow

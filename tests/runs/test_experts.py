@@ -1,19 +1,22 @@
 """What a mixture of experts does not have is refused in words, before the first step."""
 
+import dataclasses
+
 import pytest
 from jax.sharding import AbstractMesh
 
 from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.parallel import ParallelConfig
+from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.models.adapters import with_adapters
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.parallel.sharded import Sharded
-from sparse_dataflow.planning import search
+from sparse_dataflow.runs import devices
 from sparse_dataflow.sparsity.evolution import phase_specs
 
 MODEL = ModelConfig(2, 32, 2, 64, vocab_size=64, max_len=16, experts=4, top_k=2)
@@ -47,20 +50,36 @@ def test_relay_on_several_devices_is_refused():
     RelayExecutor().check(MODEL, TRAINING)
 
 
-def test_tensor_axis_has_dense_experts_alone():
-    executor = Sharded(mesh("tensor:2"))
-    executor.check(MODEL, TRAINING)
-    executor.check(MODEL.with_linears(SPARSE, ["qkv", "attn_out"]), TRAINING)
-    with pytest.raises(UserError, match="the 4 block-sparse experts; legal for this model: 1"):
-        executor.check(MODEL.with_linears(SPARSE), TRAINING)
+def test_a_tensor_axis_that_divides_groups_of_experts_unequally_is_refused():
+    Sharded(mesh("tensor:2")).check(MODEL.with_linears(SPARSE), TRAINING)
+    model = dataclasses.replace(MODEL, num_heads=4, d_model=48, d_ff=96)
+    six_groups = dataclasses.replace(SPARSE, density=1 / 6)
+    model = model.with_linears(six_groups, ["mlp_in", "mlp_out"])
+    with pytest.raises(UserError, match="tensor:4 divides the groups of stored blocks of mlp_"):
+        Sharded(mesh("tensor:4")).check(model, TRAINING)
+
+
+@pytest.mark.parametrize(
+    ("text", "zero", "words"),
+    [
+        ("fsdp:4", 2, "legal: --set parallel.zero=3, or gather"),
+        ("fsdp:3", 3, "does not divide the 4 experts; legal for this model: 1, 2, 4"),
+    ],
+)
+def test_devices_that_cannot_share_experts_are_refused(text, zero, words):
+    with pytest.raises(UserError, match=words):
+        Sharded(mesh(text), zero, exchange=True).check(MODEL, TRAINING)
+    Sharded(mesh("fsdp:2"), exchange=True).check(MODEL, TRAINING)
+
+
+@pytest.mark.parametrize("how", [{"executor": "relay"}, {}])
+def test_tokens_travel_to_experts_of_a_mesh_alone(how):
+    model = MODEL if how else dataclasses.replace(MODEL, experts=0, top_k=1)
+    config = RunConfig(model, training=TRAINING, parallel=ParallelConfig(experts="exchange", **how))
+    with pytest.raises(UserError, match=r"legal: model\.experts of 1 or more and another executor"):
+        devices.executor(config)
 
 
 def test_sparse_form_is_refused(tmp_path):
     with pytest.raises(UserError, match="legal with experts: form=dense, or the run folder"):
         huggingface.write(tmp_path / "out", "sparse", MODEL, {}, {}, None, context=16, card="")
-
-
-def test_search_for_plans_is_refused():
-    request = search.Request(MODEL, 16, 8, CHIPS["a100-80gb"], 4)
-    with pytest.raises(UserError, match="search for plans with model"):
-        search.price(request)

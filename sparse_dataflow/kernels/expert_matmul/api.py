@@ -14,7 +14,8 @@ def expert_matmul(x_SxGxD: jax.Array, weights_ExGxDxF: jax.Array, tiles_T: jax.A
     Args:
       x_SxGxD: S rows in T tiles of S / T rows, each in G parts of D features.
       weights_ExGxDxF: a matrix for each expert and part; G is 1 for a dense weight.
-      tiles_T: int32 [T], ascending, the expert of each tile.
+      tiles_T: int32 [T], ascending, the expert of each tile; E for a tile whose products are not
+        read.
 
     Returns:
       [S, G, F], in the dtype of x: each part of a row times the matrix of its expert and part.
@@ -28,6 +29,8 @@ def ragged(x_SxGxD: jax.Array, weights_ExGxDxF: jax.Array, tiles_T: jax.Array) -
     """Computes `expert_matmul` as one `jax.lax.ragged_dot`, over (part, expert) in this order."""
     rows, parts, inputs = x_SxGxD.shape
     experts, _, _, outputs = weights_ExGxDxF.shape
+    # The rows of a part follow those of all tiles of the part before.
+    tiles_T = jnp.minimum(tiles_T, experts - 1)
     sizes = jnp.bincount(tiles_T, length=experts) * (rows // len(tiles_T))
     y = lax.ragged_dot(
         x_SxGxD.swapaxes(0, 1).reshape(parts * rows, inputs),

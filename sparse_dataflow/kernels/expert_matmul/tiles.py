@@ -1,27 +1,38 @@
 """The expert product as a loop over tiles, for a CPU.
 
 There, XLA computes `jax.lax.ragged_dot` as a masked product of every row with every expert.  This
-loop multiplies each row once, forward and backward, and copies no weight.
+loop multiplies each row once, forward and backward, copies no weight, and ends at the last tile
+that has an expert.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+_PRODUCT, _TRANSPOSED = "sgd,gdf->sgf", "sgf,gdf->sgd"
+
 
 @jax.custom_vjp
 def expert_matmul(x_SxGxD: jax.Array, weights_ExGxDxF: jax.Array, tiles_T: jax.Array) -> jax.Array:
     """See `api.expert_matmul`."""
-    return _products(x_SxGxD, weights_ExGxDxF, tiles_T, "sgd,gdf->sgf")
+    return _products(x_SxGxD, weights_ExGxDxF, tiles_T, _PRODUCT)
 
 
 def _products(x, weights, tiles, equation):
-    def product(operands):
-        rows, expert = operands
-        return _einsum(equation, rows, weights[expert]).astype(x.dtype)
+    x_tiles = _tiled(x, tiles)
 
-    y = lax.map(product, (_tiled(x, tiles), tiles))
-    return y.reshape(len(x), *y.shape[2:])
+    def product(i, y):
+        return y.at[i].set(_einsum(equation, x_tiles[i], weights[tiles[i]]).astype(x.dtype))
+
+    parts, outputs = weights.shape[1], weights.shape[2 if equation == _TRANSPOSED else 3]
+    y = jnp.zeros((*x_tiles.shape[:2], parts, outputs), x.dtype)
+    y = lax.fori_loop(0, _filled(weights, tiles), product, y)
+    return y.reshape(len(x), parts, outputs)
+
+
+def _filled(weights, tiles):
+    """Returns the number of tiles that have an expert; they are first."""
+    return jnp.sum(tiles < len(weights))
 
 
 def _tiled(x, tiles):
@@ -40,15 +51,14 @@ def _forward(x, weights, tiles):
 
 def _backward(saved, dy):
     x, weights, tiles = saved
-    dx = _products(dy, weights, tiles, "sgf,gdf->sgd")
+    dx = _products(dy, weights, tiles, _TRANSPOSED)
     wide = jnp.promote_types(weights.dtype, jnp.float32)
+    x_tiles, dy_tiles = _tiled(x, tiles), _tiled(dy, tiles)
 
-    def add(total, operands):
-        rows, row_gradients, expert = operands
-        return total.at[expert].add(_einsum("sgd,sgf->gdf", rows, row_gradients)), None
+    def add(i, total):
+        return total.at[tiles[i]].add(_einsum("sgd,sgf->gdf", x_tiles[i], dy_tiles[i]))
 
-    operands = _tiled(x, tiles), _tiled(dy, tiles), tiles
-    total, _ = lax.scan(add, jnp.zeros(weights.shape, wide), operands)
+    total = lax.fori_loop(0, _filled(weights, tiles), add, jnp.zeros(weights.shape, wide))
     return dx, total.astype(weights.dtype), None
 
 

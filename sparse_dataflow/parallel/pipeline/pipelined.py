@@ -118,10 +118,14 @@ class Pipelined(Sharded):
             share, gradients = pipeline.run_stage(plan, table[0], work)
             ends = {name: gradients[name] for name in ("embed", "head")}
             gradients = gradients | lax.psum(ends, "stage")
-            return lax.psum(share, EVERY_AXIS), jax.tree.map(collect, gradients, gradient_specs)
+            gradients = jax.tree.map(collect, gradients, specs, gathered, gradient_specs)
+            return lax.psum(share, EVERY_AXIS), gradients
 
-        def collect(gradient, spec):
-            shard = sharding.reduce_scatter(gradient, P(), spec)
+        gathered = sharding.gathered_specs(specs, self.exchange)
+
+        def collect(gradient, param_spec, gathered, spec):
+            whole_spec = P() if gathered == param_spec else param_spec
+            shard = sharding.reduce_scatter(gradient, whole_spec, spec)
             return sharding.all_reduce(shard, spec, self.mesh)
 
         in_specs = STAGED, specs, TABLES, P(BATCH_AXES)
@@ -180,6 +184,7 @@ class Pipelined(Sharded):
         return pipeline.make_plan(self.division, schedule)
 
     def _gathered(self, model, params, specs):
+        specs = sharding.gathered_specs(specs, self.exchange)
         return {
             name: sharding.gather(section, specs[name], model.compute_dtype)
             for name, section in params.items()
@@ -268,7 +273,9 @@ def _probed_block(model, shard, axes, norms, constants, x):
     return gpt.block(model, params, Probe.of(tables, norms, axes, shard), x, shard)
 
 
-def executor_over(mesh: meshes.AnyMesh, zero: int, num_layers: int, schedule: str) -> Sharded:
+def executor_over(
+    mesh: meshes.AnyMesh, zero: int, num_layers: int, schedule: str, exchange: bool = False
+) -> Sharded:
     """Returns `Pipelined` if the mesh has stages, else `Sharded`.
 
     Args:
@@ -276,12 +283,13 @@ def executor_over(mesh: meshes.AnyMesh, zero: int, num_layers: int, schedule: st
       zero: see `sharding.ZERO`.
       num_layers: layers of the model.
       schedule: pipeline schedule, as for `schedules.parse`.
+      exchange: see `Sharded`.
 
     Raises:
       UserError: an unknown schedule, or the layers cannot be divided over the stages.
     """
     if mesh.shape["stage"] == 1:
-        return Sharded(mesh, zero)
+        return Sharded(mesh, zero, exchange)
     name, chunks = schedules.parse(schedule)
     division = divide(num_layers, mesh.shape["stage"], chunks)
-    return Pipelined(mesh, zero, division=division, schedule=name)
+    return Pipelined(mesh, zero, exchange, division=division, schedule=name)

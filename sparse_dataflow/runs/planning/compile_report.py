@@ -218,7 +218,8 @@ def _executor(plan: CompilePlan, devices):
         return SINGLE_DEVICE
     mesh = meshes.make({axis: getattr(parallel, axis) for axis in meshes.AXES}, devices)
     schedule = schedules.format_schedule(parallel.schedule, int(parallel.chunks))
-    return executor_over(mesh, parallel.zero, plan.config.num_layers, schedule)
+    layers, exchange = plan.config.num_layers, parallel.exchanges
+    return executor_over(mesh, parallel.zero, layers, schedule, exchange)
 
 
 def _nearest(plan: CompilePlan, tries: int) -> tuple[CompilePlan, dict] | None:

@@ -36,6 +36,11 @@ def flags(options: ModelOptions, plan: ParallelPlan) -> str:
         values["parallel.schedule"] = schedules.format_schedule(plan.schedule, int(plan.chunks))
     if options.density < 1:
         values |= {"sparsity.density": options.density, "sparsity.block": options.block}
+    if plan.exchanges:
+        values["parallel.experts"] = plan.experts
+    if options.model.experts:
+        names = ("experts", "top_k", "expert_capacity")
+        values |= {f"model.{name}": getattr(options.model, name) for name in names}
     if options.model.quantized:
         values["model.precision"] = options.precision
     words = [f"{spelling(path)}={settings.text(value)}" for path, value in values.items()]

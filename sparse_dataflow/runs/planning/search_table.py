@@ -77,15 +77,15 @@ def text(best: Table, verdicts: Sequence[str]) -> str:
     for number, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
         mark = ("*" if number == best.recommended else " ") + ("=" if row["tie"] else " ")
         gain = f" {row['over_dense']:>7.2f}x" if sparse else ""
+        exchange = ", exchange" if row["experts"] == "exchange" else ""
+        choices = f"{row['zero']}, {row['remat']}{exchange}"
         schedule = f"{row['schedule']}{'/' + str(row['chunks']) if row['chunks'] > 1 else ''}"
         lines.append(
             f"{mark}{row['tokens_per_second']:>11,.0f} {row['days']:>8,.1f}{gain} "
             f"{row['mfu']:>6.1%} {row['gib']:>6.1f} {1 - row['memory_share']:>4.0%}"
             f"{'!' if row['tight'] else ' '}  {row['data']:>4} {row['stage']:>5} {row['fsdp']:>5} "
             f"{row['tensor']:>6} {row['micro_batch']:>5} {row['accumulation']:>5}  {schedule}, "
-            f"{row['zero']}, {row['remat']}, {row['limit']}; {'' if alike else verdict}".rstrip(
-                "; "
-            )
+            f"{choices}, {row['limit']}; {'' if alike else verdict}".rstrip("; ")
         )
     ties = sum(row["tie"] for row in best.rows)
     more = f" ({ties:,} plans do)" if ties > SHOWN else ""
