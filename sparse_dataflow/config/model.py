@@ -252,7 +252,7 @@ class ModelConfig:
     precision: str = setting(
         "compute_dtype",
         "Operands of the projections' products in training: fp8 and int8 are quantised, by the "
-        "extra `quantized`; layouts must have equal groups, as monarch's.",
+        "extra `quantized`; layouts must have equal groups, as monarch's and shuffle's.",
         choices=PRECISIONS,
     )
     parametrization: str = setting(

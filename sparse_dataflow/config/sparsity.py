@@ -9,6 +9,9 @@ from sparse_dataflow.config.settings import A_FRACTION, between, setting, valida
 PATTERN_NAMES: list[str] = []
 """Names of the patterns, filled by `sparsity.patterns.register`."""
 
+GROUPED_PATTERNS = ("monarch", "shuffle")
+"""Patterns whose layouts are equal groups (`sparsity.layout.Groups`)."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SparsityConfig:

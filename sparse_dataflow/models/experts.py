@@ -17,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.config.model import MLP, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import grouped
 from sparse_dataflow.kernels.expert_matmul.api import expert_matmul
@@ -222,7 +223,7 @@ def expert_layout(config: ModelConfig, projection: str) -> BlockLayout:
         raise UserError(
             f"The experts of {projection} have layouts of the pattern "
             f"{config.linear(projection).pattern}, whose blocks are not equal groups, the same in "
-            "every layer; legal for experts: sparsity.pattern=monarch, or sparsity.projections of "
-            "attention alone."
+            f"every layer; legal for experts: sparsity.pattern={' or '.join(GROUPED_PATTERNS)}, or "
+            "sparsity.projections of attention alone."
         )
     return layouts[0]

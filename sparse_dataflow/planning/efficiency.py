@@ -7,6 +7,7 @@
 import dataclasses
 
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.sparsity import GROUPED_PATTERNS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,9 +141,6 @@ EFFICIENCIES = {
 }
 """Key -> constants; see `key`."""
 
-GROUPED_PATTERN = "monarch"
-"""The pattern whose layouts are equal groups, which TPUs multiply by other kernels."""
-
 _BLOCK_RATES = {
     # family: (rates of equal groups, rates of index tables) at blocks of 64, 128 and 256
     "tpu-v5e": ((0.557, 1.022, 1.02), (0.254, 0.925, 0.944)),
@@ -172,7 +170,7 @@ def block_rate(family: str, spec: LinearSpec, efficiency: Efficiency) -> float:
     rates = BLOCK_RATES.get(family)
     if rates is None:
         return spec.block / (spec.block + efficiency.half_block)
-    by_side = rates[spec.pattern == GROUPED_PATTERN]
+    by_side = rates[spec.pattern in GROUPED_PATTERNS]
     side = max((side for side in by_side if side <= spec.block), default=min(by_side))
     return by_side[side] * min(1.0, spec.block / side)
 

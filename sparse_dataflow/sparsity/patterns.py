@@ -258,19 +258,46 @@ def monarch(
     Raises:
       UserError: `degree` does not divide the ring.
     """
+    groups = _group_count("monarch", in_blocks, out_blocks, degree)
+    reads = in_blocks < out_blocks if reads_residual is None else reads_residual
+    strided = reads == ((in_blocks if reads else out_blocks) > groups)
+    in_group = np.arange(in_blocks) % groups if strided else _contiguous(in_blocks, groups)
+    return in_group[:, None] == _contiguous(out_blocks, groups)
+
+
+@register("shuffle")
+def shuffle(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.ndarray:
+    """Monarch's groups, which every weight mixes (ShuffleNet, arXiv 1707.01083).
+
+    The output blocks of a group are contiguous, and the stride of its input blocks is the number of
+    groups.  So a group reads from every group of the weight before, up to its fan-in, within
+    attention and the MLP too.  Square weights are a generalised de Bruijn graph: every output
+    depends on every input after log_degree(ring) of them.
+
+    A square weight whose groups have a single block is diagonal: it does not mix.
+
+    Raises:
+      UserError: `degree` does not divide the ring.
+    """
+    groups = _group_count("shuffle", in_blocks, out_blocks, degree)
+    return (np.arange(in_blocks) % groups)[:, None] == _contiguous(out_blocks, groups)
+
+
+def _group_count(pattern, in_blocks, out_blocks, degree):
+    """Returns the number of equal groups; raises UserError where `degree` does not divide."""
     ring = math.gcd(in_blocks, out_blocks)
     if ring % degree:
         legal = [f"{k}/{ring}" for k in range(1, ring + 1) if ring % k == 0]
         raise UserError(
-            f"Pattern 'monarch' has no density of {degree}/{ring} on a grid of {in_blocks} x "
+            f"Pattern {pattern!r} has no density of {degree}/{ring} on a grid of {in_blocks} x "
             f"{out_blocks} blocks; legal: {', '.join(legal)}."
         )
-    groups = ring // degree
-    contiguous = lambda blocks: np.arange(blocks) // (blocks // groups)  # noqa: E731
-    reads = in_blocks < out_blocks if reads_residual is None else reads_residual
-    strided = reads == ((in_blocks if reads else out_blocks) > groups)
-    in_group = np.arange(in_blocks) % groups if strided else contiguous(in_blocks)
-    return in_group[:, None] == contiguous(out_blocks)
+    return ring // degree
+
+
+def _contiguous(blocks, groups):
+    """Returns the group of each block, int [blocks], where groups are equal runs."""
+    return np.arange(blocks) // (blocks // groups)
 
 
 @register("cyclic")

@@ -7,6 +7,7 @@ from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.layer_groups import layer_groups
 from sparse_dataflow.config.model import PRECISIONS, ModelConfig
 from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import adapters, gpt
@@ -115,7 +116,8 @@ def _refuse_unequal_groups(spec):
     if not spec.model.quantized or not spec.model.sparse_projections:
         return
     head = f"model.precision={spec.model.precision} needs layouts of equal groups"
-    legal = f"legal: sparsity.pattern=monarch, or model.precision={PRECISIONS[0]}."
+    patterns = " or ".join(GROUPED_PATTERNS)
+    legal = f"legal: sparsity.pattern={patterns}, or model.precision={PRECISIONS[0]}."
     if spec.runtime_layouts:
         raise UserError(
             f"{head} that are known before training, which run.init_from and methods of "

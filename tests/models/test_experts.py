@@ -177,5 +177,5 @@ def test_illegal_storage_of_experts_is_refused(spec, depth, words):
 
 def test_layouts_without_equal_groups_are_refused():
     spec = LinearSpec("block_sparse", "random", density=0.25, block=2)
-    with pytest.raises(UserError, match=r"legal for experts: sparsity\.pattern=monarch"):
+    with pytest.raises(UserError, match=r"legal for experts: sparsity\.pattern=monarch or shuffle"):
         gpt.check_layouts(TINY.with_linears(spec, ["mlp_in"]))

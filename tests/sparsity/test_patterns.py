@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.model import ROW_PARALLEL, LinearSpec, ModelConfig
+from sparse_dataflow.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.sparsity import patterns
 from sparse_dataflow.sparsity.layout import BlockLayout
@@ -31,8 +32,8 @@ def square(pattern, ring, degree, offset=0):
 
 
 def legal_degrees(pattern, ring):
-    """Monarch needs degrees that divide the ring; other patterns accept any degree."""
-    return [k for k in range(1, ring + 1) if pattern != "monarch" or ring % k == 0]
+    """Equal groups need degrees that divide the ring; other patterns accept any degree."""
+    return [k for k in range(1, ring + 1) if pattern not in GROUPED_PATTERNS or ring % k == 0]
 
 
 @st.composite
@@ -47,11 +48,14 @@ def grids(draw, pattern="cyclic"):
     return in_blocks, out_blocks, degree
 
 
+grouped_grids = st.sampled_from(GROUPED_PATTERNS).flatmap(
+    lambda name: st.tuples(st.just(name), grids(name))
+)
 patterned_grids = names.flatmap(lambda name: st.tuples(st.just(name), grids(name)))
 
 
 def test_all_documented_patterns_are_registered():
-    plan = {"pixelfly", "butterfly", "monarch", "cyclic", "random", "banded", "dense"}
+    plan = {"pixelfly", "butterfly", "monarch", "shuffle", "cyclic", "random", "banded", "dense"}
     assert plan <= set(PATTERNS)
 
 
@@ -136,45 +140,69 @@ def test_pixelfly_alone_does_not_mix_where_butterfly_does():
     assert not mixing("pixelfly", 16, degree=2, layers=8)
 
 
-@given(grids("monarch"), st.integers(0, 20))
-def test_monarch_is_block_diagonal_up_to_a_permutation(grid, offset):
+@given(grouped_grids, st.integers(0, 20))
+def test_groups_are_block_diagonal_up_to_a_permutation(patterned_grid, offset):
     """Rows and columns form ring / degree groups of equal, disjoint support."""
-    in_blocks, out_blocks, degree = grid
+    pattern, (in_blocks, out_blocks, degree) = patterned_grid
     ring = math.gcd(in_blocks, out_blocks)
-    mask = make_layout("monarch", in_blocks, out_blocks, 1, degree / ring, offset).mask
+    mask = make_layout(pattern, in_blocks, out_blocks, 1, degree / ring, offset).mask
     for lines in (mask, mask.T):
         supports = np.unique(lines, axis=0)
         assert len(supports) == ring // degree
         assert np.all(supports.sum(0) == 1)
 
 
-@given(grids("monarch"), st.integers(0, 20))
-def test_monarch_is_the_same_at_every_depth(grid, offset):
-    in_blocks, out_blocks, degree = grid
-    density = degree / math.gcd(in_blocks, out_blocks)
-    first, other = (make_layout("monarch", *grid[:2], 1, density, n).mask for n in (0, offset))
+@given(grouped_grids, st.integers(0, 20))
+def test_groups_are_the_same_at_every_depth(patterned_grid, offset):
+    pattern, grid = patterned_grid
+    density = grid[2] / math.gcd(*grid[:2])
+    first, other = (make_layout(pattern, *grid[:2], 1, density, n).mask for n in (0, offset))
     np.testing.assert_array_equal(first, other)
 
 
-@given(grids("monarch"))
-def test_monarch_is_equal_groups_of_contiguous_outputs(grid):
-    in_blocks, out_blocks, degree = grid
+@given(grouped_grids, st.sampled_from([None, True, False]))
+def test_groups_are_equal_and_their_outputs_contiguous(patterned_grid, reads):
+    pattern, (in_blocks, out_blocks, degree) = patterned_grid
     ring = math.gcd(in_blocks, out_blocks)
-    groups = make_layout("monarch", in_blocks, out_blocks, 1, degree / ring).groups
+    layout = make_layout(pattern, in_blocks, out_blocks, 1, degree / ring, 0, reads)
+    groups = layout.groups
+    assert layout.balanced
     assert groups.count == groups.in_parts == groups.out_parts == ring // degree
     assert groups.out_run == out_blocks // groups.count
 
 
-def mlp_weights(ring, degree):
-    """Masks of monarch's two weights of an MLP that widens by 4."""
+@pytest.mark.parametrize("ring", [4, 6, 8, 9, 16, 20, 32, 40])
+def test_shuffle_mixes_in_as_few_weights_as_its_fan_in_allows(ring):
+    for degree in legal_degrees("shuffle", ring)[1:]:
+        weight = square("shuffle", ring, degree).astype(int)
+        depth = math.ceil(math.log(ring, degree) - 1e-9)
+        assert (np.linalg.matrix_power(weight, depth) > 0).all()
+        assert not (np.linalg.matrix_power(weight, depth - 1) > 0).all()
+
+
+@pytest.mark.parametrize("ring", [4, 6, 8, 9, 16, 20, 32, 40])
+def test_shuffle_mixes_within_an_mlp(ring):
+    """An output depends on as many inputs as two fan-ins allow, and on all over depth."""
+    for degree in legal_degrees("shuffle", ring):
+        into, out_of = mlp_weights("shuffle", ring, degree)
+        depends_on = ((into @ out_of) > 0).sum(0)
+        assert np.all(depends_on >= min(ring, degree * min(degree, ring // degree)))
+        reached = np.eye(ring, dtype=int)
+        for _ in range(2 * ring.bit_length()):
+            reached = np.minimum(reached @ into @ out_of, 1)
+        assert reached.all()
+
+
+def mlp_weights(pattern, ring, degree):
+    """Masks of a pattern's two weights of an MLP that widens by 4."""
     sides = (ring, 4 * ring), (4 * ring, ring)
-    return [make_layout("monarch", *side, 1, degree / ring).mask.astype(int) for side in sides]
+    return [make_layout(pattern, *side, 1, degree / ring).mask.astype(int) for side in sides]
 
 
 @pytest.mark.parametrize("ring", [4, 6, 8, 9, 16, 20, 32, 40])
 def test_monarch_groups_stay_apart_within_an_mlp(ring):
     for degree in legal_degrees("monarch", ring)[1:]:
-        into, out_of = mlp_weights(ring, degree)
+        into, out_of = mlp_weights("monarch", ring, degree)
         outputs_read_by = (into @ out_of) > 0
         np.testing.assert_array_equal(outputs_read_by.sum(1), degree)
         assert all(np.ptp(np.flatnonzero(outputs)) < degree for outputs in outputs_read_by)
@@ -184,7 +212,7 @@ def test_monarch_groups_stay_apart_within_an_mlp(ring):
 def test_monarch_mixes_everything_over_depth(ring):
     """A network of radix `degree` needs log_degree(ring) layers; a single cell still mixes."""
     for degree in legal_degrees("monarch", ring):
-        into, out_of = mlp_weights(ring, degree)
+        into, out_of = mlp_weights("monarch", ring, degree)
         radix = degree if degree > 1 else min(4, ring)
         depth = math.ceil(math.log(ring, radix) - 1e-9)
         reached = np.eye(ring, dtype=int)
@@ -279,18 +307,10 @@ def test_monarch_of_gpt_does_not_depend_on_the_role(ring, widening, factor):
         assert by_shape == by_role
 
 
-@given(grids("monarch"), st.booleans())
-def test_monarch_of_any_role_is_equal_groups_of_contiguous_outputs(grid, reads):
-    in_blocks, out_blocks, degree = grid
-    ring = math.gcd(in_blocks, out_blocks)
-    layout = make_layout("monarch", in_blocks, out_blocks, 1, degree / ring, 0, reads)
-    assert layout.balanced and layout.groups.count == ring // degree
-    assert layout.groups.out_run == out_blocks // layout.groups.count
-
-
-def test_monarch_degrees_must_divide_the_ring():
+@pytest.mark.parametrize("pattern", GROUPED_PATTERNS)
+def test_degrees_of_groups_must_divide_the_ring(pattern):
     with pytest.raises(UserError, match=r"no density of 3/8 .* legal: 1/8, 2/8, 4/8, 8/8"):
-        make_layout("monarch", 64, 64, 8, 3 / 8)
+        make_layout(pattern, 64, 64, 8, 3 / 8)
 
 
 @pytest.mark.parametrize("ring", [5, 6, 8, 13])

@@ -129,7 +129,7 @@ def _quantized(x, values, tables, groups, implementation, precision):
     if groups is None:
         raise UserError(
             f"precision={precision} needs a layout of equal groups that cannot change; legal: the "
-            "pattern monarch, or precision=compute_dtype."
+            "patterns monarch and shuffle, or precision=compute_dtype."
         )
     dispatch.log_choice("block_sparse_matmul", f"grouped in {precision}", dispatch.platform())
     products = functools.partial(grouped.dense_products, precision=precision)
