@@ -10,6 +10,8 @@ READY := $(VENV)/.complete
 
 # What another project's shell set-up adds would leak into the environment.
 unexport PYTHONHOME PYTHONPATH
+# Without stored bytecode every process would compile all modules that it imports, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 export PYTHON LOCKED
 
 # Of the same shape, and of the same FLOPs, unless the arguments say which models there are.

@@ -22,6 +22,10 @@ hypothesis.settings.load_profile("any machine")
 # two cores all threads can block, a deadlock. XLA reads the size of the pool from NPROC once.
 os.environ.setdefault("NPROC", "16")
 
+# Processes that tests start would compile every module they import, for seconds each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Without a driver CUPTI has no version, and jax would then not load the GPU compiler.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
