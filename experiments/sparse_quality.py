@@ -53,6 +53,7 @@ ARMS = {
     "static_cyclic": CYCLIC,
     "static_random": RANDOM,
     "static_monarch": MONARCH,
+    "static_shuffle": {"sparsity.pattern": "shuffle"},
     "allocated": RANDOM | TO_MLP_IN,
     "depth_rising": RANDOM | RISING,
     "depth_falling": RANDOM | FALLING,
