@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from lm_eval.api.group import Group
-from lm_eval.tasks import TaskManager
 
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
@@ -95,13 +94,16 @@ def named(options, corpus: str) -> dict[str, dict[str, Task] | None]:
                     f"{', '.join(of_project)}."
                 )
             by_name[name] = None
-        elif name.endswith((".jsonl", ".json")):
+        elif _of_project(name):
             items = read_items(Path(os.path.expanduser(name)))
             _refuse_unfit(name, items, max(options.num_fewshot))
             stem = Path(name).stem
             by_name[name] = {stem: Task(lm_eval_tasks.make_task(stem, items), items)}
         else:
-            manager = manager or TaskManager(include_path=_folders(options.include_path))
+            manager = manager or lm_eval_tasks.task_manager(
+                [word for word in words if not _of_project(word)],
+                _folders(options.include_path),
+            )
             of_lm_eval = lm_eval_tasks.load_tasks(name, manager, of_project)
             by_name[name] = {task: Task.of_lm_eval(it) for task, it in of_lm_eval.items()}
     if not by_name:
@@ -116,12 +118,17 @@ def named(options, corpus: str) -> dict[str, dict[str, Task] | None]:
 
 
 def _folders(include_path):
-    """The folders that --include_path lists; None where it is empty."""
+    """The folders that --include_path lists."""
     folders = [Path(word).expanduser() for word in include_path.split(",") if word]
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"--include_path={include_path}: {folder} is not a folder.")
-    return folders or None
+    return folders
+
+
+def _of_project(name):
+    """Whether a name of --tasks is not lm-eval's."""
+    return name == "own" or name in builtin.BUILTIN_TASKS or name.endswith((".jsonl", ".json"))
 
 
 def ready(

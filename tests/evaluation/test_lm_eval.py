@@ -53,7 +53,7 @@ def test_lm_eval_scores_a_run(harness, lm_eval_tasks, run_folder, tmp_path, monk
     (written,) = (tmp_path / "out").rglob("results*.json")
     results = json.loads(written.read_text())["results"]["mine"]
     lm = harness.harness_lm(trained.load(run_folder.path, "dense", "best"))
-    tasks = lm_eval_tasks.load_tasks(str(task), lm_eval_tasks.TaskManager(), ())
+    tasks = lm_eval_tasks.load_tasks(str(task), lm_eval_tasks.task_manager([str(task)]), ())
     for metric, score in harness.evaluate(lm, tasks, 0)["mine"].items():
         assert results[f"{metric},none"] == score.value
 

@@ -47,7 +47,29 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def manager(harness, lm_eval_tasks):
     with harness.quiet():
-        return lm_eval_tasks.TaskManager()
+        return lm_eval_tasks.task_manager([*lm_eval_tasks.STANDARD, "nq_open"])
+
+
+@pytest.mark.parametrize(
+    ("names", "files"),
+    [
+        (["hellaswag", "mine"], {"hellaswag", "mine", "writing"}),
+        (["mine.yaml"], {"mine", "writing"}),
+        (["mine", "a_group"], None),
+    ],
+)
+def test_only_folders_of_the_named_tasks_are_read(lm_eval_tasks, folder, monkeypatch, names, files):
+    """lm-eval's index of all tasks takes half a minute."""
+    make, defaults = lm_eval_tasks.TaskManager, []
+
+    def manager(include_path, include_defaults=True):
+        defaults.append(include_defaults)
+        return make(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr(lm_eval_tasks, "TaskManager", manager)
+    tasks = lm_eval_tasks.task_manager(names, [folder]).all_subtasks
+    assert defaults == [files is None]
+    assert files is None or set(tasks) == files
 
 
 @pytest.mark.parametrize("shots", [0, 1])

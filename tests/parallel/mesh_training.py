@@ -107,21 +107,21 @@ OPTIONS = {
 """What follows "+" in the name of a model -> changes of its training."""
 
 
-def train(model, executor, micro_batches, **changes):
-    """Returns losses, norms, canonical moments and params, eval loss and program text by name."""
+def train(model, executor, micro_batches, start=None, **changes):
+    """Returns losses, norms, canonical moments and params, eval loss and program text by name.
+
+    `start` is a state on one device; None draws it with the executor.
+    """
     training = TrainingConfig(STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3, **changes)
     model = adapters.with_adapters(model, training.adapter_rank)
-    state = initial_state(model, training, executor)
-    tables = gpt.layout_tables(gpt.layouts(model))
-    placed_tables = executor.tables(tables, model, changing=False)
-    fixed = None if placed_tables else tables
-    replicated = executor.replicated()
-    shardings = executor.shardings(state._replace(tables=()), model)
-    if shardings is not None:
-        shardings = shardings._replace(tables=None), StepReport(replicated, replicated, replicated)
-    step = make_train_step(model, training, fixed, executor)
-    step = jax.jit(step, donate_argnums=0, out_shardings=shardings)
-    evaluate = jax.jit(make_eval_step(model, fixed, executor), out_shardings=replicated)
+    if start is None:
+        state = initial_state(model, training, executor)
+    else:
+        # Copies, as the step donates its state, and placed arrays share memory with `start`.
+        state = executor.place(start, model)._replace(tables=())
+        state = jax.jit(lambda state: jax.tree.map(jnp.copy, state))(state)
+    tables, fixed, placed_tables = tables_of(model, executor)
+    evaluate = jax.jit(make_eval_step(model, fixed, executor), out_shardings=executor.replicated())
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, model.vocab_size, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
     batches = [executor.put({"tokens": t}, BATCH)["tokens"] for t in tokens]
@@ -130,7 +130,7 @@ def train(model, executor, micro_batches, **changes):
     counted = {}
     if training.adapter_rank:
         counted = executor.put({"weights": weights / weights.sum()}, BATCH)
-    program = step.lower(state, batches[0], np.float32(1e-3), **counted).compile()
+    program = compiled_step(model, training, executor, state, batches[0], **counted)
     reports, first = [], None
     for batch in batches:
         state, report = program(state, batch, np.float32(1e-3), **counted)
@@ -147,6 +147,38 @@ def train(model, executor, micro_batches, **changes):
         "eval": float(loss),
         "text": program.as_text(),
     }
+
+
+def tables_of(model, executor):
+    """Returns the layouts' tables: canonical, those compiled into the programs, those beside."""
+    tables = gpt.layout_tables(gpt.layouts(model))
+    placed = executor.tables(tables, model, changing=False)
+    return tables, None if placed else tables, placed
+
+
+def compiled_step(model, training, executor, state, batch, **counted):
+    """Returns the compiled training step; `state` may have shapes alone."""
+    replicated = executor.replicated()
+    shardings = executor.shardings(state._replace(tables=()), model)
+    if shardings is not None:
+        shardings = shardings._replace(tables=None), StepReport(replicated, replicated, replicated)
+    step = make_train_step(model, training, tables_of(model, executor)[1], executor)
+    step = jax.jit(step, donate_argnums=0, out_shardings=shardings)
+    return step.lower(state, batch, np.float32(1e-3), **counted).compile()
+
+
+def gathers(name, texts):
+    """Returns {text: shapes that the step gathers}; nothing runs."""
+    model, shapes = MODELS[name], {}
+    for text in texts:
+        sharded, micro = executor(text, model)
+        training = TrainingConfig(STEPS, BATCH, SEQUENCE, micro, learning_rate=1e-3)
+        state = abstract_state(model, training, sharded)
+        state = state._replace(tables=tables_of(model, sharded)[2])
+        batch = sharded.put({"tokens": np.zeros((BATCH, SEQUENCE + 1), np.int32)}, BATCH)["tokens"]
+        step = compiled_step(model, training, sharded, state, batch)
+        shapes[text] = gathered(step.as_text())
+    return shapes
 
 
 def canonical(executor, state, tables, model):
@@ -193,16 +225,24 @@ def exchanged(text):
 
 def compare(name, texts):
     name, _, option = name.partition("+")
-    model, errors, right = MODELS[name], {}, {}
+    model, changes, errors = MODELS[name], OPTIONS[option], {}
+    start = initial_state(
+        adapters.with_adapters(model, changes.get("adapter_rank", 0)),
+        TrainingConfig(STEPS, BATCH, SEQUENCE, **changes),
+    )
+    right: dict = {}
     for text in texts:
         sharded, micro = executor(text, model)
-        reference = SINGLE_DEVICE
+        reference = SINGLE_DEVICE, micro if model.experts else 1
         if model.expert_capacity:  # Devices drop what exceeds their share of it.
-            reference = dataclasses.replace(sharded, exchange=False)
-        if (reference, micro) not in right:
-            right[reference, micro] = train(model, reference, micro, **OPTIONS[option])
-        mine, expected = train(model, sharded, micro, **OPTIONS[option]), right[reference, micro]
-        errors[text] = {key: error(mine[key], expected[key]) for key in mine if key != "text"}
+            reference = dataclasses.replace(sharded, exchange=False), micro
+        if reference not in right:
+            right[reference] = train(model, *reference, start, **changes)
+        # One mesh draws the state; to place it costs less.
+        mine = train(model, sharded, micro, start if errors else None, **changes)
+        errors[text] = {
+            key: error(mine[key], right[reference][key]) for key in mine if key != "text"
+        }
         errors[text]["gathered"] = gathered(mine["text"])
         errors[text]["exchanged"] = exchanged(mine["text"])
     return errors
@@ -292,4 +332,5 @@ def evolve(name, texts):
 
 if __name__ == "__main__":
     task, name, *texts = sys.argv[1:]
-    print(json.dumps({"compare": compare, "move": move, "evolve": evolve}[task](name, texts)))
+    run = {"compare": compare, "gathers": gathers, "move": move, "evolve": evolve}[task]
+    print(json.dumps(run(name, texts)))
