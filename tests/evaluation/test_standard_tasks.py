@@ -59,7 +59,7 @@ def manager(harness, lm_eval_tasks):
     ],
 )
 def test_only_folders_of_the_named_tasks_are_read(lm_eval_tasks, folder, monkeypatch, names, files):
-    """lm-eval's index of all tasks takes half a minute."""
+    """lm-eval's index of all tasks takes many seconds."""
     make, defaults = lm_eval_tasks.TaskManager, []
 
     def manager(include_path, include_defaults=True):

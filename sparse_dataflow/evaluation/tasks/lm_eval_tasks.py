@@ -71,7 +71,7 @@ def _rows(items):
 def task_manager(names: Sequence[str], folders: Sequence[Path] = ()) -> TaskManager:
     """Returns an index of task files in which lm-eval finds `names`.
 
-    Reading all 14,000 files of lm-eval takes half a minute. If each name is a path or the name of
+    Reading all 14,000 files of lm-eval takes many seconds. If each name is a path or the name of
     one task, only the folders of these tasks are read.
 
     Args:
