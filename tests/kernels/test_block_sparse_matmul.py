@@ -19,6 +19,7 @@ from simulated import simulated_tpu
 from simulated_hopper import simulated_hopper
 from simulated_triton import simulated_triton
 
+from sparse_dataflow.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import api
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
@@ -117,7 +118,7 @@ def layouts(draw, block):
         ring = draw(st.sampled_from([2, 3, 4, 6]))
         shape = [ring * side * block for side in draw(st.sampled_from([(1, 1), (1, 2), (3, 1)]))]
         pattern = draw(st.sampled_from(sorted(set(PATTERNS) - {"dense"})))
-        degrees = [k for k in range(1, ring) if pattern != "monarch" or ring % k == 0]
+        degrees = [k for k in range(1, ring) if pattern not in GROUPED_PATTERNS or ring % k == 0]
         density = draw(st.sampled_from(degrees)) / ring
         return make_layout(pattern, *shape, block, density, offset=draw(st.integers(0, 9)))
     if kind == "irregular":
