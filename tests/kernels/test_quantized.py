@@ -121,7 +121,7 @@ def test_a_token_has_the_same_result_whatever_the_other_tokens_are(precision):
 def test_layouts_and_implementations_that_are_not_quantised_are_refused():
     layout = make_layout("random", 32, 32, BLOCK, 0.5)
     values, x = np.ones((layout.nnz, BLOCK, BLOCK), np.float32), np.ones((2, 32), np.float32)
-    with pytest.raises(UserError, match="equal groups that cannot change; legal: the pattern mon"):
+    with pytest.raises(UserError, match="equal groups that cannot change; legal: the patterns mon"):
         block_sparse_matmul(x, values, layout, precision="int8")
     monarch = make_layout("monarch", 32, 32, BLOCK, 0.5)
     with pytest.raises(UserError, match="equal groups that cannot change"):
