@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.planning.efficiency import (
     BLOCK_RATES,
-    GROUPED_PATTERN,
     PRIOR,
     block_rate,
     slower_than_dense,
@@ -45,7 +45,7 @@ def test_the_rates_of_tpus_are_those_of_the_kept_schedules():
 
 @given(
     st.sampled_from(sorted(BLOCK_RATES)),
-    st.sampled_from([GROUPED_PATTERN, "pixelfly"]),
+    st.sampled_from([*GROUPED_PATTERNS, "pixelfly"]),
     st.integers(8, 512),
 )
 def test_larger_blocks_are_not_much_slower(family, pattern, block):
