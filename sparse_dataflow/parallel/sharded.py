@@ -66,8 +66,8 @@ class Sharded(Executor):
                 if sharded[name].tables.groups is None:
                     raise UserError(
                         f"tensor:{self.tensor_shards} divides the groups of stored blocks of "
-                        f"{name} unequally; legal with block-sparse experts: a size that divides "
-                        "or is a multiple of the number of groups."
+                        f"{name} unequally; legal with block-sparse experts: the pattern monarch "
+                        "and a size that divides, or is a multiple of, the number of groups."
                     )
 
     def loss(self, model, params, tables, tokens, weights):

@@ -59,6 +59,18 @@ def test_a_tensor_axis_that_divides_groups_of_experts_unequally_is_refused():
         Sharded(mesh("tensor:4")).check(model, TRAINING)
 
 
+def test_a_tensor_axis_may_divide_shuffled_groups_unequally_where_monarch_keeps_them_whole():
+    model = dataclasses.replace(MODEL, num_heads=8, d_model=64, d_ff=96)
+    for pattern in ("monarch", "shuffle"):
+        spec = dataclasses.replace(SPARSE, pattern=pattern, density=1 / 4)
+        sharded = model.with_linears(spec, ["mlp_in", "mlp_out"])
+        if pattern == "monarch":
+            Sharded(mesh("tensor:4")).check(sharded, TRAINING)
+        else:
+            with pytest.raises(UserError, match=r"of mlp_out unequally; .*: the pattern mon"):
+                Sharded(mesh("tensor:4")).check(sharded, TRAINING)
+
+
 @pytest.mark.parametrize(
     ("text", "zero", "words"),
     [

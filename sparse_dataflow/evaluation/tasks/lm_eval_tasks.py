@@ -83,6 +83,8 @@ def task_manager(names: Sequence[str], folders: Sequence[Path] = ()) -> TaskMana
     paths: list[Path] = list(folders)
     for root in (*folders, of_lm_eval):
         for path in sorted(root.rglob("*.yaml")) if missing else ():
+            if not missing:
+                break
             definition = TASK_NAME.search(path.read_bytes())
             if definition and (name := definition[1].decode(errors="replace")) in missing:
                 missing.remove(name)
