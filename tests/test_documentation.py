@@ -248,7 +248,7 @@ def legal_flags():
         elif options := getattr(module, "Options", None):
             names |= {s.name for s in settings.settings(options)}
     for path in (ROOT / "launch").rglob("*"):
-        if path.is_file():
+        if path.is_file() and path.suffix != ".pyc":
             names |= set(re.findall(r"--([a-z][\w-]*)", path.read_text(encoding="utf-8")))
     return names
 
