@@ -43,8 +43,10 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # jax keeps many objects per program, which slow every garbage collection of a long-lived worker.
 gc.set_threshold(200_000, 50, 1000)
 
-# Compiles in half the time; the programs are slower and their results stay.
+# Compiles in half the time; the programs are slower and their results stay. Processes that tests
+# start inherit the variable.
 jax.config.update("jax_disable_most_optimizations", True)
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
 def pytest_addoption(parser):
@@ -98,8 +100,10 @@ def array_sizes():
 def optimized():
     """Compiles the programs of this module with all optimizations, as for a user."""
     jax.config.update("jax_disable_most_optimizations", False)
+    os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS")
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
 def _variables(jaxpr):
