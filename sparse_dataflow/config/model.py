@@ -6,6 +6,7 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
+from sparse_dataflow.config import remat
 from sparse_dataflow.config.settings import ADOPTED, between, positive, setting, validate
 from sparse_dataflow.files.errors import UserError
 
@@ -56,6 +57,8 @@ MOST_EXPERTS = 2**12
 """Upper bound of the experts of a layer."""
 
 REMATS = ("none", "dots", "full")
+"""Kinds of remat that the search of layouts prices, for all blocks alike."""
+
 PARAMETRIZATIONS = ("standard", "supar")
 
 SUPAR_WIDTH = 256
@@ -166,7 +169,8 @@ class ModelConfig:
       positions: position encoding.
       activation: of the MLP; "gelu" is its tanh form, as in GPT-2, "gelu_exact" uses erf, "relu"
         is OPT's, "silu" Llama's.
-      remat: activation checkpointing of a block: "none", "dots" (keep matmul outputs) or "full".
+      remat: activation checkpointing of a block: "none", "dots" (keep matmul outputs), "full" or
+        "offload" (matmul outputs to host memory); or counts of blocks, see `config.remat`.
       compute_dtype: dtype of activations and of weights in products; master weights are float32.
       precision: operands of the projections' products: "compute_dtype"; or 8-bit numbers with a
         scale for each row that a product sums (`kernels.quantized`), "fp8" (e4m3, gradients e5m2)
@@ -242,8 +246,8 @@ class ModelConfig:
     activation: str = setting("gelu", "Activation of the MLP.", choices=ACTIVATIONS)
     remat: str = setting(
         "none",
-        "Activations recomputed in the backward pass: none, all but matmuls, or all.",
-        choices=REMATS,
+        "Activations recomputed in the backward pass: none, all but matmuls (dots), or all (full); "
+        "offload copies those of matmuls to host memory. Blocks may differ: offload+full:4,none:8.",
         resumed=ADOPTED,
     )
     compute_dtype: str = setting(
@@ -320,6 +324,7 @@ class ModelConfig:
 
     def __post_init__(self):
         validate(self, "model")
+        remat.terms(self.remat)  # Refuses an illegal text.
         _whole("seed", self.seed, 0, 2**63)
         self._check_attention()
         self.selected(self.biases, "model.biases")

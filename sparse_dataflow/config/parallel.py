@@ -1,6 +1,7 @@
 """Where a model lies, and which process this is."""
 
 import dataclasses
+import re
 from typing import ClassVar
 
 from sparse_dataflow.config.settings import (
@@ -10,14 +11,17 @@ from sparse_dataflow.config.settings import (
     between,
     positive,
     setting,
+    shown,
     validate,
 )
+from sparse_dataflow.files.errors import UserError
 
 EXECUTORS = ("auto", "whole", "pipeline", "relay")
 EXPERTS = ("gather", "exchange")
 STASHES = ("device", "host")
 CLIPPINGS = ("exact", "eager")
 MOST_PROCESSES = 2**20
+MOST_BYTES = 1e15
 ONLY_RELAY = ("stash", "clipping", "server_dir", "depth_schedule")
 """Settings that no other executor reads."""
 
@@ -34,6 +38,8 @@ class ParallelConfig:
       experts: what travels over the axis fsdp for the experts that it shards: their weights, or
         the tokens.
       schedule: order of actions of a pipeline's stages; see `parallel.pipeline.schedules`.
+      memory_limit: bytes of a device that training may use by the planner's estimate, as in
+        "16GiB" or "16e9"; the planner chooses `model.remat` under it.  Empty chooses nothing.
       stash: where the relay stores block inputs until the backward pass.
       clipping: how the relay clips gradients.
       server_dir: folder of the relay's mapped files; empty for host memory.
@@ -79,6 +85,12 @@ class ParallelConfig:
         "1f1b",
         "Pipeline schedule: gpipe, 1f1b, interleaved:V (V model chunks a stage) or zero_bubble.",
         resumed=FRESH,
+    )
+    memory_limit: str = setting(
+        "",
+        "Bytes a device that training may use, as in 16GiB or 16e9: the planner then chooses which "
+        "blocks keep, recompute or offload their activations (model.remat). Empty is no limit.",
+        resumed=ADOPTED,
     )
     stash: str = setting(
         "device",
@@ -135,3 +147,22 @@ class ParallelConfig:
 
     def __post_init__(self):
         validate(self, self.NAME)
+        _ = self.memory_limit_bytes  # Refuses an illegal one.
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """Bytes of `memory_limit`; None without one.
+
+        Raises:
+          UserError: it is no number of bytes.
+        """
+        if not self.memory_limit:
+            return None
+        match = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?)(GiB|MiB)?", self.memory_limit)
+        size = float(match[1]) * {"GiB": 2**30, "MiB": 2**20, None: 1}[match[2]] if match else 0
+        if not 1 <= size <= MOST_BYTES:
+            raise UserError(
+                f"parallel.memory_limit={shown(self.memory_limit)} is not legal; legal: bytes "
+                f"from 1 to {MOST_BYTES:g}, as in 16GiB, 512MiB or 16e9."
+            )
+        return int(size)

@@ -4,10 +4,10 @@ import dataclasses
 import re
 from typing import Any, ClassVar
 
-from sparse_dataflow.config import settings
+from sparse_dataflow.config import remat, settings
 from sparse_dataflow.config.data import DataConfig
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.model import REMATS, ModelConfig
 from sparse_dataflow.config.parallel import ParallelConfig
 from sparse_dataflow.config.settings import (
     ADOPTED,
@@ -190,6 +190,7 @@ class RunConfig:
                 "projections are block-sparse."
             )
         self.sparsity.linears(self.model)
+        self._check_remat()
         learned = self.model.positions == "learned"
         if learned and self.training.sequence > self.model.max_len:
             raise UserError(
@@ -217,6 +218,20 @@ class RunConfig:
             self._check_adapters()
         if self.parallel.executor == "relay":
             self._check_relay()
+
+    def _check_remat(self):
+        remat.kinds(self.model.remat, self.model.num_layers)  # Refuses another number of blocks.
+        executor = self.parallel.executor
+        if executor in ("relay", "pipeline") and self.parallel.memory_limit:
+            raise UserError(
+                f"parallel.memory_limit={self.parallel.memory_limit} with --executor={executor}, "
+                "whose blocks are all treated alike; legal with it: whole, auto."
+            )
+        if executor in ("relay", "pipeline") and self.model.remat not in REMATS:
+            raise UserError(
+                f"model.remat={settings.shown(self.model.remat)} with --executor={executor}; "
+                f"legal with it: {', '.join(REMATS)}."
+            )
 
     def _check_answers(self):
         if not self.run.init_from:

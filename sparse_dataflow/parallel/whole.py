@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from sparse_dataflow.config.layer_groups import split_groups
+from sparse_dataflow.config import remat
+from sparse_dataflow.config.layer_groups import layer_groups, split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.attention.api import causal_attention
@@ -22,9 +24,18 @@ from sparse_dataflow.models.shard import WHOLE, Shard
 GATHERED = "gathered"
 """Checkpoint name of all-gathered params: the backward pass gathers them again."""
 
+BLOCK_INPUT = "block_input"
+"""Checkpoint name of the input of a block that is offloaded."""
+
 _REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.save_only_these_names(PROJECTION_OUTPUT),
     "full": jax.checkpoint_policies.nothing_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[BLOCK_INPUT, PROJECTION_OUTPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
 
 
@@ -102,7 +113,8 @@ def apply_blocks(
     """Runs all blocks on [B, T, D].
 
     Concrete (numpy) tables are specialised at trace time. Blocks are unrolled if `unrolls` says so.
-    Otherwise each layer group is scanned, so that compile time does not depend on depth.
+    Otherwise each layer group is scanned, so that compile time does not depend on depth; with a
+    remat that differs between blocks, each of its repeated patterns is.
 
     Returns:
       (residual stream [B, T, D], `Routing` stacked over the layers; () for a model without
@@ -112,31 +124,67 @@ def apply_blocks(
     unrolled = unrolls(config, tables)
     # jax.checkpoint traces concrete tables, whose groups would be lost with them.
     tables = gpt.with_groups(tables)
+    kinds = remat.kinds(config.remat, config.num_layers)
     for group, stacked in enumerate(zip(split_groups(params), split_groups(tables), strict=True)):
-        run = _layer(config, member, group, attend)
+        layers = layer_groups(config)[group].layers
+        of_group = kinds[layers.start : layers.stop]
+        run = {kind: _layer(config, member, group, attend, kind) for kind in set(of_group)}
         if unrolled:
             group_params, group_tables = stacked
             for i, layer in enumerate(_unstack(group_params)):
                 layer_tables = jax.tree.map(lambda t, i=i: t[i], group_tables)
-                x_BxTxD, of_layer = run(x_BxTxD, (layer, layer_tables))
+                x_BxTxD, of_layer = run[of_group[i]](x_BxTxD, (layer, layer_tables))
                 routing.append(jax.tree.map(lambda leaf: leaf[None], of_layer))
         else:
-            x_BxTxD, of_layers = lax.scan(run, x_BxTxD, stacked)
-            routing.append(of_layers)
+            x_BxTxD, of_layers = _scan(run, remat.segments(of_group), x_BxTxD, stacked)
+            routing += of_layers
     return x_BxTxD, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *routing)
 
 
-def _layer(config, member, group, attend):
-    """Returns a function (x, (params, tables) of a layer) -> (x, `Routing` or ()), with the
-    config's remat policy."""
+def _scan(run, segments, x, stacked):
+    """Scans the layers of a group, a repeated pattern of kinds of remat after the other.
+
+    A single pattern needs no copy of the stacked arrays; several slice them.
+
+    Returns:
+      (x, list of routing stacked over layers, in order).
+    """
+    if len(segments) == 1 and len(segments[0][0]) == 1:
+        x, of_layers = lax.scan(run[segments[0][0][0]], x, stacked)
+        return x, [of_layers]
+    routing, start = [], 0
+    for pattern, repeats in segments:
+        stop = start + len(pattern) * repeats
+        period = len(pattern)
+
+        def cut(leaf, start=start, stop=stop, period=period):
+            part = leaf if (start, stop) == (0, len(leaf)) else leaf[start:stop]
+            return part.reshape(-1, period, *leaf.shape[1:])
+
+        def body(x, layers, pattern=pattern):
+            outputs = []
+            for i, kind in enumerate(pattern):
+                x, output = run[kind](x, jax.tree.map(lambda leaf, i=i: leaf[i], layers))
+                outputs.append(output)
+            return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+
+        x, of_layers = lax.scan(body, x, jax.tree.map(cut, stacked))
+        routing.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), of_layers))
+        start = stop
+    return x, routing
+
+
+def _layer(config, member, group, attend, kind):
+    """Returns a function (x, (params, tables) of a layer) -> (x, `Routing` or ()), with the remat
+    policy of a kind."""
 
     def run(x, layer):
         layer_params, layer_tables = layer
         params = member.section({"blocks": layer_params}, "blocks", group)
         return gpt.routed_block(config, params, layer_tables, x, member.shard, attend)
 
-    if config.remat != "none":
-        return rematerialised(config, run)
+    if kind != "none":
+        return _checkpointed(run, kind)
     if member.gather is not None:
         policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
         return jax.checkpoint(run, policy=policy)
@@ -144,10 +192,16 @@ def _layer(config, member, group, attend):
 
 
 def rematerialised(config: ModelConfig, layer: Callable) -> Callable:
-    """Wraps a layer in `jax.checkpoint` with the config's remat policy."""
-    if config.remat == "none":
-        return layer
-    return jax.checkpoint(layer, policy=_REMAT_POLICIES[config.remat])
+    """Wraps a layer in `jax.checkpoint` with the config's remat policy, that of all blocks."""
+    return layer if config.remat == "none" else _checkpointed(layer, config.remat)
+
+
+def _checkpointed(layer, kind):
+    def named(x, *rest):
+        return layer(checkpoint_name(x, BLOCK_INPUT), *rest)
+
+    # Only a name lets a policy move the input, which jax.checkpoint else saves on the device.
+    return jax.checkpoint(named if kind == "offload" else layer, policy=_REMAT_POLICIES[kind])
 
 
 UNROLL_LAYERS = 16

@@ -12,8 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from sparse_dataflow.config import remat
 from sparse_dataflow.config.layer_groups import with_densest_layers
-from sparse_dataflow.config.model import PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import PROJECTIONS, REMATS, LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.planning.cost import stored_fractions
@@ -196,7 +197,28 @@ def training_bytes(
 def training_config_bytes(
     config: ModelConfig, training, fused_attention: bool = False
 ) -> MemoryEstimate:
-    """Returns `training_bytes` of a model under a `TrainingConfig`."""
+    """Returns `training_bytes` of a model under a `TrainingConfig`.
+
+    Of blocks of different remat, or offloaded, it is the mean over the blocks in each category; an
+    offloaded block saves nothing on the device.
+    """
+    if config.remat not in REMATS:
+        kinds = remat.kinds(config.remat, config.num_layers)
+        parts = [
+            (
+                kinds.count(kind) / len(kinds),
+                training_config_bytes(
+                    dataclasses.replace(config, remat="dots" if kind == "offload" else kind),
+                    training,
+                    fused_attention,
+                ).categories
+                | ({"activations": 0} if kind == "offload" else {}),
+            )
+            for kind in dict.fromkeys(kinds)
+        ]
+        return MemoryEstimate(
+            **{name: round(sum(s * of[name] for s, of in parts)) for name in parts[0][1]}
+        )
     return training_bytes(
         config,
         training.batch // training.micro_batches,

@@ -36,7 +36,15 @@ from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import cost, memory
-from sparse_dataflow.runs import devices, memory_check, relay_plan, report, run_folder, step_plan
+from sparse_dataflow.runs import (
+    devices,
+    memory_check,
+    relay_plan,
+    remat_plan,
+    report,
+    run_folder,
+    step_plan,
+)
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.training_data import training_data
 from sparse_dataflow.sparsity.allocation import allocation_table
@@ -173,6 +181,8 @@ def _fitted(config, chip):
             chip.memory_bytes, config.run.scale, config.sparsity.linears(config.model)
         )
     )
+    if config.parallel.memory_limit:  # `remat_plan` chooses the remat.
+        return config
     fit = memory_check.fitting(variants(config), chip.memory_bytes)
     if fit and fit != (config.model.remat, config.training.micro_batches):
         remat, micro_batches = fit
@@ -199,6 +209,8 @@ class _Job:
         self.mirror: Path | None = None
 
     def run(self, texts: Sequence[str] | None, resume: bool) -> Run:
+        # Before anything that is compiled or written: the plan is part of the config.
+        self.config = remat_plan.settled(self.config, self.chip, self.executor)
         config, folder = self.config, self.folder
         trackers.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
         record = self._saved_record() if resume else None

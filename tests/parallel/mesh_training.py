@@ -59,7 +59,12 @@ MODELS = {
     "dense_odd": dataclasses.replace(DENSE, vocab_size=45, norm="rmsnorm", remat="full"),
     "sparse": sparse("monarch"),
     "sparse_rank": sparse("random", rank=4, hadamard=8, positions="rotary", remat="dots"),
-    "sparse_depth": sparse("shuffle", num_layers=3, density_by_depth=(2.0, 2.0, 1.0)),
+    "sparse_depth": sparse(
+        "shuffle",
+        num_layers=3,
+        density_by_depth=(2.0, 2.0, 1.0),
+        remat="offload+full:1,none:1",
+    ),
     "dense_deep": dataclasses.replace(DENSE, num_layers=8),
     "sparse_deep": sparse("monarch", num_layers=5),
     "llama": dataclasses.replace(

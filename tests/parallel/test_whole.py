@@ -52,6 +52,29 @@ def test_remat_changes_nothing(result, remat):
     assert_same(result, run(dataclasses.replace(MODEL, remat=remat)))
 
 
+@pytest.mark.parametrize("unrolled", [True, False])
+def test_blocks_of_different_remat_change_nothing(unrolled, monkeypatch):
+    """A repeated pattern, then a pattern that is another."""
+    deep = dataclasses.replace(DENSE, num_layers=3 if unrolled else 5)
+    plan = dataclasses.replace(deep, remat="offload+none:1,full:1" if unrolled else MIXED)
+    monkeypatch.setattr(whole, "UNROLL_LAYERS", 5 if unrolled else 1)
+    assert_same(run(plan), run(deep))
+
+
+MIXED = "offload+none:2,dots:1"
+
+
+@pytest.mark.parametrize(("remat", "copies"), [("offload", True), (MIXED, True), ("dots", False)])
+def test_offloaded_blocks_are_copied_to_pinned_host_memory(remat, copies, monkeypatch):
+    """In the program for a TPU, before its compiler."""
+    monkeypatch.setattr(whole, "UNROLL_LAYERS", 1)
+    config = dataclasses.replace(DENSE, num_layers=5, remat=remat)
+    step = jax.jit(lambda p, t: whole.loss_and_gradients(config, p, tables_of(config), t))
+    traced = step.trace(arbitrary_params(config), tokens_of(config))
+    program = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert ('_xla_buffer_placement = "pinned_host"' in program) == copies
+
+
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("unrolled", [True, False])
 def test_traced_tables_change_nothing(result, remat, unrolled, monkeypatch):

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from sparse_dataflow.config.model import REMATS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.linear import Probe
@@ -58,6 +59,11 @@ class Pipelined(Sharded):
                 "--executor=pipeline needs the same density in every layer, and "
                 "--set sparsity.budget=depth varies it; legal: --executor=whole or relay, or "
                 "another sparsity.budget."
+            )
+        if model.remat not in REMATS:
+            raise UserError(
+                f"model.remat={model.remat[:60]} on a mesh with stages, whose blocks are all "
+                f"treated alike; legal with it: {', '.join(REMATS)}."
             )
         super().check(model, training)
         self._plan(model, training.micro_batches)

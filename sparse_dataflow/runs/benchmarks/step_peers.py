@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.model import REMATS, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.optim.optimizers import B1, B2, EPS, decay_mask, learning_rate_multipliers
@@ -62,6 +62,8 @@ def refusal(model: ModelConfig, training: TrainingConfig) -> str:
         return "the peer has dense weights, the standard parametrization and learned positions"
     if model.family_fields():
         return f"the peer is a GPT-3, without model.{', model.'.join(model.family_fields())}"
+    if model.remat not in REMATS:
+        return f"the peer treats all blocks alike, legal: --set model.remat={', '.join(REMATS)}"
     if training.optimizer != "adamw":
         return "the peer has AdamW, legal: --set training.optimizer=adamw"
     if training.state_dtype == "bfloat16" and model.compute_dtype != "bfloat16":

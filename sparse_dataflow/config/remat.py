@@ -1,0 +1,102 @@
+"""What each block does with its activations until the backward pass: one kind for every block.
+
+A text such as "offload+full:4,none:8" is four times the pattern (offload, full), then eight blocks
+"none", in order of depth.  A kind alone, "full", is that of all blocks.
+
+Pure Python: importing this module loads no jax.
+"""
+
+import itertools
+import re
+
+from sparse_dataflow.files.errors import UserError
+
+KINDS = ("none", "dots", "full", "offload")
+"""none keeps all activations, dots keeps the outputs of products, full recomputes all of a block,
+offload copies the block's input and the outputs of products to host memory."""
+
+MOST_PATTERN = 8
+"""Most blocks in a pattern: a loop's body has the program of each of them."""
+
+_TERM = re.compile(r"([a-z]+(?:\+[a-z]+)*):(\d{1,6})")
+_SHOWN = 60
+
+Terms = tuple[tuple[tuple[str, ...], int], ...]
+"""(pattern, repeats) in order of depth."""
+
+
+def terms(text: str) -> Terms:
+    """Returns the terms of a text; (((kind,), 0),) for a kind alone.
+
+    Raises:
+      UserError: the text is not legal.
+    """
+    if text in KINDS:
+        return (((text,), 0),)
+    result = []
+    for part in text.split(","):
+        match = _TERM.fullmatch(part)
+        pattern = tuple(match[1].split("+")) if match else ()
+        if not match or not set(pattern) <= set(KINDS) or not int(match[2]):
+            raise UserError(
+                f"model.remat={text[:_SHOWN]} is unknown. Legal: {', '.join(KINDS)}, or counts of "
+                "blocks as in offload+full:4,none:8."
+            )
+        if len(pattern) > MOST_PATTERN:
+            raise UserError(
+                f"model.remat={text[:_SHOWN]} has a pattern of {len(pattern)} blocks; legal: 1 to "
+                f"{MOST_PATTERN}."
+            )
+        result.append((pattern, int(match[2])))
+    return tuple(result)
+
+
+def is_uniform(text: str) -> bool:
+    """Whether all blocks have the kind that the text is."""
+    return text in KINDS
+
+
+def kinds(text: str, layers: int) -> tuple[str, ...]:
+    """Returns the kind of each block, in order of depth.
+
+    Raises:
+      UserError: the text is not legal, or describes another number of blocks.
+    """
+    if is_uniform(text):
+        return (text,) * layers
+    listed = terms(text)
+    count = sum(len(pattern) * repeats for pattern, repeats in listed)
+    if count != layers:
+        raise UserError(
+            f"model.remat={text[:_SHOWN]} has {count} blocks, and the model {layers}; legal: "
+            f"counts that add up to {layers}, or one of {', '.join(KINDS)}."
+        )
+    return tuple(itertools.chain.from_iterable(pattern * repeats for pattern, repeats in listed))
+
+
+def segments(of_layers: tuple[str, ...]) -> Terms:
+    """Returns the kinds as few (pattern, repeats): from each block on, the term that covers most.
+
+    Of equal covers it takes the shortest pattern.
+    """
+    result, start = [], 0
+    while start < len(of_layers):
+        best: tuple[tuple[str, ...], int] = (of_layers[start : start + 1], 1)
+        for period in range(1, MOST_PATTERN + 1):
+            pattern, repeats = of_layers[start : start + period], 1
+            while of_layers[start + period * repeats :][:period] == pattern:
+                repeats += 1
+            covers = period * repeats if repeats > 1 else 1
+            if covers > len(best[0]) * best[1]:
+                best = (pattern, repeats)
+        result.append(best)
+        start += len(best[0]) * best[1]
+    return tuple(result)
+
+
+def text(of_terms: Terms) -> str:
+    """Returns the text of terms; a kind alone where all blocks have it."""
+    used = {kind for pattern, _ in of_terms for kind in pattern}
+    if len(used) == 1:
+        return used.pop()
+    return ",".join(f"{'+'.join(pattern)}:{repeats}" for pattern, repeats in of_terms)
