@@ -5,9 +5,13 @@ vocabulary dense in both models. Both models have random weights, both write in 
 --cached tokens, and the ratio of each round (median and quartiles) stands beside the byte ceiling,
 the bytes that a dense token reads over those of a sparse one.
 
+--switch times the switches of `experiments.generate --runs` instead: weights move from host memory
+to the device, where the model of the same shape before was.
+
     python -m experiments.decode_bench
     python -m experiments.decode_bench --scale=350m --batch=4
     python -m experiments.decode_bench --set model.num_layers=4
+    python -m experiments.decode_bench --scale=mini --switch
 """
 
 import dataclasses
@@ -26,13 +30,15 @@ class Options(BenchOptions):
 
     cached: int = setting(128, "Tokens that each new one sees.", legal=AT_LEAST_ONE)
     tokens: int = setting(4, "Tokens written in a timed round.", legal=AT_LEAST_ONE)
+    switch: bool = setting(False, "Time moving a model from host memory to the device.")
 
 
 def main(request, options):
     """Measures, prints and writes; see the module docstring."""
     from sparse_dataflow.runs.benchmarks import decoding
 
-    decoding.run(request, options)
+    measure = decoding.run_switches if options.switch else decoding.run
+    measure(request, options)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,17 @@
     python -m experiments.generate --run=runs/NAME --prompt="def " --temperature=0.8 --samples=4
     python -m experiments.generate --run=runs/NAME --interactive --temperature=0.8 --top_p=0.95
     python -m experiments.generate --run=runs/NAME --prompts=FILE --batch=16
+    python -m experiments.generate --runs=runs/CODE,runs/PROSE --prompts=FILE
 
 Without --variant the sparse model writes, where the run has one.  --interactive continues each line
 of the input; Ctrl-C stops the text being written, Ctrl-D, or Ctrl-C at the prompt, ends it.
 --prompts continues each line of a file; a line of a .jsonl file is a string or {"prompt": string}.
 It prints a line {"prompt", "sample", "text", "stopped_by"} for each text.
+
+--runs is a composition of experts: several runs in host memory, one at a time on the device.  A
+router picks the run whose training text resembles a prompt most; a line of --prompts may name its
+run with "run".  Each run moves to the device once for a file, the time of each move is printed, and
+each line has the "run" that wrote it.
 """
 
 import dataclasses
@@ -23,6 +29,12 @@ from sparse_dataflow.runs.load_model import ModelOptions
 class Options(ModelOptions):
     """The flags."""
 
+    runs: str = setting(
+        "", "Comma list of runs in place of --run; a router picks one for each prompt."
+    )
+    router_corpora: str = setting(
+        "", "Comma list of a text for each of --runs; empty is what they trained on."
+    )
     prompt: str = setting("", "Text to continue; empty begins a document.")
     prompts: str = setting("", "File of prompts, one a line, or .jsonl.", path=True)
     interactive: bool = setting(False, "Continue each line of the input.")
@@ -45,7 +57,8 @@ class Options(ModelOptions):
 
 def main(options):
     """Writes to the output as the text comes; see the module docstring."""
-    from sparse_dataflow.runs import generate, load_model
+    from sparse_dataflow.evaluation.composition import Experts, OneModel, Prompt
+    from sparse_dataflow.runs import composition, generate, load_model
 
     if sum(map(bool, (options.prompt, options.prompts, options.interactive))) > 1:
         raise UserError("Give one of --prompt, --prompts and --interactive.")
@@ -53,16 +66,30 @@ def main(options):
         raise UserError(
             f"--samples={options.samples} would be equal texts; give --temperature above 0."
         )
-    trained = load_model.load(options)
+    if options.run and options.runs:
+        raise UserError("Give one of --run and --runs.")
+    if options.router_corpora and not options.runs:
+        raise UserError("--router_corpora is for a router, which --runs has; leave it out.")
+    runs = composition.run_names(options.runs) if options.runs else []
+    prompts = [Prompt(options.prompt)]
+    if options.prompts:
+        prompts = generate.read_prompts(options.prompts, runs)
+    experts: Experts
+    if runs:
+        routed = not all(prompt.expert for prompt in prompts)
+        corpora, variant, checkpoint = options.router_corpora, options.variant, options.checkpoint
+        experts = composition.load(runs, variant, checkpoint, routed, corpora)
+    else:
+        experts = OneModel(load_model.load(options))
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "samples", "seed", "chat")
     sampling = {name: getattr(options, name) for name in names}
     sampling["stop"] = [options.stop.replace("\\n", "\n")] if options.stop else []
     if options.interactive:
-        generate.converse(trained, **sampling)
+        generate.converse(experts, **sampling)
     elif options.prompts:
-        generate.write_file(trained, options.prompts, options.batch, **sampling)
+        generate.write_file(experts, prompts, options.batch, **sampling)
     else:
-        generate.write(trained, options.prompt, **sampling)
+        generate.write(experts, options.prompt, **sampling)
 
 
 if __name__ == "__main__":

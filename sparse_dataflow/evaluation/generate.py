@@ -50,6 +50,7 @@ def generate(
     stop: Sequence[str] = (),
     seed: int | Sequence[int] = 0,
     on_token: Callable[[int, str], None] | None = None,
+    weights: kv_cache.Weights | None = None,
 ) -> list[Continuation]:
     """Continues all prompts in one batch.
 
@@ -65,6 +66,7 @@ def generate(
         prompt, a text does not depend on the other prompts of the batch.
       on_token: callback (prompt index, text) with newly generated text. Text is withheld until its
         characters are complete and it cannot become a stop string.
+      weights: the model's parameters from `kv_cache.prepare`; None prepares them in each call.
 
     Raises:
       UserError: a prompt fills the model's context, or another value is not legal.
@@ -83,9 +85,11 @@ def generate(
     if isinstance(seed, tuple) and len(seed) != len(tokens):
         raise UserError(f"{len(seed)} seeds do not fit {len(tokens)} prompts; legal: one each.")
     sampling = Sampling(temperature, top_k, top_p, seed)
+    if weights is None:
+        weights = kv_cache.prepare(model.model, model.params, model.tables)
     stream = generate_tokens(
         model.model,
-        kv_cache.prepare(model.model, model.params, model.tables),
+        weights,
         tokens,
         max_new_tokens,
         model.context,
@@ -188,13 +192,15 @@ def _fold(keys, step):
     return jax.vmap(jax.random.fold_in, (0, None))(keys, jnp.asarray(step))
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, context: int) -> None:
-    """Checks that all prompts can be continued.
+def check_prompts(
+    prompts: Sequence[Sequence[int]], vocab_size: int, context: int, first: int = 1
+) -> None:
+    """Checks that all prompts can be continued; messages number them from `first`.
 
     Raises:
       UserError: a prompt is empty, has unknown tokens or fills the context.
     """
-    for number, prompt in enumerate(prompts, start=1):
+    for number, prompt in enumerate(prompts, first):
         if not len(prompt):
             raise UserError(f"Prompt {number} has no tokens; legal: at least 1.")
         if len(prompt) >= context:

@@ -1,26 +1,31 @@
-"""Continues the prompts of a terminal, as the text comes, or those of a file, in batches."""
+"""Continues the prompts of a terminal, as the text comes, or those of a file, in batches.
+
+A composition of experts continues each prompt with the expert that its router picks.
+"""
 
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from sparse_dataflow.data.chat import USER
-from sparse_dataflow.evaluation import generate
+from sparse_dataflow.evaluation import generate, kv_cache
+from sparse_dataflow.evaluation.composition import Experts, Prompt
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.training.metrics import say
 
 
-def converse(trained: Model, samples: int, seed: int, **sampling: Any) -> None:
+def converse(experts: Experts, samples: int, seed: int, **sampling: Any) -> None:
     """Continues each line of the input until it ends, each with the next seeds.
 
     Ctrl-C stops the text that is being written; at the prompt it ends the conversation.
 
     Args:
-      trained: the model.
+      experts: the model or models.
       samples: number of continuations of each line.
       seed: of the first continuation.
       **sampling: `chat` of `encoded_prompts`; for the rest see `evaluation.generate.generate`.
@@ -33,7 +38,7 @@ def converse(trained: Model, samples: int, seed: int, **sampling: Any) -> None:
             print()
             return
         try:
-            write(trained, line, samples, first, **sampling)
+            write(experts, line, samples, first, **sampling)
         except KeyboardInterrupt:
             print()
         except UserError as error:
@@ -66,7 +71,7 @@ def encoded_prompts(trained: Model, prompts: Sequence[str], chat: bool) -> list[
 
 
 def write(
-    trained: Model, prompt: str, samples: int, seed: int, chat: bool = False, **sampling: Any
+    experts: Experts, prompt: str, samples: int, seed: int, chat: bool = False, **sampling: Any
 ) -> None:
     """Prints a prompt and its continuations; takes the arguments of `converse`.
 
@@ -75,8 +80,11 @@ def write(
     Raises:
       UserError: the prompt is too long for the model, or see `encoded_prompts`.
     """
+    [name] = experts.choose([Prompt(prompt)])
+    trained = experts.models[name]
     [tokens] = encoded_prompts(trained, [prompt], chat)
     generate.check_prompts([tokens], trained.model.vocab_size, trained.context)
+    sampling["weights"] = _activated(experts, name)
 
     def print_text(index, text):
         print(text, end="", flush=True)
@@ -95,22 +103,34 @@ def write(
             print(f"(The context of {trained.context} tokens is full.)", file=sys.stderr)
 
 
+def _activated(experts: Experts, name: str) -> kv_cache.Weights | None:
+    """Puts an expert on the device, and says its name and the time of the switch."""
+    weights, switch = experts.activate(name)
+    if switch:
+        moved, milliseconds = switch.bytes / 1e6, 1e3 * switch.seconds
+        say(f"{name}: {moved:,.1f} MB moved to the device in {milliseconds:,.1f} ms")
+    elif name:
+        say(f"{name}: on the device")
+    return weights
+
+
 def write_file(
-    trained: Model,
-    path: str,
+    experts: Experts,
+    prompts: Sequence[Prompt],
     batch: int,
     samples: int,
     seed: int,
     chat: bool = False,
     **sampling: Any,
 ) -> None:
-    """Prints the continuations of a file's prompts as JSON lines, in the order of the file.
+    """Prints the continuations of prompts as JSON lines, in the order of the prompts.
 
-    A text does not depend on the batch size.
+    A text does not depend on the batch size.  All prompts of an expert come after one switch; their
+    lines are printed as soon as all lines before them are.
 
     Args:
-      trained: the model.
-      path: see `read_prompts`.
+      experts: the model or models.
+      prompts: see `read_prompts`.
       batch: number of continuations that are generated at once.
       samples: number of continuations of each prompt.
       seed: of the first continuation; each further one has the next seed.
@@ -118,35 +138,58 @@ def write_file(
       **sampling: see `evaluation.generate.generate`.
 
     Raises:
-      UserError: the file cannot be used, or a prompt is too long for the model.
+      UserError: a prompt is too long for its model, or see `encoded_prompts`.
     """
-    prompts = read_prompts(path)
-    encoded = encoded_prompts(trained, prompts, chat)
-    generate.check_prompts(encoded, trained.model.vocab_size, trained.context)
-    rows = list(itertools.product(range(len(prompts)), range(samples)))
-    for start in range(0, len(rows), batch):
-        chosen = rows[start : start + batch]
-        seeds = range(seed + start, seed + start + len(chosen))
-        tokens = [encoded[prompt] for prompt, _ in chosen]
-        for (prompt, sample), continuation in zip(
-            chosen, generate.generate(trained, tokens, seed=seeds, **sampling)
-        ):
-            fields = {
-                "prompt": prompts[prompt],
-                "sample": sample,
-                "text": continuation.text,
-                "stopped_by": continuation.stopped_by,
-            }
-            print(json.dumps(fields, ensure_ascii=False), flush=True)
+    names = experts.choose(prompts)
+    groups = {n: [i for i, name in enumerate(names) if name == n] for n in dict.fromkeys(names)}
+    encoded: dict[int, list[int]] = {}
+    for name, numbers in groups.items():
+        texts = [prompts[number].text for number in numbers]
+        encoded.update(zip(numbers, encoded_prompts(experts.models[name], texts, chat)))
+    for number, name in enumerate(names):
+        trained = experts.models[name]
+        size, context = trained.model.vocab_size, trained.context
+        generate.check_prompts([encoded[number]], size, context, first=number + 1)
+
+    lines: dict[int, str] = {}
+    printed = 0
+    for name, numbers in groups.items():
+        weights = _activated(experts, name)
+        rows = [number * samples + sample for number in numbers for sample in range(samples)]
+        for start in range(0, len(rows), batch):
+            chosen = rows[start : start + batch]
+            continuations = generate.generate(
+                experts.models[name],
+                [encoded[row // samples] for row in chosen],
+                seed=[seed + row for row in chosen],
+                weights=weights,
+                **sampling,
+            )
+            for row, continuation in zip(chosen, continuations):
+                fields = {
+                    "prompt": prompts[row // samples].text,
+                    "sample": row % samples,
+                    "text": continuation.text,
+                    "stopped_by": continuation.stopped_by,
+                }
+                fields |= {"run": name} if name else {}
+                lines[row] = json.dumps(fields, ensure_ascii=False)
+            while printed in lines:
+                print(lines.pop(printed), flush=True)
+                printed += 1
 
 
-def read_prompts(path: str) -> list[str]:
+def read_prompts(path: str, runs: Collection[str] = ()) -> list[Prompt]:
     """Reads prompts: one a line, or of .jsonl files a string or {"prompt": string} a line.
 
     Empty lines are skipped.
 
+    Args:
+      path: the file.
+      runs: names that a line may have as "run", which is not read if there are none.
+
     Raises:
-      UserError: the file cannot be read, is empty, or a line has no prompt.
+      UserError: the file cannot be read, is empty, or a line has no prompt or an unknown run.
     """
     try:
         text = json_files.read_bytes(Path(path).expanduser()).decode("utf-8-sig")
@@ -154,7 +197,7 @@ def read_prompts(path: str) -> list[str]:
         raise UserError(f"The file of prompts {path} cannot be read: {error}.") from None
     prompts = []
     for number, line in enumerate(text.split("\n"), start=1):
-        line = line.removesuffix("\r")
+        line, run = line.removesuffix("\r"), ""
         if not line.strip():
             continue
         if path.endswith(".jsonl"):
@@ -168,8 +211,15 @@ def read_prompts(path: str) -> list[str]:
                     f"{path}, line {number}, has no prompt; legal: a JSON string, or an object "
                     'with "prompt".'
                 )
+            if isinstance(value, dict) and runs:
+                run = value.get("run") or ""
+                if run and run not in runs:
+                    raise UserError(
+                        f"{path}, line {number}, names the run {run!r}; legal: {', '.join(runs)}, "
+                        'or no "run" for the router\'s choice.'
+                    )
             line = prompt
-        prompts.append(line)
+        prompts.append(Prompt(line, run))
     if not prompts:
         raise UserError(f"The file of prompts {path} is empty.")
     return prompts

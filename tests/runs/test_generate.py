@@ -9,9 +9,10 @@ import pytest
 from experiments import generate
 from sparse_dataflow.data.tokenizer import gpt2_tokenizer
 from sparse_dataflow.evaluation import generate as generation
+from sparse_dataflow.evaluation.composition import OneModel
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs import command_line, load_model
-from sparse_dataflow.runs.generate import write_file
+from sparse_dataflow.runs.generate import read_prompts, write_file
 
 TOKENIZER = gpt2_tokenizer()
 
@@ -132,7 +133,7 @@ def test_files_without_prompts_are_refused(tmp_path, content, message):
         tokenizer=TOKENIZER, context=16, model=SimpleNamespace(vocab_size=TOKENIZER.vocab_size)
     )
     with pytest.raises(UserError, match=message):
-        write_file(model, str(path), batch=1, samples=1, seed=0)
+        write_file(OneModel(model), read_prompts(str(path)), batch=1, samples=1, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +142,11 @@ def test_files_without_prompts_are_refused(tmp_path, content, message):
         ({"samples": 2}, "--temperature above 0"),
         ({"prompt": "a", "interactive": True}, "Give one of"),
         ({"prompts": "a", "interactive": True}, "Give one of"),
+        ({"run": "a", "runs": "a,b"}, "Give one of --run and --runs"),
+        ({"run": "a", "router_corpora": "a,b"}, "--router_corpora is for a router"),
+        ({"runs": "a"}, "is one run; give two or more"),
+        ({"runs": "a,"}, "has an empty name"),
+        ({"runs": "missing,other"}, "missing"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(options, message):
