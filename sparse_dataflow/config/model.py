@@ -31,6 +31,10 @@ EXPERT_TRAINING = ("expert_capacity", "balance_loss", "router_z_loss")
 MIXTURE = ("experts", "top_k", "prototypes", "shared_expert", *EXPERT_TRAINING)
 """Fields of `ModelConfig` that only a mixture of experts has."""
 
+GROWN = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
+"""Fields of `ModelConfig` in which a model may be larger than the one whose weights it begins
+with."""
+
 FAMILY_FIELDS = (
     "num_kv_heads",
     "head_dim",

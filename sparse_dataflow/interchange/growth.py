@@ -1,10 +1,15 @@
 """Larger models that begin with the function of given weights.
 
-Every expert of a mixture begins as the MLP of a model without experts (sparse upcycling, arXiv
-2212.05055), and its router is drawn.
+- Depth: a new block is a copy of the block before it whose output projections are zero, so it adds
+  nothing to the residual stream (LLaMA Pro, arXiv 2401.02415).  They have gradients at once, the
+  projections before them after the first step.
+- Width: see `width`.
+- Experts: every expert begins as the MLP of a model without experts (sparse upcycling, arXiv
+  2212.05055), and its router is drawn.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.config.layer_groups import split_groups
-from sparse_dataflow.config.model import MIXTURE, MLP, ModelConfig
+from sparse_dataflow.config.model import MIXTURE, MLP, PROJECTIONS, ROW_PARALLEL, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
+from sparse_dataflow.interchange.width import SPREAD, WIDTHS, head_sources, wider
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.experts import ROUTER, expert_layout
 
@@ -24,8 +30,8 @@ def grown(
 ) -> tuple[ModelConfig, dict, Any]:
     """Returns (config, parameters, layout tables) of the shape of `new` and the function of `old`.
 
-    Storage is that of the old model, except that a sparse MLP becomes dense where experts are. A
-    shape that is not larger stays as it is.
+    Storage is that of the old model, except that stored blocks become dense where experts are, or
+    where the wider model cannot repeat them.
 
     Args:
       old: config of the parameters.
@@ -37,9 +43,100 @@ def grown(
     Raises:
       UserError: the new model cannot begin with this function; names legal values.
     """
+    _refuse_other_shapes(old, new)
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
+    spread = 0.0
+    if any(getattr(old, name) != getattr(new, name) for name in WIDTHS):
+        old, params, tables = wider(old, params, tables, new, rng)
+        spread = SPREAD
+    if new.num_layers > old.num_layers:
+        old, params, tables = _deeper(old, params, tables, new.num_layers, spread, rng)
     if new.experts and not old.experts:
         old, params, tables = _with_experts(old, params, tables, new, key)
     return old, params, tables
+
+
+def _refuse_other_shapes(old, new):
+    """Raises UserError unless each width and the depth of `new` can hold those of `old`."""
+    grouped = any(model.kv_heads != model.num_heads for model in (old, new))
+    names = ("num_layers", "d_model", "d_ff", "num_heads", *(("kv_heads",) if grouped else ()))
+    problems = []
+    for name in names:
+        before, after = getattr(old, name), getattr(new, name)
+        setting = "model.num_kv_heads" if name == "kv_heads" else f"model.{name}"
+        words = f"{setting} is {before} in the initial weights and {after} in this run"
+        if name == "d_model" and after % before:
+            legal = f"multiples of {before}, which keep the mean and variance that norms see"
+            problems.append(f"{words} (legal: {legal})")
+        elif after < before:
+            problems.append(f"{words} (legal: {before} or more)")
+    width = old.head_width
+    if new.head_width != width:
+        heads = f", or model.num_heads={new.d_model // width}" if not new.d_model % width else ""
+        problems.append(
+            f"the width of a head is {width} in the initial weights and {new.head_width} in this "
+            f"run (legal: model.head_dim={width}{heads})"
+        )
+    if not problems and len(np.unique(head_sources(old, new)[0])) < old.num_heads:
+        problems.append(
+            f"model.num_heads={new.num_heads} with model.num_kv_heads={new.kv_heads} has no copy "
+            f"of some heads of the initial weights, {old.num_heads} with {old.kv_heads} (legal: "
+            "more query heads for each key/value head)"
+        )
+    if problems:
+        raise UserError(f"The initial weights cannot grow into this run: {'; '.join(problems)}.")
+
+
+def layer_sources(before: int, after: int) -> np.ndarray:
+    """Returns the old layer of each new one, int [after]; copies follow their source evenly."""
+    return np.searchsorted(np.arange(before) * after // before, np.arange(after), "right") - 1
+
+
+def by_layer(multipliers: Sequence[float], num_layers: int) -> tuple[float, ...]:
+    """Returns `ModelConfig.density_by_depth` of a model grown to so many layers."""
+    if not multipliers:
+        return ()
+    return tuple(multipliers[i] for i in layer_sources(len(multipliers), num_layers))
+
+
+def _deeper(old, params, tables, num_layers, spread, rng):
+    """Inserts blocks that add nothing to the residual stream."""
+    by_depth = by_layer(old.density_by_depth, num_layers)
+    config = dataclasses.replace(old, num_layers=num_layers, density_by_depth=by_depth)
+    trees = list(gpt.layers(params["blocks"], tables))
+    sources = layer_sources(old.num_layers, num_layers)
+    is_new = np.diff(sources, prepend=-1) == 0
+    layers = [
+        _silent(trees[i][0], spread, rng) if new else trees[i][0] for i, new in zip(sources, is_new)
+    ]
+    blocks = gpt.stacked_layers(config, layers)
+    tables = gpt.stacked_layers(config, [trees[i][1] for i in sources])
+    return config, {**params, "blocks": blocks}, tables
+
+
+def _silent(tree, spread, rng):
+    """Returns the parameters of a block, or of experts, with output projections of zero.
+
+    Each weight of the other projections is multiplied by a number drawn from 1 - spread to
+    1 + spread. Without this the copies of a feature in a wider model would have equal gradients.
+    """
+    # A low-rank term needs one nonzero factor, or it would never have a gradient.
+    kept = ("a_kernel", "gate")
+    silent = lambda m: {n: a if n in kept else np.zeros_like(a) for n, a in m.items()}  # noqa: E731
+    result = dict(tree)
+    for name, module in tree.items():
+        if name in ROW_PARALLEL:
+            result[name] = silent(module)
+        elif name in PROJECTIONS and spread:
+            result[name] = {
+                n: a * rng.uniform(1 - spread, 1 + spread, a.shape).astype(np.float32)
+                if n in ("kernel", "values")
+                else a
+                for n, a in module.items()
+            }
+        elif name in ("experts", "shared"):
+            result[name] = _silent(module, spread, rng)
+    return result
 
 
 def _with_experts(old, params, tables, new, key):

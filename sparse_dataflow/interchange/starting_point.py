@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +59,11 @@ class StartingPoint(NamedTuple):
     provenance: dict[str, Any]
 
 
-def run_config(folder: str | Path, compute_dtype: str = "float32") -> RunConfig:
+def run_config(
+    folder: str | Path,
+    compute_dtype: str = "float32",
+    larger: Mapping[str, Any] = types.MappingProxyType({}),
+) -> RunConfig:
     """Returns the config of a run that begins with the weights of a folder.
 
     The shape is that of the weights, the recipe that of the preset of nearest size. Block-sparse
@@ -67,30 +72,33 @@ def run_config(folder: str | Path, compute_dtype: str = "float32") -> RunConfig:
     Args:
       folder: run folder or Hugging Face directory.
       compute_dtype: dtype of activations.
+      larger: fields of GROWN in which the model is larger than the weights.
 
     Raises:
       UserError: the folder has no model, or no `SparsityConfig` describes its weights.
     """
     _refuse_missing(folder)
     model = read(str(folder)).model
-    count = memory.parameter_count(dataclasses.replace(model, linears={}, density_by_depth=()))
+    dense = dataclasses.replace(model, linears={}, density_by_depth=(), **larger)
+    count = memory.parameter_count(dense)
     sizes = {name: memory.parameter_count(size) for name, size in SIZES.items()}
     base = preset(min(sizes, key=lambda name: abs(math.log(sizes[name] / count))))
     base = supar(base) if model.supar else base
-    shape = dataclasses.replace(
-        model, linears={}, density_by_depth=(), compute_dtype=compute_dtype, remat="none", seed=0
-    )
+    shape = dataclasses.replace(dense, compute_dtype=compute_dtype, remat="none", seed=0)
     return dataclasses.replace(
         base,
         model=shape,
-        sparsity=_sparsity(model) if model.sparse_projections else base.sparsity,
+        sparsity=(
+            _sparsity(model, shape.num_layers) if model.sparse_projections else base.sparsity
+        ),
         training=dataclasses.replace(base.training, sequence=min(shape.max_len, LONGEST_SEQUENCE)),
         run=dataclasses.replace(base.run, init_from=str(folder)),
     )
 
 
-def _sparsity(model: ModelConfig) -> SparsityConfig:
-    """Returns the config that gives a block-sparse model's specs."""
+def _sparsity(model: ModelConfig, num_layers: int) -> SparsityConfig:
+    """Returns the config that gives a block-sparse model's specs to so many layers."""
+    by_depth = growth.by_layer(model.density_by_depth, num_layers)
     specs = {name: model.linear(name) for name in model.sparse_projections}
     first = next(iter(specs.values()))
     common = {n: getattr(first, n) for n in ("pattern", "block", "rank", "hadamard")}
@@ -103,13 +111,13 @@ def _sparsity(model: ModelConfig) -> SparsityConfig:
             )
     by_name = {name: spec.density for name, spec in specs.items() if spec.density != first.density}
     budgets = [",".join(f"{name}:{density!r}" for name, density in by_name.items())]
-    budgets += ["depth:" + ",".join(f"{number!r}x" for number in model.density_by_depth)]
-    if by_name and model.density_by_depth:
+    budgets += ["depth:" + ",".join(f"{number!r}x" for number in by_depth)]
+    if by_name and by_depth:
         raise UserError(
             "The densities of the initial weights differ by projection and by depth; legal: by "
             "one of them."
         )
-    budget = budgets[0] if by_name else budgets[1] if model.density_by_depth else "uniform"
+    budget = budgets[0] if by_name else budgets[1] if by_depth else "uniform"
     names = tuple(specs) if set(specs) != set(model.projections) else PROJECTIONS
     return SparsityConfig(projections=names, density=first.density, budget=budget, **common)
 

@@ -9,7 +9,7 @@ from typing import Any
 import sparse_dataflow.sparsity.evolution
 import sparse_dataflow.sparsity.patterns  # noqa: F401
 from sparse_dataflow.config import presets, settings
-from sparse_dataflow.config.model import FAMILY_FIELDS, MIXTURE, PROJECTIONS
+from sparse_dataflow.config.model import FAMILY_FIELDS, GROWN, MIXTURE, PROJECTIONS
 from sparse_dataflow.config.parallel import ONLY_RELAY, ParallelConfig
 from sparse_dataflow.config.presets import GPT2_VOCABULARY, SIZES
 from sparse_dataflow.config.run import RunConfig
@@ -77,10 +77,10 @@ OLD_FLAGS = {
 }
 """Former flag -> path, where the last word of the path is another."""
 
-FROM_WEIGHTS = ("scale", "model.num_layers", "model.d_model", "model.num_heads", "model.d_ff",
-                "model.vocab_size", "model.max_len", "model.norm", "model.positions",
+FROM_WEIGHTS = ("scale", "model.vocab_size", "model.max_len", "model.norm", "model.positions",
                 "model.activation", "model.parametrization", "data.tokenizer",
-                *(f"model.{name}" for name in FAMILY_FIELDS if name not in MIXTURE))  # fmt: skip
+                *(f"model.{name}" for name in FAMILY_FIELDS
+                  if name not in (*MIXTURE, *GROWN)))  # fmt: skip
 """Settings that the weights of --init_from determine."""
 
 PROCESS = tuple(
@@ -151,8 +151,9 @@ class Request:
         if self.changes.get("run.init_from"):
             from sparse_dataflow.interchange import starting_point
 
-            folder = self.changes["run.init_from"]
-            base = starting_point.run_config(folder, compute_dtype(backend))
+            folder, paths = self.changes["run.init_from"], {f"model.{name}": name for name in GROWN}
+            larger = {paths[path]: n for path, n in self.changes.items() if path in paths}
+            base = starting_point.run_config(folder, compute_dtype(backend), larger)
             if "sparsity.density" in self.changes:
                 base = base.change(sparsity__budget="uniform")
         else:

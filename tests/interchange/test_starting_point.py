@@ -92,12 +92,8 @@ def test_given_layouts_are_runtime_data():
     ("model", "message"),
     [
         (
-            dataclasses.replace(DENSE, d_model=64),
-            "d_model is 32 in the initial weights and 64 in this run",
-        ),
-        (
-            dataclasses.replace(DENSE, num_layers=3),
-            "num_layers is 2 in the initial weights and 3 in this run",
+            dataclasses.replace(DENSE, max_len=32),
+            "max_len is 16 in the initial weights and 32 in this run",
         ),
         (
             dataclasses.replace(DENSE, norm="rmsnorm"),

@@ -1,0 +1,221 @@
+"""Wider models that begin with the function of given weights (Net2Net, arXiv 1511.05641).
+
+A feature of the wider model is a copy of a feature of the old one.  Every copy of an input has a
+share of its weight; the shares of a weight sum to 1.  All features of the residual stream have
+equally many copies, so a norm sees the same mean and variance.
+
+Shares are drawn for each weight.  With one share for all outputs, Adam would move all copies alike
+for ever, because it divides a gradient by its own scale.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from sparse_dataflow.config.model import GROWN, MLP, PROJECTIONS, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange.equivalent_forms import dense_module
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.experts import ROUTER
+from sparse_dataflow.sparsity.layout import BlockLayout
+
+SPREAD = 0.5
+"""Largest deviation of a share before centring, relative to an equal share."""
+
+WIDTHS = tuple(name for name in GROWN if name != "num_layers")
+"""Fields of `ModelConfig` in which a wider model may differ."""
+
+
+class Sources(NamedTuple):
+    """Old feature of each new one, int [new features].
+
+    Attributes:
+      stream: of the residual stream.
+      hidden: of the MLP.
+      attended: of all heads' outputs, the inputs of `attn_out`.
+      heads: of the outputs of qkv, q, k and v, by name.
+    """
+
+    stream: np.ndarray
+    hidden: np.ndarray
+    attended: np.ndarray
+    heads: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, old: ModelConfig, new: ModelConfig) -> "Sources":
+        """Returns the sources of a model of the widths of `new`; both have one head width."""
+        queries, keys = head_sources(old, new)
+        width, groups = old.head_width, old.kv_heads
+        features = lambda heads: (heads[:, None] * width + np.arange(width)).ravel()  # noqa: E731
+        per_group = old.num_heads // groups
+        group = keys[:, None] * (per_group + 2)
+        fused = np.concatenate(
+            [group + queries % per_group, group + per_group, group + per_group + 1], axis=1
+        )
+        heads = {"qkv": fused, "q": queries, "k": keys, "v": keys}
+        return cls(
+            np.arange(new.d_model) % old.d_model,
+            np.arange(new.d_ff) % old.d_ff,
+            features(queries.ravel()),
+            {name: features(index.ravel()) for name, index in heads.items()},
+        )
+
+    def projection(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the sources of a projection's inputs and outputs."""
+        inputs = {"attn_out": self.attended, "mlp_out": self.hidden}.get(name, self.stream)
+        outputs = self.stream if name in ROW_PARALLEL else self.heads.get(name, self.hidden)
+        return inputs, outputs
+
+
+def head_sources(old: ModelConfig, new: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the old head of each new one: queries int [kv heads, queries of each], keys int [kv
+    heads].
+
+    The queries of all copies of a key take the queries of its source in turn.
+    """
+    before, after = (model.num_heads // model.kv_heads for model in (old, new))
+    copy, keys = np.divmod(np.arange(new.kv_heads), old.kv_heads)
+    turn = copy[:, None] * after + np.arange(after)
+    return keys[:, None] * before + turn % before, keys
+
+
+def wider(
+    old: ModelConfig, params: dict, tables: dict, new: ModelConfig, rng: np.random.Generator
+) -> tuple[ModelConfig, dict, dict]:
+    """Returns (config, parameters, layout tables) of the widths of `new`, with equal logits.
+
+    Stored blocks stay stored blocks where every feature has equally many copies: the layout is
+    repeated.  Elsewhere they become dense.
+
+    Args:
+      old: config of the parameters.
+      params: parameter tree; see `gpt`.
+      tables: concrete layout tables.
+      new: config of the wider model; `growth.grown` refuses other shapes.
+      rng: draws the shares.
+
+    Raises:
+      UserError: `new` stores blocks of a projection that cannot have the old ones.
+    """
+    sources = Sources.of(old, new)
+    layouts = gpt.layouts_from_tables(old, tables)
+    unstored = [name for name in layouts if not _repeats(sources, name)]
+    for name in layouts:
+        _refuse_other_blocks(old, new, name, name in unstored)
+    linears = {n: spec for n, spec in dict(old.linears).items() if n not in unstored}
+    widths = {name: getattr(new, name) for name in WIDTHS}
+    config = dataclasses.replace(old, **widths, linears=linears)
+    wide_layouts: dict[str, list[BlockLayout]] = {}
+    layers = []
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params)
+    for i, (layer, _) in enumerate(gpt.layers(params["blocks"], tables)):
+        for name in unstored:
+            layer[name] = dense_module(old, name, layer[name], layouts[name][i])
+        stored = {name: layouts[name][i] for name in linears if name in layouts}
+        for name, layout in stored.items():
+            wide_layouts.setdefault(name, []).append(_repeated(layout, sources, name))
+        repeated = {name: (layout, wide_layouts[name][i]) for name, layout in stored.items()}
+        layers.append(_block(layer, sources, repeated, rng))
+    # The logits sum over all copies, which SuPar divides by the width.
+    factor = np.float32(new.d_model / old.d_model if old.supar else 1)
+    embed = {name: leaf[:, sources.stream] for name, leaf in params["embed"].items()}
+    norm = params["head"]["norm"]
+    if old.tied_embeddings:
+        shared = {n: _shared(leaf[:, None], sources.stream, rng) for n, leaf in norm.items()}
+        head = {"norm": {name: factor * leaf[:, 0] for name, leaf in shared.items()}}
+    else:
+        output = factor * _shared(params["head"]["output"].T, sources.stream, rng).T
+        head = {"norm": {n: leaf[sources.stream] for n, leaf in norm.items()}, "output": output}
+    blocks = gpt.stacked_layers(config, layers)
+    return config, {"embed": embed, "blocks": blocks, "head": head}, gpt.layout_tables(wide_layouts)
+
+
+def _block(tree, sources, layouts, rng):
+    """Returns the wider parameters of a block, of its experts or of the shared expert."""
+    result = {}
+    for name, module in tree.items():
+        if name in PROJECTIONS:
+            result[name] = _projection(name, module, sources, layouts.get(name), rng)
+        elif name == ROUTER:
+            result[name] = _shared(module, sources.stream, rng)
+        elif name in ("norm1", "norm2"):
+            result[name] = {leaf: array[sources.stream] for leaf, array in module.items()}
+        elif name in ("experts", "shared"):
+            result[name] = _block(module, sources, layouts, rng)
+        else:  # Norms of queries and keys, over the width of a head.
+            result[name] = module
+    return result
+
+
+def _projection(name, module, sources, layouts, rng):
+    """Returns the wider leaves of a projection; `layouts` are (old, new) or None."""
+    inputs, outputs = sources.projection(name)
+    if not _copies(inputs) and not _copies(outputs):
+        return module
+    result = {}
+    for leaf, array in module.items():
+        if leaf == "kernel":
+            result[leaf] = _shared(array[..., outputs], inputs, rng)
+        elif leaf == "values":
+            kernel = layouts[0].to_dense(array)[:, outputs]
+            result[leaf] = layouts[1].from_dense(_shared(kernel, inputs, rng))
+        elif leaf == "a_kernel":
+            result[leaf] = _shared(array, inputs, rng)
+        else:
+            result[leaf] = array if leaf == "gate" else array[..., outputs]
+    return result
+
+
+def _copies(source):
+    """Returns whether a feature has several copies."""
+    return len(source) > source.max() + 1
+
+
+def _shared(weight, source, rng):
+    """Returns a weight [..., in, out] of repeated inputs, whose copies sum to the old ones."""
+    if not _copies(source):
+        return weight
+    counts = np.bincount(source)
+    rows = weight[..., source, :]
+    noise = rng.uniform(-SPREAD, SPREAD, rows.shape).astype(np.float32)
+    order = np.argsort(source, kind="stable")
+    starts = np.cumsum(counts) - counts
+    means = np.add.reduceat(noise[..., order, :], starts, axis=-2) / counts[:, None]
+    shares = (1 + noise - means[..., source, :]) / counts[source][:, None]
+    return (rows * shares).astype(np.float32)
+
+
+def _repeats(sources, name):
+    """Returns whether the features of a projection are all old ones in order, again and again."""
+    return all(
+        np.array_equal(source, np.arange(len(source)) % (source.max() + 1))
+        and len(source) % (source.max() + 1) == 0
+        for source in sources.projection(name)
+    )
+
+
+def _repeated(layout, sources, name):
+    """Returns the layout whose grid is that of `layout` again and again."""
+    sides = (len(source) // (source.max() + 1) for source in sources.projection(name))
+    return BlockLayout.from_mask(np.tile(layout.mask, tuple(sides)), layout.block)
+
+
+def _refuse_other_blocks(old, new, name, unstored):
+    """Raises UserError if `new` stores blocks of a projection that cannot have the old ones."""
+    stored = new.linear(name).kind == "block_sparse"
+    if stored and unstored:
+        raise UserError(
+            f"{name} is block-sparse in this run and in the initial weights, whose blocks cannot "
+            "be repeated at these widths; legal: model.num_heads, model.num_kv_heads and "
+            "model.d_ff of the initial weights times whole numbers, one number for the heads, or "
+            f"sparsity.projections without {name}."
+        )
+    shapes = [model.projection_shape(name) for model in (old, new)]
+    if old.experts and name in MLP and shapes[0] != shapes[1]:
+        raise UserError(
+            f"{name} of the experts is block-sparse in the initial weights, and experts have the "
+            "layout that the pattern chooses at their widths; legal: "
+            f"model.d_model={old.d_model} with model.d_ff={old.d_ff}."
+        )

@@ -1,0 +1,174 @@
+"""A deeper or wider model begins with the function of the given weights, and its copies part."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from make_fixture import BYTES
+from models import DENSE, DEPTH, SPARSE, export, logits, random_model
+
+from sparse_dataflow.config.families import FAMILIES
+from sparse_dataflow.config.model import LinearSpec
+from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
+from sparse_dataflow.interchange.width import head_sources
+from sparse_dataflow.optim.optimizers import adam_state, make_optimizer
+from sparse_dataflow.parallel import whole
+from sparse_dataflow.runs.request import Request
+
+TRAINING = TrainingConfig(steps=2, batch=2, sequence=8, learning_rate=1e-3)
+IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (1, 8), np.int32)
+SMALL = dataclasses.replace(DENSE, d_model=16, num_heads=2, d_ff=24)
+LLAMA = dataclasses.replace(SMALL, **FAMILIES["llama"])
+WIDE = {"d_model": 32, "num_heads": 4, "d_ff": 48}
+
+
+def grow(old, new):
+    start = StartingPoint(old, *random_model(old), BYTES, {})
+    return start, initial_state_from(start, new, TRAINING)
+
+
+def check(old, new):
+    """Checks that logits are equal; returns the new state."""
+    start, state = grow(old, new)
+    expected = logits(old, start.params, start.tables, IDS)
+    actual = logits(new, state.params, state.tables, IDS)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+    return state
+
+
+GROUPED = dataclasses.replace(LLAMA, num_heads=4, num_kv_heads=2, head_dim=4)
+
+
+@pytest.mark.parametrize(
+    ("old", "fields"),
+    [
+        (SMALL, {**WIDE, "num_layers": 3, "d_ff": 41}),
+        (
+            dataclasses.replace(GROUPED, fused_qkv=True, parametrization="supar"),
+            {"d_model": 48, "num_heads": 9, "num_kv_heads": 3},
+        ),
+        (
+            dataclasses.replace(GROUPED, qk_norm=True, tied_embeddings=True, biases=("q", "k")),
+            {"num_layers": 5, "d_model": 32, "num_heads": 6},
+        ),
+    ],
+    ids=["gpt", "fused, supar, more groups", "tied, norms of heads, more queries"],
+)
+def test_logits_are_those_of_the_smaller_model(old, fields):
+    check(old, dataclasses.replace(old, **fields))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 5), st.integers(0, 3))
+def test_a_copied_query_attends_to_a_copy_of_its_key(groups, queries, more_groups, more_queries):
+    old = dataclasses.replace(SMALL, num_heads=groups * queries, num_kv_heads=groups, head_dim=4)
+    groups, queries = groups + more_groups, queries + more_queries
+    new = dataclasses.replace(old, num_heads=groups * queries, num_kv_heads=groups)
+    copied_queries, copied_keys = head_sources(old, new)
+    per_key = old.num_heads // old.kv_heads
+    assert np.all(copied_queries // per_key == copied_keys[:, None])
+    assert set(copied_queries.ravel()) == set(range(old.num_heads))
+
+
+REPEATED = {"d_model": 64, "num_heads": 8, "d_ff": 128}
+
+
+@pytest.mark.parametrize(
+    ("old", "fields"),
+    [
+        (
+            dataclasses.replace(DEPTH, parametrization="supar"),
+            {"num_layers": 3, "density_by_depth": (2.0, 1.0, 1.0), **REPEATED},
+        ),
+        (SPARSE, {"d_ff": 72, "linears": {}}),
+        (DENSE, {"experts": 4, "top_k": 2, "shared_expert": True, **REPEATED}),
+        (dataclasses.replace(SPARSE, experts=2, top_k=2), {"num_layers": 3}),
+        (dataclasses.replace(DENSE, experts=2, top_k=1), {"num_layers": 3, **REPEATED}),
+    ],
+    ids=["stored", "stored to dense", "to experts", "block-sparse experts", "dense experts"],
+)
+def test_stored_blocks_and_experts_grow(old, fields):
+    state = check(old, dataclasses.replace(old, **fields))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(adam_state(state.moments).mu))
+
+
+def test_the_first_loss_is_equal_and_three_steps_part_the_copies():
+    new = dataclasses.replace(SMALL, num_layers=3, **WIDE)
+    start, state = grow(SMALL, new)
+    optimizer = make_optimizer(new, TRAINING)
+    weights = np.ones((1, 7), np.float32)
+
+    @jax.jit
+    def step(params, moments):
+        compute = lambda params: whole.loss(new, params, {}, IDS, weights)  # noqa: E731
+        loss, gradients = jax.value_and_grad(compute)(params)
+        updates, moments = optimizer.update(gradients, moments, params)
+        move = lambda p, u: p - TRAINING.learning_rate * u  # noqa: E731
+        return loss, jax.tree.map(move, params, updates), moments
+
+    params, moments, losses = state.params, state.moments, []
+    for _ in range(3):
+        loss, params, moments = step(params, moments)
+        losses.append(float(loss))
+    expected = jax.jit(lambda params: whole.loss(SMALL, params, {}, IDS, weights))(start.params)
+    np.testing.assert_allclose(losses[0], expected, rtol=1e-5)
+    assert losses[0] > losses[1] > losses[2]
+
+    # The two copies of a hidden feature begin with one function of the old features, except in the
+    # new block, the last one.
+    folded = [sum(np.split(np.asarray(p["blocks"]["mlp_in"]["kernel"]), 2, axis=1)) for p in
+              (state.params, params)]  # fmt: skip
+    before, after = (np.abs(np.subtract(*np.split(kernel, 2, axis=2))) for kernel in folded)
+    assert before[:2].max() < 1e-6
+    largest = after.max(axis=1)  # With equal shares they would all stay 0.
+    assert np.all(largest > 10 * before[:2].max())
+    assert np.quantile(largest[:2], 0.1) > 0.1 * TRAINING.learning_rate
+    assert np.any(params["blocks"]["mlp_out"]["kernel"][2])  # The new block learns.
+
+
+@pytest.mark.parametrize(
+    ("old", "fields", "message"),
+    [
+        (SMALL, {"d_ff": 16}, r"model.d_ff is 24 .* and 16 in this run \(legal: 24 or more\)"),
+        (SMALL, {"num_layers": 1}, r"model.num_layers is 2 .* \(legal: 2 or more\)"),
+        (SMALL, {"d_model": 24, "head_dim": 8}, "d_model is 16 .* 24 .*legal: multiples of 16"),
+        (SMALL, {"d_model": 32}, r"head is 8 .* 16 in this run \(legal: model.head_dim=8, or "
+         r"model.num_heads=4\)"),
+        (
+            dataclasses.replace(SMALL, num_heads=6, num_kv_heads=2, head_dim=8),
+            {"num_kv_heads": 3},
+            "model.num_heads=6 with model.num_kv_heads=3 has no copy of some heads",
+        ),
+        (SPARSE, {"d_ff": 96}, "mlp_in is block-sparse .* cannot be repeated at these widths"),
+        (
+            dataclasses.replace(SPARSE, experts=2, top_k=2),
+            {"d_ff": 128},
+            "mlp_in of the experts is block-sparse .* legal: model.d_model=32 with model.d_ff=64",
+        ),
+        (SMALL, {"max_len": 32, "num_layers": 3}, "max_len is 16 .* and 32 in this run"),
+    ],
+)  # fmt: skip
+def test_another_function_is_refused_in_words(old, fields, message):
+    with pytest.raises(UserError, match=message):
+        grow(old, dataclasses.replace(old, **fields))
+
+
+def test_the_command_line_names_the_larger_shape(tmp_path):
+    old = dataclasses.replace(SPARSE, density_by_depth=(2.0, 1.0))
+    export(tmp_path / "model", "sparse", old)
+    changes = {"run.init_from": str(tmp_path / "model"), "model.num_layers": 4}
+    config = Request(changes=changes).config()
+    assert config.model.num_layers == 4
+    assert config.sparsity.budget == "depth:2.0x,2.0x,1.0x,1.0x"
+
+
+def test_a_layout_is_repeated():
+    block = LinearSpec("block_sparse", "random", density=0.5, block=4)
+    old = SMALL.with_linears(block, ("mlp_in",))
+    start, state = grow(old, dataclasses.replace(old, **WIDE))
+    assert start.tables["mlp_in"].in_index.shape[1:] == (6, 2)
+    assert state.tables["mlp_in"].in_index.shape[1:] == (12, 4)
