@@ -221,6 +221,8 @@ class ModelConfig:
         layer first.  Empty means 1 everywhere.  Equal multipliers are folded into `linears`, which
         leaves it empty.
       mask_documents: whether attention in training and held-out losses stays within a document.
+      shared_layers: whether all layers apply one block, whose parameters exist once.  A phase of
+        the evolution method shared_to_own; no setting.
       seed: offset of the patterns, and so the seed of random ones.
 
     Examples:
@@ -324,6 +326,7 @@ class ModelConfig:
     mask_documents: bool = setting(
         False, "Attention in training stays within a document; else windows are seen whole."
     )
+    shared_layers: bool = False
     seed: int = 0
 
     def __post_init__(self):
@@ -490,6 +493,11 @@ class ModelConfig:
         absent: tuple[str, ...] = ("q", "k", "v") if self.fused_qkv else ("qkv",)
         absent += () if self.gated_mlp else ("mlp_gate",)
         return tuple(name for name in PROJECTIONS if name not in absent)
+
+    @property
+    def stored_layers(self) -> int:
+        """Blocks whose parameters exist: one that all layers share, or one for each layer."""
+        return 1 if self.shared_layers else self.num_layers
 
     @property
     def active_experts(self) -> int:

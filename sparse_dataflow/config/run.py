@@ -202,6 +202,11 @@ class RunConfig:
             raise UserError(
                 "evolution.method=low_rank_tail adds a term of sparsity.rank; legal: 1 or more."
             )
+        if self.evolution.method == "shared_to_own" and self.run.init_from:
+            raise UserError(
+                "evolution.method=shared_to_own begins with one block for all layers, and the "
+                "weights of run.init_from have one for each; legal with them: another method."
+            )
         if self.run.twin == "narrow" and self.run.init_from:
             raise UserError(
                 "run.twin=narrow trains a narrower model, which the weights of run.init_from do "

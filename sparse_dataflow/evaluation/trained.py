@@ -24,6 +24,7 @@ from sparse_dataflow.training.run_files import (
     read_variants,
 )
 from sparse_dataflow.training.saved_state import SavedProgress, abstract_saved_state, identity
+from sparse_dataflow.training.transitions import copied_blocks
 
 NEWEST, BEST = "newest", "best"
 
@@ -40,7 +41,7 @@ class Model:
     Attributes:
       folder: folder that it was loaded from; empty for none.
       variant: "sparse", "dense" or "narrow".
-      model: model config; of a run, in the checkpoint's phase.
+      model: model config; of a run, in the checkpoint's phase, with a block for each layer.
       params: float32 master weights; see `models.gpt`.
       tables: numpy layout tables, which programs are specialised to.
       tokenizer: tokenizer of the run.
@@ -130,7 +131,8 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
     """Loads a variant's model from a checkpoint and verifies all of its bytes.
 
     Does not change the folder; the run may still be in progress.  The model multiplies in its
-    compute dtype, whatever the precision of its training was.  A run of adapters has these alone;
+    compute dtype, whatever the precision of its training was.  Layers that share a block in the
+    checkpoint's phase have copies of it.  A run of adapters has these alone;
     `interchange.starting_point.load_run` adds the weights that they are for.
 
     Args:
@@ -170,13 +172,15 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
         raise UserError(f"The run {folder} has no checkpoint of {variant} yet: {path} is empty.")
     state, facts = restored
     step = int(state.step)
+    shape, params = model_phases[phase_before(model_phases, step)].model, state.params
+    if shape.shared_layers:
+        params = {**params, "blocks": copied_blocks(params["blocks"], shape.num_layers)}
+        shape = dataclasses.replace(shape, shared_layers=False)
     return Model(
         folder,
         variant,
-        dataclasses.replace(
-            model_phases[phase_before(model_phases, step)].model.dropless(), precision=PRECISIONS[0]
-        ),
-        state.params,
+        dataclasses.replace(shape.dropless(), precision=PRECISIONS[0]),
+        params,
         state.tables,
         tokenizer,
         step,

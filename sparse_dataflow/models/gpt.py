@@ -2,7 +2,7 @@
 
 Executors use a model only through these pure functions over nested dicts of arrays:
 
-    params = {"embed": ..., "blocks": every leaf stacked [num_layers, ...], "head": ...}
+    params = {"embed": ..., "blocks": every leaf stacked [stored_layers, ...], "head": ...}
     tables = {projection: LayoutTables stacked [num_layers, ...]} of the sparse projections
 
 With per-layer densities, params["blocks"] and tables are tuples of such trees, one for each layer
@@ -182,7 +182,7 @@ def init(config: ModelConfig, key: jax.Array) -> dict:
     keys = init_keys(config, key)
     blocks = [
         jax.vmap(functools.partial(init_section, group.model, "block"))(
-            keys["blocks"][group.layers.start : group.layers.stop]
+            keys["blocks"][group.layers.start : group.layers.stop][: config.stored_layers]
         )
         for group in layer_groups(config)
     ]

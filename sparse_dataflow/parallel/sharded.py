@@ -289,7 +289,8 @@ class Sharded(Executor):
             *_, module, name = ["", "", *(getattr(key, "key", "") for key in path)]
             key = group_index_of_path(path), module
             if key in orders and name == "values":
-                return _take(target)(put_global(leaf, target), permutation(orders[key]))
+                order = permutation(orders[key])[: len(leaf)]  # Shared layers have one layout.
+                return _take(target)(put_global(leaf, target), order)
             return put_global(leaf, target)
 
         placed = jax.tree_util.tree_map_with_path(place, arrays, self.shardings(arrays, model))

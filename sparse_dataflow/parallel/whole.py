@@ -116,6 +116,8 @@ def apply_blocks(
     Otherwise each layer group is scanned, so that compile time does not depend on depth; with a
     remat that differs between blocks, each of its repeated patterns is.
 
+    Layers that share a block read the same parameters; their gradients are summed in float32.
+
     Returns:
       (residual stream [B, T, D], `Routing` stacked over the layers; () for a model without
       experts).
@@ -125,17 +127,22 @@ def apply_blocks(
     # jax.checkpoint traces concrete tables, whose groups would be lost with them.
     tables = gpt.with_groups(tables)
     kinds = remat.kinds(config.remat, config.num_layers)
-    for group, stacked in enumerate(zip(split_groups(params), split_groups(tables), strict=True)):
-        layers = layer_groups(config)[group].layers
+    groups = zip(layer_groups(config), split_groups(params), split_groups(tables), strict=True)
+    for group, (layer_group, group_params, group_tables) in enumerate(groups):
+        layers = layer_group.layers
         of_group = kinds[layers.start : layers.stop]
         run = {kind: _layer(config, member, group, attend, kind) for kind in set(of_group)}
+        if config.shared_layers:
+            shared = jax.tree.map(lambda t: _with_gradient(t)[0], group_params, is_leaf=_traced)
+            run = {kind: _with_block(layer, shared) for kind, layer in run.items()}
+            group_params = ()
         if unrolled:
-            group_params, group_tables = stacked
-            for i, layer in enumerate(_unstack(group_params)):
+            for i, layer in enumerate(_unstack(group_params) or [()] * config.num_layers):
                 layer_tables = jax.tree.map(lambda t, i=i: t[i], group_tables)
                 x_BxTxD, of_layer = run[of_group[i]](x_BxTxD, (layer, layer_tables))
                 routing.append(jax.tree.map(lambda leaf: leaf[None], of_layer))
         else:
+            stacked = group_params, group_tables
             x_BxTxD, of_layers = _scan(run, remat.segments(of_group), x_BxTxD, stacked)
             routing += of_layers
     return x_BxTxD, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *routing)
@@ -150,7 +157,8 @@ def _scan(run, segments, x, stacked):
       (x, list of routing stacked over layers, in order).
     """
     if len(segments) == 1 and len(segments[0][0]) == 1:
-        x, of_layers = lax.scan(run[segments[0][0][0]], x, stacked)
+        [((kind,), count)] = segments
+        x, of_layers = lax.scan(run[kind], x, stacked, count)
         return x, [of_layers]
     routing, start = [], 0
     for pattern, repeats in segments:
@@ -168,7 +176,7 @@ def _scan(run, segments, x, stacked):
                 outputs.append(output)
             return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
-        x, of_layers = lax.scan(body, x, jax.tree.map(cut, stacked))
+        x, of_layers = lax.scan(body, x, jax.tree.map(cut, stacked), repeats)
         routing.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), of_layers))
         start = stop
     return x, routing
@@ -189,6 +197,11 @@ def _layer(config, member, group, attend, kind):
         policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
         return jax.checkpoint(run, policy=policy)
     return run
+
+
+def _with_block(run, block):
+    """Returns `run` of a layer whose parameters are those of a shared block."""
+    return lambda x, layer: run(x, (block, layer[1]))
 
 
 def rematerialised(config: ModelConfig, layer: Callable) -> Callable:

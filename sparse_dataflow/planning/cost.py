@@ -187,7 +187,7 @@ def orthogonalization_flops(config: ModelConfig) -> float:
         weights = sides[0] * sides[1] * fractions[name] * config.stored_copies(name)
         m, n = sorted(_muon_matrix(spec, *sides) if spec.kind == "block_sparse" else sides)
         total += weights / (m * n) * 2 * m * (2 * m * n + m * m)
-    return muon.STEPS * config.num_layers * total
+    return muon.STEPS * config.stored_layers * total
 
 
 @functools.lru_cache(maxsize=256)

@@ -43,7 +43,8 @@ def parameter_count(config: ModelConfig) -> int:
     The sum of: embeddings (vocab_size d_model, again for an output layer of its own, and max_len
     d_model for learned positions); per block two norms (scale, and bias for layernorm), those of
     queries and keys, and for each projection its stored weights, bias and low-rank term (rank (in +
-    out), and a gate), for every expert; a router (d_model experts); and the final norm.
+    out), and a gate), for every expert; a router (d_model experts); and the final norm.  A block
+    that all layers share counts once.
 
     Args:
       config: the model.
@@ -60,11 +61,11 @@ def parameter_count(config: ModelConfig) -> int:
         fan_in, fan_out = config.projection_shape(name)
         rank = config.linear(name).rank
         copies = config.stored_copies(name)
-        stored += round(config.num_layers * fan_in * fan_out * fractions[name]) * copies
+        stored += round(config.stored_layers * fan_in * fan_out * fractions[name]) * copies
         block += fan_out * copies if name in config.biases else 0
         block += rank * (fan_in + fan_out) + 1 if rank else 0
     block += config.d_model * config.experts
-    return embeddings(config) + stored + config.num_layers * block + norm
+    return embeddings(config) + stored + config.stored_layers * block + norm
 
 
 def embeddings(config: ModelConfig) -> int:
@@ -82,7 +83,7 @@ def matrix_count(config: ModelConfig, projections: Sequence[str] = PROJECTIONS) 
         for name in config.projections
         if name in projections
     )
-    return sum(round(config.num_layers * size) for size in sizes)
+    return sum(round(config.stored_layers * size) for size in sizes)
 
 
 def adapter_count(config: ModelConfig) -> int:

@@ -142,7 +142,9 @@ def estimate(
     compute = DTYPE_BYTES[model.compute_dtype]
     # The device has room for the largest blocks.
     largest = max(layer_groups(model), key=lambda group: memory.parameter_count(group.model)).model
-    shallow, deep = (dataclasses.replace(largest, num_layers=n) for n in (1, 2))
+    shallow, deep = (
+        dataclasses.replace(largest, num_layers=n, shared_layers=False) for n in (1, 2)
+    )
     block = memory.parameter_count(deep) - memory.parameter_count(shallow)
     rest = memory.parameter_count(shallow) - block
     parameters = memory.parameter_count(model)

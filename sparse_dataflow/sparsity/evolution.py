@@ -67,12 +67,14 @@ class Method:
       phase_specs: (model from the flags, config) -> specs of the phases in order; None for one
         phase.
       at: default of `EvolutionConfig.at`.
+      changes_blocks: whether the stored blocks of a weight change, so that a model needs some.
     """
 
     update: Update | None = None
     reads_gradients: bool = False
     phase_specs: Callable[[ModelConfig, EvolutionConfig], tuple[PhaseSpec, ...]] | None = None
     at: float = 0.75
+    changes_blocks: bool = True
 
 
 METHODS: dict[str, Method] = {}
@@ -103,7 +105,7 @@ def phase_specs(model: ModelConfig, config: EvolutionConfig) -> tuple[PhaseSpec,
     """
     method = METHODS[config.method]
     specs: tuple[PhaseSpec, ...]
-    if config.method != "static":
+    if method.changes_blocks:
         model.refuse_experts(f"--evolution={config.method}", "static")
         _refuse_unchangeable(model, config.method)
     if method.update is not None:
@@ -319,14 +321,29 @@ def _doubled(model, power):
     return dataclasses.replace(model, linears=linears, density_by_depth=next(iter(by_depth), ()))
 
 
+def _shared_to_own(model, config):
+    """Pseudo-to-Real (M6-10T, arXiv 2110.03888): trains one block as every layer, then copies it.
+
+    The copies then learn apart.  `training.variants` refuses layouts that differ between layers.
+    """
+    if model.density_by_depth:
+        raise UserError(
+            "--evolution=shared_to_own trains one block for all layers, and sparsity.budget=depth "
+            "gives them different densities; legal: another sparsity.budget."
+        )
+    shared = dataclasses.replace(model, shared_layers=True)
+    return PhaseSpec(0.0, shared), PhaseSpec(until(config), model)
+
+
 def _with_sparse_specs(model, change, names=None):
     specs = {name: change(model.linear(name)) for name in names or model.sparse_projections}
     return dataclasses.replace(model, linears={**dict(model.linears), **specs})
 
 
-register("static", Method())
+register("static", Method(changes_blocks=False))
 register("set", Method(update=set_blocks))
 register("rigl", Method(update=rigl_blocks, reads_gradients=True))
 register("gradual", Method(phase_specs=_gradual, at=0.5))
 register("sparse_to_dense", Method(phase_specs=_sparse_to_dense, at=0.7))
 register("low_rank_tail", Method(phase_specs=_low_rank_tail, at=0.99))
+register("shared_to_own", Method(phase_specs=_shared_to_own, at=0.3, changes_blocks=False))

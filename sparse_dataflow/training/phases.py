@@ -51,7 +51,8 @@ def phases(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> tuple[
 def mean_flops_per_token(model: ModelConfig, evolution: EvolutionConfig, sequence: int) -> float:
     """Returns the training FLOPs per token, on average over the phases of a run.
 
-    A dense model has one phase, whatever the evolution.  Layout updates do not count.
+    A dense model has the same FLOPs in all phases, whatever the evolution.  Layout updates do not
+    count.
 
     Args:
       model: final or initial config of the model; see `EvolutionConfig`.

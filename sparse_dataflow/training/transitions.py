@@ -98,7 +98,8 @@ def change_model(
     A block-sparse weight becomes a dense one of the same function: its stored blocks in place, with
     its Hadamard transform and its low-rank term merged in.  A weight that gets sparser keeps its
     largest blocks; if the new weight reads a Hadamard transform, those of the transformed weight.
-    A new low-rank term has a zero second factor, so the function stays.
+    A new low-rank term has a zero second factor, so the function stays.  A block that all layers
+    share becomes one for each, of equal parameters, with the moments of its mean gradient.
 
     Args:
       state: canonical, with concrete tables.
@@ -107,6 +108,8 @@ def change_model(
       input_norms: projection -> float [num_layers, in] that the rows of a weight are multiplied by
         in the norms of its blocks; None for 1. See `interchange.calibration`.
     """
+    if old.shared_layers:
+        return _untied(state, old)
     key = jax.random.fold_in(state.key, state.step)
     before, after = ([group.layers for group in layer_groups(model)] for model in (old, new))
     common = _common_ranges(before, after)
@@ -126,6 +129,32 @@ def change_model(
                 for layer, layout in enumerate(new_layouts)
             ]
     return _regroup(state, common, after)._replace(tables=gpt.layout_tables(layouts))
+
+
+def _untied(state, model):
+    """Returns a state whose layers have copies of the block that they shared.
+
+    The gradient of a shared block is the sum over its layers, whose mean is what a copy's moments
+    stand for: first moments are divided by the number of layers, second ones by its square.  So the
+    direction of a step stays, and new gradients weigh in at their own scale.
+    """
+    layers = model.num_layers
+
+    def copies(scale):
+        return lambda tree: {**tree, "blocks": copied_blocks(tree["blocks"], layers, scale)}
+
+    moments = map_moments(copies(1 / layers), state.moments, copies(1 / layers**2))
+    return state._replace(params=copies(1.0)(state.params), moments=moments)
+
+
+def copied_blocks(shared: Any, layers: int, scale: float = 1.0) -> Any:
+    """Returns every leaf [1, ...] of a shared block, times `scale`, as [layers, ...]."""
+
+    def copied(leaf):
+        xp: Any = np if isinstance(leaf, np.ndarray) else jnp
+        return xp.repeat(leaf * leaf.dtype.type(scale), layers, axis=0)
+
+    return jax.tree.map(copied, shared)
 
 
 def _change_projection(

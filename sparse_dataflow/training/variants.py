@@ -95,7 +95,11 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
     )
     rank = config.training.adapter_rank
     if name == "dense":
-        return Variant(name, adapters.with_adapters(dense, rank), config.training)
+        model = adapters.with_adapters(dense, rank)
+        # A dense twin is the plain training to compare with.
+        shared = config.evolution.method == "shared_to_own" and not config.sparsity.projections
+        evolution = config.evolution if shared else EvolutionConfig()
+        return Variant(name, model, config.training, evolution)
     if name == "narrow":
         sparse = variant(config, "sparse", vocab_size)
         return Variant(name, dense, config.training).at_flops_of(sparse)
@@ -108,7 +112,21 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
     # Raises if the method does not fit the model.
     for spec in phase_specs(sparse.model, sparse.evolution):
         _refuse_unequal_groups(spec)
+        _refuse_unequal_layers(spec.model)
     return sparse
+
+
+def _refuse_unequal_layers(model):
+    """Raises UserError if layers are to share a block and have different layouts."""
+    if not model.shared_layers:
+        return
+    for name, (first, *others) in gpt.layouts(model).items():
+        if any(layout != first for layout in others):
+            raise UserError(
+                "--evolution=shared_to_own trains one block for all layers, and the pattern "
+                f"{model.linear(name).pattern} gives each its own layout of {name}; legal: a "
+                f"pattern that does not, such as {' or '.join(GROUPED_PATTERNS)}."
+            )
 
 
 def _refuse_unequal_groups(spec):

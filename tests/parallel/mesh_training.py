@@ -65,6 +65,7 @@ MODELS = {
         density_by_depth=(2.0, 2.0, 1.0),
         remat="offload+full:1,none:1",
     ),
+    "shared": sparse("monarch", num_layers=3, shared_layers=True),
     "dense_deep": dataclasses.replace(DENSE, num_layers=8),
     "sparse_deep": sparse("monarch", num_layers=5),
     "llama": dataclasses.replace(

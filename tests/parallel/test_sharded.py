@@ -33,6 +33,7 @@ def mesh_text(shape, zero=3, micro_batches=1):
         ("sparse", ["data:2,fsdp:2,tensor:2/2/2"]),
         ("sparse_rank", ["data:2,tensor:4/0/1"]),
         ("sparse_depth", ["data:2,fsdp:2,tensor:2/3/2"]),
+        ("shared", ["data:2,fsdp:2,tensor:2/3/2"]),
         # Also axes longer than there are key/value heads: 2, 2 and 1.
         (
             "llama",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from small_models import DENSE, MODEL, arbitrary_params, assert_same, tables_of, tokens_of
 
+from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole
 
@@ -138,6 +139,26 @@ def test_each_layer_uses_its_weights_and_layouts():
 
     logits = jax.jit(lambda p, t: whole.logits(MODEL, p, tables, t))(params, tokens)
     np.testing.assert_allclose(jax.jit(by_hand)(params, tokens), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "unrolled"), [("sparse", True), ("experts", False)])
+def test_the_gradient_of_a_shared_block_is_the_sum_over_the_layers(kind, unrolled, monkeypatch):
+    """Compares with a model whose layers have equal weights of their own."""
+    monkeypatch.setattr(whole, "unrolls", lambda *_: unrolled)
+    spec = LinearSpec("block_sparse", "monarch", density=0.25, block=4, rank=2)
+    unshared = dataclasses.replace(DENSE, num_layers=3, linears={"qkv": spec})
+    if kind == "experts":
+        unshared = dataclasses.replace(DENSE, num_layers=3, experts=4)
+    config = dataclasses.replace(unshared, shared_layers=True)
+    params, tables, tokens = arbitrary_params(config), tables_of(config), tokens_of(config)
+    copies = {**params, "blocks": jax.tree.map(lambda a: a.repeat(3, 0), params["blocks"])}
+    shared, apart = (
+        jax.jit(lambda p, model=model: whole.loss_and_gradients(model, p, tables, tokens, 1))(p)
+        for model, p in ((config, params), (unshared, copies))
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), shared[0], apart[0])
+    blocks = jax.tree.map(lambda a: a.sum(0, keepdims=True), apart[1]["blocks"])
+    assert_same({**shared[1]}, {**apart[1], "blocks": blocks})
 
 
 def test_loss_weights_select_tokens():

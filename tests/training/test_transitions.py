@@ -243,3 +243,28 @@ def test_muon_momentum_follows_its_blocks():
     )
     assert_shaped_like(muon, MODEL, MUON)
     jax.tree.map(np.testing.assert_array_equal, trees(muon)[1], trees(adamw)[1])
+
+
+@pytest.mark.parametrize("training", [TRAINING, MUON], ids=["adamw", "muon"])
+def test_copies_of_a_shared_block_keep_the_loss_and_the_direction_of_the_moments(training):
+    """The copies have the logits of the shared block, and without a gradient they move as it."""
+    spec = LinearSpec("block_sparse", "monarch", density=0.25, block=8, rank=2)
+    own = dataclasses.replace(MODEL, linears={"qkv": spec})
+    shared = dataclasses.replace(own, shared_layers=True)
+    state = trained_state(shared, training=training)
+    state = state._replace(
+        moments=map_moments(lambda t: t, state.moments, lambda t: jax.tree.map(abs, t))
+    )
+    before, logits = to_numpy(state), logits_of(shared, state)
+    after = change_model(state, shared, own)
+    assert_shaped_like(after, own, training)
+    np.testing.assert_allclose(logits_of(own, after), logits, rtol=1e-5, atol=1e-5)
+
+    def step_without_gradient(model, state):
+        zeros = jax.tree.map(jax.numpy.zeros_like, state.params)
+        update = jax.jit(make_optimizer(model, training).update)
+        return update(zeros, state.moments, state.params, tables=None)[0]["blocks"]
+
+    mine, theirs = (step_without_gradient(m, s) for m, s in ((own, after), (shared, before)))
+    for copies, block in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(copies, np.repeat(block, 2, 0), rtol=1e-3, atol=1e-5)

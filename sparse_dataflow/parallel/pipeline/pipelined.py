@@ -54,6 +54,11 @@ class Pipelined(Sharded):
                 f"training.adapter_rank={training.adapter_rank} on a mesh with stages; legal with "
                 "it: the axes data, fsdp and tensor."
             )
+        if model.shared_layers:
+            raise UserError(
+                "--evolution=shared_to_own trains one block for all layers, and the stages of a "
+                "pipeline have layers of their own; legal: a mesh without stages."
+            )
         if model.density_by_depth:
             raise UserError(
                 "--executor=pipeline needs the same density in every layer, and "

@@ -13,11 +13,13 @@ from jax.sharding import Mesh
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed import processes
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import MultiProgramExecutor
 from sparse_dataflow.parallel.relay import host_optimizer, host_state, server_files
 from sparse_dataflow.parallel.relay import programs as relay_programs
+from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule
 from sparse_dataflow.parallel.relay.host_state import all_sections, depth_of, view
 from sparse_dataflow.parallel.relay.parameter_server import group_norms
 from sparse_dataflow.parallel.relay.probe import block_gradient_norms
@@ -52,6 +54,11 @@ class RelayExecutor(MultiProgramExecutor):
         """See `Executor`."""
         if self.devices > 1:
             model.refuse_experts(f"The relay on {self.devices} devices", "one device")
+        if model.shared_layers and self.config.depth != DepthSchedule():
+            raise UserError(
+                "--evolution=shared_to_own trains one block for all layers, of which "
+                "parallel.depth_schedule leaves some out; legal with it: constant."
+            )
         relay_programs.refuse_unsupported(training, self.devices)
 
     def refuse_unusable_files(self, needs: Mapping[str, int]) -> None:

@@ -31,9 +31,9 @@ def section_name(section: Section) -> str:
     return f"block {section}" if isinstance(section, int) else section
 
 
-def all_sections(num_layers: int) -> list[Section]:
+def all_sections(blocks: int) -> list[Section]:
     """Returns all sections in the order of execution."""
-    return [EMBED, *range(num_layers), HEAD]
+    return [EMBED, *range(blocks), HEAD]
 
 
 def view(tree: dict, section: Section) -> Any:
@@ -52,7 +52,7 @@ def layer_view(stacked: Any, layer: int) -> Any:
 
 
 def depth_of(params: dict) -> int:
-    """Returns the number of layers."""
+    """Returns the number of blocks."""
     return sum(len(jax.tree.leaves(group)[0]) for group in split_groups(params["blocks"]))
 
 
@@ -108,7 +108,7 @@ def fresh_state(
     keys = gpt.init_keys(model, init_key)
     for section in (EMBED, HEAD):
         _fill(params[section], _initializer(model, section)(keys[section]))
-    for number in range(model.num_layers):
+    for number in range(model.stored_layers):
         group_model = layer_groups(model)[group_index(model, number)].model
         block = dict(_initializer(group_model, "block")(keys["blocks"][number]))
         if starting_blocks is not None and number >= starting_blocks:

@@ -301,7 +301,7 @@ class ServerStep:
                 self._update(section, self._gradients[section], factor)
         for section in self._sections:
             self._finish_update(section)
-        for section in set(all_sections(self._server.model.num_layers)) - set(self._sections):
+        for section in set(all_sections(self._server.model.stored_layers)) - set(self._sections):
             self._copy_unchanged(section)
         params, mu, nu = self._after
         params = dict(params)

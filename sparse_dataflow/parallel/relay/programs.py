@@ -217,7 +217,8 @@ def compile_groups(
       changing: whether layouts may change; otherwise the programs are specialised to their groups.
     """
     first, *others = (
-        dataclasses.replace(group.model, num_layers=1) for group in layer_groups(model)
+        dataclasses.replace(group.model, num_layers=1, shared_layers=False)
+        for group in layer_groups(model)
     )
     tables = gpt.layout_tables(gpt.layouts(model))
     structures = [

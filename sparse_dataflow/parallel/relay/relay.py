@@ -4,10 +4,13 @@ The device holds one block while it prefetches the next. All micro-batches of a 
 block before the next one, and the input of each block is stashed. The backward pass visits the
 blocks in reverse, fetches each again and recomputes its forward pass. Each gradient returns to the
 host as soon as it is computed, where the parameter server updates its section.
+
+A block that all layers share is fetched once a step, and its gradients are summed on the device.
 """
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
@@ -170,7 +174,7 @@ class Relay:
         blocks = self._depth.active(
             self.model.num_layers, step, self.training.steps, self.training.seed
         )
-        sections: list[Section] = [EMBED, *blocks, HEAD]
+        sections: list[Section] = [EMBED, *((0,) if self.model.shared_layers else blocks), HEAD]
         with translated_device_errors(f"step {step + 1}"):
             server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
             batch = self._batch(tokens, None, self._train_shape)
@@ -193,7 +197,8 @@ class Relay:
             x, done = run(block, "forward", *fetched, x)
             return done
 
-        _prefetch_loop(blocks, lambda block: server.fetch(block, _layer(tables, block)), forward)
+        fetch = self._block_fetch(server.fetch, tables)
+        _prefetch_loop(blocks, fetch, forward)
 
         params, embed = (server.fetch(section).result()[0] for section in (HEAD, EMBED))
         tied = gpt.tied_output(self.model, embed)
@@ -201,21 +206,39 @@ class Relay:
         del x, params, embed, tied
         server.push(HEAD, head)
         del head
+        total = None
 
         def backward(block, fetched):
-            nonlocal dx
+            nonlocal dx, total
             (dx, gradient), done = run(block, "backward", *fetched, dx)
-            server.push(block, gradient)
+            if not self.model.shared_layers:
+                server.push(block, gradient)
+            elif total is None:
+                total = _widened(gradient)
+            else:
+                total = _added(total, gradient)
             return done
 
-        _prefetch_loop(
-            blocks[::-1],
-            lambda block: server.fetch(block, _layer(tables, block), stash.pop()),
-            backward,
-        )
+        _prefetch_loop(blocks[::-1], lambda block: fetch(block, stash.pop()), backward)
+        if total is not None:
+            server.push(0, total)
         gradient, _ = run(EMBED, "embed_backward", inputs, dx, embedding)
         server.push(EMBED, gradient)
         return jax.device_get(loss)
+
+    def _block_fetch(self, fetch: Callable[..., Future], tables) -> Callable[..., Future]:
+        """Returns (block, *more) -> future of its parameters, its tables and `more` on the device.
+
+        A block that all layers share is fetched once, by `fetch` (section, *more).
+        """
+        if not self.model.shared_layers:
+            return lambda block, *more: fetch(block, _layer(tables, block), *more)
+        shared = fetch(0, _layer(tables, 0))
+
+        def with_more(more):
+            return *shared.result(), *self._put(more)
+
+        return lambda block, *more: self.server.fetching.submit(with_more, more) if more else shared
 
     def _run(self, section: Section, name: str, *arguments) -> tuple[Any, Future]:
         """Runs a program; returns (its results, a future that is done when they are ready)."""
@@ -260,7 +283,7 @@ class Relay:
             return self._watching.submit(_watch, x, 0.0, section_name(block), timeline)
 
         blocks = range(self.model.num_layers)
-        _prefetch_loop(blocks, lambda block: fetch(block, _layer(tables, block)), forward)
+        _prefetch_loop(blocks, self._block_fetch(fetch, tables), forward)
         (head,), (embed,) = (fetch(section).result() for section in (HEAD, EMBED))
         tied = gpt.tied_output(self.model, embed)
         return jax.device_get(run.head(head, tied, x, targets, weights))
@@ -286,6 +309,17 @@ class Relay:
             return _placed(leaf, self._replicated)
 
         return jax.tree.map(put, tree)
+
+
+@jax.jit
+def _widened(gradient):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _added(total, gradient):
+    """Adds a layer's gradient of a shared block to their sum, in float32."""
+    return jax.tree.map(jnp.add, total, gradient)
 
 
 @contextlib.contextmanager

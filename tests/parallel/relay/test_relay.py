@@ -49,6 +49,10 @@ MODELS["experts"] = dataclasses.replace(DENSE, experts=4, prototypes=2, shared_e
 MODELS["experts"] = MODELS["experts"].with_linears(
     LinearSpec("block_sparse", "monarch", density=0.25, block=4), ["mlp_in", "mlp_out"]
 )
+MODELS["shared"] = dataclasses.replace(
+    DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.25, block=4)),
+    shared_layers=True,
+)
 MODELS["by_depth"] = dataclasses.replace(MODELS["sparse"], density_by_depth=(2.0, 1.0, 1.0))
 
 
@@ -99,7 +103,7 @@ def assert_same_reports(mine, theirs, rtol):
 @pytest.mark.parametrize(
     "name",
     [
-        *("dense", "llama", "qwen3"),
+        *("dense", "llama", "qwen3", "shared"),
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("sparse", "mixed", "by_depth")),
     ],
 )
@@ -121,7 +125,14 @@ def test_experts_train_as_in_the_whole_executor():
     assert_same_reports(mine, whole_run(model, how), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mixed", pytest.param("by_depth", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixed",
+        pytest.param("by_depth", marks=pytest.mark.slow),
+        pytest.param("shared", marks=pytest.mark.nightly),
+    ],
+)
 def test_muon_trains_as_in_the_whole_executor(name):
     model, how = MODELS[name], training(optimizer="muon")
     _, mine = relay_run(Relay(model, how), fresh_state(model, how))
@@ -151,7 +162,7 @@ def test_quantised_products_equal_those_of_the_whole_executor_to_the_rounding_of
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["mixed", "by_depth"])
+@pytest.mark.parametrize("name", ["mixed", "by_depth", "shared"])
 def test_initial_state_equals_that_of_the_whole_executor(name, optimizer):
     model, how = MODELS[name], training(optimizer=optimizer)
     mine, theirs = fresh_state(model, how), initial_state(model, how)
@@ -163,7 +174,7 @@ def test_initial_state_equals_that_of_the_whole_executor(name, optimizer):
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["sparse", "by_depth"])
+@pytest.mark.parametrize("name", ["sparse", "by_depth", "shared"])
 def test_evaluation_equals_that_of_the_whole_executor(name):
     model, how = MODELS[name], training()
     relay = Relay(model, how, eval_shape=(2, 11))
