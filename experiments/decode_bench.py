@@ -6,7 +6,8 @@ vocabulary dense in both models. Both models have random weights, both write in 
 the bytes that a dense token reads over those of a sparse one.
 
 --switch times the switches of `experiments.generate --runs` instead: weights move from host memory
-to the device, where the model of the same shape before was.
+to the device, where the model of the same shape before was. --batch, --cached and --tokens do not
+matter to it.
 
     python -m experiments.decode_bench
     python -m experiments.decode_bench --scale=350m --batch=4

@@ -74,7 +74,35 @@ def kinds(text: str, layers: int) -> tuple[str, ...]:
     return tuple(itertools.chain.from_iterable(pattern * repeats for pattern, repeats in listed))
 
 
-def segments(of_layers: tuple[str, ...]) -> Terms:
+def loops(text: str, layers: int, part: range | None = None) -> Terms:
+    """Returns the terms that describe the blocks of `part`, each the loop that runs them.
+
+    They are the terms of the text.  Where one reaches beyond the part, they are few others.
+
+    Args:
+      text: for all blocks.
+      layers: number of blocks.
+      part: of the blocks; None for all.
+
+    Raises:
+      UserError: see `kinds`.
+    """
+    of_layers = kinds(text, layers)
+    part = range(layers) if part is None else part
+    if is_uniform(text):
+        return (((text,), len(part)),)
+    result, start = [], 0
+    for pattern, repeats in terms(text):
+        stop = start + len(pattern) * repeats
+        if part.start <= start and stop <= part.stop:
+            result.append((pattern, repeats))
+        elif part.start < stop and start < part.stop:
+            return _segments(of_layers[part.start : part.stop])
+        start = stop
+    return tuple(result)
+
+
+def _segments(of_layers: tuple[str, ...]) -> Terms:
     """Returns the kinds as few (pattern, repeats): from each block on, the term that covers most.
 
     Of equal covers it takes the shortest pattern.

@@ -129,10 +129,10 @@ class Composition:
         """
         if self._active and self._active[0] == name:
             return self._active[1], None
-        if self._active:
-            for leaf in jax.tree.leaves(self._active[1]):
+        before, self._active = self._active, None
+        if before:
+            for leaf in jax.tree.leaves(before[1]):
                 leaf.delete()
-            self._active = None
         start = time.perf_counter()
         weights = jax.block_until_ready(jax.device_put(self._weights[name], self._device))
         switch = Switch(name, self.bytes(name), time.perf_counter() - start)

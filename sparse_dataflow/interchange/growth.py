@@ -43,7 +43,7 @@ def grown(
     Raises:
       UserError: the new model cannot begin with this function; names legal values.
     """
-    _refuse_other_shapes(old, new)
+    refuse_other_shapes(old, new)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
     spread = 0.0
     if any(getattr(old, name) != getattr(new, name) for name in WIDTHS):
@@ -56,7 +56,7 @@ def grown(
     return old, params, tables
 
 
-def _refuse_other_shapes(old, new):
+def refuse_other_shapes(old: ModelConfig, new: ModelConfig) -> None:
     """Raises UserError unless each width and the depth of `new` can hold those of `old`."""
     grouped = any(model.kv_heads != model.num_heads for model in (old, new))
     names = ("num_layers", "d_model", "d_ff", "num_heads", *(("kv_heads",) if grouped else ()))

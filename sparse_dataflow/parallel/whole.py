@@ -143,12 +143,13 @@ def apply_blocks(
                 routing.append(jax.tree.map(lambda leaf: leaf[None], of_layer))
         else:
             stacked = group_params, group_tables
-            x_BxTxD, of_layers = _scan(run, remat.segments(of_group), x_BxTxD, stacked)
+            loops = remat.loops(config.remat, config.num_layers, layers)
+            x_BxTxD, of_layers = _scan(run, loops, x_BxTxD, stacked)
             routing += of_layers
     return x_BxTxD, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *routing)
 
 
-def _scan(run, segments, x, stacked):
+def _scan(run, loops, x, stacked):
     """Scans the layers of a group, a repeated pattern of kinds of remat after the other.
 
     A single pattern needs no copy of the stacked arrays; several slice them.
@@ -156,12 +157,12 @@ def _scan(run, segments, x, stacked):
     Returns:
       (x, list of routing stacked over layers, in order).
     """
-    if len(segments) == 1 and len(segments[0][0]) == 1:
-        [((kind,), count)] = segments
+    if len(loops) == 1 and len(loops[0][0]) == 1:
+        [((kind,), count)] = loops
         x, of_layers = lax.scan(run[kind], x, stacked, count)
         return x, [of_layers]
     routing, start = [], 0
-    for pattern, repeats in segments:
+    for pattern, repeats in loops:
         stop = start + len(pattern) * repeats
         period = len(pattern)
 

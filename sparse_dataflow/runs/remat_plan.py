@@ -46,14 +46,25 @@ def settled(config: RunConfig, chip: Chip, executor: Executor) -> RunConfig:
             "whose blocks are all treated alike; legal with it: a mesh without stages."
         )
 
+    models = variants(config)
+    for each in models:
+        for phase in each.phase_specs:
+            executor.check(phase.model, each.training)
+
     def decide() -> str:
-        costs = run_costs(variants(config), chip, executor)
+        try:
+            costs = run_costs(models, chip, executor)
+        except UserError as error:
+            raise UserError(
+                f"parallel.memory_limit needs the chip's rates, to plan by: {error} Legal: no "
+                "parallel.memory_limit."
+            ) from None
         host = host_limit()
         if config.model.remat == "none":
             plan = remat.choose(costs, limit, host)
         else:
-            of_layers = kinds_of_remat.kinds(config.model.remat, config.model.num_layers)
-            plan = remat.estimate(costs, kinds_of_remat.segments(of_layers))
+            loops = kinds_of_remat.loops(config.model.remat, config.model.num_layers)
+            plan = remat.estimate(costs, loops)
             if plan.device_bytes > limit:
                 least = math.ceil(100 * plan.device_bytes / GIB) / 100
                 raise UserError(

@@ -29,7 +29,7 @@ from sparse_dataflow.files.errors import TEMPORARY, UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
-from sparse_dataflow.interchange import starting_point
+from sparse_dataflow.interchange import growth, starting_point
 from sparse_dataflow.interchange.starting_point import StartingPoint
 from sparse_dataflow.kernels.quantized import api as quantized
 from sparse_dataflow.optim.train_state import TrainState
@@ -235,6 +235,10 @@ class _Job:
         if config.training.adapter_rank:
             for v in models:
                 starting_point.refuse_other_base(self._base(record), v.model)
+        elif config.run.init_from and not record:
+            for v in models:
+                weights = starting_point.read(config.run.init_from)
+                growth.refuse_other_shapes(weights.model, v.phase_specs[0].model)
         programs = self._compiled(models, data)
         self._check_folder()
         if not record:

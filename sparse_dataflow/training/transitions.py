@@ -403,14 +403,17 @@ def _low_rank_init(model, name):
 
 def _add_low_rank(state, place, leaves):
     """Adds low-rank leaves to a projection, with zero moments."""
-    dtype = jax.tree.leaves(adam_state(state.moments).mu)[0].dtype
 
     def add(tree, leaves):
         return place.with_module(tree, {**place.module(tree), **leaves})
+
+    state = state._replace(params=add(state.params, leaves))
+    if not state.moments:  # Weights of another run, before an optimizer has any.
+        return state
+    dtype = jax.tree.leaves(adam_state(state.moments).mu)[0].dtype
 
     def add_zeros(tree):
         # New arrays for each moment: a step donates every buffer once.
         return add(tree, jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype), leaves))
 
-    moments = map_moments(add_zeros, state.moments)
-    return state._replace(params=add(state.params, leaves), moments=moments)
+    return state._replace(moments=map_moments(add_zeros, state.moments))

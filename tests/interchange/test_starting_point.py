@@ -53,6 +53,16 @@ def test_the_same_sparsity_keeps_every_bit():
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, again.params, start.params)))
 
 
+def test_low_rank_terms_join_given_weights_and_keep_their_function():
+    spec = LinearSpec("block_sparse", "monarch", density=0.5, block=8, rank=4)
+    start, low_rank = start_of(SPARSE), DENSE.with_linears(spec)
+    state = initial_state_from(start, low_rank, TRAINING)
+    expected = logits(SPARSE, start.params, start.tables, TOKENS)
+    result = logits(low_rank, state.params, state.tables, TOKENS)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+    assert gpt.split_groups(state.params["blocks"])[0]["qkv"].keys() > {"values"}
+
+
 def test_the_largest_blocks_are_kept_and_balanced():
     start = start_of(DENSE)
     kernel = start.params["blocks"]["mlp_in"]["kernel"]

@@ -65,6 +65,7 @@ def test_no_uniform_plan_that_fits_is_faster_and_no_limit_is_exceeded(data, laye
     assert plan.device_bytes <= limit and plan.host_bytes <= host
     assert len(plan.kinds) == layers == len(texts.kinds(plan.text, layers))
     assert all(plan.seconds <= each.seconds * (1 + 1e-12) for each in fitting)
+    assert remat.estimate(models, texts.loops(plan.text, layers)) == plan
 
 
 def test_no_plan_of_few_blocks_in_one_loop_is_faster():
@@ -110,12 +111,18 @@ def test_a_limit_that_nothing_meets_names_the_nearest_that_is_met():
     assert remat.choose([model], named * GIB).device_bytes <= named * GIB
 
 
-@given(st.lists(st.sampled_from(texts.KINDS), min_size=1, max_size=40))
-def test_segments_and_texts_describe_the_same_kinds(kinds):
-    kinds = tuple(kinds)
-    segments = texts.segments(kinds)
-    assert tuple(k for pattern, repeats in segments for k in pattern * repeats) == kinds
-    assert texts.kinds(texts.text(segments), len(kinds)) == kinds
+@given(st.data(), st.integers(1, 3), st.integers(1, 3))
+def test_loops_of_any_part_have_its_kinds(data, first, second):
+    pattern = st.lists(st.sampled_from(texts.KINDS), min_size=1, max_size=4).map(tuple)
+    terms = ((data.draw(pattern), first), (data.draw(pattern), second))
+    kinds = tuple(k for pattern, repeats in terms for k in pattern * repeats)
+    text, layers = texts.text(terms), len(kinds)
+    assert texts.kinds(text, layers) == kinds
+    start = data.draw(st.integers(0, layers - 1))
+    stop = data.draw(st.integers(start + 1, layers))
+    loops = texts.loops(text, layers, range(start, stop))
+    assert tuple(k for p, repeats in loops for k in p * repeats) == kinds[start:stop]
+    assert texts.is_uniform(text) or texts.loops(text, layers) == terms
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,17 @@ def test_the_plan_is_within_the_limit_and_is_printed(capsys):
         settled("1GiB", **again)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_a_chosen_plan_passes_its_own_check(share):
+    """Also where a pattern occurs once, which is one loop."""
+    config = CONFIG.change(model__num_layers=5)
+    costs = remat_plan.run_costs(variants(config), CHIP, SINGLE_DEVICE)
+    keep, least = (remat.uniform(costs, kind).device_bytes for kind in ("none", "full"))
+    limit = str(int(least + share * (keep - least)))
+    chosen = settled(limit, model__num_layers=5)
+    assert settled(limit, model__num_layers=5, model__remat=chosen.model.remat) == chosen
+
+
 def test_a_chip_without_a_known_host_link_offloads_nothing(capsys):
     costs = all_costs()
     limit = str(int(remat.uniform(costs, "full").device_bytes) + GIB)
