@@ -25,19 +25,24 @@ def run_names(runs: str) -> list[str]:
     Raises:
       UserError: there is one alone, one twice, or a folder that has no model.
     """
-    names = [name.strip() for name in runs.split(",")]
+    names = _split(runs)
     if len(names) < 2:
         raise UserError(f"--runs={runs} is one run; give two or more, or --run={runs}.")
     first: dict[str, str] = {}
     if not all(names):
         raise UserError(f"--runs={runs} has an empty name; legal: folders with commas between.")
     for name in names:
-        path = os.path.realpath(Path(name).expanduser())
+        path = os.path.realpath(name)
         if path in first:
             raise UserError(f"--runs names {first[path]} twice; legal: each folder once.")
         first[path] = name
         loading.variants(name)
     return names
+
+
+def _split(names: str) -> list[str]:
+    """Returns the names of a comma list, with `~` expanded as in flags that name a path."""
+    return [os.path.expanduser(name.strip()) for name in names.split(",")]
 
 
 def load(
@@ -69,7 +74,7 @@ def load(
 def _texts(names: Sequence[str], corpora: str) -> dict[str, Corpus]:
     if not corpora:
         return {name: _training_text(name) for name in names}
-    given = [corpus.strip() for corpus in corpora.split(",")]
+    given = _split(corpora)
     if len(given) != len(names):
         raise UserError(
             f"--router_corpora has {len(given)} names for {len(names)} runs; legal: one for each, "
@@ -87,7 +92,7 @@ def _training_text(name: str) -> Corpus:
     )
     if is_directory(name):
         raise UserError(f"{needs}The folder is a Hugging Face directory, which names no corpus.")
-    folder = Path(name).expanduser()
+    folder = Path(name)
     config = read_config(folder)
     record = read_record(folder, config)
     answers = config.data.loss == "answers"

@@ -53,9 +53,9 @@ def test_a_tilde_is_expanded_for_every_path_alike(home, monkeypatch):
 
 
 NAMES_A_PATH = re.compile(r"\b(folder|file|HTML|CSV|run)\b", re.IGNORECASE)
-NO_PATHS = {"scale", "variant", "checkpoint", "tasks", "hardware", "twin", "seed", "coordinator"}
-"""Texts whose help names a run or a file; tasks and hardware are lists, expanded where they are
-read."""
+NO_PATHS = {"scale", "variant", "checkpoint", "twin", "seed", "coordinator"}
+NO_PATHS |= {"tasks", "hardware", "runs", "router_corpora"}
+"""Texts whose help names a run or a file; the second are lists, expanded where they are read."""
 
 
 def test_every_flag_that_names_a_file_or_folder_is_a_path():

@@ -3,6 +3,7 @@
 import gc
 import io
 import json
+import os
 import random
 import re
 import sys
@@ -116,6 +117,12 @@ def test_a_router_without_text_and_runs_that_are_not_legal_are_refused(folders, 
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "run": "other"}')
     with pytest.raises(UserError, match="line 1, names the run 'other'; legal: "):
         generate.main(generate.Options(prompts=str(tmp_path / "p.jsonl"), **flags))
+
+
+def test_a_tilde_in_the_list_of_runs_is_expanded(folders, monkeypatch):
+    first, second = (str(folder) for folder, *_ in folders.values())
+    monkeypatch.setenv("HOME", os.path.dirname(first))
+    assert composition.run_names(f"~/{os.path.basename(first)}, {second}") == [first, second]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
