@@ -1,5 +1,7 @@
 """What studies share: models of one config with changes, and folders of one config."""
 
+import json
+
 import pytest
 
 from experiments import sparse_scaling_law
@@ -35,6 +37,17 @@ def test_a_folder_goes_on_with_the_same_config_alone(tmp_path):
     with pytest.raises(UserError) as refused:
         study.keep_settings(tmp_path, other, "study")
     assert "--batch=4 (saved: 8), --set training.final_rate=0.0 (saved: 0.1)" in str(refused.value)
+
+
+def test_a_setting_that_an_older_study_lacks_counts_as_its_default(tmp_path):
+    study.keep_settings(tmp_path, CONFIG, "study")
+    path = tmp_path / "settings.json"
+    saved = json.loads(path.read_text())
+    del saved["training"]["final_rate"]
+    path.write_text(json.dumps(saved))
+    study.keep_settings(tmp_path, CONFIG, "study")
+    with pytest.raises(UserError, match=r"final_rate=0.0 \(saved: 0.1\)"):
+        study.keep_settings(tmp_path, CONFIG.change(training__final_rate=0.0), "study")
 
 
 def test_settings_that_are_no_object_are_damaged(tmp_path):

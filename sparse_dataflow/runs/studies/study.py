@@ -3,6 +3,7 @@
 A study trains many models on one corpus, each into a folder of its own.
 """
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -253,6 +254,8 @@ def _saved_steps(where):
 def keep_settings(folder: Path, config: RunConfig, owner: str) -> None:
     """Makes a study's folder with its config, or checks that it was made with the same one.
 
+    A setting that the study's version did not have yet counts as its default.
+
     Raises:
       UserError: it holds trainings of another config, or anything but the study `owner`, or cannot
         be written.
@@ -262,9 +265,11 @@ def keep_settings(folder: Path, config: RunConfig, owner: str) -> None:
     path = folder / "settings.json"
     if path.exists():
         saved = _read(path, dict)
+        with contextlib.suppress(UserError):  # what fits no config is named by `differences`
+            saved = _as_read(RunConfig.from_json(saved).to_json())
         words = [
             f"{spelling(name)}={now} (saved: {before})"
-            for name, before, now in differences(saved, json.loads(json.dumps(settings)))
+            for name, before, now in differences(saved, _as_read(settings))
         ]
         if words:
             more = len(words) - _DIFFERENCES_SHOWN
@@ -276,6 +281,11 @@ def keep_settings(folder: Path, config: RunConfig, owner: str) -> None:
         return
     folders.claim(folder, owner)
     _keep(path, settings)
+
+
+def _as_read(value):
+    """What reading the JSON of a value gives."""
+    return json.loads(json.dumps(value))
 
 
 def _keep(path, value):
