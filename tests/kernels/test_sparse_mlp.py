@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from mlp_operands import assert_close, draw_operands, exact
+from mlp_operands import assert_close, draw_gated, draw_operands, exact, exact_gated
 
-from sparse_dataflow.kernels.sparse_mlp.api import sparse_mlp
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.kernels.sparse_mlp import xla_static
+from sparse_dataflow.kernels.sparse_mlp.api import gated_sparse_mlp, sparse_mlp
 from sparse_dataflow.sparsity.layout import BlockLayout
 from sparse_dataflow.sparsity.patterns import PATTERNS, make_layout
 
@@ -114,3 +116,64 @@ def test_named_implementation_agrees():
     tables = [layout.tables() for layout in layouts]
     y = sparse_mlp(*operands, *tables, implementation="products")
     assert_close([y], exact(operands, dy, layouts)[:1], "float32")
+
+
+def permuted_groups(block=3):
+    """Return layouts of three unequal groups whose blocks lie at no stride."""
+    inside, hidden, outside = map(np.array, ([0, 1, 1, 2, 0], [2, 0, 1, 0, 2, 2], [1, 0, 2]))
+    masks = inside[:, None] == hidden, hidden[:, None] == outside
+    return tuple(BlockLayout.from_mask(mask, block) for mask in masks)
+
+
+CHAINS = {
+    "at a stride": mlp_layouts("monarch"),
+    "permuted": permuted_groups(),
+}
+MANY = 33  # Rows for which a CPU goes group by group.
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("layouts", [CHAINS["at a stride"], CHAINS["permuted"]])
+def test_groups_by_themselves(layouts, dtype):
+    operands, dy = draw_operands(layouts, (3, 11), dtype)
+    with precision(dtype):
+        assert_close(run(operands, dy, layouts), exact(operands, dy, layouts), dtype)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_groups_with_a_gate(activation):
+    layouts = CHAINS["at a stride"]
+    (x, up, gate, out), dy = draw_gated(layouts, (MANY,), "float64")
+    tables = [layout.tables() for layout in (layouts[0], *layouts)]
+    with precision("float64"):
+        y, pull = jax.vjp(
+            lambda x, *values: gated_sparse_mlp(x, values, tables, activation), x, gate, up, out
+        )
+        dx, dgate, dup, dout = pull(dy)
+    expected = exact_gated((x, up, gate, out), dy, layouts, activation)
+    assert_close([y, dx, dup, dgate, dout], expected, "float64")
+
+
+def test_no_array_has_the_whole_hidden_layer(array_sizes):
+    layouts = CHAINS["at a stride"]
+    operands, dy = draw_operands(layouts, (MANY,), "float32")
+    tables = [layout.tables() for layout in layouts]
+
+    def sizes(implementation):
+        def program(operands, dy):
+            y, pull = jax.vjp(lambda *x: sparse_mlp(*x, *tables, implementation), *operands)
+            return y, pull(dy)
+
+        return array_sizes(program, operands, dy)
+
+    hidden = MANY * layouts[0].out_features
+    assert hidden in sizes("products") and hidden not in sizes(None)
+
+
+def test_hidden_groups_that_mix_are_refused():
+    layouts = mlp_layouts("shuffle")
+    operands, _ = draw_operands(layouts, (MANY,), "float32")
+    tables = [layout.tables() for layout in layouts]
+    assert not xla_static.chain(*layouts)
+    with pytest.raises(UserError, match="does not read the hidden blocks of each group"):
+        sparse_mlp(*operands, *tables, implementation="xla_static")

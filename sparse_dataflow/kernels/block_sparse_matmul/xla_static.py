@@ -23,10 +23,10 @@ def block_sparse_matmul(x: jax.Array, values: jax.Array, layout: BlockLayout) ->
         if len(rows) == 0:
             y = jnp.zeros((len(x), len(cols) * layout.block), x.dtype)
         else:
-            weight = _group_weight(values, layout, rows, cols)
-            y = _dot(_take(x, rows, layout.block), weight, 1, 0).astype(x.dtype)
+            weight = group_weight(values, layout, rows, cols)
+            y = dot(take(x, rows, layout.block), weight, 1, 0).astype(x.dtype)
         pieces.append((cols, y))
-    return _assemble(pieces, layout.block)
+    return assemble(pieces, layout.block)
 
 
 def _forward(x, values, layout):
@@ -40,16 +40,16 @@ def _backward(layout, saved, dy):
         if len(cols) == 0:
             dx = jnp.zeros((len(x), len(rows) * layout.block), x.dtype)
         else:
-            weight = _group_weight(values, layout, rows, cols)
-            dx = _dot(_take(dy, cols, layout.block), weight, 1, 1).astype(x.dtype)
+            weight = group_weight(values, layout, rows, cols)
+            dx = dot(take(dy, cols, layout.block), weight, 1, 1).astype(x.dtype)
         pieces.append((rows, dx))
     groups = [
-        (rows, cols, _dot(_take(x, rows, layout.block), _take(dy, cols, layout.block), 0, 0))
+        (rows, cols, dot(take(x, rows, layout.block), take(dy, cols, layout.block), 0, 0))
         for rows, cols in column_groups(layout)
         if rows
     ]
-    dvalues = _stored_gradient(groups, layout)
-    return _assemble(pieces, layout.block), dvalues.astype(values.dtype)
+    dvalues = stored_gradient(groups, layout)
+    return assemble(pieces, layout.block), dvalues.astype(values.dtype)
 
 
 block_sparse_matmul.defvjp(_forward, _backward)
@@ -74,13 +74,13 @@ def _groups(lines):
     return [(support, tuple(members)) for support, members in groups.items()]
 
 
-def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     """Contract one axis of each matrix, accumulating in float32 or wider."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
     return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=wide)
 
 
-def _group_weight(
+def group_weight(
     values: jax.Array, layout: BlockLayout, rows: tuple[int, ...], cols: tuple[int, ...]
 ) -> jax.Array:
     """Return a group's dense weight [len(rows) * block, len(cols) * block]."""
@@ -88,7 +88,7 @@ def _group_weight(
     return stored.swapaxes(1, 2).reshape(len(rows) * layout.block, len(cols) * layout.block)
 
 
-def _stored_gradient(
+def stored_gradient(
     groups: list[tuple[tuple[int, ...], tuple[int, ...], jax.Array]], layout: BlockLayout
 ) -> jax.Array:
     """Return the gradient [nnz, block, block] from each group's (rows, cols, dense gradient)."""
@@ -100,14 +100,25 @@ def _stored_gradient(
     return jnp.concatenate(stored)[np.argsort(np.concatenate(slots))]
 
 
-def _take(x: jax.Array, blocks: tuple[int, ...], block: int) -> jax.Array:
-    """Gather these blocks' columns of x [rows, features], by contiguous slices."""
+def take(x: jax.Array, blocks: tuple[int, ...], block: int) -> jax.Array:
+    """Gather these blocks' columns of x [rows, features]: one slice where they lie at a stride."""
+    if stride := _stride(blocks, x.shape[1] // block):
+        count, start, stop = stride
+        parts = x.reshape(len(x), count, x.shape[1] // count)[:, :, start * block : stop * block]
+        return parts.reshape(len(x), len(blocks) * block)
     slices = [lax.slice_in_dim(x, a * block, b * block, axis=1) for a, b in _runs(blocks)]
     return slices[0] if len(slices) == 1 else jnp.concatenate(slices, axis=1)
 
 
-def _assemble(pieces: list[tuple[tuple[int, ...], jax.Array]], block: int) -> jax.Array:
+def assemble(pieces: list[tuple[tuple[int, ...], jax.Array]], block: int) -> jax.Array:
     """Concatenate pieces (block numbers, their columns) in the order of the block numbers."""
+    total = sum(len(blocks) for blocks, _ in pieces)
+    strides = [_stride(blocks, total) for blocks, _ in pieces]
+    if len({stride and stride[0] for stride in strides}) == 1 and strides[0]:
+        count = strides[0][0]
+        ordered = sorted(pieces, key=lambda piece: piece[0])
+        parts = [y.reshape(len(y), count, y.shape[1] // count) for _, y in ordered]
+        return jnp.concatenate(parts, axis=2).reshape(len(parts[0]), total * block)
     runs = []
     for blocks, columns in pieces:
         offset = 0
@@ -122,3 +133,13 @@ def _runs(blocks):
     """Return the maximal runs [start, stop) of consecutive block numbers."""
     breaks = np.flatnonzero(np.diff(blocks) != 1) + 1
     return [(run[0], run[-1] + 1) for run in np.split(np.asarray(blocks), breaks)]
+
+
+def _stride(blocks, total):
+    """Return (count, start, stop) of equal parts of `total` blocks, of which each has the run
+    [start, stop), if `blocks` are these runs; else None."""
+    runs = _runs(blocks)
+    start, stop = map(int, runs[0])
+    step = total // len(runs)
+    expected = [(start + k * step, stop + k * step) for k in range(len(runs))]
+    return (len(runs), start, stop) if total % len(runs) == 0 and runs == expected else None

@@ -1,6 +1,7 @@
 """The products of a block-sparse MLP as one op, so that a kernel may fuse them."""
 
 import importlib
+import math
 from collections.abc import Sequence
 
 import jax
@@ -9,12 +10,21 @@ import numpy as np
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.block_sparse_matmul import api as matmul
+from sparse_dataflow.kernels.block_sparse_matmul import xla_few_rows
 from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.sparsity.layout import LayoutTables
 
-_KERNELS = {"pallas_tpu_grouped": "tpu", "pallas_tpu": "tpu", "pallas_hopper": "gpu"}
-"""Module of each Mosaic implementation -> the platform that it runs on.  Of several, the first that
+_KERNELS = {
+    "pallas_tpu_grouped": "tpu",
+    "pallas_tpu": "tpu",
+    "pallas_hopper": "gpu",
+    "xla_static": "cpu",
+}
+"""Module of each fused implementation -> the platform that it runs on.  Of several, the first that
 does not refuse runs."""
+
+_GATED = {"tpu": "pallas_tpu_grouped", "cpu": "xla_static"}
+"""Platform -> the implementation that has a gate."""
 
 IMPLEMENTATIONS = ("products", *_KERNELS)
 
@@ -40,7 +50,8 @@ def sparse_mlp(
       implementation: one of IMPLEMENTATIONS, or None to choose by platform and layouts.
         "products" runs two block-sparse matmuls; "pallas_tpu_grouped" and "pallas_tpu" keep the
         hidden layer in VMEM, of equal groups and where that is faster; "pallas_hopper" fuses the
-        GELU and its derivative into the products.
+        GELU and its derivative into the products; "xla_static" runs group by group where those of
+        W_out read the hidden features of one group each, of concrete tables.
 
     Returns:
       [..., out_features] in x's dtype.
@@ -73,9 +84,9 @@ def gated_sparse_mlp(
     tables: Sequence[LayoutTables],
     activation: str,
 ) -> jax.Array | None:
-    """Compute (activation(x W_gate) * x W_in) W_out in one kernel; None if no kernel has it.
+    """Compute (activation(x W_gate) * x W_in) W_out as one op; None if no implementation has it.
 
-    Only "pallas_tpu_grouped" has a gate.  The layouts of W_gate and W_in must be equal.
+    "pallas_tpu_grouped" and "xla_static" have it.  The layouts of W_gate and W_in must be equal.
 
     Args:
       x: float [..., in_features].
@@ -89,8 +100,8 @@ def gated_sparse_mlp(
     Raises:
       UserError: if shapes disagree.
     """
-    platform, name = dispatch.platform(), "pallas_tpu_grouped"
-    if platform != _KERNELS[name]:
+    platform = dispatch.platform()
+    if not (name := _GATED.get(platform)) or _has_few_rows(x):
         return None
     values_gate, values_in, values_out = values
     tables_gate, tables_in, tables_out = _checked(x, values, tables)
@@ -101,7 +112,7 @@ def gated_sparse_mlp(
         reason = "the layouts of W_gate and W_in differ, or are shards of layouts."
     else:
         operands = flat, values_in, values_out, tables_in, tables_out
-        reason = kernels.refusal(*operands, gated=True) or dispatch.sharding_refusal()
+        reason = kernels.refusal(*operands, gated=True) or _sharding_refusal(name)
     chosen = "products" if reason else name
     dispatch.log_choice("gated_sparse_mlp", chosen, platform, reason)
     if reason:
@@ -157,6 +168,8 @@ def _choose(flat, *stored):
     names = [name for name, required in _KERNELS.items() if required == platform]
     if platform == "gpu" and all(tables.groups for tables in stored[2:]):
         names = []  # Dense products of the vendor's library.
+    if _has_few_rows(flat):
+        names = []
     for name in [*names, "products"]:
         reason = _refusal(name, flat, *stored)
         if not reason:
@@ -166,6 +179,11 @@ def _choose(flat, *stored):
     return name
 
 
+def _has_few_rows(x):
+    """Whether a CPU has products of their own for so few rows of x [..., features]."""
+    return dispatch.platform() == "cpu" and math.prod(x.shape[:-1]) <= xla_few_rows.FEW_ROWS
+
+
 def _refusal(name, flat, *stored):
     """Return why an implementation cannot run here; empty if it can."""
     if name == "products":
@@ -173,7 +191,12 @@ def _refusal(name, flat, *stored):
     required = _KERNELS[name]
     if dispatch.platform() != required:
         return f"it runs on {required}, and this is {dispatch.platform()}."
-    return _import_kernels(name).refusal(flat, *stored) or dispatch.sharding_refusal()
+    return _import_kernels(name).refusal(flat, *stored) or _sharding_refusal(name)
+
+
+def _sharding_refusal(name):
+    """Return why a Pallas kernel cannot run here; empty for one that can, and for plain XLA."""
+    return "" if name == "xla_static" else dispatch.sharding_refusal()
 
 
 def _import_kernels(name):
