@@ -1,14 +1,17 @@
+import atexit
 import gc
+import importlib.util
 import math
 import os
 import pathlib
+import shutil
 import signal
 import sys
+import tempfile
 
 import hypothesis
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
@@ -43,6 +46,25 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # jax keeps many objects per program, which slow every garbage collection of a long-lived worker.
 gc.set_threshold(200_000, 50, 1000)
 
+# Workers, and processes that tests start, share compiled programs: many tests compile the same
+# small ones, and reading one takes a tenth of the time. A folder of an earlier session could hide
+# that a program no longer compiles, so each session has a new folder.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    programs = tempfile.mkdtemp(prefix="sparse_dataflow_programs_")
+    atexit.register(shutil.rmtree, programs, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = programs
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# This process may have imported jax, which reads the variables, before.
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# jax does not promise that programs for chips that are not there can be read.
+if any(map(importlib.util.find_spec, ("libtpu", "jax_cuda13_plugin"))):
+    jax.config.update("jax_enable_compilation_cache", False)
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
+
 # Compiles in half the time; the programs are slower and their results stay. Processes that tests
 # start inherit the variable.
 jax.config.update("jax_disable_most_optimizations", True)
@@ -56,16 +78,6 @@ def pytest_addoption(parser):
 
 
 MAPPINGS = pathlib.Path("/proc/self/maps")
-CACHE_OF_PROGRAMS = jax.config.jax_compilation_cache_dir
-
-
-@pytest.fixture(autouse=True)
-def no_kept_programs():
-    """Ends the use of the cache of compiled programs that a test, or a fixture of it, began."""
-    yield
-    if jax.config.jax_compilation_cache_dir != CACHE_OF_PROGRAMS:
-        jax.config.update("jax_compilation_cache_dir", CACHE_OF_PROGRAMS)
-        compilation_cache.reset_cache()
 
 
 @pytest.fixture(autouse=True, scope="module")

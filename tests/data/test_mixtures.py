@@ -66,7 +66,7 @@ def test_tokens_of_a_mixture_are_those_of_its_corpora(mixed, tmp_path):
 
 @given(weight=st.floats(0.05, 0.95), step=st.integers(0, 10**6), seed=st.integers(0, 2**32 - 1))
 def test_windows_are_drawn_by_weight_from_any_step(weight, step, seed):
-    sources = np.zeros(41, np.uint16), np.ones(97, np.uint16)
+    sources = np.zeros(2001, np.uint16), np.ones(5003, np.uint16)
     mixture = TokenMixture(sources, (weight, 1 - weight))
     batches = TrainBatches(mixture, batch_size=100, sequence_length=8, seed=seed)
     tokens = batches[step]["tokens"]

@@ -35,7 +35,7 @@ def job(shared, tmp_path_factory):
             write_corpus(folder / "corpus.new")
             (folder / "corpus.new").rename(folder / "corpus")
     logs = tmp_path_factory.mktemp("forks")
-    job = MainJob(folder / "corpus", folder / "cache", folder / "compiled", logs)
+    job = MainJob(folder / "corpus", folder / "cache", logs)
     yield job
     job.forks.close()
 
