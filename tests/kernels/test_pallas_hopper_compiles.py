@@ -1,5 +1,7 @@
 """The Hopper kernels compile ahead of time for an H200 at 13B shapes."""
 
+import dataclasses
+
 import described_gpus
 import jax
 import jax.numpy as jnp
@@ -95,6 +97,38 @@ def test_all_three_products_compile_without_copies(compiled, projection, block):
     assert kernels(program) == 3 + (token_splits(layout) > 1)
     assert_registers_suffice(report)
     assert temporary_bytes(program) <= (2**20 if token_splits(layout) == 1 else 2**25)
+
+
+@pytest.mark.parametrize("block", [128, 64])
+def test_feature_rows_need_no_more_registers_or_memory(compiled, block):
+    """mlp_out adds the residual; its dx is multiplied by the preceding GELU's derivative."""
+    layout = make_layout("pixelfly", *PROJECTIONS["mlp"], block, DENSITY)
+    bias = jax.ShapeDtypeStruct((layout.out_features,), jnp.float32)
+    x, values, dy = operands(layout)
+
+    def tuning(tables, **epilogue):
+        config = pallas_hopper.default_tuning(x, values, tables, **epilogue)
+        forward, back = (
+            dataclasses.replace(tiles, feature_rows=True)
+            for tiles in (config.forward, config.input_gradient)
+        )
+        return dataclasses.replace(config, forward=forward, input_gradient=back)
+
+    def forward(x, values, residual, tables, bias):
+        return pallas_hopper.block_sparse_matmul(
+            x, values, tables, bias=bias, residual=residual, tuning=tuning(tables, residual=True)
+        )
+
+    def backward(z, values, dy, tables):
+        return pallas_hopper.input_gradient(
+            dy, values, tables, preactivation=z, tuning=tuning(tables, derivative=True)
+        )
+
+    for function, arguments in [(forward, [bias]), (backward, [])]:
+        program, report = compiled(function, [x, values, dy, layout.tables(), *arguments])
+        assert kernels(program) == 1
+        assert_registers_suffice(report)
+        assert temporary_bytes(program) <= 2**20
 
 
 def test_splitting_the_last_wave_does_not_copy_the_gradient(compiled):

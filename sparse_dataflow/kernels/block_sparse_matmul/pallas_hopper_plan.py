@@ -7,7 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import SLICE_ROWS, ProductTiles
+from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import (
+    CONSUMERS,
+    SLICE_ROWS,
+    ProductTiles,
+)
 
 
 class ProductPlan(NamedTuple):
@@ -52,13 +56,33 @@ class ProductPlan(NamedTuple):
 
     @property
     def num_sums(self):
-        """Sums of a tile: one per line, or one for all lines if the blocks are transposed."""
-        return 1 if self.transposed else self.tiles.lines
+        """Sums of a consumer: one per line, or one if a single wgmma takes its blocks."""
+        return 1 if self.transposed or self.tiles.feature_rows else self.tiles.lines
 
     @property
     def sum_columns(self):
         """Columns of a sum."""
         return self.tiles.columns // self.num_sums
+
+    @property
+    def sum_shape(self):
+        """Shape of a sum: [tokens, features], or [features, tokens] with feature rows."""
+        if self.tiles.feature_rows:
+            return SLICE_ROWS, CONSUMERS * self.tiles.rows
+        return self.tiles.rows, self.sum_columns
+
+    def first_result(self, consumer):
+        """Return the first (row, column) of a consumer's results inside the tile."""
+        if self.tiles.feature_rows:
+            return 0, consumer * SLICE_ROWS
+        return consumer * self.tiles.rows, 0
+
+    def feature_block(self, block, consumer):
+        """Return a consumer's [features, depth] of a stage's blocks, for feature rows."""
+        if self.transposed:
+            return block.at[pl.ds(consumer * SLICE_ROWS, SLICE_ROWS)]
+        line, first = (consumer, 0) if self.tiles.lines > 1 else (0, consumer * SLICE_ROWS)
+        return block.at[line, :, pl.ds(first, SLICE_ROWS)].transpose((1, 0))
 
     def line_block(self, block, line):
         """Return a line's ref inside a stage's blocks."""
@@ -79,10 +103,13 @@ class ProductPlan(NamedTuple):
     @property
     def slices(self):
         """First (row, column) of each slice of a consumer's results."""
+        rows, columns = self.tiles.rows, self.tiles.columns
+        if self.tiles.feature_rows:
+            columns, rows = self.sum_shape
         return [
             (row, column)
-            for row in range(0, self.tiles.rows, SLICE_ROWS)
-            for column in range(0, self.tiles.columns, self.slice_columns)
+            for row in range(0, rows, SLICE_ROWS)
+            for column in range(0, columns, self.slice_columns)
         ]
 
     def place(self, number):

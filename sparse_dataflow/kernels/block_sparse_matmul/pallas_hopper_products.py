@@ -15,6 +15,19 @@ Two merged lines of block 64 (`pallas_hopper_tables`) read as much as one line o
 cluster of two shares each block by multicast, which leaves 40 and 72 bytes.  Tiles are ordered
 column by column within a set of token tiles whose features fit half the L2 cache, so device memory
 is read about once.
+
+Shared memory bounds the rate too, at 128 bytes per cycle.  A wgmma m64nNk16 takes N / 2 cycles and
+reads 64 x 16 numbers of its left operand and 16 x N of its right: 2048 + 32 N bytes.  TMA writes
+each stage once: 48 bytes per cycle for 256 tokens and 128 columns.  With tokens as rows, m64n128k16
+adds 96 bytes (at most 89% of the full rate).  The forward product of two merged lines of block 64
+has m64n64k16, which adds 128 bytes (73%).  With `ProductTiles.feature_rows` each consumer sums 64
+features of all 256 tokens: m64n256k16 adds 80 bytes (100%).  stmatrix transposes its results.
+No chip timed it, so tokens are rows by default; `kernel_bench --tune` measures both.
+
+Two merged lines cannot share one m64n128k16.  Mosaic GPU (jax 0.12) does not take two blocks as one
+operand [depth, 128]: a reshape of a transposed ref raises NotImplementedError.  It does not copy a
+block into half of such an array either: `copy_gmem_to_smem` needs contiguous shared memory, so each
+block would take eight copies.
 """
 
 import functools
@@ -26,6 +39,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_memory import run_groups, swizzled
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_plan import ProductPlan, count_stored
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import LineTables
@@ -73,7 +87,15 @@ def line_product(
 
     Returns:
       (y,) or (y, pre-activation), [tokens, columns].
+
+    Raises:
+      UserError: if the tiles have feature rows that do not fit them.
     """
+    if tiles.feature_rows and not tiles.allows_feature_rows(jnp.dtype(dtype).itemsize):
+        raise UserError(
+            f"feature_rows is not legal for {jnp.dtype(dtype)} and {tiles}; legal: bfloat16, 128 "
+            "columns, and lines of at least 64 columns."
+        )
     tokens, block = len(x), values.shape[1]
     lines, fan = tables.index.shape
     tiles_per_block = max(1, block // tiles.columns)
@@ -268,8 +290,9 @@ def _produce(plan, arrays, scratch, row_tile, column, count, first):
 
 def _consume(plan, arrays, scratch, consumer, row_tile, column, count, first):
     tiles = plan.tiles
-    row = _first_row(plan, row_tile) + consumer * tiles.rows
-    first_column = column * tiles.columns
+    row, first_column = plan.first_result(consumer)
+    row += _first_row(plan, row_tile)
+    first_column += column * tiles.columns
     steps = count * plan.steps
     results = scratch.results.at[consumer]
 
@@ -294,18 +317,22 @@ def _consume(plan, arrays, scratch, consumer, row_tile, column, count, first):
 
     @functools.partial(
         pl.run_scoped,
-        sum_refs=[plgpu.ACC((tiles.rows, plan.sum_columns), jnp.float32)] * plan.num_sums,
+        sum_refs=[plgpu.ACC(plan.sum_shape, jnp.float32)] * plan.num_sums,
     )
     def _(sum_refs):
         @pl.loop(0, steps)
         def _(step):
             stage = stage_of(step)
             plgpu.barrier_wait(scratch.full.at[stage])
-            x = scratch.x.at[stage, pl.ds(consumer * tiles.rows, tiles.rows)]
             block = scratch.block.at[stage]
-            for number, sum_ref in enumerate(sum_refs):
-                right = block.transpose((1, 0)) if plan.transposed else block.at[number]
-                plgpu.wgmma(sum_ref, x, right)
+            if tiles.feature_rows:
+                x = scratch.x.at[stage].transpose((1, 0))
+                plgpu.wgmma(sum_refs[0], plan.feature_block(block, consumer), x)
+            else:
+                x = scratch.x.at[stage, pl.ds(consumer * tiles.rows, tiles.rows)]
+                for number, sum_ref in enumerate(sum_refs):
+                    right = block.transpose((1, 0)) if plan.transposed else block.at[number]
+                    plgpu.wgmma(sum_ref, x, right)
             plgpu.wgmma_wait(plan.num_sums)
 
             # The previous step's wgmma has read its stage.
@@ -329,6 +356,10 @@ def _finish(plan, arrays, results, slice_of, first_column, totals):
     width = plan.slice_columns
     slots = results.shape[0]
     written = 0
+    features = 0 if plan.tiles.feature_rows else 1  # Axis of the sums.
+
+    def slot_of(number):
+        return results.at[number] if features == 1 else results.at[number].transpose((1, 0))
 
     def write(array, place, value):
         nonlocal written
@@ -336,25 +367,28 @@ def _finish(plan, arrays, results, slice_of, first_column, totals):
         written += 1
         if arrays.elementwise is None:
             plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-        results[slot] = value.astype(results.dtype)
+        slot_of(slot)[...] = value.astype(results.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(results.at[slot], slice_of(array, place))
 
     for number, (row, column) in enumerate(plan.slices):
-        sum_index, inside = divmod(column, plan.sum_columns)
-        value = totals[sum_index][row : row + SLICE_ROWS, inside : inside + width]
+        if plan.tiles.feature_rows:
+            value = totals[0][:, row : row + SLICE_ROWS]
+        else:
+            sum_index, inside = divmod(column, plan.sum_columns)
+            value = totals[sum_index][row : row + SLICE_ROWS, inside : inside + width]
         if arrays.bias is not None:
             bias = plgpu.load(
                 arrays.bias.at[pl.ds(first_column + column, width)],
-                layout=plgpu.Layout.WGMMA.reduce(0),
+                layout=plgpu.Layout.WGMMA.reduce(1 - features),
                 optimized=False,
             )
-            value = value + lax.broadcast_in_dim(bias, value.shape, (1,))
+            value = value + lax.broadcast_in_dim(bias, value.shape, (features,))
         if arrays.preactivation_out is not None:
             write(arrays.preactivation_out, (row, column), value)
         if plan.gelu:
             value = value_and_derivative(value)[0]
         if arrays.elementwise is not None:
-            other = results[number].astype(jnp.float32)
+            other = slot_of(number)[...].astype(jnp.float32)
             value = value * value_and_derivative(other)[1] if plan.derivative else value + other
         write(arrays.y, (row, column), value)

@@ -86,7 +86,7 @@ def search_spaces(
         start = sizes.product_tiles(
             len(x), components * features, columns, block, merged_lines[product], programs, bytes_of
         )
-        return sizes.product_space(start, bytes_of)
+        return sizes.product_space(start, bytes_of, x.dtype.itemsize)
 
     tokens = terms * len(x)
     gradient = sizes.gradient_tiles(

@@ -56,6 +56,8 @@ class ProductTiles:
       group: token tiles (of a cluster) computed before the next column.
       slices: slices of a consumer in flight, [64, slice_columns] each.
       lines: adjacent lines merged in one tile.
+      feature_rows: whether the rows of a sum (wgmma's M) are features and its columns tokens; see
+        `allows_feature_rows`.
     """
 
     rows: int
@@ -66,6 +68,16 @@ class ProductTiles:
     group: int
     slices: int = 2
     lines: int = 1
+    feature_rows: bool = False
+
+    def allows_feature_rows(self, itemsize: int = 2) -> bool:
+        """Return whether each consumer can sum 64 features of one line for all tokens of a tile.
+
+        Results of 4 bytes cannot be transposed: Mosaic GPU (jax 0.12) finds "no optimized SMEM <->
+        registers transfer plan" for swizzled shared memory.
+        """
+        halves = self.columns == CONSUMERS * SLICE_ROWS
+        return halves and self.slice_columns(itemsize) == SLICE_ROWS
 
     def slice_columns(self, itemsize: int = 2) -> int:
         """Return the width of a slice of results: at most one swizzled row of 128 bytes."""
@@ -258,12 +270,15 @@ def max_splits(tokens: int, lines: int) -> int:
     return max(1, min(16, tokens // 256)) if lines == 1 else 1
 
 
-def product_space(start: ProductTiles, bytes_of: Callable[[ProductTiles], int]) -> SearchSpace:
+def product_space(
+    start: ProductTiles, bytes_of: Callable[[ProductTiles], int], itemsize: int
+) -> SearchSpace:
     """Return the search space of a product.
 
     Args:
       start: tiles of the heuristic.
       bytes_of: maps tiles to their shared memory in bytes.
+      itemsize: bytes of a result element.
     """
 
     def legal(tiles):
@@ -273,6 +288,7 @@ def product_space(start: ProductTiles, bytes_of: Callable[[ProductTiles], int]) 
             and tiles.rows in (64, 128)
             and tiles.cluster in (1, start.cluster)
             and min(tiles.group, tiles.slices) > 0
+            and (not tiles.feature_rows or tiles.allows_feature_rows(itemsize))
             and 2 <= tiles.stages <= _MAX_STAGES
             and bytes_of(tiles) <= SHARED_BYTES
         )
@@ -283,6 +299,7 @@ def product_space(start: ProductTiles, bytes_of: Callable[[ProductTiles], int]) 
         "cluster": (1, 2),
         "group": (1, 2, 4, 8, 16, 32, 64),
         "slices": (1, 2, 4),
+        "feature_rows": (False, True),
     }
     return SearchSpace(start, choices, legal)
 
