@@ -270,6 +270,7 @@ _ORDER = {
     },
     **{f"{f}/xla": (f, DATA_SUMS) for f in ("ampere", "hopper")},
     "hopper/pipelining": ("hopper/eager", SOFTWARE),
+    "ampere/sail": ("ampere", SOFTWARE),
     "hopper-500w/eager": ("hopper-500w", SOFTWARE),
     **{
         f"ampere/{s}": ("ampere", BY_OWNER)
