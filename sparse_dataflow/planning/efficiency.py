@@ -34,9 +34,9 @@ class Efficiency:
         to the collectives' own; it does not overlap.  DeepSpeed reduces each part of the gradients
         to the chip that owns it (runtime/zero/stage_1_and_2.py, average_tensor), and InternEvo
         broadcasts each part of the weights from its owner (hybrid_zero_optim.py).
-      data_overlap: fraction of `overlap` of the gradient sums over "data".  XLA combines all-reduces
-        of up to 1 GiB where its flags say so (AI-Hypercomputer/maxtext, configs/gpu/a3/llama_2_7b),
-        and its pass that overlaps them with the backward pass is for TPUs
+      data_overlap: fraction of `overlap` of the gradient sums over "data".  XLA combines sums of up
+        to 1 GiB where its flags say so (AI-Hypercomputer/maxtext, configs/gpu/a3/llama_2_7b), and
+        its pass that overlaps them with the backward pass is for TPUs
         (benchmarks/xla_flags_library.py, DATA_PARALLEL_OVERLAP).
     """
 
@@ -81,7 +81,7 @@ STACKS = {
     "aleph-norm": "Aleph Alpha's framework with the RMSNorm of PyTorch operations",
     "paddle": "PaddlePaddle",
     "sail": "Sea AI Lab's forks of Megatron-LM with pipelines of their own",
-    "pipelining": "PyTorch with pipelines and tensor parallelism that is not compiled: KempnerForge",
+    "pipelining": "PyTorch's pipelines and tensor parallelism, not compiled: KempnerForge",
 }
 """Software of published runs -> its frameworks."""
 

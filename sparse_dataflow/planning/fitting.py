@@ -36,9 +36,7 @@ _STACKS_ONLY = ("traffic", "by_owner", "data_overlap")
 HARDWARE = tuple(name for name in RANGES if name not in _STACKS_ONLY)
 """Constants that are fitted for a chip family; its rows are of the stack that is tuned best."""
 SOFTWARE = tuple(
-    name
-    for name in (*HARDWARE, "traffic")
-    if name not in ("half_width", "bandwidth", "fast_link")
+    name for name in (*HARDWARE, "traffic") if name not in ("half_width", "bandwidth", "fast_link")
 )
 """Constants that are fitted again for another stack on the same chips.  Every stack on NVIDIA chips
 multiplies with cuBLAS, so products lose the same at narrow widths."""
@@ -265,9 +263,7 @@ _ORDER = {
     "cdna2": ("", HARDWARE),
     **{f"tpu-{name}": ("", HARDWARE) for name in ("v4", "v5e", "v5p", "v6e")},
     "hopper-500w": ("hopper", SOFTWARE),
-    **{
-        f"{f}/{s}": (f, SOFTWARE) for f in ("ampere", "hopper") for s in ("eager", "pytorch")
-    },
+    **{f"{f}/{s}": (f, SOFTWARE) for f in ("ampere", "hopper") for s in ("eager", "pytorch")},
     **{f"{f}/xla": (f, DATA_SUMS) for f in ("ampere", "hopper")},
     "hopper/pipelining": ("hopper/eager", SOFTWARE),
     "ampere/sail": ("ampere", SOFTWARE),
