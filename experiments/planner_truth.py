@@ -1,13 +1,13 @@
-"""Predicted against published: 923 runs of Megatron, NeMo, MaxText, Pax, torchtitan and others.
+"""Predicted against published: 1,010 runs of Megatron, NeMo, MaxText, Pax, torchtitan and others.
 
 Prints every row of sparse_dataflow/planning/published with its prediction and error, then the error
 band of every kind of run and how many held-out runs are inside theirs. Each chip family and
 software stack has its constants: rows marked "fit" determined them, rows marked "test" did not.
-87 confirmation runs, which no choice has seen, are summed up by source. Needs no accelerator and
+59 confirmation runs, which no choice has seen, are summed up by source. Needs no accelerator and
 loads no jax.
 
     python -m experiments.planner_truth             ten seconds
-    python -m experiments.planner_truth --fit       fits constants and bands again: some minutes
+    python -m experiments.planner_truth --fit       fits constants and bands again: half an hour
 
 Leaves OUT/truth.csv and OUT/truth.png.
 """

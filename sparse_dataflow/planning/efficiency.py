@@ -34,6 +34,10 @@ class Efficiency:
         to the collectives' own; it does not overlap.  DeepSpeed reduces each part of the gradients
         to the chip that owns it (runtime/zero/stage_1_and_2.py, average_tensor), and InternEvo
         broadcasts each part of the weights from its owner (hybrid_zero_optim.py).
+      data_overlap: fraction of `overlap` of the gradient sums over "data".  XLA combines sums of up
+        to 1 GiB where its flags say so (AI-Hypercomputer/maxtext, configs/gpu/a3/llama_2_7b), and
+        its pass that overlaps them with the backward pass is for TPUs
+        (benchmarks/xla_flags_library.py, DATA_PARALLEL_OVERLAP).
     """
 
     matmul: float
@@ -49,6 +53,7 @@ class Efficiency:
     half_block: float = 1.8
     traffic: float = 1.0
     by_owner: float = 0.0
+    data_overlap: float = 1.0
 
 
 PRIOR = Efficiency(
@@ -75,6 +80,8 @@ STACKS = {
     "aleph": "Aleph Alpha's framework with its RMSNorm kernel",
     "aleph-norm": "Aleph Alpha's framework with the RMSNorm of PyTorch operations",
     "paddle": "PaddlePaddle",
+    "sail": "Sea AI Lab's forks of Megatron-LM with pipelines of their own",
+    "pipelining": "PyTorch's pipelines and tensor parallelism, not compiled: KempnerForge",
 }
 """Software of published runs -> its frameworks."""
 
@@ -99,45 +106,61 @@ def own_key(family: str) -> str:
 
 _FITTED = {
     # matmul, half_width, attention, bandwidth, fast and slow link, overlap, tensor_overlap, waits,
-    # pass_seconds, traffic, by_owner where it is fitted
-    "ampere": (0.805, 121, 0.481, 0.822, 0.744, 0.611, 0.806, 0.11, 0.0132, 3e-05, 1),
-    "hopper": (0.707, 97.2, 0.436, 0.794, 0.573, 0.838, 0.768, 0.629, 0.00549, 0.000215, 1),
-    "blackwell": (0.595, 113, 0.435, 0.794, 0.519, 0.838, 0.76, 0.566, 0.00551, 0.000409, 1),
+    # pass_seconds, traffic; then by_owner and data_overlap where they are fitted
+    "ampere": (0.805, 121, 0.481, 0.822, 0.744, 0.608, 0.806, 0.11, 0.0132, 2.95e-05, 1),
+    "hopper": (0.703, 102, 0.437, 0.795, 0.571, 0.831, 0.776, 0.591, 0.00513, 0.000189, 1),
+    "blackwell": (0.558, 122, 0.435, 0.795, 0.542, 0.832, 0.773, 0.559, 0.00496, 0.000249, 1),
     "cdna2": (0.462, 128, 0.277, 0.8, 0.7, 0.7, 0.8, 0.1, 0.005, 3e-05, 1),
-    "tpu-v4": (0.884, 128, 0.53, 0.8, 0.7, 0.7, 0.8, 0.1, 0.005, 3e-05, 1),
-    "tpu-v5e": (0.866, 192, 0.453, 0.799, 0.736, 0.698, 0.771, 0.66, 0.0208, 3.01e-05, 1),
-    "tpu-v5p": (0.782, 83.9, 0.459, 0.8, 0.741, 0.702, 0.779, 0.554, 0.00434, 3.03e-05, 1),
-    "tpu-v6e": (0.623, 136, 0.457, 0.801, 0.653, 0.698, 0.652, 0.1, 0.00564, 3.02e-05, 1),
-    "hopper-500w": (0.674, 97.2, 0.431, 0.794, 0.573, 0.829, 0.656, 0.354, 0.00552, 0.000236, 3.25),
-    "ampere/eager": (0.815, 121, 0.324, 0.822, 0.744, 0.624, 0.749, 0.11, 0.00817, 0.000758, 1.66),
-    "ampere/pytorch": (0.714, 121, 0.426, 0.822, 0.744, 0.611, 0.806, 0.11, 0.0132, 3e-05, 1),
-    "ampere/xla": (0.773, 121, 0.462, 0.822, 0.744, 0.611, 0.806, 0.11, 0.0132, 3e-05, 1),
-    "hopper/eager": (0.749, 97.2, 0.18, 0.794, 0.573, 0.847, 0.631, 0.629, 0.00897, 0.000619, 2.22),
-    "hopper/pytorch": (0.59, 97.2, 0.364, 0.794, 0.573, 0.838, 0.768, 0.629, 0.00549, 0.000215, 1),
-    "hopper/xla": (0.882, 97.2, 0.469, 0.794, 0.573, 0.837, 0.818, 0.629, 0.00205, 0.000797, 5.88),
+    "tpu-v4": (0.884, 128, 0.531, 0.8, 0.7, 0.7, 0.8, 0.1, 0.005, 3e-05, 1),
+    "tpu-v5e": (0.866, 192, 0.453, 0.799, 0.736, 0.698, 0.771, 0.66, 0.0208, 3.02e-05, 1),
+    "tpu-v5p": (0.782, 83.9, 0.459, 0.8, 0.741, 0.702, 0.779, 0.554, 0.00434, 3.02e-05, 1),
+    "tpu-v6e": (0.623, 136, 0.457, 0.801, 0.653, 0.698, 0.651, 0.1, 0.00564, 3.03e-05, 1),
+    "hopper-500w": (0.671, 102, 0.432, 0.795, 0.571, 0.821, 0.664, 0.356, 0.00512, 0.000213, 3.22),
+    "ampere/eager": (0.809, 121, 0.646, 0.822, 0.744, 0.619, 0.735, 0.11, 0.00749, 0.000731, 1.65),
+    "ampere/pytorch": (0.714, 121, 0.427, 0.822, 0.744, 0.608, 0.806, 0.11, 0.0132, 2.95e-05, 1),
+    "hopper/eager": (0.758, 102, 0.361, 0.795, 0.571, 0.838, 0.663, 0.591, 0.0157, 0.000795, 2.17),
+    "hopper/pytorch": (
+        0.764, 102, 0.441, 0.795, 0.571, 0.801,
+        0.54, 0.191, 0.00614, 0.000655, 0.953,
+    ),
+    "ampere/xla": (0.773, 121, 0.462, 0.822, 0.744, 0.608, 0.806, 0.11, 0.0132, 2.95e-05, 1),
+    "hopper/xla": (
+        0.746, 102, 0.445, 0.795, 0.571, 0.392,
+        0.925, 0.591, 0.00249, 0.000385, 2.84, 0, 0.0799,
+    ),
+    "hopper/pipelining": (
+        0.38, 102, 0.181, 0.795, 0.571, 0.838,
+        0.663, 0.591, 0.0157, 0.000795, 2.17,
+    ),
+    "ampere/sail": (0.644, 121, 0.482, 0.822, 0.744, 0.608, 0.799, 0.11, 0.00948, 2.78e-05, 0.769),
     "hopper-500w/eager": (
-        0.539, 97.2, 0.345, 0.794, 0.573, 0.829,
-        0.656, 0.354, 0.00552, 0.000236, 3.25,
+        0.538, 102, 0.346, 0.795, 0.571, 0.821,
+        0.664, 0.356, 0.00512, 0.000213, 3.22,
     ),
     "ampere/deepspeed": (
-        0.845, 121, 0.486, 0.822, 0.744, 0.629,
-        0.796, 0.101, 0.00968, 2.93e-05, 2.78, 0.111,
+        0.817, 121, 0.454, 0.822, 0.744, 0.575,
+        0.8, 0.101, 0.0205, 3.29e-05, 1.8, 0.0801,
     ),
     "ampere/internevo": (
-        0.75, 121, 0.477, 0.822, 0.744, 0.457,
-        0.799, 0.108, 0.00233, 3.77e-05, 3.64, 0.013,
+        0.751, 121, 0.477, 0.822, 0.744, 0.456,
+        0.799, 0.108, 0.00233, 3.64e-05, 3.66, 0.013,
     ),
     "ampere/aleph": (
-        0.834, 121, 0.481, 0.822, 0.744, 0.608,
-        0.797, 0.0553, 0.0264, 0.00058, 1.84, 0.35,
+        0.832, 121, 0.476, 0.822, 0.744, 0.615,
+        0.801, 0.0542, 0.0274, 0.000545, 1.94, 0.346,
     ),
     "ampere/aleph-norm": (
-        0.872, 121, 0.667, 0.822, 0.744, 0.639,
-        0.809, 0.0744, 0.023, 0.000681, 6.19, 0.298,
+        0.882, 121, 0.636, 0.822, 0.744, 0.602,
+        0.819, 0.0748, 0.023, 0.000645, 6.19, 0.275,
+    ),
+    "ampere/paddle": (
+        0.623, 121, 0.477, 0.822, 0.744, 0.608,
+        0.806, 0.109, 0.0132, 3.14e-05, 1.27, 0.01,
     ),
 }  # fmt: skip
 EFFICIENCIES = {
-    k: Efficiency(*v[:10], **dict(zip(("traffic", "by_owner"), v[10:]))) for k, v in _FITTED.items()
+    key: Efficiency(*v[:10], **dict(zip(("traffic", "by_owner", "data_overlap"), v[10:])))
+    for key, v in _FITTED.items()
 }
 """Key -> constants; see `key`."""
 

@@ -30,16 +30,20 @@ RANGES = {
     "pass_seconds": (0.0, 1e-3, 1.0),
     "traffic": (0.3, 12.0, 0.7),
     "by_owner": (0.0, 1.0, 3.0),
+    "data_overlap": (0.0, 1.0, 3.0),
 }
-HARDWARE = tuple(name for name in RANGES if name not in ("traffic", "by_owner"))
+_STACKS_ONLY = ("traffic", "by_owner", "data_overlap")
+HARDWARE = tuple(name for name in RANGES if name not in _STACKS_ONLY)
 """Constants that are fitted for a chip family; its rows are of the stack that is tuned best."""
 SOFTWARE = tuple(
-    name for name in RANGES if name not in ("half_width", "bandwidth", "fast_link", "by_owner")
+    name for name in (*HARDWARE, "traffic") if name not in ("half_width", "bandwidth", "fast_link")
 )
 """Constants that are fitted again for another stack on the same chips.  Every stack on NVIDIA chips
 multiplies with cuBLAS, so products lose the same at narrow widths."""
 BY_OWNER = (*SOFTWARE, "by_owner")
 """Constants of a stack whose ZeRO 1 sends the parts of the state one after the other."""
+DATA_SUMS = (*SOFTWARE, "data_overlap")
+"""Constants of XLA on GPUs."""
 FEW_ROWS = 4
 """Fewer rows than this determine one factor, of `matmul` and `attention`."""
 _ONE = ["matmul"]
@@ -259,13 +263,14 @@ _ORDER = {
     "cdna2": ("", HARDWARE),
     **{f"tpu-{name}": ("", HARDWARE) for name in ("v4", "v5e", "v5p", "v6e")},
     "hopper-500w": ("hopper", SOFTWARE),
-    **{
-        f"{f}/{s}": (f, SOFTWARE) for f in ("ampere", "hopper") for s in ("eager", "pytorch", "xla")
-    },
+    **{f"{f}/{s}": (f, SOFTWARE) for f in ("ampere", "hopper") for s in ("eager", "pytorch")},
+    **{f"{f}/xla": (f, DATA_SUMS) for f in ("ampere", "hopper")},
+    "hopper/pipelining": ("hopper/eager", SOFTWARE),
+    "ampere/sail": ("ampere", SOFTWARE),
     "hopper-500w/eager": ("hopper-500w", SOFTWARE),
     **{
         f"ampere/{s}": ("ampere", BY_OWNER)
-        for s in ("deepspeed", "internevo", "aleph", "aleph-norm")
+        for s in ("deepspeed", "internevo", "aleph", "aleph-norm", "paddle")
     },
 }
 """Key of EFFICIENCIES -> (key of its prior, constants that are fitted), in the order of fits."""

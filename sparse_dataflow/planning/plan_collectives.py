@@ -73,9 +73,10 @@ def state_seconds(weights, own, plan, network, efficiency, computing, dtype_byte
     # Collectives once per step overlap with the backward pass of the last micro-batch (two thirds
     # of its time), and updated weights with the forward pass of the first.
     once = (1 if plan.zero else 2 / 3) / np.asarray(plan.accumulation)
-    hides, seconds = computing * np.where(streams, 1.0, once), inner + crossing
-    exposed = seconds - efficiency.overlap * hides
-    exposed = np.maximum(exposed, (1 - efficiency.overlap) * seconds)
+    hides = efficiency.overlap * computing * np.where(streams, 1.0, once)
+    crossing_overlap = efficiency.overlap * efficiency.data_overlap
+    seconds, most = inner + crossing, efficiency.overlap * inner + crossing_overlap * crossing
+    exposed = seconds - np.minimum(hides, most)
     # Software that sends each chip's part of the state by a collective of its own, one after the
     # other and without overlap.
     crossed = (weights - own) * (plan.gradient_bytes + size) / near

@@ -206,12 +206,15 @@ def step_time(
         block["exchange"] = plan_collectives.exchange_seconds(
             config, sequence, plan, network, efficiency
         )
-    block["passes"] = 3 * efficiency.pass_seconds
+    # Forward, the gradients of inputs and of weights, and the forward pass that is repeated.
+    block["passes"] = (4 if "mlp_in" in recomputed else 3) * efficiency.pass_seconds
     layers = np.ceil(config.num_layers / np.asarray(plan.stage))
     count = layers * plan.accumulation
     terms = {name: seconds * count for name, seconds in block.items()}
-    terms["head"] = 3 * sections["head"].seconds * plan.accumulation
-    stage_pass = layers * sum(block.values())
+    layer = sum(block.values())
+    head = _head_seconds(config, plan, 3 * sections["head"].seconds, layer)
+    terms["head"] = head * plan.accumulation
+    stage_pass = layers * layer
     bubble = BUBBLES[plan.schedule] * (np.asarray(plan.stage) - 1) / plan.chunks
     terms["bubble"] = bubble * stage_pass
     terms["sends"] = plan_collectives.send_seconds(
@@ -232,6 +235,16 @@ def step_time(
     islands = np.maximum(np.asarray(plan.chips) / (plan.island or network.island), 1)
     terms["waits"] = efficiency.waits * np.log2(islands) * sum(terms.values())
     return StepTime(terms, sections)
+
+
+def _head_seconds(config, plan, head, layer):
+    """Returns the seconds by which the head makes the slowest stage slower, in a micro-batch.
+
+    Where the stages do not divide the layers, the stage of the head has one layer less than others
+    (arXiv 2401.10241, section 5; arXiv 2407.21783, section 3.3.2).
+    """
+    uneven = config.num_layers % (np.asarray(plan.stage) * plan.chunks) != 0
+    return np.where(uneven, np.maximum(head - layer, 0.0), head)
 
 
 def stage_parameters(config: ModelConfig, plan: ParallelPlan):

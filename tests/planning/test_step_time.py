@@ -353,3 +353,44 @@ def test_parts_that_their_owners_send_cost_time_with_each_island_that_nothing_hi
         assert state(80, 0.1, zero) == state(80, 0.0, zero)
     many = state(np.array([8, 80]), 0.1)
     assert many == pytest.approx([state(8, 0.1), state(80, 0.1)])
+
+
+@pytest.mark.parametrize("vocabulary", [32768, 2**18])
+def test_the_head_has_a_layer_less_beside_it_where_stages_do_not_divide_the_layers(vocabulary):
+    model = dataclasses.replace(MODEL, num_layers=7, vocab_size=vocabulary)
+    plan = ParallelPlan(stage=4, accumulation=16)
+    time, whole = seconds(plan, model), seconds(plan, dataclasses.replace(model, num_layers=8))
+    # Two layers a stage, or one and the head.
+    layer = 3 * sum(whole.sections[name].seconds for name in PROJECTIONS) * 16
+    layer += time.terms["attention"] / 2 + time.terms["element-wise"] / 2
+    assert whole.terms["head"] > 0
+    assert time.terms["head"] == pytest.approx(max(whole.terms["head"] - layer, 0))
+    assert (time.terms["head"] > 0) == (vocabulary == 2**18)
+    many = seconds(dataclasses.replace(plan, stage=np.array([2, 4, 7])), model)
+    assert many.terms["head"] == pytest.approx(
+        [seconds(dataclasses.replace(plan, stage=n), model).terms["head"] for n in (2, 4, 7)]
+    )
+
+
+def test_a_repeated_forward_pass_has_the_overhead_of_a_pass():
+    passes = {
+        remat: seconds(
+            ParallelPlan(remat=remat), efficiency=dataclasses.replace(IDEAL, pass_seconds=1e-3)
+        ).terms["passes"]
+        for remat in RECOMPUTED
+    }
+    assert passes["none"] == passes["dots"] == pytest.approx(3e-3 * MODEL.num_layers)
+    assert passes["full"] == passes["block"] == pytest.approx(4e-3 * MODEL.num_layers)
+
+
+def test_sums_over_data_overlap_less_than_those_over_fsdp_where_software_combines_them():
+    def state(data_overlap, **counts):
+        efficiency = dataclasses.replace(IDEAL, overlap=1.0, data_overlap=data_overlap)
+        plan = ParallelPlan(zero=3, micro_batch=16, gradient_bytes=2, **counts)
+        return seconds(plan, efficiency=efficiency).terms["state"]
+
+    assert state(1.0, data=4, fsdp=8) == state(1.0, fsdp=8) == state(0.0, fsdp=8) == 0
+    # Two bytes a parameter, an eighth of them over each link between islands, twice 3 / 4.
+    crossing = memory.parameter_count(MODEL) * 2 / 8 * 2 * 3 / 4 / 25e9
+    assert state(0.0, data=4, fsdp=8) == pytest.approx(crossing)
+    assert state(0.25, data=4, fsdp=8) == pytest.approx(0.75 * crossing)
