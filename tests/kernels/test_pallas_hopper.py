@@ -185,6 +185,25 @@ def test_feature_rows_multiply_with_the_widest_instruction(block, lines, name):
     }
 
 
+@needs_mosaic
+@pytest.mark.parametrize("tokens", [1, 300, 1001])
+def test_products_of_any_number_of_tokens_lower(tokens):
+    layout = make_layout("pixelfly", 512, 512, 128, 1 / 2)
+    x = jax.ShapeDtypeStruct((tokens, 512), jnp.bfloat16)
+    values = jax.ShapeDtypeStruct((layout.nnz, 128, 128), jnp.bfloat16)
+
+    def products(x, values, dy):
+        y, pull = jax.vjp(
+            lambda x, values: pallas_hopper.block_sparse_matmul(x, values, layout.tables()),
+            x,
+            values,
+        )
+        return y, *pull(dy)
+
+    with targeted_gpu():
+        jax.jit(products).trace(x, values, x).lower(lowering_platforms=("cuda",))
+
+
 def test_feature_rows_are_tried_where_a_consumer_has_64_features_of_one_line():
     tried = {}
     for pattern, block, dtype in itertools.product(

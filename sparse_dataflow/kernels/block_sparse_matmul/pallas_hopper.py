@@ -6,8 +6,8 @@ are merged until a tile is 128 wide (`pallas_hopper_tables`).  Merged lines with
 in monarch, read as much as a block of 128.  If supports differ, missing blocks are multiplied as
 zeros: up to twice (block 64) or four times (block 32) the stored work.  Concrete tables are merged
 only if that is cheaper, traced tables always.  dW of block 32 computes 64 rows and drops 32.
-Nothing is padded in memory, because TMA reads zeros outside an array and writes nothing there.  So
-any number of tokens works.
+TMA reads zeros outside an array and writes nothing there, so tokens need not fill a tile.  Mosaic
+GPU (jax 0.12) takes more than eight rows by eights alone: other numbers of tokens are padded.
 
 float32 is computed as six products of three bfloat16 components per factor, as exact as float32, at
 a sixth of bfloat16's rate; wgmma alone would round to tf32.  The components take 1.5 times the
@@ -52,6 +52,9 @@ BLOCKS = (32, 64, 128, 256)
 
 DTYPES = ("bfloat16", "float32")
 """Legal dtypes of x and values."""
+
+ROWS = 8
+"""More rows of an array than this are a multiple of it; see `_by_eights`."""
 
 NEEDED_JAX = (0, 11)
 """First jax version whose Mosaic GPU supports these kernels and interprets them."""
@@ -313,7 +316,7 @@ def _gradients(options, x, values, preactivation, dy, lines):
 def _product(options, x, values, bias, residual, lines, keep):
     bias = None if bias is None else bias.astype(jnp.float32)
     run = functools.partial(
-        line_product,
+        _line_product,
         tiles=options.tuning.forward,
         transposed=False,
         columns=options.out_features,
@@ -340,7 +343,7 @@ def _product(options, x, values, bias, residual, lines, keep):
 
 def _input_gradient(tuning, dy, values, lines, preactivation, features):
     run = functools.partial(
-        line_product,
+        _line_product,
         tiles=tuning.input_gradient,
         transposed=True,
         columns=features,
@@ -361,14 +364,31 @@ def _weight_gradient(tuning, x, dy, values, lines, accumulator):
             for array, components in ((x, first), (dy, second))
         )
     return line_gradient(
-        x,
-        dy,
+        _by_eights(x),
+        _by_eights(dy),
         lines.weight_gradient,
         tuning.weight_gradient,
         result=jax.ShapeDtypeStruct(values.shape, values.dtype),
         accumulator=accumulator,
         multiprocessors=tuning.multiprocessors,
     )
+
+
+def _line_product(x, *operands, residual=None, preactivation=None, **options):
+    results = line_product(
+        _by_eights(x),
+        *operands,
+        residual=_by_eights(residual),
+        preactivation=_by_eights(preactivation),
+        **options,
+    )
+    return [result[: len(x)] for result in results]
+
+
+def _by_eights(array):
+    """Pad the rows of an array with zeros, as Mosaic GPU needs them; None stays None."""
+    missing = 0 if array is None or len(array) <= ROWS else -len(array) % ROWS
+    return jnp.pad(array, ((0, missing), (0, 0))) if missing else array
 
 
 def _terms(x, values, lines):
