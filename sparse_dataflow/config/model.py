@@ -20,6 +20,13 @@ all others by output features."""
 KEY_VALUE = ("k", "v")
 """Projections whose output features are key/value heads alone."""
 
+LOW_RANK = "low_rank"
+"""Kind of a weight that is only the product of two factors, and the pattern that asks for it."""
+
+RANK_MULTIPLE = 8
+"""Ranks of at least 16 times this are multiples of it, which matrix units prefer.  The stored
+weights then differ from the density's by 1/32 at most."""
+
 DTYPES = ("float32", "bfloat16")
 PRECISIONS = ("compute_dtype", "fp8", "int8")
 NORMS = ("layernorm", "rmsnorm")
@@ -92,9 +99,10 @@ class LinearSpec:
     """Storage of one projection.
 
     Attributes:
-      kind: "dense" or "block_sparse".
+      kind: "dense", "block_sparse", or "low_rank": the product of two factors, [in, r] and
+        [r, out] (`ModelConfig.factor_rank`), and nothing else.
       pattern: name in `sparsity.patterns.PATTERNS` that chooses the blocks (block_sparse only).
-      density: fraction of blocks stored, in (0, 1] (block_sparse only).
+      density: fraction of the dense weights stored, in (0, 1]: as blocks, or as factors.
       block: side of a square block, in features (block_sparse only).
       rank: width of an added gated low-rank term `x A B` (Pixelfly, arXiv 2112.00029); 0 for none.
       hadamard: width of the Walsh-Hadamard transform of consecutive input features before a
@@ -120,8 +128,7 @@ class LinearSpec:
     max_fan_out: float = 1.0
 
     def __post_init__(self):
-        if self.kind not in ("dense", "block_sparse"):
-            raise UserError(f"linear kind {self.kind!r} is unknown; legal: dense, block_sparse.")
+        _choice("linear kind", self.kind, ("dense", "block_sparse", LOW_RANK))
         if not 0 < self.density <= 1:
             raise UserError(f"density {self.density} is not in (0, 1].")
         if self.turned_dense and self.kind != "dense":
@@ -133,6 +140,11 @@ class LinearSpec:
         _whole("block", self.block, 1)
         _whole("rank", self.rank, 0)
         _whole("hadamard", self.hadamard, 0)
+        if self.rank and self.kind == LOW_RANK:
+            raise UserError(
+                f"rank {self.rank} is not legal for a low_rank weight, which has no other term; "
+                "legal: 0."
+            )
         if self.hadamard and (self.kind != "block_sparse" or self.hadamard.bit_count() != 1):
             raise UserError(
                 f"hadamard {self.hadamard} is not legal for a {self.kind} weight; legal: a power "
@@ -341,6 +353,11 @@ class ModelConfig:
         object.__setattr__(self, "linears", linears)
         self._settle_depth()
         self._check_experts()
+        if self.quantized and self.low_rank_projections:
+            raise UserError(
+                f"model.precision={self.precision} with products of two factors "
+                f"({', '.join(self.low_rank_projections)}); legal with them: {PRECISIONS[0]}."
+            )
         for name in self.sparse_projections:
             spec, (fan_in, fan_out) = self.linear(name), self.projection_shape(name)
             if spec.hadamard and fan_in % spec.hadamard:
@@ -410,6 +427,11 @@ class ModelConfig:
             )
         specs = {name: self.linear(name) for name in self.projections if name in MLP}
         for name, spec in specs.items():
+            if spec.kind == LOW_RANK:
+                raise UserError(
+                    f"{name} is a product of two factors, which experts cannot be; legal: another "
+                    "sparsity.pattern, or sparsity.projections of attention alone."
+                )
             if spec.rank:
                 raise UserError(
                     f"{name} has a low-rank term of {spec.rank}, and experts can have none; legal: "
@@ -481,6 +503,20 @@ class ModelConfig:
             "mlp_in": (self.d_model, self.d_ff),
             "mlp_out": (self.d_ff, self.d_model),
         }[projection]
+
+    def factor_rank(self, projection: str) -> int:
+        """Returns the width between the two factors of a low-rank weight; 0 for other weights.
+
+        It is the one at which factors store `density` times the dense weights, rounded; see
+        RANK_MULTIPLE.
+        """
+        spec = self.linear(projection)
+        if spec.kind != LOW_RANK:
+            return 0
+        fan_in, fan_out = self.projection_shape(projection)
+        rank = spec.density * fan_in * fan_out / (fan_in + fan_out)
+        multiple = RANK_MULTIPLE if rank >= 16 * RANK_MULTIPLE else 1
+        return max(1, multiple * round(rank / multiple))
 
     def with_linears(self, spec: LinearSpec, projections=PROJECTIONS) -> "ModelConfig":
         """Returns this config with `spec` for the named projections; PROJECTIONS means all."""
@@ -562,6 +598,11 @@ class ModelConfig:
         """Names of the block-sparse projections."""
         linears = dict(self.linears)
         return tuple(name for name, spec in linears.items() if spec.kind == "block_sparse")
+
+    @property
+    def low_rank_projections(self) -> tuple[str, ...]:
+        """Names of the projections that are only a product of two factors."""
+        return tuple(name for name, spec in dict(self.linears).items() if spec.kind == LOW_RANK)
 
     def to_json(self) -> dict:
         """Returns a JSON-compatible dict; `from_json` is its inverse."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from sparse_dataflow.config import remat, settings
 from sparse_dataflow.config.data import DataConfig
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import REMATS, ModelConfig
+from sparse_dataflow.config.model import LOW_RANK, REMATS, ModelConfig
 from sparse_dataflow.config.parallel import ParallelConfig
 from sparse_dataflow.config.settings import (
     ADOPTED,
@@ -198,6 +198,8 @@ class RunConfig:
                 f"{self.model.max_len}, the learned positions; legal: 1 to {self.model.max_len}, "
                 "or model.positions=rotary."
             )
+        if self.sparsity.pattern == LOW_RANK and self.sparsity.projections:
+            self._check_low_rank()
         if self.evolution.method == "low_rank_tail" and not self.sparsity.rank:
             raise UserError(
                 "evolution.method=low_rank_tail adds a term of sparsity.rank; legal: 1 or more."
@@ -223,6 +225,23 @@ class RunConfig:
             self._check_adapters()
         if self.parallel.executor == "relay":
             self._check_relay()
+
+    def _check_low_rank(self):
+        """Refuses what only stored blocks can do, and given weights, which are none of factors."""
+        for path, value, legal in (
+            ("evolution.method", self.evolution.method, ("static", "shared_to_own")),
+            ("sparsity.budget", self.sparsity.budget, ("uniform",)),
+        ):
+            if value not in legal:
+                raise UserError(
+                    f"{path}={value} with sparsity.pattern={LOW_RANK}, which stores two factors "
+                    f"and no blocks; legal with it: {', '.join(legal)}."
+                )
+        if self.run.init_from:
+            raise UserError(
+                f"run.init_from with sparsity.pattern={LOW_RANK}, whose two factors begin drawn; "
+                "legal with given weights: a pattern of blocks, or dense weights."
+            )
 
     def _check_remat(self):
         remat.kinds(self.model.remat, self.model.num_layers)  # Refuses another number of blocks.

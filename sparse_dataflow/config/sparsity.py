@@ -1,13 +1,14 @@
-"""Which blocks of the weights exist."""
+"""Which part of the weights is stored."""
 
 import dataclasses
 from typing import ClassVar
 
-from sparse_dataflow.config.model import MOST, PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import LOW_RANK, MOST, PROJECTIONS, LinearSpec, ModelConfig
 from sparse_dataflow.config.settings import A_FRACTION, between, setting, validate
 
-PATTERN_NAMES: list[str] = []
-"""Names of the patterns, filled by `sparsity.patterns.register`."""
+PATTERN_NAMES: list[str] = [LOW_RANK]
+"""Names of the patterns, filled by `sparsity.patterns.register`, and LOW_RANK, which has no
+layout."""
 
 GROUPED_PATTERNS = ("monarch", "shuffle")
 """Patterns whose layouts are equal groups (`sparsity.layout.Groups`)."""
@@ -20,8 +21,10 @@ class SparsityConfig:
     Attributes:
       projections: the block-sparse projections; the others are dense.  PROJECTIONS (the default)
         means all of the model.
-      pattern: the rule that chooses the stored blocks, a name in `sparsity.patterns`.
-      density: fraction of the blocks stored, in (0, 1].
+      pattern: the rule that chooses the stored blocks, a name in `sparsity.patterns`; LOW_RANK
+        stores two factors in their place, whose product is the weight.
+      density: fraction of the blocks stored, in (0, 1]; with LOW_RANK, stored weights of the
+        factors over those of the dense weight.
       budget: how the density is shared out over projections and depth; see `sparsity.allocation`.
       block: side of a square block, in features.
       rank: width of an added gated low-rank term; 0 for none.
@@ -33,7 +36,11 @@ class SparsityConfig:
     projections: tuple[str, ...] = setting(
         PROJECTIONS, "Block-sparse projections; the others stay dense.", choices=PROJECTIONS
     )
-    pattern: str = setting("monarch", "Rule that chooses the stored blocks.", choices=PATTERN_NAMES)
+    pattern: str = setting(
+        "monarch",
+        "Rule that chooses the stored blocks; low_rank stores two factors instead.",
+        choices=PATTERN_NAMES,
+    )
     density: float = setting(0.125, "Fraction of the blocks stored.", legal=A_FRACTION)
     budget: str = setting(
         "uniform",
@@ -64,6 +71,11 @@ class SparsityConfig:
           UserError: `projections` names one that the model does not have.
         """
         spec = LinearSpec(
-            "block_sparse", self.pattern, self.density, self.block, self.rank, self.hadamard
+            LOW_RANK if self.pattern == LOW_RANK else "block_sparse",
+            self.pattern,
+            self.density,
+            self.block,
+            self.rank,
+            self.hadamard,
         )
         return dict.fromkeys(model.selected(self.projections, "sparsity.projections"), spec)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.config.model import MLP, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
+from sparse_dataflow.config.model import LOW_RANK, MLP, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.experts import expert_layout
@@ -19,8 +19,9 @@ QKV = ("q", "k", "v")
 def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelConfig, dict]:
     """Converts a model to a dense one of standard parametrization.
 
-    Blocks that are not stored become zeros. Hadamard transforms and low-rank terms are folded into
-    the dense weights. SuPar's query and logit factors are folded into the parameters before them.
+    Blocks that are not stored become zeros, two factors their product. Hadamard transforms and
+    low-rank terms are folded into the dense weights. SuPar's query and logit factors are folded
+    into the parameters before them.
 
     Args:
       model: config of the model, without a shared expert.
@@ -63,7 +64,10 @@ def dense_module(model: ModelConfig, name: str, module: dict, layout: BlockLayou
       layout: its layout; None for a dense weight.
     """
     spec = model.linear(name)
-    kernel = layout.to_dense(module["values"]) if layout else module["kernel"]
+    if spec.kind == LOW_RANK:
+        kernel = module["a_factor"] @ module["b_factor"]
+    else:
+        kernel = layout.to_dense(module["values"]) if layout else module["kernel"]
     if spec.hadamard:
         mixed = hadamard(jnp.asarray(kernel.swapaxes(-1, -2)), spec.hadamard)
         kernel = np.asarray(mixed).swapaxes(-1, -2)

@@ -91,6 +91,7 @@ def _front_matter(record):
 def _sentence(trained, record):
     seen = trained.step * trained.training.batch * trained.training.sequence
     kind = "block-sparse" if trained.model.sparse_projections else "dense"
+    kind = "low-rank" if trained.model.low_rank_projections else kind
     start = record.init_from
     began = f" It began with the weights of {start['path']}." if start else ""
     if rank := trained.training.adapter_rank:
@@ -122,6 +123,8 @@ def _shape(trained):
             mixed = f", inputs mixed by {spec.hadamard}" if spec.hadamard else ""
             layout = f"density {spec.density:g}, blocks of {spec.block}, pattern {spec.pattern}"
             rows.append((name, f"{layout} at the start{mixed}{rank}"))
+        elif rank := model.factor_rank(name):
+            rows.append((name, f"the product of two factors, rank {rank}"))
     if model.density_by_depth:
         times = ", ".join(f"{number:g}" for number in model.density_by_depth)
         rows.append(("density of each layer", f"these times {times}"))

@@ -143,6 +143,11 @@ def read(folder: str) -> StartingPoint:
 
 def _of_run(folder, variant, checkpoint):
     run = load_run(folder, variant, checkpoint)
+    if run.model.low_rank_projections:
+        raise UserError(
+            f"{folder} has weights of two factors (sparsity.pattern=low_rank), which no run begins "
+            "with; legal: its dense export, by experiments.export --form=dense."
+        )
     checkpoint_folder = run.folder / variant / "checkpoints" / str(run.step)
     provenance = {
         "path": str(run.folder.absolute()),

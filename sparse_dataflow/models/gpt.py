@@ -20,6 +20,7 @@ Parameters are float32.  [V] vocab_size, [D] d_model, [K] head_width:
 | block | q_norm.bias, k_norm.bias | [K] | qk_norm and norm="layernorm" |
 | block | PROJECTION.kernel | projection_shape: [in, out] | each dense name in `projections` |
 | block | PROJECTION.values | [nnz, block, block] | each block-sparse name in `projections` |
+| block | PROJECTION.a_factor, b_factor | [in, r], [r, out] | each low-rank name |
 | block | PROJECTION.bias | [out] | each name in `biases` |
 | block | experts.router | [D, experts] | experts |
 | block | experts.PROJECTION.* | [experts, ...], each as above and below | experts, for the MLP |

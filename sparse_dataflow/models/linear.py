@@ -1,4 +1,4 @@
-"""The pluggable linear layer: dense, block-sparse, or block-sparse plus low-rank."""
+"""The pluggable linear layer: dense, block-sparse, low-rank, or a sum with a low-rank term."""
 
 import dataclasses
 import functools
@@ -100,7 +100,8 @@ class Linear(nnx.Module):
     """y = x W + b, where the LinearSpec of this projection says how W is stored; b is optional.
 
     Parameters, all float32:
-      kernel [in, out] (dense), or values [nnz, block, block] (block-sparse; see BlockLayout);
+      kernel [in, out] (dense); or values [nnz, block, block] (block-sparse; see BlockLayout); or
+      a_factor [in, r] and b_factor [r, out] (low_rank), whose product is W;
       bias [out], if the config's `biases` name it; and, with rank r > 0, a_kernel [in, r],
       b_kernel [r, out] and gate [] of the gated low-rank term (arXiv 2112.00029, section 3.3).  The
       gate starts at 1, b_kernel at 0.
@@ -109,22 +110,32 @@ class Linear(nnx.Module):
     multiplies x itself, in the dtype of x.  The config's `precision` says how the other product is
     computed.
 
-    Weights are drawn normal with variance gain² / (stored inputs of one output).
+    Weights are drawn normal with variance gain² / (stored inputs of one output).  Of two factors,
+    a_factor has variance r / in² and b_factor gain² / r, the spectral initialisation of structured
+    weights (arXiv 2406.06248, section 3): each has a spectral norm of about the root of its outputs
+    over its inputs.  So the product has about the spectral norm of a dense weight, and r / in times
+    its variance.
     """
 
     def __init__(self, config: ModelConfig, projection: str, *, gain: float, rngs: nnx.Rngs):
         spec = config.linear(projection)
         in_features, out_features = config.projection_shape(projection)
-        self.sparse = spec.kind == "block_sparse"
+        self.sparse, self.factor_rank = spec.kind == "block_sparse", config.factor_rank(projection)
         shape: tuple[int, ...] = (in_features, out_features)
         fan_in: float = in_features
         if self.sparse:
             layout = projection_layout(config, projection, layer=0)
             shape = (layout.nnz, layout.block, layout.block)
             fan_in = in_features * layout.density
+        elif self.factor_rank:
+            scale = math.sqrt(self.factor_rank) / in_features
+            self.a_factor = nnx.Param(normal(rngs, (in_features, self.factor_rank), scale))
+            shape, fan_in = (self.factor_rank, out_features), self.factor_rank
         weight = nnx.Param(normal(rngs, shape, gain / math.sqrt(fan_in)))
         if self.sparse:
             self.values = weight
+        elif self.factor_rank:
+            self.b_factor = weight
         else:
             self.kernel = weight
         if projection in config.biases:
@@ -158,6 +169,8 @@ class Linear(nnx.Module):
             y = with_gradient_norms(y, mixed, tables.norms, tables.axes, tables.shard)
         elif self.sparse and tables is not None:
             y = block_sparse_matmul(mixed, params["values"], tables, precision=self.precision)
+        elif self.factor_rank:
+            y = _matmul(_matmul(x, params["a_factor"]), params["b_factor"])
         else:
             y = _matmul(x, params["kernel"], self.precision)
         if self.rank:

@@ -28,7 +28,7 @@ second moment stops within 8.5% of its float32 limit, the first within 4.1%, and
 without gradients.  With B2 = 0.999 neither holds.
 """
 
-LINEAR_MATRICES = ("kernel", "values", "a_kernel", "b_kernel", "router")
+LINEAR_MATRICES = ("kernel", "values", "a_kernel", "b_kernel", *muon.FACTORS, "router")
 """Leaves that multiply activations; each but the router belongs to a projection."""
 
 SPARSE_RATE_DENSITY = 1 / 8
@@ -122,6 +122,8 @@ def _moments(training, mesh):
             return _matrix_updates(momentum, gradient, small.count, mesh, matrices)
 
         updates = with_matrices(move, updates, mu, gradients)
+        if has_muon:
+            updates = muon.with_bounded_products(updates, params)
         return updates, rounded(small._replace(mu=mu))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -214,7 +216,12 @@ def learning_rate_multipliers(
 
     Muon's update of a matrix of m inputs changes its output by sqrt(m).  An output sums f / m
     matrices, whose changes are about as coherent as Adam's, so it changes by f / sqrt(m).  Muon's
-    factor is that of Adam times sqrt(m / SUPAR_WIDTH): a dense weight's is the root of Adam's.
+    factor is that of Adam times sqrt(m / SUPAR_WIDTH): a dense weight's is the root of Adam's.  So
+    is that of two factors, whose product moves as far (`muon.with_bounded_products`).
+
+    Under Adam the factors of a low-rank weight have the multipliers of what they read, as in
+    arXiv 2406.06248, section 3: the first all inputs, the second rank / inputs as its density.
+    Under Muon both have those of a dense weight.
 
     Args:
       model: config of the model.
@@ -227,18 +234,24 @@ def learning_rate_multipliers(
         name = path[-1].key
         if name not in LINEAR_MATRICES:
             return training.vector_rate
-        spec = layer_groups(model)[group_index_of_path(path)].model.linear(path[-2].key)
+        projection = path[-2].key
+        spec = layer_groups(model)[group_index_of_path(path)].model.linear(projection)
         density = spec.density if spec.kind == "block_sparse" else 1.0
+        has_muon = training.optimizer == "muon" and muon.is_matrix(path)
+        if name == "b_factor" and not has_muon:
+            density = model.factor_rank(projection) / model.projection_shape(projection)[0]
         rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
         if spec.turned_dense:
             rate *= TURNED_DENSE_RATE
-        read = {"kernel": density, "values": density, "a_kernel": 1.0, "router": 1.0}
+        read = dict.fromkeys(("kernel", "values", *muon.FACTORS), density)
+        read |= {"a_kernel": 1.0, "router": 1.0}
         if model.supar and name in read:
             rate *= SUPAR_WIDTH / (model.d_model * read[name])
-            if training.optimizer == "muon" and muon.is_matrix(path):
-                inputs = model.projection_shape(path[-2].key)[0]
+            if has_muon:
+                inputs = model.projection_shape(projection)[0]
                 matrix = muon.matrices_of(leaf.shape, tables_of_path(tables, path)).shape
-                rate *= math.sqrt(model.d_model * matrix[0] / inputs / SUPAR_WIDTH)
+                share = 1.0 if name in muon.FACTORS else matrix[0] / inputs
+                rate *= math.sqrt(model.d_model * share / SUPAR_WIDTH)
         return rate
 
     return jax.tree_util.tree_map_with_path(multiplier, params)

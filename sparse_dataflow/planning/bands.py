@@ -93,12 +93,13 @@ def band(config: ModelConfig, sequence: int, chip: Chip, key: str) -> Band | Non
 
     Args:
       config: the model; no published run with block-sparse weights names its plan, and the fits
-        have no run with experts or quantised products.
+        have no run with low-rank weights, experts or quantised products.
       sequence: tokens per sequence.
       chip: kind of chip.
       key: constants that predict it.
     """
-    if config.sparse_projections or config.experts or config.quantized or not chip.family:
+    stored = config.sparse_projections or config.low_rank_projections
+    if stored or config.experts or config.quantized or not chip.family:
         return None
     return BANDS.get((key, regime(config, sequence)))
 
@@ -118,6 +119,7 @@ def words(config: ModelConfig, sequence: int, chip: Chip, key: str) -> str:
     if key not in efficiency.EFFICIENCIES:
         return f"extrapolated: prior constants, because no published run is on {chip.name}"
     kinds = ["block-sparse weights"] if config.sparse_projections else []
+    kinds += ["low-rank weights"] if config.low_rank_projections else []
     kinds += ["experts"] if config.experts else []
     kinds += [f"{config.precision} products"] if config.quantized else []
     if kinds:

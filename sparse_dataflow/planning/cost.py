@@ -3,8 +3,8 @@
 Counting rules of the project:
 
 - A product of [m, k] and [k, n] has 2 m k n FLOPs.  The backward pass has twice the forward FLOPs.
-- A block-sparse projection counts its stored blocks.  Its low-rank term `x A B`, and its Hadamard
-  transform as two products, count in the projection.
+- A block-sparse projection counts its stored blocks, a low-rank one its two factors.  A low-rank
+  term `x A B`, and a Hadamard transform as two products, count in the projection.
 - A projection of experts counts the experts that a token has.  Their padding does not count.  The
   router is a section.
 - Embedding lookups, norms, biases, GELU, softmax and AdamW count as 0, because they are
@@ -20,6 +20,7 @@ Pure Python: importing this module loads no jax.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Mapping
 
 from sparse_dataflow.config.layer_groups import mean_multiplier
@@ -74,9 +75,13 @@ class SectionFlops:
 
 def stored_fractions(config: ModelConfig) -> dict[str, float]:
     """Returns projection name -> stored fraction of its weight, averaged over layers, in (0, 1]."""
-    mean = mean_multiplier(config)
-    specs = {name: config.linear(name) for name in config.projections}
-    return {n: s.density * mean if s.kind == "block_sparse" else 1.0 for n, s in specs.items()}
+    mean, fractions = mean_multiplier(config), {}
+    for name in config.projections:
+        spec, sides = config.linear(name), config.projection_shape(name)
+        fractions[name] = spec.density * mean if spec.kind == "block_sparse" else 1.0
+        if rank := config.factor_rank(name):
+            fractions[name] = rank * sum(sides) / math.prod(sides)
+    return fractions
 
 
 def flops_per_token(
@@ -177,16 +182,21 @@ def gradient_norms_flops(config: ModelConfig, tokens: int, sequence: int) -> flo
 def orthogonalization_flops(config: ModelConfig) -> float:
     """Returns the FLOPs of Muon's Newton-Schulz in one optimizer step, whatever its batch.
 
-    A step on a matrix of m x n, m <= n, has three products: 2 m (2 m n + m^2).  Dense weights are
-    whole matrices.  Block-sparse weights are the groups of a layout that has them and does not
-    change, else single blocks.
+    A step on a matrix of m x n, m <= n, has three products: 2 m (2 m n + m^2).  Dense weights and
+    factors are whole matrices.  Block-sparse weights are the groups of a layout that has them and
+    does not change, else single blocks.
     """
     fractions, total = stored_fractions(config), 0.0
     for name in config.projections:
         spec, sides = config.linear(name), config.projection_shape(name)
         weights = sides[0] * sides[1] * fractions[name] * config.stored_copies(name)
-        m, n = sorted(_muon_matrix(spec, *sides) if spec.kind == "block_sparse" else sides)
-        total += weights / (m * n) * 2 * m * (2 * m * n + m * m)
+        matrices = [_muon_matrix(spec, *sides) if spec.kind == "block_sparse" else sides]
+        if rank := config.factor_rank(name):
+            matrices = [(side, rank) for side in sides]
+        # The matrices of a weight have one shape, or are the two factors.
+        count = weights / sum(m * n for m, n in matrices)
+        for m, n in map(sorted, matrices):
+            total += count * 2 * m * (2 * m * n + m * m)
     return muon.STEPS * config.stored_layers * total
 
 

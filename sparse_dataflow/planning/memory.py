@@ -42,9 +42,9 @@ def parameter_count(config: ModelConfig) -> int:
 
     The sum of: embeddings (vocab_size d_model, again for an output layer of its own, and max_len
     d_model for learned positions); per block two norms (scale, and bias for layernorm), those of
-    queries and keys, and for each projection its stored weights, bias and low-rank term (rank (in +
-    out), and a gate), for every expert; a router (d_model experts); and the final norm.  A block
-    that all layers share counts once.
+    queries and keys, and for each projection its stored weights (blocks or factors), bias and
+    low-rank term (rank (in + out), and a gate), for every expert; a router (d_model experts); and
+    the final norm.  A block that all layers share counts once.
 
     Args:
       config: the model.
@@ -351,7 +351,8 @@ def activation_bytes(
     logits and as probabilities.  A gated MLP saves two more of d_ff (gate and product).  XLA's
     attention repeats grouped keys and values, and saves its output in another order.  In
     bfloat16, XLA allocates up to a third more on a CPU, where it computes elementwise operations in
-    float32.  `kv_copies` and `expert_rows` are those of `block_widths`.
+    float32.  "none" saves what is between two factors too.  `kv_copies` and `expert_rows` are those
+    of `block_widths`.
     """
     compute = DTYPE_BYTES[config.compute_dtype]
     d, widths = config.d_model, block_widths(config, kv_copies, expert_rows)
@@ -364,6 +365,7 @@ def activation_bytes(
     # Of each expert of a token, its input and its output.
     rows = 2 * active * d if config.experts else 0
     unfused = 5 * d + heads + widths.queries + heads + widths.normed + widths.hidden + rows
+    unfused += sum(config.factor_rank(name) for name in config.projections)
     whole_block = (unfused + 3 * active * config.d_ff) * compute + scores
     saved = {
         "full": d * compute,

@@ -129,6 +129,15 @@ def _shard_share(config, plan, stage):
         else:
             divides = outside % fsdp == 0
         weights = len(group.layers) * stored
+        if rank := config.factor_rank(name):
+            # "fsdp" cuts the long sides; the first factor along the rank where it cannot.
+            row = name in ROW_PARALLEL
+            first = (inside % (cut if row else fsdp) == 0) | (rank % fsdp == 0)
+            second = outside % (fsdp if row else cut) == 0
+            for side, divides in ((inside, first), (outside, second)):
+                size = len(group.layers) * rank * side
+                local, total = local + np.where(divides, size / fsdp, size), total + size
+            continue
         if config.experts and name in MLP:  # The axis shards experts, or else the weight of each.
             routed, weights = config.experts * weights, config.shared_expert * weights
             even = divides | (config.experts % fsdp == 0)

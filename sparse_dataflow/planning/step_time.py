@@ -270,10 +270,21 @@ def stage_matrices(config: ModelConfig, plan: ParallelPlan):
 
 
 def _copied_weights(config, plan):
-    """Returns the weights of a layer that "tensor" replicates, over its chips, beyond one copy."""
+    """Returns the weights of a layer that "tensor" replicates, over its chips, beyond one copy.
+
+    They are the keys and values of few heads, and the factor of each low-rank weight whose sides
+    are not cut.
+    """
     tensor = np.asarray(plan.tensor)
     copied = matrix_count(config, KEY_VALUE) / config.num_layers
-    return np.where(key_value_copies(config, tensor) > 1, (tensor - 1) * copied, 0)
+    factors = {
+        name: config.factor_rank(name) * config.projection_shape(name)[name in ROW_PARALLEL]
+        for name in config.low_rank_projections
+    }
+    own = sum(size for name, size in factors.items() if name in KEY_VALUE)
+    others = sum(factors.values()) - own
+    own = np.where(key_value_copies(config, tensor) > 1, copied, own)
+    return (tensor - 1) * (own + others)
 
 
 def optimizer_bytes(config: ModelConfig, plan: ParallelPlan):
@@ -316,12 +327,14 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
     ):  # fmt: skip
         weights = fan_in * fan_out * density + rank * (fan_in + fan_out)
         flops = 2 * rows * weights
-        size = dtype_bytes * (rows * (fan_in + fan_out) + copies * weights)
+        between = 0 if density else 2 * rank  # What two factors write and read.
+        size = dtype_bytes * (rows * (fan_in + fan_out + between) + copies * weights)
         if config.quantized and name != "head":
             # Each operand is read for its scales and again to be rounded, and written in 8 bits.
             operands = tokens * fan_in + fan_in * fan_out * density
             size = size + (2 * dtype_bytes + 1) * operands
         width = np.minimum(np.minimum(fan_in, fan_out), rows / copies)
+        width = width if density else np.minimum(width, rank)
         rate = relative_rate * peak * efficiency.matmul * width / (width + efficiency.half_width)
         if name in rates:
             return Section(flops, size, flops / rates[name])
@@ -343,10 +356,12 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
         rows, stored = tokens, 1
         if config.experts and name in MLP:
             rows, stored = experts.computed_rows(config, tokens, plan)
+        density, rank = fractions[name], spec.rank
+        if config.factor_rank(name):
+            density, rank = 0.0, config.factor_rank(name)
         sections[name] = product(
-            name, fan_in, fan_out, fractions[name], relative, spec.rank, projection_peak, rows,
-            stored,
-        )  # fmt: skip
+            name, fan_in, fan_out, density, relative, rank, projection_peak, rows, stored
+        )
     if config.experts:
         sections["router"] = product("router", config.d_model, config.experts)
     d_share = tensor if plan.sequence_parallel else 1.0

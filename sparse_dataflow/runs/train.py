@@ -475,7 +475,7 @@ def _close(trainer, kind, error, trace) -> None:
 
 
 def _say_allocation(variant):
-    if variant.model.sparse_projections:
+    if variant.model.sparse_projections or variant.model.low_rank_projections:
         sequence = variant.training.sequence
         flops = lambda model: cost.flops_per_token(model, sequence).sections  # noqa: E731
         say(allocation_table(variant.model, flops))

@@ -197,7 +197,7 @@ def _named(model, budget):
 def allocation_table(
     model: ModelConfig, flops: Callable[[ModelConfig], Mapping[str, float]]
 ) -> str:
-    """Returns a text table of the density, stored blocks and FLOPs of each projection.
+    """Returns a text table of the density, stored blocks or rank, and FLOPs of each projection.
 
     With per-layer densities it has rows for each layer group, and a last line with mean densities.
 
@@ -230,6 +230,9 @@ def _row(model, name, share):
     spec, sides = model.linear(name), model.projection_shape(name)
     if spec.kind == "dense":
         return f"{name:<11}{f'{sides[0]}x{sides[1]}':>11}{'dense':>9}{'':>16}{share:>8.1%}"
+    if rank := model.factor_rank(name):
+        density, stored = rank * sum(sides) / math.prod(sides), f"rank {rank:,}"
+        return f"{name:<11}{f'{sides[0]}x{sides[1]}':>11}{density:>9.4g}{stored:>16}{share:>8.1%}"
     blocks = sides[0] * sides[1] // spec.block**2
     stored = f"{round(spec.density * blocks):,} of {blocks:,}"
     grid = "x".join(str(side // spec.block) for side in sides)

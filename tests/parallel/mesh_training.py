@@ -66,6 +66,7 @@ MODELS = {
         remat="offload+full:1,none:1",
     ),
     "shared": sparse("monarch", num_layers=3, shared_layers=True),
+    "low_rank": DENSE.with_linears(LinearSpec("low_rank", "low_rank", 0.5)),
     "dense_deep": dataclasses.replace(DENSE, num_layers=8),
     "sparse_deep": sparse("monarch", num_layers=5),
     "llama": dataclasses.replace(

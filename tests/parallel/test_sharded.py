@@ -34,6 +34,7 @@ def mesh_text(shape, zero=3, micro_batches=1):
         ("sparse_rank", ["data:2,tensor:4/0/1"]),
         ("sparse_depth", ["data:2,fsdp:2,tensor:2/3/2"]),
         ("shared", ["data:2,fsdp:2,tensor:2/3/2"]),
+        ("low_rank+muon", ["data:2,fsdp:2,tensor:2/3/2", "stage:2,fsdp:2,tensor:2/3/2/1f1b/1"]),
         # Also axes longer than there are key/value heads: 2, 2 and 1.
         (
             "llama",

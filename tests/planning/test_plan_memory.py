@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ROW_PARALLEL, LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.training import OPTIMIZERS
 from sparse_dataflow.parallel.pipeline import schedules
@@ -19,9 +19,10 @@ PROJECTIONS = SIZES["nano"].projections
 
 MODEL = dataclasses.replace(SIZES["1.3b"], compute_dtype="bfloat16")
 SPARSE = MODEL.with_linears(LinearSpec("block_sparse", density=1 / 8, block=128))
+LOW_RANK = MODEL.with_linears(LinearSpec("low_rank", "low_rank", density=1 / 8))
 
 
-@pytest.mark.parametrize("model", [MODEL, SPARSE, SIZES["nano"]])
+@pytest.mark.parametrize("model", [MODEL, SPARSE, LOW_RANK, SIZES["nano"]])
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("fused", [True, False])
@@ -53,6 +54,21 @@ def test_zero_shards_moments_then_gradients_then_weights():
     assert [s.moments for s in sizes] == pytest.approx([2 * weights, *[weights / 4] * 3])
     assert [s.gradients for s in sizes] == pytest.approx([weights] * 2 + [weights / 8] * 2)
     assert [s.parameters for s in sizes] == pytest.approx([weights] * 3 + [weights / 8])
+
+
+def test_tensor_parallel_chips_share_one_factor_and_hold_the_other_whole():
+    """As the rules of sharding place them; biases and norms are small."""
+    tensor, fsdp = 4, 8
+    whole = cut = 0
+    for name in LOW_RANK.projections:
+        (fan_in, fan_out), rank = LOW_RANK.projection_shape(name), LOW_RANK.factor_rank(name)
+        row = name in ROW_PARALLEL
+        whole += rank * (fan_out if row else fan_in)
+        cut += rank * (fan_in if row else fan_out)
+    weights = LOW_RANK.num_layers * (whole + cut / tensor) + memory.embeddings(LOW_RANK) / tensor
+    plan = ParallelPlan(fsdp=fsdp, tensor=tensor, zero=3)
+    parameters = plan_bytes(LOW_RANK, 2048, plan).parameters
+    assert float(parameters) == pytest.approx(4 * weights / fsdp, rel=0.01)
 
 
 def test_a_pipeline_keeps_its_gathered_weights():

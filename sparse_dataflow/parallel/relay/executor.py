@@ -54,6 +54,12 @@ class RelayExecutor(MultiProgramExecutor):
         """See `Executor`."""
         if self.devices > 1:
             model.refuse_experts(f"The relay on {self.devices} devices", "one device")
+        if model.low_rank_projections and training.optimizer == "muon":
+            raise UserError(
+                "--executor=relay updates one array at a time, and training.optimizer=muon needs "
+                "both factors of sparsity.pattern=low_rank; legal with it: adamw, or another "
+                "executor."
+            )
         if model.shared_layers and self.config.depth != DepthSchedule():
             raise UserError(
                 "--evolution=shared_to_own trains one block for all layers, of which "
