@@ -5,13 +5,18 @@ vocabulary dense in both models. Both models have random weights, both write in 
 --cached tokens, and the ratio of each round (median and quartiles) stands beside the byte ceiling,
 the bytes that a dense token reads over those of a sparse one.
 
+--activation_sparsity adds both models with that share of the inputs of their projections as zeros,
+and the ratio of dense time to it. Thresholds come from the token that is written, so that the share
+is exact. A CPU with --batch=1 reads fewer rows of dense weights; block-sparse weights gain nothing.
+
 --switch times the switches of `experiments.generate --runs` instead: weights move from host memory
-to the device, where the model of the same shape before was. --batch, --cached and --tokens do not
-matter to it.
+to the device, where the model of the same shape before was. --batch, --cached, --tokens and
+--activation_sparsity do not matter to it.
 
     python -m experiments.decode_bench
     python -m experiments.decode_bench --scale=350m --batch=4
     python -m experiments.decode_bench --set model.num_layers=4
+    python -m experiments.decode_bench --scale=mini --activation_sparsity=0.4
     python -m experiments.decode_bench --scale=mini --switch
 """
 
@@ -20,13 +25,14 @@ import dataclasses
 from sparse_dataflow.config.settings import AT_LEAST_ONE, setting
 from sparse_dataflow.runs import command_line
 from sparse_dataflow.runs.benchmarks.options import BenchOptions
+from sparse_dataflow.runs.load_model import ActivationOptions
 
 SHARED = ("scale", "batch", "density", "pattern", "block", "seed")
 DEFAULTS = {"scale": "1.3b", "batch": 1}
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(BenchOptions):
+class Options(ActivationOptions, BenchOptions):
     """What is written."""
 
     cached: int = setting(128, "Tokens that each new one sees.", legal=AT_LEAST_ONE)

@@ -7,12 +7,16 @@
     python -m experiments.evaluate --run=DIR --tasks=questions.jsonl            your own
     python -m experiments.evaluate --run=MODEL --corpus=sotu       a Hugging Face directory
     python -m experiments.evaluate --run=DIR --tasks=mine.yaml,FOLDER           lm-eval's YAML
+    python -m experiments.evaluate --run=DIR --activation_sparsity=0.4          small inputs are 0
 
 The sparse model and its dense twin answer the same items and are compared item by item. The own
 tasks are cut from the documents that the run held out and need no network; the table also shows
 chance, and a unigram and a bigram model of the training documents. A file of your own has one JSON
 object a line: {"context": text, "choices": [texts], "answer": index}.  Tasks of lm-eval's own, and
 those in YAML, report all of their metrics.
+
+--activation_sparsity lets the smallest inputs of each projection count as zeros in every model
+(TEAL). Thresholds come from about 1,000 training tokens.
 
 Leaves RUN/evaluation.json and a section in RUN/report.html. A Hugging Face directory is evaluated
 on the documents that a run on --corpus would hold out. Needs the extra eval.
@@ -23,6 +27,7 @@ import dataclasses
 from sparse_dataflow.config.settings import AT_LEAST_TWO, AT_LEAST_ZERO, setting
 from sparse_dataflow.evaluation import refuse_without_lm_eval
 from sparse_dataflow.runs import command_line
+from sparse_dataflow.runs.load_model import ActivationOptions
 
 VARIANTS = ("sparse", "dense", "narrow")
 COMPARED = VARIANTS[:2]
@@ -30,7 +35,7 @@ COMPARED = VARIANTS[:2]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(ActivationOptions):
     """The flags."""
 
     run: str = setting("", "Run folder, or Hugging Face directory.", path=True)

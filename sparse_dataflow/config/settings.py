@@ -22,6 +22,7 @@ AT_LEAST_ONE: Legal = ("1 or more", lambda n: n >= 1)
 AT_LEAST_TWO: Legal = ("2 or more", lambda n: n >= 2)
 ABOVE_ZERO: Legal = ("above 0", lambda n: n > 0)
 A_FRACTION: Legal = ("in (0, 1]", lambda n: 0 < n <= 1)
+A_SHARE: Legal = ("in [0, 1)", lambda n: 0 <= n < 1)
 
 
 def between(least: float, most: float) -> Legal:

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.config.layer_groups import layer_groups
-from sparse_dataflow.config.model import MLP, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.inputs import observed_block
 
 
 def input_norms(
@@ -54,25 +55,10 @@ def input_norms(
 @functools.partial(jax.jit, static_argnames=("model", "mixed"))
 def _apply(model, mixed, params, tables, x):
     """Applies a block; returns (output, projection -> sum of its squared inputs [in])."""
-    block = gpt.bind_block(model)(params)
-    sums: dict[str, jax.Array] = {}
-    for name in model.projections:
-        if model.experts and name in MLP:
-            continue
-        recorded = _Recorder(getattr(block, name), name, dict(mixed).get(name, 0), sums)
-        setattr(block, name, recorded)
-    return block(x, tables), sums
+    widths = dict(mixed)
 
+    def squares(name, x, tables):
+        x = hadamard(x, widths[name]) if widths.get(name) else x
+        return jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(0, 1)), tables
 
-class _Recorder:
-    """A projection that also sums the squares of its inputs."""
-
-    plain_sparse = False  # The fused MLP does not call its projections.
-
-    def __init__(self, linear, name, width, sums):
-        self.linear, self.name, self.width, self.sums = linear, name, width, sums
-
-    def __call__(self, x, *arguments):
-        mixed = hadamard(x, self.width) if self.width else x
-        self.sums[self.name] = jnp.sum(jnp.square(mixed.astype(jnp.float32)), axis=(0, 1))
-        return self.linear(x, *arguments)
+    return observed_block(model, params, tables, x, squares)

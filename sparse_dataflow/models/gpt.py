@@ -56,7 +56,7 @@ from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
 from sparse_dataflow.kernels.cross_entropy import vocabulary
 from sparse_dataflow.models.experts import Experts, expert_layout, with_loss
-from sparse_dataflow.models.linear import Linear, Probe, projection_layout
+from sparse_dataflow.models.linear import InputThreshold, Linear, Probe, projection_layout
 from sparse_dataflow.models.mlp import Mlp
 from sparse_dataflow.models.rotary import rotate
 from sparse_dataflow.models.shard import WHOLE, Shard
@@ -255,10 +255,11 @@ def with_groups(tables: Any) -> Any:
 
     Other leaves, such as a `Probe`, stay as they are.
     """
+    grouped = LayoutTables | InputThreshold
     return join_groups(
         [
             {
-                name: stacked.with_groups() if isinstance(stacked, LayoutTables) else stacked
+                name: stacked.with_groups() if isinstance(stacked, grouped) else stacked
                 for name, stacked in group.items()
             }
             for group in split_groups(tables)
@@ -326,7 +327,7 @@ def embed(
 def block(
     config: ModelConfig,
     params: dict,
-    tables: Mapping[str, LayoutTables | Probe],
+    tables: Mapping[str, LayoutTables | Probe | InputThreshold],
     x_BxTxD: jax.Array,
     shard: Shard = WHOLE,
     attend: Callable = causal_attention,
@@ -343,7 +344,7 @@ def block(
 def routed_block(
     config: ModelConfig,
     params: dict,
-    tables: Mapping[str, LayoutTables | Probe],
+    tables: Mapping[str, LayoutTables | Probe | InputThreshold],
     x_BxTxD: jax.Array,
     shard: Shard = WHOLE,
     attend: Callable = causal_attention,
@@ -357,7 +358,7 @@ def routed_block(
 def trained_block(
     config: ModelConfig,
     params: dict,
-    tables: Mapping[str, LayoutTables | Probe],
+    tables: Mapping[str, LayoutTables | Probe | InputThreshold],
     x_BxTxD: jax.Array,
     part: float,
     shard: Shard = WHOLE,

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from sparse_dataflow.config.model import (
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
 from sparse_dataflow.kernels.hadamard.api import hadamard
+from sparse_dataflow.kernels.nonzero_rows.api import nonzero_rows_matmul
 from sparse_dataflow.kernels.quantized import api as quantized
 from sparse_dataflow.models.shard import WHOLE, Shard
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
@@ -96,6 +98,36 @@ class Probe:
         }
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("tables", "level"), meta_fields=()
+)
+@dataclasses.dataclass(frozen=True)
+class InputThreshold:
+    """Layout tables of a projection, plus a level up to which its inputs count as zeros.
+
+    Activation sparsity without training: TEAL, arXiv 2408.14690, section 4.  A dense weight of one
+    token reads only the rows of its other inputs; see `kernels.nonzero_rows`.
+
+    Attributes:
+      tables: tables of the layout; None for a dense weight.
+      level: float32 [], jax or numpy, the largest magnitude that counts as zero.  Inputs are
+        measured after a Hadamard transform, as the weight reads them.  The low-rank term reads all.
+    """
+
+    tables: LayoutTables | None
+    level: Any
+
+    def apply(self, x: jax.Array) -> jax.Array:
+        """Returns x with zeros for the inputs up to the level; NaN stays."""
+        return jnp.where(jnp.abs(x) <= self.level.astype(x.dtype), 0, x)
+
+    def with_groups(self) -> "InputThreshold":
+        """See `LayoutTables.with_groups`."""
+        if self.tables is None:
+            return self
+        return dataclasses.replace(self, tables=self.tables.with_groups())
+
+
 class Linear(nnx.Module):
     """y = x W + b, where the LinearSpec of this projection says how W is stored; b is optional.
 
@@ -152,7 +184,7 @@ class Linear(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        tables: LayoutTables | Probe | None,
+        tables: LayoutTables | Probe | InputThreshold | None,
         reduce: Callable[[jax.Array], jax.Array] = lambda y: y,
     ) -> jax.Array:
         """Applies the layer: [..., in] -> [..., out], in the dtype of x.
@@ -164,6 +196,9 @@ class Linear(nnx.Module):
         """
         params = self.cast(x.dtype)
         mixed = hadamard(x, self.hadamard) if self.hadamard else x
+        product = _matmul
+        if isinstance(tables, InputThreshold):
+            mixed, tables, product = tables.apply(mixed), tables.tables, _matmul_of_nonzeros
         if isinstance(tables, Probe):
             y = block_sparse_matmul(mixed, params["values"], tables.tables)
             y = with_gradient_norms(y, mixed, tables.norms, tables.axes, tables.shard)
@@ -172,7 +207,7 @@ class Linear(nnx.Module):
         elif self.factor_rank:
             y = _matmul(_matmul(x, params["a_factor"]), params["b_factor"])
         else:
-            y = _matmul(x, params["kernel"], self.precision)
+            y = product(mixed, params["kernel"], self.precision)
         if self.rank:
             y += params["gate"] * _matmul(_matmul(x, params["a_kernel"]), params["b_kernel"])
         return self.with_bias(reduce(y))
@@ -236,6 +271,14 @@ def _matmul(x, kernel, precision=PRECISIONS[0]):
     rows = x.reshape(-1, x.shape[-1])
     y = rows @ kernel if precision == PRECISIONS[0] else quantized.matmul(rows, kernel, precision)
     return y.reshape(*x.shape[:-1], -1)
+
+
+def _matmul_of_nonzeros(x, kernel, precision=PRECISIONS[0]):
+    """x @ kernel of an x with zeros, as `_matmul`."""
+    if precision != PRECISIONS[0]:
+        return _matmul(x, kernel, precision)
+    rows = x.reshape(-1, x.shape[-1])
+    return nonzero_rows_matmul(rows, kernel).reshape(*x.shape[:-1], -1)
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> jax.Array:

@@ -10,7 +10,7 @@ from flax import nnx
 from sparse_dataflow.config.model import MLP, ROW_PARALLEL, ModelConfig
 from sparse_dataflow.kernels.gelu.api import gelu
 from sparse_dataflow.kernels.sparse_mlp.api import gated_sparse_mlp, sparse_mlp
-from sparse_dataflow.models.linear import Linear, Probe
+from sparse_dataflow.models.linear import InputThreshold, Linear, Probe
 
 
 def _saving_input(function):
@@ -74,7 +74,7 @@ class Mlp(nnx.Module):
             and self.mlp_in.plain_sparse
             and self.mlp_out.plain_sparse
             and not config.quantized
-            and not any(isinstance(tables.get(name), Probe) for name in names)
+            and not any(_sees_inputs(tables.get(name)) for name in names)
         )
 
     def _fused_gated_mlp(self, x_BxTxD, tables):
@@ -83,12 +83,18 @@ class Mlp(nnx.Module):
         if not config.gated_mlp or {"mlp_gate", "mlp_in"} & set(config.biases):
             return None
         layers = [getattr(self, name) for name in MLP]
-        probed = any(isinstance(tables.get(name), Probe) for name in MLP)
-        if probed or not all(layer.plain_sparse for layer in layers):
+        if any(_sees_inputs(tables.get(name)) for name in MLP):
+            return None
+        if not all(layer.plain_sparse for layer in layers):
             return None
         values = [layer.cast(x_BxTxD.dtype)["values"] for layer in layers]
         layouts = [tables[name] for name in MLP]
         return gated_sparse_mlp(x_BxTxD, values, layouts, config.activation)
+
+
+def _sees_inputs(tables):
+    """Returns whether a projection needs its input as an array, which a fused MLP does not have."""
+    return isinstance(tables, Probe | InputThreshold)
 
 
 def activate(config: ModelConfig, hidden: jax.Array, gate: jax.Array | None = None) -> jax.Array:

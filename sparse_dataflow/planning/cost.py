@@ -28,6 +28,7 @@ from sparse_dataflow.config.model import MLP, PROJECTIONS, ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.kernels.hadamard import factors
+from sparse_dataflow.kernels.nonzero_rows import skips_rows
 from sparse_dataflow.optim import muon
 from sparse_dataflow.sparsity.layout import LayoutTables
 from sparse_dataflow.sparsity.patterns import make_layout
@@ -229,7 +230,9 @@ def flop_ceiling(config: ModelConfig, sequence: int) -> float:
     return of_dense / of_sparse
 
 
-def decoding_bytes(config: ModelConfig, batch: int, cached: int) -> float:
+def decoding_bytes(
+    config: ModelConfig, batch: int, cached: int, activation_sparsity: float = 0.0
+) -> float:
     """Returns the bytes that a decoding step reads: each weight once, and the KV caches.
 
     Weights and caches have the compute dtype.  The output layer is read once; lookups count as 0.
@@ -239,13 +242,17 @@ def decoding_bytes(config: ModelConfig, batch: int, cached: int) -> float:
       config: the model.
       batch: rows.
       cached: cached tokens of each row.
+      activation_sparsity: share of the projections' inputs that are zeros on a CPU; a dense weight
+        of one row is read without their rows.
     """
     fractions = stored_fractions(config)
     weights: float = config.vocab_size * config.d_model
     for name in config.projections:
         fan_in, fan_out = config.projection_shape(name)
         rank, bias = config.linear(name).rank, fan_out if name in config.biases else 0
-        stored = fan_in * fan_out * fractions[name] + rank * (fan_in + fan_out)
+        dense = config.linear(name).kind == "dense"
+        zeros = activation_sparsity if dense and skips_rows("cpu", batch, fan_out) else 0
+        stored = fan_in * fan_out * fractions[name] * (1 - zeros) + rank * (fan_in + fan_out)
         read = 1
         if config.experts and name in MLP:
             routed = batch * config.prototypes * config.top_k

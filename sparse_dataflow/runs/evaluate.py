@@ -15,8 +15,8 @@ from sparse_dataflow.data.answers import AnswerEvalBatches
 from sparse_dataflow.data.batches import EvalBatches, bits_per_byte
 from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.examples import as_text
-from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.evaluation import harness, scoring
+from sparse_dataflow.evaluation.activation_sparsity import with_thresholds
 from sparse_dataflow.evaluation.harness import HarnessLM
 from sparse_dataflow.evaluation.ngrams import Ngrams
 from sparse_dataflow.evaluation.over_mesh import mesh_forward
@@ -30,7 +30,7 @@ from sparse_dataflow.interchange.load import load, variants
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.sharded import Sharded
 from sparse_dataflow.runs import evaluation_report, evaluation_tasks, measurement
-from sparse_dataflow.runs.training_data import FINAL_WINDOWS, answer_rows
+from sparse_dataflow.runs.training_data import FINAL_WINDOWS, corpus_tokens
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.run_files import RunRecord, read_config, read_record
 
@@ -49,6 +49,12 @@ def evaluate(options) -> None:
     keep_freed_memory()
     if not options.run:
         raise UserError("--run is needed: the run folder or Hugging Face directory to evaluate.")
+    share = options.activation_sparsity
+    if share and jax.device_count() > 1:
+        raise UserError(
+            f"--activation_sparsity={share:g} needs one device, and this process has "
+            f"{jax.device_count()}; legal here: 0."
+        )
     # A name that is wrong, or that the network does not reach, costs no load.
     corpus_name = _corpus_name(options)
     named = evaluation_tasks.named(options, corpus_name)
@@ -59,7 +65,9 @@ def evaluate(options) -> None:
     context = min(trained.context for trained in models.values())
     text = as_text(corpus, first.tokenizer) if answers else corpus
     ready = evaluation_tasks.ready(named, options, text, first.tokenizer, context)
-    train_tokens, held_out = _tokens(corpus, first, answers)
+    train_tokens, held_out = corpus_tokens(corpus, first, answers)
+    if share:
+        models = {name: with_thresholds(m, train_tokens, share) for name, m in models.items()}
     ngrams = Ngrams(train_tokens, first.tokenizer.vocab_size)
     scorers = {name: _scorer(options.mesh, trained) for name, trained in models.items()}
     lms = {name: harness.harness_lm(models[name], *scorers[name]) for name in models}
@@ -69,6 +77,8 @@ def evaluate(options) -> None:
 
     losses = {name: _losses(models[name], held_out, answers, *scorers[name]) for name in models}
     rows, notes = [_loss_row(losses, first.tokenizer)], []
+    if share:
+        notes.append(f"The smallest {share:.0%} of each projection's inputs count as zeros.")
     for count in sorted(options.num_fewshot):
         scored = {n: task for n, task in ready.items() if count == 0 or not task.zero_shot_only}
         scores: dict[str, dict] = {name: {} for name in scored}
@@ -155,16 +165,6 @@ def _loss_of(options) -> str:
     """The tokens that held-out losses count, `data.loss` of the run or of --against."""
     folders = [folder for folder in (options.run, options.against) if folder and _record(folder)]
     return read_config(folders[0]).data.loss if folders else DataConfig().loss
-
-
-def _tokens(corpus, trained, answers):
-    """The training tokens, and the held-out tokens or rows of answers."""
-    if not answers:
-        tokens = prepare_tokens(corpus, trained.tokenizer, cache.FOLDER)
-        return tokens.train.tokens, tokens.validation.tokens
-    sequence, pack = trained.training.sequence, trained.model.mask_documents
-    train, held_out = answer_rows(corpus, trained.tokenizer, sequence, pack)
-    return train.examples.tokens, held_out
 
 
 def _corpus(name, models, answers) -> Corpus:

@@ -10,13 +10,39 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparse_dataflow.data import cache
 from sparse_dataflow.data.chat import USER
-from sparse_dataflow.evaluation import generate, kv_cache
+from sparse_dataflow.data.corpora import load_corpus
+from sparse_dataflow.evaluation import activation_sparsity, generate, kv_cache
 from sparse_dataflow.evaluation.composition import Experts, Prompt
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.training_data import corpus_tokens
 from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.run_files import read_config
+
+
+def with_thresholds(trained: Model, share: float) -> Model:
+    """Returns a run's model with thresholds from its training text.
+
+    Args:
+      trained: the model.
+      share: see `activation_sparsity.with_thresholds`.
+
+    Raises:
+      UserError: the model is of no run, or its text cannot be read; or as
+        `activation_sparsity.with_thresholds`.
+    """
+    if trained.record is None:
+        raise UserError(
+            f"--activation_sparsity needs the text that a run trained on, and {trained.folder} is "
+            "a Hugging Face directory; legal here: 0."
+        )
+    answers = read_config(trained.folder).data.loss == "answers"
+    corpus = load_corpus(trained.record.corpus, cache.FOLDER, answers)
+    tokens, _ = corpus_tokens(corpus, trained, answers)
+    return activation_sparsity.with_thresholds(trained, tokens, share)
 
 
 def converse(experts: Experts, samples: int, seed: int, **sampling: Any) -> None:

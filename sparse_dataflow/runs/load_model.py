@@ -4,11 +4,27 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
-from sparse_dataflow.config.settings import setting
+from sparse_dataflow.config.settings import A_SHARE, setting
 from sparse_dataflow.files.errors import UserError
 
 if TYPE_CHECKING:
     from sparse_dataflow.evaluation.trained import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationOptions:
+    """The flag of activation sparsity; a base of the options of experiments that apply a model.
+
+    Attributes:
+      activation_sparsity: see `evaluation.activation_sparsity`.
+    """
+
+    activation_sparsity: float = setting(
+        0.0,
+        "Share of each projection's inputs, the smallest, that count as zeros. A CPU that decodes "
+        "one text reads fewer rows of dense weights.",
+        legal=A_SHARE,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,10 @@ from sparse_dataflow.data.answers import AnswerBatches, AnswerEvalBatches, Answe
 from sparse_dataflow.data.batches import EvalBatches, TokenMixture, TrainBatches
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.examples import encode
+from sparse_dataflow.data.stored import TokenArray
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
+from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.programs import HeldOut, TrainingData
@@ -101,6 +103,18 @@ def answer_rows(
             if count:
                 say(f"  {count:,} {name} {words}")
     return rows
+
+
+def corpus_tokens(
+    corpus: Corpus, trained: Model, answers: bool
+) -> tuple[TokenArray, TokenArray | AnswerRows]:
+    """Returns the training tokens, and the held-out tokens or rows of answers."""
+    if not answers:
+        tokens = prepare_tokens(corpus, trained.tokenizer, cache.FOLDER)
+        return tokens.train.tokens, tokens.validation.tokens
+    sequence, pack = trained.training.sequence, trained.model.mask_documents
+    train, held_out = answer_rows(corpus, trained.tokenizer, sequence, pack)
+    return train.examples.tokens, held_out
 
 
 def _answers(config, variant, corpus, tokenizer, executor):

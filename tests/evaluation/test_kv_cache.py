@@ -10,6 +10,7 @@ from decoded import CONFIGS, DENSE, SPARSE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole
@@ -98,3 +99,13 @@ def test_decoding_bytes_are_those_of_the_weights_and_caches(config, dtype):
     size = jnp.dtype(dtype).itemsize
     cached = 2 * config.num_layers * 3 * 7 * config.kv_heads * config.head_width * size
     assert cost.decoding_bytes(config, batch=3, cached=7) == read + cached
+
+
+def test_zeros_save_the_bytes_of_long_rows_of_dense_weights_for_one_text():
+    config = dataclasses.replace(SPARSE, d_ff=256).with_linears(LinearSpec(), ("mlp_in", "qkv"))
+    read = cost.decoding_bytes(config, batch=1, cached=0)
+    saved = read - cost.decoding_bytes(config, 1, 0, activation_sparsity=0.25)
+    assert saved == config.num_layers * 32 * 256 * 4 / 4
+    assert cost.decoding_bytes(config, 2, 0, activation_sparsity=0.25) == cost.decoding_bytes(
+        config, 2, 0
+    )

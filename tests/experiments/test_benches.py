@@ -143,9 +143,14 @@ def test_kernel_bench_refuses_shapes_before_it_times_any(refused, tmp_path, flag
 def test_decode_bench(job, tmp_path):
     folder = tmp_path / "kept"
     shape = ("--scale=pico", "--block=16", "--density=0.25", "--batch=2", "--cached=5")
-    done = job.run(*shape, "--rounds=1", f"--keep={folder}", experiment="decode_bench")
+    flags = ("--activation_sparsity=0.5", "--rounds=1", f"--keep={folder}")
+    done = job.run(*shape, *flags, experiment="decode_bench")
     result = kept(done, folder)
     check_ratio(result)
+    for name, ratio in result["over_dense"].items():
+        check_ratio(ratio)
+        rows = result["rows"]
+        assert rows[f"{name}, 50% zeros"]["read_bytes"] == rows[name]["read_bytes"]  # two texts
     assert result["ratio"] == pytest.approx(
         result["rows"]["dense"]["token_ms"] / result["rows"]["sparse"]["token_ms"]
     )

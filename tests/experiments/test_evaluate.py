@@ -3,6 +3,7 @@
 import importlib.util
 import json
 
+import jax
 import pytest
 from main_job import rows
 
@@ -105,6 +106,22 @@ def test_an_export_is_evaluated_alone_and_beside_its_run(evaluated, copy, job, t
     assert first["paired"]["difference"] == pytest.approx(0, abs=1e-4)
     other = (f"--run={copy}", "--corpus=sotu")
     assert "--corpus=sotu contradicts the run" in refusal(evaluated, *other)
+
+
+def test_thresholds_need_one_device(evaluated, copy, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    said = refusal(evaluated, f"--run={copy}", "--activation_sparsity=0.4")
+    assert "needs one device, and this process has 2; legal here: 0" in said
+
+
+@pytest.mark.slow
+def test_thresholds_change_the_loss_and_are_noted(evaluated, copy):
+    options = ("--variant=dense", "--tasks=last_word", "--num_fewshot=0", "--items=4")
+    status, out, error = evaluated(f"--run={copy}", "--activation_sparsity=0.6", *options)
+    assert (status, error) == (0, "") and "smallest 60% of each projection's inputs" in out
+    first, *_ = json.loads((copy / "evaluation.json").read_text())["rows"]
+    value, exact = first["models"]["dense"]["value"], rows(copy, "dense")[-1]["loss"]
+    assert 1e-4 < abs(value - exact) < 1
 
 
 def test_runs_that_cannot_be_evaluated(evaluated, copy, tmp_path):

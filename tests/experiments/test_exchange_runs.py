@@ -23,6 +23,13 @@ def test_a_run_writes_exports_and_is_begun_from(job, refused, undisturbed, tmp_p
     )
     assert written.returncode == 0, written.stderr
     assert written.stdout == prompt + expected.text + "\n"
+    for variant in ("sparse", "dense"):
+        flags = (f"--variant={variant}", "--activation_sparsity=0.4", "--max_new_tokens=8")
+        with_zeros = job.run(
+            f"--run={undisturbed}", f"--prompt={prompt}", *flags, experiment="generate"
+        )
+        assert with_zeros.returncode == 0, with_zeros.stderr
+        assert with_zeros.stdout.startswith(prompt)
 
     for form in huggingface.FORMS:
         done = job.run(

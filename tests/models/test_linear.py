@@ -12,7 +12,8 @@ from flax import nnx
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.linear import Linear, projection_layout
+from sparse_dataflow.kernels.hadamard.api import hadamard
+from sparse_dataflow.models.linear import InputThreshold, Linear, projection_layout
 from sparse_dataflow.sparsity.patterns import make_layout
 
 PROJECTIONS = SIZES["nano"].projections
@@ -94,6 +95,24 @@ def test_a_layer_equals_its_dense_formula(spec, projection):
     x = np.random.default_rng(1).normal(size=(2, 5, weight.shape[0])).astype(np.float32)
     y = jax.jit(nnx.merge(graph, params))(x, tables_of(spec, projection))
     np.testing.assert_allclose(y, x @ weight + params["bias"], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("spec", [LinearSpec(), sparse(1 / 4, 3, hadamard=64)])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_threshold_lets_small_inputs_of_the_weight_count_as_zeros(spec, tokens):
+    graph, params = split(spec)
+    params = {**arbitrary(params), "bias": np.zeros(1024, np.float32)}
+    layer, tables = nnx.merge(graph, params), tables_of(spec)
+    x = np.random.default_rng(1).normal(size=(1, tokens, 256)).astype(np.float32)
+    y = jax.jit(layer)(x, InputThreshold(tables, np.float32(0.5)))
+    if spec.hadamard:  # Its own inverse.
+        expected = hadamard(x, spec.hadamard)
+        expected = hadamard(np.where(np.abs(expected) <= 0.5, 0, expected), spec.hadamard)
+        low_rank = params["gate"] * params["a_kernel"] @ params["b_kernel"]
+        expected = layer(expected, tables) + (x - expected) @ low_rank
+    else:
+        expected = np.where(np.abs(x) <= 0.5, 0, x) @ params["kernel"]
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_the_low_rank_term_starts_at_zero_with_a_gradient():

@@ -69,6 +69,23 @@ def test_ctrl_c_stops_the_text_and_ends_at_the_prompt(converse, end):
     assert out == "one so far\ntwo so far and on\n\n"
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--run=RUN", "--activation_sparsity=1"], "--activation_sparsity=1 is not legal"),
+        (["--runs=A,B", "--activation_sparsity=0.4"], "--activation_sparsity is for one --run"),
+        (["--run=RUN", "--activation_sparsity=0.4"], "RUN is a Hugging Face directory; legal"),
+    ],
+)
+def test_activation_sparsity_is_refused_without_a_run(monkeypatch, capsys, flags, message):
+    model = SimpleNamespace(record=None, folder="RUN")
+    monkeypatch.setattr(load_model, "load", lambda options: model)
+    with pytest.raises(SystemExit) as left:
+        argv = ["generate", *flags]
+        command_line.run(generate.main, generate.__doc__, options=generate.Options, argv=argv)
+    assert left.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_an_empty_line_begins_a_document(converse):
     *_, prompts = converse(["", EOFError()], lambda prompt, tell: tell("new"))
     assert prompts == [TOKENIZER.decode([TOKENIZER.eot_id])]

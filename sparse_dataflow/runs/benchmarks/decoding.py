@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.evaluation import kv_cache
+from sparse_dataflow.evaluation import activation_sparsity, kv_cache
 from sparse_dataflow.evaluation.composition import Composition
+from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.planning import cost
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark
@@ -23,15 +24,24 @@ def run(request: Request, options) -> None:
     batch, seed, chip = models.training.batch, models.training.seed, models.chip
     layers, cached = models.config.model.num_layers, options.cached
     models.announce(f"scale {models.scale}, {layers} layers, batch {batch}, {cached} tokens cached")
+    share = options.activation_sparsity
+    cases: dict[str, tuple[ModelConfig, kv_cache.Weights, float]] = {}
+    for name, model in models.by_name.items():
+        weights = kv_cache.random_weights(model, seed)
+        cases[name] = model, weights, 0.0
+        if share:
+            with_zeros = _with_zeros(model, weights, batch, cached, share)
+            cases[_zeros(name, share)] = model, with_zeros, share
     programs = {
-        name: _program(model, batch, cached, options.tokens, seed)
-        for name, model in models.by_name.items()
+        name: _program(model, weights, batch, cached, options.tokens)
+        for name, (model, weights, _) in cases.items()
     }
     seconds, medians = benchmark.timed(programs, options.rounds)
     rows: dict[str, dict] = {}
-    for name, model in models.by_name.items():
+    for name, (model, _, zeros) in cases.items():
         token = medians[name] / options.tokens
-        read = cost.decoding_bytes(model, batch, cached)
+        skipped = zeros if dispatch.platform() == "cpu" else 0
+        read = cost.decoding_bytes(model, batch, cached, skipped)
         rows[name] = {
             "token_ms": 1e3 * token,
             "tokens_per_second": batch / token,
@@ -45,7 +55,27 @@ def run(request: Request, options) -> None:
         inputs="random weights", layers=layers, cached=cached, byte_ceiling=ceiling
     )
     name = f"decode_bench_{chip.name}_{models.scale}_batch{batch}"
+    if share:
+        facts["activation_sparsity"] = share
+        result["over_dense"] = _over_dense(rows, seconds, share)
+        name += f"_zeros{100 * share:g}"
     measurement.keep(options.keep, name, chip.name, [facts | result])
+
+
+def _zeros(name, share):
+    return f"{name}, {share:.0%} zeros"
+
+
+def _over_dense(rows, seconds, share):
+    """Prints and returns the ratio of dense time to that of each model with zeros."""
+    ratios = {}
+    for model in ("dense", "sparse"):
+        name = _zeros(model, share)
+        ratio = measurement.paired_ratio(seconds["dense"], seconds[name])
+        ceiling = rows["dense"]["read_bytes"] / rows[name]["read_bytes"]
+        print(f"dense / {name}: {measurement.ratio_text(ratio)}; byte ceiling {ceiling:.2f}x")
+        ratios[model] = {**ratio, "byte_ceiling": ceiling}
+    return ratios
 
 
 def run_switches(request: Request, options) -> None:
@@ -90,9 +120,36 @@ def _line(row):
     )
 
 
-def _program(model: ModelConfig, batch: int, cached: int, tokens: int, seed: int) -> Program:
-    """Writes `tokens` tokens of each text, always after the same cache."""
-    weights = kv_cache.random_weights(model, seed)
+def _with_zeros(
+    model: ModelConfig, weights: kv_cache.Weights, batch: int, cached: int, share: float
+) -> kv_cache.Weights:
+    """Returns weights with the thresholds of the token that `_program` writes."""
+    before = min(cached, model.window - 1) if model.window else cached
+
+    def attend(q, k, v, window):
+        keys, values = (jnp.pad(a, [(0, 0), (before, 0), (0, 0), (0, 0)]) for a in (k, v))
+        return jax.nn.dot_product_attention(q, keys, values, implementation="xla")
+
+    levels = activation_sparsity.input_levels(
+        model,
+        weights.embed,
+        weights.layers,
+        np.zeros((batch, 1), np.int32),
+        share,
+        attend=attend,
+        positions=np.full((batch, 1), cached, np.int32),
+    )
+    layers = (
+        (params, activation_sparsity.thresholds(tables, of_layer))
+        for (params, tables), of_layer in zip(weights.layers, levels, strict=True)
+    )
+    return weights._replace(layers=tuple(layers))
+
+
+def _program(
+    model: ModelConfig, weights: kv_cache.Weights, batch: int, cached: int, tokens: int
+) -> Program:
+    """Writes `tokens` tokens of each text, always after the same cache of zeros."""
     shape = (batch, model.kv_heads, cached + 1, model.head_width)
     empty = jnp.zeros(shape, model.compute_dtype)
     caches = (kv_cache.LayerCache(empty, empty),) * model.num_layers

@@ -1,0 +1,154 @@
+"""Activation sparsity without training: small inputs of the projections count as zeros.
+
+TEAL (arXiv 2408.14690, section 4): each input tensor of each layer has a level, the quantile of its
+magnitudes on calibration tokens at the wanted share of zeros. All tensors have the same share here;
+the paper's search for a share of each tensor is left out. Embedding and output layer are not
+thresholded.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from sparse_dataflow.config.layer_groups import join_groups, layer_groups, split_groups
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.data.stored import TokenArray
+from sparse_dataflow.evaluation.trained import Model
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.kernels.attention.api import causal_attention
+from sparse_dataflow.kernels.hadamard.api import hadamard
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.inputs import observed_block
+from sparse_dataflow.models.linear import InputThreshold
+
+CALIBRATION_TOKENS = 1024
+"""Tokens that levels are the quantiles of, at most."""
+
+LONGEST_WINDOW = 256
+"""Tokens of a calibration window, at most; windows of several documents are more varied."""
+
+Levels = dict[str, Any]
+"""Projection -> float32 [], the largest magnitude of an input that counts as zero."""
+
+
+def with_thresholds(model: Model, tokens: TokenArray, share: float) -> Model:
+    """Returns the model with a threshold at the inputs of each projection of each layer.
+
+    Whatever applies the model's tables applies the thresholds: scoring and generation on one
+    device.
+
+    Args:
+      model: the model.
+      tokens: int [tokens], training tokens; windows at equal distances are the calibration set.
+      share: share of the inputs that are to count as zeros, in (0, 1).
+
+    Raises:
+      UserError: the model has experts.
+    """
+    config, tables = model.model, []
+    layers = gpt.layers(model.params["blocks"], model.tables)
+    windows = calibration_windows(tokens, model.context)
+    levels = input_levels(config, model.params["embed"], layers, windows, share)
+    for group, stacked in zip(layer_groups(config), split_groups(model.tables), strict=True):
+        of_group = levels[group.layers.start : group.layers.stop]
+        joined = {name: np.stack([layer[name] for layer in of_group]) for name in of_group[0]}
+        tables.append(thresholds(stacked, joined))
+    return dataclasses.replace(model, tables=join_groups(tables))
+
+
+def thresholds(tables: dict, levels: Levels) -> dict[str, InputThreshold]:
+    """Returns the tables of a layer, or of stacked layers, with the levels of all projections."""
+    return {name: InputThreshold(tables.get(name), level) for name, level in levels.items()}
+
+
+def calibration_windows(tokens: TokenArray, context: int) -> np.ndarray:
+    """Returns int32 [B, T] tokens: windows at equal distances, `CALIBRATION_TOKENS` in all."""
+    length = min(context, LONGEST_WINDOW, len(tokens))
+    starts = np.linspace(0, len(tokens) - length, CALIBRATION_TOKENS // length).astype(int)
+    return np.stack([np.asarray(tokens[start : start + length], np.int32) for start in starts])
+
+
+def input_levels(
+    config: ModelConfig,
+    embed: dict,
+    layers: Iterable[tuple[dict, dict]],
+    tokens: ArrayLike,
+    share: float,
+    *,
+    attend: Callable = causal_attention,
+    positions: ArrayLike | None = None,
+) -> list[Levels]:
+    """Returns the levels of each layer, with the earlier thresholds applied.
+
+    Of each input at least the share counts as zeros, and more only where magnitudes are equal.
+    Only one layer's inputs are in memory at a time.
+
+    Args:
+      config: the model.
+      embed: parameters of the embedding section.
+      layers: (parameters, layout tables) of each layer.
+      tokens: int32 [B, T] calibration tokens.
+      share: share of zeros, in (0, 1).
+      attend: see `gpt.Block`.
+      positions: int32 [B, T] positions of the tokens; None is 0 to T - 1.
+
+    Raises:
+      UserError: the model has experts.
+    """
+    if config.experts:
+        raise UserError(
+            "The inputs of experts have no thresholds; legal for a model with experts: "
+            "activation_sparsity=0."
+        )
+    groups: Sequence[Any] = [group for group in layer_groups(config) for _ in group.layers]
+    at = None if positions is None else jnp.asarray(positions)
+    x = gpt.embed(config, jax.tree.map(jnp.asarray, embed), jnp.asarray(tokens), positions_BxT=at)
+    levels = []
+    for group, layer in zip(groups, layers, strict=True):
+        params, tables = jax.tree.map(jnp.asarray, layer)
+        x, of_layer = _apply(group.model, share, attend, params, tables, x, at)
+        levels.append(jax.device_get(of_layer))
+    return levels
+
+
+@functools.partial(jax.jit, static_argnames=("model", "share", "attend"))
+def _apply(model, share, attend, params, tables, x, positions):
+    """Applies a block with its thresholds; returns (output, projection -> level)."""
+
+    def threshold(name, x, tables):
+        width = model.linear(name).hadamard
+        level = magnitude_quantile(hadamard(x, width) if width else x, share)
+        return level, InputThreshold(tables, level)
+
+    return observed_block(
+        model, params, tables, x, threshold, attend=attend, positions_BxT=positions
+    )
+
+
+def magnitude_quantile(x: jax.Array, share: float) -> jax.Array:
+    """Returns the smallest float32 level that at least a share of the magnitudes does not exceed.
+
+    Bisects the bits of the level, 20 times faster than sorting on a CPU: nonnegative floats are
+    ordered as their bits are.
+
+    Args:
+      x: float array of any shape, in float32 or a narrower dtype.
+      share: in (0, 1].
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(x).astype(jnp.float32), jnp.int32)
+    rank = math.ceil(share * x.size)
+
+    def halve(turn, least):
+        """The level has at least the bits of `least`, where fewer than `rank` are below."""
+        candidate = least | (1 << (30 - turn))
+        return jnp.where(jnp.sum(bits < candidate) < rank, candidate, least)
+
+    return lax.bitcast_convert_type(lax.fori_loop(0, 31, halve, jnp.int32(0)), jnp.float32)

@@ -1,0 +1,56 @@
+"""Inputs of the projections of a block, observed while the block runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from sparse_dataflow.config.model import MLP, ModelConfig
+from sparse_dataflow.models import gpt
+
+Observe = Callable[[str, jax.Array, Any], tuple[jax.Array, Any]]
+"""(projection, its input [B, T, in], its tables) -> (observation, tables that it is applied with).
+"""
+
+
+def observed_block(
+    model: ModelConfig,
+    params: dict,
+    tables: Any,
+    x_BxTxD: jax.Array,
+    observe: Observe,
+    **block: Any,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Applies a block and observes the inputs of its projections, but those of experts.
+
+    Args:
+      model: config of the layer's group.
+      params: parameters of the layer.
+      tables: tables of the layer.
+      x_BxTxD: residual stream.
+      observe: called with each input, in the order of the products.
+      **block: further arguments of `gpt.Block.__call__`.
+
+    Returns:
+      (output [B, T, D], projection -> observation).
+    """
+    bound = gpt.bind_block(model)(params)
+    observations: dict[str, jax.Array] = {}
+    for name in model.projections:
+        if not (model.experts and name in MLP):
+            setattr(bound, name, _Observed(getattr(bound, name), name, observe, observations))
+    return bound(x_BxTxD, tables, **block), observations
+
+
+class _Observed:
+    """A projection whose input is observed before it is applied."""
+
+    plain_sparse = False  # The fused MLP does not call its projections.
+
+    def __init__(self, linear, name, observe, observations):
+        self.linear, self.name, self.observe = linear, name, observe
+        self.observations = observations
+
+    def __call__(self, x, tables, *arguments):
+        self.observations[self.name], tables = self.observe(self.name, x, tables)
+        return self.linear(x, tables, *arguments)

@@ -1,0 +1,96 @@
+"""Thresholds reach the share of zeros, and decoding with them agrees with the whole text."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoded import BYTES, CONFIGS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.evaluation.activation_sparsity import (
+    calibration_windows,
+    magnitude_quantile,
+    with_thresholds,
+)
+from sparse_dataflow.evaluation.generate import generate
+from sparse_dataflow.evaluation.trained import Model
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.kernels.hadamard.api import hadamard
+from sparse_dataflow.models import gpt
+from sparse_dataflow.models.inputs import observed_block
+from sparse_dataflow.parallel import whole
+
+WIDE = dataclasses.replace(CONFIGS["dense"], d_ff=256)
+"""Its mlp_in skips rows for one token."""
+
+SHARE = 0.4
+TOKENS = np.random.default_rng(1).integers(0, 40, 5000, np.int32)
+quantile = jax.jit(magnitude_quantile, static_argnums=1)
+
+
+def random_model(config):
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
+    params = jax.tree.map(lambda s: rng.normal(size=s.shape, scale=0.3).astype("f4"), shapes)
+    tables = gpt.layout_tables(gpt.layouts(config))
+    training = TrainingConfig(steps=1, batch=4, sequence=config.max_len)
+    folder = pathlib.Path("missing")
+    return Model(folder, "dense", config, params, tables, BYTES, 1, training, None, {})
+
+
+@settings(max_examples=30)
+@given(
+    hnp.arrays(np.float32, 7, elements=st.floats(-4, 4, width=32)),
+    st.sampled_from([0.01, 0.4, 0.5, 1.0]),
+)
+def test_the_quantile_is_that_of_numpy(x, share):
+    expected = np.quantile(np.abs(x), share, method="inverted_cdf")
+    # XLA on a CPU counts denormal numbers as zeros.
+    np.testing.assert_allclose(quantile(x, share), expected, atol=1e-37)
+
+
+def test_each_tensor_has_the_share_of_zeros():
+    config = CONFIGS["by depth"]
+    model = with_thresholds(random_model(config), TOKENS, SHARE)
+    tokens = calibration_windows(TOKENS, model.context)
+    assert tokens.shape == (1024 // model.context, model.context)
+
+    def zeros(name, x, tables):
+        width = config.linear(name).hadamard
+        x = hadamard(x, width) if width else x
+        return jnp.mean(jnp.abs(x) <= tables.level), tables
+
+    @jax.jit
+    def all_shares(params):
+        x, shares = gpt.embed(config, params["embed"], tokens), []
+        for layer in gpt.layers(params["blocks"], model.tables):
+            x, of_layer = observed_block(config, *layer, x, zeros)
+            shares.append(of_layer)
+        return shares
+
+    shares = all_shares(model.params)
+    assert [set(layer) for layer in shares] == [set(config.projections)] * config.num_layers
+    np.testing.assert_allclose(jax.tree.leaves(shares), SHARE, atol=2e-3)
+
+
+@pytest.mark.parametrize("config", [WIDE, CONFIGS["sparse"]], ids=["dense", "sparse"])
+def test_generation_has_the_thresholds_of_the_whole_text(config):
+    model = with_thresholds(random_model(config), TOKENS, SHARE)
+    prompt = [3, 1, 4, 1, 5]
+    [continuation] = generate(model, [prompt], max_new_tokens=6)
+    text = np.asarray([prompt + continuation.tokens])
+    run = jax.jit(lambda params: whole.logits(config, params, model.tables, text))
+    logits = np.asarray(run(model.params))
+    assert continuation.tokens == logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_experts_are_refused():
+    config = dataclasses.replace(WIDE, experts=2, top_k=1)
+    with pytest.raises(UserError, match=r"experts have no thresholds; legal .* activation_spars"):
+        with_thresholds(random_model(config), TOKENS, SHARE)
