@@ -205,7 +205,7 @@ class Linear(nnx.Module):
         elif self.sparse and tables is not None:
             y = block_sparse_matmul(mixed, params["values"], tables, precision=self.precision)
         elif self.factor_rank:
-            y = _matmul(_matmul(x, params["a_factor"]), params["b_factor"])
+            y = _matmul(product(mixed, params["a_factor"]), params["b_factor"])
         else:
             y = product(mixed, params["kernel"], self.precision)
         if self.rank:

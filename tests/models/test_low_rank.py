@@ -18,7 +18,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.equivalent_forms import dense_form
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.linear import Linear
+from sparse_dataflow.models.linear import InputThreshold, Linear
 from sparse_dataflow.optim import muon
 from sparse_dataflow.optim.optimizers import learning_rate_multipliers, make_optimizer
 from sparse_dataflow.parallel import whole
@@ -59,6 +59,14 @@ def test_a_layer_and_its_gradient_equal_the_dense_weight_in_float64(projection):
     of_weight = np.einsum("bti,bto->io", x, dy)
     np.testing.assert_allclose(gradients["a_factor"], of_weight @ b.T, rtol=1e-12, atol=1e-10)
     np.testing.assert_allclose(gradients["b_factor"], a.T @ of_weight, rtol=1e-12, atol=1e-10)
+
+
+def test_a_threshold_lets_small_inputs_of_the_product_count_as_zeros():
+    layer = Linear(MODEL, "mlp_in", gain=1.0, rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).normal(size=(1, 3, 32)).astype(np.float32)
+    masked = np.where(np.abs(x) <= 0.5, 0, x)
+    y = layer(x, InputThreshold(None, np.float32(0.5)))
+    np.testing.assert_allclose(y, layer(masked, None), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=6)
