@@ -46,6 +46,11 @@ class Options(ModelOptions):
         f"Chip: {', '.join(CHIPS)}, the start of one, or a TOML file that describes your own.",
     )
     chips: int = setting(8, "Number of chips, all of which are used.", legal=AT_LEAST_ONE)
+    feature: int = setting(
+        1,
+        "Largest size of the mesh axis feature that is priced; 1 leaves the axis out.",
+        legal=AT_LEAST_ONE,
+    )
     verify: float = setting(
         10.0,
         "Minutes in which the best ten are compiled for their chips (TPU v5e, v5p, v6e and H200, "

@@ -82,12 +82,15 @@ class Embed(nnx.Module):
         """
         table_VxD = self.tokens[...].astype(self.dtype)
         if shard.vocabulary:
-            x_BxTxD = shard.reduce(vocabulary.lookup(table_VxD, tokens_BxT, shard.axis))
+            partial = vocabulary.lookup(table_VxD, tokens_BxT, shard.vocabulary_axes)
+            x_BxTxD = shard.reduce_features(shard.reduce(partial), shard.residual_run)
         else:
             x_BxTxD = table_VxD[shard.slice(tokens_BxT, axis=1)]
+            x_BxTxD = shard.slice_features(x_BxTxD, shard.residual_run)
         if self.learned:
             at = slice(tokens_BxT.shape[1]) if positions_BxT is None else positions_BxT
-            x_BxTxD += shard.slice(self.positions[...].astype(self.dtype)[at], axis=-2)
+            positions = self.positions[...].astype(self.dtype)[at]
+            x_BxTxD += shard.slice_features(shard.slice(positions, axis=-2), shard.residual_run)
         return x_BxTxD
 
 
@@ -130,7 +133,8 @@ class Block(Mlp):
         """Returns the residual stream [B, T, D] after attention and after the MLP, and the
         `Routing` of the experts, which is () without experts."""
         config = self.config
-        q, k, v = self._heads(shard.gather(self.norm1(x_BxTxD)), tables)
+        normed = shard.gather(shard.normalise(self.norm1, x_BxTxD))
+        q, k, v = self._heads(normed, tables, shard)
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if config.positions == "rotary":
@@ -138,23 +142,27 @@ class Block(Mlp):
         if self.query_scale != 1:
             q *= self.query_scale
         attended = attend(q, k, v, window=config.window)
-        attended = attended.reshape(*attended.shape[:2], -1)
+        attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))
         x_BxTxD += self.attn_out(attended, tables.get("attn_out"), shard.reduce)
-        normed, routing = shard.gather(self.norm2(x_BxTxD)), ()
+        normed, routing = shard.gather(shard.normalise(self.norm2, x_BxTxD)), ()
         if config.experts:
             y_BxTxD, routing = self.experts(normed, tables, shard)
         else:
             y_BxTxD = self.mlp(normed, tables, shard)
         return x_BxTxD, x_BxTxD + y_BxTxD, routing
 
-    def _heads(self, x_BxTxD, tables):
+    def _heads(self, x_BxTxD, tables, shard):
         """Returns queries [B, T, heads, K], keys and values [B, T, kv heads, K] of the shard."""
         B, T, _ = x_BxTxD.shape
         width, group = self.config.head_width, self.config.num_heads // self.config.kv_heads
         if not self.config.fused_qkv:
-            parts = [getattr(self, name)(x_BxTxD, tables.get(name)) for name in "qkv"]
+            parts = [
+                getattr(self, name)(x_BxTxD, tables.get(name), shard.reduce_features)
+                for name in "qkv"
+            ]
             return [part.reshape(B, T, -1, width) for part in parts]
-        qkv = self.qkv(x_BxTxD, tables.get("qkv")).reshape(B, T, -1, group + 2, width)
+        qkv = self.qkv(x_BxTxD, tables.get("qkv"), shard.reduce_features)
+        qkv = qkv.reshape(B, T, -1, group + 2, width)
         if group == 1:
             return jnp.moveaxis(qkv, 3, 0)
         return qkv[..., :group, :].reshape(B, T, -1, width), qkv[..., group, :], qkv[..., -1, :]
@@ -172,9 +180,9 @@ class Head(nnx.Module):
         # multiplier is 1 / d_model (arXiv 2203.03466, table 8).
         self.scale = SUPAR_WIDTH / config.d_model if config.supar else 1.0
 
-    def __call__(self, x_BxTxD):
+    def __call__(self, x_BxTxD, shard=WHOLE):
         """Normalises [B, T, D] -> [B, T, D] and applies the output layer's multiplier."""
-        x_BxTxD = self.norm(x_BxTxD)
+        x_BxTxD = shard.gather_features(shard.normalise(self.norm, x_BxTxD), shard.residual_run)
         return x_BxTxD if self.scale == 1 else x_BxTxD * self.scale
 
 
@@ -381,9 +389,12 @@ def tied_output(config: ModelConfig, embed_params: dict) -> Any:
     return embed_params["tokens"] if config.tied_embeddings else ()
 
 
-def head(config: ModelConfig, params: dict, x_BxTxD: jax.Array) -> jax.Array:
-    """Last section without the output layer: the final norm, [B, T, D] -> [B, T, D]."""
-    return _apply(Head, config, params)(x_BxTxD)
+def head(config: ModelConfig, params: dict, x_BxTxD: jax.Array, shard: Shard = WHOLE) -> jax.Array:
+    """Last section without the output layer: the final norm, [B, T, D] -> [B, T, D].
+
+    The result has the features of all devices of the shard.
+    """
+    return _apply(Head, config, params)(x_BxTxD, shard)
 
 
 def head_loss(
@@ -402,12 +413,13 @@ def head_loss(
     Under a shard, x has T / devices tokens, targets and weights have T, and the result is this
     device's share of the sum.
     """
-    x = head(config, params, x_BxTxD)
-    axis = None
+    x = head(config, params, x_BxTxD, shard)
+    axes = shard.vocabulary_axes
     if shard.vocabulary:
-        x, axis = shard.gather(x), shard.axis
+        x = shard.gather(x)
     else:
         targets_BxT, weights_BxT = (shard.slice(a, axis=1) for a in (targets_BxT, weights_BxT))
+        weights_BxT = weights_BxT / shard.equal_rows
     x_NxD = x.reshape(-1, x.shape[-1])
     embedding = params.get("output", embedding_VxD).astype(x.dtype)
     return cross_entropy.weighted_loss(
@@ -415,7 +427,7 @@ def head_loss(
         embedding,
         targets_BxT.reshape(-1),
         weights_BxT.reshape(-1),
-        axis,
+        axes,
         config.vocab_size,
     )
 
@@ -450,12 +462,12 @@ def head_scores(
     """
     x = shard.gather(x_BxTxD)
     local = places_S if shard.vocabulary else shard.slice(places_S, axis=0)
-    x_SxD = head(config, params, x.reshape(-1, x.shape[-1])[local])
+    x_SxD = head(config, params, x.reshape(-1, x.shape[-1])[local], shard)
     losses, largest = cross_entropy.token_scores(
         x_SxD,
         params.get("output", embedding_VxD).astype(x.dtype),
         targets_BxT.reshape(-1)[local],
-        shard.axis if shard.vocabulary else None,
+        shard.vocabulary_axes,
         config.vocab_size,
     )
     if shard.vocabulary:

@@ -22,6 +22,7 @@ from sparse_dataflow.config.model import (
 )
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
+from sparse_dataflow.kernels.block_sparse_matmul.strips import in_squares
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.kernels.nonzero_rows.api import nonzero_rows_matmul
 from sparse_dataflow.kernels.quantized import api as quantized
@@ -190,9 +191,9 @@ class Linear(nnx.Module):
         """Applies the layer: [..., in] -> [..., out], in the dtype of x.
 
         Args:
-          x: the input, or its features for this shard of a row-parallel weight.
+          x: the input, or its features for this shard of a weight that is cut by inputs.
           tables: layout tables of this layer; None for a dense weight.
-          reduce: sums the partial products of a row-parallel weight over its shards.
+          reduce: sums the partial products of a weight that is cut by inputs over its shards.
         """
         params = self.cast(x.dtype)
         mixed = hadamard(x, self.hadamard) if self.hadamard else x
@@ -203,7 +204,8 @@ class Linear(nnx.Module):
             y = block_sparse_matmul(mixed, params["values"], tables.tables)
             y = with_gradient_norms(y, mixed, tables.norms, tables.axes, tables.shard)
         elif self.sparse and tables is not None:
-            y = block_sparse_matmul(mixed, params["values"], tables, precision=self.precision)
+            values, tables = in_squares(params["values"], tables)
+            y = block_sparse_matmul(mixed, values, tables, precision=self.precision)
         elif self.factor_rank:
             y = _matmul(product(mixed, params["a_factor"]), params["b_factor"])
         else:

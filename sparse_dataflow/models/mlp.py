@@ -46,9 +46,10 @@ class Mlp(nnx.Module):
 
     def mlp(self, x_BxTxD, tables, shard):
         """Applies the MLP to gathered tokens; each device of the shard gets its tokens' outputs."""
-        if (y := self._fused_gated_mlp(x_BxTxD, tables)) is not None:
+        fuses = shard.feature_axis is None  # Else devices exchange hidden features.
+        if fuses and (y := self._fused_gated_mlp(x_BxTxD, tables)) is not None:
             return self.mlp_out.with_bias(shard.reduce(y))
-        if self._fuses_mlp(tables):
+        if fuses and self._fuses_mlp(tables):
             inside, outside = self.mlp_in.cast(x_BxTxD.dtype), self.mlp_out.cast(x_BxTxD.dtype)
             y = sparse_mlp(
                 x_BxTxD,
@@ -59,10 +60,12 @@ class Mlp(nnx.Module):
                 tables["mlp_out"],
             )
             return self.mlp_out.with_bias(shard.reduce(y))
-        products = [self.mlp_in(x_BxTxD, tables.get("mlp_in"))]
+        products = [self.mlp_in(x_BxTxD, tables.get("mlp_in"), shard.reduce_features)]
         if self.config.gated_mlp:
-            products.append(self.mlp_gate(x_BxTxD, tables.get("mlp_gate")))
-        return self.mlp_out(activate(self.config, *products), tables.get("mlp_out"), shard.reduce)
+            gate = self.mlp_gate(x_BxTxD, tables.get("mlp_gate"), shard.reduce_features)
+            products.append(gate)
+        hidden = shard.gather_features(activate(self.config, *products))
+        return self.mlp_out(hidden, tables.get("mlp_out"), shard.reduce)
 
     def _fuses_mlp(self, tables):
         """Returns whether `sparse_mlp` has this MLP: a biased GELU between two plain weights."""

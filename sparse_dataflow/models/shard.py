@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from flax import nnx
 from jax import lax
 
 from sparse_dataflow.config.model import KEY_VALUE
@@ -22,17 +23,27 @@ class Shard:
     the tokens of a sequence instead (sequence parallelism, arXiv 2205.05198).  Partial sums are
     therefore reduce-scattered, and nothing is computed twice.
 
+    A second axis, `feature_axis`, cuts the features of the residual stream (the two-dimensional
+    tensor parallelism of arXiv 2305.13525): inputs of `qkv` and `mlp_in`, outputs of `attn_out` and
+    `mlp_out`.  The paper all-reduces the outputs of the former.  Here they are reduce-scattered by
+    heads or hidden features, and gathered before the next product: as many bytes, and attention and
+    the activation run once.  Of stored blocks, every device has an equal strip of each: no pattern
+    is unbalanced then.
+
     Each device computes a share of the loss; the loss is the sum of the shares.  The gradient of a
     replicated parameter is the sum of the devices' gradients.
 
     Attributes:
-      axis: mesh axis of the enclosing `shard_map`; None for an unsharded model.
+      axis: mesh axis of the enclosing `shard_map`; None for a model that "tensor" leaves whole.
       vocabulary: whether the rows of the embedding are sharded; otherwise it is replicated.
       kv_copies: devices that compute the same key/value head.  Above 1, the parameters of `k` and
         `v` are replicated, and each device computes with the columns of its own head.
       row_axes: mesh axes that shard the rows of the batch.
       expert_axis: mesh axis whose devices have different experts, which tokens travel to; None if
         every device has the weights of all experts.
+      feature_axis: mesh axis that cuts the features of the residual stream; None for none.
+      residual_run: features of the residual stream in a run, of which each device of `feature_axis`
+        has an equal consecutive part; see `planning.residual.run_length`.
     """
 
     axis: str | None = None
@@ -40,11 +51,28 @@ class Shard:
     kv_copies: int = 1
     row_axes: tuple[str, ...] = ()
     expert_axis: str | None = None
+    feature_axis: str | None = None
+    residual_run: int = 0
 
     @property
     def devices(self) -> int:
         """Number of devices that share the model, inside `shard_map`."""
-        return 1 if self.axis is None else lax.axis_size(self.axis)
+        return lax.axis_size(self.axes)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes that shard the model, outermost first."""
+        return tuple(axis for axis in (self.axis, self.feature_axis) if axis is not None)
+
+    @property
+    def vocabulary_axes(self) -> tuple[str, ...] | None:
+        """Mesh axes that shard the rows of the embedding; None if it is replicated."""
+        return self.axes if self.vocabulary else None
+
+    @property
+    def equal_rows(self) -> int:
+        """Number of devices whose residual stream has the same tokens."""
+        return 1 if self.feature_axis is None else lax.axis_size(self.feature_axis)
 
     def gather(self, x: jax.Array) -> jax.Array:
         """All-gathers tokens: [B, T / devices, ...] -> [B, T, ...]."""
@@ -63,6 +91,42 @@ class Shard:
         length = tokens.shape[axis] // lax.axis_size(self.axis)
         start = lax.axis_index(self.axis) * length
         return lax.dynamic_slice_in_dim(tokens, start, length, axis)
+
+    def gather_features(self, x: jax.Array, run: int = 0) -> jax.Array:
+        """All-gathers the last dimension over `feature_axis`; `run` as in `residual_run`."""
+        if self.feature_axis is None:
+            return x
+        length = (run or x.shape[-1] * self.equal_rows) // self.equal_rows
+        parts = x.reshape(*x.shape[:-1], -1, length)
+        whole = lax.all_gather(parts, self.feature_axis, axis=x.ndim)
+        return whole.reshape(*x.shape[:-1], -1)
+
+    def reduce_features(self, y: jax.Array, run: int = 0) -> jax.Array:
+        """Reduce-scatters partial sums over `feature_axis` by the last dimension."""
+        if self.feature_axis is None:
+            return y
+        part = lax.psum_scatter(
+            self._by_device(y, run), self.feature_axis, scatter_dimension=y.ndim
+        )
+        return part.reshape(*y.shape[:-1], -1)
+
+    def slice_features(self, x: jax.Array, run: int = 0) -> jax.Array:
+        """Slices the last dimension of a replicated array to this device's features."""
+        if self.feature_axis is None:
+            return x
+        here = lax.axis_index(self.feature_axis)
+        part = lax.dynamic_index_in_dim(self._by_device(x, run), here, x.ndim, keepdims=False)
+        return part.reshape(*x.shape[:-1], -1)
+
+    def _by_device(self, x, run):
+        """Returns [..., features] as [..., runs, devices, features of a run on a device]."""
+        length = (run or x.shape[-1]) // self.equal_rows
+        return x.reshape(*x.shape[:-1], -1, self.equal_rows, length)
+
+    def normalise(self, norm: nnx.LayerNorm | nnx.RMSNorm, x: jax.Array) -> jax.Array:
+        """Applies a norm to this device's features, with the statistics of all features."""
+        norm.axis_name = self.feature_axis
+        return norm(x)
 
     def own_experts(self, experts: jax.Array) -> jax.Array:
         """Slices a replicated array [experts, ...] to the experts of this device."""

@@ -11,14 +11,18 @@ from jax.sharding import AbstractMesh, Mesh
 
 from sparse_dataflow.files.errors import UserError
 
-AXES = ("data", "stage", "fsdp", "tensor")
+AXES = ("data", "stage", "fsdp", "feature", "tensor")
 """Mesh axes from outermost to innermost; inner axes communicate more in a step.
 
-"data" replicates the model, "stage" splits its layers, "fsdp" shards what `parallel.zero` says,
-"tensor" shards every layer. BATCH_AXES shard the rows of a batch.
+"data" replicates the model, "stage" splits its layers, "fsdp" shards what `parallel.zero` says.
+"tensor" and "feature" shard every layer in two dimensions, the latter by the features of the
+residual stream. BATCH_AXES shard the rows of a batch.
 """
 
 BATCH_AXES = ("data", "fsdp")
+
+MODEL_AXES = ("tensor", "feature")
+"""Axes that shard every layer, in the order in which they cut one dimension."""
 
 AnyMesh = Mesh | AbstractMesh
 """A mesh of devices, or of described devices that need not exist."""

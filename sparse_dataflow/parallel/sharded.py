@@ -17,13 +17,14 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import adapters, gpt
 from sparse_dataflow.models.shard import Shard
 from sparse_dataflow.optim.optimizers import adam_state
-from sparse_dataflow.parallel import cuts, sharding, whole
+from sparse_dataflow.parallel import cuts, residual, sharding, whole
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.block_gradients import block_gradient_norms
 from sparse_dataflow.parallel.executor import Executor
-from sparse_dataflow.parallel.mesh import BATCH_AXES
+from sparse_dataflow.parallel.mesh import BATCH_AXES, MODEL_AXES
 from sparse_dataflow.parallel.sharding import COLUMN_PARALLEL
 from sparse_dataflow.planning.parallel_plan import key_value_copies
+from sparse_dataflow.planning.residual import run_length
 
 TABLES = P("stage", "tensor")
 """Partition spec of tables [layers, shards, lines, fan]."""
@@ -60,6 +61,7 @@ class Sharded(Executor):
         sharding.refuse_indivisible(
             self.mesh, model, training.batch, training.micro_batches, training.sequence
         )
+        residual.refuse(self.mesh, model)
         for group in split_groups(gpt.layout_tables(gpt.layouts(model))):
             sharded = cuts.cut(group, self.tensor_shards, False, self._kv_copies(model))
             for name in set(sharded) & set(MLP) if model.experts else ():
@@ -176,14 +178,16 @@ class Sharded(Executor):
         all_specs = sharding.gathered_specs(adapters.merged(specs, frozen_specs), self.exchange)
         by_group = {name: split_groups(section) for name, section in all_specs.items()}
         by_group["blocks"] = tuple(map(sharding.layer_specs, by_group["blocks"]))
-        tensor_parallel = self.tensor_shards > 1
+        longer = lambda axis: axis if self.mesh.shape[axis] > 1 else None  # noqa: E731
         member = whole.Member(
             Shard(
-                "tensor" if tensor_parallel else None,
-                tensor_parallel and "tensor" in sharding.axes_of(all_specs["embed"]["tokens"]),
+                longer("tensor"),
+                bool(sharding.axes_of(all_specs["embed"]["tokens"]) & set(MODEL_AXES)),
                 self._kv_copies(model),
                 BATCH_AXES,
-                "fsdp" if self.exchange and self.mesh.shape["fsdp"] > 1 else None,
+                longer("fsdp") if self.exchange else None,
+                longer("feature"),
+                run_length(model),
             ),
             meshes.batch_shards(self.mesh),
             lambda name, params, group: sharding.gather(
@@ -274,7 +278,8 @@ class Sharded(Executor):
         return placed._replace(tables=state.tables)
 
     def _reordered(self, state, model, permutation):
-        """Places a state with the blocks of row-parallel projections reordered.
+        """Places a state with the blocks of row-parallel projections reordered, and the features of
+        the residual stream.
 
         `permutation` maps the order of the shards to the indices to take.
         """
@@ -284,6 +289,7 @@ class Sharded(Executor):
                 sharded = cuts.cut(tables, self.tensor_shards, False, self._kv_copies(model))
                 orders |= {(group, n): c.order for n, c in sharded.items() if c.order is not None}
         arrays = state._replace(tables=())
+        features = residual.order(model, self.mesh)
 
         def place(path, leaf, target):
             *_, module, name = ["", "", *(getattr(key, "key", "") for key in path)]
@@ -291,6 +297,10 @@ class Sharded(Executor):
             if key in orders and name == "values":
                 order = permutation(orders[key])[: len(leaf)]  # Shared layers have one layout.
                 return _take(target)(put_global(leaf, target), order)
+            dim = sharding.residual_dim(path)
+            if features is not None and dim is not None:
+                order = permutation(features[None])[0]
+                return _take_features(target, dim)(put_global(leaf, target), order)
             return put_global(leaf, target)
 
         placed = jax.tree_util.tree_map_with_path(place, arrays, self.shardings(arrays, model))
@@ -381,6 +391,12 @@ def _resize(target, rows):
         return jnp.pad(table[:rows], ((0, max(0, rows - len(table))), (0, 0)))
 
     return jax.jit(resize, out_shardings=target)
+
+
+@functools.cache
+def _take_features(target, dim):
+    """Returns a jitted function (array, order of the features along `dim`) -> reordered array."""
+    return jax.jit(lambda array, order: jnp.take(array, order, dim), out_shardings=target)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.config.model import KEY_VALUE, PROJECTIONS, ROW_PARALLEL, ModelConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.parallel.mesh import BATCH_AXES, AnyMesh, batch_shards
+from sparse_dataflow.parallel.mesh import BATCH_AXES, MODEL_AXES, AnyMesh, batch_shards
 from sparse_dataflow.parallel.whole import GATHERED
 from sparse_dataflow.planning.parallel_plan import key_value_copies
 
@@ -36,28 +36,33 @@ _EXPERT_WEIGHT = rf"{_EXPERTS}({_COLUMN}|{_ROW})\.(kernel|values)$"
 
 RULES = (
     # The first row whose expression matches the full path gives the axes that shard each dimension.
-    (r"embed\.tokens|head\.output", P("tensor", "fsdp")),
+    (r"embed\.tokens|head\.output", P(MODEL_AXES, "fsdp")),
     (r"embed\.positions", P(None, "fsdp")),
     (rf"{_EXPERTS}({_COLUMN})\.kernel", P("stage", "fsdp", None, "tensor")),
     (rf"{_EXPERTS}({_COLUMN})\.bias", P("stage", None, "tensor")),
     (rf"{_EXPERTS}({_ROW})\.kernel", P("stage", "fsdp", "tensor")),
     (rf"{_EXPERTS}({_COLUMN}|{_ROW})\.values", P("stage", "fsdp", "tensor")),
-    (rf"{_MODULES}({_COLUMN})\.values", P("stage", ("tensor", "fsdp"))),
-    (rf"{_MODULES}({_COLUMN})\.(kernel|b_kernel)", P("stage", "fsdp", "tensor")),
-    (rf"{_MODULES}({_COLUMN})\.a_kernel", P("stage", "fsdp")),
+    (rf"{_MODULES}({_COLUMN})\.values", P("stage", ("tensor", "fsdp"), "feature")),
+    (rf"{_MODULES}({_COLUMN})\.kernel", P("stage", ("feature", "fsdp"), "tensor")),
+    (rf"{_MODULES}({_COLUMN})\.a_kernel", P("stage", ("feature", "fsdp"))),
+    (rf"{_MODULES}({_COLUMN})\.b_kernel", P("stage", "fsdp", "tensor")),
     (rf"{_MODULES}({_COLUMN})\.a_factor", P("stage", "fsdp")),
     (rf"{_MODULES}({_COLUMN})\.b_factor", P("stage", None, ("tensor", "fsdp"))),
-    (rf"{_MODULES}({_COLUMN})\.bias", P("stage", "tensor")),
-    (rf"{_MODULES}({_ROW})\.values", P("stage", ("tensor", "fsdp"))),
-    (rf"{_MODULES}({_ROW})\.(kernel|a_kernel)", P("stage", "tensor", "fsdp")),
-    (rf"{_MODULES}({_ROW})\.b_kernel", P("stage", "fsdp")),
+    (rf"{_MODULES}({_COLUMN})\.bias", P("stage", MODEL_AXES)),
+    (rf"{_MODULES}({_ROW})\.values", P("stage", ("tensor", "fsdp"), None, "feature")),
+    (rf"{_MODULES}({_ROW})\.kernel", P("stage", "tensor", ("feature", "fsdp"))),
+    (rf"{_MODULES}({_ROW})\.a_kernel", P("stage", "tensor", "fsdp")),
+    (rf"{_MODULES}({_ROW})\.b_kernel", P("stage", "fsdp", "feature")),
     (rf"{_MODULES}({_ROW})\.a_factor", P("stage", ("tensor", "fsdp"))),
     (rf"{_MODULES}({_ROW})\.b_factor", P("stage", None, "fsdp")),
+    (rf"{_MODULES}({_ROW})\.bias", P("stage", "feature")),
+    (rf"{_BLOCKS}norm[12]\..*", P("stage", "feature")),
     (r"blocks\..*", P("stage")),
+    (r"head\.norm\..*", P("feature")),
     (r"head\..*", P()),
 )
 """If "fsdp" does not divide its dimension, it shards the next divisible one, or none. "stage" is
-dropped if it does not divide the layers, and "tensor" if it does not divide the vocabulary
+dropped if it does not divide the layers, and MODEL_AXES if they do not divide the vocabulary
 (see `padded_rows`)."""
 
 ZERO = {"moments": 1, "gradients": 2, "params": 3, "frozen": 3}
@@ -76,11 +81,11 @@ def spec(
       fsdp: whether to shard over "fsdp".
       kv_copies: see `parallel_plan.key_value_copies`.
     """
-    row = next(row for expression, row in RULES if re.fullmatch(expression, path))
+    row = _row(path)
     cuts = [list(entry_axes(entry)) for entry in [*row, *[None] * (len(shape) - len(row))]]
-    odd = path in VOCABULARY_ROWS and shape[0] % mesh.shape["tensor"]
+    odd = path in VOCABULARY_ROWS and shape[0] % model_shards(mesh)
     if odd or (kv_copies > 1 and path.split(".")[-2] in KEY_VALUE):
-        cuts = [[axis for axis in axes if axis != "tensor"] for axes in cuts]
+        cuts = [[axis for axis in axes if axis not in MODEL_AXES] for axes in cuts]
     if cuts and "stage" in cuts[0] and shape[0] % mesh.shape["stage"]:
         cuts[0].remove("stage")
     first = next((i for i, axes in enumerate(cuts) if "fsdp" in axes), None)
@@ -103,10 +108,33 @@ in Megatron-LM's --make-vocab-size-divisible-by, arXiv 1909.08053, section 4).""
 
 
 def padded_rows(rows: int, mesh: AnyMesh) -> int:
-    """Returns the rows of the placed embedding, padded if "tensor" does not divide `rows`."""
-    tensor = mesh.shape["tensor"]
-    multiple = VOCABULARY_MULTIPLE * tensor
-    return rows if rows % tensor == 0 else -(-rows // multiple) * multiple
+    """Returns the rows of the placed embedding, padded if MODEL_AXES do not divide `rows`."""
+    multiple = VOCABULARY_MULTIPLE * model_shards(mesh)
+    return rows if rows % model_shards(mesh) == 0 else -(-rows // multiple) * multiple
+
+
+def _row(path):
+    return next(row for expression, row in RULES if re.fullmatch(expression, path))
+
+
+def residual_dim(path) -> int | None:
+    """Returns the dimension of a parameter that has the features of `residual.order`, or None.
+
+    "feature" cuts each block of stored values, whose order it does not change.
+
+    Args:
+      path: of `jax.tree_util`, of a leaf of the state.
+    """
+    name = _parameter(path)
+    if not name or name.endswith(".values"):
+        return None
+    firsts = [entry_axes(entry)[:1] for entry in _row(name)]
+    return firsts.index(("feature",)) if ("feature",) in firsts else None
+
+
+def model_shards(mesh: AnyMesh) -> int:
+    """Returns the number of devices that share a layer."""
+    return _shards(MODEL_AXES, mesh)
 
 
 def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -143,14 +171,20 @@ def state_shardings(state: Any, model: ModelConfig, mesh: AnyMesh, zero: int) ->
     copies = int(key_value_copies(model, mesh.shape["tensor"]))
 
     def sharding(path, leaf):
-        keys = [_name(key) for key in path]
-        start = next((i for i, key in enumerate(keys) if key in ("embed", "blocks", "head")), 0)
-        if not start:  # Step, key, the optimizer's count.
+        name = _parameter(path)
+        if not name:  # Step, key, the optimizer's count.
             return NamedSharding(mesh, P())
-        fsdp = zero >= ZERO[keys[0]]
-        return NamedSharding(mesh, spec(".".join(keys[start:]), leaf.shape, mesh, fsdp, copies))
+        fsdp = zero >= ZERO[_name(path[0])]
+        return NamedSharding(mesh, spec(name, leaf.shape, mesh, fsdp, copies))
 
     return jax.tree_util.tree_map_with_path(sharding, state)
+
+
+def _parameter(path):
+    """Returns the dotted path of the parameter of a leaf of the state; empty for none."""
+    keys = [_name(key) for key in path]
+    start = next((i for i, key in enumerate(keys) if key in ("embed", "blocks", "head")), 0)
+    return ".".join(keys[start:]) if start else ""
 
 
 def _name(key) -> str:
@@ -238,7 +272,7 @@ def all_reduce(gradient: jax.Array, spec: P, mesh: AnyMesh) -> jax.Array:
     """Sums a gradient in float32 over every axis that does not shard it."""
     over = tuple(
         axis
-        for axis in (*BATCH_AXES, "tensor")
+        for axis in (*BATCH_AXES, *MODEL_AXES)
         if mesh.shape[axis] > 1 and axis not in axes_of(spec)
     )
     if not over:

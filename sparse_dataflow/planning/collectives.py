@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from sparse_dataflow.config.expert_rows import exchanged_rows
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.model import ROW_PARALLEL, ModelConfig
 from sparse_dataflow.hardware.chips import Network
 from sparse_dataflow.planning.efficiency import Efficiency
 from sparse_dataflow.planning.memory import DTYPE_BYTES
@@ -50,6 +50,36 @@ def send_seconds(size, near, network: Network, efficiency: Efficiency):
     fast = size / (network.fast * efficiency.fast_link) + network.fast_latency
     slow = size / (network.slow * efficiency.slow_link) + network.slow_latency
     return np.where(near, fast, slow)
+
+
+def layer_gathers(config: ModelConfig, tokens, tensor, feature):
+    """Returns the bytes of the all-gathers of a block, forward and backward.
+
+    As many arrays of the same bytes are reduce-scattered.  Of the tokens of a micro-batch:
+
+    - "tensor" gathers the inputs of two products in the forward pass and the gradients of the
+      outputs of two in the backward pass, each tokens x d_model / feature.
+    - "feature" gathers one array for each projection, tokens x n / tensor, with n the features that
+      the projection does not share with the residual stream.  It is the input of `attn_out` or
+      `mlp_out` in the forward pass, or the gradient of another's output in the backward pass.
+
+    AxoNN all-reduces the same arrays (arXiv 2305.13525), which is a reduce-scatter and an
+    all-gather.  The sums of squares of the norms, two numbers per token, are not counted.
+
+    Args:
+      config: the model.
+      tokens: tokens of a micro-batch on a device.
+      tensor: devices of the axis "tensor".
+      feature: devices of the axis "feature".
+
+    Returns:
+      (bytes of each of the four arrays of "tensor", {projection: bytes of the array of "feature"}).
+    """
+    size = tokens * DTYPE_BYTES[config.compute_dtype]
+    inner = {
+        name: config.projection_shape(name)[name not in ROW_PARALLEL] for name in config.projections
+    }
+    return size * config.d_model / feature, {name: size * n / tensor for name, n in inner.items()}
 
 
 EXCHANGES = {"none": 4, "dots": 6, "full": 6}

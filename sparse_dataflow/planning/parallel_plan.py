@@ -1,8 +1,8 @@
 """Parallel plans: how a model is sharded over chips and scheduled in time.
 
 The mesh axes are those of `parallel/mesh.py`, outermost first.  "data" replicates the model,
-"stage" splits it by layers, "fsdp" shards the state that the ZeRO stage names, and "tensor" shards
-every layer.
+"stage" splits it by layers, "fsdp" shards the state that the ZeRO stage names, and "feature" and
+"tensor" shard every layer.
 """
 
 import dataclasses
@@ -66,6 +66,8 @@ class ParallelPlan:
       stage: pipeline stages.
       fsdp: size of the axis "fsdp", which shards state and batch rows.
       tensor: tensor-parallel chips.
+      feature: size of the axis "feature", which cuts the features of the residual stream.  The
+        estimate multiplies strips of blocks at the rate of whole blocks.
       zero: ZeRO stage over "fsdp": 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also
         weights.
       experts: what travels over "fsdp" for the experts of a layer; see `ParallelConfig`.
@@ -90,6 +92,7 @@ class ParallelPlan:
     stage: Counts = 1
     fsdp: Counts = 1
     tensor: Counts = 1
+    feature: Counts = 1
     zero: int = 0
     experts: str = "gather"
     micro_batch: Counts = 1
@@ -130,7 +133,18 @@ class ParallelPlan:
     @property
     def chips(self) -> Counts:
         """Number of chips."""
-        return self.data * self.stage * self.fsdp * self.tensor
+        return self.data * self.stage * self.fsdp * self.layer_chips
+
+    @property
+    def mesh(self) -> str:
+        """The axes of a plan with integers as its counts, as `--mesh` has them."""
+        axes = ("data", "stage", "fsdp", *(["feature"] if self.feature != 1 else []), "tensor")
+        return ",".join(f"{axis}:{getattr(self, axis)}" for axis in axes)
+
+    @property
+    def layer_chips(self) -> Counts:
+        """Number of chips that share every layer."""
+        return self.feature * self.tensor
 
     @property
     def replicas(self) -> Counts:
@@ -144,6 +158,7 @@ class ParallelPlan:
 
     def __str__(self):
         words = [f"data {self.data}", f"stage {self.stage}", f"fsdp {self.fsdp} (ZeRO {self.zero})"]
+        words += [f"feature {self.feature}"] if np.any(np.asarray(self.feature) > 1) else []
         words += [f"tensor {self.tensor}", f"micro-batch {self.micro_batch}"]
         words += [f"accumulation {self.accumulation}"]
         words += ["experts exchange tokens"] if self.exchanges else []

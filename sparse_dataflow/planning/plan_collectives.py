@@ -5,23 +5,35 @@ All functions broadcast over the counts of a `ParallelPlan`.
 
 import numpy as np
 
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.model import ROW_PARALLEL, ModelConfig
 from sparse_dataflow.hardware.chips import Network
 from sparse_dataflow.planning import collectives
 from sparse_dataflow.planning.efficiency import Efficiency
 from sparse_dataflow.planning.parallel_plan import RECOMPUTED, ParallelPlan
 
 
-def tensor_seconds(size, plan, network, efficiency):
-    """Returns the collective seconds of one block and micro-batch, forward and backward."""
+def tensor_seconds(config, tokens, plan, network, efficiency):
+    """Returns the collective seconds of one block and micro-batch, forward and backward.
+
+    Recomputed products gather or reduce-scatter again over "feature".
+    """
     recomputed = RECOMPUTED[plan.remat]
+    size, arrays = collectives.layer_gathers(config, tokens, plan.tensor, plan.feature)
     reductions = 4 + ("attn_out" in recomputed) + ("mlp_out" in recomputed)
     island = plan.island or network.island
     tensor = np.asarray(plan.tensor)
     axes = _tensor_axes(tensor, island, network)
     near = np.minimum(tensor, island)
     seconds = collectives.reduce_seconds(size, tensor, near, network, efficiency, axes)
-    return reductions * seconds * (1 - efficiency.tensor_overlap * plan.tensor_overlaps)
+    seconds = reductions * seconds
+    feature = np.asarray(plan.feature)
+    near = np.clip(island // tensor, 1, feature)
+    axes = _tensor_axes(feature, island, network)
+    for name, array in arrays.items():
+        again = bool(recomputed) if name in ROW_PARALLEL else name in recomputed
+        gather = collectives.gather_seconds(array, feature, near, network, efficiency, axes)
+        seconds = seconds + (2 + again) * gather
+    return seconds * (1 - efficiency.tensor_overlap * plan.tensor_overlaps)
 
 
 def _tensor_axes(tensor, island, network):
@@ -39,7 +51,7 @@ def send_seconds(size, plan, network, efficiency):
     """
     stages = np.asarray(plan.stage)
     island = plan.island or network.island
-    near = np.asarray(2 * plan.fsdp * plan.tensor) <= island
+    near = np.asarray(2 * plan.fsdp * plan.layer_chips) <= island
     send = collectives.send_seconds(size, near, network, efficiency)
     hidden = efficiency.overlap if plan.schedule == "interleaved" else 0.0
     exposed = (1 - hidden) * plan.accumulation * plan.chunks + (stages - 1)
@@ -52,9 +64,9 @@ def state_seconds(weights, own, plan, network, efficiency, computing, dtype_byte
     Of the weights, `own` cross "data" alone.
     """
     island = plan.island or network.island
-    tensor, fsdp, data = (np.asarray(n) for n in (plan.tensor, plan.fsdp, plan.data))
+    shared, fsdp, data = (np.asarray(n) for n in (plan.layer_chips, plan.fsdp, plan.data))
     near, axes = _fsdp_links(plan, network)
-    outer = np.clip(island // (tensor * fsdp * plan.stage), 1, data)
+    outer = np.clip(island // (shared * fsdp * plan.stage), 1, data)
 
     def gathered(size):
         return collectives.gather_seconds(size, fsdp, near, network, efficiency, axes)
@@ -103,6 +115,6 @@ def exchange_seconds(
 def _fsdp_links(plan, network):
     """Returns the chips of "fsdp" in one island, and the torus axes that the axis spans."""
     island = plan.island or network.island
-    tensor = np.asarray(plan.tensor)
-    axes = np.maximum(network.axes - _tensor_axes(tensor, island, network), 1)
-    return np.clip(island // tensor, 1, np.asarray(plan.fsdp)), axes
+    shared = np.asarray(plan.layer_chips)
+    axes = np.maximum(network.axes - _tensor_axes(shared, island, network), 1)
+    return np.clip(island // shared, 1, np.asarray(plan.fsdp)), axes

@@ -45,20 +45,25 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     rows = experts.computed_rows(config, tokens, plan)[0] / tokens if config.experts else None
     per_token = memory.activation_bytes(config, sequence, plan.fused_attention, copies, rows)
     layers = np.ceil(config.num_layers / np.asarray(plan.stage))
-    boundary_share = 1 / plan.tensor if plan.sequence_parallel else 1.0
+    boundary_share = 1 / (plan.layer_chips if plan.sequence_parallel else plan.feature)
     saved = per_token.boundary * boundary_share
-    saved = saved + (per_token.saved - per_token.boundary) / plan.tensor
+    saved = saved + (per_token.saved - per_token.boundary) / plan.layer_chips
+    # Inputs of attn_out and mlp_out, which "feature" gathers.
+    whole_inputs = compute * (config.num_heads * config.head_width + config.d_ff) / plan.tensor
+    whole_inputs = np.where(np.asarray(plan.feature) > 1, whole_inputs, 0)
+    saved = saved + whole_inputs * (remat == "none")
     if remat == "none" and compute < memory.MASTER_BYTES:
         # As in programs for several TPUs: GELU's input and a norm are saved in float32.
-        kept = memory.MASTER_BYTES * (config.d_model + config.d_ff) / plan.tensor
+        kept = memory.MASTER_BYTES * (config.d_model + config.d_ff) / plan.layer_chips
         saved = saved + np.where(np.asarray(plan.chips) > 1, kept, 0)
-    working = per_token.working / plan.tensor + per_token.ends * boundary_share
+    working = per_token.working / plan.layer_chips + per_token.ends * boundary_share
+    working = working + whole_inputs
     # A stage sums the gradients of all its weights in float32, and reduce-scatters them at the end.
     gradient = memory.gradient_bytes(np.asarray(plan.accumulation), plan.state_dtype)
     staged_gradients = memory.MASTER_BYTES * (1 + np.where(sharded, shares[2], 0))
     # Working copy: a stage gathers its weights once per step and keeps them.  Otherwise it is a
     # copy of the local shard in the compute dtype, plus one gathered layer.
-    block = block_weights - memory.embeddings(config) / plan.tensor
+    block = block_weights - memory.embeddings(config) / plan.layer_chips
     # Experts that tokens travel to stay sharded.
     own = (1 - 1 / np.asarray(plan.fsdp)) * experts.stage_experts(config, plan) * plan.exchanges
     block = block - own / layers
@@ -68,7 +73,7 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     copies = np.where(staged, weights - own if plan.zero == 3 else block_weights, copies)
     gathers_weights = sharded & (plan.zero == 3)
     # Gradients of the embedding and of one projection before they are reduce-scattered.
-    full = (memory.embeddings(config) + _largest_projection(config, plan)) / plan.tensor
+    full = (memory.embeddings(config) + _largest_projection(config, plan)) / plan.layer_chips
     full = np.where(sharded & ~staged & (plan.zero == 3), memory.MASTER_BYTES * full, 0)
     # Below ZeRO 3 every chip holds all weights: the updated ones are gathered before they replace
     # the old ones.  ZeRO 2 reduce-scatters the gradients of a whole micro-batch, not of a layer.
@@ -77,7 +82,9 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     activations = tokens * np.where(
         staged, pipeline_bytes(config, plan, rows), saved * layers * in_flight(plan)
     )
-    logits = 2.0 * np.minimum(tokens, memory.LOGITS_CHUNK) * config.vocab_size * 4 / plan.tensor
+    logits = (
+        2.0 * np.minimum(tokens, memory.LOGITS_CHUNK) * config.vocab_size * 4 / plan.layer_chips
+    )
     updates = memory.update_bytes(matrices, plan.optimizer) * shares[1]
     return MemoryEstimate(
         parameters=weights * memory.MASTER_BYTES * shares[3],
@@ -113,7 +120,7 @@ def _shard_share(config, plan, stage):
     """
     if plan.zero < stage:
         return 1.0
-    fsdp, tensor = np.asarray(plan.fsdp), np.asarray(plan.tensor)
+    fsdp, tensor, feature = (np.asarray(n) for n in (plan.fsdp, plan.tensor, plan.feature))
     total = memory.embeddings(config)
     local = np.where(config.d_model % fsdp == 0, total / fsdp, total)
     for group, name in itertools.product(layer_groups(config), config.projections):
@@ -125,9 +132,9 @@ def _shard_share(config, plan, stage):
             blocks = round(stored / spec.block**2)
             divides = (blocks % cut == 0) | (spec.block % fsdp == 0)
         elif name not in ROW_PARALLEL:
-            divides = (inside % fsdp == 0) | (outside % cut == 0)
+            divides = (inside % (fsdp * feature) == 0) | (outside % cut == 0)
         else:
-            divides = outside % fsdp == 0
+            divides = outside % (fsdp * feature) == 0
         weights = len(group.layers) * stored
         if rank := config.factor_rank(name):
             # "fsdp" cuts the long sides; the first factor along the rank where it cannot.

@@ -6,6 +6,7 @@ request is answered with the nearest possible one.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -17,18 +18,18 @@ from sparse_dataflow.config.model import KEY_VALUE, MLP, REMATS, ROW_PARALLEL, M
 from sparse_dataflow.config.parallel import EXPERTS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
-from sparse_dataflow.planning import relay
+from sparse_dataflow.planning import relay, residual
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency, own_key
 from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.planning.parallel_plan import BUBBLES, ParallelPlan, key_value_copies
 from sparse_dataflow.planning.plan_memory import plan_bytes
 from sparse_dataflow.planning.step_time import StepTime, step_time
 
-COUNTS = ("tensor", "stage", "data", "micro_batch", "chunks")
+COUNTS = ("tensor", "feature", "stage", "data", "micro_batch", "chunks")
 NAMES = ("schedule", "zero", "remat", "experts")
 
 # Constraints of a legal plan.
-CONSTRAINTS = ("heads", "experts", "chips", "layers", "batch", "schedule", "memory")
+CONSTRAINTS = ("heads", "feature", "experts", "chips", "layers", "batch", "schedule", "memory")
 ROOMY = 0.95
 """Share of the usable memory above which a plan is marked: the estimate may be 5% too low."""
 WORTH = 0.02
@@ -47,6 +48,7 @@ class Request:
       chip: kind of chip.
       chips: number of chips; a legal plan uses all of them.
       state_dtype: see `parallel_plan.ParallelPlan`, also for `optimizer`.
+      largest_feature: largest size of the axis "feature" in the space.
     """
 
     config: ModelConfig
@@ -56,6 +58,7 @@ class Request:
     chips: int
     state_dtype: str = "float32"
     optimizer: str = "adamw"
+    largest_feature: int = 1
 
     @property
     def efficiency(self) -> Efficiency:
@@ -73,11 +76,13 @@ class Request:
         Counts may be arrays.  Where a count does not divide, fsdp and accumulation are rounded
         down.
         """
-        tensor, stage, data, micro_batch, chunks = (np.asarray(choice[name]) for name in COUNTS)
-        fsdp = np.maximum(self.chips // (tensor * stage * data), 1)
+        counts = (np.asarray(choice[name]) for name in COUNTS)
+        tensor, feature, stage, data, micro_batch, chunks = counts
+        fsdp = np.maximum(self.chips // (tensor * feature * stage * data), 1)
         rows = data * fsdp * micro_batch
         return ParallelPlan(
             tensor=tensor,
+            feature=feature,
             stage=stage,
             data=data,
             micro_batch=micro_batch,
@@ -111,6 +116,7 @@ def space(request: Request) -> Levels:
     chunks = sorted({c for s in stages if s > 1 for c in _divisors(layers // s)}) or [1]
     return {
         "tensor": _powers(min(chips, _LARGEST["tensor"])),
+        "feature": _powers(min(chips, request.largest_feature)),
         "stage": tuple(stages),
         "data": tuple(n for n in _copies(chips) if chips % n == 0),
         "micro_batch": _powers(_LARGEST["micro_batch"]),
@@ -239,6 +245,8 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
         | (config.kv_heads * copies % tensor != 0)
         | (request.sequence % tensor != 0)
         | _uneven_blocks(config, tensor),
+        "feature": (np.asarray(plan.feature) > 1)
+        & ((stage > 1) | _uncut(config, tensor, plan.feature)),
         "experts": plan.exchanges
         & ((plan.zero < 3) | (config.experts % np.asarray(plan.fsdp) != 0)),
         "chips": np.asarray(plan.chips) != request.chips,
@@ -330,6 +338,12 @@ def _uneven_blocks(config, tensor):
             uneven |= (groups % tensor != 0) & (tensor % groups != 0)
         uneven |= sharded % (config.linear(name).block * tensor) != 0
     return uneven
+
+
+@functools.partial(np.vectorize, excluded=(0,), otypes=[bool])
+def _uncut(config, tensor, feature):
+    """Returns whether the axis "feature" cannot cut the residual stream."""
+    return bool(residual.obstacle(config, int(tensor), int(feature)))
 
 
 def _divisors(number: int) -> Sequence[int]:

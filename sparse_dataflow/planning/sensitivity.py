@@ -33,9 +33,10 @@ def decisions(priced: Priced) -> tuple[np.ndarray, dict[str, tuple]]:
         axis = list(levels).index("stage")
         no_pipeline = (slice(None),) * axis + (levels["stage"].index(1),)
         merged[no_pipeline] = merged[no_pipeline].max(axis=-1, keepdims=True)
-    if len(levels["experts"]) == 1:  # A model without experts has no choice.
-        merged = merged.squeeze(list(levels).index("experts"))
-        del levels["experts"]
+    for name in ("experts", "feature"):
+        if len(levels[name]) == 1:  # No choice, as for a model without experts.
+            merged = merged.squeeze(list(levels).index(name))
+            del levels[name]
     labels = tuple(s if c == 1 else f"{s}/{c}" for c, s in pairs)
     return merged, {**levels, "schedule": labels}
 

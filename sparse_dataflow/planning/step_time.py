@@ -199,9 +199,9 @@ def step_time(
     # Norms and GELU are recomputed with the products that read them.
     passes = sections["norms"].seconds + sections["gelu"].seconds
     block["element-wise"] = (4 if "mlp_in" in recomputed else 3) * passes
-    boundary = np.asarray(plan.micro_batch) * sequence * config.d_model
-    boundary = boundary * DTYPE_BYTES[config.compute_dtype]
-    block["tensor"] = plan_collectives.tensor_seconds(boundary, plan, network, efficiency)
+    tokens = np.asarray(plan.micro_batch) * sequence
+    boundary = tokens * config.d_model * DTYPE_BYTES[config.compute_dtype]
+    block["tensor"] = plan_collectives.tensor_seconds(config, tokens, plan, network, efficiency)
     if plan.exchanges:
         block["exchange"] = plan_collectives.exchange_seconds(
             config, sequence, plan, network, efficiency
@@ -218,7 +218,7 @@ def step_time(
     bubble = BUBBLES[plan.schedule] * (np.asarray(plan.stage) - 1) / plan.chunks
     terms["bubble"] = bubble * stage_pass
     terms["sends"] = plan_collectives.send_seconds(
-        boundary / plan.tensor, plan, network, efficiency
+        boundary / plan.layer_chips, plan, network, efficiency
     )
     computing = sum(terms.values()) - terms["bubble"] - terms["sends"]
     weights = stage_parameters(config, plan)
@@ -251,7 +251,7 @@ def stage_parameters(config: ModelConfig, plan: ParallelPlan):
     """Returns the parameters on one chip of the fullest stage, before sharding over "fsdp"."""
     block, ends = _block_and_ends(config)
     block = block + _copied_weights(config, plan)
-    return (np.ceil(config.num_layers / np.asarray(plan.stage)) * block + ends) / plan.tensor
+    return (np.ceil(config.num_layers / np.asarray(plan.stage)) * block + ends) / plan.layer_chips
 
 
 @functools.lru_cache(maxsize=1024)
@@ -266,7 +266,7 @@ def _block_and_ends(config: ModelConfig) -> tuple[float, float]:
 def stage_matrices(config: ModelConfig, plan: ParallelPlan):
     """Returns the part of `stage_parameters` that Muon updates."""
     per_layer = matrix_count(config) / config.num_layers + _copied_weights(config, plan)
-    return np.ceil(config.num_layers / np.asarray(plan.stage)) * per_layer / plan.tensor
+    return np.ceil(config.num_layers / np.asarray(plan.stage)) * per_layer / plan.layer_chips
 
 
 def _copied_weights(config, plan):
@@ -308,7 +308,7 @@ def _orthogonalization_seconds(config, plan, chip, efficiency):
         size / (bandwidth * efficiency.bandwidth),
     )
     layers = np.ceil(config.num_layers / np.asarray(plan.stage))
-    return seconds * layers / config.num_layers / plan.tensor
+    return seconds * layers / config.num_layers / plan.layer_chips
 
 
 def _sections(config, sequence, plan, chip, efficiency, rates):
@@ -318,7 +318,8 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
     projection_peak = chip.peak(config.precision) or peak
     memory = bandwidth * efficiency.bandwidth
     tokens = np.asarray(plan.micro_batch, np.float64) * sequence
-    tensor = np.asarray(plan.tensor, np.float64)
+    tensor, feature = (np.asarray(n, np.float64) for n in (plan.tensor, plan.feature))
+    shared = tensor * feature
     fractions, copies = stored_fractions(config), key_value_copies(config, plan.tensor)
 
     def product(
@@ -345,13 +346,14 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
         fan_in, fan_out = config.projection_shape(name)
         spec = config.linear(name)
         if name in ROW_PARALLEL:
-            fan_in = fan_in / tensor
+            fan_in, fan_out = fan_in / tensor, fan_out / feature
         else:
+            fan_in = fan_in / feature
             fan_out = fan_out * (copies if name in KEY_VALUE else 1) / tensor
         relative = block_rate(chip.family, spec, efficiency)
         if name == "attn_out":
             sections["attention"] = _attention(
-                config, sequence, tokens, tensor, plan, peak, memory, efficiency, rates
+                config, sequence, tokens, shared, plan, peak, memory, efficiency, rates
             )
         rows, stored = tokens, 1
         if config.experts and name in MLP:
@@ -364,32 +366,32 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
         )
     if config.experts:
         sections["router"] = product("router", config.d_model, config.experts)
-    d_share = tensor if plan.sequence_parallel else 1.0
+    d_share = shared if plan.sequence_parallel else feature
     d_elements, ff_elements = ELEMENTS[plan.fused]
     routed = config.active_experts - config.shared_expert if config.experts else 0
     hidden = config.active_experts * config.d_ff
     for name, elements in (
         ("norms", (d_elements / d_share + ROW_ELEMENTS * routed) * config.d_model),
         # A gate is one more operand of the activation: two reads and a write.
-        ("gelu", ff_elements * (1.5 if config.gated_mlp else 1) * hidden / tensor),
+        ("gelu", ff_elements * (1.5 if config.gated_mlp else 1) * hidden / shared),
     ):
         size = dtype_bytes * tokens * elements * efficiency.traffic
         sections[name] = Section(0.0 * size, size, size / rates.get(name, memory))
-    logits = tokens * config.vocab_size / tensor * LOGIT_BYTES * efficiency.traffic
-    head = product("head", config.d_model, config.vocab_size / tensor)
+    logits = tokens * config.vocab_size / shared * LOGIT_BYTES * efficiency.traffic
+    head = product("head", config.d_model, config.vocab_size / shared)
     passing = 0.0 if "head" in rates else logits / memory / 3
     sections["head"] = Section(head.flops, head.bytes + logits, head.seconds + passing)
     return sections
 
 
-def _attention(config, sequence, tokens, tensor, plan, peak, memory, efficiency, rates):
+def _attention(config, sequence, tokens, shared, plan, peak, memory, efficiency, rates):
     keys = visible_keys(config, sequence) if plan.fused_attention else sequence
     widths = block_widths(config, key_value_copies(config, plan.tensor))
     queries, keys_values = widths.queries, widths.keys_values
-    flops = 2 * 2.0 * tokens * keys * queries / tensor
-    size = (2 * queries + keys_values) * tokens / tensor * DTYPE_BYTES[config.compute_dtype]
+    flops = 2 * 2.0 * tokens * keys * queries / shared
+    size = (2 * queries + keys_values) * tokens / shared * DTYPE_BYTES[config.compute_dtype]
     if not plan.fused_attention:
-        size = size + SCORE_BYTES * tokens * sequence * config.num_heads / tensor
+        size = size + SCORE_BYTES * tokens * sequence * config.num_heads / shared
     if "attention" in rates:
         return Section(flops, size, flops / rates["attention"])
     seconds = flops / (peak * efficiency.attention)

@@ -52,7 +52,7 @@ class Page:
 def render(page: Page) -> str:
     """Returns the page as HTML that needs no network."""
     count = page.rows[0]["data"] * page.rows[0]["stage"]
-    chips = count * page.rows[0]["fsdp"] * page.rows[0]["tensor"]
+    chips = count * page.rows[0]["fsdp"] * page.rows[0]["feature"] * page.rows[0]["tensor"]
     contents = {
         "page": page,
         "roofline": search_figures.roofline(page.chip, page.dtype, page.models),

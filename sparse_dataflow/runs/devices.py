@@ -22,6 +22,7 @@ from sparse_dataflow.parallel.pipeline.pipelined import Pipelined, executor_over
 from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.parallel.relay.relay import RelayConfig
+from sparse_dataflow.parallel.sharded import Sharded
 from sparse_dataflow.planning import memory
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.training.step import abstract_state
@@ -183,6 +184,13 @@ def check(
             "without stages."
         )
     for variant in variants:
+        changes = len(variant.phase_specs) > 1 or variant.phase_specs[0].runtime_layouts
+        if changes and isinstance(executor, Sharded) and executor.mesh.shape["feature"] > 1:
+            raise UserError(
+                f"--evolution={variant.evolution.method} with {executor.describe()}, whose axis "
+                "feature cuts each stored block; legal: --evolution=static, or a mesh without "
+                "feature."
+            )
         for phase in variant.phase_specs:
             executor.check(phase.model, variant.training)
     if memory_bytes is None or executor == SINGLE_DEVICE or relay:

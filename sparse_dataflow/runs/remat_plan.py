@@ -14,6 +14,7 @@ from sparse_dataflow.distributed import processes
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip, Network
 from sparse_dataflow.hardware.detect import host_memory_bytes
+from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.parallel.sharded import Sharded
 from sparse_dataflow.planning import memory, plan_memory, remat
@@ -172,7 +173,7 @@ def _rest(estimate):
 
 def _plan(training, executor, kind):
     sizes = dict(executor.mesh.shape) if isinstance(executor, Sharded) else {}
-    sizes = {axis: sizes.get(axis, 1) for axis in ("data", "stage", "fsdp", "tensor")}
+    sizes = {axis: sizes.get(axis, 1) for axis in meshes.AXES}
     rows = training.micro_batches * sizes["data"] * sizes["fsdp"]
     sharded = isinstance(executor, Sharded)
     return ParallelPlan(

@@ -6,9 +6,9 @@ from eight_devices import on_eight_devices
 
 @pytest.mark.slow
 def test_scores_over_meshes_equal_those_of_one_device(run_folder):
-    meshes = ["data:2,fsdp:2,tensor:2", "tensor:8"]
+    meshes = ["data:2,fsdp:2,tensor:2", "data:2,feature:2,tensor:2", "tensor:8"]
     differences = on_eight_devices("evaluation/mesh_scores.py", run_folder.path, *meshes)
-    assert len(differences) == 4
+    assert len(differences) == 6
     for variant in ("sparse", "dense"):
         message = differences.pop(f"{variant} tensor:8")
         assert "tensor:8 does not divide 4 heads" in message

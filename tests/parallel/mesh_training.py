@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.aot import hlo
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.families import FAMILIES
@@ -67,6 +68,8 @@ MODELS = {
     ),
     "shared": sparse("monarch", num_layers=3, shared_layers=True),
     "low_rank": DENSE.with_linears(LinearSpec("low_rank", "low_rank", 0.5)),
+    "sparse_gated": sparse("monarch", num_heads=8, gated_mlp=True),
+    "sparse_gated_full": sparse("monarch", num_heads=8, gated_mlp=True, remat="full"),
     "dense_deep": dataclasses.replace(DENSE, num_layers=8),
     "sparse_deep": sparse("monarch", num_layers=5),
     "llama": dataclasses.replace(
@@ -174,8 +177,8 @@ def compiled_step(model, training, executor, state, batch, **counted):
     return step.lower(state, batch, np.float32(1e-3), **counted).compile()
 
 
-def gathers(name, texts):
-    """Returns {text: shapes that the step gathers}; nothing runs."""
+def gathers(name, texts, of_step=lambda text: gathered(text)):
+    """Returns {text: shapes that the step gathers}, or another function of its text; runs none."""
     model, shapes = MODELS[name], {}
     for text in texts:
         sharded, micro = executor(text, model)
@@ -184,8 +187,14 @@ def gathers(name, texts):
         state = state._replace(tables=tables_of(model, sharded)[2])
         batch = sharded.put({"tokens": np.zeros((BATCH, SEQUENCE + 1), np.int32)}, BATCH)["tokens"]
         step = compiled_step(model, training, sharded, state, batch)
-        shapes[text] = gathered(step.as_text())
+        shapes[text] = of_step(step.as_text())
     return shapes
+
+
+def collectives(name, texts):
+    """Returns {text: [kind, devices, bytes, times] of the collectives of a step}; nothing runs."""
+    tuples = lambda text: [(c.kind, c.group, c.bytes, c.times) for c in hlo.collectives(text)]  # noqa: E731
+    return gathers(name, texts, tuples)
 
 
 def canonical(executor, state, tables, model):
@@ -339,5 +348,6 @@ def evolve(name, texts):
 
 if __name__ == "__main__":
     task, name, *texts = sys.argv[1:]
-    run = {"compare": compare, "gathers": gathers, "move": move, "evolve": evolve}[task]
+    tasks = (compare, gathers, collectives, move, evolve)
+    run = {function.__name__: function for function in tasks}[task]
     print(json.dumps(run(name, texts)))

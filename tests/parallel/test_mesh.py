@@ -44,7 +44,7 @@ def test_a_wrong_product_is_refused_with_a_legal_mesh(sizes, devices):
 
 
 def test_auto_is_fsdp_over_all_devices():
-    assert meshes.parse("auto", 8) == {"data": 1, "stage": 1, "fsdp": 8, "tensor": 1}
+    assert meshes.parse("auto", 8) == dict.fromkeys(meshes.AXES, 1) | {"fsdp": 8}
 
 
 @pytest.mark.parametrize(
@@ -79,4 +79,4 @@ def test_the_outermost_axes_cross_the_islands(sizes, islands):
     inner = [size for size, crossed in zip(sizes.values(), outer) if crossed < size]
     assert all(size % crossed == 0 for size, crossed in zip(sizes.values(), outer))
     if inner and islands == sizes["data"]:
-        assert outer == [islands, 1, 1, 1]
+        assert outer == [islands] + [1] * (len(sizes) - 1)

@@ -184,6 +184,48 @@ def test_the_planner_prices_replicated_key_value_weights(tensor, sparse):
             {},
             "does not divide the 2 groups of --set sparsity.hadamard=32 of attn_out; .* 1, 2",
         ),
+        (
+            "feature:4,tensor:2",
+            {},
+            {},
+            r"feature:4 with tensor:2 does not divide 4 key/value heads; legal .*: 1, 2\.",
+        ),
+        (
+            "feature:4",
+            {"linears": {"qkv": LinearSpec("block_sparse", "dense", 1.0, 2)}},
+            {},
+            r"does not divide the 2 features of a block; legal for this model: 1, 2\.",
+        ),
+        (
+            "feature:2",
+            {
+                "linears": {
+                    "qkv": LinearSpec("block_sparse", "dense", 1.0, 8),
+                    "mlp_in": LinearSpec("block_sparse", "dense", 1.0, 16),
+                }
+            },
+            {},
+            r"needs blocks of the same side .*; legal for this model: 1\.",
+        ),
+        (
+            "feature:2",
+            {"linears": {"attn_out": LinearSpec("block_sparse", "dense", 1.0, 8, hadamard=8)}},
+            {},
+            r"leaves 4 consecutive features to sparsity.hadamard=8; legal for this model: 1\.",
+        ),
+        ("feature:2", {"experts": 4}, {}, r"cannot cut experts; legal for this model: 1\."),
+        (
+            "feature:2",
+            {"linears": {"qkv": LinearSpec("low_rank", density=0.5)}},
+            {},
+            r"cannot cut weights of sparsity.pattern=low_rank; legal for this model: 1\.",
+        ),
+        (
+            "feature:2,tensor:4",
+            {"num_kv_heads": 2, "fused_qkv": False},
+            {},
+            r"at most the 2 key/value heads; legal for this model: 1\.",
+        ),
     ],
 )
 def test_a_mesh_that_does_not_divide_is_refused(mesh, model, training, message):

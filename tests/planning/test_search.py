@@ -100,6 +100,19 @@ def test_a_tensor_axis_may_be_a_multiple_of_the_key_value_heads(fused):
     np.testing.assert_array_equal(refused, [0, 0, 0, 1, 0, fused])
 
 
+def test_the_axis_feature_is_priced_on_request():
+    assert GRID.levels["feature"] == (1,)
+    spec = LinearSpec("block_sparse", density=1 / 8, block=64)
+    request = dataclasses.replace(GRID.request, config=SMALL.with_linears(spec), largest_feature=16)
+    prices = search.price(request)
+    ranked = [plan for plan, _ in prices.ranked(prices.legal.size)]
+    wide = [plan for plan in ranked if plan.feature > 1]
+    assert {plan.feature for plan in wide} == {2, 4, 8, 16}
+    # It divides the 16 heads with tensor, and there are no stages.
+    assert {(plan.stage, plan.chips) for plan in wide} == {(1, 16)}
+    assert max(plan.layer_chips for plan in wide) == 16 and {p.feature for p in ranked} > {1}
+
+
 def test_an_illegal_batch_is_answered_with_the_closest_legal_one():
     # 48 chips are 3 times a power of two, so legal batches are multiples of 3.
     with pytest.raises(

@@ -112,6 +112,22 @@ def test_tensor_parallel_reduces_four_times_a_block_and_again_what_is_recomputed
         assert time.terms["tensor"] == pytest.approx(4 * reductions * once)
 
 
+def test_the_axis_feature_gathers_and_reduce_scatters_each_projection():
+    """The arrays are those of `layer_gathers`, which compiled programs are compared with."""
+    tensor = seconds(ParallelPlan(tensor=4)).terms["tensor"]
+    size, arrays = collectives.layer_gathers(MODEL, 2048, 4, 2)
+    once = [collectives.gather_seconds(array, 2, 2, SWITCH, IDEAL) for array in arrays.values()]
+    both = seconds(ParallelPlan(tensor=4, feature=2))
+    assert both.terms["tensor"] == pytest.approx(tensor / 2 + 4 * 2 * sum(once))
+    assert 2 * size == collectives.layer_gathers(MODEL, 2048, 4, 1)[0]
+    # Half the work of a chip in products and in weights.
+    for name in ("attention", "qkv", "mlp_out", "head"):
+        half = both.sections[name].flops * 2
+        assert half == pytest.approx(seconds(ParallelPlan(tensor=4)).sections[name].flops)
+    weights = [stage_parameters(MODEL, ParallelPlan(tensor=4, feature=n)) for n in (1, 2)]
+    assert weights[0] == 2 * weights[1]
+
+
 @pytest.mark.parametrize("schedule", sorted(BUBBLES))
 def test_bubble_by_its_closed_form(schedule):
     chunks = 2 if schedule == "interleaved" else 1

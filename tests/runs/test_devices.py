@@ -77,3 +77,22 @@ def test_a_schedule_that_cannot_be_is_refused_before_anything_runs(
     training = TrainingConfig(1, 6, 64, micro_batches)
     with pytest.raises(UserError, match=message):
         made.check(SIZES["pico"], training)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh=stage:2,feature:2"], "cuts the residual stream that stages send; legal with sta"),
+        (
+            ["--mesh=feature:2", "--evolution=rigl"],
+            "--evolution=rigl with --mesh=feature:2.*legal: --evolution=static, or a mesh without",
+        ),
+        (["--mesh=feature:2", "--evolution=shared_to_own"], "legal: --evolution=static"),
+    ],
+)
+def test_what_the_axis_feature_cannot_cut_is_refused_in_words(arguments, message):
+    [request] = command_line.arguments(
+        ["toy", "--scale=pico", "--block=16", *arguments], tuple(NAMED), None
+    )
+    with pytest.raises(UserError, match=message):
+        devices.describe(request.config())

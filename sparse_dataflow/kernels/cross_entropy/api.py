@@ -13,6 +13,7 @@ from jax import lax
 
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.cross_entropy import vocabulary
+from sparse_dataflow.kernels.cross_entropy.vocabulary import Axis
 
 CHUNK = 512
 """Tokens of a chunk, whose logits are in memory at once."""
@@ -25,7 +26,7 @@ def token_scores(
     x: jax.Array,
     embedding: jax.Array,
     targets: jax.Array,
-    axis: str | None = None,
+    axis: Axis | None = None,
     size: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return each target's negative log-likelihood in nats, and whether it is a likeliest token.
@@ -34,7 +35,7 @@ def token_scores(
       x: float [tokens, d_model], normalised hidden states.
       embedding: float [vocab, d_model], the tied output layer.
       targets: int32 [tokens].
-      axis: `shard_map` axis over which the embedding's rows are sharded, or None.
+      axis: axes of `shard_map` over which the embedding's rows are sharded, or None.
       size: vocabulary size, if the embedding has padding rows after it.
 
     Returns:
@@ -58,7 +59,7 @@ def token_losses(
     x: jax.Array,
     embedding: jax.Array,
     targets: jax.Array,
-    axis: str | None = None,
+    axis: Axis | None = None,
     size: int | None = None,
 ) -> jax.Array:
     """Return only the losses of `token_scores`: float32 [tokens]."""
@@ -71,7 +72,7 @@ def weighted_loss(
     embedding: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
-    axis: str | None = None,
+    axis: Axis | None = None,
     size: int | None = None,
 ) -> jax.Array:
     """Return the sum over tokens of weights * token_losses, a float32 scalar.

@@ -1,4 +1,4 @@
-"""A vocabulary sharded over a `shard_map` axis: every device has equally many consecutive rows.
+"""A vocabulary sharded over axes of `shard_map`: every device has equally many consecutive rows.
 
 With `axis` None, one device has all rows.  Rows past the vocabulary's size are padding, which makes
 the shards equal.
@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+Axis = str | tuple[str, ...]
+"""Axis of `shard_map`, or several, outermost first."""
 
-def lookup(table: jax.Array, tokens: jax.Array, axis: str) -> jax.Array:
+
+def lookup(table: jax.Array, tokens: jax.Array, axis: Axis) -> jax.Array:
     """Look up tokens in the local rows; tokens of other devices give zeros, so sum over `axis`.
 
     Args:
@@ -25,12 +28,12 @@ def lookup(table: jax.Array, tokens: jax.Array, axis: str) -> jax.Array:
     return jnp.where(is_local[..., None], table[jnp.clip(rows, 0, len(table) - 1)], 0)
 
 
-def local_rows(tokens: jax.Array, local_vocab: int, axis: str | None) -> jax.Array:
+def local_rows(tokens: jax.Array, local_vocab: int, axis: Axis | None) -> jax.Array:
     """Return the tokens' rows on this device; outside [0, local_vocab) on another device."""
     return tokens if axis is None else tokens - lax.axis_index(axis) * local_vocab
 
 
-def mask_padding(logits: jax.Array, size: int | None, axis: str | None) -> jax.Array:
+def mask_padding(logits: jax.Array, size: int | None, axis: Axis | None) -> jax.Array:
     """Set the logits of padding rows to -inf: float [tokens, vocab / devices].
 
     Args:
@@ -45,7 +48,7 @@ def mask_padding(logits: jax.Array, size: int | None, axis: str | None) -> jax.A
     return jnp.where(first + jnp.arange(local_vocab) < size, logits, -jnp.inf)
 
 
-def logsumexp(logits: jax.Array, axis: str | None) -> jax.Array:
+def logsumexp(logits: jax.Array, axis: Axis | None) -> jax.Array:
     """Reduce over the whole vocabulary: float [tokens, vocab / devices] -> [tokens]."""
     if axis is None:
         return jax.nn.logsumexp(logits, axis=1)
@@ -53,13 +56,13 @@ def logsumexp(logits: jax.Array, axis: str | None) -> jax.Array:
     return jnp.log(lax.psum(jnp.sum(jnp.exp(logits - top[:, None]), axis=1), axis)) + top
 
 
-def largest(logits: jax.Array, axis: str | None) -> jax.Array:
+def largest(logits: jax.Array, axis: Axis | None) -> jax.Array:
     """Return the maximum over the whole vocabulary: [tokens, vocab / devices] -> [tokens]."""
     local_max = jnp.max(logits, axis=1)
     return local_max if axis is None else lax.pmax(local_max, axis)
 
 
-def at(logits: jax.Array, rows: jax.Array, axis: str | None) -> jax.Array:
+def at(logits: jax.Array, rows: jax.Array, axis: Axis | None) -> jax.Array:
     """Return the logit at each token's local row, which one device has: float [tokens]."""
     if axis is None:
         return jnp.take_along_axis(logits, rows[:, None], axis=1)[:, 0]

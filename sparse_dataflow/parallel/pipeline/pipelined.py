@@ -49,6 +49,11 @@ class Pipelined(Sharded):
 
     def check(self, model, training):
         """See `Executor`."""
+        if self.mesh.shape["feature"] > 1:
+            raise UserError(
+                f"--mesh={meshes.describe(self.mesh)} cuts the residual stream that stages send; "
+                "legal with stage: the axes data, fsdp and tensor."
+            )
         if training.adapter_rank:
             raise UserError(
                 f"training.adapter_rank={training.adapter_rank} on a mesh with stages; legal with "

@@ -6,7 +6,6 @@ from typing import Any
 from sparse_dataflow.config import settings
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.parallel.pipeline import schedules
-from sparse_dataflow.planning.nearest import MESH
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.runs.planning.options import ModelOptions
 from sparse_dataflow.runs.request import spelling
@@ -29,7 +28,7 @@ def flags(options: ModelOptions, plan: ParallelPlan) -> str:
         "training.batch": plan.batch,
         "training.micro_batches": plan.accumulation,
         "model.remat": plan.remat,
-        "parallel.mesh": ",".join(f"{axis}:{getattr(plan, axis)}" for axis in MESH),
+        "parallel.mesh": plan.mesh,
         "parallel.zero": plan.zero,
     }
     if plan.stage > 1:

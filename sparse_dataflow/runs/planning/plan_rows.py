@@ -7,6 +7,7 @@ from sparse_dataflow.hardware import chips
 from sparse_dataflow.planning import cost, search
 from sparse_dataflow.planning.efficiency import slower_than_dense
 from sparse_dataflow.planning.memory import USABLE
+from sparse_dataflow.planning.nearest import MESH
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 
 
@@ -25,7 +26,7 @@ def row(request: search.Request, plan: ParallelPlan, speed: float) -> dict[str, 
         "mfu": cost.mfu(flops, speed, request.chip, request.config.compute_dtype),
         "gib": float(request.chip_bytes(plan)) / chips.GIB,
         "memory_share": float(request.chip_bytes(plan)) / (USABLE * request.chip.capacity),
-        **{name: getattr(plan, name) for name in ("data", "stage", "fsdp", "tensor")},
+        **{name: getattr(plan, name) for name in MESH},
         **{name: getattr(plan, name) for name in ("micro_batch", "accumulation", "chunks")},
         **{name: getattr(plan, name) for name in search.NAMES},
         "limit": request.time(plan).limit,

@@ -33,6 +33,7 @@ def run(options) -> None:
         options.batch or options.scale_batch,
         chips.lookup(options.hardware),
         options.chips,
+        largest_feature=options.feature,
     )
     with folders.claimed(Path(options.out), "layout_search") as folder:
         _search(options, request, folder)

@@ -78,7 +78,8 @@ def text(best: Table, verdicts: Sequence[str]) -> str:
         mark = ("*" if number == best.recommended else " ") + ("=" if row["tie"] else " ")
         gain = f" {row['over_dense']:>7.2f}x" if sparse else ""
         exchange = ", exchange" if row["experts"] == "exchange" else ""
-        choices = f"{row['zero']}, {row['remat']}{exchange}"
+        feature = f", feature:{row['feature']}" if row["feature"] > 1 else ""
+        choices = f"{row['zero']}, {row['remat']}{exchange}{feature}"
         schedule = f"{row['schedule']}{'/' + str(row['chunks']) if row['chunks'] > 1 else ''}"
         lines.append(
             f"{mark}{row['tokens_per_second']:>11,.0f} {row['days']:>8,.1f}{gain} "
