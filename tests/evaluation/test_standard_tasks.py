@@ -174,7 +174,9 @@ def test_groups_of_a_file_a_folder_and_an_index_are_aggregated(
         assert both.values.tolist() == [*mine.values, *one.values]
 
 
-def test_task_files_that_cannot_be_used_are_named(lm_eval_tasks, manager, tmp_path):
+def test_task_files_that_cannot_be_used_are_named(lm_eval_tasks, manager, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # datasets looks for JSON in all of the working directory.
+
     def refusal(name):
         with pytest.raises(UserError) as error:
             lm_eval_tasks.load_tasks(str(name), manager, ("cloze",))

@@ -51,7 +51,9 @@ def arms():
 def test_every_arm_is_a_model_that_can_be_trained(arms):
     assert arms["dense"].name == "dense" and not arms["dense"].model.sparse_projections
     for name, variant in arms.items():
-        assert variant.name == ("sparse" if variant.model.sparse_projections else "dense")
+        model = variant.model
+        is_dense = not (model.sparse_projections or model.low_rank_projections)
+        assert variant.name == ("dense" if is_dense else "sparse")
         assert (variant.name == "dense") == (
             name in ("dense", "moe_equal_flops", "moe_equal_parameters")
         )
