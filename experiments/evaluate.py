@@ -69,8 +69,8 @@ class Options(ActivationOptions):
     seed: int = setting(0, "Draws the items of the own tasks.", legal=AT_LEAST_ZERO)
     mesh: str = setting(
         "auto",
-        "Devices along the axes data, fsdp and tensor, as in data:2,tensor:4; auto is fsdp on all "
-        "devices.",
+        "Devices along the axes data, fsdp, feature, tensor, as in data:2,tensor:4; auto is fsdp "
+        "on all devices.",
     )
 
 

@@ -165,6 +165,8 @@ def _scores(trained, result):
         return _NO_TASK
     if judged["step"] != trained.step:
         return f"They were evaluated after step {judged['step']:,} only, not of these weights."
+    if share := result.get("activation_sparsity"):
+        return f"They were evaluated with {share:.0%} of the inputs as zeros only, not exactly."
     rows = []
     for row in result["rows"]:
         model = row["models"][trained.variant]

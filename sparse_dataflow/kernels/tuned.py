@@ -224,11 +224,11 @@ def parse(kind: Any, data: Any, where: str) -> Any:
     """
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        if not isinstance(data, dict) or data.keys() != hints.keys():
+        # A field that an older file lacks takes its default.
+        needed = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
+        if not isinstance(data, dict) or not needed <= data.keys() <= hints.keys():
             raise UserError(f"{where}: {kind.__name__} needs the fields {', '.join(hints)}.")
-        return kind(
-            **{name: parse(hint, data[name], f"{where}, {name}") for name, hint in hints.items()}
-        )
+        return kind(**{name: parse(hints[name], data[name], f"{where}, {name}") for name in data})
     if typing.get_origin(kind) is tuple and isinstance(data, list):
         return tuple(parse(typing.get_args(kind)[0], item, where) for item in data)
     if type(data) is not kind or (kind is int and not 0 <= data <= MAX_INTEGER):

@@ -8,23 +8,15 @@ import jax
 from flax import nnx
 
 from sparse_dataflow.config.model import MLP, ROW_PARALLEL, ModelConfig
-from sparse_dataflow.kernels.gelu.api import gelu
+from sparse_dataflow.kernels.gelu.api import gelu, saving_input, silu
 from sparse_dataflow.kernels.sparse_mlp.api import gated_sparse_mlp, sparse_mlp
 from sparse_dataflow.models.linear import InputThreshold, Linear, Probe
 
-
-def _saving_input(function):
-    """Returns an elementwise function whose gradient saves only the input, as that of `gelu`."""
-    saving = jax.custom_vjp(function)
-    saving.defvjp(lambda x: (function(x), x), lambda x, dy: jax.vjp(function, x)[1](dy))
-    return saving
-
-
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu,
-    "gelu_exact": _saving_input(functools.partial(jax.nn.gelu, approximate=False)),
+    "gelu_exact": saving_input(functools.partial(jax.nn.gelu, approximate=False)),
     "relu": jax.nn.relu,
-    "silu": _saving_input(jax.nn.silu),
+    "silu": silu,
 }
 
 
@@ -83,7 +75,9 @@ class Mlp(nnx.Module):
     def _fused_gated_mlp(self, x_BxTxD, tables):
         """Returns mlp_out's product if one kernel has a plain gated MLP of this target; or None."""
         config = self.config
-        if not config.gated_mlp or {"mlp_gate", "mlp_in"} & set(config.biases):
+        if not config.gated_mlp or config.quantized:
+            return None
+        if {"mlp_gate", "mlp_in"} & set(config.biases):
             return None
         layers = [getattr(self, name) for name in MLP]
         if any(_sees_inputs(tables.get(name)) for name in MLP):

@@ -250,9 +250,11 @@ def decoding_bytes(
     for name in config.projections:
         fan_in, fan_out = config.projection_shape(name)
         rank, bias = config.linear(name).rank, fan_out if name in config.biases else 0
-        dense = config.linear(name).kind == "dense"
-        zeros = activation_sparsity if dense and skips_rows("cpu", batch, fan_out) else 0
-        stored = fan_in * fan_out * fractions[name] * (1 - zeros) + rank * (fan_in + fan_out)
+        stored = fan_in * fan_out * fractions[name] + rank * (fan_in + fan_out)
+        # Outputs of the weight that reads the inputs, if it is stored in rows.
+        row = config.factor_rank(name) or fan_out * (config.linear(name).kind == "dense")
+        if row and skips_rows("cpu", batch, row):
+            stored -= activation_sparsity * fan_in * row
         read = 1
         if config.experts and name in MLP:
             routed = batch * config.prototypes * config.top_k

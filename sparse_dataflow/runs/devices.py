@@ -118,7 +118,7 @@ def _pipelines(plan, stages):
     if plan.executor == "whole" and stages > 1:
         raise UserError(
             f"--mesh={plan.mesh} cuts the model by layers, and --executor=whole keeps them "
-            "together; legal: --executor=pipeline, or the axes data, fsdp, tensor."
+            "together; legal: --executor=pipeline, or the axes data, fsdp, feature, tensor."
         )
     if stages == 1 and plan.schedule != ParallelConfig().schedule:
         raise UserError(
@@ -186,6 +186,11 @@ def check(
     for variant in variants:
         changes = len(variant.phase_specs) > 1 or variant.phase_specs[0].runtime_layouts
         if changes and isinstance(executor, Sharded) and executor.mesh.shape["feature"] > 1:
+            if variant.evolution.given_layouts:
+                raise UserError(
+                    f"--init_from with {executor.describe()}, whose axis feature cuts each stored "
+                    "block; legal: drawn weights, dense weights, or a mesh without feature."
+                )
             raise UserError(
                 f"--evolution={variant.evolution.method} with {executor.describe()}, whose axis "
                 "feature cuts each stored block; legal: --evolution=static, or a mesh without "

@@ -30,7 +30,7 @@ from sparse_dataflow.interchange.load import load, variants
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.sharded import Sharded
 from sparse_dataflow.runs import evaluation_report, evaluation_tasks, measurement
-from sparse_dataflow.runs.training_data import FINAL_WINDOWS, corpus_tokens
+from sparse_dataflow.runs.training_data import FINAL_WINDOWS, corpus_tokens, refuse_changed
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.run_files import RunRecord, read_config, read_record
 
@@ -101,6 +101,7 @@ def evaluate(options) -> None:
         "corpus": {"name": corpus.name, "hash": corpus.content_hash},
         "models": {name: _described(trained) for name, trained in models.items()},
         "context": context,
+        "activation_sparsity": share,
         "notes": notes,
         "rows": rows,
     }
@@ -170,11 +171,7 @@ def _loss_of(options) -> str:
 def _corpus(name, models, answers) -> Corpus:
     corpus = load_corpus(name, cache.FOLDER, answers)
     for trained in models:
-        if trained.record and corpus.content_hash != trained.record.corpus_hash:
-            raise UserError(
-                f"The corpus {corpus.name} has changed since {trained.folder} was trained on it, "
-                "so the documents that it held out are not known; put it back as it was."
-            )
+        refuse_changed(corpus, trained)
     return corpus
 
 
@@ -182,7 +179,7 @@ def _scorer(mesh, trained):
     """The model's forward over the devices that --mesh names, and the limits of one call."""
     sizes = meshes.parse(mesh, jax.device_count())
     if sizes["stage"] > 1:
-        raise UserError(f"--mesh={mesh} has stages; legal here: the axes data, fsdp and tensor.")
+        raise UserError(f"--mesh={mesh} has stages; legal: data, fsdp, feature, tensor.")
     if jax.device_count() == 1:
         return scoring.single_device_forward(trained), scoring.batch_limits(trained)
     executor = Sharded(meshes.make(sizes))

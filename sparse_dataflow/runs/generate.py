@@ -18,7 +18,7 @@ from sparse_dataflow.evaluation.composition import Experts, Prompt
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs.training_data import corpus_tokens
+from sparse_dataflow.runs.training_data import corpus_tokens, refuse_changed
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.run_files import read_config
 
@@ -41,6 +41,7 @@ def with_thresholds(trained: Model, share: float) -> Model:
         )
     answers = read_config(trained.folder).data.loss == "answers"
     corpus = load_corpus(trained.record.corpus, cache.FOLDER, answers)
+    refuse_changed(corpus, trained)
     tokens, _ = corpus_tokens(corpus, trained, answers)
     return activation_sparsity.with_thresholds(trained, tokens, share)
 

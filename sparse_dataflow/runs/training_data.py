@@ -10,6 +10,7 @@ from sparse_dataflow.data.stored import TokenArray
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.evaluation.trained import Model
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.programs import HeldOut, TrainingData
@@ -103,6 +104,15 @@ def answer_rows(
             if count:
                 say(f"  {count:,} {name} {words}")
     return rows
+
+
+def refuse_changed(corpus: Corpus, trained: Model) -> None:
+    """Raises UserError where the run was trained on other documents of this name."""
+    if trained.record and corpus.content_hash != trained.record.corpus_hash:
+        raise UserError(
+            f"The corpus {corpus.name} has changed since {trained.folder} was trained on it, "
+            "so the documents that it held out are not known; put it back as it was."
+        )
 
 
 def corpus_tokens(

@@ -266,6 +266,18 @@ def test_a_damaged_file_falls_back_to_the_heuristic_with_one_warning(folder, war
     assert len(warnings) == 1 and words in warnings[0]
 
 
+def test_a_field_that_an_older_file_lacks_takes_its_default():
+    @dataclasses.dataclass(frozen=True)
+    class Tiles:
+        rows: int
+        wide: bool = False
+
+    assert tuned.parse(Tiles, {"rows": 8}, "here") == Tiles(8)
+    for data in ({"wide": True}, {"rows": 8, "deep": 1}):
+        with pytest.raises(UserError, match="Tiles needs the fields rows, wide"):
+            tuned.parse(Tiles, data, "here")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

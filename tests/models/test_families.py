@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import re
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from random_models import HALF, arbitrary_params, as_dense, logits_of, tokens_of
 
 from sparse_dataflow.config.families import FAMILIES
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 
 TINY = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
 
@@ -77,6 +79,16 @@ def test_a_sparse_gated_mlp_equals_the_dense_one_of_its_weights(fields):
     """Also with the GELU and the bias that `sparse_mlp` would fuse without a gate."""
     config = dataclasses.replace(TINY, **{**FAMILIES["qwen3"], **fields}).with_linears(HALF)
     assert_equals_its_dense_model(config)
+
+
+def test_a_gated_mlp_is_quantized_where_its_groups_could_run_by_themselves():
+    """Two blocks of seven products each: q, k, v, attn_out and three of the MLP."""
+    pytest.importorskip("qwix")
+    groups = LinearSpec("block_sparse", "monarch", density=0.5, block=8)
+    config = dataclasses.replace(TINY, **FAMILIES["llama"], precision="int8").with_linears(groups)
+    params, tokens = arbitrary_params(config, 0), tokens_of(config, 3, 16, 0)
+    text = str(jax.make_jaxpr(lambda tokens: logits_of(config, params, tokens))(tokens))
+    assert len(re.findall(r"i32\[[0-9,]*\] = dot_general", text)) == 14
 
 
 def exact_logits(config, params, tokens):

@@ -1,5 +1,7 @@
 """Which flags make a pipeline, and what contradicts it; no device of these meshes is there."""
 
+import dataclasses
+
 import pytest
 
 from sparse_dataflow.config.presets import SIZES
@@ -9,6 +11,7 @@ from sparse_dataflow.parallel.pipeline.pipelined import Pipelined
 from sparse_dataflow.parallel.sharded import Sharded
 from sparse_dataflow.runs import command_line, devices
 from sparse_dataflow.runs.request import NAMED
+from sparse_dataflow.training.variants import variants
 
 
 def executor(*arguments):
@@ -96,3 +99,15 @@ def test_what_the_axis_feature_cannot_cut_is_refused_in_words(arguments, message
     )
     with pytest.raises(UserError, match=message):
         devices.describe(request.config())
+
+
+def test_given_blocks_on_the_axis_feature_are_refused_by_their_flag():
+    [request] = command_line.arguments(
+        ["toy", "--scale=pico", "--block=16", "--mesh=feature:2"], tuple(NAMED), None
+    )
+    config = request.config()
+    [drawn] = [each for each in variants(config) if each.name == "sparse"]
+    given = dataclasses.replace(drawn.evolution, given_layouts=True)
+    begun = dataclasses.replace(drawn, evolution=given)
+    with pytest.raises(UserError, match=r"--init_from with .*legal: drawn weights, dense weights"):
+        devices.check(devices.executor(config, describing=True), config, [begun], None)

@@ -1,9 +1,8 @@
 """The block-sparse MLP in plain XLA, group by group, of layouts known at trace time.
 
 Where each group of mlp_out reads the hidden blocks that one group of mlp_in computes (`monarch`),
-the groups are MLPs by themselves.  The hidden layer is then never assembled or taken apart: a step
-of `nano` on two cores is 5% faster than with two products.  One batched product over the groups is
-as fast.
+the groups are MLPs by themselves.  The hidden layer is then never assembled or taken apart, which
+is faster than two products (docs/performance.md).  One batched product over the groups is as fast.
 """
 
 import functools
@@ -14,10 +13,10 @@ import jax
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.block_sparse_matmul import xla_static
 from sparse_dataflow.kernels.block_sparse_matmul.api import MAX_STATIC_GROUPS, check_operands
-from sparse_dataflow.kernels.gelu.api import gelu
+from sparse_dataflow.kernels.gelu.api import gelu, silu
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"gelu": gelu, "silu": jax.nn.silu}
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"gelu": gelu, "silu": silu}
 """Elementwise functions of the hidden layer, or of its gate."""
 
 Chain = tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]

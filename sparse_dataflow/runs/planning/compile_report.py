@@ -58,6 +58,7 @@ class CompilePlan:
             self.topology.size,
             self.parallel.state_dtype,
             self.parallel.optimizer,
+            largest_feature=int(self.parallel.feature),
         )
 
     @property
