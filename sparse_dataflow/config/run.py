@@ -227,7 +227,7 @@ class RunConfig:
             self._check_relay()
 
     def _check_low_rank(self):
-        """Refuses what only stored blocks can do, and given weights, which are none of factors."""
+        """Refuses what needs stored blocks, and given weights, as factors are drawn."""
         for path, value, legal in (
             ("evolution.method", self.evolution.method, ("static", "shared_to_own")),
             ("sparsity.budget", self.sparsity.budget, ("uniform",)),

@@ -21,7 +21,7 @@ def observed_block(
     observe: Observe,
     **block: Any,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Applies a block and observes the inputs of its projections, but those of experts.
+    """Applies a block and observes the inputs of its projections, except experts.
 
     Args:
       model: config of the layer's group.

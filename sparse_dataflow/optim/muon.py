@@ -154,7 +154,7 @@ def orthogonalize(stack: Any) -> Any:
 
 
 def with_bounded_products(updates: Any, params: Any) -> Any:
-    """Returns updates in which those of two factors move their product as far as a dense weight.
+    """Returns updates whose two factors move their product as far as a dense weight moves.
 
     Spectron (arXiv 2602.12429, algorithm 1) orthogonalises the momentum of both factors and divides
     the learning rate by |A| + |B| + 1, spectral norms.  A product then changes by dA B + A dB +

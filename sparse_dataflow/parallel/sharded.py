@@ -278,8 +278,7 @@ class Sharded(Executor):
         return placed._replace(tables=state.tables)
 
     def _reordered(self, state, model, permutation):
-        """Places a state with the blocks of row-parallel projections reordered, and the features of
-        the residual stream.
+        """Places a state with blocks of row-parallel projections and residual features reordered.
 
         `permutation` maps the order of the shards to the indices to take.
         """

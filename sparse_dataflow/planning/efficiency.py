@@ -183,11 +183,10 @@ its kept result."""
 
 
 def block_rate(family: str, spec: LinearSpec, efficiency: Efficiency) -> float:
-    """Returns the FLOP/s of a projection's product relative to a dense one; 1 for dense weights and
-    factors.
+    """Returns the FLOP/s of a projection's product relative to a dense one.
 
-    A side between two measured ones has the rate of the smaller.  Below the smallest, the rate is
-    proportional to the side.
+    It is 1 for dense weights and factors.  A side between two measured ones has the rate of the
+    smaller.  Below the smallest, the rate is proportional to the side.
     """
     if spec.kind != "block_sparse":
         return 1.0

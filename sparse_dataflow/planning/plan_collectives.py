@@ -21,26 +21,25 @@ def tensor_seconds(config, tokens, plan, network, efficiency):
     size, arrays = collectives.layer_gathers(config, tokens, plan.tensor, plan.feature)
     reductions = 4 + ("attn_out" in recomputed) + ("mlp_out" in recomputed)
     island = plan.island or network.island
-    tensor = np.asarray(plan.tensor)
-    axes = _tensor_axes(tensor, island, network)
-    near = np.minimum(tensor, island)
-    seconds = collectives.reduce_seconds(size, tensor, near, network, efficiency, axes)
-    seconds = reductions * seconds
-    feature = np.asarray(plan.feature)
-    near = np.clip(island // tensor, 1, feature)
-    axes = _tensor_axes(feature, island, network)
+    tensor, feature = np.asarray(plan.tensor), np.asarray(plan.feature)
+
+    def group(chips, near):
+        return chips, near, network, efficiency, _torus_axes(chips, island, network)
+
+    of_tensor = group(tensor, np.minimum(tensor, island))
+    of_feature = group(feature, np.clip(island // tensor, 1, feature))
+    seconds = reductions * collectives.reduce_seconds(size, *of_tensor)
     for name, array in arrays.items():
         again = bool(recomputed) if name in ROW_PARALLEL else name in recomputed
-        gather = collectives.gather_seconds(array, feature, near, network, efficiency, axes)
-        seconds = seconds + (2 + again) * gather
+        seconds = seconds + (2 + again) * collectives.gather_seconds(array, *of_feature)
     return seconds * (1 - efficiency.tensor_overlap * plan.tensor_overlaps)
 
 
-def _tensor_axes(tensor, island, network):
-    """Returns the number of torus axes that a group of `tensor` chips spans; 0 for one chip."""
+def _torus_axes(chips, island, network):
+    """Returns the number of torus axes that a group of chips spans; 0 for one chip."""
     side = min(island, network.island) ** (1 / network.axes) * (1 + 1e-9)
-    along = np.ceil(np.log(tensor) / np.log(max(side, 2)) - 1e-9)
-    return np.where(tensor > 1, np.clip(along, 1, network.axes), 0)
+    along = np.ceil(np.log(chips) / np.log(max(side, 2)) - 1e-9)
+    return np.where(chips > 1, np.clip(along, 1, network.axes), 0)
 
 
 def send_seconds(size, plan, network, efficiency):
@@ -116,5 +115,5 @@ def _fsdp_links(plan, network):
     """Returns the chips of "fsdp" in one island, and the torus axes that the axis spans."""
     island = plan.island or network.island
     shared = np.asarray(plan.layer_chips)
-    axes = np.maximum(network.axes - _tensor_axes(shared, island, network), 1)
+    axes = np.maximum(network.axes - _torus_axes(shared, island, network), 1)
     return np.clip(island // shared, 1, np.asarray(plan.fsdp)), axes

@@ -281,10 +281,10 @@ def _copied_weights(config, plan):
         name: config.factor_rank(name) * config.projection_shape(name)[name in ROW_PARALLEL]
         for name in config.low_rank_projections
     }
-    own = sum(size for name, size in factors.items() if name in KEY_VALUE)
-    others = sum(factors.values()) - own
-    own = np.where(key_value_copies(config, tensor) > 1, copied, own)
-    return (tensor - 1) * (own + others)
+    of_key_value = sum(size for name, size in factors.items() if name in KEY_VALUE)
+    of_others = sum(factors.values()) - of_key_value
+    key_value = np.where(key_value_copies(config, tensor) > 1, copied, of_key_value)
+    return (tensor - 1) * (key_value + of_others)
 
 
 def optimizer_bytes(config: ModelConfig, plan: ParallelPlan):

@@ -50,8 +50,8 @@ def sparse_mlp(
       implementation: one of IMPLEMENTATIONS, or None to choose by platform and layouts.
         "products" runs two block-sparse matmuls; "pallas_tpu_grouped" and "pallas_tpu" keep the
         hidden layer in VMEM, of equal groups and where that is faster; "pallas_hopper" fuses the
-        GELU and its derivative into the products; "xla_static" runs group by group where those of
-        W_out read the hidden features of one group each, of concrete tables.
+        GELU and its derivative into the products; "xla_static" runs group by group, of concrete
+        tables whose groups of W_out each read the hidden features of one group of W_in.
 
     Returns:
       [..., out_features] in x's dtype.
