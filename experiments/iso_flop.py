@@ -5,7 +5,7 @@ sparser a model, the wider it is.  The width of a head and d_ff / d_model stay. 
 same tokens, the same number of trials of its learning rate on tuning documents, and the same seeds.
 Bits per byte are measured on other, held-out documents.  Differences to the dense model are paired
 by seed, with intervals of Student's t.  Time to quality is what an arm needs to reach the final
-loss of the best-tuned dense model of its budget.
+loss of the best-tuned dense model of its budget and length.
 
     python -m experiments.iso_flop --pattern=monarch --block=4 --budgets=0.27 --equal=flops
         one core: about 6 hours
@@ -19,9 +19,10 @@ loss of the best-tuned dense model of its budget.
 On a CPU the pattern `monarch` compiles and trains faster than `random`, the default here, whose
 outputs read several separate blocks, as in the 13B.
 
-Leaves OUT/settings.json, OUT/runs.jsonl (a line for each run), OUT/iso_flop.json, OUT/iso_flop.md
-and OUT/iso_flop.png. The same command goes on where it was stopped, also with more budgets,
-densities, optimizers or seeds. These files are enough to go on with on another machine.
+Leaves OUT/settings.json, OUT/runs.jsonl (a line for each run), OUT/iso_flop.json, OUT/iso_flop.md,
+OUT/iso_flop.png and, of several lengths, OUT/iso_flop_length.png. The same command goes on where it
+was stopped, also with more budgets, lengths, densities, optimizers or seeds. These files are enough
+to go on with on another machine.
 """
 
 import dataclasses
@@ -57,7 +58,9 @@ class Options:
     equal: tuple[str, ...] = setting(
         EQUAL, "What the arms have in common with the dense model.", choices=EQUAL
     )
-    steps: int = setting(1000, "Optimizer steps of every training.", legal=AT_LEAST_ONE)
+    steps: tuple[int, ...] = setting(
+        (1000,), "Lengths of training, in optimizer steps.", legal=AT_LEAST_ONE
+    )
     trials: int = setting(4, "Trials of the learning rate of each arm.", legal=AT_LEAST_ONE)
     seeds: int = setting(3, "Measured seeds of each arm.", legal=AT_LEAST_ONE)
     headline_seeds: int = setting(

@@ -42,11 +42,13 @@ def test_a_small_study_goes_on_with_the_same_list(job, tmp_path):
     flops = [arm["flops_per_token"] for arm in result["arms"]]
     assert flops[1] == pytest.approx(flops[0], rel=0.025)
     assert dense["time_to_quality"]["tokens"] == pytest.approx(4 * 8 * 64)
-    assert "## Equal FLOPs, budget 1, adamw" in (tmp_path / "s" / "iso_flop.md").read_text()
+    assert (
+        "## Equal FLOPs, budget 1, 4 steps, adamw" in (tmp_path / "s" / "iso_flop.md").read_text()
+    )
     assert (tmp_path / "s" / "iso_flop.png").exists()
 
     # Its small files are enough to go on with: here two seeds more, and no run again.
-    shutil.rmtree(tmp_path / "s" / "budget_1")
+    shutil.rmtree(tmp_path / "s" / "steps_4")
     done = job.run(*arguments, "--headline_seeds=3", experiment="iso_flop")
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "s" / "runs.jsonl").read_text().splitlines()

@@ -21,7 +21,7 @@ BUDGETS, DENSITIES, EQUAL = (0.25, 1), (1, 0.5, 0.125), ("flops", "parameters")
 
 @pytest.fixture(scope="module")
 def plan():
-    curves = iso_flop.plan_curves(CONFIG, 1024, BUDGETS, DENSITIES, ("adamw",), EQUAL)
+    curves = iso_flop.plan_curves(CONFIG, 1024, BUDGETS, DENSITIES, ("adamw",), EQUAL, (20, 80))
     return Plan(curves, trials=3, seeds=3, headline_seeds=5)
 
 
@@ -30,8 +30,9 @@ def fake_result(run, shift=0.0):
     bits = 2 + abs(math.log2(run.arm.stored_density / 0.5)) / 10 + shift
     bits += abs(math.log2(run.multiplier / 2)) / 10 + 0.01 * math.sin(run.seed * run.arm.density)
     return {
-        "bits_per_byte": bits, "steps": 20, "tokens": 200, "flops": 2e6, "seconds": 3.0,
-        "step_seconds": 0.1, "curve": [[100, bits + 1], [200, bits]],
+        "bits_per_byte": bits, "steps": run.arm.steps, "tokens": 10 * run.arm.steps,
+        "flops": 1e5 * run.arm.steps, "seconds": 3.0, "step_seconds": 0.1,
+        "curve": [[5 * run.arm.steps, bits + 1], [10 * run.arm.steps, bits]],
     }  # fmt: skip
 
 
@@ -66,7 +67,7 @@ def test_arms_of_a_curve_have_the_dense_models_cost(plan):
 
 def test_arms_keep_head_width_and_the_ratio_of_d_ff_that_a_user_sets():
     config = CONFIG.change(model__num_heads=16, model__d_ff=768, sparsity__block=4)
-    (curve,) = iso_flop.plan_curves(config, 300, (1,), (0.5, 0.125), ("muon",), ("flops",))
+    (curve,) = iso_flop.plan_curves(config, 300, (1,), (0.5, 0.125), ("muon",), ("flops",), (20,))
     for arm in curve.arms:
         assert arm.model.d_ff == 3 * arm.model.d_model
         assert 16 / 1.5 <= arm.model.head_width <= 16 * 1.5
@@ -77,7 +78,7 @@ def test_arms_that_end_dense_have_the_dense_models_flops_on_average():
     config = CONFIG.change(
         evolution__method="sparse_to_dense", evolution__at=0.4, training__steps=50
     )
-    (curve,) = iso_flop.plan_curves(config, 1024, (1,), (0.5, 0.125), ("muon",), ("flops",))
+    (curve,) = iso_flop.plan_curves(config, 1024, (1,), (0.5, 0.125), ("muon",), ("flops",), (50,))
     flops = []
     for arm in curve.arms:
         of_arm = arm.config(config, 1.0, 0)
@@ -86,7 +87,7 @@ def test_arms_that_end_dense_have_the_dense_models_flops_on_average():
         flops.append(run_flops(chosen.model, chosen.evolution, chosen.training) / tokens)
         assert flops[-1] == pytest.approx(iso_flop.flops_per_token(config, arm.model))
     assert flops == pytest.approx([flops[0]] * 3, rel=0.025)
-    stays = iso_flop.plan_curves(CONFIG, 1024, (1,), (0.125,), ("muon",), ("flops",))
+    stays = iso_flop.plan_curves(CONFIG, 1024, (1,), (0.125,), ("muon",), ("flops",), (20,))
     assert curve.arms[2].model.d_model < stays[0].arms[1].model.d_model
 
 
@@ -155,8 +156,44 @@ def test_tables_and_figure_show_every_arm(plan, tmp_path):
     results = all_results(plan)
     curves = [iso_flop_report.summary(plan, curve, results) for curve in plan.curves]
     table = iso_flop_report.curve_table(curves[0])
-    assert table.startswith("## Equal FLOPs, budget 0.25, adamw")
+    assert table.startswith("## Equal FLOPs, budget 0.25, 20 steps, adamw")
     assert "| 0.125 | " in table and "not reached" in table and "Minimum: density 0.5" in table
-    assert iso_flop_report.arms_table(plan, CONFIG).count("\n") == 2 + len(plan.arms)
-    iso_flop_report.draw(curves, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert iso_flop_report.arms_table(plan, CONFIG).count("\n") == 2 + len(plan.arms) / 2
+    for draw in (iso_flop_report.draw, iso_flop_report.draw_lengths):
+        draw(curves, tmp_path / f"{draw.__name__}.png")
+        assert (tmp_path / f"{draw.__name__}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_of_lengths_have_the_relative_numbers(plan):
+    results = all_results(plan)
+    chosen = [
+        summary
+        for curve in plan.curves
+        if (curve.equal, curve.budget) == ("flops", 1)
+        for summary in [iso_flop_report.summary(plan, curve, results)]
+    ]
+    assert [(curve["steps"], curve["tokens"]) for curve in chosen] == [(20, 200), (80, 800)]
+    for curve in chosen:
+        dense, half, eighth = curve["arms"]
+        value, low, high = iso_flop_report.relative_difference(chosen, curve, half)
+        assert value == pytest.approx(
+            100 * (half["to_dense"]["difference"] / dense["bits_per_byte"])
+        )
+        assert low < value < high < 0
+        assert iso_flop_report.relative_flops(chosen, curve, dense)[0] == pytest.approx(1)
+        assert 0.5 < iso_flop_report.relative_flops(chosen, curve, half)[0] < 1
+        assert iso_flop_report.relative_flops(chosen, curve, eighth) is None
+
+
+def test_lines_of_a_study_of_one_length_are_read(plan, tmp_path):
+    results = all_results(plan)
+    tokens = iso_flop.step_tokens(CONFIG)
+    lines, expected = [], {}
+    for run in iso_flop.run_list(plan, results):
+        result = {**results[run.name], "tokens": run.arm.steps * tokens}
+        expected[run.name] = result
+        lines.append({"name": run.name.partition("/")[2], "result": result})
+    path = tmp_path / "runs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    read = iso_flop.read_lines(path, tokens)
+    assert {line["name"]: line["result"] for line in read} == expected

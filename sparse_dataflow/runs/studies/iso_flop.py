@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,7 @@ class Arm:
         model, which belongs to both.
       budget: FLOPs per token of the dense model, relative to the scale's dense model.
       optimizer: value of `training.optimizer`.
+      steps: optimizer steps of each of its trainings.
       density: requested density; 1 is the dense model.
       model: the shape.
       mismatch: cost relative to the dense model's, minus 1; for the dense model, its FLOPs relative
@@ -69,6 +71,7 @@ class Arm:
     equal: str
     budget: float
     optimizer: str
+    steps: int
     density: float
     model: ModelConfig
     mismatch: float
@@ -77,7 +80,7 @@ class Arm:
     def name(self) -> str:
         """Folder of the arm, relative to that of the study."""
         arm = f"{self.equal}_density_{self.density:g}" if self.equal else "dense"
-        return f"budget_{self.budget:g}/{self.optimizer}/{arm}"
+        return f"steps_{self.steps}/budget_{self.budget:g}/{self.optimizer}/{arm}"
 
     @property
     def stored_density(self) -> float:
@@ -98,6 +101,7 @@ class Arm:
             "model__num_kv_heads": self.model.num_kv_heads,
             "model__d_ff": self.model.d_ff,
             "sparsity__density": self.stored_density,
+            "training__steps": self.steps,
             "training__optimizer": self.optimizer,
             "training__learning_rate": multiplier * base.training.learning_rate,
             "training__seed": seed,
@@ -133,11 +137,12 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """The arms of one budget, one equal cost and one optimizer, the dense one first."""
+    """The arms of one length, budget, equal cost and optimizer, the dense one first."""
 
     equal: str
     budget: float
     optimizer: str
+    steps: int
     arms: tuple[Arm, ...]
 
 
@@ -170,7 +175,7 @@ def run(
     densities: Sequence[float],
     optimizers: Sequence[str],
     equal: Sequence[str],
-    steps: int,
+    steps: Sequence[int],
     trials: int,
     seeds: int,
     headline_seeds: int,
@@ -184,7 +189,7 @@ def run(
       densities: densities of the arms; the dense model is always one of them.
       optimizers: values of `training.optimizer`.
       equal: what the arms of a curve share: "flops", "parameters".
-      steps: optimizer steps of every training.
+      steps: lengths of training in optimizer steps, each with curves of its own.
       trials: trials of the learning rate of each arm.
       seeds: measured seeds of each arm.
       headline_seeds: measured seeds of the lowest arm of a curve, and of the dense one.
@@ -200,12 +205,13 @@ def run(
 
     if not optimizers or not equal:
         raise UserError("--optimizers or --equal names nothing, so there is nothing to train.")
+    steps = sorted(set(steps))
     folder = Path(out)
     folders.refuse_foreign(folder, OWNER)
-    base = study.prepare(request, VARIED, {"training.steps": steps}, tuned=True)
-    study.keep_settings(folder, base.config, OWNER)
+    base = study.prepare(request, VARIED, {"training.steps": steps[-1]}, tuned=True)
+    study.keep_settings(folder, base.config, OWNER, varied=["training.steps"])
     curves = plan_curves(
-        base.config, base.tokenizer.vocab_size, budgets, densities, optimizers, equal
+        base.config, base.tokenizer.vocab_size, budgets, densities, optimizers, equal, steps
     )
     plan = Plan(curves, trials, seeds, max(seeds, headline_seeds))
     for arm in plan.arms:
@@ -228,6 +234,7 @@ def plan_curves(
     densities: Sequence[float],
     optimizers: Sequence[str],
     equal: Sequence[str],
+    steps: Sequence[int],
 ) -> tuple[Curve, ...]:
     """Returns the arms of each curve.
 
@@ -238,6 +245,7 @@ def plan_curves(
       densities: see `run`.
       optimizers: see `run`.
       equal: see `run`.
+      steps: see `run`.
 
     Raises:
       UserError: no width gives an arm its cost.
@@ -256,20 +264,25 @@ def plan_curves(
             for name in equal
             for density in sorted(set(densities) - {1.0}, reverse=True)
         }
-        for optimizer in optimizers:
-            for name in equal:
-                arms = [Arm("", budget, optimizer, 1.0, dense, to_budget)]
-                for (other, density), model in models.items():
-                    if other == name:
-                        relative = cost_of[name](model) / cost_of[name](dense) - 1
-                        arms.append(Arm(name, budget, optimizer, density, model, relative))
-                curves.append(Curve(name, budget, optimizer, tuple(arms)))
+        for length, optimizer, name in itertools.product(sorted(steps), optimizers, equal):
+            arm = functools.partial(Arm, budget=budget, optimizer=optimizer, steps=length)
+            arms = [arm(equal="", density=1.0, model=dense, mismatch=to_budget)]
+            for (other, density), model in models.items():
+                if other == name:
+                    relative = cost_of[name](model) / cost_of[name](dense) - 1
+                    arms.append(arm(equal=name, density=density, model=model, mismatch=relative))
+            curves.append(Curve(name, budget, optimizer, length, tuple(arms)))
     return tuple(curves)
 
 
 def flops_per_token(config: RunConfig, model: ModelConfig) -> float:
     """Returns the FLOPs per token of a training, on average over the phases of its evolution."""
     return mean_flops_per_token(model, config.evolution, config.training.sequence)
+
+
+def step_tokens(config: RunConfig) -> int:
+    """Returns the tokens of an optimizer step."""
+    return config.training.batch * config.training.sequence
 
 
 def run_list(plan: Plan, results: Mapping[str, dict]) -> list[Run]:
@@ -356,7 +369,7 @@ def variant_of(base: Study, each: Run) -> Variant:
 def _train_all(base: Study, plan: Plan, folder: Path, stop) -> Results | None:
     """Trains every run without a result; returns all results, or None if `stop()` ended it."""
     path = folder / "runs.jsonl"
-    lines = _read_lines(path)
+    lines = read_lines(path, step_tokens(base.config))
     compiled: dict = {}
     previous: Run | None = None
     while True:
@@ -393,7 +406,7 @@ def _trained(base, each, where, stop, compiled):
         )  # fmt: skip
     except DivergedError as error:
         say(f"{each.name}: {error}")
-        tokens = chosen.training.steps * chosen.training.batch * chosen.training.sequence
+        tokens = each.arm.steps * step_tokens(base.config)
         result = {"bits_per_byte": None, "tokens": tokens, "seconds": 0.0, "flops": 0.0}
         study.keep_result(where, result)
         return result
@@ -409,9 +422,10 @@ def _progress(base, plan, results):
     flops = sum(result["flops"] for result in results.values())
     if flops:
         seconds = sum(result["seconds"] for result in results.values())
-        training = base.config.training
-        tokens = training.steps * training.batch * training.sequence
-        of_arms = [tokens * flops_per_token(base.config, a.model) for a in plan.arms]
+        of_arms = [
+            a.steps * step_tokens(base.config) * flops_per_token(base.config, a.model)
+            for a in plan.arms
+        ]
         left = max(0.0, total * sum(of_arms) / len(of_arms) - flops)
         text += f", about {left * seconds / flops / 3600:.1f} h of training left"
     return text
@@ -425,6 +439,7 @@ def _line(base, each, result):
         "equal": each.arm.equal,
         "budget": each.arm.budget,
         "optimizer": each.arm.optimizer,
+        "steps": each.arm.steps,
         "density": each.arm.density,
         "multiplier": each.multiplier,
         "seed": each.seed,
@@ -433,14 +448,20 @@ def _line(base, each, result):
     }
 
 
-def _read_lines(path):
-    """Returns the lines of runs.jsonl; the folders of those runs are not needed any more."""
+def read_lines(path, tokens):
+    """Returns the lines of runs.jsonl; the folders of those runs are not needed any more.
+
+    Lines of before a study had several lengths do not name theirs: tokens / `tokens` of a step.
+    """
     if not path.exists():
         return []
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         for line in lines:
-            bits_per_byte(line["result"]), line["name"]
+            bits_per_byte(line["result"])
+            if "steps" not in line:
+                line["steps"] = line["result"]["tokens"] // tokens
+                line["name"] = f"steps_{line['steps']}/{line['name']}"
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
             f"{path} is damaged ({error!r}); remove it to make it anew from the runs' folders."

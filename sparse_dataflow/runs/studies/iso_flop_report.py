@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ NONE = "-"
 
 
 def write(base: Study, plan: Plan, results: Mapping[str, dict], folder: Path) -> None:
-    """Writes iso_flop.json, iso_flop.md and iso_flop.png, and prints the tables.
+    """Writes iso_flop.json, iso_flop.md, iso_flop.png and, of several lengths, iso_flop_length.png;
+    prints the tables.
 
     Args:
       base: the study.
@@ -56,6 +57,8 @@ def write(base: Study, plan: Plan, results: Mapping[str, dict], folder: Path) ->
     )
     (folder / "iso_flop.md").write_text(text)
     draw(curves, folder / "iso_flop.png")
+    if len({curve["steps"] for curve in curves}) > 1:
+        draw_lengths(curves, folder / "iso_flop_length.png")
     say(text)
 
 
@@ -78,6 +81,7 @@ def _shape(arm: Arm, config: RunConfig) -> dict[str, Any]:
         "equal": arm.equal,
         "budget": arm.budget,
         "optimizer": arm.optimizer,
+        "steps": arm.steps,
         "density": arm.density,
         "stored_density": arm.stored_density,
         "width": model.d_model,
@@ -91,14 +95,16 @@ def _shape(arm: Arm, config: RunConfig) -> dict[str, Any]:
 
 
 def arms_table(plan: Plan, config: RunConfig) -> str:
-    """Returns a Markdown table of the models, equal for all optimizers."""
+    """Returns a Markdown table of the models, equal for all optimizers and lengths."""
     lines = [
         "| budget | equal | density | stored | width | heads | blocks an output reads "
         "| FLOPs a token | stored in projections | mismatch |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    optimizer = plan.curves[0].optimizer
-    for arm in (arm for arm in plan.arms if arm.optimizer == optimizer):
+    first = plan.curves[0]
+    for arm in plan.arms:
+        if (arm.optimizer, arm.steps) != (first.optimizer, first.steps):
+            continue
         s = _shape(arm, config)
         lines.append(
             f"| {arm.budget:g} | {arm.equal or 'dense'} | {arm.density:g} | "
@@ -114,8 +120,8 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
     Bits per byte are means over the seeds that all arms have.  Differences to the dense arm are
     paired by seed, over all seeds that both have, as a seed draws the same order of the data in
     every arm; intervals are Student's t at 95%.  Time to quality is what an arm needs to reach the
-    final loss of the best-tuned dense arm of the budget, over optimizers, by the seeds that all
-    arms have.
+    final loss of the best-tuned dense arm of the budget and length, over optimizers, by the seeds
+    that all arms have.
     """
     dense = curve.arms[0]
     of_dense = iso_flop.measured_results(plan, dense, results)
@@ -159,6 +165,8 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
         "equal": curve.equal,
         "budget": curve.budget,
         "optimizer": curve.optimizer,
+        "steps": curve.steps,
+        "tokens": next(iter(of_dense.values()))["tokens"],
         "target": target,
         "minimum": lowest["name"] if lowest else None,
         "significant": bool(lowest and _is_below(lowest["to_dense"])),
@@ -173,8 +181,9 @@ def _is_below(difference):
 
 def quality_target(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> float | None:
     """Returns the final loss, in bits per byte of the periodic evaluation, of the best-tuned dense
-    model of a budget over all optimizers; None where every dense training diverged."""
-    dense = {c.arms[0].name: c.arms[0] for c in plan.curves if c.budget == curve.budget}
+    model of a budget and length over all optimizers; None where every one diverged."""
+    same = [c for c in plan.curves if (c.budget, c.steps) == (curve.budget, curve.steps)]
+    dense = {c.arms[0].name: c.arms[0] for c in same}
     finals = []
     for arm in dense.values():
         measured = iso_flop.measured_results(plan, arm, results)
@@ -184,11 +193,15 @@ def quality_target(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> flo
     return min(finals, default=None)
 
 
+def _title(curve):
+    equal = "FLOPs" if curve["equal"] == "flops" else curve["equal"]
+    return f"Equal {equal}, budget {curve['budget']:g}, {curve['steps']:,} steps"
+
+
 def curve_table(curve: Mapping[str, Any]) -> str:
     """Returns a Markdown table of one `summary`, and its minimum in words."""
     lines = [
-        f"## Equal {'FLOPs' if curve['equal'] == 'flops' else curve['equal']}, budget "
-        f"{curve['budget']:g}, {curve['optimizer']}\n",
+        f"## {_title(curve)}, {curve['optimizer']}\n",
         "| density | bits per byte | seeds | to dense, 95% interval | rate | seconds a step "
         "| to quality: tokens | FLOPs | seconds |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -229,23 +242,84 @@ def _verdict(curve):
 
 
 def draw(curves: list[dict[str, Any]], path: Path) -> None:
-    """Draws bits per byte over stored density: a panel for each equal cost and budget, a curve for
-    each optimizer.  A sparse point is the dense one plus the paired difference, and its bar is the
-    95% interval of that."""
-    drawn = []
-    for equal, budget in dict.fromkeys((c["equal"], c["budget"]) for c in curves):
-        chosen = [c for c in curves if (c["equal"], c["budget"]) == (equal, budget)]
-        drawn.append(
+    """Draws bits per byte over stored density: a panel for each equal cost, budget and length, a
+    curve for each optimizer.  A sparse point is the dense one plus the paired difference, and its
+    bar is the 95% interval of that."""
+    drawn: dict[str, list] = {}
+    for curve in curves:
+        drawn.setdefault(_title(curve), []).append(curve)
+    panels.save_panels(
+        path,
+        [
             panels.Panel(
-                f"Equal {'FLOPs' if equal == 'flops' else equal}, budget {budget:g}",
+                title,
                 "stored density",
                 "held-out bits per byte",
                 {c["optimizer"]: _drawn_curve(c) for c in chosen},
                 log_x=2,
                 ticks=[a["density"] for a in chosen[0]["arms"]],
             )
-        )
+            for title, chosen in drawn.items()
+        ],
+    )
+
+
+def draw_lengths(curves: list[dict[str, Any]], path: Path) -> None:
+    """Draws `relative_difference` and `relative_flops` over the tokens of a training: two panels
+    for each equal cost and budget, a curve for each density and optimizer."""
+    drawn = []
+    for equal, budget in dict.fromkeys((c["equal"], c["budget"]) for c in curves):
+        chosen = [c for c in curves if (c["equal"], c["budget"]) == (equal, budget)]
+        words = f"Equal {'FLOPs' if equal == 'flops' else equal}, budget {budget:g}"
+        for label, values in _BY_LENGTH.items():
+            rows: dict[str, list] = {}
+            for each in chosen:
+                for arm in each["arms"]:
+                    name = "dense" if arm["density"] == 1 else f"density {arm['density']:g}"
+                    if value := values(chosen, each, arm):
+                        row = each["tokens"], *value
+                        rows.setdefault(f"{name}, {each['optimizer']}", []).append(row)
+            lines = {name: np.transpose(sorted(points)) for name, points in rows.items()}
+            drawn.append(
+                panels.Panel(
+                    words,
+                    "training tokens",
+                    label,
+                    {
+                        name: panels.Curve(x, y, low, high, bars=True)
+                        for name, (x, y, low, high) in lines.items()
+                    },
+                    log_x=2,
+                    ticks=sorted({each["tokens"] for each in chosen}),
+                )
+            )
     panels.save_panels(path, drawn)
+
+
+def relative_difference(
+    chosen: Sequence[Mapping], curve: Mapping, arm: Mapping
+) -> list[float] | None:
+    """Returns the difference to the dense arm in percent and its interval; None without one."""
+    difference, dense = arm["to_dense"], curve["arms"][0]["bits_per_byte"]
+    if not difference or difference["low"] is None or dense is None:
+        return None
+    return [100 * difference[name] / dense for name in ("difference", "low", "high")]
+
+
+def relative_flops(chosen: Sequence[Mapping], curve: Mapping, arm: Mapping) -> list[float] | None:
+    """Returns three times the FLOPs to the best dense model's final loss, relative to that model's;
+    None if the arm does not reach it."""
+    same = [c["arms"][0]["time_to_quality"] for c in chosen if c["steps"] == curve["steps"]]
+    if not arm["time_to_quality"]:
+        return None
+    ratio = arm["time_to_quality"]["flops"] / min(each["flops"] for each in same if each)
+    return [ratio] * 3
+
+
+_BY_LENGTH = {
+    "bits per byte to dense, %": relative_difference,
+    "FLOPs to the dense loss, relative to dense": relative_flops,
+}
 
 
 def _drawn_curve(curve):

@@ -251,10 +251,11 @@ def _saved_steps(where):
     return _read(path, int) if path.exists() else None
 
 
-def keep_settings(folder: Path, config: RunConfig, owner: str) -> None:
+def keep_settings(folder: Path, config: RunConfig, owner: str, varied: Sequence[str] = ()) -> None:
     """Makes a study's folder with its config, or checks that it was made with the same one.
 
-    A setting that the study's version did not have yet counts as its default.
+    A setting that the study's version did not have yet counts as its default.  The paths `varied`
+    may differ, as the study's results name their values.
 
     Raises:
       UserError: it holds trainings of another config, or anything but the study `owner`, or cannot
@@ -270,6 +271,7 @@ def keep_settings(folder: Path, config: RunConfig, owner: str) -> None:
         words = [
             f"{spelling(name)}={now} (saved: {before})"
             for name, before, now in differences(saved, _as_read(settings))
+            if name not in varied
         ]
         if words:
             more = len(words) - _DIFFERENCES_SHOWN
