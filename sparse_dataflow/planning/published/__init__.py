@@ -30,7 +30,7 @@ Rows that were chosen and entered before any prediction of them, after the first
 | file | source |
 | --- | --- |
 | zero_bubble_a100.csv | arXiv 2401.10241, tables 3 and 4, by Sea AI Lab: every run but those of ZB-2p, a schedule that the planner does not know |
-| kempner_h200.csv | KempnerInstitute/KempnerForge: the file that each row names, runs of 7B and more.  Of the 70B in both files, the later run |
+| kempner_h200.csv | KempnerInstitute/KempnerForge: the file that each row names, runs of 7B and more.  Of the 70B in both files, the later run.  The last row was added before the fit after the third sources was changed |
 | flagperf_a100.csv | FlagOpen/FlagPerf: the file that each row names, rows on A100 |
 | vectorlm_a100.csv | VectorInstitute/vectorlm, docs/reference_throughput.md: every run without adapters |
 | tinyllama_a100.csv | jzhang38/TinyLlama |
