@@ -36,6 +36,10 @@ from sparse_dataflow.planning.parallel_plan import (
 # with bias, and GELU.  Unfused: three passes per norm, one per bias, sum, and each of GELU's nine
 # operations.
 ELEMENTS = {True: (10, 2), False: (28, 18)}
+# Elements of an RMSNorm that is one kernel, and of one of seven operations in float32: convert,
+# square, mean, convert the input again, scale, convert back, multiply by the weight (PaddleNLP,
+# transformers/llama/modeling.py, LlamaRMSNorm): 42 bytes for an input of 2 bytes.
+NORM_ELEMENTS = {True: 2, False: 21}
 # Elements per routed row of d_model that sorting the rows of experts reads and writes.
 ROW_ELEMENTS = 4
 # Bytes per score of unfused attention, forward: write, softmax, dropout with its mask, read.
@@ -368,6 +372,8 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
         sections["router"] = product("router", config.d_model, config.experts)
     d_share = shared if plan.sequence_parallel else feature
     d_elements, ff_elements = ELEMENTS[plan.fused]
+    if plan.fused and not plan.fused_norms:
+        d_elements = d_elements + 2 * (NORM_ELEMENTS[False] - NORM_ELEMENTS[True])
     routed = config.active_experts - config.shared_expert if config.experts else 0
     hidden = config.active_experts * config.d_ff
     for name, elements in (

@@ -59,6 +59,9 @@ links, a node or a slice), the figure and its unit, and their status:
 - `weights`: dtype of the master weights, gradients and moments where it is not float32.
 - `schedule`: key of `parallel_plan.BUBBLES`; "interleaved" or "1f1b" by the chunks where it is empty.
 - `attention`: "flash 1" where attention is FlashAttention 1.
+- `fused_norms`: 0 where norms are not one kernel.
+- `slow_gb_s`, `pair_gb_s`: GB/s of a chip to other islands and between two chips of an island, where
+  they are not those of the chip's row in `hardware.chips`.
 - `split`: in the files of the first table, of every four rows in the order of the source, the first
   and last are "fit", the others "test".  Rows of another source in the same file, and all scaling
   rows, are "test".  On MI250X only the 175B is "fit".  In the files of the second table, the first
@@ -311,6 +314,7 @@ def _row(fields):
         schedule=fields.get("schedule") or ("interleaved" if counts["chunks"] > 1 else "1f1b"),
         remat=fields["remat"],
         sequence_parallel=fields["sequence_parallel"] == "1",
+        fused_norms=fields.get("fused_norms", "1") == "1",
         fused_attention=fields["fused_attention"] == "1",
     )
     layers, d_model, heads, d_ff, vocab, sequence = (
@@ -323,10 +327,10 @@ def _row(fields):
         **FAMILIES[fields.get("family", "gpt3")],
     )
     chip = CHIPS[fields["chip"]]
-    if slow := fields.get("slow_gb_s"):
+    links = {"slow": fields.get("slow_gb_s"), "pair": fields.get("pair_gb_s")}
+    if rates := {name: float(rate) * GIGA for name, rate in links.items() if rate}:
         assert chip.network is not None
-        network = dataclasses.replace(chip.network, slow=float(slow) * GIGA)
-        chip = dataclasses.replace(chip, network=network)
+        chip = dataclasses.replace(chip, network=dataclasses.replace(chip.network, **rates))
     stack = "xla" if fields["chip"].startswith("tpu") else fields.get("stack", "megatron")
     return Row(
         fields["name"],
