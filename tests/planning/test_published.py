@@ -12,7 +12,7 @@ from sparse_dataflow.hardware.chips import CHIPS, Chip
 from sparse_dataflow.planning import bands, fitting, memory, published
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, STACKS
 from sparse_dataflow.planning.published import run_memory
-from sparse_dataflow.planning.step_time import stage_parameters
+from sparse_dataflow.planning.step_time import stage_parameters, step_time
 from sparse_dataflow.runs.planning.options import named_model
 
 ROWS = {source: published.rows(source) for source in published.SOURCES}
@@ -214,6 +214,35 @@ def test_flash_attention_1_has_half_the_rate_of_2():
     seconds = fitting.predict_seconds(row, constants)
     assert seconds == fitting.predict_seconds(second, slow)
     assert seconds > fitting.predict_seconds(second, constants)
+
+
+def test_software_of_pytorch_operations_has_norms_of_several_kernels():
+    """Sources whose norm is not a kernel, by their code; compiled models fuse it."""
+    apart = {(row.source, row.stack) for row in EVERY if not row.plan.fused_norms}
+    assert {source for source, _ in apart} == {
+        "aleph_alpha_a100", "fms_fsdp", "torchtitan", "FlagPerf", "Kempner Institute",
+        "Vector Institute",
+    }  # fmt: skip
+    assert not {stack for _, stack in apart} & {"pytorch", "xla", "megatron"}
+    for row in ROWS["flagperf_a100"]:
+        # "use_fused_rms_norm=False" stands beside the runs on 40 GB.
+        paddle_40gb = row.stack == "paddle" and row.chip.name == "a100-40gb"
+        assert row.plan.fused_norms != paddle_40gb, row.name
+
+
+def test_two_of_four_h200_share_a_third_of_their_links():
+    """Four SXM chips without a switch: 18 links of 25 GB/s each, six to every other chip."""
+    for row in ROWS["kempner_h200"]:
+        assert row.chip.network.pair == 150e9 == CHIPS["h200"].network.fast / 3
+        assert "pair" in row.assumed and row.plan.island == 4
+    [two] = [row for row in ROWS["kempner_h200"] if row.name.startswith("Llama 3 8B FSDP 1 TP 2")]
+    switch = dataclasses.replace(two, chip=CHIPS["h200"])
+    constants = EFFICIENCIES[two.key]
+    slow, fast = (
+        float(step_time(r.config, r.sequence, r.plan, r.chip, constants).terms["tensor"])
+        for r in (two, switch)
+    )
+    assert slow / fast == pytest.approx(3, rel=0.02)  # Hops take time, too.
 
 
 def test_the_error_in_other_software_leaves_a_source_out():

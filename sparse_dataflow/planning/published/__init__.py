@@ -328,7 +328,8 @@ def _row(fields):
     )
     chip = CHIPS[fields["chip"]]
     links = {"slow": fields.get("slow_gb_s"), "pair": fields.get("pair_gb_s")}
-    if rates := {name: float(rate) * GIGA for name, rate in links.items() if rate}:
+    rates: dict[str, Any] = {name: float(rate) * GIGA for name, rate in links.items() if rate}
+    if rates:
         assert chip.network is not None
         chip = dataclasses.replace(chip, network=dataclasses.replace(chip.network, **rates))
     stack = "xla" if fields["chip"].startswith("tpu") else fields.get("stack", "megatron")
