@@ -23,7 +23,7 @@ REGIMES = {
 _LARGE, _LONG = 6.5e9, 8192
 
 
-OTHER_SOFTWARE = 0.44
+OTHER_SOFTWARE = 0.39
 """Relative error, in log seconds, that nine of ten runs of software without a fitted run stay
 within; `fitting.fit_other_software` computes it."""
 UNKNOWN = 0.2

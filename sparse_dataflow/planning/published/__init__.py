@@ -90,6 +90,15 @@ fitted 30B in 8 and 16 stages show; the overhead of a repeated pass; `attention`
 their scripts say; `Efficiency.data_overlap`.  Constants and bands were committed before any test row
 or row of CONFIRMATION was looked at.
 
+After these fits, `fused_norms` and `pair_gb_s` were entered in fitted and test rows alike, where
+residuals of "fit" rows led to the code of their sources: foundation-model-stack,
+fms/modules/layernorm.py; LlamaRMSNorm of transformers, which vectorlm loads; RMSNorm of torchtitan
+(torchtitan/models/norms.py) and KempnerForge (kempnerforge/model/norm.py); the column "kernel" of
+Aleph Alpha's sheets; "use_fused_rms_norm=False" in FlagPerf's table, beside the runs on 40 GB (the
+configuration files there say 1).  The lack of that kernel had been suspected of test rows before.
+KempnerForge's nodes have four H200; that no switch joins them is assumed.  Constants and bands were
+committed before any test row or row of CONFIRMATION was looked at.
+
 Context parallelism is described as replicas with a part of a sequence: its exchange of keys is not
 priced.
 """  # noqa: E501
