@@ -1,4 +1,4 @@
-"""Predicted against published: 1,010 runs of Megatron, NeMo, MaxText, Pax, torchtitan and others.
+"""Predicted against published: 1,011 runs of Megatron, NeMo, MaxText, Pax, torchtitan and others.
 
 Prints every row of sparse_dataflow/planning/published with its prediction and error, then the error
 band of every kind of run and how many held-out runs are inside theirs. Each chip family and

@@ -56,7 +56,7 @@ class Network:
         both directions for a torus.
       slow: bytes/s that a chip sends to other islands: its share of the node's adapters.
       axes: axes of the torus; 1 for a switch.
-      pair: bytes/s between two chips of a board if above `fast`, else 0.
+      pair: bytes/s between two chips of a board if it is not `fast`, else 0.
       fast_latency: seconds per hop within an island.
       slow_latency: seconds per hop between islands.
     """

@@ -23,7 +23,7 @@ REGIMES = {
 _LARGE, _LONG = 6.5e9, 8192
 
 
-OTHER_SOFTWARE = 0.44
+OTHER_SOFTWARE = 0.39
 """Relative error, in log seconds, that nine of ten runs of software without a fitted run stay
 within; `fitting.fit_other_software` computes it."""
 UNKNOWN = 0.2
@@ -60,22 +60,22 @@ _BANDS = {
     ("ampere/eager", "small"): (0.07, 38),
     ("ampere/pytorch", "large"): (0.18, 2),
     ("hopper/eager", "large"): (0.11, 16),
-    ("hopper/eager", "small"): (0.14, 15),
+    ("hopper/eager", "small"): (0.13, 15),
     ("hopper/eager", "long"): (0.18, 5),
     ("hopper/pytorch", "large"): (0.47, 8),
     ("ampere/xla", "small"): (0.23, 2),
     ("ampere/xla", "large"): (0.18, 1),
     ("hopper/xla", "large"): (0.24, 10),
     ("hopper/xla", "small"): (0.18, 2),
-    ("hopper/pipelining", "large"): (0.27, 2),
+    ("hopper/pipelining", "large"): (0.3, 2),
     ("ampere/sail", "small"): (0.12, 11),
     ("ampere/sail", "large"): (0.18, 7),
-    ("hopper-500w/eager", "large"): (0.25, 1),
+    ("hopper-500w/eager", "large"): (0.18, 1),
     ("ampere/deepspeed", "large"): (0.16, 30),
     ("ampere/internevo", "large"): (0.32, 23),
     ("ampere/aleph", "large"): (0.13, 69),
     ("ampere/aleph-norm", "large"): (0.17, 120),
-    ("ampere/paddle", "large"): (0.16, 10),
+    ("ampere/paddle", "large"): (0.08, 10),
 }
 BANDS = {domain: Band(*band) for domain, band in _BANDS.items()}
 """(key of EFFICIENCIES, regime) -> band."""

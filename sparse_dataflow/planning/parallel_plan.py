@@ -80,6 +80,7 @@ class ParallelPlan:
         sequence (arXiv 2205.05198).
       tensor_overlaps: whether collectives within layers may overlap with products.
       fused: whether element-wise operations are fused with each other and into products.
+      fused_norms: whether a norm is one kernel where element-wise operations are fused.
       fused_attention: whether attention scores stay on chip (flash attention).
       gradient_bytes: bytes of one gradient element in a collective.
       island: number of chips joined by fast links; None for that of the chip.
@@ -103,6 +104,7 @@ class ParallelPlan:
     sequence_parallel: bool = False
     tensor_overlaps: bool = True
     fused: bool = True
+    fused_norms: bool = True
     fused_attention: bool = True
     gradient_bytes: int = 4
     island: int | None = None

@@ -36,6 +36,9 @@ from sparse_dataflow.planning.parallel_plan import (
 # with bias, and GELU.  Unfused: three passes per norm, one per bias, sum, and each of GELU's nine
 # operations.
 ELEMENTS = {True: (10, 2), False: (28, 18)}
+# Elements that an RMSNorm of six operations in float32 (convert, square, mean, scale, convert back,
+# multiply by the weight: 36 bytes for an input of 2) reads and writes beyond those of one kernel.
+APART_NORM_ELEMENTS = 18 - 2
 # Elements per routed row of d_model that sorting the rows of experts reads and writes.
 ROW_ELEMENTS = 4
 # Bytes per score of unfused attention, forward: write, softmax, dropout with its mask, read.
@@ -370,12 +373,15 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
     d_elements, ff_elements = ELEMENTS[plan.fused]
     routed = config.active_experts - config.shared_expert if config.experts else 0
     hidden = config.active_experts * config.d_ff
-    for name, elements in (
-        ("norms", (d_elements / d_share + ROW_ELEMENTS * routed) * config.d_model),
-        # A gate is one more operand of the activation: two reads and a write.
-        ("gelu", ff_elements * (1.5 if config.gated_mlp else 1) * hidden / shared),
-    ):
-        size = dtype_bytes * tokens * elements * efficiency.traffic
+    norms = (d_elements / d_share + ROW_ELEMENTS * routed) * efficiency.traffic
+    if (
+        plan.fused and not plan.fused_norms
+    ):  # Counted bytes, which are not relative to fused kernels.
+        norms = norms + 2 * APART_NORM_ELEMENTS / d_share
+    # A gate is one more operand of the activation: two reads and a write.
+    gelu = ff_elements * (1.5 if config.gated_mlp else 1) * efficiency.traffic
+    for name, elements in (("norms", norms * config.d_model), ("gelu", gelu * hidden / shared)):
+        size = dtype_bytes * tokens * elements
         sections[name] = Section(0.0 * size, size, size / rates.get(name, memory))
     logits = tokens * config.vocab_size / shared * LOGIT_BYTES * efficiency.traffic
     head = product("head", config.d_model, config.vocab_size / shared)

@@ -58,6 +58,26 @@ def test_one_chip_by_hand():
     assert time.total == pytest.approx(sum(time.terms.values()))
 
 
+def test_norms_that_are_not_one_kernel_pass_over_counted_bytes():
+    """36 bytes an element instead of 4, in two norms and three passes; other software's traffic
+    does not scale them, and only sequence parallelism shards them."""
+    eight = dataclasses.replace(IDEAL, traffic=8.0)
+    for plan, share in (
+        (ParallelPlan(micro_batch=2), 1),
+        (ParallelPlan(micro_batch=2, tensor=4), 1),
+        (ParallelPlan(micro_batch=2, tensor=4, sequence_parallel=True), 4),
+    ):
+        apart = dataclasses.replace(plan, fused_norms=False)
+        for efficiency in (IDEAL, eight):
+            more = (
+                seconds(apart, efficiency=efficiency).total
+                - seconds(plan, efficiency=efficiency).total
+            )
+            assert more == pytest.approx(3 * 4 * 4096 * 2 * 32 * 4096 / share / 2e12)
+    unfused = ParallelPlan(fused=False)
+    assert seconds(unfused).total == seconds(dataclasses.replace(unfused, fused_norms=False)).total
+
+
 def test_quantised_products_run_at_the_rate_of_their_operands_where_the_chip_has_it():
     plan = ParallelPlan(micro_batch=2)
     int8 = dataclasses.replace(MODEL, precision="int8")

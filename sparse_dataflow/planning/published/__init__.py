@@ -30,7 +30,7 @@ Rows that were chosen and entered before any prediction of them, after the first
 | file | source |
 | --- | --- |
 | zero_bubble_a100.csv | arXiv 2401.10241, tables 3 and 4, by Sea AI Lab: every run but those of ZB-2p, a schedule that the planner does not know |
-| kempner_h200.csv | KempnerInstitute/KempnerForge: the file that each row names, runs of 7B and more.  Of the 70B in both files, the later run |
+| kempner_h200.csv | KempnerInstitute/KempnerForge: the file that each row names, runs of 7B and more.  Of the 70B in both files, the later run.  The last row was added before the fit after the third sources was changed |
 | flagperf_a100.csv | FlagOpen/FlagPerf: the file that each row names, rows on A100 |
 | vectorlm_a100.csv | VectorInstitute/vectorlm, docs/reference_throughput.md: every run without adapters |
 | tinyllama_a100.csv | jzhang38/TinyLlama |
@@ -59,6 +59,9 @@ links, a node or a slice), the figure and its unit, and their status:
 - `weights`: dtype of the master weights, gradients and moments where it is not float32.
 - `schedule`: key of `parallel_plan.BUBBLES`; "interleaved" or "1f1b" by the chunks where it is empty.
 - `attention`: "flash 1" where attention is FlashAttention 1.
+- `fused_norms`: 0 where norms are not one kernel.
+- `slow_gb_s`, `pair_gb_s`: GB/s of a chip to other islands and between two chips of an island, where
+  they are not those of the chip's row in `hardware.chips`.
 - `split`: in the files of the first table, of every four rows in the order of the source, the first
   and last are "fit", the others "test".  Rows of another source in the same file, and all scaling
   rows, are "test".  On MI250X only the 175B is "fit".  In the files of the second table, the first
@@ -86,6 +89,15 @@ diagnosis.  Then they were split, and these were chosen by the residuals of "fit
 fitted 30B in 8 and 16 stages show; the overhead of a repeated pass; `attention` of the MPT rows, as
 their scripts say; `Efficiency.data_overlap`.  Constants and bands were committed before any test row
 or row of CONFIRMATION was looked at.
+
+After these fits, `fused_norms` and `pair_gb_s` were entered in fitted and test rows alike, where
+residuals of "fit" rows led to the code of their sources: foundation-model-stack,
+fms/modules/layernorm.py; LlamaRMSNorm of transformers, which vectorlm loads; RMSNorm of torchtitan
+(torchtitan/models/norms.py) and KempnerForge (kempnerforge/model/norm.py); the column "kernel" of
+Aleph Alpha's sheets; "use_fused_rms_norm=False" in FlagPerf's table, beside the runs on 40 GB (the
+configuration files there say 1).  The lack of that kernel had been suspected of test rows before.
+KempnerForge's nodes have four H200; that no switch joins them is assumed.  Constants and bands were
+committed before any test row or row of CONFIRMATION was looked at.
 
 Context parallelism is described as replicas with a part of a sequence: its exchange of keys is not
 priced.
@@ -311,6 +323,7 @@ def _row(fields):
         schedule=fields.get("schedule") or ("interleaved" if counts["chunks"] > 1 else "1f1b"),
         remat=fields["remat"],
         sequence_parallel=fields["sequence_parallel"] == "1",
+        fused_norms=fields.get("fused_norms", "1") == "1",
         fused_attention=fields["fused_attention"] == "1",
     )
     layers, d_model, heads, d_ff, vocab, sequence = (
@@ -323,10 +336,11 @@ def _row(fields):
         **FAMILIES[fields.get("family", "gpt3")],
     )
     chip = CHIPS[fields["chip"]]
-    if slow := fields.get("slow_gb_s"):
+    links = {"slow": fields.get("slow_gb_s"), "pair": fields.get("pair_gb_s")}
+    rates: dict[str, Any] = {name: float(rate) * GIGA for name, rate in links.items() if rate}
+    if rates:
         assert chip.network is not None
-        network = dataclasses.replace(chip.network, slow=float(slow) * GIGA)
-        chip = dataclasses.replace(chip, network=network)
+        chip = dataclasses.replace(chip, network=dataclasses.replace(chip.network, **rates))
     stack = "xla" if fields["chip"].startswith("tpu") else fields.get("stack", "megatron")
     return Row(
         fields["name"],
