@@ -6,6 +6,7 @@
     python -m experiments.generate --run=runs/NAME --prompts=FILE --batch=16
     python -m experiments.generate --runs=runs/CODE,runs/PROSE --prompts=FILE
     python -m experiments.generate --run=runs/NAME --variant=dense --activation_sparsity=0.4
+    python -m experiments.generate --run=runs/MIXTURE --expert_slots=4
 
 Without --variant the sparse model writes, where the run has one.  --interactive continues each line
 of the input; Ctrl-C stops the text being written, Ctrl-D, or Ctrl-C at the prompt, ends it.
@@ -20,6 +21,10 @@ each line has the "run" that wrote it.
 --activation_sparsity lets the smallest inputs of each projection count as zeros (TEAL).  Thresholds
 come from about 1,000 training tokens of the run.  One text on a CPU then reads fewer bytes of dense
 weights; block-sparse weights, several texts, GPUs and TPUs gain nothing.
+
+--expert_slots leaves the experts of a mixture in host memory, and fetches those that the router
+picks.  Each layer has so many of them on the device.  The texts are the same.  Afterwards it prints
+the bytes on the device, the bytes fetched for a token, and the share of fetches that came ahead.
 """
 
 import dataclasses
@@ -39,6 +44,11 @@ class Options(ActivationOptions, ModelOptions):
     )
     router_corpora: str = setting(
         "", "Comma list of a text for each of --runs; empty is what they trained on."
+    )
+    expert_slots: int = setting(
+        0,
+        "Experts of each layer on the device; the others are fetched from host memory. 0 is all.",
+        legal=AT_LEAST_ZERO,
     )
     prompt: str = setting("", "Text to continue; empty begins a document.")
     prompts: str = setting("", "File of prompts, one a line, or .jsonl.", path=True)
@@ -75,6 +85,13 @@ def main(options):
         raise UserError("Give one of --run and --runs.")
     if options.runs and options.activation_sparsity:
         raise UserError("--activation_sparsity is for one --run; leave it or --runs out.")
+    if options.runs and options.expert_slots:
+        raise UserError("--expert_slots is for one --run; leave it or --runs out.")
+    if options.activation_sparsity and options.expert_slots:
+        raise UserError(
+            "--expert_slots is for models with experts, which --activation_sparsity is not for; "
+            "leave one out."
+        )
     if options.router_corpora and not options.runs:
         raise UserError("--router_corpora is for a router, which --runs has; leave it out.")
     runs = composition.run_names(options.runs) if options.runs else []
@@ -82,10 +99,14 @@ def main(options):
     if options.prompts:
         prompts = generate.read_prompts(options.prompts, runs)
     experts: Experts
+    offloaded = None
     if runs:
         routed = not all(prompt.expert for prompt in prompts)
         corpora, variant, checkpoint = options.router_corpora, options.variant, options.checkpoint
         experts = composition.load(runs, variant, checkpoint, routed, corpora)
+    elif options.expert_slots:
+        model, offloaded = generate.offload_experts(options, options.expert_slots)
+        experts = OneModel(model, offloaded)
     else:
         model = load_model.load(options)
         if options.activation_sparsity:
@@ -100,6 +121,8 @@ def main(options):
         generate.write_file(experts, prompts, options.batch, **sampling)
     else:
         generate.write(experts, options.prompt, **sampling)
+    if offloaded:
+        generate.say_traffic(offloaded)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ dtype and the form for decoding, so a sparse model moves its stored blocks and i
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.sharding import SingleDeviceSharding
@@ -58,7 +58,7 @@ class Experts(Protocol):
     def choose(self, prompts: Sequence[Prompt]) -> list[str]:
         """Returns the name of the expert of each prompt."""
 
-    def activate(self, name: str) -> tuple[kv_cache.Weights | None, Switch | None]:
+    def activate(self, name: str) -> tuple[Any, Switch | None]:
         """Puts an expert on the device.
 
         Returns:
@@ -70,17 +70,17 @@ class Experts(Protocol):
 class OneModel:
     """A model that continues every prompt."""
 
-    def __init__(self, model: Model):
-        """Takes a model on the device."""
-        self.models = {"": model}
+    def __init__(self, model: Model, weights: Any = None):
+        """Takes a model and its weights for decoding; None if the model has parameters."""
+        self.models, self._weights = {"": model}, weights
 
     def choose(self, prompts: Sequence[Prompt]) -> list[str]:
         """See `Experts`."""
         return [""] * len(prompts)
 
-    def activate(self, name: str) -> tuple[None, None]:
+    def activate(self, name: str) -> tuple[Any, None]:
         """See `Experts`."""
-        return None, None
+        return self._weights, None
 
 
 class Composition:

@@ -14,6 +14,7 @@ import numpy as np
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.evaluation import kv_cache
+from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
 from sparse_dataflow.evaluation.sampling import Sampling, row_keys, sample_tokens
 from sparse_dataflow.evaluation.stopping import StreamDecoder
 from sparse_dataflow.evaluation.trained import Model
@@ -50,7 +51,7 @@ def generate(
     stop: Sequence[str] = (),
     seed: int | Sequence[int] = 0,
     on_token: Callable[[int, str], None] | None = None,
-    weights: kv_cache.Weights | None = None,
+    weights: kv_cache.Weights | OffloadedExperts | None = None,
 ) -> list[Continuation]:
     """Continues all prompts in one batch.
 
@@ -66,7 +67,8 @@ def generate(
         prompt, a text does not depend on the other prompts of the batch.
       on_token: callback (prompt index, text) with newly generated text. Text is withheld until its
         characters are complete and it cannot become a stop string.
-      weights: the model's parameters from `kv_cache.prepare`; None prepares them in each call.
+      weights: the model's parameters from `kv_cache.prepare`, or with experts in host memory; None
+        prepares them in each call.
 
     Raises:
       UserError: a prompt fills the model's context, or another value is not legal.
@@ -125,7 +127,7 @@ def _prompt_tokens(tokenizer, prompt):
 
 def generate_tokens(
     config: ModelConfig,
-    weights: kv_cache.Weights,
+    weights: kv_cache.Weights | OffloadedExperts,
     prompts: Sequence[Sequence[int]],
     count: int,
     context: int,
@@ -136,7 +138,7 @@ def generate_tokens(
 
     Args:
       config: model config.
-      weights: weights from `kv_cache.prepare`.
+      weights: weights from `kv_cache.prepare`, or with experts in host memory.
       prompts: token ids, at least one per prompt.
       count: maximum number of steps.
       context: context length in tokens, including the prompt.
@@ -156,7 +158,13 @@ def generate_tokens(
         return
     sampling = sampling or Sampling()
     lengths = [len(prompt) for prompt in prompts]
-    rows = bucket(len(prompts), smallest=1)
+    if isinstance(weights, OffloadedExperts):
+        # No rows of padding, which would fetch experts of their own.
+        rows, prefill, decode_token = len(prompts), weights.prefill, weights.decode_token
+    else:
+        rows = bucket(len(prompts), smallest=1)
+        prefill = functools.partial(kv_cache.prefill, config, weights)
+        decode_token = functools.partial(_decode_token, config, weights)
     width = min(bucket(max(lengths)), context)
     cache_tokens = min(bucket(max(lengths) + count), context)
     tokens = np.zeros((rows, width), np.int32)
@@ -173,14 +181,14 @@ def generate_tokens(
         filters=sampling.filters,
     )
     keys = row_keys(sampling.seed, rows)
-    logits, caches = kv_cache.prefill(config, weights, tokens, positions, cache_tokens=cache_tokens)
+    logits, caches = prefill(tokens, positions, cache_tokens=cache_tokens)
     for step in range(count):
         next_tokens = sample(logits, _fold(keys, step) if sampling.stochastic else keys)
         full = [length + step >= context for length in lengths]
         yield [None if f else token for f, token in zip(full, np.asarray(next_tokens).tolist())]
         if step == count - 1 or all(full) or finished():
             return
-        logits, caches = _decode_token(config, weights, caches, next_tokens, positions)
+        logits, caches = decode_token(caches, next_tokens, positions)
         positions = np.minimum(positions + 1, cache_tokens - 1)
 
 

@@ -111,18 +111,19 @@ def prefill(
     Returns:
       (float32 [B, vocab] logits of the next tokens, caches).
     """
-    caches = []
-
-    def attend(q, k, v, window):
-        room = [(0, 0), (0, 0), (0, cache_tokens - k.shape[1]), (0, 0)]
-        caches.append(LayerCache(*(jnp.pad(a.swapaxes(1, 2), room) for a in (k, v))))
-        return causal_attention(q, k, v, window=window)
-
+    caches: list[LayerCache] = []
+    attend = functools.partial(prompt_attention, caches, cache_tokens)
     x_BxTxD = gpt.embed(config, weights.embed, tokens_BxT)
     for params, tables in weights.layers:
         x_BxTxD = gpt.block(config, params, tables, x_BxTxD, attend=attend)
-    last = jnp.take_along_axis(x_BxTxD, (lengths_B - 1)[:, None, None], axis=1)
-    return _logits(config, weights, last), tuple(caches)
+    return last_logits(config, weights, x_BxTxD, lengths_B), tuple(caches)
+
+
+def prompt_attention(caches: list[LayerCache], cache_tokens: int, q, k, v, window) -> jax.Array:
+    """Attention of complete prompts, as `gpt.Block` calls it; appends the layer's cache."""
+    room = [(0, 0), (0, 0), (0, cache_tokens - k.shape[1]), (0, 0)]
+    caches.append(LayerCache(*(jnp.pad(a.swapaxes(1, 2), room) for a in (k, v))))
+    return causal_attention(q, k, v, window=window)
 
 
 def decode_token(
@@ -145,29 +146,37 @@ def decode_token(
       (float32 [B, vocab] logits of the next tokens, updated caches).
     """
     positions_BxT = positions_B[:, None]
-    rows = jnp.arange(len(tokens_B))
-    distance = positions_BxT - jnp.arange(caches[0].keys.shape[2])
-    visible = distance >= 0
-    if config.window:
-        visible &= distance < config.window
     x_BxTxD = gpt.embed(config, weights.embed, tokens_B[:, None], positions_BxT=positions_BxT)
-    new_caches = []
+    new_caches: list[LayerCache] = []
     for (params, tables), cache in zip(weights.layers, caches):
-
-        def attend(q, k, v, window, cache=cache):
-            keys = cache.keys.at[rows, :, positions_B].set(k[:, 0])
-            values = cache.values.at[rows, :, positions_B].set(v[:, 0])
-            new_caches.append(LayerCache(keys, values))
-            keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
-            mask = visible[:, None, None, :]
-            return jax.nn.dot_product_attention(q, keys, values, mask=mask, implementation="xla")
-
+        attend = functools.partial(token_attention, new_caches, cache, positions_B)
         x_BxTxD = gpt.block(
             config, params, tables, x_BxTxD, attend=attend, positions_BxT=positions_BxT
         )
-    return _logits(config, weights, x_BxTxD), tuple(new_caches)
+    return last_logits(config, weights, x_BxTxD, jnp.ones_like(positions_B)), tuple(new_caches)
 
 
-def _logits(config, weights, x_Bx1xD):
+def token_attention(
+    caches: list[LayerCache], cache: LayerCache, positions_B: jax.Array, q, k, v, window
+) -> jax.Array:
+    """Attention of one token a row, as `gpt.Block` calls it; appends the updated cache."""
+    rows = jnp.arange(len(positions_B))
+    distance = positions_B[:, None] - jnp.arange(cache.keys.shape[2])
+    visible = distance >= 0
+    if window:
+        visible &= distance < window
+    keys = cache.keys.at[rows, :, positions_B].set(k[:, 0])
+    values = cache.values.at[rows, :, positions_B].set(v[:, 0])
+    caches.append(LayerCache(keys, values))
+    keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
+    mask = visible[:, None, None, :]
+    return jax.nn.dot_product_attention(q, keys, values, mask=mask, implementation="xla")
+
+
+def last_logits(
+    config: ModelConfig, weights: Weights, x_BxTxD: jax.Array, lengths_B: jax.Array
+) -> jax.Array:
+    """Returns float32 [B, vocab] logits after the last token of each row of `lengths_B` tokens."""
+    last = jnp.take_along_axis(x_BxTxD, (lengths_B - 1)[:, None, None], axis=1)
     params = {"head": weights.head, "embed": weights.embed}
-    return gpt.logits(config, params, x_Bx1xD)[:, 0]
+    return gpt.logits(config, params, last)[:, 0]

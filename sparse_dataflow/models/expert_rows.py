@@ -32,15 +32,23 @@ class Dispatch(NamedTuple):
     rows_NxK: jax.Array
 
 
-def dispatch(config: ModelConfig, experts_NxK: jax.Array) -> tuple[Dispatch, jax.Array]:
+def dispatch(
+    config: ModelConfig, experts_NxK: jax.Array, count: int | None = None
+) -> tuple[Dispatch, jax.Array]:
     """Sorts the choices of tokens by expert, in the order of tokens, and pads to whole tiles.
+
+    Args:
+      config: the model.
+      experts_NxK: int32, the experts of tokens; a choice of expert `count` has no row.
+      count: number of experts whose weights are there, all of the model if None.  Tiles have as
+        many rows as with all.
 
     Returns:
       (Dispatch, int32 [T], ascending, the expert of each tile of S / T rows; the number of experts
       for a tile of padding alone).
     """
-    most = capacity(config, len(experts_NxK))
-    return _by_expert(experts_NxK, config.experts, most, experts_NxK.size)
+    most, count = capacity(config, len(experts_NxK)), count or config.experts
+    return _by_expert(experts_NxK, count, most, experts_NxK.size * count // config.experts)
 
 
 def _by_expert(experts_NxK, count, most, expected):

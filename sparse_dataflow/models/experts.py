@@ -96,11 +96,16 @@ class Experts(nnx.Module):
             x_SxD = plan.spread(x_NxD)
             y_NxKxD = plan.collect(self.products(x_SxD, plan.tiles_T, tables, shard))
         dropped = jnp.mean(sent.rows_NxK == len(sent.choices_S), dtype=jnp.float32)
+        y_BxTxD = self.combine(gates_NxK, y_NxKxD, x_BxTxD, tables, shard)
+        return checkpoint_name(y_BxTxD, PROJECTION_OUTPUT), routing._replace(dropped=dropped)
+
+    def combine(self, gates_NxK, y_NxKxD, x_BxTxD, tables, shard):
+        """Sums the outputs of each token's experts, times their factors, and the shared expert."""
         y_NxD = jnp.einsum("nk,nkd->nd", gates_NxK, y_NxKxD)
         y_BxTxD = shard.reduce(y_NxD.astype(x_BxTxD.dtype).reshape(x_BxTxD.shape))
         if self.config.shared_expert:
             y_BxTxD += self.shared.mlp(x_BxTxD, tables, shard)
-        return checkpoint_name(y_BxTxD, PROJECTION_OUTPUT), routing._replace(dropped=dropped)
+        return y_BxTxD
 
     def products(self, x_SxD, tiles_T, tables, shard):
         """Applies each expert to its rows, in the order of `tiles_T`; see `dispatch`."""

@@ -132,6 +132,16 @@ class Block(Mlp):
     def residuals(self, x_BxTxD, tables, shard=WHOLE, attend=causal_attention, positions_BxT=None):
         """Returns the residual stream [B, T, D] after attention and after the MLP, and the
         `Routing` of the experts, which is () without experts."""
+        x_BxTxD = self.attention(x_BxTxD, tables, shard, attend, positions_BxT)
+        normed, routing = shard.gather(shard.normalise(self.norm2, x_BxTxD)), ()
+        if self.config.experts:
+            y_BxTxD, routing = self.experts(normed, tables, shard)
+        else:
+            y_BxTxD = self.mlp(normed, tables, shard)
+        return x_BxTxD, x_BxTxD + y_BxTxD, routing
+
+    def attention(self, x_BxTxD, tables, shard, attend, positions_BxT):
+        """Returns the residual stream [B, T, D] after attention."""
         config = self.config
         normed = shard.gather(shard.normalise(self.norm1, x_BxTxD))
         q, k, v = self._heads(normed, tables, shard)
@@ -143,13 +153,7 @@ class Block(Mlp):
             q *= self.query_scale
         attended = attend(q, k, v, window=config.window)
         attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))
-        x_BxTxD += self.attn_out(attended, tables.get("attn_out"), shard.reduce)
-        normed, routing = shard.gather(shard.normalise(self.norm2, x_BxTxD)), ()
-        if config.experts:
-            y_BxTxD, routing = self.experts(normed, tables, shard)
-        else:
-            y_BxTxD = self.mlp(normed, tables, shard)
-        return x_BxTxD, x_BxTxD + y_BxTxD, routing
+        return x_BxTxD + self.attn_out(attended, tables.get("attn_out"), shard.reduce)
 
     def _heads(self, x_BxTxD, tables, shard):
         """Returns queries [B, T, heads, K], keys and values [B, T, kv heads, K] of the shard."""

@@ -3,6 +3,7 @@
 A composition of experts continues each prompt with the expert that its router picks.
 """
 
+import dataclasses
 import itertools
 import json
 import sys
@@ -10,14 +11,18 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.chat import USER
 from sparse_dataflow.data.corpora import load_corpus
-from sparse_dataflow.evaluation import activation_sparsity, generate, kv_cache
+from sparse_dataflow.evaluation import activation_sparsity, generate
 from sparse_dataflow.evaluation.composition import Experts, Prompt
+from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs import load_model
 from sparse_dataflow.runs.training_data import corpus_tokens, refuse_changed
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.run_files import read_config
@@ -44,6 +49,40 @@ def with_thresholds(trained: Model, share: float) -> Model:
     refuse_changed(corpus, trained)
     tokens, _ = corpus_tokens(corpus, trained, answers)
     return activation_sparsity.with_thresholds(trained, tokens, share)
+
+
+def offload_experts(options: load_model.ModelOptions, slots: int) -> tuple[Model, OffloadedExperts]:
+    """Loads a model into host memory, without its experts to the device.
+
+    Args:
+      options: name the model.
+      slots: experts of each layer on the device.
+
+    Returns:
+      (the model without parameters, its weights for decoding).
+
+    Raises:
+      UserError: see `load_model.load` and `OffloadedExperts`.
+    """
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        model = load_model.load(options)
+    return dataclasses.replace(model, params={}), OffloadedExperts(model, slots)
+
+
+def say_traffic(offloaded: OffloadedExperts) -> None:
+    """Says the bytes of weights on the device, and the experts that were fetched."""
+    size, prompt, writing = offloaded.expert_bytes, offloaded.prompt, offloaded.writing
+    held, total = offloaded.device_bytes / 1e6, offloaded.total_bytes / 1e6
+    say(f"experts in host memory: {held:,.2f} of {total:,.2f} MB of weights on the device")
+    say(f"prompts: {prompt.fetched * size / 1e6:,.2f} MB fetched for {prompt.tokens:,} tokens")
+    if writing.tokens:
+        fetched = writing.fetched * size / writing.tokens / 1e6
+        resident, unused = writing.resident / writing.chosen, writing.unused
+        say(
+            f"writing: {fetched:,.3f} MB fetched a token; {resident:.0%} of the chosen experts "
+            f"were on the device, {writing.hit_rate:.0%} of the others were fetched ahead; "
+            f"{unused:,} of {writing.fetched:,} fetched experts were not chosen"
+        )
 
 
 def converse(experts: Experts, samples: int, seed: int, **sampling: Any) -> None:
@@ -130,7 +169,7 @@ def write(
             print(f"(The context of {trained.context} tokens is full.)", file=sys.stderr)
 
 
-def _activated(experts: Experts, name: str) -> kv_cache.Weights | None:
+def _activated(experts: Experts, name: str) -> Any:
     """Puts an expert on the device, and says its name and the time of the switch."""
     weights, switch = experts.activate(name)
     if switch:

@@ -2,8 +2,9 @@
 
 python mesh_decoding.py MESH ...
 
-Maps each mesh to the largest error of the scores, relative to the largest score, and to whether
-`generate` continues with the tokens of one device.
+Maps each mesh to the largest error of the scores, relative to the largest score, to whether
+`generate` continues with the tokens of one device, and to why a mixture over the mesh leaves no
+experts in host memory.
 """
 
 import dataclasses
@@ -19,9 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.evaluation.generate import generate
+from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
 from sparse_dataflow.evaluation.over_mesh import mesh_forward
 from sparse_dataflow.evaluation.scoring import batch_limits, score, single_device_forward
 from sparse_dataflow.evaluation.trained import Model
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.sharded import Sharded
@@ -30,9 +33,11 @@ CONTEXT = 24
 PROMPTS = ([72], [7, 8, 9], list(range(11)))
 
 
-def random_model():
+def random_model(**mixture):
     """A Llama of 4 heads, 2 of them for keys and values, whose next tokens are certain."""
-    config = dataclasses.replace(CONFIGS["llama"], vocab_size=BYTES.vocab_size, max_len=CONTEXT)
+    config = dataclasses.replace(
+        CONFIGS["llama"], vocab_size=BYTES.vocab_size, max_len=CONTEXT, **mixture
+    )
     shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(np.float32), shapes)
@@ -56,6 +61,13 @@ def greedy(model):
     return [c.tokens for c in generate(model, PROMPTS, max_new_tokens=8)]
 
 
+def refusal(model):
+    try:
+        OffloadedExperts(model, 2)
+    except UserError as error:
+        return str(error)
+
+
 if __name__ == "__main__":
     model = random_model()
     rng = np.random.default_rng(1)
@@ -70,5 +82,6 @@ if __name__ == "__main__":
         scores, _ = score(mesh_forward(model, executor), limits, requests)
         error = np.abs(np.array([value for value, _ in scores]) - values).max()
         same = greedy(sharded(model, executor.mesh)) == greedy(model)
-        results[text] = [float(error / np.abs(values).max()), same]
+        reason = refusal(sharded(random_model(experts=4), executor.mesh))
+        results[text] = [float(error / np.abs(values).max()), same, reason]
     print(json.dumps(results))

@@ -18,7 +18,8 @@ def test_scores_over_meshes_equal_those_of_one_device(run_folder):
 
 @pytest.mark.slow
 def test_a_tensor_axis_longer_than_the_key_value_heads_scores_and_decodes_as_one_device():
-    [(error, same_tokens)] = on_eight_devices(
+    [(error, same_tokens, refusal)] = on_eight_devices(
         "evaluation/mesh_decoding.py", "data:2,tensor:4"
     ).values()
     assert error < 1e-5 and same_tokens
+    assert "sharded over 8 devices; legal with expert_slots: one device" in refusal

@@ -4,6 +4,7 @@ import gc
 import io
 import json
 import os
+import pathlib
 import random
 import re
 import sys
@@ -136,6 +137,31 @@ def test_a_switch_moves_the_stored_parameters_and_the_index_tables(dtype):
         stored = jnp.dtype(dtype).itemsize * sd.parameter_count(model)
         assert experts.bytes("it") == stored + sum(table.nbytes for table in tables)
         assert bool(tables) == (name == "sparse")
+
+
+def test_the_page_has_the_bytes_of_a_switch_at_the_13b():
+    config = sd.preset("13b").change(model__compute_dtype="bfloat16")
+    moved = {}
+    for name in ("dense", "sparse"):
+        model = variant(config, name).model
+        tables = gpt.layout_tables(gpt.layouts(model))
+        weights = jax.eval_shape(
+            lambda key, model=model, tables=tables: kv_cache.prepare(
+                model, gpt.init(model, key), tables
+            ),
+            jax.random.key(0),
+        )
+        moved[name] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+        tables_bytes = sum(table.nbytes for table in jax.tree.leaves(tables))
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "exchange.md").read_text()
+    [(dense, sparse, ratio, of_tables)] = re.findall(
+        r"13B's shape .* moves ([\d.]+) GB .* moves ([\d.]+) GB,\s.*\*\*([\d.]+)\*\*"
+        r"[^(]*index tables \(([\d.]+) MB\)",
+        page,
+    )
+    assert (dense, sparse) == (f"{moved['dense'] / 1e9:.2f}", f"{moved['sparse'] / 1e9:.2f}")
+    assert ratio == f"{moved['dense'] / moved['sparse']:.2f}"
+    assert of_tables == f"{tables_bytes / 1e6:.1f}"
 
 
 def test_the_command_routes_each_line_and_switches_when_the_expert_changes(

@@ -2,12 +2,14 @@
 
 import builtins
 import json
+import re
 from types import SimpleNamespace
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+import sparse_dataflow as sd
 from experiments import generate
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.tokenizer import gpt2_tokenizer
@@ -84,6 +86,37 @@ def test_activation_sparsity_is_refused_without_a_run(monkeypatch, capsys, flags
         argv = ["generate", *flags]
         command_line.run(generate.main, generate.__doc__, options=generate.Options, argv=argv)
     assert left.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_experts_in_host_memory_write_the_same_text_and_the_traffic_is_said(monkeypatch, capsys):
+    shape = {"d_model": 32, "num_heads": 2, "d_ff": 64, "experts": 4, "top_k": 2}
+    config = sd.preset("pico").change(sparsity__block=8, sparsity__density=0.5)
+    config = config.change(**{f"model__{name}": value for name, value in shape.items()})
+    model = sd.init(config, jax.random.key(0))
+    monkeypatch.setattr(load_model, "load", lambda options: model)
+    texts = []
+    for slots in (0, 3):
+        options = generate.Options(run="RUN", prompt="ab", max_new_tokens=3, expert_slots=slots)
+        generate.main(options)
+        texts.append(capsys.readouterr())
+    assert texts[0].out == texts[1].out and not texts[0].err
+    assert re.fullmatch(
+        r"experts in host memory: ([\d.]+) of ([\d.]+) MB of weights on the device\n"
+        r"prompts: [\d.]+ MB fetched for 2 tokens\n"
+        r"writing: [\d.]+ MB fetched a token; \d+% of the chosen experts were on the device, "
+        r"\d+% of the others were fetched ahead; \d+ of \d+ fetched experts were not chosen\n",
+        texts[1].err,
+    ), texts[1].err
+
+
+@pytest.mark.parametrize(
+    "flags", [["--runs=A,B"], ["--run=RUN", "--activation_sparsity=0.4"]], ids=["runs", "zeros"]
+)
+def test_slots_of_experts_are_for_one_run_without_zeros(capsys, flags):
+    with pytest.raises(SystemExit) as left:
+        argv = ["generate", "--expert_slots=2", *flags]
+        command_line.run(generate.main, generate.__doc__, options=generate.Options, argv=argv)
+    assert left.value.code == 2 and "--expert_slots is for " in capsys.readouterr().err
 
 
 def test_an_empty_line_begins_a_document(converse):
