@@ -24,7 +24,7 @@ _ARRAY = re.compile(rf"\b(?:({'|'.join(_BITS)})|[suf](\d+)\w*)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"(?<=[\s)}\]])([a-z][\w\-]*)\(")
-_CALLED = re.compile(
+CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
 )
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
@@ -66,27 +66,53 @@ def collectives(text: str, rounds: Mapping[str, float] | None = None) -> list[Co
     Raises:
       ValueError: a collective is in a loop without a known trip count.
     """
-    computations = _computations(text)
-    times = _times(computations, rounds or {})
+    computations = read_computations(text)
+    times = executions(computations, rounds or {})
     totals: dict[tuple, float] = {}
+    continuing = _continuing(computations)
     for name, instructions in computations.items():
-        if not times.get(name):
+        if not times.get(name) or name in continuing:
             continue
         for instruction in instructions.values():
-            kind = instruction.opcode.removesuffix("-start")
-            if kind not in KINDS:
-                continue
-            if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
-                kind = "reduce-scatter"  # The TPU compiler fuses it this way.
-            size = _largest(instruction, instructions)
-            group = 2 if kind == "collective-permute" else _group(instruction.rest)
-            if group > 1:
-                key = kind, group, size
+            key = collective_of(instruction, name, instructions)
+            if key is not None and key[1] > 1:
                 totals[key] = totals.get(key, 0) + times[name]
     result = [Collective(kind, group, n, size) for (kind, group, size), n in totals.items()]
     if any(math.isnan(c.times) for c in result):
         raise ValueError("The program has a collective in a loop without a known trip count.")
     return sorted(result, key=lambda c: -c.moved)
+
+
+def collective_of(instruction, computation, around) -> tuple[str, int, int] | None:
+    """Returns (kind, chips per group, bytes) of an instruction; None if it is no collective.
+
+    Args:
+      instruction: the instruction.
+      computation: name of its computation.
+      around: the instructions of that computation.
+    """
+    kind = instruction.opcode.removesuffix("-start")
+    if kind not in KINDS:
+        return None
+    if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+        kind = "reduce-scatter"  # The TPU compiler fuses it this way.
+    group = 2 if kind == "collective-permute" else _group(instruction.rest)
+    return kind, group, _largest(instruction, around)
+
+
+def _continuing(computations) -> set[str]:
+    """Returns computations whose collective another fusion has started.
+
+    The TPU compiler splits an asynchronous collective over fusions: a first and a last one, and
+    between them products that continue it ("async_collective_fusion").  Each has the instruction.
+    """
+    return {
+        called
+        for instructions in computations.values()
+        for name, instruction in instructions.items()
+        for called in CALLED.findall(instruction.rest)
+        if called.startswith("async_collective_fusion") or name.startswith("async-collective-done")
+    }
 
 
 def by_kind(collectives: Iterable[Collective]) -> dict[str, dict[str, float]]:
@@ -139,12 +165,8 @@ def kernels(text: str) -> list[Kernel]:
     Raises:
       ValueError: a kernel is in a loop without a known trip count.
     """
-    computations = _computations(text)
-    times = _times(computations, {})
-    scheduled = [next(iter(computations))]
-    for name in scheduled:
-        loops = [i for i in computations[name].values() if i.opcode in ("while", "conditional")]
-        scheduled += [c for i in loops for c in _CALLED.findall(i.rest) if c in computations]
+    computations = read_computations(text)
+    times = executions(computations, {})
     result = [
         Kernel(
             name,
@@ -152,7 +174,7 @@ def kernels(text: str) -> list[Kernel]:
             times[of],
             _moved(kernel, computations[of], computations),
         )
-        for of in scheduled
+        for of in scheduled_computations(computations)
         for name, kernel in computations[of].items()
         if kernel.opcode in _KERNELS
     ]
@@ -161,13 +183,22 @@ def kernels(text: str) -> list[Kernel]:
     return result
 
 
+def scheduled_computations(computations) -> list[str]:
+    """Returns the entry and the bodies of loops and branches, which have a schedule."""
+    scheduled = [next(iter(computations))]
+    for name in scheduled:
+        loops = [i for i in computations[name].values() if i.opcode in ("while", "conditional")]
+        scheduled += [c for i in loops for c in CALLED.findall(i.rest) if c in computations]
+    return scheduled
+
+
 def memory_traffic(text: str) -> int:
     """Returns the bytes that all `kernels` of a program read and write."""
     return round(sum(kernel.times * kernel.bytes for kernel in kernels(text)))
 
 
 def _target(name, kernel, computations):
-    called = [c for c in _CALLED.findall(kernel.rest) if c in computations]
+    called = [c for c in CALLED.findall(kernel.rest) if c in computations]
     for call in (kernel, *(i for c in called for i in computations[c].values())):
         if target := re.search(r'custom_call_target="([^"]*)"', call.rest):
             return target[
@@ -178,7 +209,7 @@ def _target(name, kernel, computations):
 
 def _moved(kernel, around, computations):
     """Returns the bytes that an instruction of a computation reads and writes."""
-    called = next((c for c in _CALLED.findall(kernel.rest) if c in computations), None)
+    called = next((c for c in CALLED.findall(kernel.rest) if c in computations), None)
     if kernel.opcode.startswith("fusion") and called:
         inside = computations[called]
         nested = [i for i in inside.values() if i.opcode == "fusion"]
@@ -221,15 +252,18 @@ def _written(name, inside):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Instruction:
+class Instruction:
+    """A line of a computation."""
+
     shape: str
     opcode: str
     operands: tuple[str, ...]
     rest: str  # the line from the operands on
 
 
-def _computations(text: str) -> dict[str, dict[str, _Instruction]]:
-    computations: dict[str, dict[str, _Instruction]] = {}
+def read_computations(text: str) -> dict[str, dict[str, Instruction]]:
+    """Returns computation -> name -> instruction, in the order of the text; the entry is first."""
+    computations: dict[str, dict[str, Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
         if current is None or not line.startswith(" "):
@@ -250,7 +284,7 @@ def _computations(text: str) -> dict[str, dict[str, _Instruction]]:
         inside = _parenthesised(whole, opcode.end())
         operands = tuple(re.findall(r"%([\w.\-]+)", inside))
         rest = whole[opcode.end() :]
-        current[match[1]] = _Instruction(whole[: opcode.start()], opcode[1], operands, rest)
+        current[match[1]] = Instruction(whole[: opcode.start()], opcode[1], operands, rest)
     if entry:
         computations = {entry: computations.pop(entry), **computations}
     return computations
@@ -265,7 +299,7 @@ def _parenthesised(text: str, start: int) -> str:
     return text[start:]
 
 
-def _times(computations, rounds) -> dict[str, float]:
+def executions(computations, rounds) -> dict[str, float]:
     """Returns computation -> executions per step; the first computation is the entry."""
     calls: dict[str, list[tuple[str, float, bool]]] = {}
     for name, instructions in computations.items():
@@ -295,13 +329,13 @@ def _times(computations, rounds) -> dict[str, float]:
     return {name: times_of(name) for name in computations}
 
 
-def _calls(caller: _Instruction, instructions, computations, rounds):
+def _calls(caller: Instruction, instructions, computations, rounds):
     """Returns (computation, times, per_step) of each computation that an instruction calls.
 
     `times` is per step if `per_step`, else per execution of the instruction.
     """
     branches = [n.strip(" %") for text in _BRANCHES.findall(caller.rest) for n in text.split(",")]
-    callees = [n for n in (*branches, *_CALLED.findall(caller.rest)) if n in computations]
+    callees = [n for n in (*branches, *CALLED.findall(caller.rest)) if n in computations]
     scope = re.search(r'op_name="([^"]*)"', caller.rest)
     per_step = None
     if caller.opcode in ("while", "conditional") and scope:
@@ -318,13 +352,13 @@ def _calls(caller: _Instruction, instructions, computations, rounds):
     return [(name, 1.0, False) for name in callees]
 
 
-def _computation_of(role: str, instruction: _Instruction) -> str:
+def _computation_of(role: str, instruction: Instruction) -> str:
     """Returns the computation that an instruction names for a role; "" for none."""
     match = re.search(rf"\b{role}=%?([\w.\-]+)", instruction.rest)
     return match[1] if match else ""
 
 
-def _trip_count(loop: _Instruction, instructions, computations) -> float:
+def _trip_count(loop: Instruction, instructions, computations) -> float:
     """Returns the trip count of a loop, from XLA's annotation or a condition i < constant.
 
     NaN if neither gives it.
@@ -336,7 +370,7 @@ def _trip_count(loop: _Instruction, instructions, computations) -> float:
     test = next((i for i in inside.values() if i.opcode == "compare"), None)
     if test is None:
         # The comparison may be fused.
-        fused = [n for i in inside.values() for n in _CALLED.findall(i.rest)]
+        fused = [n for i in inside.values() for n in CALLED.findall(i.rest)]
         test = next(
             (i for n in fused for i in computations.get(n, {}).values() if i.opcode == "compare"),
             None,
@@ -349,7 +383,7 @@ def _trip_count(loop: _Instruction, instructions, computations) -> float:
     return float(bounds[0].rest.partition(")")[0])
 
 
-def _largest(collective: _Instruction, instructions) -> int:
+def _largest(collective: Instruction, instructions) -> int:
     """Returns the bytes of all operands or of all results, whichever is larger."""
     names = [name for name in collective.operands if name in instructions]
     operands = sum(array_bytes(instructions[name].shape) for name in names)

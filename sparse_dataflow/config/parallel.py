@@ -22,6 +22,7 @@ STASHES = ("device", "host")
 CLIPPINGS = ("exact", "eager")
 MOST_PROCESSES = 2**20
 MOST_BYTES = 1e15
+MOST_SUB_BATCHES = 8
 ONLY_RELAY = ("stash", "clipping", "server_dir", "depth_schedule")
 """Settings that no other executor reads."""
 
@@ -37,6 +38,8 @@ class ParallelConfig:
       zero: what the axis fsdp shards.
       experts: what travels over the axis fsdp for the experts that it shards: their weights, or
         the tokens.
+      sub_batches: parts of a micro-batch that pass through each block side by side, so that
+        collectives of one can overlap with products of another (arXiv 2305.13525).
       schedule: order of actions of a pipeline's stages; see `parallel.pipeline.schedules`.
       memory_limit: bytes of a device that training may use by the planner's estimate, as in
         "16GiB" or "16e9"; the planner chooses `model.remat` under it.  Empty chooses nothing.
@@ -79,6 +82,13 @@ class ParallelConfig:
         "What travels over fsdp for the experts of a layer: gather brings all weights to every "
         "device, exchange sends each token to the devices that have its experts (all-to-all).",
         choices=EXPERTS,
+        resumed=FRESH,
+    )
+    sub_batches: int = setting(
+        1,
+        "Parts of a micro-batch that pass through each block side by side, so that collectives of "
+        "one can overlap with products of another. Refused with stages, the relay and experts.",
+        legal=between(1, MOST_SUB_BATCHES),
         resumed=FRESH,
     )
     schedule: str = setting(

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
@@ -93,22 +94,34 @@ class Shard:
         return lax.dynamic_slice_in_dim(tokens, start, length, axis)
 
     def gather_features(self, x: jax.Array, run: int = 0) -> jax.Array:
-        """All-gathers the last dimension over `feature_axis`; `run` as in `residual_run`."""
+        """All-gathers features over `feature_axis`; `run` as in `residual_run`.
+
+        The collective is one along the tokens, and so is its transpose: the TPU compiler has no
+        reduce-scatter of a product along its features, and all-reduces instead.
+
+        Args:
+          x: [..., T, features / devices].
+          run: see `residual_run`; 0 is a single run.
+
+        Returns:
+          [..., T, features].
+        """
         if self.feature_axis is None:
             return x
-        length = (run or x.shape[-1] * self.equal_rows) // self.equal_rows
-        parts = x.reshape(*x.shape[:-1], -1, length)
-        whole = lax.all_gather(parts, self.feature_axis, axis=x.ndim)
-        return whole.reshape(*x.shape[:-1], -1)
+        *rows, tokens, features = x.shape
+        length = (run or features * self.equal_rows) // self.equal_rows
+        parts = lax.all_gather(x, self.feature_axis, axis=x.ndim - 2, tiled=True)
+        parts = parts.reshape(*rows, self.equal_rows, tokens, -1, length)
+        return jnp.moveaxis(parts, -4, -2).reshape(*rows, tokens, -1)
 
     def reduce_features(self, y: jax.Array, run: int = 0) -> jax.Array:
-        """Reduce-scatters partial sums over `feature_axis` by the last dimension."""
+        """Reduce-scatters partial sums over `feature_axis`; the transpose of `gather_features`."""
         if self.feature_axis is None:
             return y
-        part = lax.psum_scatter(
-            self._by_device(y, run), self.feature_axis, scatter_dimension=y.ndim
-        )
-        return part.reshape(*y.shape[:-1], -1)
+        parts = jnp.moveaxis(self._by_device(y, run), -2, y.ndim - 2)
+        *rows, tokens, features = y.shape
+        parts = parts.reshape(*rows, tokens * self.equal_rows, features // self.equal_rows)
+        return lax.psum_scatter(parts, self.feature_axis, scatter_dimension=y.ndim - 2, tiled=True)
 
     def slice_features(self, x: jax.Array, run: int = 0) -> jax.Array:
         """Slices the last dimension of a replicated array to this device's features."""

@@ -38,11 +38,13 @@ class Sharded(Executor):
       mesh: with all of `mesh.AXES`; its "stage" is 1.
       zero: which arrays are sharded over "fsdp"; see `sharding.ZERO`.
       exchange: whether tokens travel to the experts over "fsdp", whose weights stay sharded.
+      sub_batches: see `whole.Member`.
     """
 
     mesh: meshes.AnyMesh
     zero: int = 3
     exchange: bool = False
+    sub_batches: int = 1
 
     @property
     def devices(self):
@@ -51,8 +53,10 @@ class Sharded(Executor):
 
     def describe(self):
         """See `Executor`."""
-        exchange = " --set parallel.experts=exchange" if self.exchange else ""
-        return f"--mesh={meshes.describe(self.mesh)} --set parallel.zero={self.zero}{exchange}"
+        flags = f"--mesh={meshes.describe(self.mesh)} --set parallel.zero={self.zero}"
+        if self.sub_batches > 1:
+            flags += f" --set parallel.sub_batches={self.sub_batches}"
+        return flags + (" --set parallel.experts=exchange" if self.exchange else "")
 
     def check(self, model, training):
         """See `Executor`."""
@@ -61,6 +65,17 @@ class Sharded(Executor):
         sharding.refuse_indivisible(
             self.mesh, model, training.batch, training.micro_batches, training.sequence
         )
+        if self.sub_batches > 1:
+            model.refuse_experts(
+                f"parallel.sub_batches={self.sub_batches}", "parallel.sub_batches=1"
+            )
+        rows = training.batch // training.micro_batches // meshes.batch_shards(self.mesh)
+        if rows % self.sub_batches:
+            legal = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+            raise UserError(
+                f"parallel.sub_batches={self.sub_batches} does not divide the {rows} sequences of "
+                f"a micro-batch on a device; legal: {legal}."
+            )
         residual.refuse(self.mesh, model)
         for group in split_groups(gpt.layout_tables(gpt.layouts(model))):
             sharded = cuts.cut(group, self.tensor_shards, False, self._kv_copies(model))
@@ -196,6 +211,7 @@ class Sharded(Executor):
             lambda gradients: jax.tree.map(
                 sharding.reduce_scatter, gradients, specs, gradient_specs
             ),
+            self.sub_batches,
         )
         return member, specs, gradient_specs, frozen_specs
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -49,12 +50,15 @@ class Member:
       gather: (section name, its sharded params, index of its layer group if a block) -> params to
         compute with, named GATHERED if they come from other devices; None if params are whole.
       collect: gradients of a micro-batch, sharded as the params -> as accumulated.
+      sub_batches: parts of the rows that pass through each block side by side.  No part depends on
+        another, so the compiler can overlap collectives of one with products of the others.
     """
 
     shard: Shard = WHOLE
     batch_shards: int = 1
     gather: Callable[[str, dict, int], dict] | None = None
     collect: Callable[[dict], dict] = lambda gradients: gradients
+    sub_batches: int = 1
 
     def section(self, params: dict, name: str, group: int = 0) -> dict:
         """Returns the params of a section to compute with; a block belongs to a layer group."""
@@ -108,9 +112,9 @@ def apply_blocks(
     tables: Any,
     x_BxTxD: jax.Array,
     member: Member = ALONE,
-    attend: Callable = causal_attention,
+    documents_BxT: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
-    """Runs all blocks on [B, T, D].
+    """Runs all blocks on [B, T, D]; tokens attend within their document, if documents are given.
 
     Concrete (numpy) tables are specialised at trace time. Blocks are unrolled if `unrolls` says so.
     Otherwise each layer group is scanned, so that compile time does not depend on depth; with a
@@ -127,6 +131,12 @@ def apply_blocks(
     # jax.checkpoint traces concrete tables, whose groups would be lost with them.
     tables = gpt.with_groups(tables)
     kinds = remat.kinds(config.remat, config.num_layers)
+    # An evaluation may have fewer rows than parts.
+    parts = math.gcd(member.sub_batches, len(x_BxTxD))
+    xs, attend = _split(x_BxTxD, parts), [causal_attention] * parts
+    if documents_BxT is not None:
+        documents = _split(documents_BxT, parts)
+        attend = [functools.partial(document_attention, documents=part) for part in documents]
     groups = zip(layer_groups(config), split_groups(params), split_groups(tables), strict=True)
     for group, (layer_group, group_params, group_tables) in enumerate(groups):
         layers = layer_group.layers
@@ -139,14 +149,18 @@ def apply_blocks(
         if unrolled:
             for i, layer in enumerate(_unstack(group_params) or [()] * config.num_layers):
                 layer_tables = jax.tree.map(lambda t, i=i: t[i], group_tables)
-                x_BxTxD, of_layer = run[of_group[i]](x_BxTxD, (layer, layer_tables))
+                xs, of_layer = run[of_group[i]](xs, (layer, layer_tables))
                 routing.append(jax.tree.map(lambda leaf: leaf[None], of_layer))
         else:
             stacked = group_params, group_tables
             loops = remat.loops(config.remat, config.num_layers, layers)
-            x_BxTxD, of_layers = _scan(run, loops, x_BxTxD, stacked)
+            xs, of_layers = _scan(run, loops, xs, stacked)
             routing += of_layers
-    return x_BxTxD, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *routing)
+    return jnp.concatenate(xs), jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *routing)
+
+
+def _split(rows, parts):
+    return [rows] if parts == 1 else jnp.split(rows, parts)
 
 
 def _scan(run, loops, x, stacked):
@@ -184,13 +198,16 @@ def _scan(run, loops, x, stacked):
 
 
 def _layer(config, member, group, attend, kind):
-    """Returns a function (x, (params, tables) of a layer) -> (x, `Routing` or ()), with the remat
-    policy of a kind."""
+    """Returns a function (xs, (params, tables) of a layer) -> (xs, `Routing` or ()), with the remat
+    policy of a kind; `xs` and `attend` are lists over parts of the rows."""
 
-    def run(x, layer):
+    def run(xs, layer):
         layer_params, layer_tables = layer
         params = member.section({"blocks": layer_params}, "blocks", group)
-        return gpt.routed_block(config, params, layer_tables, x, member.shard, attend)
+        block = functools.partial(gpt.routed_block, config, params, layer_tables)
+        outputs = [block(x, member.shard, of_part) for x, of_part in zip(xs, attend, strict=True)]
+        # A model with experts has one part.
+        return [x for x, _ in outputs], outputs[0][1]
 
     if kind != "none":
         return _checkpointed(run, kind)
@@ -202,7 +219,7 @@ def _layer(config, member, group, attend, kind):
 
 def _with_block(run, block):
     """Returns `run` of a layer whose parameters are those of a shared block."""
-    return lambda x, layer: run(x, (block, layer[1]))
+    return lambda xs, layer: run(xs, (block, layer[1]))
 
 
 def rematerialised(config: ModelConfig, layer: Callable) -> Callable:
@@ -212,7 +229,8 @@ def rematerialised(config: ModelConfig, layer: Callable) -> Callable:
 
 def _checkpointed(layer, kind):
     def named(x, *rest):
-        return layer(checkpoint_name(x, BLOCK_INPUT), *rest)
+        name = functools.partial(checkpoint_name, name=BLOCK_INPUT)
+        return layer(jax.tree.map(name, x), *rest)
 
     # Only a name lets a policy move the input, which jax.checkpoint else saves on the device.
     return jax.checkpoint(named if kind == "offload" else layer, policy=_REMAT_POLICIES[kind])
@@ -291,12 +309,11 @@ def routed_loss(
     embed, head = (member.section(params, name) for name in ("embed", "head"))
     with jax.named_scope("embed"):
         x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
-    attend: Callable = causal_attention
+    documents = None
     if config.mask_documents:
         documents = document_numbers(tokens[:, :-1], config.vocab_size - 1)
-        attend = functools.partial(document_attention, documents=documents)
     with jax.named_scope("blocks"):
-        x, routing = apply_blocks(config, params["blocks"], tables, x, member, attend)
+        x, routing = apply_blocks(config, params["blocks"], tables, x, member, documents)
     targets = tokens[:, 1:]
     with jax.named_scope("head"):
         total = gpt.head_loss(config, head, embed["tokens"], x, targets, weights, member.shard)

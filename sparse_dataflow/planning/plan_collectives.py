@@ -11,6 +11,11 @@ from sparse_dataflow.planning import collectives
 from sparse_dataflow.planning.efficiency import Efficiency
 from sparse_dataflow.planning.parallel_plan import RECOMPUTED, ParallelPlan
 
+FEATURE_OVERLAP = 1 / 8
+"""Largest fraction of the collectives of a block that overlaps with products on the axes "feature"
+and "tensor": compiled programs for H100 and v5e schedule an eighth of the bytes beside products
+(`aot.overlaps`; docs/devices.md).  The fitted fraction comes from runs without "feature"."""
+
 
 def tensor_seconds(config, tokens, plan, network, efficiency):
     """Returns the collective seconds of one block and micro-batch, forward and backward.
@@ -32,7 +37,9 @@ def tensor_seconds(config, tokens, plan, network, efficiency):
     for name, array in arrays.items():
         again = bool(recomputed) if name in ROW_PARALLEL else name in recomputed
         seconds = seconds + (2 + again) * collectives.gather_seconds(array, *of_feature)
-    return seconds * (1 - efficiency.tensor_overlap * plan.tensor_overlaps)
+    overlap = efficiency.tensor_overlap
+    overlap = np.where(feature > 1, np.minimum(overlap, FEATURE_OVERLAP), overlap)
+    return seconds * (1 - overlap * plan.tensor_overlaps)
 
 
 def _torus_axes(chips, island, network):

@@ -75,10 +75,14 @@ def executor(config: RunConfig, describing: bool = False) -> Executor:
         )
     DepthSchedule.parse(plan.depth_schedule)
     if plan.executor == "relay":
+        if plan.sub_batches > 1:
+            raise _without_sub_batches(plan)
         return relay(plan)
     imagined = describing and plan.mesh != "auto"
     sizes = meshes.parse(plan.mesh, None if imagined else jax.device_count())
     staged = _pipelines(plan, sizes["stage"])
+    if plan.sub_batches > 1 and staged:
+        raise _without_sub_batches(plan)
     if not (imagined or staged) and jax.device_count() == 1:
         return SINGLE_DEVICE
     mesh: meshes.AnyMesh
@@ -86,7 +90,16 @@ def executor(config: RunConfig, describing: bool = False) -> Executor:
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     else:
         mesh = meshes.make(sizes)
-    return executor_over(mesh, plan.zero, config.model.num_layers, plan.schedule, exchange)
+    return executor_over(
+        mesh, plan.zero, config.model.num_layers, plan.schedule, exchange, plan.sub_batches
+    )
+
+
+def _without_sub_batches(plan):
+    return UserError(
+        f"parallel.sub_batches={plan.sub_batches} with stages or the relay; legal: 1, or "
+        "--executor=whole."
+    )
 
 
 def relay(plan: ParallelConfig) -> RelayExecutor:

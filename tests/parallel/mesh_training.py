@@ -4,8 +4,8 @@ Run as a process by test_sharded.py and test_pipeline.py, because the number of 
 start. Arguments: the task; the name of the model ("dense+bfloat16": with bfloat16 moments and
 gradients; "dense+muon": trained by Muon; "dense+adapters": adapters, whose loss counts some targets
 more than others) or of the evolution; then meshes, each as "data:2,tensor:4/ZERO/MICRO_BATCHES";
-"exchange," before it sends tokens to experts. Pipelines add "/SCHEDULE/CHUNKS", and optionally
-"/2+3", the layers of each virtual stage.
+"exchange," before it sends tokens to experts, "halves," makes two sub-batches. Pipelines add
+"/SCHEDULE/CHUNKS", and optionally "/2+3", the layers of each virtual stage.
 """
 
 import dataclasses
@@ -99,9 +99,10 @@ MODELS = {
 def executor(text, model):
     axes, zero, micro, *pipeline = text.split("/")
     exchange, axes = axes.startswith("exchange,"), axes.removeprefix("exchange,")
+    parts, axes = 1 + axes.startswith("halves,"), axes.removeprefix("halves,")
     mesh, zero = meshes.make(meshes.parse(axes, 8)), int(zero)
     if not pipeline:
-        return Sharded(mesh, zero, exchange), int(micro)
+        return Sharded(mesh, zero, exchange, parts), int(micro)
     schedule, chunks, *layer_counts = pipeline
     layers = tuple(int(n) for n in "".join(layer_counts).split("+") if n)
     division = divide(model.num_layers, mesh.shape["stage"], int(chunks), layers)

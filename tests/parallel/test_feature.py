@@ -16,7 +16,9 @@ nightly = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        ("sparse_depth", "fsdp:2,feature:2,tensor:2/3/2"),
+        pytest.param("sparse_depth", "fsdp:2,feature:2,tensor:2/3/2", marks=nightly),
+        ("sparse_depth", "halves,fsdp:2,feature:2,tensor:2/3/2"),
+        pytest.param("llama", "halves,fsdp:2,feature:2,tensor:2/3/1", marks=nightly),
         pytest.param("dense_odd", "data:2,feature:4/0/1", marks=nightly),
         pytest.param("sparse_deep_full", "data:4,feature:2/0/1", marks=nightly),
         pytest.param("llama", "fsdp:4,feature:2/3/2", marks=nightly),

@@ -1,6 +1,7 @@
 """The whole executor: all options give the same loss and gradients."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,20 @@ def test_gradients_are_those_of_the_plain_loss(result):
 
 def test_accumulation_equals_one_batch(result):
     assert_same(result, run(micro_batches=2))
+
+
+def test_sub_batches_change_nothing():
+    """Also where tokens attend within their document, and where a block is offloaded."""
+    config = dataclasses.replace(DENSE, mask_documents=True, remat="offload+none:1")
+    params, tokens = arbitrary_params(config), tokens_of(config)
+    tokens[[1, 2, 3], [3, 5, 7]] = config.vocab_size - 1
+    whole_batch, halves = (
+        jax.jit(functools.partial(whole.loss_and_gradients, config, member=member))(
+            params, {}, tokens
+        )
+        for member in (whole.ALONE, whole.Member(sub_batches=2))
+    )
+    assert_same(whole_batch, halves)
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])

@@ -16,7 +16,7 @@ from sparse_dataflow.config.training import OPTIMIZERS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS, Chip, Network
 from sparse_dataflow.parallel.pipeline import schedules
-from sparse_dataflow.planning import bands, collectives, cost, memory
+from sparse_dataflow.planning import bands, collectives, cost, memory, plan_collectives
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency
 from sparse_dataflow.planning.parallel_plan import BUBBLES, RECOMPUTED, ParallelPlan
 from sparse_dataflow.planning.step_time import (
@@ -146,6 +146,15 @@ def test_the_axis_feature_gathers_and_reduce_scatters_each_projection():
         assert half == pytest.approx(seconds(ParallelPlan(tensor=4)).sections[name].flops)
     weights = [stage_parameters(MODEL, ParallelPlan(tensor=4, feature=n)) for n in (1, 2)]
     assert weights[0] == 2 * weights[1]
+
+
+def test_the_axis_feature_hides_no_more_than_compiled_programs_do():
+    for hidden, expected in ((0.1, 0.1), (0.6, plan_collectives.FEATURE_OVERLAP)):
+        efficiency = dataclasses.replace(IDEAL, tensor_overlap=hidden)
+        for feature, overlap in ((1, hidden), (2, expected)):
+            plan = ParallelPlan(tensor=4, feature=feature)
+            exposed = seconds(plan, efficiency=efficiency).terms["tensor"]
+            assert exposed == pytest.approx((1 - overlap) * seconds(plan).terms["tensor"])
 
 
 @pytest.mark.parametrize("schedule", sorted(BUBBLES))

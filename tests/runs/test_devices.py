@@ -101,6 +101,23 @@ def test_what_the_axis_feature_cannot_cut_is_refused_in_words(arguments, message
         devices.describe(request.config())
 
 
+@pytest.mark.parametrize("argument", ["--mesh=stage:2", "--executor=relay"])
+def test_sub_batches_are_refused_where_blocks_do_not_have_them(argument):
+    with pytest.raises(UserError, match=r"sub_batches=2 with stages or the relay; legal: 1"):
+        executor("--scale=pico", "--set=parallel.sub_batches=2", argument)
+
+
+def test_sub_batches_divide_the_sequences_of_a_device():
+    made = executor("--scale=pico", "--mesh=fsdp:2", "--set=parallel.sub_batches=2")
+    assert "--set parallel.sub_batches=2" in made.describe()
+    model = SIZES["pico"]
+    made.check(model, TrainingConfig(1, 8, 16, micro_batches=2))
+    with pytest.raises(UserError, match=r"not divide the 3 sequences of a micro.*legal: 1, 3"):
+        made.check(model, TrainingConfig(1, 6, 16))
+    with pytest.raises(UserError, match=r"sub_batches=2 with model.experts=2 is not supported"):
+        made.check(dataclasses.replace(model, experts=2), TrainingConfig(1, 8, 16))
+
+
 def test_given_blocks_on_the_axis_feature_are_refused_by_their_flag():
     [request] = command_line.arguments(
         ["toy", "--scale=pico", "--block=16", "--mesh=feature:2"], tuple(NAMED), None

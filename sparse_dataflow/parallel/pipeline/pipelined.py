@@ -290,7 +290,12 @@ def _probed_block(model, shard, axes, norms, constants, x):
 
 
 def executor_over(
-    mesh: meshes.AnyMesh, zero: int, num_layers: int, schedule: str, exchange: bool = False
+    mesh: meshes.AnyMesh,
+    zero: int,
+    num_layers: int,
+    schedule: str,
+    exchange: bool = False,
+    sub_batches: int = 1,
 ) -> Sharded:
     """Returns `Pipelined` if the mesh has stages, else `Sharded`.
 
@@ -300,12 +305,13 @@ def executor_over(
       num_layers: layers of the model.
       schedule: pipeline schedule, as for `schedules.parse`.
       exchange: see `Sharded`.
+      sub_batches: see `Sharded`; 1 if the mesh has stages.
 
     Raises:
       UserError: an unknown schedule, or the layers cannot be divided over the stages.
     """
     if mesh.shape["stage"] == 1:
-        return Sharded(mesh, zero, exchange)
+        return Sharded(mesh, zero, exchange, sub_batches)
     name, chunks = schedules.parse(schedule)
     division = divide(num_layers, mesh.shape["stage"], chunks)
     return Pipelined(mesh, zero, exchange, division=division, schedule=name)
