@@ -66,11 +66,10 @@ def block_sparse_matmul(
     *,
     bias: jax.Array | None = None,
     activation: str | None = None,
-    residual: jax.Array | None = None,
     tuning: TuningConfig | None = None,
     interpret=False,
 ) -> jax.Array:
-    """Compute activation(x W + bias) + residual; differentiable in x, values, bias, residual.
+    """Compute activation(x W + bias); differentiable in x, values and bias.
 
     Args:
       x: bfloat16 or float32 [tokens, in_features].
@@ -78,12 +77,11 @@ def block_sparse_matmul(
       tables: `BlockLayout.tables()`, concrete or traced.
       bias: [out_features], any float dtype.
       activation: None or "gelu" (tanh form, `kernels.gelu`).
-      residual: [tokens, out_features] in x's dtype.
       tuning: tile sizes; None for `default_tuning`.
       interpret: as in `pl.pallas_call`; `pltpu.InterpretParams()` runs on a CPU.
 
     Returns:
-      [tokens, out_features] in x's dtype; sums, bias, activation and residual in float32.
+      [tokens, out_features] in x's dtype; sums, bias and activation in float32.
 
     Raises:
       UserError: if `refusal` gives a reason, shapes disagree, or the activation is unknown.
@@ -95,54 +93,12 @@ def block_sparse_matmul(
     out_features = len(tables.in_index) * values.shape[1]
     _check_shape("x", x, (len(x), len(tables.out_index) * values.shape[1]))
     _check_shape("bias", bias, (out_features,))
-    _check_shape("residual", residual, (len(x), out_features))
     if len(x) == 0:
-        empty = jnp.zeros((0, out_features), x.dtype)
-        return empty if residual is None else empty + residual
+        return jnp.zeros((0, out_features), x.dtype)
     lines = build_tile_tables(tables, values.shape[1])
     tuning = tuning or require_tuning(x, values, lines, activation is not None)
     options = Options(activation is not None, tuning, out_features, interpret)
-    return fused_product(options, x, values, bias, residual, lines)
-
-
-def weight_gradient(
-    x: jax.Array,
-    dy: jax.Array,
-    tables: LayoutTables,
-    *,
-    accumulator: jax.Array,
-    tuning: TuningConfig | None = None,
-    interpret=False,
-) -> jax.Array:
-    """Compute accumulator + xᵀ dy at the stored blocks, in place if the accumulator is donated.
-
-    Args:
-      x: bfloat16 or float32 [tokens, in_features].
-      dy: [tokens, out_features] in x's dtype.
-      tables: `BlockLayout.tables()`.
-      accumulator: float32 [nnz, block, block], the sum over earlier micro-batches.
-      tuning: tile sizes; None for `default_tuning`.
-      interpret: as in `pl.pallas_call`.
-
-    Raises:
-      UserError: if `refusal` gives a reason, shapes disagree, or the accumulator is not float32.
-    """
-    values = jax.ShapeDtypeStruct(accumulator.shape, x.dtype)
-    if reason := refusal(x, values, tables):
-        raise UserError(f"weight_gradient on TPU: {reason}")
-    if accumulator.dtype != jnp.float32:
-        raise UserError(f"The accumulator is {accumulator.dtype}; legal: float32.")
-    _check_shape("x", x, (len(x), len(tables.out_index) * accumulator.shape[1]))
-    _check_shape("dy", dy, (len(x), len(tables.in_index) * accumulator.shape[1]))
-    if dy.dtype != x.dtype:
-        raise UserError(f"dy is {dy.dtype}; legal: {x.dtype}, the dtype of x.")
-    if len(x) == 0:
-        return accumulator
-    lines = build_tile_tables(tables, accumulator.shape[1])
-    tuning = tuning or require_tuning(x, values, lines, False)
-    return stored_weight_gradient(
-        tuning, x, dy, accumulator, lines, accumulator=accumulator, interpret=interpret
-    )[0]
+    return fused_product(options, x, values, bias, lines)
 
 
 def _check_shape(name, array, legal):
@@ -205,7 +161,7 @@ def _gradients(options, x, values, before, dy, lines):
     return dx, dvalues, derived, dbias
 
 
-def _product(options, x, values, bias, residual, lines, keep):
+def _product(options, x, values, bias, lines, keep):
     by_column, by_row = lines
     wide = len(by_column.count) * tile_side(values)
     if bias is not None:
@@ -218,7 +174,6 @@ def _product(options, x, values, bias, residual, lines, keep):
         transposed=False,
         bias=bias,
         gelu=options.gelu,
-        residual=None if residual is None else pad_to(residual, wide),
         with_preactivation=keep,
         vmem_bytes=options.tuning.vmem_bytes,
         cores=options.tuning.cores,
@@ -250,7 +205,6 @@ def stored_weight_gradient(
     lines: WeightTables,
     *,
     preactivation: jax.Array | None = None,
-    accumulator: jax.Array | None = None,
     interpret=False,
 ) -> tuple[jax.Array, ...]:
     """Compute dW at the stored blocks, with a GELU's derivative if `preactivation` is passed.
@@ -262,7 +216,6 @@ def stored_weight_gradient(
       values: [nnz, block, block]; only shape and dtype are read.
       lines: tile tables of the weight.
       preactivation: [tokens, out_features], the input of a GELU that follows the product.
-      accumulator: float32 [nnz, block, block] that dW is added to.
       interpret: as in `pl.pallas_call`.
 
     Returns:
@@ -281,7 +234,6 @@ def stored_weight_gradient(
         result=jax.ShapeDtypeStruct(values.shape, values.dtype),
         transposed=transposed,
         preactivation=None if preactivation is None else pad_to(preactivation, width),
-        accumulator=accumulator,
         vmem_bytes=tuning.vmem_bytes,
         interpret=interpret,
     )
@@ -291,5 +243,5 @@ def stored_weight_gradient(
 
 
 fused_product = fused.differentiable(_product, _gradients)
-"""(options, x, values, bias, residual, lines) -> y: `block_sparse_matmul` without its checks, given
+"""(options, x, values, bias, lines) -> y: `block_sparse_matmul` without its checks, given
 the weight's tile tables."""

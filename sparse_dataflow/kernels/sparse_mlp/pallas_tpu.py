@@ -242,8 +242,8 @@ def _pair(options, x, values_in, bias_in, values_out, lines_in, lines_out):
     tuning, interpret = options.tuning, options.interpret
     first = products.Options(True, tuning.product_in, len(bias_in), interpret)
     second = products.Options(False, tuning.product_out, options.out_features, interpret)
-    hidden = products.fused_product(first, x, values_in, bias_in, None, lines_in)
-    return products.fused_product(second, hidden, values_out, None, None, lines_out)
+    hidden = products.fused_product(first, x, values_in, bias_in, lines_in)
+    return products.fused_product(second, hidden, values_out, None, lines_out)
 
 
 def _rows(lines, values):
