@@ -52,11 +52,9 @@ class Options(fused.Options):
 
     Attributes:
       out_features: width of y.
-      interpret: as in `pl.pallas_call`.
     """
 
     out_features: int
-    interpret: object
 
 
 def block_sparse_matmul(
@@ -67,7 +65,6 @@ def block_sparse_matmul(
     bias: jax.Array | None = None,
     activation: str | None = None,
     tuning: TuningConfig | None = None,
-    interpret=False,
 ) -> jax.Array:
     """Compute activation(x W + bias); differentiable in x, values and bias.
 
@@ -78,7 +75,6 @@ def block_sparse_matmul(
       bias: [out_features], any float dtype.
       activation: None or "gelu" (tanh form, `kernels.gelu`).
       tuning: tile sizes; None for `default_tuning`.
-      interpret: as in `pl.pallas_call`; `pltpu.InterpretParams()` runs on a CPU.
 
     Returns:
       [tokens, out_features] in x's dtype; sums, bias and activation in float32.
@@ -97,7 +93,7 @@ def block_sparse_matmul(
         return jnp.zeros((0, out_features), x.dtype)
     lines = build_tile_tables(tables, values.shape[1])
     tuning = tuning or require_tuning(x, values, lines, activation is not None)
-    options = Options(activation is not None, tuning, out_features, interpret)
+    options = Options(activation is not None, tuning, out_features)
     return fused_product(options, x, values, bias, lines)
 
 
@@ -147,16 +143,15 @@ def spaces(x: Shaped, values: Shaped, tables: LayoutTables) -> dict[Case, Search
 
 
 def _gradients(options, x, values, before, dy, lines):
-    tuning, interpret = options.tuning, options.interpret
-    derived, dbias = dy, None
+    tuning, derived, dbias = options.tuning, dy, None
     if before is not None and tuning.fuse_derivative:
         dvalues, derived, dbias = stored_weight_gradient(
-            tuning, x, dy, values, lines, preactivation=before, interpret=interpret
+            tuning, x, dy, values, lines, preactivation=before
         )
     else:
         if before is not None:
             derived = gelu_backward(dy, before)
-        (dvalues,) = stored_weight_gradient(tuning, x, derived, values, lines, interpret=interpret)
+        (dvalues,) = stored_weight_gradient(tuning, x, derived, values, lines)
     dx = _input_gradient(options, derived, values, lines)[:, : x.shape[1]]
     return dx, dvalues, derived, dbias
 
@@ -177,7 +172,6 @@ def _product(options, x, values, bias, lines, keep):
         with_preactivation=keep,
         vmem_bytes=options.tuning.vmem_bytes,
         cores=options.tuning.cores,
-        interpret=options.interpret,
     )
     return [result[: len(x), : options.out_features] for result in results]
 
@@ -192,7 +186,6 @@ def _input_gradient(options, dy, values, lines):
         transposed=True,
         vmem_bytes=options.tuning.vmem_bytes,
         cores=options.tuning.cores,
-        interpret=options.interpret,
     )
     return dx[: len(dy)]
 
@@ -205,7 +198,6 @@ def stored_weight_gradient(
     lines: WeightTables,
     *,
     preactivation: jax.Array | None = None,
-    interpret=False,
 ) -> tuple[jax.Array, ...]:
     """Compute dW at the stored blocks, with a GELU's derivative if `preactivation` is passed.
 
@@ -216,7 +208,6 @@ def stored_weight_gradient(
       values: [nnz, block, block]; only shape and dtype are read.
       lines: tile tables of the weight.
       preactivation: [tokens, out_features], the input of a GELU that follows the product.
-      interpret: as in `pl.pallas_call`.
 
     Returns:
       (dW,), or with `preactivation` (dW, dz = dy times the GELU's derivative, float32 sum of dz
@@ -235,7 +226,6 @@ def stored_weight_gradient(
         transposed=transposed,
         preactivation=None if preactivation is None else pad_to(preactivation, width),
         vmem_bytes=tuning.vmem_bytes,
-        interpret=interpret,
     )
     if derived:
         derived = [derived[0][: len(dy), :features], derived[1][:, :features]]

@@ -36,7 +36,6 @@ def line_gradient(
     transposed: bool,
     preactivation: jax.Array | None = None,
     vmem_bytes: int,
-    interpret=False,
 ) -> tuple[jax.Array, ...]:
     """Compute gatheredᵀ lined (its transpose with `transposed`) at stored blocks.
 
@@ -50,7 +49,6 @@ def line_gradient(
       transposed: whether the lines are the weight's rows.
       preactivation: [tokens, lines * tile], the input of a GELU that follows the product.
       vmem_bytes: VMEM limit of the kernel.
-      interpret: as in `pl.pallas_call`.
 
     Returns:
       (dW,), or with `preactivation` (dW, dz in dy's dtype, dbias float32 [1, lines * tile]).
@@ -111,7 +109,6 @@ def line_gradient(
             + result.size * result.dtype.itemsize,
             transcendentals=lined.size * activated,
         ),
-        interpret=interpret,
         name="block_sparse_weight_gradient",
     )(*(table.reshape(-1) for table in tables), *(array for array, _ in operands))
 

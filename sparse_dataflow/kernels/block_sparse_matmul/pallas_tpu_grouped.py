@@ -30,11 +30,9 @@ class Options(fused.Options):
 
     Attributes:
       sides: columns of x and of y.
-      interpret: as in `pl.pallas_call`.
     """
 
     sides: tuple[Columns, Columns]
-    interpret: object
 
 
 def grouped_matmul(
@@ -44,7 +42,6 @@ def grouped_matmul(
     *,
     block: int,
     tuning: GroupedTuning | None = None,
-    interpret=False,
 ) -> jax.Array:
     """Compute x W; differentiable in x and weight.
 
@@ -55,7 +52,6 @@ def grouped_matmul(
       groups: which blocks of x and y each group has.
       block: features of a block.
       tuning: tile sizes; None for `default_tuning`.
-      interpret: as in `pl.pallas_call`; `pltpu.InterpretParams()` runs on a CPU.
 
     Returns:
       [tokens, out_features] in x's dtype; sums in float32.
@@ -69,7 +65,7 @@ def grouped_matmul(
     if len(x) == 0:
         return jnp.zeros((0, sides[1].features), x.dtype)
     tuning = tuning or default_tuning(x, weight, groups, block=block)
-    return _matmul(Options(False, tuning, sides, interpret), x, weight, None, ())
+    return _matmul(Options(False, tuning, sides), x, weight, None, ())
 
 
 def lane_groups(groups: Groups, weight: Shaped, block: int) -> Groups:
@@ -190,7 +186,6 @@ def limits(options) -> dict:
     return {
         "vmem_bytes": options.tuning.vmem_bytes,
         "cores": options.tuning.cores,
-        "interpret": options.interpret,
     }
 
 

@@ -38,7 +38,6 @@ def product(
     transposed: bool,
     vmem_bytes: int,
     cores: int,
-    interpret=False,
 ) -> jax.Array:
     """Multiply each group's columns of x by its weight.
 
@@ -50,7 +49,6 @@ def product(
       transposed: whether to transpose the weight, as dx needs.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores that share the work.
-      interpret: as in `pl.pallas_call`.
 
     Returns:
       y [tokens, features of the second side] in x's dtype.
@@ -81,7 +79,6 @@ def product(
             * x.dtype.itemsize,
             transcendentals=0,
         ),
-        interpret=interpret,
         name="grouped_input_gradient" if transposed else "grouped_matmul",
     )(x, weight)
 
@@ -138,7 +135,6 @@ def gradient(
     *,
     vmem_bytes: int,
     cores: int,
-    interpret=False,
 ) -> jax.Array:
     """Compute dW = xᵀ dy of each group, summed in float32 in VMEM over all tokens.
 
@@ -151,7 +147,6 @@ def gradient(
       tiles: the tile sizes.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores that share the work.
-      interpret: as in `pl.pallas_call`.
 
     Returns:
       dW [groups, K, N] in x's dtype.
@@ -188,7 +183,6 @@ def gradient(
             bytes_accessed=(x.size + dy.size + left.features * right.width) * x.dtype.itemsize,
             transcendentals=0,
         ),
-        interpret=interpret,
         name="grouped_weight_gradient",
     )(x, dy)
 

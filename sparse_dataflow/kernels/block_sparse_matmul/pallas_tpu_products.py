@@ -36,7 +36,6 @@ def line_product(
     with_preactivation: bool = False,
     vmem_bytes: int,
     cores: int,
-    interpret=False,
 ) -> tuple[jax.Array, ...]:
     """Multiply x by the stored blocks of each line.
 
@@ -51,7 +50,6 @@ def line_product(
       with_preactivation: whether to return the GELU's input too.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores to spread the token tiles over.
-      interpret: as in `pl.pallas_call`.
 
     Returns:
       (y,) or (y, pre-activation), each [tokens, lines * tile] in x's dtype.
@@ -104,7 +102,6 @@ def line_product(
             + token_tiles * values.size * values.dtype.itemsize,
             transcendentals=len(x) * lines * tile * gelu,
         ),
-        interpret=interpret,
         name="block_sparse_input_gradient" if transposed else "block_sparse_matmul",
     )(*(table.reshape(-1) for table in tables), *(array for array, _ in operands))
 

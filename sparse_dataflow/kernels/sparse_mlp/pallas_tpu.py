@@ -40,7 +40,6 @@ class _Options:
 
     tuning: MlpTuning
     out_features: int
-    interpret: object
 
 
 def sparse_mlp(
@@ -52,7 +51,6 @@ def sparse_mlp(
     tables_out: LayoutTables,
     *,
     tuning: MlpTuning | None = None,
-    interpret=False,
 ) -> jax.Array:
     """Compute gelu(x W_in + bias_in) W_out; differentiable in the first four arguments.
 
@@ -64,7 +62,6 @@ def sparse_mlp(
       tables_in: layout of W_in, concrete or traced.
       tables_out: layout of W_out.
       tuning: tile sizes; None for `default_tuning`.
-      interpret: as in `pl.pallas_call`.
 
     Returns:
       [tokens, out_features] in x's dtype; sums, bias and activation in float32.
@@ -78,7 +75,7 @@ def sparse_mlp(
     if len(x) == 0:
         return jnp.zeros((0, out_features), x.dtype)
     tuning = tuning or default_tuning(x, values_in, values_out, tables_in, tables_out)
-    options = _Options(tuning, out_features, interpret)
+    options = _Options(tuning, out_features)
     lines = (
         build_tile_tables(tables_in, values_in.shape[1]),
         build_tile_tables(tables_out, values_out.shape[1]),
@@ -226,7 +223,7 @@ def _gradients(options, x, values_in, bias_in, values_out, lines_in, lines_out, 
         tuning.backward,
         **_limits(options),
     )
-    gradient = functools.partial(products.stored_weight_gradient, interpret=options.interpret)
+    gradient = products.stored_weight_gradient
     tiles_in = dataclasses.replace(tuning.product_in, weight_gradient=tuning.gradient_in)
     (dvalues_in,) = gradient(tiles_in, wide_x, derived, values_in, lines_in)
     (dvalues_out,) = gradient(tuning.product_out, hidden, wide_dy, values_out, lines_out)
@@ -239,9 +236,9 @@ _mlp.defvjp(_forward, _backward)
 
 def _pair(options, x, values_in, bias_in, values_out, lines_in, lines_out):
     """Compute the MLP as two products, the first with bias and GELU in its epilogue."""
-    tuning, interpret = options.tuning, options.interpret
-    first = products.Options(True, tuning.product_in, len(bias_in), interpret)
-    second = products.Options(False, tuning.product_out, options.out_features, interpret)
+    tuning = options.tuning
+    first = products.Options(True, tuning.product_in, len(bias_in))
+    second = products.Options(False, tuning.product_out, options.out_features)
     hidden = products.fused_product(first, x, values_in, bias_in, lines_in)
     return products.fused_product(second, hidden, values_out, None, lines_out)
 
@@ -260,5 +257,4 @@ def _limits(options):
     return {
         "vmem_bytes": config.vmem_bytes,
         "cores": config.cores,
-        "interpret": options.interpret,
     }
