@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 KINDS = (
     "all-gather",
@@ -89,21 +89,6 @@ def collectives(text: str, rounds: Mapping[str, float] | None = None) -> list[Co
     return sorted(result, key=lambda c: -c.moved)
 
 
-def by_kind(collectives: Iterable[Collective]) -> dict[str, dict[str, float]]:
-    """Sums collectives by kind, largest traffic first.
-
-    Returns:
-      kind -> {"times": executions per step, "bytes": of all arrays, "moved": bytes a chip sends}.
-    """
-    totals: dict[str, dict[str, float]] = {}
-    for c in collectives:
-        total = totals.setdefault(c.kind, {"times": 0.0, "bytes": 0.0, "moved": 0.0})
-        total["times"] += c.times
-        total["bytes"] += c.times * c.bytes
-        total["moved"] += c.moved
-    return dict(sorted(totals.items(), key=lambda item: -item[1]["moved"]))
-
-
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """A kernel of a program.
@@ -159,11 +144,6 @@ def kernels(text: str) -> list[Kernel]:
     if any(math.isnan(kernel.times) for kernel in result):
         raise ValueError("The program has a kernel in a loop without a known trip count.")
     return result
-
-
-def memory_traffic(text: str) -> int:
-    """Returns the bytes that all `kernels` of a program read and write."""
-    return round(sum(kernel.times * kernel.bytes for kernel in kernels(text)))
 
 
 def _target(name, kernel, computations):
