@@ -11,7 +11,7 @@ import math
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 from absl import logging
@@ -57,6 +57,25 @@ class Case:
     stored: int
     block: int
     dtype: str
+
+
+P = TypeVar("P")
+G = TypeVar("G")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductTuning(Generic[P, G]):
+    """Tiles of the three products on one device.
+
+    Attributes:
+      forward: tiles of y = xW.
+      input_gradient: tiles of dx = dy Wᵀ.
+      weight_gradient: tiles of dW.
+    """
+
+    forward: P
+    input_gradient: P
+    weight_gradient: G
 
 
 @dataclasses.dataclass(frozen=True)

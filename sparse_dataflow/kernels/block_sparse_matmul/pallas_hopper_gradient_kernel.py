@@ -124,7 +124,8 @@ def unit_sums(
     """
 
     def body(index, slot, x, dy, out, *refs):
-        _kernel(plan, _Arrays(index, slot, x, dy, out), _Scratch(*refs))
+        arrays = _Arrays(index, slot, x, dy, out)
+        run_groups(plan, arrays, _Scratch(*refs), _over_pairs, _consume, _produce)
 
     kernel = plgpu.kernel(
         body,
@@ -199,17 +200,6 @@ class _Unit(NamedTuple):
     target: list
     tile_row: Any
     tile_column: Any
-
-
-def _kernel(plan, arrays, scratch):
-    def consume(consumer):
-        act = functools.partial(_consume, plan, arrays, scratch, consumer)
-        _over_pairs(plan, arrays, act)
-
-    def produce():
-        return _over_pairs(plan, arrays, functools.partial(_produce, plan, arrays, scratch))
-
-    run_groups(consume, produce, scratch.empty, plan.tiles.stages)
 
 
 def _over_pairs(plan, arrays, act):

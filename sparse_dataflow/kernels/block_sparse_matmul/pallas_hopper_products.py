@@ -121,7 +121,7 @@ def line_product(
         optional_refs = [refs.pop(0) if operand is not None else None for operand in optional]
         results = [refs.pop(0), refs.pop(0) if with_preactivation else None]
         arrays = _Arrays(index, slot, x, values, *optional_refs, *results)
-        _kernel(plan, arrays, _Scratch(*refs))
+        run_groups(plan, arrays, _Scratch(*refs), _over_tiles, _consume, _produce)
 
     kernel = plgpu.kernel(
         body,
@@ -197,17 +197,6 @@ def _scratch(plan, slots, dtype, result_dtype):
         results=swizzled((CONSUMERS, slots, SLICE_ROWS, plan.slice_columns), result_dtype),
         arrived=plgpu.Barrier(num_arrivals=len(plan.slices), num_barriers=CONSUMERS),
     )
-
-
-def _kernel(plan, arrays, scratch):
-    def consume(consumer):
-        act = functools.partial(_consume, plan, arrays, scratch, consumer)
-        _over_tiles(plan, arrays, act)
-
-    def produce():
-        return _over_tiles(plan, arrays, functools.partial(_produce, plan, arrays, scratch))
-
-    run_groups(consume, produce, scratch.empty, plan.tiles.stages)
 
 
 def _over_tiles(plan, arrays, act):

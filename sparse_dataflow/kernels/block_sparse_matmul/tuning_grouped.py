@@ -6,6 +6,7 @@ from typing import Any
 
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows import Columns
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import LANES, budget, device
+from sparse_dataflow.kernels.tuned import ProductTuning
 
 ENOUGH_TOKENS = 256
 """Tokens of a tile below which narrower feature tiles, which read x again, are better."""
@@ -48,20 +49,14 @@ class GroupedGradientTiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedTuning:
+class GroupedTuning(ProductTuning[GroupedProductTiles, GroupedGradientTiles]):
     """Tiles of the three products on one device.
 
     Attributes:
-      forward: tiles of y = xW.
-      input_gradient: tiles of dx = dy Wᵀ.
-      weight_gradient: tiles of dW.
       vmem_bytes: VMEM limit of a kernel.
       cores: TensorCores of one device (2 on v4 and v5p).
     """
 
-    forward: GroupedProductTiles
-    input_gradient: GroupedProductTiles
-    weight_gradient: GroupedGradientTiles
     vmem_bytes: int
     cores: int
 

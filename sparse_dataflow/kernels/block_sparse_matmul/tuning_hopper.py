@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-from sparse_dataflow.kernels.tuned import SearchSpace
+from sparse_dataflow.kernels.tuned import ProductTuning, SearchSpace
 
 CONSUMERS = 2
 """Consumer warp groups of each program, which multiply."""
@@ -110,19 +110,13 @@ class GradientTiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class TuningConfig:
+class TuningConfig(ProductTuning[ProductTiles, GradientTiles]):
     """Tiles of the three products on one device.
 
     Attributes:
-      forward: tiles of y = xW.
-      input_gradient: tiles of dx = dy Wᵀ.
-      weight_gradient: tiles of dW.
       multiprocessors: number of multiprocessors, the programs that run concurrently.
     """
 
-    forward: ProductTiles
-    input_gradient: ProductTiles
-    weight_gradient: GradientTiles
     multiprocessors: int
 
 
