@@ -241,7 +241,7 @@ def default_tuning(
       derivative: whether dx is multiplied by an activation's derivative.
     """
     spaces_by_case = search_spaces(x, values, tables, derivative=derivative)
-    tiles = tuned.choose_tiles("block_sparse_matmul", spaces_by_case)
+    tiles = tuned.choose_tiles(spaces_by_case)
     return TuningConfig(**tiles, multiprocessors=sizes.multiprocessors())
 
 

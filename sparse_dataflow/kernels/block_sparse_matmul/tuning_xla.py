@@ -47,7 +47,7 @@ def default_tuning(x: jax.Array, values: jax.Array, tables: LayoutTables) -> Tun
       values: [nnz, block, block].
       tables: layout tables, concrete or traced.
     """
-    return TuningConfig(**tuned.choose_tiles("block_sparse_matmul", spaces(x, values, tables)))
+    return TuningConfig(**tuned.choose_tiles(spaces(x, values, tables)))
 
 
 def spaces(x: jax.Array, values: jax.Array, tables: LayoutTables) -> dict[Case, SearchSpace]:

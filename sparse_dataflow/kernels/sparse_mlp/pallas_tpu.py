@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels import tuned
 from sparse_dataflow.kernels.block_sparse_matmul import fused
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu as products
 from sparse_dataflow.kernels.block_sparse_matmul import tuning as sizes
@@ -23,14 +22,7 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import (
 )
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import smem_bytes
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_kernels as kernels
-from sparse_dataflow.kernels.sparse_mlp.tuning import (
-    MlpShape,
-    MlpTiles,
-    MlpTuning,
-    fused_tuning,
-)
-from sparse_dataflow.kernels.sparse_mlp.tuning import spaces as mlp_spaces
-from sparse_dataflow.kernels.tuned import Case, SearchSpace
+from sparse_dataflow.kernels.sparse_mlp.tuning import MlpShape, MlpTuning, fused_tuning
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 
@@ -107,12 +99,9 @@ def default_tuning(
 ) -> MlpTuning:
     """Return the tile sizes on the target TPU, and which passes are fused.
 
-    A fused pass with measured tile sizes is always fused.
-
     Raises:
       UserError: if no tile of a single product fits VMEM.
     """
-    operands = x, values_in, values_out, tables_in, tables_out
     lines_in = build_tile_tables(tables_in, values_in.shape[1])
     lines_out = build_tile_tables(tables_out, values_out.shape[1])
     unfused = MlpTuning(
@@ -122,41 +111,12 @@ def default_tuning(
         product_out=require_tuning(x, values_out, lines_out, False),
         gradient_in=require_tuning(x, values_in, lines_in, False).weight_gradient,
     )
-    shape = _shape(*operands)
-    if shape is None:
-        return unfused
-    heuristic = fused_tuning(unfused, shape, sizes.budget())
-    measured = {
-        case.product: tuned.lookup("sparse_mlp", case, MlpTiles, space.legal)
-        for case, space in spaces(*operands).items()
-    }
-    return dataclasses.replace(heuristic, **{k: tiles for k, tiles in measured.items() if tiles})
+    shape = _shape(x, values_in, values_out, lines_in, lines_out)
+    return unfused if shape is None else fused_tuning(unfused, shape, sizes.budget())
 
 
-def spaces(
-    x: jax.Array,
-    values_in: jax.Array,
-    values_out: jax.Array,
-    tables_in: LayoutTables,
-    tables_out: LayoutTables,
-) -> dict[Case, SearchSpace]:
-    """Return the search space of each fused pass; empty if the MLP cannot be fused."""
-    operands = x, values_in, values_out, tables_in, tables_out
-    shape = _shape(*operands)
-    if shape is None:
-        return {}
-    stored = jax.ShapeDtypeStruct(
-        (len(values_in) + len(values_out), *values_in.shape[1:]), values_in.dtype
-    )
-    widths = shape.by_hidden.features, shape.by_result.features
-    spaces_by_pass = mlp_spaces(shape, sizes.budget(), sizes.device().num_cores)
-    return tuned.keyed_by_case("pallas_tpu", x, stored, widths, spaces_by_pass)
-
-
-def _shape(x, values_in, values_out, tables_in, tables_out):
+def _shape(x, values_in, values_out, lines_in, lines_out):
     """Return the MLP's shape; None if its kernels cannot be fused."""
-    lines_in = build_tile_tables(tables_in, values_in.shape[1])
-    lines_out = build_tile_tables(tables_out, values_out.shape[1])
     limit = sizes.device().smem_capacity_bytes * 7 // 8
     same_tile = tile_side(values_in) == tile_side(values_out)
     if not same_tile or sum(map(smem_bytes, (*lines_in, *lines_out))) > limit:
