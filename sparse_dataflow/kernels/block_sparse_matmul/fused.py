@@ -13,15 +13,17 @@ from sparse_dataflow.files.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options of the op; implementations add their own.
+    """Static options of the op; an implementation may add its own.
 
     Attributes:
       gelu: whether a GELU follows the product; its input is then saved for the backward pass.
       tuning: tile sizes of the three products.
+      out_features: width of y.
     """
 
     gelu: bool
     tuning: Any
+    out_features: int
 
 
 def differentiable(product: Callable, gradients: Callable) -> Callable:

@@ -19,7 +19,6 @@ side of a weight.  Concrete tables are merged at trace time.
 Inside `plgpu.force_gpu_interpret_mode()` the kernels run on a CPU.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -60,17 +59,6 @@ NEEDED_JAX = (0, 11)
 """First jax version whose Mosaic GPU supports these kernels and interprets them."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options(fused.Options):
-    """Static options of the op.
-
-    Attributes:
-      out_features: width of y.
-    """
-
-    out_features: int
-
-
 def block_sparse_matmul(
     x: jax.Array,
     values: jax.Array,
@@ -109,7 +97,7 @@ def block_sparse_matmul(
     if len(x) == 0:
         return jnp.zeros(result.shape, result.dtype)
     tuning = tuning or default_tuning(x, values, tables)
-    options = _Options(activation is not None, tuning, result.shape[1])
+    options = fused.Options(activation is not None, tuning, result.shape[1])
     lines = jax.tree.map(jnp.asarray, build_line_tables(tables, len(values), tuning))
     return _matmul(options, x, values, bias, lines)
 
@@ -144,7 +132,7 @@ def value_and_preactivation(
         empty = jnp.zeros(result.shape, result.dtype)
         return empty, empty
     tuning = tuning or default_tuning(x, values, tables)
-    options = _Options(True, tuning, result.shape[1])
+    options = fused.Options(True, tuning, result.shape[1])
     lines = build_line_tables(tables, len(values), options.tuning)
     return tuple(_product(options, x, values, bias, lines, keep=True))
 

@@ -12,8 +12,6 @@ The operands are padded, which copies them, only if a width is not a multiple of
 tokens are not a multiple of 16 (of 8 for 32-bit elements).
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -44,17 +42,6 @@ BLOCKS = (32, 64, 128, 256)
 
 DTYPES = ("bfloat16", "float32")
 """Legal dtypes of x and values."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Options(fused.Options):
-    """Static options of the op.
-
-    Attributes:
-      out_features: width of y.
-    """
-
-    out_features: int
 
 
 def block_sparse_matmul(
@@ -93,7 +80,7 @@ def block_sparse_matmul(
         return jnp.zeros((0, out_features), x.dtype)
     lines = build_tile_tables(tables, values.shape[1])
     tuning = tuning or require_tuning(x, values, lines, activation is not None)
-    options = Options(activation is not None, tuning, out_features)
+    options = fused.Options(activation is not None, tuning, out_features)
     return fused_product(options, x, values, bias, lines)
 
 

@@ -65,7 +65,7 @@ def grouped_matmul(
     if len(x) == 0:
         return jnp.zeros((0, sides[1].features), x.dtype)
     tuning = tuning or default_tuning(x, weight, groups, block=block)
-    return _matmul(Options(False, tuning, sides), x, weight, None, ())
+    return _matmul(Options(False, tuning, sides[1].features, sides), x, weight, None, ())
 
 
 def lane_groups(groups: Groups, weight: Shaped, block: int) -> Groups:

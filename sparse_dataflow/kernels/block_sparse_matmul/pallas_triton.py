@@ -62,10 +62,11 @@ def block_sparse_matmul(x: jax.Array, values: jax.Array, tables: LayoutTables) -
     """
     if reason := refusal(x, values, tables):
         raise UserError(f"block_sparse_matmul in Triton: {reason}")
+    out_features = len(tables.in_index) * values.shape[-1]
     if len(x) == 0:
-        return jnp.zeros((0, len(tables.in_index) * values.shape[-1]), x.dtype)
+        return jnp.zeros((0, out_features), x.dtype)
     arrays = jax.tree.map(jnp.asarray, tables._replace(groups=None))
-    return _matmul(fused.Options(gelu=False, tuning=None), x, values, None, arrays)
+    return _matmul(fused.Options(False, None, out_features), x, values, None, arrays)
 
 
 def refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:

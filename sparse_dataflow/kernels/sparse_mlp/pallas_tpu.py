@@ -197,8 +197,8 @@ _mlp.defvjp(_forward, _backward)
 def _pair(options, x, values_in, bias_in, values_out, lines_in, lines_out):
     """Compute the MLP as two products, the first with bias and GELU in its epilogue."""
     tuning = options.tuning
-    first = products.Options(True, tuning.product_in, len(bias_in))
-    second = products.Options(False, tuning.product_out, options.out_features)
+    first = fused.Options(True, tuning.product_in, len(bias_in))
+    second = fused.Options(False, tuning.product_out, options.out_features)
     hidden = products.fused_product(first, x, values_in, bias_in, lines_in)
     return products.fused_product(second, hidden, values_out, None, lines_out)
 
